@@ -1,0 +1,146 @@
+"""Real ranks for tests: fresh processes with a gloo group, results back, failures shown.
+
+    def body(rank: int, world_size: int, hidden: int) -> float: ...
+    results = run_ranks(body, 2, 64)          # [result of rank 0, result of rank 1]
+
+The parent holds the rendezvous store, as torchrun's agent does, so no port is guessed and tests can
+run side by side. `body` must be importable (module level), because ranks start by spawn.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankFailure", "run_ranks"]
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not finish in time; the message holds its traceback."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` on `world_size` gloo ranks and return their results.
+
+    Args and results cross by pickle (tensors by value). `env` is set in each rank before torch is
+    imported, on top of the variables torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+
+    Raises:
+        RankFailure: with the traceback of the first rank that failed (or its exit code, or the
+            ranks late after `timeout_s`, whose stacks go to stderr). All ranks are ended.
+    """
+    store = dist.TCPStore(
+        "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=True
+    )
+    payload = pickle.dumps((fn, args))
+    processes: list[BaseProcess] = []
+    pipes: dict[Connection, int] = {}
+    inherited = dict(os.environ)
+    try:
+        for rank in range(world_size):
+            os.environ.update(_rank_env(rank, world_size, store.port), **(env or {}))
+            process, pipe = _start_rank(rank, world_size, payload, timeout_s)
+            processes.append(process)
+            pipes[pipe] = rank
+    finally:
+        os.environ.clear()
+        os.environ.update(inherited)
+    try:
+        return _collect(processes, pipes, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _start_rank(
+    rank: int, world_size: int, payload: bytes, timeout_s: float
+) -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_rank_main, args=(rank, world_size, payload, timeout_s, sender), name=f"rank{rank}"
+    )
+    process.start()
+    sender.close()  # so that the death of the rank shows as end of file
+    return process, receiver
+
+
+def _rank_main(
+    rank: int, world_size: int, payload: bytes, timeout_s: float, sender: Connection
+) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        fn, args = pickle.loads(payload)
+        message = pickle.dumps((True, fn(rank, world_size, *args)))
+    except BaseException:
+        message = pickle.dumps((False, traceback.format_exc()))
+    sender.send_bytes(message)
+    sender.close()
+    # A rank that leaves first may tear down connections others still use: the parent ends them all.
+    signal.pause()
+
+
+def _collect(
+    processes: list[BaseProcess], pipes: dict[Connection, int], timeout_s: float
+) -> list[Any]:
+    results: list[Any] = [None] * len(processes)
+    deadline = time.monotonic() + timeout_s
+    while pipes:
+        ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in pipes.values():
+                os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+            time.sleep(0.5)  # let the ranks print their stacks
+            late = sorted(pipes.values())
+            raise RankFailure(f"ranks {late} did not finish within {timeout_s:g} s; stacks above")
+        for pipe in ready:
+            rank = pipes.pop(pipe)
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                raise RankFailure(
+                    f"rank {rank} died without a word, exit code {processes[rank].exitcode}"
+                ) from None
+            if not ok:
+                raise RankFailure(f"rank {rank} of {len(processes)} failed:\n{value}")
+            results[rank] = value
+    return results

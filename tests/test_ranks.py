@@ -1,0 +1,58 @@
+"""The rank launcher itself: results, failures, deaths and time-outs all come back."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailure, run_ranks
+
+pytestmark = pytest.mark.multirank
+
+
+def _sum(rank: int, world_size: int, base: torch.Tensor) -> torch.Tensor:
+    value = base + rank
+    dist.all_reduce(value)
+    return value
+
+
+def _fail_on_last(rank: int, world_size: int) -> None:
+    if rank == world_size - 1:
+        raise ValueError("boom")
+    dist.barrier()
+
+
+def _die_on_last(rank: int, world_size: int) -> None:
+    if rank == world_size - 1:
+        os._exit(7)
+    time.sleep(60)
+
+
+def _sleep(rank: int, world_size: int) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_back_in_rank_order(world_size: int) -> None:
+    results = run_ranks(_sum, world_size, torch.tensor([1.0]))
+    expected = world_size + sum(range(world_size))
+    assert [r.item() for r in results] == [expected] * world_size
+
+
+def test_failure_names_rank_and_ends_the_others() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of 2(.|\n)*boom"):
+        run_ranks(_fail_on_last, 2)
+    assert time.monotonic() - start < 30
+
+
+def test_death_is_reported() -> None:
+    with pytest.raises(RankFailure, match="rank 1 died without a word, exit code 7"):
+        run_ranks(_die_on_last, 2)
+
+
+def test_timeout_is_reported() -> None:
+    with pytest.raises(RankFailure, match=r"ranks \[0\] did not finish within 8 s"):
+        run_ranks(_sleep, 1, timeout_s=8)
