@@ -1,0 +1,453 @@
+"""Typed configuration of a GRPO run: YAML plus `key=value` overrides, under verl's key names.
+
+Every key here changes what a run does. A key that does not exist is an error with a
+suggestion; verl's paths (`actor_rollout_ref.actor.optim.lr`, …) are accepted through `ALIASES`,
+the one table of them.
+
+    config = load_config("examples/demo/config.yaml", ["actor.optim.lr=1e-6"])
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ALIASES", "ConfigError", "GRPOConfig", "config_to_yaml", "load_config"]
+
+# verl's path → ours. The longest matching prefix wins; the rest of the path is kept.
+ALIASES = {
+    "actor_rollout_ref.model": "model",
+    "actor_rollout_ref.actor": "actor",
+    "actor_rollout_ref.rollout": "rollout",
+    "custom_reward_function": "reward.custom_reward_function",
+    "actor_rollout_ref.rollout.seed": "seed",
+    "data.seed": "seed",
+}
+
+# verl's keys that mean nothing here, with what to do instead (shown in the error).
+_REPLACED = {
+    "model.use_remove_padding": "sequences are always packed; remove this key",
+    "actor.use_dynamic_bsz": "micro-batches are always filled by tokens; remove this key",
+    "actor.ppo_micro_batch_size_per_gpu": "set actor.ppo_max_token_len_per_gpu, in tokens",
+    "actor.ppo_micro_batch_size": "set actor.ppo_max_token_len_per_gpu, in tokens",
+    "rollout.log_prob_micro_batch_size_per_gpu": "set actor.ppo_max_token_len_per_gpu, in tokens",
+}
+
+
+_REQUIRED = ("model.path", "data.train_files", "reward.custom_reward_function.path")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; one line: key, given, expected, what to do."""
+
+
+def _setting(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A config field with the limits that `_check_limits` enforces."""
+    limits = {"at_least": at_least, "above": above, "at_most": at_most, "choices": choices}
+    return field(default=default, metadata=limits)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = ""  # a Hugging Face folder, or a name in the local cache or the hub
+    trust_remote_code: bool = False
+    enable_gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_files: str | tuple[str, ...] = ""
+    val_files: str | tuple[str, ...] | None = None  # null: no validation at all
+    prompt_key: str = "prompt"
+    reward_fn_key: str = "data_source"
+    train_batch_size: int = _setting(64, at_least=1)  # prompts per step
+    val_batch_size: int | None = _setting(None, at_least=1)  # prompts per call; null: all at once
+    max_prompt_length: int = _setting(512, at_least=1)  # tokens
+    max_response_length: int = _setting(512, at_least=1)  # tokens
+    truncation: str = _setting("error", choices=("error", "left", "right"))
+    filter_overlong_prompts: bool = False  # drop, and count, prompts above max_prompt_length
+    shuffle: bool = True
+    chat_template: str | None = None  # Jinja text or a file; null: the tokenizer's own
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = _setting(1e-6, above=0)
+    lr_warmup_steps: int = _setting(0, at_least=0)
+    weight_decay: float = _setting(0.01, at_least=0)
+    betas: tuple[float, ...] = _setting((0.9, 0.999))
+    lr_scheduler_type: str = _setting("constant", choices=("constant", "cosine"))
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: str = _setting("vanilla", choices=("vanilla",))
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    ppo_mini_batch_size: int | None = _setting(None, at_least=1)  # prompts per optimizer step
+    ppo_epochs: int = _setting(1, at_least=1)
+    ppo_max_token_len_per_gpu: int = _setting(16384, at_least=1)  # tokens in one micro-batch
+    clip_ratio: float = _setting(0.2, above=0)
+    clip_ratio_low: float | None = _setting(None, above=0, at_most=1)  # null: clip_ratio
+    clip_ratio_high: float | None = _setting(None, above=0)  # null: clip_ratio
+    clip_ratio_c: float = _setting(3.0, above=1)  # dual clip, for negative advantages
+    loss_agg_mode: str = _setting(
+        "token-mean", choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+    )
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = _setting(0.001, at_least=0)
+    kl_loss_type: str = _setting(
+        "low_var_kl", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+    )
+    grad_clip: float = _setting(1.0, above=0)
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How validation samples; `do_sample: false` is greedy decoding."""
+
+    n: int = _setting(1, at_least=1)
+    temperature: float = _setting(0.0, at_least=0)
+    top_p: float = _setting(1.0, above=0, at_most=1)
+    top_k: int = _setting(-1, at_least=-1)
+    do_sample: bool = False
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    name: str = _setting("auto", choices=("auto", "vllm", "hf"))  # auto: vllm where installed
+    n: int = _setting(8, at_least=1)  # responses per prompt: the group
+    temperature: float = _setting(1.0, above=0)
+    top_p: float = _setting(1.0, above=0, at_most=1)
+    top_k: int = _setting(-1, at_least=-1)  # -1: off
+    tensor_model_parallel_size: int = _setting(1, at_least=1)
+    gpu_memory_utilization: float = _setting(0.5, above=0, at_most=1)
+    kv_cache_gib: int = _setting(1, at_least=1)  # per rank, on a CPU only
+    max_num_seqs: int = _setting(256, at_least=1)
+    max_num_batched_tokens: int = _setting(8192, at_least=1)
+    max_model_len: int | None = _setting(None, at_least=2)  # null: prompt + response limit
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    dtype: str = _setting("bfloat16", choices=("bfloat16", "float16", "float32"))
+    val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str = _setting("grpo", choices=("grpo",))
+    norm_adv_by_std_in_grpo: bool = True
+
+
+@dataclass(frozen=True)
+class CustomRewardConfig:
+    path: str = ""  # a Python file
+    name: str = "compute_score"
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+
+
+@dataclass(frozen=True)
+class ReshardConfig:
+    bucket_bytes: int = _setting(256 * 2**20, at_least=4096)  # peak extra memory of a weight sync
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    total_epochs: int = _setting(1, at_least=1)
+    total_training_steps: int | None = _setting(None, at_least=1)  # null: from total_epochs
+    test_freq: int = _setting(-1, at_least=-1)  # validate every so many steps; -1: only at the end
+    val_before_train: bool = True
+    save_freq: int = _setting(-1, at_least=-1)  # save every so many steps; -1: only at the end
+    default_local_dir: str = "runs/grpo"
+    logger: tuple[str, ...] = _setting(
+        ("console", "jsonl"), choices=("console", "jsonl", "tensorboard")
+    )
+    project_name: str = "hybridengine"
+    experiment_name: str = "grpo"
+    n_gpus_per_node: int = _setting(1, at_least=1)  # ranks on this machine, CPU or GPU
+    nnodes: int = _setting(1, at_least=1)
+    rollout_data_dir: str | None = None  # null: <default_local_dir>/rollouts
+    timeout_s: float = _setting(600.0, above=0)  # a collective slower than this ends the run
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    seed: int = _setting(1, at_least=0)
+
+    @property
+    def world_size(self) -> int:
+        return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, in tokens, that the engine is built for."""
+        longest = self.data.max_prompt_length + self.data.max_response_length
+        return self.rollout.max_model_len or longest
+
+    @property
+    def ppo_mini_batch_size(self) -> int:
+        """Prompts per optimizer step; the whole batch where the config leaves it null."""
+        return self.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def clip_ratios(self) -> tuple[float, float]:
+        """(low, high), each falling back to `actor.clip_ratio`."""
+        a = self.actor
+        low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
+        return low, a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> GRPOConfig:
+    """Read a YAML file (None: defaults only), apply `key=value` overrides, check everything.
+
+    Raises ConfigError for an unreadable file, an unknown key, a wrong type or range, and settings
+    that contradict each other.
+    """
+    values: dict[str, Any] = {} if path is None else _native_keys(_read_yaml(Path(path)), str(path))
+    values |= _native_keys(_read_overrides(overrides), "the command line")
+    schema = dict(_walk(GRPOConfig))
+    for key, value in values.items():
+        values[key] = _checked(key, value, *schema[key])
+    config = _build(GRPOConfig, values)
+    for key in _REQUIRED:
+        if not values.get(key):
+            raise ConfigError(f"{key} is required and was not given; set it in the config")
+    _check_together(config)
+    return config
+
+
+def config_to_yaml(config: GRPOConfig) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist; check the path") from None
+    except (OSError, YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config file {path} cannot be read as YAML: {reason}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"config file {path} must hold `key: value` groups, not a list")
+    return typing.cast("Mapping[str, Any]", content)
+
+
+def _read_overrides(overrides: Sequence[str]) -> Mapping[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"override {override!r} is not `key=value`, e.g. actor.optim.lr=1e-6")
+    try:
+        content = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"overrides {list(overrides)} cannot be read: {reason}") from None
+    return typing.cast("Mapping[str, Any]", content)
+
+
+def _native_keys(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Flatten to {native dotted key: value}; rejects unknown keys and keys given twice."""
+    known = {key for key, _ in _walk(GRPOConfig)}
+    values: dict[str, Any] = {}
+    for given, value in _leaves(tree):
+        key = _resolve_alias(given)
+        if key in _REPLACED:
+            raise ConfigError(f"{given} (in {source}) is not a key here: {_REPLACED[key]}")
+        if any(k.startswith(f"{key}.") for k in known):
+            raise ConfigError(f"{given} (in {source}) is a group of keys, not {value!r}")
+        if key not in known:
+            raise ConfigError(f"{given} (in {source}) is not a known key; {_suggest(given, known)}")
+        if key in values:
+            raise ConfigError(f"{key} is given twice in {source}, once under verl's name; keep one")
+        values[key] = value
+    return values
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _walk(group: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Mapping[str, Any]]]]:
+    """Every key of a config class with (type, limits)."""
+    hints = typing.get_type_hints(group)
+    for f in fields(group):
+        if is_dataclass(hints[f.name]):
+            yield from _walk(hints[f.name], f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", (hints[f.name], f.metadata)
+
+
+def _resolve_alias(key: str) -> str:
+    for alias in sorted(ALIASES, key=len, reverse=True):
+        if key == alias or key.startswith(alias + "."):
+            return ALIASES[alias] + key[len(alias) :]
+    return key
+
+
+def _suggest(given: str, known: set[str]) -> str:
+    key = _resolve_alias(given)
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [k for k in sorted(known) if k.rsplit(".", 1)[-1] == leaf]
+    close = same_leaf or difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    groups = sorted({k.split(".", 1)[0] for k in known})
+    return f"the groups are {', '.join(groups)}"
+
+
+def _checked(key: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        accepted, converted = _convert(value, option)
+        if accepted:
+            for item in converted if isinstance(converted, tuple) else (converted,):
+                _check_limits(key, item, limits)
+            return converted
+    expected = " or ".join(_TYPE_NAMES[option] for option in options)
+    raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), expected {expected}")
+
+
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple[str, ...]: "a list of texts",
+    tuple[float, ...]: "a list of numbers",
+    types.NoneType: "null",
+}
+
+
+def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
+    """(whether `value` is a `hint`, the value in that type); true is no number, 1 is no text."""
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            return False, None
+        items = [_convert(item, typing.get_args(hint)[0]) for item in value]
+        return all(accepted for accepted, _ in items), tuple(item for _, item in items)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return True, float(value)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool)), value
+
+
+def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
+    if value is None or not limits:
+        return
+    choices = limits["choices"]
+    if choices and value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{key} is {value!r}, expected one of {', '.join(choices)}{hint}")
+    low, above, high = limits["at_least"], limits["above"], limits["at_most"]
+    # Written so that NaN, which compares false, is refused too.
+    if low is not None and not value >= low:
+        raise ConfigError(f"{key} is {value}, expected at least {low}")
+    if above is not None and not value > above:
+        raise ConfigError(f"{key} is {value}, expected more than {above}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{key} is {value}, expected at most {high}")
+
+
+def _build(group: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    hints = typing.get_type_hints(group)
+    arguments = {}
+    for f in fields(group):
+        key = f"{prefix}{f.name}"
+        if is_dataclass(hints[f.name]):
+            arguments[f.name] = _build(typing.cast(type, hints[f.name]), values, f"{key}.")
+        elif key in values:
+            arguments[f.name] = values[key]
+    return group(**arguments)
+
+
+def _check_together(config: GRPOConfig) -> None:
+    """Settings that are each right and wrong together."""
+    data, actor, rollout, world = config.data, config.actor, config.rollout, config.world_size
+    longest = data.max_prompt_length + data.max_response_length
+    if data.train_batch_size % config.ppo_mini_batch_size:
+        raise ConfigError(
+            f"actor.ppo_mini_batch_size is {config.ppo_mini_batch_size}, which does not divide "
+            f"data.train_batch_size {data.train_batch_size}; choose a divisor"
+        )
+    if (config.ppo_mini_batch_size * rollout.n) < world:
+        raise ConfigError(
+            f"one optimizer step sees {config.ppo_mini_batch_size * rollout.n} responses "
+            f"(ppo_mini_batch_size * rollout.n) but there are {world} ranks; raise one of the two"
+        )
+    if actor.ppo_max_token_len_per_gpu < longest:
+        raise ConfigError(
+            f"actor.ppo_max_token_len_per_gpu is {actor.ppo_max_token_len_per_gpu}, less than one "
+            f"longest sequence of {longest} tokens (max_prompt_length + max_response_length)"
+        )
+    if config.max_model_len < longest:
+        raise ConfigError(
+            f"rollout.max_model_len is {config.max_model_len}, less than max_prompt_length + "
+            f"max_response_length = {longest}; raise it, or leave it null"
+        )
+    if world % rollout.tensor_model_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}, which "
+            f"does not divide the {world} ranks (trainer.n_gpus_per_node * trainer.nnodes)"
+        )
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            "rollout.tensor_model_parallel_size needs rollout.name=vllm; plain generate has no "
+            "tensor parallelism, set it to 1"
+        )
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        raise ConfigError(
+            "rollout.val_kwargs.temperature is 0 with do_sample=true; give a temperature above 0"
+        )
+    if not rollout.val_kwargs.do_sample and rollout.val_kwargs.n > 1:
+        raise ConfigError(
+            f"rollout.val_kwargs.n is {rollout.val_kwargs.n}, but greedy responses are all equal; "
+            "set rollout.val_kwargs.do_sample=true, or n=1"
+        )
+    if len(actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in actor.optim.betas):
+        raise ConfigError(
+            f"actor.optim.betas is {actor.optim.betas}, expected two numbers in [0, 1)"
+        )

@@ -1,0 +1,142 @@
+"""The configuration: what loads, what is refused, and that every refusal is one helpful line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hybridengine.config import ALIASES, ConfigError, GRPOConfig, config_to_yaml, load_config
+
+NEEDED = [
+    "model.path=model",
+    "data.train_files=train.jsonl",
+    "reward.custom_reward_function.path=reward.py",
+]
+
+
+def load(*overrides: str) -> GRPOConfig:
+    return load_config(None, [*NEEDED, *overrides])
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    file = write(tmp_path / "c.yaml", "actor: {optim: {lr: 1e-5}, grad_clip: 2}\nseed: 7\n")
+    config = load_config(file, [*NEEDED, "actor.optim.lr=3e-6", "trainer.logger=[console]"])
+    assert config.actor.optim.lr == 3e-6
+    assert config.actor.grad_clip == 2.0 and isinstance(config.actor.grad_clip, float)
+    assert config.trainer.logger == ("console",)
+    assert config.seed == 7
+
+
+def test_verls_paths_reach_ours():
+    config = load(
+        "actor_rollout_ref.actor.optim.lr=2e-6",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        "data.seed=11",
+    )
+    assert config.actor.optim.lr == 2e-6
+    assert config.rollout.n == 3
+    assert config.model.enable_gradient_checkpointing
+    assert config.seed == 11
+
+
+def test_every_alias_leads_to_a_group_or_key():
+    for target in ALIASES.values():
+        node = load()
+        for part in target.split("."):
+            node = getattr(node, part)
+
+
+def test_yaml_round_trip(tmp_path):
+    config = load("data.train_files=[a.parquet,b.parquet]", "actor.clip_ratio_high=0.28")
+    file = write(tmp_path / "resolved.yaml", config_to_yaml(config))
+    assert load_config(file) == config
+
+
+def test_fallbacks():
+    config = load("data.train_batch_size=6", "actor.clip_ratio_high=0.28")
+    assert config.ppo_mini_batch_size == 6
+    assert config.clip_ratios == (0.2, 0.28)
+    assert config.max_model_len == 1024
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.optim.learning_rate=1", "actor.optim.learning_rate.*the command line.*not a known"),
+        ("actor.clip_rato=0.1", "did you mean actor.clip_ratio"),
+        ("lr=0.1", "did you mean actor.optim.lr"),
+        ("actor_rollout_ref.actor.grad_clp=1", "did you mean actor.grad_clip"),
+        ("nonsense.key=1", "the groups are actor, algorithm, data"),
+        ("actor_rollout_ref.model.use_remove_padding=true", "always packed; remove"),
+        ("actor.ppo_micro_batch_size_per_gpu=4", "set actor.ppo_max_token_len_per_gpu"),
+        ("rollout.n=four", "rollout.n is 'four' .str., expected a whole number"),
+        ("rollout.n=2.5", "rollout.n is 2.5 .float., expected a whole number"),
+        ("rollout.n=true", "rollout.n is True .bool., expected a whole number"),
+        ("rollout.n=0", "rollout.n is 0, expected at least 1"),
+        ("actor.optim.lr=0", "actor.optim.lr is 0.0, expected more than 0"),
+        ("actor.optim.lr=.nan", "actor.optim.lr is nan, expected more than 0"),
+        ("rollout.top_p=1.5", "rollout.top_p is 1.5, expected at most 1"),
+        ("model.trust_remote_code=1", "expected true or false"),
+        ("data.truncation=middle", "expected one of error, left, right"),
+        ("rollout.name=vlm", "did you mean vllm"),
+        ("trainer.logger=[console,wandb]", "trainer.logger is 'wandb', expected one of"),
+        ("data=null", "data .* is a group of keys, not None"),
+        ("actor.optim.betas=[0.9]", "expected two numbers in"),
+        ("data.train_batch_size", "is not `key=value`"),
+        ("actor.ppo_mini_batch_size=48", "does not divide data.train_batch_size 64"),
+        ("actor.ppo_max_token_len_per_gpu=100", "less than one longest sequence of 1024"),
+        ("rollout.max_model_len=100", "less than max_prompt_length"),
+        ("rollout.tensor_model_parallel_size=2", "does not divide the 1 ranks"),
+        ("rollout.val_kwargs.n=4", "greedy responses are all equal"),
+        ("rollout.val_kwargs.do_sample=true", "give a temperature above 0"),
+    ],
+)
+def test_refusals(override, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load(override)
+    assert "\n" not in str(error.value)
+
+
+def test_hf_rollout_has_no_tensor_parallelism():
+    with pytest.raises(ConfigError, match="needs rollout.name=vllm"):
+        load("trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2", "rollout.name=hf")
+
+
+@pytest.mark.parametrize("key", [k.split("=")[0] for k in NEEDED])
+def test_required_keys(key):
+    with pytest.raises(ConfigError, match=f"{re.escape(key)} is required"):
+        load_config(None, [o for o in NEEDED if not o.startswith(key)])
+
+
+def test_the_same_key_under_both_names(tmp_path):
+    with pytest.raises(ConfigError, match="rollout.n is given twice"):
+        load("rollout.n=2", "actor_rollout_ref.rollout.n=3")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [1", "cannot be read as YAML"),
+        ("- 1\n- 2\n", "must hold `key: value`"),
+        (
+            "rollout: {n: 4, nn: 3}\n",
+            r"rollout.nn \(in .*c.yaml\) is not a known key; did you mean",
+        ),
+        ("rollout:\n  n: ${missing.key}\n", "cannot be read as YAML"),
+    ],
+)
+def test_bad_files(tmp_path, content, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(write(tmp_path / "c.yaml", content))
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
