@@ -104,7 +104,7 @@ def test_refusals(override, message):
 
 
 def test_hf_rollout_has_no_tensor_parallelism():
-    with pytest.raises(ConfigError, match="needs rollout.name=vllm"):
+    with pytest.raises(ConfigError, match=r"needs rollout\.name=vllm"):
         load("trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2", "rollout.name=hf")
 
 
@@ -115,7 +115,7 @@ def test_required_keys(key):
 
 
 def test_the_same_key_under_both_names(tmp_path):
-    with pytest.raises(ConfigError, match="rollout.n is given twice"):
+    with pytest.raises(ConfigError, match=r"rollout\.n is given twice"):
         load("rollout.n=2", "actor_rollout_ref.rollout.n=3")
 
 

@@ -1,0 +1,13 @@
+"""Typed configuration of a GRPO run: YAML plus `key=value` overrides, under verl's key names.
+
+Every key here changes what a run does. A key that does not exist is an error with a
+suggestion; verl's paths (`actor_rollout_ref.actor.optim.lr`, …) are accepted through `ALIASES`,
+the one table of them.
+
+    config = load_config("examples/demo/config.yaml", ["actor.optim.lr=1e-6"])
+"""
+
+from hybridengine.config.loading import ALIASES, ConfigError, config_to_yaml, load_config
+from hybridengine.config.schema import GRPOConfig
+
+__all__ = ["ALIASES", "ConfigError", "GRPOConfig", "config_to_yaml", "load_config"]
