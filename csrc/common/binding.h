@@ -1,0 +1,52 @@
+// What every bind.cpp needs: tensors in and out of Python, argument checks, device and stream.
+// Narrow on purpose: torch/extension.h would cost the better part of a minute per file.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "common/dtype.h"
+
+namespace hybridengine {
+
+namespace py = pybind11;
+
+// Element type for kernels that do arithmetic; an error for anything but f32, f16, bf16, f64.
+inline DType float_dtype(const at::Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return DType::f32;
+    case at::kHalf: return DType::f16;
+    case at::kBFloat16: return DType::bf16;
+    case at::kDouble: return DType::f64;
+    default:
+      TORCH_CHECK_VALUE(false, name, " has dtype ", tensor.scalar_type(),
+                        "; expected float32, float16, bfloat16 or float64");
+  }
+}
+
+// TORCH_CHECK_VALUE for the shape and type of an argument: raises ValueError naming it.
+inline void check_vector(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
+                         int64_t size) {
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.scalar_type() == dtype && tensor.size(0) == size &&
+                        tensor.is_contiguous(),
+                    name, " has shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(),
+                    "; expected a contiguous [", size, "] tensor of ", dtype);
+}
+
+inline void* current_stream(const at::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
+inline void check_cuda(int error, const char* kernel) {
+  TORCH_CHECK(error == 0, kernel, " failed to launch: CUDA error ", error);
+}
+
+[[noreturn]] inline void no_kernel_for(const at::Device& device, const char* op) {
+  TORCH_CHECK(false, op, ": this build of hybridengine._C has no kernel for ", device,
+              "; build with HYBRIDENGINE_CUDA=ON or use backend='reference'");
+}
+
+}  // namespace hybridengine

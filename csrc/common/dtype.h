@@ -1,0 +1,110 @@
+// Element types as kernels see them, with the conversions both CPU and CUDA use.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/host_device.h"
+
+namespace hybridengine {
+
+enum class DType : int32_t { f32, f16, bf16, f64, raw1, raw2, raw4, raw8 };
+
+HE_HOST_DEVICE int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+    case DType::raw8: return 8;
+    case DType::f32:
+    case DType::raw4: return 4;
+    case DType::raw1: return 1;
+    default: return 2;
+  }
+}
+
+HE_HOST_DEVICE uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+HE_HOST_DEVICE float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+struct bf16 {
+  uint16_t bits;
+};
+
+struct f16 {
+  uint16_t bits;
+};
+
+HE_HOST_DEVICE float to_float(float value) { return value; }
+HE_HOST_DEVICE float to_float(double value) { return static_cast<float>(value); }
+HE_HOST_DEVICE float to_float(bf16 value) { return float_of(uint32_t{value.bits} << 16); }
+
+HE_HOST_DEVICE float to_float(f16 value) {
+  const uint32_t sign = (value.bits & 0x8000u) << 16;
+  const uint32_t magnitude = value.bits & 0x7FFFu;
+  // Multiplying by 2^112 rebiases the exponent and is exact for subnormals too.
+  float result = float_of(magnitude << 13) * float_of(0x77800000u);
+  if (magnitude >= 0x7C00u) result = float_of(0x7F800000u | (magnitude << 13));
+  return float_of(bits_of(result) | sign);
+}
+
+// Round to nearest even; every NaN becomes the canonical quiet one, as c10::BFloat16 does.
+HE_HOST_DEVICE bf16 to_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return bf16{0x7FC0};
+  return bf16{static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+// Round to nearest even, subnormals included; NaN becomes 0x7E00 with the sign kept.
+HE_HOST_DEVICE f16 to_f16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return f16{static_cast<uint16_t>(sign | 0x7E00u)};
+  if (magnitude >= 0x477FF000u) return f16{static_cast<uint16_t>(sign | 0x7C00u)};
+  if (magnitude < 0x38800000u) {
+    // Adding 0.5 lets the float adder do the subnormal rounding.
+    const uint32_t rounded = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+    return f16{static_cast<uint16_t>(sign | rounded)};
+  }
+  const uint32_t rebiased = magnitude - (112u << 23);
+  return f16{
+      static_cast<uint16_t>(sign | ((rebiased + 0xFFFu + ((rebiased >> 13) & 1u)) >> 13))};
+}
+
+template <typename T>
+struct FromFloat;
+template <>
+struct FromFloat<float> {
+  static HE_HOST_DEVICE float of(float value) { return value; }
+};
+template <>
+struct FromFloat<double> {
+  static HE_HOST_DEVICE double of(float value) { return value; }
+};
+template <>
+struct FromFloat<bf16> {
+  static HE_HOST_DEVICE bf16 of(float value) { return to_bf16(value); }
+};
+template <>
+struct FromFloat<f16> {
+  static HE_HOST_DEVICE f16 of(float value) { return to_f16(value); }
+};
+
+// D(S): float64 goes through float32, as torch's own casts to 16-bit types do.
+template <typename S, typename D>
+HE_HOST_DEVICE D convert(S value) {
+  if constexpr (__is_same(S, D)) {
+    return value;
+  } else {
+    return FromFloat<D>::of(to_float(value));
+  }
+}
+
+}  // namespace hybridengine

@@ -1,0 +1,32 @@
+#include "common/isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace hybridengine {
+
+namespace {
+
+Isa detect() {
+#if defined(__x86_64__)
+  const char* limit = std::getenv("HYBRIDENGINE_ISA_LIMIT");
+  if (limit && !std::strcmp(limit, "portable")) return Isa::portable;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  if (avx512 && !(limit && !std::strcmp(limit, "avx2"))) return Isa::avx512;
+  if (avx2) return Isa::avx2;
+#endif
+  return Isa::portable;
+}
+
+}  // namespace
+
+Isa cpu_isa() {
+  static const Isa isa = detect();
+  return isa;
+}
+
+}  // namespace hybridengine

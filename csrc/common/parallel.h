@@ -1,0 +1,30 @@
+// Threads for CPU kernels: body(begin, end) over [0, count), contiguous and balanced parts.
+#pragma once
+
+#include <omp.h>
+
+#include <cstdint>
+
+namespace hybridengine {
+
+// num_threads comes from the binding (torch.get_num_threads()); a part is never below `grain`.
+template <typename Body>
+void parallel_for(int64_t count, int64_t grain, int num_threads, const Body& body) {
+  if (count <= 0) return;
+  const int64_t most = (count + grain - 1) / grain;
+  const int threads = static_cast<int>(most < num_threads ? most : num_threads);
+  if (threads <= 1) {
+    body(int64_t{0}, count);
+    return;
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t parts = omp_get_num_threads();
+    const int64_t part = omp_get_thread_num();
+    const int64_t begin = count * part / parts;
+    const int64_t end = count * (part + 1) / parts;
+    if (begin < end) body(begin, end);
+  }
+}
+
+}  // namespace hybridengine

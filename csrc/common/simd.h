@@ -1,0 +1,99 @@
+// Float vectors as wide as the instruction set this file is compiled for. Included only by
+// *_cpu.cpp files, inside whose ISA namespace everything lives; the compiler's vector extensions
+// make one source serve AVX-512, AVX2, NEON and SSE2.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "common/dtype.h"
+
+namespace hybridengine::HYBRIDENGINE_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float VecF __attribute__((vector_size(kWidth * 4)));
+typedef int32_t VecI __attribute__((vector_size(kWidth * 4)));
+typedef uint32_t VecU __attribute__((vector_size(kWidth * 4)));
+typedef uint16_t VecH __attribute__((vector_size(kWidth * 2)));
+
+#define HE_SIMD static inline __attribute__((always_inline))
+
+HE_SIMD VecF splat(float value) { return value - VecF{}; }
+HE_SIMD VecF select(VecI mask, VecF yes, VecF no) { return mask ? yes : no; }
+HE_SIMD VecF max(VecF a, VecF b) { return a > b ? a : b; }
+
+HE_SIMD VecF load(const float* p) {
+  VecF v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+HE_SIMD VecF load(const bf16* p) {
+  VecH h;
+  std::memcpy(&h, p, sizeof h);
+  return (VecF)(__builtin_convertvector(h, VecU) << 16);
+}
+
+HE_SIMD VecF load(const f16* p) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return (VecF)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  VecF v;
+  for (int i = 0; i < kWidth; ++i) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+
+HE_SIMD void store(float* p, VecF v) { std::memcpy(p, &v, sizeof v); }
+
+HE_SIMD VecH bf16_bits(VecF v) {
+  const VecU bits = (VecU)v;
+  const VecU rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const VecU is_nan = (VecU)((bits & 0x7FFFFFFFu) > 0x7F800000u);
+  return __builtin_convertvector((rounded & ~is_nan) | (0x7FC0u & is_nan), VecH);
+}
+
+HE_SIMD void store(bf16* p, VecF v) {
+  const VecH h = bf16_bits(v);
+  std::memcpy(p, &h, sizeof h);
+}
+
+HE_SIMD void store(f16* p, VecF v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, 0));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, 0));
+#else
+  for (int i = 0; i < kWidth; ++i) p[i] = to_f16(v[i]);
+#endif
+}
+
+// The last `count` < kWidth elements of a row; missing lanes read as `fill`.
+template <typename T>
+HE_SIMD VecF load_part(const T* p, int64_t count, float fill) {
+  VecF v = splat(fill);
+  for (int64_t i = 0; i < count; ++i) v[i] = to_float(p[i]);
+  return v;
+}
+
+template <typename T>
+HE_SIMD void store_part(T* p, VecF v, int64_t count) {
+  T lanes[kWidth];
+  store(lanes, v);
+  std::memcpy(p, lanes, count * sizeof(T));
+}
+
+}  // namespace hybridengine::HYBRIDENGINE_ISA

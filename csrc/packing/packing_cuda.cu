@@ -1,0 +1,174 @@
+#include <cuda_runtime.h>
+
+#include "packing/params.h"
+
+namespace hybridengine::packing {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+
+template <typename Mask>
+__device__ bool kept(const LayoutParams& p, int64_t b, int64_t l) {
+  return l < p.seqlen && static_cast<const Mask*>(p.mask)[b * p.mask_row_stride + l] != 0;
+}
+
+__device__ int64_t block_sum(int64_t value) {
+  __shared__ int64_t partial[kWarps];
+  for (int offset = 16; offset; offset /= 2) value += __shfl_down_sync(kFullWarp, value, offset);
+  __syncthreads();  // the previous call's reads are over
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+  __syncthreads();
+  int64_t sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += partial[w];
+  return sum;
+}
+
+// One block per padded row.
+template <typename Mask>
+__global__ void __launch_bounds__(kThreads) count_kernel(LayoutParams p) {
+  const int64_t b = blockIdx.x;
+  int64_t count = 0;
+  for (int64_t l = threadIdx.x; l < p.seqlen; l += kThreads) count += kept<Mask>(p, b, l);
+  count = block_sum(count);
+  if (threadIdx.x == 0) p.counts[b] = count;
+}
+
+// Kept tokens before this thread's among the block's kThreads; `total` gets all of them.
+__device__ int block_rank(bool keep, int& total) {
+  __shared__ int warp_counts[kWarps];
+  const unsigned ballot = __ballot_sync(kFullWarp, keep);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __syncthreads();
+  if (lane == 0) warp_counts[warp] = __popc(ballot);
+  __syncthreads();
+  int rank = __popc(ballot & ((1u << lane) - 1));
+  total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) rank += warp_counts[w];
+    total += warp_counts[w];
+  }
+  return rank;
+}
+
+__device__ int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// One block per padded row; every block adds up the counts before its row itself.
+template <typename Mask>
+__global__ void __launch_bounds__(kThreads) layout_kernel(LayoutParams p) {
+  const int64_t b = blockIdx.x;
+  int64_t before = 0;
+  for (int64_t i = threadIdx.x; i < b; i += kThreads) before += p.counts[i];
+  const int64_t first = block_sum(before);
+  int64_t position = 0;
+  for (int64_t base = 0; base < p.seqlen; base += kThreads) {
+    const int64_t l = base + threadIdx.x;
+    const bool keep = kept<Mask>(p, b, l);
+    int total;
+    const int64_t rank = position + block_rank(keep, total);
+    const int64_t out = first + rank;
+    const bool fits = keep && out < p.capacity;
+    if (fits) {
+      p.indices[out] = b * p.seqlen + l;
+      p.position_ids[out] = rank;
+    }
+    if (l < p.seqlen) p.inverse[b * p.seqlen + l] = fits ? out : -1;
+    position += total;
+  }
+  if (threadIdx.x == 0) {
+    if (b == 0) p.cu_seqlens[0] = 0;
+    p.cu_seqlens[b + 1] = static_cast<int32_t>(min_of(first + position, p.capacity));
+  }
+  if (b != p.batch - 1) return;
+  const int64_t end = first + position;  // the last block also writes what is past the end
+  if (threadIdx.x == 0) *p.num_dropped = end > p.capacity ? end - p.capacity : 0;
+  for (int64_t t = end + threadIdx.x; t < p.capacity; t += kThreads) {
+    p.indices[t] = -1;
+    p.position_ids[t] = 0;
+  }
+}
+
+// A block moves kTileBytes of one tensor in units of the widest type its rows allow.
+constexpr int kTileBytes = 32768;
+
+template <typename Unit>
+__device__ Unit fill_unit(uint64_t bits, int element_size) {
+  for (int width = element_size * 8; width < 64; width *= 2) bits |= bits << width;
+  Unit unit;
+  char* bytes = reinterpret_cast<char*>(&unit);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Unit)); ++i) bytes[i] = bits >> (i % 8 * 8);
+  return unit;
+}
+
+template <typename Unit>
+__device__ void move_tile(const MoveParams& p, const RowTensor& t, int64_t first, int rows) {
+  const unsigned units = static_cast<unsigned>(t.row_bytes / sizeof(Unit));
+  const Unit fill = fill_unit<Unit>(t.fill, t.element_size);
+  Unit* destination = reinterpret_cast<Unit*>(t.destination + first * t.row_bytes);
+#pragma unroll 4
+  for (unsigned u = threadIdx.x; u < rows * units; u += kThreads) {
+    const unsigned local = u / units;
+    const int64_t row = first + local + t.shift;
+    int64_t source = -1;
+    if (row < p.rows && (t.shift == 0 || p.position_ids[row] != 0)) source = p.index[row];
+    Unit value = fill;
+    if (source >= 0) {
+      const int64_t outer = t.source_inner == t.source_rows ? 0 : source / t.source_inner;
+      const char* begin = t.source + outer * t.outer_stride +
+                          (source - outer * t.source_inner) * t.inner_stride;
+      value = reinterpret_cast<const Unit*>(begin)[u - local * units];
+    }
+    destination[u] = value;
+  }
+}
+
+__device__ int rows_per_tile(int64_t row_bytes) {
+  return row_bytes >= kTileBytes ? 1 : static_cast<int>(kTileBytes / row_bytes);
+}
+
+__global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ MoveParams p) {
+  const RowTensor& t = p.tensors[blockIdx.y];
+  const int64_t per_tile = rows_per_tile(t.row_bytes);
+  const uint64_t common = reinterpret_cast<uint64_t>(t.source) |
+                          reinterpret_cast<uint64_t>(t.destination) | t.row_bytes |
+                          t.outer_stride | t.inner_stride;
+  for (int64_t first = blockIdx.x * per_tile; first < p.rows; first += gridDim.x * per_tile) {
+    const int rows = static_cast<int>(min_of(per_tile, p.rows - first));
+    if (common % 16 == 0) move_tile<uint4>(p, t, first, rows);
+    else if (common % 8 == 0) move_tile<uint2>(p, t, first, rows);
+    else if (common % 4 == 0) move_tile<uint32_t>(p, t, first, rows);
+    else if (common % 2 == 0) move_tile<uint16_t>(p, t, first, rows);
+    else move_tile<uint8_t>(p, t, first, rows);
+  }
+}
+
+}  // namespace
+
+void count_cuda(const LayoutParams& p, void* stream) {
+  auto s = static_cast<cudaStream_t>(stream);
+  if (p.mask_element_size == 1) count_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
+  else if (p.mask_element_size == 4) count_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
+  else count_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
+}
+
+void layout_cuda(const LayoutParams& p, void* stream) {
+  auto s = static_cast<cudaStream_t>(stream);
+  if (p.mask_element_size == 1) layout_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
+  else if (p.mask_element_size == 4) layout_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
+  else layout_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
+}
+
+void move_cuda(const MoveParams& p, void* stream) {
+  int64_t tiles = 1;  // of the widest tensor; the others' surplus blocks leave at once
+  for (int i = 0; i < p.num_tensors; ++i) {
+    const int64_t per_tile = p.tensors[i].row_bytes >= kTileBytes ? 1 : kTileBytes / p.tensors[i].row_bytes;
+    const int64_t needed = (p.rows + per_tile - 1) / per_tile;
+    tiles = needed > tiles ? needed : tiles;
+  }
+  const dim3 grid(static_cast<unsigned>(tiles < 65536 ? tiles : 65536), p.num_tensors);
+  move_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+}
+
+}  // namespace hybridengine::packing

@@ -1,0 +1,22 @@
+// hybridengine._C: one registration per domain, nothing else.
+#include <torch/csrc/utils/pybind.h>
+
+#include "common/isa.h"
+
+namespace hybridengine {
+
+void register_reshard(pybind11::module_& m);
+
+}  // namespace hybridengine
+
+PYBIND11_MODULE(_C, m) {
+  using namespace hybridengine;
+  constexpr const char* isa_names[] = {"portable", "avx2", "avx512"};
+  m.attr("cpu_isa") = isa_names[static_cast<int>(cpu_isa())];
+#ifdef HYBRIDENGINE_WITH_CUDA
+  m.attr("with_cuda") = true;
+#else
+  m.attr("with_cuda") = false;
+#endif
+  register_reshard(m);
+}

@@ -1,0 +1,105 @@
+// One strided slice and its index arithmetic: shared by the CPU kernel, the CUDA kernel and tests.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace hybridengine {
+
+constexpr int kCopyDims = 4;
+constexpr int64_t kChunkElements = 16384;  // what one CUDA block, or one step of a CPU thread, moves
+
+struct CopyRow {
+  const char* src;  // first element
+  char* dst;
+  int64_t size[kCopyDims];  // slowest dimension first
+  int64_t src_stride[kCopyDims];
+  int64_t dst_stride[kCopyDims];
+  int64_t first_chunk;  // chunks of all rows are numbered through
+  int64_t vectors;      // 1 where 16-byte accesses are possible on both sides
+};
+
+struct CopySpan {
+  int64_t src;  // element offset
+  int64_t dst;
+  int64_t run;  // elements left in the innermost dimension from here
+};
+
+HE_HOST_DEVICE int64_t num_elements(const CopyRow& row) {
+  return row.size[0] * row.size[1] * row.size[2] * row.size[3];
+}
+
+// Where element `flat` (row-major over `size`) lies on both sides.
+HE_HOST_DEVICE CopySpan locate(const CopyRow& row, int64_t flat) {
+  CopySpan span{0, 0, 0};
+  for (int dim = kCopyDims - 1; dim >= 0; --dim) {
+    int64_t outer;
+    if (((flat | row.size[dim]) >> 32) == 0) {  // 64-bit division costs several times 32-bit
+      outer = static_cast<uint32_t>(flat) / static_cast<uint32_t>(row.size[dim]);
+    } else {
+      outer = flat / row.size[dim];
+    }
+    const int64_t index = flat - outer * row.size[dim];
+    if (dim == kCopyDims - 1) span.run = row.size[dim] - index;
+    span.src += index * row.src_stride[dim];
+    span.dst += index * row.dst_stride[dim];
+    flat = outer;
+  }
+  return span;
+}
+
+// The row that holds chunk number `chunk`: the last one with first_chunk <= chunk.
+HE_HOST_DEVICE int64_t find_row(const CopyRow* rows, int64_t num_rows, int64_t chunk) {
+  int64_t low = 0;
+  int64_t high = num_rows;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (rows[middle].first_chunk <= chunk) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Merges dimensions that are contiguous on both sides, innermost last; unused ones get size 1.
+inline void coalesce(CopyRow& row) {
+  int64_t size[kCopyDims], src[kCopyDims], dst[kCopyDims];
+  int used = 0;  // collected innermost first
+  for (int dim = kCopyDims - 1; dim >= 0; --dim) {
+    if (row.size[dim] == 1) continue;
+    if (used && row.src_stride[dim] == src[used - 1] * size[used - 1] &&
+        row.dst_stride[dim] == dst[used - 1] * size[used - 1]) {
+      size[used - 1] *= row.size[dim];
+      continue;
+    }
+    size[used] = row.size[dim];
+    src[used] = row.src_stride[dim];
+    dst[used] = row.dst_stride[dim];
+    ++used;
+  }
+  for (int i = 0; i < kCopyDims; ++i) {
+    const int dim = kCopyDims - 1 - i;
+    row.size[dim] = i < used ? size[i] : 1;
+    row.src_stride[dim] = i < used ? src[i] : (i == 0);
+    row.dst_stride[dim] = i < used ? dst[i] : (i == 0);
+  }
+}
+
+// Whether groups of `width` elements are 16-byte aligned on both sides throughout the row.
+inline bool vectors_fit(const CopyRow& row, int64_t width, int64_t src_bytes, int64_t dst_bytes) {
+  const auto aligned = [&](const void* base, const int64_t* stride, int64_t bytes) {
+    const int64_t group = width * bytes < 16 ? width * bytes : 16;
+    if (reinterpret_cast<uintptr_t>(base) % group) return false;
+    for (int dim = 0; dim < kCopyDims - 1; ++dim) {
+      if (row.size[dim] > 1 && (stride[dim] * bytes) % group) return false;
+    }
+    return stride[kCopyDims - 1] == 1;
+  };
+  return row.size[kCopyDims - 1] % width == 0 && aligned(row.src, row.src_stride, src_bytes) &&
+         aligned(row.dst, row.dst_stride, dst_bytes);
+}
+
+}  // namespace hybridengine

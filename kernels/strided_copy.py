@@ -1,0 +1,80 @@
+"""strided_copy: move a table of strided slices between two sets of tensors, with a cast.
+
+Packing, unpacking and the local moves of the weight reshard are all this one operator: gather
+and cast (float32 master to bfloat16, say) in one launch, whatever the number of slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._backend import choose_backend, native, register_backends
+
+register_backends("strided_copy", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+
+TABLE_COLUMNS = 16
+
+
+def strided_copy(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    table: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Copy every slice of `table` from its source into its destination, in place.
+
+    Args:
+        sources: tensors of one dtype on one device.
+        destinations: tensors of one dtype on that device; they are written.
+        table: [P, 16] int64 on the CPU. A row is (src_index, dst_index, src_offset, dst_offset,
+            size[4], src_stride[4], dst_stride[4]), in elements counted from the first element of
+            the tensor; unused leading dimensions have size 1 and stride 0. Destination slices
+            must not overlap. An empty table and rows of size 0 move nothing.
+        backend: `cpp`, `cuda` or `reference`; None takes the best one.
+
+    The value is cast as `tensor.to()` does (float32 to bfloat16: round to nearest even); float64,
+    float32, float16 and bfloat16 cast to each other, any other dtype only copies to itself.
+
+    Raises:
+        IndexError: a row names a tensor that is not there or reaches outside its storage.
+        ValueError: a wrong table, mixed dtypes or devices, or a cast that does not exist.
+
+    Example:
+        >>> row = [0, 0, 2, 0] + [1, 1, 2, 2] + [0, 0, 4, 1] + [0, 0, 2, 1]
+        >>> source, out = torch.arange(8.0), torch.empty(4, dtype=torch.bfloat16)
+        >>> strided_copy([source], [out], torch.tensor([row]))
+        >>> out.tolist()
+        [2.0, 3.0, 6.0, 7.0]
+    """
+    torch.ops.hybridengine.strided_copy(list(sources), list(destinations), table, backend)
+
+
+@torch.library.custom_op("hybridengine::strided_copy", mutates_args={"destinations"})
+def _strided_copy(
+    sources: list[Tensor], destinations: list[Tensor], table: Tensor, backend: str | None
+) -> None:
+    device = sources[0].device if sources else torch.device("cpu")
+    if choose_backend("strided_copy", device, backend) == "reference":
+        _reference(sources, destinations, table)
+    else:
+        native().strided_copy(sources, destinations, table)
+
+
+@_strided_copy.register_fake
+def _(sources, destinations, table, backend):
+    return None
+
+
+def _reference(sources: list[Tensor], destinations: list[Tensor], table: Tensor) -> None:
+    """The specification: as_strided on both sides, then copy_."""
+    for row in table.tolist():
+        src_index, dst_index, src_offset, dst_offset = row[:4]
+        size, src_stride, dst_stride = row[4:8], row[8:12], row[12:16]
+        source, destination = sources[src_index], destinations[dst_index]
+        destination.as_strided(size, dst_stride, destination.storage_offset() + dst_offset).copy_(
+            source.as_strided(size, src_stride, source.storage_offset() + src_offset)
+        )

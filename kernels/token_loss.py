@@ -1,0 +1,194 @@
+"""Per-token policy-gradient and KL terms: the specification of csrc/policy_loss/token_loss.h.
+
+Plain PyTorch in whatever dtype it is given, differentiated by autograd; in float64 it is the oracle
+of every backend. T tokens lie packed; "segment" arguments are already spread over the tokens.
+With x = log_probs - old_log_probs and r = exp(x), the loss of a token, to be minimised, is
+
+    ppo_clip   -min(r A, clip(r, 1-lo, 1+hi) A), and for A < 0 at most -c A
+               PPO, arXiv 1707.06347 eq. 7; two epsilons: DAPO, arXiv 2503.14476 eq. 10;
+               dual clip: arXiv 1912.09729 eq. 5
+    gspo       ppo_clip without c on s = sg[exp(mean_seq x)] p / sg[p]     arXiv 2507.18071 eq. 13-14
+    gmpo       -A_seq exp(mean_seq of x clipped to [-lo, hi] on the side A favours)
+                                                                           arXiv 2507.20673 eq. 4
+    cispo      -sg[clip(r, 1-lo, 1+hi)] A log p                            arXiv 2506.13585 eq. 4-5
+    sapo       -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A       arXiv 2511.20347 eq. 5-6
+    dppo_tv    -sg[min(r, c)] A log p where |p - p_old| has not passed lo / hi on the side A pushes
+    dppo_kl    the same with the binary KL(p_old || p)                     arXiv 2602.04879 eq. 12-13
+    clip_cov   ppo_clip without c, 0 for the selected tokens               arXiv 2505.22617 eq. 12
+    kl_cov     -r A, plus cov_kl_coef |x| for the selected tokens          arXiv 2505.22617 eq. 13
+    reinforce  -A log p                                                    (GPG, arXiv 2504.02546)
+
+x is clamped to [-20, 20], where its gradient is then zero, so that r stays finite.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOSS_MODES = (
+    "ppo_clip",
+    "gspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+    "reinforce",
+)
+SEQUENCE_MODES = ("gspo", "gmpo")
+SELECTION_MODES = ("clip_cov", "kl_cov")
+MODE_ALIASES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
+
+KL_TYPES = ("k1", "abs", "k2", "k3")
+KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+_MAX_LOG_RATIO = 20.0
+_MAX_LOG_SEQUENCE_RATIO = 10.0
+_MAX_K3 = 10.0
+
+
+class LossOptions(NamedTuple):
+    """The numbers a loss mode reads; each is used by the modes whose formula names it."""
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    cov_kl_coef: float = 1.0
+
+
+class TokenLoss(NamedTuple):
+    """Terms of every token, [T]."""
+
+    loss: Tensor
+    clipped: Tensor  # bool: the upper clip, mask or selection took effect
+    clipped_lower: Tensor  # bool: the second bound (dual clip, truncation) took effect
+    log_ratio: Tensor  # clamped x, without gradient
+    ratio: Tensor  # what the mode weighs the token by, without gradient
+
+
+def clamped_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    return (log_probs - old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def gmpo_log_ratio(log_ratio: Tensor, advantages: Tensor, options: LossOptions) -> Tensor:
+    """x, clipped to [-lo, hi] only where moving on would raise the objective (GMPO eq. 4)."""
+    clipped = log_ratio.clamp(-options.clip_ratio_low, options.clip_ratio_high)
+    sign = advantages.sign()
+    return torch.where(sign * log_ratio <= sign * clipped, log_ratio, clipped)
+
+
+def _clip(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    unclipped = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
+    clipped = bounded > unclipped
+    return torch.where(clipped, bounded, unclipped), clipped
+
+
+def _binary_kl(p: Tensor, p_old: Tensor, log_ratio: Tensor) -> Tensor:
+    rest = torch.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
+    return -p_old * log_ratio + (1 - p_old) * rest
+
+
+def _dppo_allows(
+    mode: str, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, options: LossOptions
+) -> Tensor:
+    p, p_old = log_probs.exp(), old_log_probs.exp()
+    if mode == "dppo_tv":
+        up = p - p_old <= options.clip_ratio_high
+        down = p - p_old >= -options.clip_ratio_low
+    else:
+        kl = _binary_kl(p, p_old, log_probs - old_log_probs)
+        up = (kl <= options.clip_ratio_high) | (p <= p_old)
+        down = (kl <= options.clip_ratio_low) | (p >= p_old)
+    return torch.where(advantages > 0, up, down)
+
+
+def token_loss(
+    mode: str,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    options: LossOptions,
+    *,
+    segment_log_ratio: Tensor | None = None,
+    segment_advantages: Tensor | None = None,
+    selected: Tensor | None = None,
+) -> TokenLoss:
+    """The table above, one row; all tensors [T].
+
+    segment_log_ratio: mean over the token's sequence of x (gspo) or of `gmpo_log_ratio` (gmpo),
+        without gradient. segment_advantages: mean advantage of the token's sequence (gmpo).
+    selected: bool, the tokens that clip_cov and kl_cov single out.
+    """
+    x = clamped_log_ratio(log_probs, old_log_probs)
+    ratio = x.exp()
+    never = torch.zeros_like(x, dtype=torch.bool)
+    clipped, lower = never, never
+    if mode == "ppo_clip":
+        loss, clipped = _clip(ratio, advantages, options)
+        bound = -advantages * options.clip_ratio_c
+        lower = (advantages < 0) & (loss > bound)
+        loss = torch.where(lower, bound, loss)
+    elif mode == "gspo":
+        straight = log_probs - log_probs.detach()
+        ratio = (straight + segment_log_ratio).clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
+        loss, clipped = _clip(ratio, advantages, options)
+    elif mode == "gmpo":
+        bounded = gmpo_log_ratio(x, advantages, options)
+        ratio = (bounded - bounded.detach() + segment_log_ratio).exp()
+        loss = -segment_advantages * ratio
+        outside = x != x.clamp(-options.clip_ratio_low, options.clip_ratio_high)
+        clipped, lower = outside & (advantages > 0), outside & (advantages < 0)
+    elif mode == "cispo":
+        bounded = ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high).detach()
+        loss = -bounded * advantages * log_probs
+        clipped = ratio != bounded
+    elif mode == "sapo":
+        tau = torch.where(advantages > 0, options.tau_pos, options.tau_neg).to(x.dtype)
+        loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+    elif mode in ("dppo_tv", "dppo_kl"):
+        with torch.no_grad():
+            allowed = _dppo_allows(mode, log_probs, old_log_probs, advantages, options)
+        weight = ratio.detach().clamp(max=options.clip_ratio_c)
+        loss = torch.where(allowed, -advantages * weight * log_probs, 0)
+        clipped, lower = ~allowed, allowed & (ratio > options.clip_ratio_c)
+    elif mode == "clip_cov":
+        loss, _ = _clip(ratio, advantages, options)
+        loss = torch.where(selected, 0, loss)
+        clipped = selected
+    elif mode == "kl_cov":
+        loss = -advantages * ratio
+        loss = torch.where(selected, loss + options.cov_kl_coef * x.abs(), loss)
+        clipped = selected
+    else:
+        loss = -advantages * log_probs
+    return TokenLoss(loss, clipped, lower, x.detach(), ratio.detach())
+
+
+def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """KL(policy || reference) estimated per token, [T] (joschu.net/blog/kl-approx.html).
+
+    kl_type: k1 (alias kl), abs, k2 (mse), k3 (low_var_kl, clamped to 10). A trailing "+" keeps the
+    value but takes the gradient of k2, the unbiased one.
+    """
+    base = kl_type.removesuffix("+")
+    base = KL_ALIASES.get(base, base)
+    difference = log_probs - ref_log_probs
+    half_square = 0.5 * difference.square()
+    if base == "k1":
+        value = difference
+    elif base == "abs":
+        value = difference.abs()
+    elif base == "k2":
+        value = half_square
+    else:
+        negative = (-difference).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        value = (negative.expm1() - negative).clamp(max=_MAX_K3)
+    if kl_type.endswith("+"):
+        return half_square - half_square.detach() + value.detach()
+    return value
