@@ -1,0 +1,169 @@
+"""The packed attention function against plain attention of each sequence, in float64."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridengine.model.attention import _varlen_mask, varlen_attention
+from hybridengine.model.errors import ModelError
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 3
+    is_causal = True
+
+
+LAYER = Layer()
+
+
+def oracle(q, k, v, lengths, scaling, window=None, softcap=None):
+    """q [T, H, D], k and v [T, H_kv, D] -> [T, H, D]: one sequence at a time, in the open."""
+    outputs, start = [], 0
+    groups = q.shape[1] // k.shape[1]
+    for length in lengths:
+        rows = slice(start, start + length)
+        qi, ki, vi = q[rows], k[rows].repeat_interleave(groups, 1), v[rows]
+        scores = torch.einsum("qhd,khd->hqk", qi, ki) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, vi.repeat_interleave(groups, 1)))
+        start += length
+    return torch.cat(outputs)
+
+
+def packed(q, k, v, lengths, **options):
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    rows = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    out, _ = varlen_attention(
+        LAYER, *rows, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu,
+        max_length_q=max(lengths, default=0), **options,
+    )  # fmt: skip
+    return out[0]
+
+
+def random_qkv(total, heads, kv_heads, dim, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(total, heads, dim), (total, kv_heads, dim), (total, kv_heads, dim)]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for s in shapes
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(sum),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)]),
+    window=st.sampled_from([None, 1, 7, 100]),
+    softcap=st.sampled_from([None, 2.0]),
+)
+def test_forward_and_gradients_match_the_oracle(lengths, heads, window, softcap):
+    q, k, v = random_qkv(sum(lengths), *heads, 8)
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    out = packed(q, k, v, lengths, scaling=0.4, sliding_window=window, softcap=softcap)
+    expected = oracle(q, k, v, lengths, 0.4, window, softcap)
+    # softcap weights go through float32-or-wider softmax, here float64: rounding only
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    for a, b in zip(
+        torch.autograd.grad(out, (q, k, v), grad),
+        torch.autograd.grad(expected, (q, k, v), grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (300, None), (300, 30.0)])
+def test_long_sequences_cross_query_blocks(window, softcap):
+    lengths = [700, 3, 530]
+    q, k, v = random_qkv(sum(lengths), 4, 2, 16)
+    out = packed(q, k, v, lengths, scaling=0.25, sliding_window=window, softcap=softcap)
+    torch.testing.assert_close(
+        out, oracle(q, k, v, lengths, 0.25, window, softcap), rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 16])
+def test_result_does_not_depend_on_the_neighbours(dtype, window):
+    lengths = [33, 5, 64, 41, 33, 1]
+    q, k, v = random_qkv(sum(lengths), 6, 3, 32, dtype)
+    together = packed(q, k, v, lengths, scaling=0.2, sliding_window=window)
+    again = packed(q, k, v, lengths, scaling=0.2, sliding_window=window)
+    assert torch.equal(together, again)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        alone = packed(q[rows], k[rows], v[rows], [length], scaling=0.2, sliding_window=window)
+        assert torch.equal(together[rows], alone)
+        start += length
+
+
+def test_bfloat16_stays_near_the_oracle():
+    lengths = [50, 17, 90]
+    q, k, v = random_qkv(sum(lengths), 4, 2, 32, torch.bfloat16)
+    out = packed(q, k, v, lengths, scaling=0.2)
+    expected = oracle(q.double(), k.double(), v.double(), lengths, 0.2)
+    # bf16 keeps 8 bits: the rounding of weights and output, each half an ulp of values near 1
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_default_scaling_is_one_over_root_of_head_dim():
+    q, k, v = random_qkv(12, 4, 2, 16)
+    torch.testing.assert_close(packed(q, k, v, [12]), oracle(q, k, v, [12], 0.25))
+
+
+REFUSED = {
+    "dropout": (dict(dropout=0.1), "attention dropout 0.1"),
+    "sinks": (dict(s_aux=torch.zeros(4)), "'s_aux'"),
+    "position bias": (dict(position_bias=torch.zeros(1)), "'position_bias'"),
+    "bidirectional": (dict(is_causal=False), "bidirectional attention"),
+    "attention maps": (dict(output_attentions=True), "output_attentions"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_features_name_layer_and_feature(case):
+    options, message = REFUSED[case]
+    q, k, v = random_qkv(6, 4, 2, 8)
+    with pytest.raises(ModelError, match=rf"Layer \(layer 3\) asks for {message}"):
+        packed(q, k, v, [6], **options)
+
+
+def call(q, k, v, mask=None, **options):
+    rows = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    return varlen_attention(LAYER, *rows, mask, **options)
+
+
+@pytest.mark.parametrize("edges", [[0, 5], [1, 6], [0, 4, 2, 6], [0, 7]])
+def test_wrong_cu_seqlens_are_refused(edges):
+    q, k, v = random_qkv(6, 4, 2, 8)
+    with pytest.raises(ModelError, match=r"starts at 0, does not decrease and ends at"):
+        call(q, k, v, cu_seq_lens_q=torch.tensor(edges, dtype=torch.int32))
+
+
+def test_packing_without_cu_seqlens_is_refused():
+    q, k, v = random_qkv(6, 4, 2, 8)
+    with pytest.raises(ModelError, match="position_ids that restart"):
+        call(q, k, v, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+def test_mask_beside_cu_seqlens_is_refused():
+    q, k, v = random_qkv(6, 4, 2, 8)
+    cu = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(ModelError, match="an attention_mask beside cu_seq_lens_q"):
+        call(q, k, v, torch.ones(1, 1, 6, 6, dtype=torch.bool), cu_seq_lens_q=cu)
+
+
+def test_no_mask_is_built_for_packed_input():
+    options = SimpleNamespace(batch_size=1, q_length=9, kv_length=9, device="cpu")
+    assert _varlen_mask(**vars(options)) is None
+    assert _varlen_mask(**vars(options), allow_is_causal_skip=False) is None
