@@ -1,0 +1,26 @@
+"""Zero-redundancy reshard from FSDP2 shards to the engine's tensor-parallel weights."""
+
+from hybridengine.reshard.layout import (
+    Copy,
+    EngineLayout,
+    LayoutError,
+    TensorSpec,
+    identity_layout,
+    record_layout,
+)
+from hybridengine.reshard.plan import ReshardPlan, ShardSpec, build_plan
+from hybridengine.reshard.resharder import Resharder, SyncReport
+
+__all__ = [
+    "Copy",
+    "EngineLayout",
+    "LayoutError",
+    "ReshardPlan",
+    "Resharder",
+    "ShardSpec",
+    "SyncReport",
+    "TensorSpec",
+    "build_plan",
+    "identity_layout",
+    "record_layout",
+]

@@ -1,0 +1,287 @@
+"""Executes a reshard plan: pack → all-to-all-v → unpack, straight into the live engine weights.
+
+Two buckets are in flight: while bucket k travels, bucket k's local slices are copied and bucket
+k-1 is unpacked. The engine refuses to generate from the first byte until every rank is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hybridengine.kernels import strided_copy
+from hybridengine.reshard.geometry import contiguous_strides
+from hybridengine.reshard.layout import LayoutError, TensorSpec
+from hybridengine.reshard.plan import Bucket, Piece, ReshardPlan, ShardSpec, build_plan
+
+if TYPE_CHECKING:
+    from hybridengine.rollout.engine import RolloutEngine
+
+__all__ = ["Resharder", "SyncReport"]
+
+_AXES = 4  # axes of one row of the strided_copy table
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync moved on this rank. Bytes are counted at the collective."""
+
+    version: int
+    bytes_received: int
+    bytes_sent: int
+    milliseconds: float
+
+
+@dataclass
+class _Exchange:
+    """One bucket as this rank runs it."""
+
+    source_dtype: torch.dtype
+    engine_dtype: torch.dtype
+    pack: torch.Tensor  # tables of strided_copy rows, int64 [P, 16]
+    local: torch.Tensor
+    unpack: torch.Tensor
+    send_counts: list[int]  # elements per peer
+    receive_counts: list[int]
+
+
+class Resharder:
+    """Moves trained FSDP2 parameters into a rollout engine's weights, in place.
+
+    parameters: checkpoint name → DTensor (FSDP2) or replicated tensor, on every rank.
+    engine: the rollout engine on this rank.
+    bucket_bytes: staging memory (send + receive) of one all-to-all; two are alive at a time.
+
+    The plan is made once, agreed by digest across ranks, and reused by every `sync()`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        engine: RolloutEngine,
+        bucket_bytes: int = 64 << 20,
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.engine = engine
+        self.parameters = dict(parameters)
+        specs = {
+            name: ShardSpec.of(name, tensor, self.world_size)
+            for name, tensor in self.parameters.items()
+        }
+        layouts = self._gather_layouts()
+        self.plan: ReshardPlan = build_plan(specs, layouts, bucket_bytes)
+        self._agree_on_digest()
+        self._names = list(self.parameters)
+        self._destinations = list(engine.layout.destinations)
+        self._weights = self._live_weights()
+        self._exchanges = [self._compile(bucket, specs) for bucket in self.plan.buckets]
+        self._write_constants()
+
+    def _gather_layouts(self) -> list:
+        gathered: list = [None] * self.world_size
+        dist.all_gather_object(gathered, (self.engine.tp_rank, self.engine.layout))
+        by_tp_rank: dict = {}
+        return [by_tp_rank.setdefault(tp_rank, layout) for tp_rank, layout in gathered]
+
+    def _agree_on_digest(self) -> None:
+        digests: list = [None] * self.world_size
+        dist.all_gather_object(digests, self.plan.digest)
+        odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
+        if odd:
+            raise LayoutError(
+                f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
+                "bucket size differs. Start every rank with the same configuration."
+            )
+
+    def _live_weights(self) -> dict[str, torch.Tensor]:
+        weights = self.engine.weights()
+        for name, spec in self.engine.layout.destinations.items():
+            live = weights.get(name)
+            if live is None or TensorSpec.of(live) != spec:
+                found = "nothing" if live is None else str(TensorSpec.of(live))
+                raise LayoutError(
+                    f"rank {self.rank}: engine tensor {name!r} was recorded as {spec} but is "
+                    f"{found}; the engine changed it after loading, so it cannot be written in place"
+                )
+        return weights
+
+    def _write_constants(self) -> None:
+        for name, offset, sizes, strides, value in self.engine.layout.constants:
+            with torch.no_grad():
+                weight = self._weights[name]
+                weight.as_strided(sizes, strides, weight.storage_offset() + offset).fill_(value)
+
+    def _shard(self, name: str) -> torch.Tensor:
+        tensor = self.parameters[name]
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def _compile(self, bucket: Bucket, specs: Mapping[str, ShardSpec]) -> _Exchange:
+        """Turn the pieces that touch this rank into copy tables and split sizes."""
+        send_counts, receive_counts = [0] * self.world_size, [0] * self.world_size
+        sends: list[list[Piece]] = [[] for _ in range(self.world_size)]
+        receives: list[list[Piece]] = [[] for _ in range(self.world_size)]
+        local: list[list[int]] = []
+        for piece in bucket.pieces:
+            if piece.sender == self.rank == piece.receiver:
+                local += _rows(*self._from_shard(piece, specs), *self._to_engine(piece), piece)
+            elif piece.sender == self.rank:
+                sends[piece.receiver].append(piece)
+                send_counts[piece.receiver] += piece.block.numel
+            elif piece.receiver == self.rank:
+                receives[piece.sender].append(piece)
+                receive_counts[piece.sender] += piece.block.numel
+        pack: list[list[int]] = []
+        unpack: list[list[int]] = []
+        at = 0
+        for piece in (p for peer in sends for p in peer):
+            dense = (0, at, list(contiguous_strides(piece.block.sizes)))
+            pack += _rows(*self._from_shard(piece, specs), *dense, piece)
+            at += piece.block.numel
+        at = 0
+        for piece in (p for peer in receives for p in peer):
+            dense = (0, at, list(contiguous_strides(piece.block.sizes)))
+            unpack += _rows(*dense, *self._to_engine(piece), piece)
+            at += piece.block.numel
+        return _Exchange(
+            bucket.source_dtype,
+            bucket.engine_dtype,
+            *(
+                torch.tensor(t, dtype=torch.int64).reshape(-1, 4 + 3 * _AXES)
+                for t in (pack, local, unpack)
+            ),
+            send_counts,
+            receive_counts,
+        )
+
+    def _from_shard(
+        self, piece: Piece, specs: Mapping[str, ShardSpec]
+    ) -> tuple[int, int, list[int]]:
+        origin = specs[piece.source].origin(piece.shard)
+        stride = tuple(self._shard(piece.source).stride())
+        return self._names.index(piece.source), *piece.block.address(stride, origin)
+
+    def _to_engine(self, piece: Piece) -> tuple[int, int, list[int]]:
+        index = self._destinations.index(piece.destination)
+        return index, piece.block.offset, list(piece.block.strides)
+
+    def sync(self, version: int) -> SyncReport:
+        """Write the current parameters into the engine and set its weight version.
+
+        Collective: every rank calls it. On return every rank's engine generates from `version`.
+        """
+        started = time.perf_counter()
+        with self.engine.weight_update(version), torch.no_grad():
+            received, sent = self._move()
+            self._gather_fallback()
+            dist.barrier()  # the version moves only when all ranks are in
+        elapsed = (time.perf_counter() - started) * 1e3
+        return SyncReport(version, received, sent, elapsed)
+
+    def _move(self) -> tuple[int, int]:
+        shards = {name: self._shard(name).detach() for name in self._names}
+        received = sent = 0
+        in_flight: tuple[_Exchange, torch.Tensor, torch.Tensor, dist.Work] | None = None
+        for exchange in self._exchanges:
+            sources = [shards[n] for n in self._names]
+            device = sources[0].device
+            outbox = torch.empty(
+                sum(exchange.send_counts), dtype=exchange.engine_dtype, device=device
+            )
+            inbox = torch.empty(
+                sum(exchange.receive_counts), dtype=exchange.engine_dtype, device=device
+            )
+            _copy(sources, [outbox], exchange.pack, exchange.source_dtype, exchange.engine_dtype)
+            work = _all_to_all(inbox, outbox, exchange)
+            received += inbox.numel() * inbox.element_size()
+            sent += outbox.numel() * outbox.element_size()
+            self._copy_into_engine(sources, exchange.local, exchange, exchange.source_dtype)
+            if in_flight is not None:
+                self._arrive(*in_flight)
+            in_flight = (exchange, inbox, outbox, work)
+        if in_flight is not None:
+            self._arrive(*in_flight)
+        return received, sent
+
+    def _arrive(
+        self, exchange: _Exchange, inbox: torch.Tensor, outbox: torch.Tensor, work: dist.Work
+    ) -> None:
+        work.wait()
+        self._copy_into_engine([inbox], exchange.unpack, exchange, exchange.engine_dtype)
+
+    def _copy_into_engine(
+        self,
+        sources: list[torch.Tensor],
+        table: torch.Tensor,
+        exchange: _Exchange,
+        source_dtype: torch.dtype,
+    ) -> None:
+        weights = [self._weights[name] for name in self._destinations]
+        _copy(sources, weights, table, source_dtype, exchange.engine_dtype)
+
+    def _gather_fallback(self) -> None:
+        """Whole gather of the few tensors that are no pure copy, through the engine's own loader."""
+        for name in self.plan.fallback:
+            tensor = self.parameters[name].detach().to(self.engine.dtype)
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            self.engine.load_whole([(name, whole)])
+
+
+def _copy(
+    sources: list[torch.Tensor],
+    destinations: list[torch.Tensor],
+    table: torch.Tensor,
+    source_dtype: torch.dtype,
+    destination_dtype: torch.dtype,
+) -> None:
+    """strided_copy over those tensors of the lists that have the table's dtypes."""
+    if table.numel():
+        empty_in = torch.empty(0, dtype=source_dtype, device=sources[0].device)
+        empty_out = torch.empty(0, dtype=destination_dtype, device=sources[0].device)
+        strided_copy(
+            [s if s.dtype == source_dtype else empty_in for s in sources],
+            [d if d.dtype == destination_dtype else empty_out for d in destinations],
+            table,
+        )
+
+
+def _all_to_all(inbox: torch.Tensor, outbox: torch.Tensor, exchange: _Exchange) -> dist.Work:
+    size = exchange.engine_dtype.itemsize
+    return dist.all_to_all_single(
+        inbox.view(torch.uint8),
+        outbox.view(torch.uint8),
+        [n * size for n in exchange.receive_counts],
+        [n * size for n in exchange.send_counts],
+        async_op=True,
+    )
+
+
+def _rows(
+    source: int,
+    source_offset: int,
+    source_strides: list[int],
+    destination: int,
+    destination_offset: int,
+    destination_strides: list[int],
+    piece: Piece,
+) -> list[list[int]]:
+    """Table rows of one piece: adjacent axes merged, more than four axes unrolled outermost."""
+    axes: list[tuple[int, int, int]] = []
+    for axis in zip(piece.block.sizes, source_strides, destination_strides, strict=True):
+        size, s, d = axis
+        if axes and axes[-1][1] == s * size and axes[-1][2] == d * size:
+            axes[-1] = (axes[-1][0] * size, s, d)
+        else:
+            axes.append(axis)
+    rows = [(source_offset, destination_offset)]
+    while len(axes) > _AXES:
+        size, s, d = axes.pop(0)
+        rows = [(a + i * s, b + i * d) for a, b in rows for i in range(size)]
+    axes = [(1, 0, 0)] * (_AXES - len(axes)) + axes
+    sizes, ss, ds = (list(column) for column in zip(*axes, strict=True))
+    return [[source, destination, a, b, *sizes, *ss, *ds] for a, b in rows]

@@ -1,0 +1,126 @@
+"""The one rollout interface: token ids in, token ids and their log-probs out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hybridengine.reshard.layout import EngineLayout
+
+__all__ = ["Completion", "RolloutEngine", "SamplingSpec", "StaleWeightsError", "tp_groups"]
+
+
+class StaleWeightsError(RuntimeError):
+    """The engine's weights are not a whole, committed version."""
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """How to sample: n responses per prompt, at most max_tokens each.
+
+    temperature 0 is greedy; top_k -1 and top_p 1 leave the distribution whole.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response. log_probs are of the sampling distribution (after temperature, top-k, top-p).
+
+    finish_reason: "stop" (end of sequence; its token is the last of token_ids) or "length".
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+
+
+def tp_groups(world_size: int, tp_size: int) -> list[list[int]]:
+    """Tensor-parallel groups over the training ranks, strided: group j is {j, j+N/t, j+2N/t, …}.
+
+    Rank r then is TP rank r // (N/t), so the dim-0 rows FSDP2 gives it lie inside its TP slice
+    (HybridFlow's zero-redundancy grouping, arXiv 2409.19256, section 5.3).
+    """
+    if tp_size < 1 or world_size % tp_size:
+        raise ValueError(
+            f"tensor_model_parallel_size: got {tp_size}, expected a divisor of the {world_size} "
+            "ranks. Change it or the number of ranks."
+        )
+    replicas = world_size // tp_size
+    return [list(range(j, world_size, replicas)) for j in range(replicas)]
+
+
+class RolloutEngine(ABC):
+    """A generator whose weights the reshard writes in place.
+
+    Attributes: tp_rank, tp_size: place in the tensor-parallel group; replica, replicas: which of the
+    N/t engines this rank belongs to (ranks of one replica pass the same prompts to `generate`);
+    layout: how its weights derive from the checkpoint; dtype: of the weights;
+    weight_version: the last committed version, None before the first sync.
+    """
+
+    tp_rank: int
+    tp_size: int
+    replica: int
+    replicas: int
+    layout: EngineLayout
+    dtype: torch.dtype
+    weight_version: int | None = None
+    _updating: int | None = None
+
+    @abstractmethod
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The live weight tensors, by the names of `layout.destinations`."""
+
+    @abstractmethod
+    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load whole checkpoint tensors through the engine's own loader (reshard fallback)."""
+
+    @abstractmethod
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+    ) -> list[list[Completion]]: ...
+
+    @abstractmethod
+    def _forget_cached_prefixes(self) -> None:
+        """Drop everything computed from older weights."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+    ) -> list[list[Completion]]:
+        """spec.n completions for each prompt of token ids, reproducible from `seed`.
+
+        Every rank of a replica calls it with the same arguments. Raises StaleWeightsError before the
+        first sync and after a sync that failed half-way, until the next whole one.
+        """
+        if self._updating is not None:
+            raise StaleWeightsError(
+                f"the sync to weight version {self._updating} did not finish, so the engine's weights "
+                f"are a mixture (last whole version: {self.weight_version}). Run a whole sync() first."
+            )
+        if self.weight_version is None:
+            raise StaleWeightsError("the engine has no weights yet. Run sync() before generate().")
+        if not prompts:
+            return []
+        return self._generate(prompts, spec, seed)
+
+    @contextmanager
+    def weight_update(self, version: int) -> Iterator[None]:
+        """While it is open, and after it failed, the engine refuses to generate."""
+        self._updating = version
+        yield
+        self._forget_cached_prefixes()
+        self.weight_version = version
+        self._updating = None
+
+    def shutdown(self) -> None:
+        """Release the engine's memory and processes."""

@@ -1,0 +1,126 @@
+"""Plain Hugging Face generate behind the rollout interface, for machines without vLLM.
+
+Each rank keeps one whole model (tensor-parallel size 1); the reshard feeds it like any engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.layout import identity_layout
+from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
+
+__all__ = ["HfEngine"]
+
+
+class HfEngine(RolloutEngine):
+    """Left-padded batches through `transformers` generate.
+
+    max_num_seqs: how many sequences are generated at once. Other arguments as VllmEngine's.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        checkpoint_shapes: Mapping[str, tuple[int, ...]],
+        *,
+        stop_token_ids: Sequence[int],
+        dtype: torch.dtype = torch.bfloat16,
+        max_num_seqs: int = 64,
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        self._model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        ).to(device)
+        self._model.eval().requires_grad_(False)
+        self.tp_rank, self.tp_size = 0, 1
+        self.replica, self.replicas = dist.get_rank(), dist.get_world_size()
+        self.dtype = dtype
+        self._stop_token_ids = list(stop_token_ids)
+        self._max_num_seqs = max_num_seqs
+        parameters = dict(self._model.named_parameters())
+        self.layout = identity_layout({name: parameters[name] for name in checkpoint_shapes})
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.data for name, p in self._model.named_parameters()}
+
+    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = self.weights()
+        for name, tensor in weights:
+            own[name].copy_(tensor)
+
+    def _forget_cached_prefixes(self) -> None:
+        """Nothing is kept between calls."""
+
+    @torch.no_grad()
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+    ) -> list[list[Completion]]:
+        repeated = [list(ids) for ids in prompts for _ in range(spec.n)]
+        # Neighbours in length share a batch, so little is padded.
+        order = sorted(range(len(repeated)), key=lambda i: len(repeated[i]))
+        done: list[Completion | None] = [None] * len(repeated)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed * self.replicas + self.replica)
+            for at in range(0, len(order), self._max_num_seqs):
+                chosen = order[at : at + self._max_num_seqs]
+                batch = self._generate_batch([repeated[i] for i in chosen], spec)
+                for i, completion in zip(chosen, batch, strict=True):
+                    done[i] = completion
+        flat = [c for c in done if c is not None]
+        return [flat[i : i + spec.n] for i in range(0, len(flat), spec.n)]
+
+    def _generate_batch(self, prompts: list[list[int]], spec: SamplingSpec) -> list[Completion]:
+        device = self._model.device
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        greedy = spec.temperature == 0
+        sampled = (
+            {}
+            if greedy
+            else {
+                "temperature": spec.temperature,
+                "top_p": spec.top_p,
+                "top_k": max(spec.top_k, 0),
+            }
+        )
+        out = self._model.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            do_sample=not greedy,
+            max_new_tokens=spec.max_tokens,
+            eos_token_id=self._stop_token_ids,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **sampled,
+        )
+        new = out.sequences[:, width:]
+        log_probs = torch.stack(
+            [
+                torch.log_softmax(scores.float(), -1).gather(-1, new[:, step : step + 1])[:, 0]
+                for step, scores in enumerate(out.scores)
+            ],
+            dim=1,
+        )
+        return [
+            self._trim(row.tolist(), lp.tolist()) for row, lp in zip(new, log_probs, strict=True)
+        ]
+
+    def _trim(self, ids: list[int], log_probs: list[float]) -> Completion:
+        end = next((i for i, token in enumerate(ids) if token in self._stop_token_ids), None)
+        if end is None:
+            return Completion(ids, log_probs, "length")
+        return Completion(ids[: end + 1], log_probs[: end + 1], "stop")

@@ -1,0 +1,181 @@
+"""vLLM as an in-process engine on the ranks that train (`external_launcher`, tensor parallel).
+
+Every rank builds one `LLM`; ranks of a tensor-parallel group run in lock step on the same prompts.
+The weights start uninitialised (`load_format="dummy"`) and come from the reshard alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.layout import EngineLayout, record_layout
+from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec, tp_groups
+
+__all__ = ["VllmEngine", "vllm_available"]
+
+
+def vllm_available() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _prepare_environment() -> None:
+    """Settings vLLM reads at import: in-process engine, no thread binding of the training ranks."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+class VllmEngine(RolloutEngine):
+    """A vLLM engine whose weights are written in place by the reshard.
+
+    model_path: folder or name with config and tokenizer; its weights are not read.
+    checkpoint_shapes: checkpoint name → global shape, of the trained model.
+    tp_size: tensor-parallel size, a divisor of the world size and of the attention heads.
+    max_model_len: longest prompt + response, in tokens.
+    stop_token_ids: tokens that end a response (kept as its last token).
+    kv_cache_bytes: size of the key-value cache; None takes `memory_share` of the GPU.
+    engine_options: further keyword arguments of `vllm.LLM`.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        checkpoint_shapes: Mapping[str, tuple[int, ...]],
+        *,
+        tp_size: int,
+        max_model_len: int,
+        stop_token_ids: Sequence[int],
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        kv_cache_bytes: int | None = None,
+        memory_share: float = 0.5,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        _prepare_environment()
+        from vllm import LLM
+
+        groups = tp_groups(dist.get_world_size(), tp_size)
+        rank = dist.get_rank()
+        self.tp_size, self.replicas = tp_size, len(groups)
+        self.replica, self.tp_rank = rank % self.replicas, rank // self.replicas
+        self.dtype = dtype
+        self._stop_token_ids = list(stop_token_ids)
+        with _strided_groups(groups), _live_cpu_weights():
+            self._llm = LLM(
+                model=str(model_path),
+                load_format="dummy",
+                dtype=str(dtype).removeprefix("torch."),
+                tensor_parallel_size=tp_size,
+                distributed_executor_backend="external_launcher",
+                max_model_len=max_model_len,
+                seed=seed,
+                skip_tokenizer_init=True,
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                kv_cache_memory_bytes=kv_cache_bytes,
+                gpu_memory_utilization=memory_share,
+                **(engine_options or {}),
+            )
+        engine = self._llm.llm_engine
+        self._model = engine.model_executor.driver_worker.worker.model_runner.model
+        self.layout = _record(engine.vllm_config, checkpoint_shapes, dtype)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.data for name, p in self._model.named_parameters()}
+
+    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._model.load_weights(weights)
+
+    def _forget_cached_prefixes(self) -> None:
+        self._llm.reset_prefix_cache()
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+    ) -> list[list[Completion]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            n=spec.n,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            max_tokens=spec.max_tokens,
+            logprobs=0,
+            stop_token_ids=self._stop_token_ids,
+            detokenize=False,
+        )
+        requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        # One generator state for all ranks of the replica: they must sample the same tokens.
+        with torch.random.fork_rng():
+            torch.manual_seed(seed * self.replicas + self.replica)
+            outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        return [[_completion(o) for o in output.outputs] for output in outputs]
+
+    def shutdown(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _completion(output: Any) -> Completion:
+    ids = list(output.token_ids)
+    log_probs = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+    return Completion(ids, log_probs, output.finish_reason)
+
+
+def _record(
+    vllm_config: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> EngineLayout:
+    """Build the engine's model once more on the meta device and record its loader there."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}  # else "Duplicate layer name"
+    with set_default_torch_dtype(dtype), torch.device("meta"):
+        model = initialize_model(vllm_config=config)
+        return record_layout(model, model.load_weights, shapes, dtype)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Any:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _strided_groups(groups: list[list[int]]) -> AbstractContextManager:
+    """Let vLLM's tensor- and expert-parallel groups be `groups` instead of runs of neighbours."""
+    from vllm.distributed import parallel_state
+
+    build: Callable = parallel_state.init_model_parallel_group
+    tp_size = len(groups[0])
+    neighbours = [list(range(i * tp_size, (i + 1) * tp_size)) for i in range(len(groups))]
+
+    def build_strided(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        return build(groups if group_ranks == neighbours else group_ranks, *args, **kwargs)
+
+    return _replaced(parallel_state, "init_model_parallel_group", build_strided)
+
+
+def _live_cpu_weights() -> AbstractContextManager:
+    """Keep the CPU linears on their `weight` tensor: vLLM otherwise packs it away at load."""
+    from vllm.model_executor.layers import utils
+
+    def use_live_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    return _replaced(utils, "dispatch_cpu_unquantized_gemm", use_live_weight)
