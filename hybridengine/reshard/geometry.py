@@ -43,7 +43,7 @@ class Block:
         return n
 
     def address(self, strides: tuple[int, ...], origin: tuple[int, ...]) -> tuple[int, list[int]]:
-        """(offset, stride per axis) of this block in a source stored with `strides` from `origin`."""
+        """(offset, stride per axis) in a source stored with `strides` from coordinate `origin`."""
         offset = sum((x - o) * s for x, o, s in zip(self.start, origin, strides, strict=True))
         return offset, [0 if dim < 0 else step * strides[dim] for dim, step in self.axes]
 

@@ -1,4 +1,4 @@
-"""What an engine's weights are made of: strided copies from checkpoint tensors, recorded not guessed.
+"""What an engine's weights are made of: strided copies of checkpoint tensors, recorded.
 
 The engine's own `load_weights` runs once over meta tensors under `_CopyRecorder`; every `copy_` it
 performs becomes a `Copy`. That is exact for fused, replicated, padded and tied weights of every
@@ -71,7 +71,7 @@ class EngineLayout:
     """Everything the reshard needs to know about one rank's engine weights.
 
     `constants` are regions the loader fills with one value (vocabulary padding); they are written
-    once, when the reshard is set up. `fallback` maps a checkpoint name to why it is not a pure copy.
+    once, when the reshard is set up. `fallback`: checkpoint name → why it is no pure copy.
     """
 
     destinations: dict[str, TensorSpec]
@@ -92,8 +92,9 @@ class EngineLayout:
             block = copy.block(shapes[copy.source])
             spans = reached.setdefault(copy.source, [set() for _ in block.start])
             for dim, span in enumerate(spans):
-                steps = [s * (n - 1) for (d, s), n in zip(block.axes, block.sizes) if d == dim]
-                span.add((block.start[dim], block.start[dim] + sum(steps) + 1))
+                axes = zip(block.axes, block.sizes, strict=True)
+                reach = sum(step * (size - 1) for (d, step), size in axes if d == dim)
+                span.add((block.start[dim], block.start[dim] + reach + 1))
         sliced: dict[str, int] = {}
         for source, spans in reached.items():
             for dim, span in enumerate(spans):

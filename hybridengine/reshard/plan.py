@@ -72,7 +72,7 @@ class ShardSpec:
         return next((s for s, ranks in enumerate(self.holders) if rank in ranks), None)
 
     def sender(self, shard: int, receiver: int) -> int:
-        """Which holder serves `receiver`: itself if it can, else spread evenly over the replicas."""
+        """Which holder serves `receiver`: itself if it can, else the replicas in turn."""
         ranks = self.holders[shard]
         return receiver if receiver in ranks else ranks[receiver % len(ranks)]
 
@@ -102,9 +102,9 @@ class Bucket:
 class ReshardPlan:
     """The whole exchange, the same object on every rank.
 
-    bytes_received, bytes_sent, bytes_needed: per rank; lower_bound: per rank, bytes its engine slice
-    needs and its own shards do not hold. staging_bytes: the largest send + receive buffer of any
-    bucket on any rank. fallback: checkpoint name → why it is gathered whole.
+    bytes_received, bytes_sent, bytes_needed: per rank; lower_bound: per rank, bytes its engine
+    slice needs and its own shards do not hold. staging_bytes: the largest send + receive buffer of
+    any bucket on any rank. fallback: checkpoint name → why it is gathered whole.
     """
 
     world_size: int
@@ -195,8 +195,8 @@ def _blocks_by_source(layout: EngineLayout, sources: Mapping[str, ShardSpec]) ->
         spec = sources.get(copy.source)
         if spec is None:
             raise LayoutError(
-                f"the engine expects the checkpoint tensor {copy.source!r}, which the trained model "
-                f"does not have (it has {len(sources)} tensors, e.g. {next(iter(sources), None)!r}). "
+                f"the engine expects the checkpoint tensor {copy.source!r}, which the trained "
+                f"model does not have (it has {len(sources)}, e.g. {next(iter(sources), None)!r}). "
                 "Were both built from the same model?"
             )
         needs[copy.source].append(
@@ -236,7 +236,7 @@ def _units(
             for part in range(parts)
         ]
         worst = max(int(staging.max(initial=0)) for _, staging in units)
-        longest = max(h - l for l, h in map(spec.interval, range(len(spec.holders))))
+        longest = max(high - low for low, high in map(spec.interval, range(len(spec.holders))))
         if worst <= bucket_bytes or parts >= longest:
             yield from units
             return

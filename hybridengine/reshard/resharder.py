@@ -107,7 +107,7 @@ class Resharder:
                 found = "nothing" if live is None else str(TensorSpec.of(live))
                 raise LayoutError(
                     f"rank {self.rank}: engine tensor {name!r} was recorded as {spec} but is "
-                    f"{found}; the engine changed it after loading, so it cannot be written in place"
+                    f"{found}; the engine changed it after loading: it cannot be written in place"
                 )
         return weights
 
@@ -225,7 +225,7 @@ class Resharder:
         _copy(sources, weights, table, source_dtype, exchange.engine_dtype)
 
     def _gather_fallback(self) -> None:
-        """Whole gather of the few tensors that are no pure copy, through the engine's own loader."""
+        """Gather the few tensors that are no pure copy, for the engine's own loader."""
         for name in self.plan.fallback:
             tensor = self.parameters[name].detach().to(self.engine.dtype)
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

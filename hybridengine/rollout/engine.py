@@ -62,10 +62,10 @@ def tp_groups(world_size: int, tp_size: int) -> list[list[int]]:
 class RolloutEngine(ABC):
     """A generator whose weights the reshard writes in place.
 
-    Attributes: tp_rank, tp_size: place in the tensor-parallel group; replica, replicas: which of the
-    N/t engines this rank belongs to (ranks of one replica pass the same prompts to `generate`);
-    layout: how its weights derive from the checkpoint; dtype: of the weights;
-    weight_version: the last committed version, None before the first sync.
+    tp_rank, tp_size: place in the tensor-parallel group. replica, replicas: which of the N/t
+    engines this rank belongs to (ranks of one replica pass the same prompts to `generate`).
+    layout: how its weights derive from the checkpoint. dtype: of the weights. weight_version: the
+    last committed version, None before the first sync.
     """
 
     tp_rank: int
@@ -99,13 +99,14 @@ class RolloutEngine(ABC):
     ) -> list[list[Completion]]:
         """spec.n completions for each prompt of token ids, reproducible from `seed`.
 
-        Every rank of a replica calls it with the same arguments. Raises StaleWeightsError before the
-        first sync and after a sync that failed half-way, until the next whole one.
+        Every rank of a replica calls it with the same arguments. Raises StaleWeightsError before
+        the first sync and after a sync that failed half-way, until the next whole one.
         """
         if self._updating is not None:
             raise StaleWeightsError(
-                f"the sync to weight version {self._updating} did not finish, so the engine's weights "
-                f"are a mixture (last whole version: {self.weight_version}). Run a whole sync() first."
+                f"the sync to weight version {self._updating} did not finish, so the engine's "
+                f"weights are a mixture (last whole version: {self.weight_version}). "
+                "Run a whole sync() first."
             )
         if self.weight_version is None:
             raise StaleWeightsError("the engine has no weights yet. Run sync() before generate().")
@@ -122,5 +123,6 @@ class RolloutEngine(ABC):
         self.weight_version = version
         self._updating = None
 
+    @abstractmethod
     def shutdown(self) -> None:
-        """Release the engine's memory and processes."""
+        """Release what the engine holds; it cannot generate afterwards."""
