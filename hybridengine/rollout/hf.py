@@ -60,6 +60,9 @@ class HfEngine(RolloutEngine):
     def _forget_cached_prefixes(self) -> None:
         """Nothing is kept between calls."""
 
+    def shutdown(self) -> None:
+        del self._model
+
     @torch.no_grad()
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int

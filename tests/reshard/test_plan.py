@@ -1,0 +1,233 @@
+"""The planner against brute force: every element once, no byte more than the lower bound."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridengine.reshard import (
+    Copy,
+    EngineLayout,
+    LayoutError,
+    ShardSpec,
+    TensorSpec,
+    build_plan,
+)
+from hybridengine.reshard.geometry import NotABlock, contiguous_strides, cut, factor
+from hybridengine.rollout import tp_groups
+
+
+def walk(offset: int, sizes, strides) -> np.ndarray:
+    """Every linear address a strided view visits, in order."""
+    address = np.array([offset])
+    for size, stride in zip(sizes, strides, strict=True):
+        address = (address[:, None] + np.arange(size) * stride).reshape(-1)
+    return address
+
+
+@st.composite
+def views(draw) -> tuple[tuple[int, ...], torch.Tensor]:
+    """A view of a contiguous tensor as loaders take them: narrow, transpose, split, flatten."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    view = torch.arange(int(np.prod(shape))).reshape(shape)
+    for _ in range(draw(st.integers(0, 3))):
+        kind = draw(st.sampled_from(["narrow", "transpose", "split", "flatten", "select"]))
+        dim = draw(st.integers(0, view.dim() - 1)) if view.dim() else 0
+        if kind == "narrow" and view.dim():
+            start = draw(st.integers(0, view.shape[dim] - 1))
+            view = view.narrow(dim, start, draw(st.integers(1, view.shape[dim] - start)))
+        elif kind == "transpose" and view.dim() > 1:
+            view = view.transpose(dim, draw(st.integers(0, view.dim() - 1)))
+        elif kind == "split" and view.dim():
+            n = view.shape[dim]
+            parts = draw(st.sampled_from([p for p in range(1, n + 1) if n % p == 0]))
+            view = view.unflatten(dim, (parts, n // parts))
+        elif kind == "flatten" and view.is_contiguous() and view.dim():
+            view = view.view(-1)
+        elif kind == "select" and view.dim() > 1:
+            view = view.select(dim, draw(st.integers(0, view.shape[dim] - 1)))
+    return shape, view
+
+
+@settings(max_examples=300, deadline=None)
+@given(views(), st.data())
+def test_cut_keeps_exactly_the_interval(case, data) -> None:
+    shape, view = case
+    dense = contiguous_strides(tuple(view.shape))
+    try:
+        block = factor(shape, view.storage_offset(), view.shape, view.stride(), 0, dense)
+    except NotABlock:
+        return  # refusing is allowed; a wrong answer is not
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    low = data.draw(st.integers(0, shape[dim]))
+    high = data.draw(st.integers(low, shape[dim]))
+    strides = contiguous_strides(shape)
+    got: list[tuple[int, int]] = []
+    for piece in cut(block, dim, low, high):
+        offset, steps = piece.address(strides, (0,) * len(shape))
+        source = walk(offset, piece.sizes, steps)
+        target = walk(piece.offset, piece.sizes, piece.strides)
+        got += zip(source.tolist(), target.tolist(), strict=True)
+    values = view.reshape(-1).tolist()
+    coordinate = [v // strides[dim] % shape[dim] for v in values]
+    expected = [(v, i) for i, v in enumerate(values) if low <= coordinate[i] < high]
+    assert sorted(got) == sorted(expected)
+
+
+def test_plain_loader_views_are_all_blocks() -> None:
+    """The views vLLM's loaders take of a weight must never fall back."""
+    weight = torch.arange(12 * 8).reshape(12, 8)
+    for view in (
+        weight,
+        weight[3:7],
+        weight[:, 2:6],
+        weight.view(-1),
+        weight.t(),
+        weight.view(3, 4, 8)[1:, 2],
+        weight.view(3, 4, 8).transpose(0, 1),
+    ):
+        factor((12, 8), view.storage_offset(), view.shape, view.stride(), 0, view.stride())
+
+
+def fused_layout(shapes, tp_rank: int, tp_size: int) -> EngineLayout:
+    """A hand-made tensor-parallel model: fused column-parallel, row-parallel, replicated."""
+    copies, destinations = [], {}
+    rows_at = 0
+    for name, (kind, shape) in shapes.items():
+        if kind == "replicated":
+            destinations[name] = TensorSpec(shape, contiguous_strides(shape), torch.bfloat16)
+            stride = contiguous_strides(shape)
+            copies.append(Copy(name, name, 0, 0, shape, stride, stride))
+        elif kind == "row":
+            local = (shape[0], shape[1] // tp_size)
+            destinations[name] = TensorSpec(local, contiguous_strides(local), torch.bfloat16)
+            copies.append(
+                Copy(name, name, tp_rank * local[1], 0, local, (shape[1], 1), (local[1], 1))
+            )
+        else:
+            local = (shape[0] // tp_size, shape[1])
+            copies.append(
+                Copy(
+                    name,
+                    "fused",
+                    tp_rank * local[0] * shape[1],
+                    rows_at * shape[1],
+                    local,
+                    (shape[1], 1),
+                    (shape[1], 1),
+                )
+            )
+            rows_at += local[0]
+    width = next(s[1] for k, s in shapes.values() if k == "column")
+    destinations["fused"] = TensorSpec((rows_at, width), (width, 1), torch.bfloat16)
+    return EngineLayout(destinations, copies)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (6, 3)]),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+)
+def test_plan_moves_every_element_once(case, rows, width, row_on_dim1, replicas) -> None:
+    world, tp = case
+    shapes = {f"c{i}": ("column", (r * tp, width)) for i, r in enumerate(rows)}
+    shapes["r"] = ("row", (width + 1, 2 * tp * world))
+    shapes["norm"] = ("replicated", (width, 3))
+    replicas = replicas if world % replicas == 0 else 1
+    shards = world // replicas
+    holders = tuple(tuple(range(s, world, shards)) for s in range(shards))  # HSDP when replicas > 1
+    sources = {
+        n: ShardSpec(s, torch.float32, 1 if k == "row" and row_on_dim1 else 0, holders)
+        for n, (k, s) in shapes.items()
+    }
+    by_tp = [fused_layout(shapes, r, tp) for r in range(tp)]
+    stride = world // tp
+    layouts = [by_tp[rank // stride] for rank in range(world)]
+    plan = build_plan(sources, layouts, bucket_bytes=4096)
+    assert plan.bytes_received == plan.lower_bound == brute_force_bound(sources, layouts)
+    assert sum(plan.bytes_received) == sum(plan.bytes_sent)
+    assert plan.staging_bytes <= 4096
+    for rank, layout in enumerate(layouts):
+        assert_delivers(plan, rank, layout, sources)
+
+
+def brute_force_bound(sources, layouts) -> list[int]:
+    bounds = []
+    for rank, layout in enumerate(layouts):
+        missing = 0
+        for name, spec in sources.items():
+            shard = spec.held_by(rank)
+            low, high = spec.interval(shard) if shard is not None else (0, 0)
+            wanted = np.concatenate(
+                [
+                    walk(c.source_offset, c.sizes, c.source_strides)
+                    for c in layout.copies
+                    if c.source == name
+                ]
+            )
+            stride = contiguous_strides(spec.shape)[spec.dim]
+            x = np.unique(wanted) // stride % spec.shape[spec.dim]
+            missing += int(((x < low) | (x >= high)).sum())
+        bounds.append(missing * 2)
+    return bounds
+
+
+def assert_delivers(plan, rank: int, layout: EngineLayout, sources) -> None:
+    """What arrives at this rank is, element for element, what its loader would have copied."""
+    ids = {name: i * 10**6 for i, name in enumerate(sources)}
+    want = {n: np.full(int(np.prod(t.shape)), -1) for n, t in layout.destinations.items()}
+    got = {n: w.copy() for n, w in want.items()}
+    for c in layout.copies:
+        target = walk(c.destination_offset, c.sizes, c.destination_strides)
+        want[c.destination][target] = ids[c.source] + walk(
+            c.source_offset, c.sizes, c.source_strides
+        )
+    for piece in (p for b in plan.buckets for p in b.pieces if p.receiver == rank):
+        spec = sources[piece.source]
+        assert piece.sender in spec.holders[piece.shard]
+        low, high = spec.interval(piece.shard)
+        offset, steps = piece.block.address(contiguous_strides(spec.shape), (0,) * len(spec.shape))
+        read = walk(offset, piece.block.sizes, steps)
+        x = read // contiguous_strides(spec.shape)[spec.dim] % spec.shape[spec.dim]
+        assert ((low <= x) & (x < high)).all(), "a sender would read outside its own shard"
+        written = walk(piece.block.offset, piece.block.sizes, piece.block.strides)
+        assert (got[piece.destination][written] == -1).all(), "an element arrives twice"
+        got[piece.destination][written] = ids[piece.source] + read
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+def one_tensor(copies: list[Copy]) -> tuple[dict[str, ShardSpec], list[EngineLayout]]:
+    sources = {"w": ShardSpec((4, 2), torch.float32, 0, ((0,),))}
+    return sources, [EngineLayout({"e": TensorSpec((4, 2), (2, 1), torch.bfloat16)}, copies)]
+
+
+def test_hole_and_overlap_are_refused_at_planning() -> None:
+    half = Copy("w", "e", 0, 0, (2, 2), (2, 1), (2, 1))
+    with pytest.raises(LayoutError, match=r"'e': 4 of 8 elements are written by no"):
+        build_plan(*one_tensor([half]))
+    with pytest.raises(LayoutError, match=r"'e': some elements would be written twice"):
+        build_plan(*one_tensor([half, Copy("w", "e", 2, 2, (3, 2), (2, 1), (2, 1))]))
+
+
+def test_unknown_checkpoint_tensor_is_named() -> None:
+    with pytest.raises(LayoutError, match="'x', which the trained model does not have"):
+        build_plan(*one_tensor([Copy("x", "e", 0, 0, (4, 2), (2, 1), (2, 1))]))
+
+
+def test_bucket_size_has_a_floor() -> None:
+    with pytest.raises(ValueError, match="bucket_bytes: got 10"):
+        build_plan({}, [EngineLayout({})], bucket_bytes=10)
+
+
+def test_tp_groups_are_strided_and_checked() -> None:
+    assert tp_groups(4, 2) == [[0, 2], [1, 3]]
+    assert tp_groups(8, 4) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    with pytest.raises(ValueError, match="tensor_model_parallel_size: got 3, expected a divisor"):
+        tp_groups(4, 3)
