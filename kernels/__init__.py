@@ -5,10 +5,15 @@ formula and a plain-PyTorch `reference` backend that is its specification.
 """
 
 from ._backend import backend_table, choose_backend
+from .packing import Packed, pack, pack_sequences, unpack
 from .strided_copy import strided_copy
 
 __all__ = [
+    "Packed",
     "backend_table",
     "choose_backend",
+    "pack",
+    "pack_sequences",
     "strided_copy",
+    "unpack",
 ]

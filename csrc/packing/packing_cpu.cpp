@@ -5,7 +5,7 @@
 #include "common/parallel.h"
 #include "packing/params.h"
 
-namespace hybridengine::packing::HYBRIDENGINE_ISA {
+namespace hybridengine::HYBRIDENGINE_ISA {
 namespace {
 
 constexpr int64_t kLayoutGrain = 16384;     // mask elements per task
@@ -20,7 +20,7 @@ int64_t count_row(const Mask* row, int64_t seqlen) {
 
 // Writes one padded row as runs of kept and of masked tokens: real masks have very few runs.
 template <typename Mask>
-void layout_row(const LayoutParams& p, int64_t b, int64_t first) {
+void layout_row(const PackLayoutParams& p, int64_t b, int64_t first) {
   const Mask* row = static_cast<const Mask*>(p.mask) + b * p.mask_row_stride;
   int64_t* inverse = p.inverse + b * p.seqlen;
   int64_t position = 0;
@@ -40,7 +40,7 @@ void layout_row(const LayoutParams& p, int64_t b, int64_t first) {
 }
 
 template <typename Mask>
-void count_rows(const LayoutParams& p) {
+void count_rows(const PackLayoutParams& p) {
   const int64_t grain = std::max<int64_t>(1, kLayoutGrain / std::max<int64_t>(1, p.seqlen));
   parallel_for(p.batch, grain, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b)
@@ -49,16 +49,16 @@ void count_rows(const LayoutParams& p) {
 }
 
 template <typename Mask>
-void layout_rows(const LayoutParams& p) {
-  std::vector<int64_t> first(p.batch + 1, 0);
-  for (int64_t b = 0; b < p.batch; ++b) first[b + 1] = first[b] + p.counts[b];
+void layout_rows(const PackLayoutParams& p) {
+  p.starts[0] = 0;
+  for (int64_t b = 0; b < p.batch; ++b) p.starts[b + 1] = p.starts[b] + p.counts[b];
   for (int64_t b = 0; b <= p.batch; ++b)
-    p.cu_seqlens[b] = static_cast<int32_t>(std::min(first[b], p.capacity));
-  const int64_t total = first[p.batch];
+    p.cu_seqlens[b] = static_cast<int32_t>(std::min(p.starts[b], p.capacity));
+  const int64_t total = p.starts[p.batch];
   *p.num_dropped = std::max<int64_t>(0, total - p.capacity);
   const int64_t grain = std::max<int64_t>(1, kLayoutGrain / std::max<int64_t>(1, p.seqlen));
   parallel_for(p.batch, grain, p.num_threads, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) layout_row<Mask>(p, b, first[b]);
+    for (int64_t b = begin; b < end; ++b) layout_row<Mask>(p, b, p.starts[b]);
   });
   for (int64_t t = total; t < p.capacity; ++t) p.indices[t] = -1, p.position_ids[t] = 0;
 }
@@ -68,13 +68,13 @@ struct Run {
   int64_t row, source, length;
 };
 
-int64_t source_row(const MoveParams& p, int64_t t, int shift) {
+int64_t source_row(const MoveRowsParams& p, int64_t t, int shift) {
   if (shift == 0) return p.index[t];
   const int64_t next = t + 1;
   return next < p.rows && p.position_ids[next] != 0 ? p.index[next] : -1;
 }
 
-void collect_runs(const MoveParams& p, int64_t begin, int64_t end, int shift,
+void collect_runs(const MoveRowsParams& p, int64_t begin, int64_t end, int shift,
                   std::vector<Run>& runs) {
   runs.clear();
   for (int64_t t = begin; t < end;) {
@@ -82,7 +82,9 @@ void collect_runs(const MoveParams& p, int64_t begin, int64_t end, int shift,
     const int64_t step = source >= 0;
     int64_t stop = t + 1;
     while (stop < end && source_row(p, stop, shift) == source + step * (stop - t)) ++stop;
-    runs.push_back({t, source, stop - t});
+    const bool outside = source < -1 || source + (stop - t) > p.source_rows;
+    if (outside && source != -1) *p.bad_index = source < -1 ? source : source + (stop - t) - 1;
+    runs.push_back({t, outside ? -1 : source, stop - t});
     t = stop;
   }
 }
@@ -127,16 +129,16 @@ void copy_rows(char* destination, const char* source, int64_t rows, int64_t stri
   }
 }
 
-void move_run(const RowTensor& tensor, const Run& run) {
+void move_run(const MoveRowsParams& p, const RowTensor& tensor, const Run& run) {
   char* destination = tensor.destination + run.row * tensor.row_bytes;
   if (run.source < 0) {
     fill(destination, run.length * tensor.row_bytes, tensor.fill, tensor.element_size);
     return;
   }
   for (int64_t done = 0; done < run.length;) {  // one turn per outer step of the source
-    const int64_t outer = (run.source + done) / tensor.source_inner;
-    const int64_t inner = (run.source + done) - outer * tensor.source_inner;
-    const int64_t rows = std::min(run.length - done, tensor.source_inner - inner);
+    const int64_t outer = (run.source + done) / p.source_inner;
+    const int64_t inner = (run.source + done) - outer * p.source_inner;
+    const int64_t rows = std::min(run.length - done, p.source_inner - inner);
     copy_rows(destination + done * tensor.row_bytes,
               tensor.source + outer * tensor.outer_stride + inner * tensor.inner_stride, rows,
               tensor.inner_stride, tensor.row_bytes);
@@ -146,19 +148,19 @@ void move_run(const RowTensor& tensor, const Run& run) {
 
 }  // namespace
 
-void count_cpu(const LayoutParams& p) {
+void pack_count_cpu(const PackLayoutParams& p) {
   if (p.mask_element_size == 1) count_rows<uint8_t>(p);
   else if (p.mask_element_size == 4) count_rows<uint32_t>(p);
   else count_rows<uint64_t>(p);
 }
 
-void layout_cpu(const LayoutParams& p) {
+void pack_layout_cpu(const PackLayoutParams& p) {
   if (p.mask_element_size == 1) layout_rows<uint8_t>(p);
   else if (p.mask_element_size == 4) layout_rows<uint32_t>(p);
   else layout_rows<uint64_t>(p);
 }
 
-void move_cpu(const MoveParams& p) {
+void move_rows_cpu(const MoveRowsParams& p) {
   int64_t row_bytes = 1;
   for (int i = 0; i < p.num_tensors; ++i) row_bytes += p.tensors[i].row_bytes;
   const int64_t grain = std::max<int64_t>(1, kMoveGrainBytes / row_bytes);
@@ -170,10 +172,10 @@ void move_cpu(const MoveParams& p) {
         if (p.tensors[i].shift != shift) continue;
         if (!collected) collect_runs(p, begin, end, shift, runs);
         collected = true;
-        for (const Run& run : runs) move_run(p.tensors[i], run);
+        for (const Run& run : runs) move_run(p, p.tensors[i], run);
       }
     }
   });
 }
 
-}  // namespace hybridengine::packing::HYBRIDENGINE_ISA
+}  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -2,7 +2,7 @@
 
 #include "packing/params.h"
 
-namespace hybridengine::packing {
+namespace hybridengine {
 namespace {
 
 constexpr int kThreads = 256;
@@ -10,7 +10,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
 template <typename Mask>
-__device__ bool kept(const LayoutParams& p, int64_t b, int64_t l) {
+__device__ bool kept(const PackLayoutParams& p, int64_t b, int64_t l) {
   return l < p.seqlen && static_cast<const Mask*>(p.mask)[b * p.mask_row_stride + l] != 0;
 }
 
@@ -27,7 +27,7 @@ __device__ int64_t block_sum(int64_t value) {
 
 // One block per padded row.
 template <typename Mask>
-__global__ void __launch_bounds__(kThreads) count_kernel(LayoutParams p) {
+__global__ void __launch_bounds__(kThreads) count_kernel(PackLayoutParams p) {
   const int64_t b = blockIdx.x;
   int64_t count = 0;
   for (int64_t l = threadIdx.x; l < p.seqlen; l += kThreads) count += kept<Mask>(p, b, l);
@@ -56,7 +56,7 @@ __device__ int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // One block per padded row; every block adds up the counts before its row itself.
 template <typename Mask>
-__global__ void __launch_bounds__(kThreads) layout_kernel(LayoutParams p) {
+__global__ void __launch_bounds__(kThreads) layout_kernel(PackLayoutParams p) {
   const int64_t b = blockIdx.x;
   int64_t before = 0;
   for (int64_t i = threadIdx.x; i < b; i += kThreads) before += p.counts[i];
@@ -103,7 +103,7 @@ __device__ Unit fill_unit(uint64_t bits, int element_size) {
 }
 
 template <typename Unit>
-__device__ void move_tile(const MoveParams& p, const RowTensor& t, int64_t first, int rows) {
+__device__ void move_tile(const MoveRowsParams& p, const RowTensor& t, int64_t first, int rows) {
   const unsigned units = static_cast<unsigned>(t.row_bytes / sizeof(Unit));
   const Unit fill = fill_unit<Unit>(t.fill, t.element_size);
   Unit* destination = reinterpret_cast<Unit*>(t.destination + first * t.row_bytes);
@@ -114,10 +114,10 @@ __device__ void move_tile(const MoveParams& p, const RowTensor& t, int64_t first
     int64_t source = -1;
     if (row < p.rows && (t.shift == 0 || p.position_ids[row] != 0)) source = p.index[row];
     Unit value = fill;
-    if (source >= 0) {
-      const int64_t outer = t.source_inner == t.source_rows ? 0 : source / t.source_inner;
+    if (source >= 0 && source < p.source_rows) {  // an index outside reads nothing, it fills
+      const int64_t outer = p.source_inner == p.source_rows ? 0 : source / p.source_inner;
       const char* begin = t.source + outer * t.outer_stride +
-                          (source - outer * t.source_inner) * t.inner_stride;
+                          (source - outer * p.source_inner) * t.inner_stride;
       value = reinterpret_cast<const Unit*>(begin)[u - local * units];
     }
     destination[u] = value;
@@ -128,7 +128,7 @@ __device__ int rows_per_tile(int64_t row_bytes) {
   return row_bytes >= kTileBytes ? 1 : static_cast<int>(kTileBytes / row_bytes);
 }
 
-__global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ MoveParams p) {
+__global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ MoveRowsParams p) {
   const RowTensor& t = p.tensors[blockIdx.y];
   const int64_t per_tile = rows_per_tile(t.row_bytes);
   const uint64_t common = reinterpret_cast<uint64_t>(t.source) |
@@ -146,21 +146,23 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
 
 }  // namespace
 
-void count_cuda(const LayoutParams& p, void* stream) {
+int pack_count_cuda(const PackLayoutParams& p, void* stream) {
   auto s = static_cast<cudaStream_t>(stream);
   if (p.mask_element_size == 1) count_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
   else if (p.mask_element_size == 4) count_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
   else count_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
+  return cudaGetLastError();
 }
 
-void layout_cuda(const LayoutParams& p, void* stream) {
+int pack_layout_cuda(const PackLayoutParams& p, void* stream) {
   auto s = static_cast<cudaStream_t>(stream);
   if (p.mask_element_size == 1) layout_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
   else if (p.mask_element_size == 4) layout_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
   else layout_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
+  return cudaGetLastError();
 }
 
-void move_cuda(const MoveParams& p, void* stream) {
+int move_rows_cuda(const MoveRowsParams& p, void* stream) {
   int64_t tiles = 1;  // of the widest tensor; the others' surplus blocks leave at once
   for (int i = 0; i < p.num_tensors; ++i) {
     const int64_t per_tile = p.tensors[i].row_bytes >= kTileBytes ? 1 : kTileBytes / p.tensors[i].row_bytes;
@@ -169,6 +171,7 @@ void move_cuda(const MoveParams& p, void* stream) {
   }
   const dim3 grid(static_cast<unsigned>(tiles < 65536 ? tiles : 65536), p.num_tensors);
   move_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  return cudaGetLastError();
 }
 
-}  // namespace hybridengine::packing
+}  // namespace hybridengine

@@ -1,13 +1,13 @@
+// Packing: where the tokens of a padded mask go (layout), and moving rows of many tensors there.
 #pragma once
 
 #include <cstdint>
 
 #include "common/isa.h"
 
-namespace hybridengine::packing {
+namespace hybridengine {
 
-// Where every token of a padded [batch, seqlen] mask goes in the packed order, and back.
-struct LayoutParams {
+struct PackLayoutParams {
   const void* mask;         // [batch, seqlen], non-zero keeps the token
   int mask_element_size;    // 1, 4 or 8 bytes (bool / int8, int32, int64)
   int64_t mask_row_stride;  // in elements; the inner stride is 1
@@ -15,6 +15,7 @@ struct LayoutParams {
   int64_t seqlen;
   int64_t capacity;       // rows of indices and position_ids; tokens beyond it are dropped
   int64_t* counts;        // [batch], kept tokens of every row
+  int64_t* starts;        // [batch + 1], scratch of the CPU kernel
   int32_t* cu_seqlens;    // [batch + 1], clamped to capacity
   int64_t* position_ids;  // [capacity], zero past the last token
   int64_t* indices;       // [capacity], row of the flattened padded batch, -1 past the last token
@@ -23,39 +24,40 @@ struct LayoutParams {
   int num_threads;
 };
 
-// One of the tensors moved by a call; a "row" is what one token owns.
+// One of the tensors moved by a call; a "row" is what one token owns. Source row r lies at
+// (r / source_inner) * outer_stride + (r % source_inner) * inner_stride bytes.
 struct RowTensor {
   const char* source;
-  char* destination;      // [rows, row_bytes], contiguous
-  int64_t source_rows;
-  int64_t source_inner;   // rows per outer step of the source: source row r lies at
-  int64_t outer_stride;   //   (r / source_inner) * outer_stride + (r % source_inner) * inner_stride bytes
+  char* destination;  // [rows, row_bytes], contiguous
+  int64_t outer_stride;
   int64_t inner_stride;
   int64_t row_bytes;
-  uint64_t fill;          // bits of one element, for rows whose index is -1
-  int element_size;       // 1, 2, 4, 8
-  int shift;              // 1: row t takes what belongs to t + 1 of the same sequence (labels)
+  uint64_t fill;     // bits of one element, for rows whose index is -1
+  int element_size;  // 1, 2, 4, 8
+  int shift;         // 1: row t takes what belongs to t + 1 of the same sequence (labels)
 };
 
-inline constexpr int kMaxTensors = 32;  // per launch; more are moved by further launches
+inline constexpr int kMaxRowTensors = 32;  // per launch
 
-struct MoveParams {
-  RowTensor tensors[kMaxTensors];
+struct MoveRowsParams {
+  RowTensor tensors[kMaxRowTensors];
   int num_tensors;
-  int64_t rows;                 // rows of every destination
-  const int64_t* index;         // [rows], source row or -1
+  int64_t rows;  // of every destination
+  int64_t source_rows;
+  int64_t source_inner;
+  const int64_t* index;         // [rows], source row; -1 fills
   const int64_t* position_ids;  // [rows], needed where a tensor is shifted
+  int64_t* bad_index;           // CPU: an index outside the source, if there is one; it fills too
   int num_threads;
 };
 
-HE_CPU_KERNEL(count_cpu, LayoutParams)
-HE_CPU_KERNEL(layout_cpu, LayoutParams)
-HE_CPU_KERNEL(move_cpu, MoveParams)
+HE_CPU_KERNEL(pack_count_cpu, PackLayoutParams)
+HE_CPU_KERNEL(pack_layout_cpu, PackLayoutParams)
+HE_CPU_KERNEL(move_rows_cpu, MoveRowsParams)
 
-#ifdef HYBRIDENGINE_WITH_CUDA
-void count_cuda(const LayoutParams& params, void* stream);
-void layout_cuda(const LayoutParams& params, void* stream);
-void move_cuda(const MoveParams& params, void* stream);
-#endif
+// Each returns a cudaError_t.
+int pack_count_cuda(const PackLayoutParams& params, void* stream);
+int pack_layout_cuda(const PackLayoutParams& params, void* stream);
+int move_rows_cuda(const MoveRowsParams& params, void* stream);
 
-}  // namespace hybridengine::packing
+}  // namespace hybridengine

@@ -1,0 +1,194 @@
+#include <cstring>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include "common/binding.h"
+#include "packing/params.h"
+
+namespace hybridengine {
+
+namespace {
+
+using Layout = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, int64_t>;
+
+void count(const PackLayoutParams& params, const at::Device& device) {
+  if (params.batch == 0) return;
+  if (device.is_cpu()) {
+    py::gil_scoped_release no_gil;
+    return pack_count_cpu(params);
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (device.is_cuda()) return check_cuda(pack_count_cuda(params, current_stream(device)), "pack");
+#endif
+  no_kernel_for(device, "pack");
+}
+
+void layout(const PackLayoutParams& params, const at::Device& device) {
+  if (params.batch == 0) return;
+  if (device.is_cpu()) {
+    py::gil_scoped_release no_gil;
+    return pack_layout_cpu(params);
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  check_cuda(pack_layout_cuda(params, current_stream(device)), "pack");
+#endif
+}
+
+// capacity < 0: exactly as many rows as tokens are kept, which on a GPU waits for the device.
+Layout pack_layout(const at::Tensor& mask, int64_t capacity) {
+  const int64_t bytes = mask.element_size();
+  TORCH_CHECK_VALUE(mask.dim() == 2 && (bytes == 1 || bytes == 4 || bytes == 8) &&
+                        (mask.size(1) <= 1 || mask.stride(1) == 1),
+                    "pack: mask has shape ", mask.sizes(), " and dtype ", mask.scalar_type(),
+                    "; expected [B, L] of bool, int32 or int64 with contiguous rows");
+  const at::Device device = mask.device();
+  const c10::DeviceGuard guard(device);
+  const auto longs = at::TensorOptions(at::kLong).device(device);
+  const int64_t batch = mask.size(0);
+  at::Tensor counts = at::empty({batch}, longs), starts = at::empty({batch + 1}, longs);
+  PackLayoutParams params{};
+  params.mask = mask.const_data_ptr();
+  params.mask_element_size = static_cast<int>(bytes);
+  params.mask_row_stride = mask.stride(0);
+  params.batch = batch;
+  params.seqlen = mask.size(1);
+  params.counts = counts.mutable_data_ptr<int64_t>();
+  params.starts = starts.mutable_data_ptr<int64_t>();
+  params.num_threads = at::get_num_threads();
+  count(params, device);
+
+  int64_t max_seqlen = params.seqlen;
+  if (capacity < 0 || device.is_cpu()) {
+    const at::Tensor host = counts.cpu();
+    const int64_t* lengths = host.const_data_ptr<int64_t>();
+    int64_t total = 0, longest = 0;
+    for (int64_t b = 0; b < batch; ++b) {
+      total += lengths[b];
+      longest = std::max(longest, lengths[b]);
+    }
+    TORCH_CHECK_VALUE(capacity < 0 || total <= capacity, "pack: the mask keeps ", total,
+                      " tokens, but capacity is ", capacity, "; give a larger capacity");
+    if (capacity < 0) {
+      capacity = total;
+      max_seqlen = longest;
+    }
+  }
+  TORCH_CHECK_VALUE(capacity <= std::numeric_limits<int32_t>::max(), "pack: ", capacity,
+                    " tokens do not fit cu_seqlens, which is int32; pack fewer sequences at once");
+
+  at::Tensor cu_seqlens = at::full({batch + 1}, 0, longs.dtype(at::kInt));
+  at::Tensor position_ids = at::empty({capacity}, longs), indices = at::empty({capacity}, longs);
+  at::Tensor inverse = at::empty({batch * params.seqlen}, longs);
+  at::Tensor num_dropped = at::full({}, 0, longs);
+  if (batch == 0) {
+    position_ids.zero_();
+    indices.fill_(-1);
+  }
+  params.capacity = capacity;
+  params.cu_seqlens = cu_seqlens.mutable_data_ptr<int32_t>();
+  params.position_ids = position_ids.mutable_data_ptr<int64_t>();
+  params.indices = indices.mutable_data_ptr<int64_t>();
+  params.inverse = inverse.mutable_data_ptr<int64_t>();
+  params.num_dropped = num_dropped.mutable_data_ptr<int64_t>();
+  layout(params, device);
+  return {cu_seqlens, position_ids, indices, inverse, num_dropped, max_seqlen};
+}
+
+bool rows_are_contiguous(const at::Tensor& tensor, int64_t leading) {
+  int64_t expected = 1;
+  for (int64_t dim = tensor.dim() - 1; dim >= leading; --dim) {
+    if (tensor.size(dim) != 1 && tensor.stride(dim) != expected) return false;
+    expected *= tensor.size(dim);
+  }
+  return true;
+}
+
+uint64_t fill_bits(double fill, at::ScalarType dtype) {
+  uint64_t bits = 0;
+  if (fill == 0) return bits;
+  const at::Tensor value = at::full({}, fill, at::TensorOptions(dtype));
+  std::memcpy(&bits, value.const_data_ptr(), value.element_size());
+  return bits;
+}
+
+void move(const MoveRowsParams& params, const at::Device& device) {
+  if (params.rows == 0 || params.num_tensors == 0) return;
+  if (device.is_cpu()) {
+    py::gil_scoped_release no_gil;
+    return move_rows_cpu(params);
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (device.is_cuda())
+    return check_cuda(move_rows_cuda(params, current_stream(device)), "move_rows");
+#endif
+  no_kernel_for(device, "move_rows");
+}
+
+// Row tensors of every source, kMaxRowTensors at a time; sources share their leading dimensions.
+std::vector<at::Tensor> move_rows(const std::vector<at::Tensor>& sources, const at::Tensor& index,
+                                  const std::optional<at::Tensor>& position_ids, int64_t leading,
+                                  const std::vector<int64_t>& out_shape,
+                                  const std::vector<double>& fills,
+                                  const std::vector<int64_t>& shifts) {
+  std::vector<at::Tensor> results;
+  if (sources.empty()) return results;
+  const at::Device device = sources[0].device();
+  const c10::DeviceGuard guard(device);
+  check_vector(index, "index", at::kLong, index.numel());
+  if (position_ids) check_vector(*position_ids, "position_ids", at::kLong, index.numel());
+  int64_t bad_index = -1;
+  MoveRowsParams params{};
+  params.rows = index.numel();
+  params.source_inner = std::max<int64_t>(1, sources[0].size(leading - 1));
+  params.source_rows = leading == 2 ? sources[0].size(0) * sources[0].size(1) : sources[0].size(0);
+  params.index = index.const_data_ptr<int64_t>();
+  params.position_ids = position_ids ? position_ids->const_data_ptr<int64_t>() : nullptr;
+  params.bad_index = &bad_index;
+  params.num_threads = at::get_num_threads();
+  std::vector<at::Tensor> kept_alive;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const at::Tensor source =
+        rows_are_contiguous(sources[i], leading) ? sources[i] : sources[i].contiguous();
+    kept_alive.push_back(source);
+    std::vector<int64_t> shape(out_shape);
+    shape.insert(shape.end(), source.sizes().begin() + leading, source.sizes().end());
+    results.push_back(at::empty(shape, source.options()));
+    const int64_t bytes = source.element_size();
+    TORCH_CHECK_VALUE(bytes <= 8, "pack: tensors[", i, "] has dtype ", source.scalar_type(),
+                      ", which is not supported; view it as a real type");
+    TORCH_CHECK_VALUE(source.device() == device, "pack: tensors[", i, "] is on ", source.device(),
+                      "; expected ", device, " like tensors[0]");
+    RowTensor& row = params.tensors[params.num_tensors];
+    row.row_bytes = bytes;
+    for (int64_t dim = leading; dim < source.dim(); ++dim) row.row_bytes *= source.size(dim);
+    row.source = static_cast<const char*>(source.const_data_ptr());
+    row.destination = static_cast<char*>(results[i].mutable_data_ptr());
+    row.outer_stride = leading == 2 ? source.stride(0) * bytes : 0;
+    row.inner_stride = source.stride(leading - 1) * bytes;
+    row.fill = fill_bits(fills[i], source.scalar_type());
+    row.element_size = static_cast<int>(bytes);
+    row.shift = static_cast<int>(shifts[i]);
+    if (row.row_bytes > 0) ++params.num_tensors;
+    if (params.num_tensors == kMaxRowTensors || i + 1 == sources.size()) {
+      move(params, device);
+      params.num_tensors = 0;
+    }
+  }
+  TORCH_CHECK_INDEX(bad_index == -1, "pack: index ", bad_index, " is outside the ",
+                    params.source_rows, " rows there are");
+  return results;
+}
+
+}  // namespace
+
+void register_packing(py::module_& m) {
+  m.def("pack_layout", &pack_layout, py::arg("mask"), py::arg("capacity"));
+  m.def("move_rows", &move_rows, py::arg("sources"), py::arg("index"), py::arg("position_ids"),
+        py::arg("leading"), py::arg("out_shape"), py::arg("fills"), py::arg("shifts"));
+}
+
+}  // namespace hybridengine
