@@ -25,7 +25,7 @@ _MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Packed:
-    """T tokens of N sequences, one after the other; sequence n is rows cu_seqlens[n]:cu_seqlens[n+1].
+    """T tokens of N sequences; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1].
 
     With a capacity, T is the capacity; rows past cu_seqlens[-1] belong to no sequence and hold
     the fill value.

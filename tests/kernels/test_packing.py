@@ -1,0 +1,226 @@
+"""Packing against plain indexing: every dtype, layout, gradient, capacity and hostile input."""
+
+import pytest
+import torch
+from hybridengine.kernels import pack, pack_sequences, unpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+
+BACKENDS = ["cpp", "reference"]
+
+
+def random_mask(batch: int, seqlen: int, seed: int, kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "prefix":
+        lengths = torch.randint(0, seqlen + 1, (batch,), generator=generator)
+        return torch.arange(seqlen)[None] < lengths[:, None]
+    if kind == "suffix":
+        return random_mask(batch, seqlen, seed, "prefix").flip(1)
+    return torch.rand(batch, seqlen, generator=generator) < 0.5
+
+
+def expected_layout(mask: torch.Tensor):
+    rows, positions, lengths = [], [], []
+    for b, row in enumerate(mask.tolist()):
+        kept = [column for column, keep in enumerate(row) if keep]
+        rows += [b * mask.size(1) + column for column in kept]
+        positions += range(len(kept))
+        lengths.append(len(kept))
+    return rows, positions, lengths
+
+
+shapes = st.tuples(st.integers(0, 6), st.integers(0, 40))
+kinds = st.sampled_from(["prefix", "suffix", "scattered"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, kind=kinds, seed=st.integers(0, 2**16), width=st.integers(0, 9))
+def test_pack_equals_plain_indexing(backend, shape, kind, seed, width):
+    mask = random_mask(*shape, seed, kind)
+    hidden = torch.randn(*shape, width)
+    ids = torch.randint(0, 100, shape)
+    packed = pack([hidden, ids, ids.bool()], mask, backend=backend)
+    rows, positions, lengths = expected_layout(mask)
+    assert packed.indices.tolist() == rows
+    assert packed.position_ids.tolist() == positions
+    assert packed.cu_seqlens.diff().tolist() == lengths and packed.cu_seqlens[0] == 0
+    assert packed.cu_seqlens.dtype == torch.int32 and packed.position_ids.dtype == torch.int64
+    assert packed.max_seqlen == max(lengths, default=0)
+    for value, source in zip(packed.values, [hidden, ids, ids.bool()], strict=True):
+        assert torch.equal(value, source[mask])
+    padded = unpack(packed.values[0], packed, padding_value=-3.0, backend=backend)
+    assert torch.equal(padded, hidden.masked_fill(~mask[..., None], -3.0))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.uint8,
+        torch.bool,
+    ],
+)
+def test_every_dtype_survives_both_ways(dtype):
+    mask = random_mask(5, 33, 0, "scattered")
+    source = torch.randn(5, 33, 3).mul(3).to(dtype)
+    packed = pack([source], mask)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[source.element_size()]
+    assert torch.equal(packed.values[0].view(bits), source.view(bits)[mask])
+    padded = unpack(packed.values, packed, padding_value=1)[0]
+    expected = torch.ones(5, 33, 3).to(dtype)
+    expected.view(bits)[mask] = source.view(bits)[mask]
+    assert torch.equal(padded.view(bits), expected.view(bits))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shifted_labels_end_with_the_ignore_value(backend):
+    ids = torch.tensor([[0, 7, 8, 9], [4, 0, 5, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
+    packed = pack([ids, ids], ids > 0, shifted=[1], backend=backend)
+    assert packed.values[1].tolist() == [8, 9, -100, 5, -100, -100]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_go_back_to_the_kept_places(backend):
+    mask = random_mask(4, 17, 3, "scattered")
+    hidden = torch.randn(4, 17, 5, dtype=torch.float64, requires_grad=True)
+    log_probs = torch.randn(4, 17, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 9, (4, 17))
+
+    def through(hidden, log_probs):
+        packed = pack([hidden, ids, log_probs], mask, backend=backend)
+        padded = unpack([packed.values[0] ** 2, packed.values[2]], packed, backend=backend)
+        return padded[0], padded[1], packed.values[2]
+
+    assert torch.autograd.gradcheck(through, (hidden, log_probs))
+
+
+def test_gradient_of_one_of_several_tensors():
+    mask = random_mask(3, 8, 0, "prefix")
+    wanted = torch.randn(3, 8, requires_grad=True)
+    packed = pack([torch.randn(3, 8), wanted], mask)
+    packed.values[1].sum().backward()
+    assert torch.equal(wanted.grad, mask.float())
+
+
+def test_views_are_packed_without_a_copy_changing_them():
+    mask = random_mask(4, 15, 1, "scattered")
+    wide = torch.randn(4, 16, 6, 3)
+    for source in (wide[:, 1:], wide[:, :-1], wide[:, 1:, ::2], wide[:, 1:].transpose(2, 3)):
+        assert torch.equal(pack([source], mask).values[0], source[mask])
+    one = torch.randn(4, 1, 2).expand(4, 15, 2)
+    assert torch.equal(pack([one], mask).values[0], one[mask])
+    unaligned = torch.randn(4 * 15 * 3 + 1)[1:].view(4, 15, 3)
+    assert torch.equal(pack([unaligned], mask.t().contiguous().t()).values[0], unaligned[mask])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32])
+def test_masks_of_any_number_type(dtype):
+    mask = random_mask(4, 15, 1, "scattered")
+    source = torch.randn(4, 15)
+    assert torch.equal(pack([source], mask.to(dtype) * 2).values[0], source[mask])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_capacity_pads_the_tail(backend):
+    mask = random_mask(4, 9, 2, "scattered")
+    total = int(mask.sum())
+    source = torch.randn(4, 9, 2)
+    packed = pack([source], mask, capacity=total + 5, fill_values=[2.5], backend=backend)
+    assert torch.equal(packed.values[0][:total], source[mask])
+    assert packed.values[0][total:].eq(2.5).all() and packed.max_seqlen == 9
+    assert packed.indices[total:].eq(-1).all() and packed.position_ids[total:].eq(0).all()
+    assert packed.cu_seqlens[-1] == total and packed.num_dropped == 0
+    padded = unpack(packed.values[0], packed, backend=backend)
+    assert torch.equal(padded, source * mask[..., None])
+    with pytest.raises(ValueError, match=rf"keeps {total} tokens, but capacity is {total - 1}"):
+        pack([source], mask, capacity=total - 1, backend=backend)
+
+
+def test_more_tensors_than_one_launch_takes():
+    mask = random_mask(3, 7, 5, "scattered")
+    sources = [torch.randn(3, 7, i % 4 + 1) for i in range(70)]
+    for value, source in zip(pack(sources, mask).values, sources, strict=True):
+        assert torch.equal(value, source[mask])
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=8), as_tensor=st.booleans())
+def test_pack_sequences(lengths, as_tensor):
+    ids = [list(range(10 * n, 10 * n + length)) for n, length in enumerate(lengths)]
+    scores = [[0.5] * length for length in lengths]
+    given_ids = [torch.tensor(i, dtype=torch.int64) for i in ids] if as_tensor else ids
+    packed = pack_sequences(given_ids, scores)
+    flat = [token for sequence in ids for token in sequence]
+    assert packed.values[0].tolist() == flat and packed.values[0].dtype == torch.int64
+    assert packed.cu_seqlens.diff().tolist() == lengths
+    assert packed.position_ids.tolist() == [i for length in lengths for i in range(length)]
+    padded = unpack(packed.values[0], packed, padding_value=-1)
+    assert padded.shape == (len(lengths), max(lengths))
+    assert [[v for v in row if v >= 0] for row in padded.tolist()] == ids
+
+
+def test_pack_sequences_is_differentiable():
+    rows = [torch.randn(n, 3, requires_grad=True) for n in (2, 0, 4)]
+    packed = pack_sequences(rows)
+    (packed.values[0] * torch.arange(6.0)[:, None]).sum().backward()
+    assert rows[2].grad[:, 0].tolist() == [2, 3, 4, 5]
+
+
+def test_one_long_sequence_beside_short_ones():
+    lengths = torch.tensor([1, 70_000, 0])
+    mask = torch.arange(70_000)[None] < lengths[:, None]
+    source = torch.randn(3, 70_000)
+    packed = pack([source], mask)
+    assert packed.max_seqlen == 70_000 and torch.equal(packed.values[0], source[mask])
+    assert torch.equal(unpack(packed.values[0], packed), source * mask)
+
+
+def test_more_tokens_than_int32_is_an_error():
+    mask = torch.ones(1, 70_000, dtype=torch.bool).expand(40_000, 70_000)
+    with pytest.raises(ValueError, match="2800000000 tokens do not fit cu_seqlens"):
+        pack([], mask)
+    with pytest.raises(ValueError, match="do not fit cu_seqlens"):
+        pack_sequences([range(2**31)])
+
+
+def test_errors_name_what_is_wrong():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"tensors\[1\] has shape \[2, 4\]"):
+        pack([torch.zeros(2, 3), torch.zeros(2, 4)], mask)
+    with pytest.raises(ValueError, match=r"mask has shape \[2\]"):
+        pack([], mask[:, 0])
+    with pytest.raises(ValueError, match="shifted and requires a gradient"):
+        pack([torch.zeros(2, 3, requires_grad=True)], mask, shifted=[0])
+    with pytest.raises(ValueError, match="shifted names tensor 2"):
+        pack([torch.zeros(2, 3)], mask, shifted=[2])
+    with pytest.raises(ValueError, match="sequence 1 has length 2 in field 1 and 1 in field 0"):
+        pack_sequences([[1], [2]], [[1], [2, 3]])
+    with pytest.raises(ValueError, match="expected 6 rows"):
+        unpack(torch.zeros(5), pack([], mask))
+    with pytest.raises(ValueError, match="ComplexDouble"):
+        pack([torch.zeros(2, 3, dtype=torch.complex128)], mask)
+
+
+def test_operators_pass_opcheck_and_compile():
+    mask = random_mask(3, 8, 0, "scattered")
+    hidden = torch.randn(3, 8, 4, requires_grad=True)
+    opcheck(torch.ops.hybridengine.pack_layout, (mask, 20, None))
+    packed = pack([], mask, capacity=20)
+    arguments = (packed.indices, packed.inverse, packed.position_ids, 2, [20], [0.0], [0], None)
+    opcheck(torch.ops.hybridengine.move_rows, ([hidden], *arguments))
+
+    def through(hidden, mask):
+        packed = pack([hidden], mask, capacity=20)
+        return unpack(packed.values[0] * 2, packed)
+
+    compiled = torch.compile(through, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(hidden, mask), through(hidden, mask))
