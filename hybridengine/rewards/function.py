@@ -1,0 +1,93 @@
+"""Loading a `compute_score` function, with verl's signature, from a Python file."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RewardError", "RewardFunction", "load_reward_function"]
+
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+class RewardError(RuntimeError):
+    """A reward function that cannot be loaded, raised, or gave no number."""
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A user's function with the place it came from."""
+
+    call: Callable[..., Any]
+    file: Path
+    name: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.file}:{self.line})"
+
+    def error_line(self, error: BaseException) -> str:
+        """`file:line` of the deepest frame of the user's file in the traceback of `error`."""
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename) == self.file
+        ]
+        return f"{self.file}:{lines[-1] if lines else self.line}"
+
+
+def load_reward_function(path: str | Path, name: str = "compute_score") -> RewardFunction:
+    """Import `name` from the file `path` and check that it can be called as verl calls it.
+
+    Raises RewardError for a missing file, a file that fails to import, a missing function, and a
+    signature that does not take the four arguments by name.
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise RewardError(
+            f"reward file {file} does not exist; check reward.custom_reward_function.path"
+        )
+    module = _import_file(file)
+    call = getattr(module, name, None)
+    if not callable(call):
+        functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+        raise RewardError(
+            f"reward file {file} has no function {name!r}; functions there: "
+            f"{', '.join(functions) or 'none'} (reward.custom_reward_function.name)"
+        )
+    try:
+        signature = inspect.signature(call)
+        signature.bind(**dict.fromkeys(_ARGUMENTS))
+    except TypeError as error:
+        raise RewardError(
+            f"reward function {name} in {file} must accept {', '.join(_ARGUMENTS)} by name, "
+            f"but its signature is {name}{signature}: {error}"
+        ) from None
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    return RewardFunction(call, file, name, code.co_firstlineno if code else 1)
+
+
+def _import_file(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"_hybridengine_reward_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling in the user's file look it up
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise RewardError(
+            f"reward file {error.filename}:{error.lineno} is not Python: {error.msg}"
+        ) from None
+    except Exception as error:
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+        where = f"{file}:{lines[-1].lineno}" if lines else str(file)
+        raise RewardError(
+            f"reward file {where} fails to import: {type(error).__name__}: {error}"
+        ) from error
+    return module

@@ -1,0 +1,57 @@
+"""The order of prompts: the same on every rank, whole epochs, exact after a resume."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridengine.data import DataError, PromptLoader
+
+
+def loader(n=10, batch=3, seed=1, shuffle=True) -> PromptLoader:
+    return PromptLoader(range(n), batch, seed=seed, shuffle=shuffle)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 5))
+def test_an_epoch_sees_no_prompt_twice(n, batch, seed):
+    if batch > n:
+        with pytest.raises(DataError, match=f"only {n} training prompts"):
+            loader(n, batch)
+        return
+    one, other = loader(n, batch, seed), loader(n, batch, seed)
+    for epoch in range(2):
+        seen = []
+        for _ in range(len(one)):
+            assert one.epoch == epoch
+            given_batch = one.next_batch()
+            assert given_batch == other.next_batch()
+            seen += given_batch
+        assert len(set(seen)) == len(seen) == n // batch * batch
+
+
+def test_epochs_and_seeds_differ():
+    one, other = loader(seed=1), loader(seed=2)
+    first = [one.next_batch() for _ in range(len(one))]
+    second = [one.next_batch() for _ in range(len(one))]
+    assert first != second
+    assert first != [other.next_batch() for _ in range(len(other))]
+
+
+def test_no_shuffle_is_file_order():
+    one = loader(7, 3, shuffle=False)
+    assert [one.next_batch() for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+
+
+@given(st.integers(0, 12))
+def test_resume_goes_on_exactly(steps):
+    straight, resumed = loader(), loader()
+    for _ in range(steps):
+        straight.next_batch()
+    resumed.load_state_dict(straight.state_dict())
+    for _ in range(5):
+        assert straight.epoch == resumed.epoch
+        assert straight.next_batch() == resumed.next_batch()
+
+
+def test_resume_on_other_data_is_refused():
+    with pytest.raises(DataError, match="prompts was 10 and is 11"):
+        loader(11).load_state_dict(loader(10).state_dict())

@@ -1,0 +1,149 @@
+"""Prompt files: what a row becomes, and one clear error for each way a file can be wrong."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybridengine.config.schema import DataConfig
+from hybridengine.data import DataError, PromptDataset
+from tests.data.conftest import TEMPLATE, row, write_jsonl
+
+
+def test_a_row_becomes_token_ids(tokenizer, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [row("1 2 3"), row("4 5", truth="9")])
+    first, second = PromptDataset(file, tokenizer, DataConfig())
+    assert first.prompt_text == "user 1 2 3 assistant"
+    assert first.prompt_ids == tokenizer("user 1 2 3 assistant")["input_ids"]
+    assert (first.data_source, first.ground_truth) == ("sums", "6")
+    assert first.extra_info == {"split": "train"}
+    assert (second.index, second.ground_truth) == (1, "9")
+
+
+def test_parquet_and_jsonl_give_the_same(tokenizer, tmp_path):
+    rows = [row("1 2", truth="3"), row("7", truth="7")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    parquet = PromptDataset(str(tmp_path / "a.parquet"), tokenizer, DataConfig())
+    jsonl = PromptDataset(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, DataConfig())
+    assert list(parquet) == list(jsonl)
+
+
+def test_several_files_and_own_keys(tokenizer, tmp_path):
+    renamed = row("8")
+    renamed["question"], renamed["source"] = renamed.pop("prompt"), renamed.pop("data_source")
+    del renamed["extra_info"]
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", [renamed]) for name in "ab"]
+    data = DataConfig(prompt_key="question", reward_fn_key="source")
+    samples = list(PromptDataset(files, tokenizer, data))
+    assert [s.index for s in samples] == [0, 1]
+    assert samples[0].extra_info == {}
+
+
+def test_chat_template_as_text_and_as_file(tokenizer, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [row("1 2")])
+    own = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(own)
+    for template in (own, str(tmp_path / "t.jinja")):
+        [sample] = PromptDataset(file, tokenizer, DataConfig(chat_template=template))
+        assert sample.prompt_text == "1 2"
+
+
+@pytest.mark.parametrize(("truncation", "text"), [("left", "2 3 assistant"), ("right", "user 1 2")])
+def test_truncation(tokenizer, tmp_path, truncation, text):
+    file = write_jsonl(tmp_path / "a.jsonl", [row("1 2 3")])
+    data = DataConfig(max_prompt_length=3, truncation=truncation)
+    [sample] = PromptDataset(file, tokenizer, data)
+    assert tokenizer.decode(sample.prompt_ids) == sample.prompt_text == text
+
+
+def test_overlong_prompts_are_dropped_and_counted(tokenizer, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [row("1 2 3 4 5"), row("7"), row("1 2 3 4 5 6")])
+    dataset = PromptDataset(
+        file, tokenizer, DataConfig(max_prompt_length=4, filter_overlong_prompts=True)
+    )
+    assert [s.index for s in dataset] == [1]
+    assert dataset.dropped == 2
+
+
+def test_batches_cover_every_sample_once(tokenizer, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [row(str(i)) for i in range(7)])
+    dataset = PromptDataset(file, tokenizer, DataConfig())
+    sizes = [[s.index for s in batch] for batch in dataset.batches(3)]
+    assert sizes == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [len(batch) for batch in dataset.batches(None)] == [7]
+
+
+def without(column: str) -> dict:
+    return {k: v for k, v in row().items() if k != column}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (without("prompt"), "line 2 has no column 'prompt'; columns there: data_source, ability"),
+        (without("data_source"), "line 2 has no column 'data_source'"),
+        (without("reward_model"), "line 2 has no column 'reward_model'"),
+        (row(reward_model={"style": "rule"}), "line 2: reward_model is .* with ground_truth"),
+        (row(prompt="1 + 1"), "line 2: prompt is '1 [+] 1', expected a chat"),
+        (row(prompt=[]), "line 2: prompt is .*expected a chat"),
+        (row(prompt=[{"role": "user"}]), "line 2: prompt is .*expected a chat"),
+        (row(extra_info=[1]), "line 2: extra_info is"),
+        (row(" ".join("1" * 20)), "line 2: the prompt is 22 tokens, more than .* 16; raise it"),
+    ],
+)
+def test_bad_rows_name_the_line(tokenizer, tmp_path, bad, message):
+    file = write_jsonl(tmp_path / "a.jsonl", [row(), bad])
+    with pytest.raises(DataError, match=message):
+        PromptDataset(file, tokenizer, DataConfig(max_prompt_length=16))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'\n{"a": \n', "line 2 is not JSON"),
+        ("a.jsonl", b"[1, 2]\n", "line 1 is a JSON list, expected an object"),
+        ("a.jsonl", b"\xff\xfe\n", "line 1 is not JSON"),
+        ("a.jsonl", b"", "the data file is empty"),
+        ("a.parquet", b"not parquet at all", "is not a readable parquet file"),
+        ("a.csv", b"a,b\n", "ends in '.csv', expected .parquet or .jsonl"),
+    ],
+)
+def test_bad_files(tokenizer, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        PromptDataset(str(tmp_path / name), tokenizer, DataConfig())
+
+
+def test_missing_file(tokenizer, tmp_path):
+    with pytest.raises(DataError, match=r"none\.parquet does not exist; check data\.train_files"):
+        PromptDataset(str(tmp_path / "none.parquet"), tokenizer, DataConfig())
+
+
+def test_all_prompts_overlong(tokenizer, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [row("1 2 3")])
+    data = DataConfig(max_prompt_length=2, filter_overlong_prompts=True)
+    with pytest.raises(DataError, match="all 1 prompts"):
+        PromptDataset(file, tokenizer, data)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("no_such_template.jinja", "neither a Jinja text nor a file"),
+        ("{{ raise_exception('no system role') }}", "refuses this prompt: no system role"),
+        ("{% for m in messages %}{% endfor %}", "made an empty prompt"),
+    ],
+)
+def test_bad_templates(tokenizer, tmp_path, template, message):
+    file = write_jsonl(tmp_path / "a.jsonl", [row()])
+    with pytest.raises(DataError, match=message):
+        PromptDataset(file, tokenizer, DataConfig(chat_template=template))
+
+
+def test_tokenizer_without_template(tokenizer, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [row()])
+    tokenizer.chat_template = None
+    try:
+        with pytest.raises(DataError, match=r"no chat template; set data\.chat_template"):
+            PromptDataset(file, tokenizer, DataConfig())
+    finally:
+        tokenizer.chat_template = TEMPLATE
