@@ -1,0 +1,114 @@
+"""What can be known about a model from its name alone, before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from hybridengine.model.errors import ModelError
+
+__all__ = ["check_model"]
+
+_HUB_SECONDS = 8.0
+_PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
+
+
+def check_model(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of the causal language model at `path`, a folder or a hub name.
+
+    Reads no weights and waits for no network: an unreachable hub is an error within seconds, unless
+    the model is in the local cache.
+
+    Raises:
+        ModelError: the path does not exist, holds no weights or no causal language model, or one
+            that cannot run packed (recurrent layers, attention outside AttentionInterface).
+    """
+    local = Path(path)
+    if local.is_dir():
+        _check_folder(local)
+    elif local.exists():
+        raise ModelError(f"model path {path!r} is a file; expected a folder with config.json")
+    else:
+        _check_hub(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as e:
+        raise ModelError(f"model {path!r}: config.json cannot be used: {e}") from e
+    _check_config(path, config, trust_remote_code)
+    return config
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model path {str(folder)!r} has no config.json; expected a Hugging Face model folder"
+        )
+    for index in folder.glob("*.index.json"):
+        names = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        if missing := sorted(n for n in names if not (folder / n).is_file()):
+            raise ModelError(
+                f"model path {str(folder)!r} lacks {missing[0]!r} named in {index.name} "
+                f"({len(missing)} of {len(names)} weight files missing); copy it again"
+            )
+    if not any(f for kind in ("*.safetensors", "pytorch_model*.bin") for f in folder.glob(kind)):
+        raise ModelError(
+            f"model path {str(folder)!r} has config.json but no weights; expected *.safetensors or "
+            "pytorch_model.bin (a GGUF file has to be converted first)"
+        )
+
+
+def _check_hub(name: str) -> None:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    missing = f"model {name!r} is no folder here"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"{missing}; check the path")
+    outcome: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+                HfApi().model_info(name, timeout=_HUB_SECONDS / 2)
+            outcome.append(None)
+        except Exception as e:
+            outcome.append(e)
+
+    # A thread bounds what a time-out cannot: name resolution.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_HUB_SECONDS)
+    error = outcome[0] if outcome else TimeoutError(f"no answer in {_HUB_SECONDS:g} s")
+    if isinstance(error, RepositoryNotFoundError | HFValidationError):
+        raise ModelError(f"{missing} and no model on the hub; check the name") from error
+    if error is not None:
+        raise ModelError(
+            f"{missing} and the Hugging Face hub cannot be reached ({error}); "
+            "give a local folder, or download the model first"
+        ) from error
+
+
+def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (remote and trust_remote_code):
+        hint = "; set trust_remote_code to run its own code" if remote else ""
+        raise ModelError(f"model {path!r} ({config.model_type}) is no causal language model{hint}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"model {path!r} is quantized; training needs the unquantized weights")
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE
+    if layers:
+        raise ModelError(
+            f"model {path!r} ({config.model_type}) has layers of type {sorted(layers)}, which "
+            f"cannot run packed; supported are {sorted(_PACKABLE)}"
+        )
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if model_class._is_stateful or not model_class._supports_attention_backend:
+            raise ModelError(
+                f"model {path!r} ({model_class.__name__}) does not call its attention through "
+                "transformers' AttentionInterface and cannot run packed"
+            )

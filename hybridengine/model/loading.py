@@ -1,0 +1,149 @@
+"""Any Hugging Face causal LM, unchanged, sharded by FSDP2 from one reader.
+
+Every rank builds the model on the meta device and shards it; rank 0 reads the checkpoint and
+scatters it parameter by parameter, so no other rank holds more than one whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from hybridengine.model.attention import ATTENTION
+from hybridengine.model.checking import check_model
+from hybridengine.model.errors import ModelError
+from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
+
+__all__ = ["load_causal_lm"]
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    mesh: DeviceMesh,
+    shard_dim1: Callable[[str], bool],
+    param_dtype: torch.dtype = torch.bfloat16,
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    reshard_after_forward: bool = True,
+) -> PreTrainedModel:
+    """The model at `path` (folder or hub name) on `mesh`, which holds all ranks; all ranks call.
+
+    Masters and gradients are float32, forward and backward run in `param_dtype`. A parameter whose
+    name `shard_dim1` accepts is sharded on dim 1 where the mesh divides it evenly, all others on
+    dim 0. Attention is `hybridengine.model.attention`, so the model takes packed input.
+
+    The model comes in eval mode, that is without dropout; only its checkpointed layers are in train
+    mode, which is what turns checkpointing on. `model.train()` adds the configured dropout.
+
+    Raises:
+        ModelError: on every rank, also for what only rank 0 sees (unreadable or missing weights).
+    """
+    config = check_model(path, trust_remote_code)
+    weights = run_on_rank0(lambda: _read(path, trust_remote_code), f"loading model {path!r}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+    if model._is_stateful or not model._supports_attention_backend:
+        raise ModelError(f"model {path!r} ({type(model).__name__}) cannot run packed")
+    if model.can_generate():
+        settings = weights.generation_config if weights is not None else None
+        model.generation_config = broadcast_from_rank0(settings) or GenerationConfig()
+    layers = _decoder_layers(model)
+    _shard(model, layers, mesh, shard_dim1, param_dtype, reshard_after_forward)
+    _fill(model, weights, mesh)
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in layers:
+            layer.training = True
+    return model
+
+
+def _read(path: str, trust_remote_code: bool) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"the checkpoint lacks {len(missing)} weights of {type(model).__name__}, "
+            f"such as {missing[0]!r}; use a complete checkpoint"
+        )
+    return model
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _shard(
+    model: nn.Module,
+    layers: list[nn.Module],
+    mesh: DeviceMesh,
+    shard_dim1: Callable[[str], bool],
+    param_dtype: torch.dtype,
+    reshard_after_forward: bool,
+) -> None:
+    names = {id(p): name for name, p in model.named_parameters()}
+    shard_size = mesh.size(mesh.ndim - 1)
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        divides = param.ndim > 1 and param.shape[1] % shard_size == 0
+        return Shard(1) if divides and shard_dim1(names[id(param)]) else None
+
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    for layer in reversed(layers):  # FSDP2 wants the inner of nested modules first
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=policy,
+            shard_placement_fn=placement,
+            reshard_after_forward=reshard_after_forward,
+        )
+    # The root's own parameters are needed again as soon as backward begins: FSDP2's default.
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+
+
+def _fill(model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh) -> None:
+    """Give the meta model its shards and buffers; `weights` is the whole model on rank 0."""
+    device = torch.device(mesh.device_type)
+    whole = None if weights is None else dict(weights.named_parameters())
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(id(param), []).append((module, name))
+    for name, param in list(model.named_parameters()):
+        assert isinstance(param, DTensor)
+        if whole is None:
+            source = torch.empty(param.shape, dtype=param.dtype, device=device)
+        else:
+            source = whole[name].detach()
+            whole[name].data = torch.empty(0)  # rank 0 lets go of what it has handed out
+        filled = distribute_tensor(source, mesh, param.placements)
+        filled = nn.Parameter(filled, requires_grad=param.requires_grad)
+        for module, attribute in owners[id(param)]:  # several where weights are tied
+            setattr(module, attribute, filled)
+    # Buffers that are computed, not stored (rotary frequencies), are real on rank 0 only.
+    buffers = broadcast_from_rank0(None if weights is None else dict(weights.named_buffers()))
+    assert buffers is not None
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, buffer.to(device))
+    model.to(device)  # FSDP2 takes note of the new parameters
+    dist.barrier()

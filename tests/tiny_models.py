@@ -1,0 +1,73 @@
+"""Tiny real models on disk: config, random weights and a word tokenizer, as save_pretrained writes.
+
+    save_tiny("llama", folder)      # then AutoModelForCausalLM, vLLM or load_causal_lm read it
+
+Biases and norms are random too, so that a dropped bias or a swapped norm shows. Head size 32 and an
+even number of heads suit vLLM at TP 2; the vocabulary divides by neither 2 nor 4.
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+__all__ = ["TINY", "save_tiny", "tiny_config"]
+
+VOCAB = 101
+_COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    initializer_range=0.1,
+    use_cache=True,
+)
+TINY = {
+    "llama": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**_COMMON, tie_word_embeddings=False),
+    "qwen3": lambda: Qwen3Config(**_COMMON, tie_word_embeddings=True),
+    "gemma2": lambda: Gemma2Config(
+        **_COMMON, sliding_window=16, attn_logit_softcapping=5.0, final_logit_softcapping=8.0,
+        query_pre_attn_scalar=48,
+    ),
+}  # fmt: skip
+
+
+def tiny_config(kind: str):
+    return TINY[kind]()
+
+
+def save_tiny(kind: str, folder: Path | str, dtype: torch.dtype = torch.float32, seed: int = 0):
+    """Write the tiny model of `kind` to `folder` and return `folder` as str."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(kind))
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    model.to(dtype).save_pretrained(folder)
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
