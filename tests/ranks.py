@@ -9,6 +9,7 @@ run side by side. `body` must be importable (module level), because ranks start 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -65,7 +66,12 @@ def run_ranks(
         os.environ.clear()
         os.environ.update(inherited)
     try:
-        return _collect(processes, pipes, timeout_s)
+        results = _collect(processes, dict(pipes), timeout_s)
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(5)
+        return results
     finally:
         for process in processes:
             process.kill()
@@ -92,17 +98,17 @@ def _start_rank(
     rank: int, world_size: int, payload: bytes, timeout_s: float
 ) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
+    ours, theirs = context.Pipe()
     process = context.Process(
-        target=_rank_main, args=(rank, world_size, payload, timeout_s, sender), name=f"rank{rank}"
+        target=_rank_main, args=(rank, world_size, payload, timeout_s, theirs), name=f"rank{rank}"
     )
     process.start()
-    sender.close()  # so that the death of the rank shows as end of file
-    return process, receiver
+    theirs.close()  # so that the death of the rank shows as end of file
+    return process, ours
 
 
 def _rank_main(
-    rank: int, world_size: int, payload: bytes, timeout_s: float, sender: Connection
+    rank: int, world_size: int, payload: bytes, timeout_s: float, parent: Connection
 ) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
@@ -112,10 +118,10 @@ def _rank_main(
         message = pickle.dumps((True, fn(rank, world_size, *args)))
     except BaseException:
         message = pickle.dumps((False, traceback.format_exc()))
-    sender.send_bytes(message)
-    sender.close()
-    # A rank that leaves first may tear down connections others still use: the parent ends them all.
-    signal.pause()
+    parent.send_bytes(message)
+    # A rank that leaves first would tear down connections others still use: all leave together.
+    with contextlib.suppress(EOFError):
+        parent.recv_bytes()
 
 
 def _collect(
