@@ -1,0 +1,30 @@
+"""Hugging Face causal LMs, unchanged: loaded onto FSDP2 shards, run packed, stepped, exported."""
+
+from hybridengine.model.attention import ATTENTION
+from hybridengine.model.checking import check_model
+from hybridengine.model.errors import ModelError
+from hybridengine.model.export import check_disk_space, save_pretrained
+from hybridengine.model.forward import PackedBatch, pack_rollouts, packed_log_probs, packed_logits
+from hybridengine.model.loading import load_causal_lm
+from hybridengine.model.optim import SCHEDULES, build_adamw, build_schedule, clip_grad_norm_
+from hybridengine.model.parameters import parameter_shards
+from hybridengine.model.shapes import checkpoint_shapes
+
+__all__ = [
+    "ATTENTION",
+    "SCHEDULES",
+    "ModelError",
+    "PackedBatch",
+    "build_adamw",
+    "build_schedule",
+    "check_disk_space",
+    "check_model",
+    "checkpoint_shapes",
+    "clip_grad_norm_",
+    "load_causal_lm",
+    "pack_rollouts",
+    "packed_log_probs",
+    "packed_logits",
+    "parameter_shards",
+    "save_pretrained",
+]

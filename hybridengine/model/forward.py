@@ -1,0 +1,101 @@
+"""Log-probs of response tokens from one packed, padding-free forward pass.
+
+Logits are computed only where the next token is a response token: [R, V], never [T, V].
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hybridengine.model.errors import ModelError
+
+__all__ = ["PackedBatch", "pack_rollouts", "packed_log_probs", "packed_logits"]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """T tokens of N sequences end to end; R of them are response tokens, in order."""
+
+    input_ids: torch.Tensor  # int64 [T]
+    position_ids: torch.Tensor  # int64 [T], counts from 0 in every sequence
+    cu_seqlens: torch.Tensor  # int32 [N + 1]
+    max_seqlen: int
+    logit_positions: torch.Tensor  # int64 [R], row whose next token is target_ids
+    target_ids: torch.Tensor  # int64 [R]
+
+
+def pack_rollouts(
+    rollouts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    device: torch.device | str = "cpu",
+) -> PackedBatch:
+    """Pack (prompt_ids, response_ids) pairs; results of R rows follow the order of the pairs.
+
+    Raises:
+        ModelError: a pair without prompt tokens, since its first token has no probability.
+
+    Example:
+        >>> batch = pack_rollouts([([5, 6], [7, 8]), ([9], [5])])
+        >>> batch.logit_positions.tolist(), batch.target_ids.tolist()
+        ([1, 2, 4], [7, 8, 5])
+    """
+    from hybridengine.kernels import pack_sequences
+
+    if empty := [i for i, (prompt, _) in enumerate(rollouts) if not len(prompt)]:
+        raise ModelError(f"rollout {empty[0]} has no prompt tokens; a prompt needs at least one")
+    packed = pack_sequences(
+        [[*prompt, *response] for prompt, response in rollouts],
+        [[0] * len(prompt) + [1] * len(response) for prompt, response in rollouts],
+    )
+    input_ids, is_response = packed.values
+    responses = is_response.nonzero().flatten()
+    return PackedBatch(
+        input_ids=input_ids.to(device),
+        position_ids=packed.position_ids.to(device),
+        cu_seqlens=packed.cu_seqlens.to(device),
+        max_seqlen=packed.max_seqlen,
+        logit_positions=(responses - 1).to(device),
+        target_ids=input_ids[responses].to(device),
+    )
+
+
+def packed_logits(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Logits [R, V] at `batch.logit_positions`, in the model's compute dtype."""
+    options = {}
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    if keeps:
+        options["logits_to_keep"] = batch.logit_positions
+    logits = model(
+        input_ids=batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        cu_seq_lens_q=batch.cu_seqlens,
+        cu_seq_lens_k=batch.cu_seqlens,
+        max_length_q=batch.max_seqlen,
+        max_length_k=batch.max_seqlen,
+        use_cache=False,
+        **options,
+    ).logits[0]
+    if not keeps:
+        logits = logits[batch.logit_positions]
+    if logits.shape[0] != batch.logit_positions.shape[0]:
+        raise ModelError(
+            f"{type(model).__name__} gave logits of {logits.shape[0]} positions where "
+            f"{batch.logit_positions.shape[0]} were asked for: its logits_to_keep takes no index"
+        )
+    return logits
+
+
+def packed_log_probs(
+    model: nn.Module, batch: PackedBatch, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of every response token and entropy of its distribution: float32 [R] each.
+
+    Both are of softmax(logits / temperature) and differentiable in the model's parameters.
+    """
+    from hybridengine.kernels import token_log_probs
+
+    return token_log_probs(packed_logits(model, batch), batch.target_ids, temperature)
