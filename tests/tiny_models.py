@@ -42,6 +42,9 @@ _COMMON = dict(
 TINY = {
     "llama": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**_COMMON, tie_word_embeddings=False),
+    "qwen2_one_kv_head": lambda: Qwen2Config(
+        **_COMMON | {"num_key_value_heads": 1}, tie_word_embeddings=False
+    ),
     "qwen3": lambda: Qwen3Config(**_COMMON, tie_word_embeddings=True),
     "gemma2": lambda: Gemma2Config(
         **_COMMON, sliding_window=16, attn_logit_softcapping=5.0, final_logit_softcapping=8.0,

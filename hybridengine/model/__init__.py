@@ -6,17 +6,15 @@ from hybridengine.model.errors import ModelError
 from hybridengine.model.export import check_disk_space, save_pretrained
 from hybridengine.model.forward import PackedBatch, pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.loading import load_causal_lm
-from hybridengine.model.optim import SCHEDULES, build_adamw, build_schedule, clip_grad_norm_
-from hybridengine.model.parameters import parameter_shards
-from hybridengine.model.shapes import checkpoint_shapes
+from hybridengine.model.optim import SCHEDULES, Optimizer, clip_grad_norm_
+from hybridengine.model.parameters import checkpoint_shapes, parameter_shards
 
 __all__ = [
     "ATTENTION",
     "SCHEDULES",
     "ModelError",
+    "Optimizer",
     "PackedBatch",
-    "build_adamw",
-    "build_schedule",
     "check_disk_space",
     "check_model",
     "checkpoint_shapes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -13,35 +14,58 @@ from transformers import get_scheduler
 
 from hybridengine.model.errors import ModelError
 
-__all__ = ["SCHEDULES", "build_adamw", "build_schedule", "clip_grad_norm_"]
+__all__ = ["SCHEDULES", "Optimizer", "clip_grad_norm_"]
 
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
 
-def build_adamw(
-    model: nn.Module,
-    *,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-) -> torch.optim.AdamW:
-    """Fused AdamW on the float32 shards; as in verl, decay falls on every parameter."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
-    )
+class Optimizer:
+    """Fused AdamW with its schedule; as in verl, weight decay falls on every parameter.
 
+    schedule: linear warm-up from 0 over `warmup_steps`, then constant, or linear or cosine decay to
+    0 at `total_steps`.
+    """
 
-def build_schedule(
-    optimizer: torch.optim.Optimizer, name: str, *, warmup_steps: int, total_steps: int
-) -> LRScheduler:
-    """Linear warm-up from 0, then `name`: constant, or linear or cosine decay to 0."""
-    if name not in SCHEDULES:
-        raise ModelError(f"lr_scheduler_type {name!r} is unknown; choose from {sorted(SCHEDULES)}")
-    return get_scheduler(
-        SCHEDULES[name], optimizer, num_warmup_steps=warmup_steps, num_training_steps=total_steps
-    )
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        schedule: str = "constant",
+        warmup_steps: int = 0,
+        total_steps: int,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise ModelError(f"schedule {schedule!r} is unknown; choose from {sorted(SCHEDULES)}")
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.adamw = torch.optim.AdamW(
+            self.parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
+        self.schedule: LRScheduler = get_scheduler(
+            SCHEDULES[schedule],
+            self.adamw,
+            num_warmup_steps=warmup_steps,
+            num_training_steps=total_steps,
+        )
+        self.last_lr = 0.0
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        """Clip, step, advance the schedule, drop the gradients; returns the norm before clipping.
+
+        A gradient norm that is not finite skips the update, so that the weights survive it.
+        """
+        norm = clip_grad_norm_(self.parameters, max_norm)
+        self.last_lr = self.schedule.get_last_lr()[0]
+        if norm.isfinite():
+            self.adamw.step()
+        with warnings.catch_warnings():  # a skipped first update is meant
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.schedule.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return norm
 
 
 @torch.no_grad()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybridengine.model.errors import ModelError
 
-__all__ = ["original_class", "parameter_shards", "stored_tensors"]
+__all__ = ["checkpoint_shapes", "original_class", "parameter_shards", "stored_tensors"]
 
 
 def original_class(model: nn.Module) -> type:
@@ -45,15 +47,37 @@ def parameter_shards(model: PreTrainedModel) -> dict[str, DTensor | torch.Tensor
             so has no single name in the checkpoint.
     """
     stored = stored_tensors(model)
+    return {checkpoint: stored[name] for checkpoint, name in _checkpoint_names(model, stored)}
+
+
+def checkpoint_shapes(
+    config: PretrainedConfig, trust_remote_code: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Checkpoint name -> shape of the causal LM of `config`: the keys of `parameter_shards`.
+
+    Raises:
+        ModelError: as `parameter_shards`.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    stored = stored_tensors(model)
+    return {
+        checkpoint: tuple(stored[name].shape)
+        for checkpoint, name in _checkpoint_names(model, stored)
+    }
+
+
+def _checkpoint_names(
+    model: PreTrainedModel, stored: dict[str, DTensor | torch.Tensor]
+) -> Iterator[tuple[str, str]]:
+    """(checkpoint name, module name) pairs, from transformers' own renaming of stand-ins."""
     with torch.device("meta"):
         stand_ins = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
     names = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    shards = {}
     for checkpoint_name, stand_in in revert_weight_conversion(model, stand_ins).items():
         if id(stand_in) not in names:
             raise ModelError(
                 f"{original_class(model).__name__}: {checkpoint_name!r} is stored in a different "
                 "shape than it is trained; such models cannot be resharded yet"
             )
-        shards[checkpoint_name] = stored[names[id(stand_in)]]
-    return shards
+        yield checkpoint_name, names[id(stand_in)]
