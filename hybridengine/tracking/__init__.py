@@ -1,0 +1,21 @@
+"""What a person sees of a run: metrics, progress, rollouts, learning curves, a summary, phases."""
+
+from hybridengine.tracking.curves import plot_learning_curves
+from hybridengine.tracking.metrics import MetricsLogger
+from hybridengine.tracking.progress import Progress
+from hybridengine.tracking.rollouts import RolloutWriter
+from hybridengine.tracking.status import PhaseStatus, RankStatus, read_status
+from hybridengine.tracking.summary import accuracy_interval, gain_interval, write_summary
+
+__all__ = [
+    "MetricsLogger",
+    "PhaseStatus",
+    "Progress",
+    "RankStatus",
+    "RolloutWriter",
+    "accuracy_interval",
+    "gain_interval",
+    "plot_learning_curves",
+    "read_status",
+    "write_summary",
+]

@@ -1,0 +1,50 @@
+"""Which phase each rank is in, on disk: what is left to read after a rank is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hybridengine.tracking.atomic import atomic_file
+
+__all__ = ["PhaseStatus", "RankStatus", "clear_status", "read_status"]
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    rank: int
+    pid: int
+    phase: str
+    step: int
+    time: float  # seconds since the epoch, when the phase began
+
+
+class PhaseStatus:
+    """Written by rank `rank` at the start of every phase, to `<dir>/.status/rank_<rank>.json`."""
+
+    def __init__(self, dir: str | Path, rank: int) -> None:
+        self._rank = rank
+        self._file = Path(dir) / ".status" / f"rank_{rank}.json"
+
+    def enter(self, phase: str, step: int) -> None:
+        status = RankStatus(self._rank, os.getpid(), phase, step, time.time())
+        with atomic_file(self._file) as temporary:
+            temporary.write_text(json.dumps(asdict(status)))
+
+
+def read_status(dir: str | Path) -> dict[int, RankStatus]:
+    """The last phase that each rank entered, by rank; empty before the first."""
+    found = {}
+    for file in sorted((Path(dir) / ".status").glob("rank_*.json")):
+        status = RankStatus(**json.loads(file.read_text()))
+        found[status.rank] = status
+    return found
+
+
+def clear_status(dir: str | Path) -> None:
+    """Forget an earlier run in the same folder."""
+    for file in (Path(dir) / ".status").glob("rank_*.json"):
+        file.unlink()

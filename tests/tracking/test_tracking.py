@@ -1,0 +1,165 @@
+"""What a run leaves behind: metrics, rollouts, curves, summary, phases; whole files or none."""
+
+import io
+import json
+import math
+import os
+
+import pytest
+from rich.console import Console
+
+from hybridengine.data import PromptSample
+from hybridengine.tracking import (
+    MetricsLogger,
+    PhaseStatus,
+    Progress,
+    RolloutWriter,
+    accuracy_interval,
+    gain_interval,
+    plot_learning_curves,
+    read_status,
+    write_summary,
+)
+from hybridengine.tracking.atomic import atomic_file
+from hybridengine.tracking.status import clear_status
+
+STEP = {"critic/score/mean": 0.25, "response_length/mean": 4.0, "timing_s/step": 9.5}
+
+
+def plain_console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=200)
+
+
+def test_metrics_reach_every_sink(tmp_path):
+    console = plain_console()
+    loggers = ["console", "jsonl", "tensorboard"]
+    with MetricsLogger(tmp_path, loggers, total_steps=25, console=console) as metrics:
+        metrics.log(0, {"val/strict": 0.2})
+        metrics.log(1, {**STEP, "actor/grad_norm": math.nan})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 0, "val/strict": 0.2},
+        {"step": 1, **STEP, "actor/grad_norm": None},
+    ]
+    validation, step = console.file.getvalue().splitlines()
+    assert validation == "step  0/25  val/strict 0.200"
+    assert step == "step  1/25  reward 0.250  length 4.0  grad nan  time 9.5 s"
+    assert _tensorboard_value(tmp_path / "tensorboard", "critic/score/mean") == (1, 0.25)
+    assert metrics.history[1]["critic/score/mean"] == 0.25
+
+
+def _tensorboard_value(dir, name):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(dir))
+    events.Reload()
+    [scalar] = events.Scalars(name)
+    return scalar.step, scalar.value
+
+
+def test_only_the_named_sinks_exist(tmp_path):
+    with MetricsLogger(tmp_path, ["console"], total_steps=1, console=plain_console()) as metrics:
+        metrics.log(1, STEP)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_without_a_terminal_is_a_few_plain_lines():
+    console = plain_console()
+    with Progress(2, console=console) as progress:
+        for step in (1, 2):
+            for phase in ("gen", "update_actor"):
+                progress.enter(phase, step)
+            progress.finish_step(tokens=100)
+    [line] = console.file.getvalue().splitlines()
+    assert line == "[0/2]  step 1 gen"
+
+
+def test_progress_on_a_terminal_shows_phase_and_rate():
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    with Progress(3, console=console) as progress:
+        progress.enter("gen", 1)
+        progress.finish_step(tokens=100)
+        progress.enter("update_actor", 2)
+    shown = console.file.getvalue()
+    assert "step 2 update_actor" in shown
+    assert "tokens/s" in shown and "left" in shown and "1/3" in shown
+
+
+def test_rollouts_keep_the_generated_ids(tmp_path):
+    sample = PromptSample(7, [5, 6], "1 + 1 =", "sums", "2", {})
+    file = RolloutWriter(tmp_path).write(
+        "step_3", [sample], [" 2"], [[9, 2]], [1.0], [[-0.5, -0.25]], {"strict": [1.0]}
+    )
+    [line] = file.read_text().splitlines()
+    assert json.loads(line) == {
+        "index": 7,
+        "prompt": "1 + 1 =",
+        "response": " 2",
+        "ground_truth": "2",
+        "reward": 1.0,
+        "strict": 1.0,
+        "prompt_ids": [5, 6],
+        "response_ids": [9, 2],
+        "log_probs": [-0.5, -0.25],
+    }
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    sample = PromptSample(7, [5], "p", "s", "2", {})
+    with pytest.raises(ValueError):  # one reward is missing
+        RolloutWriter(tmp_path).write("s", [sample] * 2, ["a", "b"], [[1]] * 2, [1.0], [[0.0]] * 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_atomic_file_keeps_the_old_one_on_failure(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), atomic_file(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert [f.read_text() for f in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_curves_are_drawn(tmp_path, empty):
+    history = [{"step": 0, "val/strict": 0.2}, {"step": 1, **STEP, "timing_s/gen": 4.0}]
+    plot_learning_curves([] if empty else history, tmp_path / "c.png", title="t")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_summary_is_valid_json(tmp_path):
+    write_summary(tmp_path / "summary.json", {"seconds": 1.5, "bad": math.nan, "steps": 3})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "seconds": 1.5,
+        "bad": None,
+        "steps": 3,
+    }
+
+
+def test_accuracy_interval_matches_published_values():
+    # Newcombe 1998, table I, score method without continuity correction.
+    for successes, n, low, high in [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)]:
+        assert accuracy_interval(successes / n, n) == pytest.approx((low, high), abs=5e-5)
+    assert accuracy_interval(0.0, 20)[0] == 0.0
+
+
+def test_gain_interval_pairs_the_problems():
+    assert gain_interval([0, 0, 1], [1, 1, 1])[0] == pytest.approx(2 / 3)
+    mean, low, high = gain_interval([0.0] * 50 + [1.0] * 50, [1.0] * 100)
+    assert mean == 0.5
+    assert high - mean == pytest.approx(1.96 * math.sqrt(0.25 * 100 / 99 / 100), rel=1e-4)
+    assert low == pytest.approx(2 * mean - high)
+
+
+def test_status_is_what_each_rank_last_entered(tmp_path):
+    assert read_status(tmp_path) == {}
+    one, other = PhaseStatus(tmp_path, 0), PhaseStatus(tmp_path, 1)
+    one.enter("gen", 3)
+    other.enter("gen", 3)
+    one.enter("reward", 3)
+    status = read_status(tmp_path)
+    assert (status[0].phase, status[0].step, status[0].pid) == ("reward", 3, os.getpid())
+    assert status[1].phase == "gen"
+    clear_status(tmp_path)
+    assert read_status(tmp_path) == {}
