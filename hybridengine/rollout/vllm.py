@@ -7,8 +7,10 @@ The weights start uninitialised (`load_format="dummy"`) and come from the reshar
 from __future__ import annotations
 
 import copy
+import glob
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ class VllmEngine(RolloutEngine):
         self.replica, self.tp_rank = rank % self.replicas, rank // self.replicas
         self.dtype = dtype
         self._stop_token_ids = list(stop_token_ids)
-        with _strided_groups(groups), _live_cpu_weights():
+        with _strided_groups(groups), _live_cpu_weights(), _own_shared_memory():
             self._llm = LLM(
                 model=str(model_path),
                 load_format="dummy",
@@ -148,8 +150,8 @@ def _record(
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Any:
-    original = getattr(owner, name)
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
     setattr(owner, name, value)
     try:
         yield
@@ -169,6 +171,35 @@ def _strided_groups(groups: list[list[int]]) -> AbstractContextManager:
         return build(groups if group_ranks == neighbours else group_ranks, *args, **kwargs)
 
     return _replaced(parallel_state, "init_model_parallel_group", build_strided)
+
+
+@contextmanager
+def _own_shared_memory() -> Iterator[None]:
+    """Give vLLM's CPU collectives shared memory of this run's own, gone when its processes are.
+
+    vLLM names the segments by TP group alone, so a second run on the machine, or one after a killed
+    run, would fail to create them. Once every rank has them open their names are not needed.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    token = [uuid.uuid4().hex]
+    dist.broadcast_object_list(token)
+    name_of = _CPUSHMDistributed.make_group_name
+    names: list[str] = []
+
+    def unique_name(communicator: Any) -> str:
+        names.append(f"hybridengine-{token[0]}-{name_of(communicator).lstrip('/')}")
+        return names[-1]
+
+    with _replaced(_CPUSHMDistributed, "make_group_name", staticmethod(unique_name)):
+        yield
+    dist.barrier()
+    for name in names:
+        for segment in Path("/dev/shm").glob(f"{glob.escape(name)}_*"):
+            segment.unlink(missing_ok=True)
 
 
 def _live_cpu_weights() -> AbstractContextManager:

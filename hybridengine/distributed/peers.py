@@ -1,0 +1,145 @@
+"""Ranks that watch each other, so that a lost rank ends the run with a name and a phase.
+
+Each rank publishes (phase, step, a counter) to the rendezvous store every second, from a thread and
+a connection of its own. A peer whose counter stands still is dead or stuck in native code.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["PeerLost", "PeerWatch"]
+
+_BEAT_S = 1.0
+_SILENT_S = 30.0  # a rank silent this long has no running Python thread left
+_DIAGNOSIS_S = 6 * _BEAT_S
+
+
+class PeerLost(RuntimeError):
+    """Another rank failed, died or went silent; the message names it and its phase."""
+
+
+@dataclass
+class _Peer:
+    beat: str = ""
+    heard: float = 0.0
+
+    @property
+    def phase(self) -> str:
+        return self.beat.rsplit("|", 1)[0] or "not started"
+
+
+class PeerWatch:
+    """Heartbeats of one rank and its view of the others.
+
+    store: address of the rendezvous store, as torchrun sets it in the environment.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self._peers = {r: _Peer(heard=time.monotonic()) for r in range(world_size) if r != rank}
+        self._phase = "starting"
+        self._count = 0
+        self._stop = threading.Event()
+        self._store = dist.PrefixStore(
+            f"hybridengine/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=timedelta(seconds=30),
+            ),
+        )
+        self._lock = threading.Lock()
+        self._publish()
+        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: str, step: int) -> None:
+        """This rank is now in `phase` of `step`."""
+        self._phase = f"phase {phase!r} of step {step}"
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this rank ends."""
+        with self._lock, suppress(dist.DistError):  # without a store there is nobody to tell
+            self._store.set(f"error/{self.rank}", f"{self._phase}: {_one_line(error)}")
+
+    def diagnose(self) -> str | None:
+        """Which other rank is the cause of a failure seen here; None if all of them are well.
+
+        Takes up to a few seconds: a peer that died is known by its silence.
+        """
+        deadline = time.monotonic() + _DIAGNOSIS_S
+        while time.monotonic() < deadline:
+            for rank in self._peers:
+                if reason := self._said(rank):
+                    return f"rank {rank} failed in {reason}"
+            time.sleep(_BEAT_S / 4)
+        for rank, peer in self._peers.items():
+            if time.monotonic() - peer.heard > 3 * _BEAT_S:
+                return f"rank {rank} died or hangs; it was last heard in {peer.phase}"
+        return None
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _said(self, rank: int) -> str | None:
+        with self._lock, suppress(dist.DistError):
+            key = f"error/{rank}"
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        return None
+
+    def _publish(self) -> None:
+        self._count += 1
+        with self._lock:
+            self._store.set(f"beat/{self.rank}", f"{self._phase}|{self._count}")
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_BEAT_S):
+            try:
+                self._publish()
+                self._listen()
+            except dist.DistError:
+                self._end("the rendezvous store is gone: its host, rank 0's node or agent, ended")
+            for rank, peer in self._peers.items():
+                silent = time.monotonic() - peer.heard
+                if silent > _SILENT_S:
+                    self._end(
+                        f"rank {rank} has been silent for {silent:.0f} s; "
+                        f"it was last heard in {peer.phase}"
+                    )
+
+    def _listen(self) -> None:
+        for rank, peer in self._peers.items():
+            key = f"beat/{rank}"
+            with self._lock:
+                beat = self._store.get(key).decode() if self._store.check([key]) else ""
+            if beat != peer.beat:
+                peer.beat, peer.heard = beat, time.monotonic()
+
+    def _end(self, reason: str) -> None:
+        """End this process at once: its main thread may wait for ever in native code."""
+        if self._stop.is_set():
+            return
+        print(f"rank {self.rank}, in {self._phase}: {reason}", file=sys.stderr)
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,111 @@
+"""One rank's life: process group, device, phases, and an end that says what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.distributed.peers import PeerLost, PeerWatch
+from hybridengine.tracking.status import PhaseStatus
+
+__all__ = ["Session", "run_rank"]
+
+
+class Session:
+    """What every phase of a run needs to know about its rank.
+
+    timings: seconds per phase since `take_timings`, under the phase's name.
+    """
+
+    def __init__(self, watch: PeerWatch, status: PhaseStatus) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = _device()
+        self.step = 0
+        self._watch, self._status = watch, status
+        self._timings: dict[str, float] = {}
+        self.on_phase: Callable[[str], None] = lambda phase: None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name and time what runs inside; the name shows up in any failure."""
+        self._watch.enter(name, self.step)
+        self._status.enter(name, self.step)
+        self.on_phase(name)
+        started = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._timings[name] = self._timings.get(name, 0.0) + time.perf_counter() - started
+
+    def take_timings(self) -> dict[str, float]:
+        timings, self._timings = self._timings, {}
+        return timings
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: float) -> None:
+    """Run `main` as one rank of a torchrun world.
+
+    timeout_s: how long a collective may wait for its peers.
+
+    A failure ends in one line on stderr that names the rank at fault and the phase; the exception
+    is raised on for the launcher to see. SIGTERM (the launcher stopping the rank because another
+    one failed) is such a failure.
+    """
+    device = _device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device.type == "cpu" and _is_one_machine():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    watch = PeerWatch(rank, world_size)
+    signal.signal(signal.SIGTERM, _stopped)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        main(Session(watch, PhaseStatus(run_dir, rank)))
+    except BaseException as error:
+        watch.fail(error)
+        cause = watch.diagnose() if _may_be_a_peers_fault(error) else None
+        blame = f"; the cause: {cause}" if cause else ""
+        kind = f"{type(error).__name__}: " if not isinstance(error, PeerLost) else ""
+        print(f"rank {rank} failed in {watch.phase}: {kind}{error}{blame}", file=sys.stderr)
+        sys.stderr.flush()
+        if cause:
+            os._exit(1)  # connections to a lost rank would make an orderly exit wait
+        raise
+    finally:
+        watch.close()
+    dist.destroy_process_group()
+
+
+def _may_be_a_peers_fault(error: BaseException) -> bool:
+    """Gloo and NCCL report a lost peer as a plain RuntimeError or a DistError."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError | PeerLost)
+
+
+def _is_one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
+def _stopped(signum: int, frame: FrameType | None) -> None:
+    raise PeerLost("stopped by the launcher (SIGTERM)")

