@@ -118,14 +118,14 @@ class Reporter:
         if not self._session.is_main:
             return
         c = self._config
-        responses = c.data.train_batch_size * c.rollout.n
+        prompts = c.data.train_batch_size
         mib = 2.0**20
         rows = {
             "model": c.model.path,
             "ranks": f"{self._session.world_size} × {self._session.device.type}, FSDP2 over all",
             "engine": f"{type(engine).__name__}: {engine.replicas} replicas × TP {engine.tp_size}",
             "steps": f"{self._steps} ({len(loader)} per epoch)",
-            "per step": f"{c.data.train_batch_size} prompts × {c.rollout.n} responses = {responses}",
+            "per step": f"{prompts} prompts × {c.rollout.n} responses = {prompts * c.rollout.n}",
             "updates per step": f"{mini_batches} mini-batches × {c.actor.ppo_epochs} epochs",
             "micro-batch": f"at most {c.actor.ppo_max_token_len_per_gpu} tokens per rank",
             "lengths": f"prompt ≤ {c.data.max_prompt_length}, "

@@ -2,8 +2,8 @@
 
 prompts → generate → score → group advantages → policy loss and optimizer → weights into the engine.
 
-Deviations: the loss is averaged over tokens by default (DAPO, arXiv 2503.14476, eq. 12), and where a
-rollout is used for one optimizer step only, the old log-probs are those of the step itself.
+Deviations: the loss is averaged over tokens by default (DAPO, arXiv 2503.14476, eq. 12), and where
+a rollout is used for one optimizer step only, the old log-probs are those of the step itself.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def check_inputs(config: GRPOConfig) -> None:
 
 
 def _check_tp(model: PretrainedConfig, config: GRPOConfig) -> None:
-    """The engine's tensor-parallel size must divide the ranks, the heads and agree with KV heads."""
+    """The tensor-parallel size divides the ranks and the heads, and fits the key-value heads."""
     tp_size = config.rollout.tensor_model_parallel_size
     key = "rollout.tensor_model_parallel_size"
     tp_groups(config.world_size, tp_size)
