@@ -5,6 +5,7 @@
 
 namespace hybridengine {
 
+void register_advantage(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_reshard(pybind11::module_& m);
 
@@ -19,6 +20,7 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("with_cuda") = false;
 #endif
+  register_advantage(m);
   register_packing(m);
   register_reshard(m);
 }

@@ -5,15 +5,20 @@ formula and a plain-PyTorch `reference` backend that is its specification.
 """
 
 from ._backend import backend_table, choose_backend
+from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from .packing import Packed, pack, pack_sequences, unpack
 from .strided_copy import strided_copy
 
 __all__ = [
+    "GROUP_ESTIMATORS",
     "Packed",
     "backend_table",
     "choose_backend",
+    "gae",
+    "group_advantage",
     "pack",
     "pack_sequences",
     "strided_copy",
     "unpack",
+    "whiten",
 ]

@@ -1,0 +1,144 @@
+#include <optional>
+#include <tuple>
+
+#include <ATen/ops/empty.h>
+
+#include "advantage/params.h"
+#include "common/binding.h"
+#include "common/sequences.h"
+
+namespace hybridengine {
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+template <typename T>
+const T* optional_data(const OptionalTensor& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+// Rows in a table twice their number stay a short probe away from their slot.
+int64_t table_size_for(int64_t rows) {
+  int64_t size = 16;
+  while (size < 2 * rows) size *= 2;
+  return size;
+}
+
+void run_on_cpu(GroupAdvantageParams& params) {
+  const auto longs = at::TensorOptions(at::kLong);
+  const int64_t rows = params.num_rows;
+  params.table_size = table_size_for(rows);
+  const at::Tensor table = at::empty({params.table_size}, longs);
+  const at::Tensor group_of = at::empty({rows}, longs);
+  const at::Tensor groups =
+      at::empty({rows * static_cast<int64_t>(sizeof(GroupStats))}, longs.dtype(at::kByte));
+  int64_t bad_row = -1;
+  params.table = table.mutable_data_ptr<int64_t>();
+  params.group_of = group_of.mutable_data_ptr<int64_t>();
+  params.groups = static_cast<GroupStats*>(groups.mutable_data_ptr());
+  params.bad_row = &bad_row;
+  {
+    py::gil_scoped_release no_gil;
+    group_advantage_cpu(params);
+  }
+  TORCH_CHECK_VALUE(bad_row < 0, "group_advantage: rewards[", bad_row, "] is ",
+                    bad_row < 0 ? 0.0f : params.rewards[bad_row],
+                    "; expected finite rewards: check what the reward function returned for it");
+}
+
+std::tuple<at::Tensor, at::Tensor> group_advantage(
+    const at::Tensor& rewards, const at::Tensor& group_ids, int64_t estimator, bool norm_by_std,
+    double epsilon, const OptionalTensor& lengths, const OptionalTensor& cu_seqlens,
+    const OptionalTensor& token_mask, int64_t num_tokens) {
+  const int64_t rows = rewards.numel();
+  const at::Device device = rewards.device();
+  const c10::DeviceGuard guard(device);
+  check_vector(rewards, "rewards", at::kFloat, rows);
+  check_vector(group_ids, "group_ids", at::kLong, rows);
+  if (lengths) check_vector(*lengths, "lengths", at::kFloat, rows);
+  if (cu_seqlens) {
+    check_vector(*cu_seqlens, "cu_seqlens", at::kInt, rows + 1);
+    check_cu_seqlens(*cu_seqlens, num_tokens, "group_advantage");
+  }
+  if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, num_tokens);
+  at::Tensor advantages = at::empty({rows}, rewards.options());
+  at::Tensor tokens = at::empty({num_tokens}, rewards.options());
+  GroupAdvantageParams params{};
+  params.rewards = rewards.const_data_ptr<float>();
+  params.group_ids = group_ids.const_data_ptr<int64_t>();
+  params.lengths = optional_data<float>(lengths);
+  params.advantages = advantages.mutable_data_ptr<float>();
+  params.cu_seqlens = optional_data<int32_t>(cu_seqlens);
+  params.token_mask = optional_data<bool>(token_mask);
+  params.token_advantages = tokens.mutable_data_ptr<float>();
+  params.num_rows = rows;
+  params.num_tokens = num_tokens;
+  params.options = {static_cast<Estimator>(estimator), norm_by_std, epsilon};
+  params.num_threads = at::get_num_threads();
+  if (rows == 0) {
+    tokens.zero_();
+  } else if (device.is_cpu()) {
+    run_on_cpu(params);
+#ifdef HYBRIDENGINE_WITH_CUDA
+  } else if (device.is_cuda()) {
+    check_cuda(group_advantage_cuda(params, current_stream(device)), "group_advantage");
+#endif
+  } else {
+    no_kernel_for(device, "group_advantage");
+  }
+  return {advantages, tokens};
+}
+
+std::tuple<at::Tensor, at::Tensor> gae(const at::Tensor& rewards, const OptionalTensor& values,
+                                       const at::Tensor& cu_seqlens,
+                                       const OptionalTensor& token_mask, double gamma,
+                                       double lam) {
+  const int64_t tokens = rewards.numel();
+  const at::Device device = rewards.device();
+  const c10::DeviceGuard guard(device);
+  check_vector(rewards, "rewards", at::kFloat, tokens);
+  check_cu_seqlens(cu_seqlens, tokens, "gae");
+  if (values) check_vector(*values, "values", at::kFloat, tokens);
+  if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, tokens);
+  at::Tensor advantages = at::empty({tokens}, rewards.options());
+  at::Tensor returns = at::empty({tokens}, rewards.options());
+  GaeParams params{};
+  params.rewards = rewards.const_data_ptr<float>();
+  params.values = optional_data<float>(values);
+  params.token_mask = optional_data<bool>(token_mask);
+  params.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>();
+  params.advantages = advantages.mutable_data_ptr<float>();
+  params.returns = returns.mutable_data_ptr<float>();
+  params.num_tokens = tokens;
+  params.num_sequences = cu_seqlens.numel() - 1;
+  params.gamma = gamma;
+  params.lam = lam;
+  params.num_threads = at::get_num_threads();
+  if (params.num_sequences <= 0) {
+    advantages.zero_();
+    returns.zero_();
+  } else if (device.is_cpu()) {
+    py::gil_scoped_release no_gil;
+    gae_cpu(params);
+#ifdef HYBRIDENGINE_WITH_CUDA
+  } else if (device.is_cuda()) {
+    check_cuda(gae_cuda(params, current_stream(device)), "gae");
+#endif
+  } else {
+    no_kernel_for(device, "gae");
+  }
+  return {advantages, returns};
+}
+
+}  // namespace
+
+void register_advantage(py::module_& m) {
+  m.def("group_advantage", &group_advantage, py::arg("rewards"), py::arg("group_ids"),
+        py::arg("estimator"), py::arg("norm_by_std"), py::arg("epsilon"), py::arg("lengths"),
+        py::arg("cu_seqlens"), py::arg("token_mask"), py::arg("num_tokens"));
+  m.def("gae", &gae, py::arg("rewards"), py::arg("values"), py::arg("cu_seqlens"),
+        py::arg("token_mask"), py::arg("gamma"), py::arg("lam"));
+}
+
+}  // namespace hybridengine

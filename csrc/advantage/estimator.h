@@ -1,0 +1,88 @@
+// What a response's advantage is, given its group: shared by the CPU and the CUDA kernel.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace hybridengine {
+
+enum class Estimator : int32_t {
+  grpo,    // (r - mean) / (std + epsilon)         arXiv 2402.03300, section 4.1.2
+  mean,    // r - mean                             arXiv 2503.20783 (Dr. GRPO)
+  rloo,    // r - mean of the others               arXiv 2402.14740, eq. 7
+  pass_k,  // the best: (r - second) / scale       arXiv 2503.19595, section 3
+  max_mean,  // the best: (r - mean) / scale
+  opo,     // r - length-weighted mean             arXiv 2505.23585, eq. 8
+};
+
+// Sums over a group of d = r - shift, `shift` being any reward of the group: exact where all are
+// equal, and free of cancellation.
+struct GroupStats {
+  double shift;
+  double sum;         // of d
+  double sum_square;  // of d * d
+  double length;      // of the response lengths (opo)
+  double length_sum;  // of length * d (opo)
+  float best;
+  float second;      // best but one; -inf in a group of one
+  int64_t best_row;  // the first of the best
+  int64_t count;
+};
+
+struct EstimatorOptions {
+  Estimator estimator;
+  bool norm_by_std;  // pass_k, max_mean
+  double epsilon;
+};
+
+HE_HOST_DEVICE double advantage_of(double reward, int64_t row, const GroupStats& group,
+                                   const EstimatorOptions& options) {
+  // Alone in its group a response has nothing to be compared with: mean 0 and std 1, as in verl.
+  const bool alone = group.count == 1;
+  const double n = static_cast<double>(group.count);
+  const double mean = alone ? 0 : group.shift + group.sum / n;
+  const double square = group.sum_square - group.sum * group.sum / n;
+  const double std = alone ? 1 : sqrt((square > 0 ? square : 0) / (n - 1));
+  const double scale = options.norm_by_std ? std + options.epsilon : 1;
+  const bool is_best = row == group.best_row;
+  switch (options.estimator) {
+    case Estimator::grpo: return (reward - mean) / (std + options.epsilon);
+    case Estimator::mean: return reward - mean;
+    case Estimator::rloo: return alone ? reward : (reward - mean) * (n / (n - 1));
+    case Estimator::pass_k:
+      return is_best ? (reward - (alone ? 0 : static_cast<double>(group.second))) / scale : 0;
+    case Estimator::max_mean: return is_best ? (reward - mean) / scale : 0;
+    case Estimator::opo:
+      if (alone || group.length <= 0) return reward;
+      return reward - group.shift - group.length_sum / group.length;
+  }
+  return 0;
+}
+
+HE_HOST_DEVICE void add_member(GroupStats& group, float reward, double length, int64_t row) {
+  const double d = static_cast<double>(reward) - group.shift;
+  group.sum += d;
+  group.sum_square += d * d;
+  group.length += length;
+  group.length_sum += length * d;
+  group.count += 1;
+  if (reward > group.best || (reward == group.best && row < group.best_row)) {
+    group.second = group.best;
+    group.best = reward;
+    group.best_row = row;
+  } else if (reward > group.second) {
+    group.second = reward;
+  }
+}
+
+HE_HOST_DEVICE GroupStats empty_group(float shift) {
+  GroupStats group{};
+  group.shift = shift;
+  group.best = group.second = -INFINITY;
+  group.best_row = INT64_MAX;
+  return group;
+}
+
+}  // namespace hybridengine
