@@ -7,10 +7,12 @@ formula and a plain-PyTorch `reference` backend that is its specification.
 from ._backend import backend_table, choose_backend
 from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from .packing import Packed, pack, pack_sequences, unpack
+from .policy_loss import LOSS_AGG_MODES, policy_loss
 from .strided_copy import strided_copy
 
 __all__ = [
     "GROUP_ESTIMATORS",
+    "LOSS_AGG_MODES",
     "Packed",
     "backend_table",
     "choose_backend",
@@ -18,6 +20,7 @@ __all__ = [
     "group_advantage",
     "pack",
     "pack_sequences",
+    "policy_loss",
     "strided_copy",
     "unpack",
     "whiten",

@@ -5,18 +5,18 @@ of every backend. T tokens lie packed; "segment" arguments are already spread ov
 With x = log_probs - old_log_probs and r = exp(x), the loss of a token, to be minimised, is
 
     ppo_clip   -min(r A, clip(r, 1-lo, 1+hi) A), and for A < 0 at most -c A
-               PPO, arXiv 1707.06347 eq. 7; two epsilons: DAPO, arXiv 2503.14476 eq. 10;
-               dual clip: arXiv 1912.09729 eq. 5
-    gspo       ppo_clip without c on s = sg[exp(mean_seq x)] p / sg[p]     arXiv 2507.18071 eq. 13-14
-    gmpo       -A_seq exp(mean_seq of x clipped to [-lo, hi] on the side A favours)
-                                                                           arXiv 2507.20673 eq. 4
-    cispo      -sg[clip(r, 1-lo, 1+hi)] A log p                            arXiv 2506.13585 eq. 4-5
-    sapo       -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A       arXiv 2511.20347 eq. 5-6
-    dppo_tv    -sg[min(r, c)] A log p where |p - p_old| has not passed lo / hi on the side A pushes
-    dppo_kl    the same with the binary KL(p_old || p)                     arXiv 2602.04879 eq. 12-13
-    clip_cov   ppo_clip without c, 0 for the selected tokens               arXiv 2505.22617 eq. 12
-    kl_cov     -r A, plus cov_kl_coef |x| for the selected tokens          arXiv 2505.22617 eq. 13
-    reinforce  -A log p                                                    (GPG, arXiv 2504.02546)
+               PPO, arXiv 1707.06347 eq. 7; two epsilons: DAPO, arXiv 2503.14476;
+               dual clip: arXiv 1912.09729
+    gspo       ppo_clip without c on s = sg[exp(mean_seq x)] p / sg[p]    arXiv 2507.18071
+    gmpo       -A_seq exp(mean_seq of x clipped to [-lo, hi] where A pushes out)
+                                                                          arXiv 2507.20673
+    cispo      -sg[clip(r, 1-lo, 1+hi)] A log p                           arXiv 2506.13585
+    sapo       -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A      arXiv 2511.20347
+    dppo_tv    -sg[min(r, c)] A log p unless p - p_old passed hi / -lo where A pushes
+    dppo_kl    the same with the binary KL(p_old || p)                    arXiv 2602.04879
+    clip_cov   ppo_clip without c, 0 for the selected tokens              arXiv 2505.22617
+    kl_cov     -r A, plus cov_kl_coef |x| for the selected tokens         arXiv 2505.22617
+    reinforce  -A log p                                        (GPG: arXiv 2504.02546)
 
 x is clamped to [-20, 20], where its gradient is then zero, so that r stays finite.
 """
