@@ -6,6 +6,7 @@ formula and a plain-PyTorch `reference` backend that is its specification.
 
 from ._backend import backend_table, choose_backend
 from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
+from .logprob import RowStats, check_labels, token_log_probs
 from .packing import Packed, pack, pack_sequences, unpack
 from .policy_loss import LOSS_AGG_MODES, policy_loss
 from .strided_copy import strided_copy
@@ -14,14 +15,17 @@ __all__ = [
     "GROUP_ESTIMATORS",
     "LOSS_AGG_MODES",
     "Packed",
+    "RowStats",
     "backend_table",
     "choose_backend",
+    "check_labels",
     "gae",
     "group_advantage",
     "pack",
     "pack_sequences",
     "policy_loss",
     "strided_copy",
+    "token_log_probs",
     "unpack",
     "whiten",
 ]

@@ -81,6 +81,57 @@ HE_SIMD void store(f16* p, VecF v) {
 #endif
 }
 
+// e^x for x <= 88; anything below -104 gives 0, NaN stays NaN. Relative error below 2^-22.
+HE_SIMD VecF exp(VecF x) {
+  x = x < -104.0f ? splat(-104.0f) : x;
+  const VecF shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  const VecF n = shifted - 12582912.0f;
+  const VecF r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  VecF p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+  return (VecF)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  // 2^n in two factors, so that results below the normal range are right as well.
+  const VecI exponent = (VecI)shifted - 0x4B400000;
+  const VecI half = exponent >> 1;
+  return p * (VecF)((half + 127) << 23) * (VecF)((exponent - half + 127) << 23);
+#endif
+}
+
+HE_SIMD VecF tanh(VecF x) {
+  const VecF magnitude = (VecF)((VecI)x & 0x7FFFFFFF);
+  const VecF square = x * x;
+  VecF p = splat(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const VecF near_zero = p * square * x + x;
+  const VecF capped = magnitude > 9.1f ? splat(9.1f) : magnitude;  // tanh is 1 from there on
+  const VecF far = 1.0f - 2.0f / (exp(2.0f * capped) + 1.0f);
+  const VecF signed_far = (VecF)((VecI)far | ((VecI)x & (int32_t)0x80000000));
+  return magnitude < 0.625f ? near_zero : signed_far;
+}
+
+// Lane by lane in a fixed order, in float64: the same on every run and every thread count.
+HE_SIMD double sum(VecF v) {
+  double total = 0;
+  for (int i = 0; i < kWidth; ++i) total += v[i];
+  return total;
+}
+
+HE_SIMD float largest(VecF v) {
+  float result = v[0];
+  for (int i = 1; i < kWidth; ++i) result = v[i] > result ? v[i] : result;
+  return result;
+}
+
 // The last `count` < kWidth elements of a row; missing lanes read as `fill`.
 template <typename T>
 HE_SIMD VecF load_part(const T* p, int64_t count, float fill) {

@@ -1,0 +1,179 @@
+#include <optional>
+#include <tuple>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "common/binding.h"
+#include "logprob/params.h"
+#include "logprob/row_math.h"
+
+namespace hybridengine {
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The options of the operator, in the order kernels/logprob.py passes them.
+struct Options {
+  double temperature;
+  OptionalTensor temperatures;
+  double logit_scale;
+  double softcap;
+  int64_t ignore_index;
+  OptionalTensor keep_mask;
+  int64_t vocab_start;
+  int64_t vocab_total;
+};
+
+void check_labels_on_host(const LogitRows& rows) {
+  for (int64_t row = 0; row < rows.rows; ++row) {
+    TORCH_CHECK_INDEX(!label_is_bad(rows, row), "token_log_probs: token_ids[", row, "] is ",
+                      rows.token_ids[row], ", outside the vocabulary of ", rows.vocab_total,
+                      "; expected 0 <= id < ", rows.vocab_total, " or ignore_index (",
+                      rows.ignore_index, ")");
+  }
+}
+
+const float* optional_row_vector(const OptionalTensor& tensor, const char* name, int64_t rows) {
+  if (!tensor) return nullptr;
+  check_vector(*tensor, name, at::kFloat, rows);
+  return tensor->const_data_ptr<float>();
+}
+
+void fill(LogitRows& p, const at::Tensor& logits, const at::Tensor& token_ids, const Options& o) {
+  TORCH_CHECK_VALUE(logits.dim() == 2 && (logits.size(1) <= 1 || logits.stride(1) == 1),
+                    "token_log_probs: logits has shape ", logits.sizes(), " and strides ",
+                    logits.strides(), "; expected [T, V] with inner stride 1");
+  p.dtype = float_dtype(logits, "logits");
+  TORCH_CHECK_VALUE(p.dtype != DType::f64,
+                    "token_log_probs: logits has dtype float64, which only backend='reference' "
+                    "computes; expected float32, bfloat16 or float16");
+  p.rows = logits.size(0);
+  p.vocab = logits.size(1);
+  check_vector(token_ids, "token_ids", at::kLong, p.rows);
+  p.logits = logits.const_data_ptr();
+  p.row_stride = logits.stride(0);
+  p.token_ids = token_ids.const_data_ptr<int64_t>();
+  p.ignore_index = o.ignore_index;
+  p.vocab_start = o.vocab_start;
+  p.vocab_total = o.vocab_total;
+  if (o.keep_mask) {
+    TORCH_CHECK_VALUE(o.keep_mask->sizes() == logits.sizes() &&
+                          o.keep_mask->scalar_type() == at::kBool &&
+                          (p.vocab <= 1 || o.keep_mask->stride(1) == 1),
+                      "token_log_probs: keep_mask has shape ", o.keep_mask->sizes(), " and dtype ",
+                      o.keep_mask->scalar_type(), "; expected bool ", logits.sizes());
+    p.keep_mask = static_cast<const uint8_t*>(o.keep_mask->const_data_ptr());
+    p.keep_stride = o.keep_mask->stride(0);
+  }
+  p.temperatures = optional_row_vector(o.temperatures, "temperature", p.rows);
+  p.temperature = static_cast<float>(o.temperature);
+  p.logit_scale = static_cast<float>(o.logit_scale);
+  p.softcap = static_cast<float>(o.softcap);
+  p.num_threads = at::get_num_threads();
+}
+
+void run(const LogProbForward& p, const at::Device& device) {
+  if (device.is_cpu()) {
+    check_labels_on_host(p);
+    py::gil_scoped_release no_gil;
+    return log_prob_forward_cpu(p);
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::DeviceGuard guard(device);
+    return check_cuda(log_prob_forward_cuda(p, current_stream(device)), "token_log_probs");
+  }
+#endif
+  no_kernel_for(device, "token_log_probs");
+}
+
+// -> log_probs, entropy, row_max, log_sum, sum_p_squared, each [T] (the last empty if not asked).
+std::vector<at::Tensor> log_prob_forward(const at::Tensor& logits, const at::Tensor& token_ids,
+                                         const Options& options, bool want_sum_p_squared,
+                                         const OptionalTensor& bad_label) {
+  LogProbForward p{};
+  fill(p, logits, token_ids, options);
+  const auto floats = logits.options().dtype(at::kFloat);
+  std::vector<at::Tensor> out;
+  for (int i = 0; i < 4; ++i) out.push_back(at::empty({p.rows}, floats));
+  out.push_back(at::empty({want_sum_p_squared ? p.rows : 0}, floats));
+  p.log_probs = out[0].mutable_data_ptr<float>();
+  p.entropy = out[1].mutable_data_ptr<float>();
+  p.row_max = out[2].mutable_data_ptr<float>();
+  p.log_sum = out[3].mutable_data_ptr<float>();
+  p.sum_p_squared = want_sum_p_squared ? out[4].mutable_data_ptr<float>() : nullptr;
+  p.bad_label = bad_label ? bad_label->mutable_data_ptr<int32_t>() : nullptr;
+  run(p, logits.device());
+  return out;
+}
+
+// Vocabulary-parallel half of the forward: [T, 5], see LogProbForward::partial.
+at::Tensor log_prob_partial(const at::Tensor& logits, const at::Tensor& token_ids,
+                            const Options& options, const OptionalTensor& bad_label) {
+  LogProbForward p{};
+  fill(p, logits, token_ids, options);
+  at::Tensor partial = at::empty({p.rows, 5}, logits.options().dtype(at::kFloat));
+  p.partial = partial.mutable_data_ptr<float>();
+  p.bad_label = bad_label ? bad_label->mutable_data_ptr<int32_t>() : nullptr;
+  run(p, logits.device());
+  return partial;
+}
+
+// Writes d(loss)/d(logits) into grad_logits, which may be logits itself.
+void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
+                       const Options& options, const std::vector<at::Tensor>& row_results,
+                       const OptionalTensor& grad_log_probs, const OptionalTensor& grad_entropy,
+                       at::Tensor& grad_logits) {
+  LogProbBackward p{};
+  fill(p, logits, token_ids, options);
+  TORCH_CHECK_VALUE(row_results.size() == 4,
+                    "token_log_probs backward: expected log_probs, entropy, row_max and log_sum");
+  TORCH_CHECK_VALUE(grad_logits.sizes() == logits.sizes() &&
+                        grad_logits.scalar_type() == logits.scalar_type() &&
+                        (p.vocab <= 1 || grad_logits.stride(1) == 1),
+                    "token_log_probs backward: grad_logits must look like logits");
+  const char* names[] = {"log_probs", "entropy", "row_max", "log_sum"};
+  for (int i = 0; i < 4; ++i) check_vector(row_results[i], names[i], at::kFloat, p.rows);
+  p.log_probs = row_results[0].const_data_ptr<float>();
+  p.entropy = row_results[1].const_data_ptr<float>();
+  p.row_max = row_results[2].const_data_ptr<float>();
+  p.log_sum = row_results[3].const_data_ptr<float>();
+  p.grad_log_probs = optional_row_vector(grad_log_probs, "grad_log_probs", p.rows);
+  p.grad_entropy = optional_row_vector(grad_entropy, "grad_entropy", p.rows);
+  p.grad_logits = grad_logits.mutable_data_ptr();
+  p.grad_stride = grad_logits.stride(0);
+  if (logits.device().is_cpu()) {
+    py::gil_scoped_release no_gil;
+    return log_prob_backward_cpu(p);
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (logits.device().is_cuda()) {
+    const c10::DeviceGuard guard(logits.device());
+    return check_cuda(log_prob_backward_cuda(p, current_stream(logits.device())),
+                      "token_log_probs backward");
+  }
+#endif
+  no_kernel_for(logits.device(), "token_log_probs backward");
+}
+
+}  // namespace
+
+void register_logprob(py::module_& m) {
+  py::class_<Options>(m, "LogProbOptions")
+      .def(py::init<double, OptionalTensor, double, double, int64_t, OptionalTensor, int64_t,
+                    int64_t>(),
+           py::arg("temperature"), py::arg("temperatures"), py::arg("logit_scale"),
+           py::arg("softcap"), py::arg("ignore_index"), py::arg("keep_mask"),
+           py::arg("vocab_start"), py::arg("vocab_total"));
+  m.def("log_prob_forward", &log_prob_forward, py::arg("logits"), py::arg("token_ids"),
+        py::arg("options"), py::arg("want_sum_p_squared"), py::arg("bad_label"));
+  m.def("log_prob_partial", &log_prob_partial, py::arg("logits"), py::arg("token_ids"),
+        py::arg("options"), py::arg("bad_label"));
+  m.def("log_prob_backward", &log_prob_backward, py::arg("logits"), py::arg("token_ids"),
+        py::arg("options"), py::arg("row_results"), py::arg("grad_log_probs"),
+        py::arg("grad_entropy"), py::arg("grad_logits"));
+}
+
+}  // namespace hybridengine

@@ -1,0 +1,244 @@
+// CPU log-prob kernels. Forward: each block of a row is read from memory once, its maximum taken,
+// then exponentiated out of L1. A row is always one thread's, in a fixed order: results do not
+// depend on the thread count or on the neighbours.
+#include <cmath>
+#include <limits>
+
+#include "common/parallel.h"
+#include "common/simd.h"
+#include "logprob/params.h"
+#include "logprob/row_math.h"
+
+namespace hybridengine::HYBRIDENGINE_ISA {
+
+namespace {
+
+constexpr int64_t kBlock = 2048;  // elements; 8 KiB of float32 stay in L1 for the second look
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// One row of logits; `general` adds the keep-mask and the soft-cap.
+template <typename T, bool general>
+struct Row {
+  const T* logits;
+  const uint8_t* keep;
+  float softcap, scale_in;  // y = softcap * tanh(scale_in * x)
+
+  explicit Row(const LogitRows& rows, int64_t row)
+      : logits(static_cast<const T*>(rows.logits) + row * rows.row_stride),
+        keep(general && rows.keep_mask ? rows.keep_mask + row * rows.keep_stride : nullptr),
+        softcap(rows.softcap),
+        scale_in(rows.softcap > 0 ? rows.logit_scale / rows.softcap : 0) {}
+
+  VecF kept(VecF x, int64_t i, int64_t count) const {
+    if constexpr (general) {
+      if (keep) {
+        for (int64_t lane = 0; lane < count; ++lane) x[lane] = keep[i + lane] ? x[lane] : kMinusInfinity;
+      }
+    }
+    return x;
+  }
+  VecF raw(int64_t i) const { return kept(load(logits + i), i, kWidth); }
+  VecF raw_part(int64_t i, int64_t count) const {
+    return kept(load_part(logits + i, count, kMinusInfinity), i, count);
+  }
+  VecF capped(VecF x) const {
+    if constexpr (general) {
+      // -inf marks a removed entry and stays one; an unmasked -inf is removed just the same.
+      if (softcap > 0) return select(x == kMinusInfinity, x, softcap * tanh(scale_in * x));
+    }
+    return x;
+  }
+  float y(int64_t i) const { return capped(raw_part(i, 1))[0]; }
+};
+
+template <typename R>
+float range_max(const R& row, int64_t begin, int64_t end) {
+  VecF m0 = splat(kMinusInfinity), m1 = m0, m2 = m0, m3 = m0;
+  int64_t i = begin;
+  for (; i + 4 * kWidth <= end; i += 4 * kWidth) {
+    m0 = max(m0, row.raw(i));
+    m1 = max(m1, row.raw(i + kWidth));
+    m2 = max(m2, row.raw(i + 2 * kWidth));
+    m3 = max(m3, row.raw(i + 3 * kWidth));
+  }
+  for (; i + kWidth <= end; i += kWidth) m0 = max(m0, row.raw(i));
+  if (i < end) m1 = max(m1, row.raw_part(i, end - i));
+  return largest(max(max(m0, m1), max(m2, m3)));
+}
+
+template <bool general>
+struct Accumulators {
+  VecF e{}, e_d{}, e_e{};
+
+  void add(VecF y, VecF shift, VecF factor) {
+    VecF d = (y - shift) * factor;
+    d = d < -104.0f ? splat(-104.0f) : d;  // exp is 0 there, and 0 * d must not be 0 * inf
+    const VecF value = exp(d);
+    e += value;
+    e_d += value * d;
+    if constexpr (general) e_e += value * value;
+  }
+  void flush(RowSums& sums) const {
+    sums.e += sum(e);
+    sums.e_d += sum(e_d);
+    if constexpr (general) sums.e_e += sum(e_e);
+  }
+};
+
+// Adds entries [begin, end) to the sums; sums.max is at least their maximum.
+template <typename T, bool general>
+void add_range(const Row<T, general>& row, int64_t begin, int64_t end, float factor, RowSums& sums) {
+  Accumulators<general> a, b;
+  const VecF shift = splat(sums.max), factors = splat(factor);
+  int64_t i = begin;
+  for (; i + 2 * kWidth <= end; i += 2 * kWidth) {
+    a.add(row.capped(row.raw(i)), shift, factors);
+    b.add(row.capped(row.raw(i + kWidth)), shift, factors);
+  }
+  for (; i < end; i += kWidth) {
+    const VecF x = i + kWidth <= end ? row.raw(i) : row.raw_part(i, end - i);
+    a.add(row.capped(x), shift, factors);
+  }
+  a.flush(sums);
+  b.flush(sums);
+}
+
+void raise_max(RowSums& sums, float value, float factor) {
+  if (!(value > sums.max)) return;
+  if (sums.max > kMinusInfinity) {
+    const double shift = (double{sums.max} - value) * factor;
+    const double shrink = std::exp(shift);
+    sums.e_d = shrink > 0 ? (sums.e_d + shift * sums.e) * shrink : 0;
+    sums.e *= shrink;
+    sums.e_e *= shrink * shrink;
+  }
+  sums.max = value;
+}
+
+template <typename T, bool general>
+RowSums reduce_row(const Row<T, general>& row, int64_t vocab, int64_t token, float factor) {
+  RowSums sums{kMinusInfinity, 0, 0, 0};
+  for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+    const int64_t end = begin + kBlock < vocab ? begin + kBlock : vocab;
+    raise_max(sums, row.capped(splat(range_max(row, begin, end)))[0], factor);
+    if (sums.max == kMinusInfinity) continue;  // nothing but removed entries so far
+    if (token >= begin && token < end) {
+      add_range(row, begin, token, factor, sums);
+      add_range(row, token + 1, end, factor, sums);
+    } else {
+      add_range(row, begin, end, factor, sums);
+    }
+  }
+  return sums;
+}
+
+template <typename T, bool general>
+void forward_row(const LogProbForward& p, int64_t r) {
+  const int64_t local = p.token_ids[r] - p.vocab_start;
+  const bool ignored = p.token_ids[r] == p.ignore_index;
+  const bool here = !ignored && local >= 0 && local < p.vocab;
+  RowSums sums{0, 0, 0, 0};
+  RowResult result{0, 0, 0, 0};
+  float token_y = kMinusInfinity;
+  if (!ignored) {
+    const Row<T, general> row(p, r);
+    const float factor = row_factor(p, r);
+    sums = reduce_row(row, p.vocab, here ? local : -1, factor);
+    if (here) token_y = row.y(local);
+    if (!p.partial) result = finish_row(sums, token_y, factor);
+  }
+  if (p.partial) {
+    float* out = p.partial + r * 5;
+    out[0] = sums.max;
+    out[1] = static_cast<float>(sums.e);
+    out[2] = static_cast<float>(sums.e_d);
+    out[3] = token_y;
+    out[4] = static_cast<float>(sums.e_e);
+    return;
+  }
+  p.log_probs[r] = result.log_prob;
+  p.entropy[r] = result.entropy;
+  p.row_max[r] = sums.max;
+  p.log_sum[r] = result.log_sum;
+  if (p.sum_p_squared) p.sum_p_squared[r] = result.sum_p_squared;
+}
+
+template <typename T, bool general>
+void backward_row(const LogProbBackward& p, int64_t r) {
+  T* out = static_cast<T*>(p.grad_logits) + r * p.grad_stride;
+  const float factor = row_factor(p, r);
+  const RowGradient gradient = row_gradient(p, r, factor);
+  if (gradient.zero) {
+    std::memset(out, 0, p.vocab * sizeof(T));
+    return;
+  }
+  const Row<T, general> row(p, r);
+  const int64_t token = p.token_ids[r] - p.vocab_start;
+  const VecF shift = splat(p.row_max[r]), log_sum = splat(p.log_sum[r]), factors = splat(factor);
+  const VecF constant = splat(gradient.constant), slope = splat(gradient.slope);
+  const auto at = [&](VecF x) {
+    VecF y = row.capped(x);
+    VecF log_p = (y - shift) * factors - log_sum;
+    log_p = log_p < -104.0f ? splat(-104.0f) : log_p;
+    VecF grad = exp(log_p) * (constant + slope * log_p);
+    if constexpr (general) {
+      if (row.softcap > 0) {
+        const VecF t = y / row.softcap;
+        grad = select(x == kMinusInfinity, VecF{}, grad * (1.0f - t * t) * (row.scale_in * row.softcap));
+      }
+    }
+    return grad;
+  };
+  // The token's entry has its own exact form; its logit is read before it can be overwritten.
+  const bool here = token >= 0 && token < p.vocab;
+  float token_grad = gradient.token;
+  if (here && general) {
+    const VecF x = row.raw_part(token, 1);
+    if (x[0] == kMinusInfinity) {
+      token_grad = 0;
+    } else if (row.softcap > 0) {
+      const float t = row.y(token) / row.softcap;
+      token_grad *= (1.0f - t * t) * (row.scale_in * row.softcap);
+    }
+  }
+  int64_t i = 0;
+  for (; i + kWidth <= p.vocab; i += kWidth) store(out + i, at(row.raw(i)));
+  if (i < p.vocab) store_part(out + i, at(row.raw_part(i, p.vocab - i)), p.vocab - i);
+  if (here) out[token] = FromFloat<T>::of(token_grad);
+}
+
+template <template <typename, bool> class Kernel, typename Params>
+void for_each_row(const Params& p, bool general) {
+  parallel_for(p.rows, 1, p.num_threads, [&](int64_t begin, int64_t end) {
+    const auto run = [&](auto kernel) {
+      for (int64_t r = begin; r < end; ++r) kernel(p, r);
+    };
+    switch (p.dtype) {
+      case DType::bf16: return general ? run(Kernel<bf16, true>{}) : run(Kernel<bf16, false>{});
+      case DType::f16: return general ? run(Kernel<f16, true>{}) : run(Kernel<f16, false>{});
+      default: return general ? run(Kernel<float, true>{}) : run(Kernel<float, false>{});
+    }
+  });
+}
+
+template <typename T, bool general>
+struct Forward {
+  void operator()(const LogProbForward& p, int64_t row) const { forward_row<T, general>(p, row); }
+};
+
+template <typename T, bool general>
+struct Backward {
+  void operator()(const LogProbBackward& p, int64_t row) const { backward_row<T, general>(p, row); }
+};
+
+}  // namespace
+
+void log_prob_forward_cpu(const LogProbForward& p) {
+  for_each_row<Forward>(p, p.softcap > 0 || p.keep_mask || p.sum_p_squared || p.partial);
+}
+
+void log_prob_backward_cpu(const LogProbBackward& p) {
+  for_each_row<Backward>(p, p.softcap > 0 || p.keep_mask);
+}
+
+}  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -1,0 +1,86 @@
+// The scalar end of a row, shared by the CPU and the CUDA kernel.
+#pragma once
+
+#include <cmath>
+
+#include "common/host_device.h"
+#include "logprob/params.h"
+
+namespace hybridengine {
+
+// What a pass over a row accumulates; the token's own entry is kept apart, so that p -> 1 loses
+// nothing: 1 - p is the sum over the others, not a difference of nearly equal numbers.
+struct RowSums {
+  float max;     // max of y
+  double e;      // sum of e = exp(d), d = (y - max) * factor, over all but the token
+  double e_d;    // sum of e * d
+  double e_e;    // sum of e * e
+};
+
+struct RowResult {
+  float log_prob, entropy, log_sum, sum_p_squared;
+};
+
+HE_HOST_DEVICE float row_factor(const LogitRows& rows, int64_t row) {
+  const float temperature = rows.temperatures ? rows.temperatures[row] : rows.temperature;
+  return static_cast<float>((rows.softcap > 0 ? 1.0 : double{rows.logit_scale}) / temperature);
+}
+
+HE_HOST_DEVICE RowResult finish_row(const RowSums& sums, float token_y, float factor) {
+  const double d = (double{token_y} - sums.max) * factor;
+  const double e = exp(d);
+  const double total = sums.e + e;
+  const double log_sum = d == 0 ? log1p(sums.e) : log(total);
+  const double e_d = sums.e_d + (e > 0 ? e * d : 0.0);
+  RowResult result;
+  result.log_prob = static_cast<float>(d - log_sum);
+  result.entropy = static_cast<float>(log_sum - e_d / total);
+  result.log_sum = static_cast<float>(log_sum);
+  result.sum_p_squared = static_cast<float>((sums.e_e + e * e) / (total * total));
+  return result;
+}
+
+// Joins the sums of two parts of one row; parts are joined in a fixed order.
+HE_HOST_DEVICE RowSums join(const RowSums& a, const RowSums& b, float factor) {
+  const bool swap = a.max < b.max;
+  RowSums sums{swap ? b.max : a.max, swap ? b.e : a.e, swap ? b.e_d : a.e_d, swap ? b.e_e : a.e_e};
+  const RowSums low{swap ? a.max : b.max, swap ? a.e : b.e, swap ? a.e_d : b.e_d,
+                    swap ? a.e_e : b.e_e};
+  const double shift = (double{low.max} - sums.max) * factor;
+  const double shrink = exp(shift);
+  if (shrink > 0) {  // false for a part of removed entries only (-inf), where 0 * inf would be NaN
+    sums.e += low.e * shrink;
+    sums.e_d += (low.e_d + shift * low.e) * shrink;
+    sums.e_e += low.e_e * shrink * shrink;
+  }
+  return sums;
+}
+
+HE_HOST_DEVICE bool label_is_bad(const LogitRows& rows, int64_t row) {
+  const int64_t label = rows.token_ids[row];
+  return label != rows.ignore_index && (label < 0 || label >= rows.vocab_total);
+}
+
+// d(loss)/d(y_j) = p_j * (constant + slope * log p_j) for j other than the token; the token's own entry is
+// `token`, with 1 - p taken as -expm1(log p), which is right to rounding as p -> 1.
+struct RowGradient {
+  float constant, slope, token;
+  bool zero;
+};
+
+HE_HOST_DEVICE RowGradient row_gradient(const LogProbBackward& rows, int64_t row, float factor) {
+  const float g = rows.grad_log_probs ? rows.grad_log_probs[row] : 0.0f;
+  const float h = rows.grad_entropy ? rows.grad_entropy[row] : 0.0f;
+  const float log_prob = rows.log_probs[row];
+  const float entropy = rows.entropy[row];
+  RowGradient gradient;
+  gradient.zero = (g == 0 && h == 0) || rows.token_ids[row] == rows.ignore_index;
+  gradient.constant = -factor * (g + h * entropy);
+  gradient.slope = -factor * h;
+  const float p = expf(log_prob);
+  const float entropy_part = p > 0 ? p * (log_prob + entropy) : 0.0f;
+  gradient.token = factor * (g * -expm1f(log_prob) - h * entropy_part);
+  return gradient;
+}
+
+}  // namespace hybridengine
