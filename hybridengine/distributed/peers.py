@@ -17,10 +17,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["PeerLost", "PeerWatch"]
+__all__ = ["EXIT_PEER_LOST", "PeerLost", "PeerWatch"]
+
+EXIT_PEER_LOST = 75  # the exit code of a rank that is well but lost another one
 
 _BEAT_S = 1.0
-_SILENT_S = 30.0  # a rank silent this long has no running Python thread left
+_SILENT_S = 20.0  # a rank silent this long has no running Python thread left
 _DIAGNOSIS_S = 6 * _BEAT_S
 
 
@@ -138,7 +140,7 @@ class PeerWatch:
         print(f"rank {self.rank}, in {self._phase}: {reason}", file=sys.stderr)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(EXIT_PEER_LOST)
 
 
 def _one_line(error: BaseException) -> str:

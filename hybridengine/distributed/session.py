@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from hybridengine.distributed.peers import PeerLost, PeerWatch
+from hybridengine.distributed.peers import EXIT_PEER_LOST, PeerLost, PeerWatch
 from hybridengine.tracking.status import PhaseStatus
 
 __all__ = ["Session", "run_rank"]
@@ -91,7 +91,7 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
         print(f"rank {rank} failed in {watch.phase}: {kind}{error}{blame}", file=sys.stderr)
         sys.stderr.flush()
         if cause:
-            os._exit(1)  # connections to a lost rank would make an orderly exit wait
+            os._exit(EXIT_PEER_LOST)  # connections to a lost rank would make an orderly exit wait
         raise
     finally:
         watch.close()

@@ -77,8 +77,8 @@ class Resharder:
         layouts = self._gather_layouts()
         self.plan: ReshardPlan = build_plan(specs, layouts, bucket_bytes)
         self._agree_on_digest()
-        self._names = list(self.parameters)
-        self._destinations = list(engine.layout.destinations)
+        self._source_index = {name: i for i, name in enumerate(self.parameters)}
+        self._destination_index = {name: i for i, name in enumerate(engine.layout.destinations)}
         self._weights = self._live_weights()
         self._exchanges = [self._compile(bucket, specs) for bucket in self.plan.buckets]
         self._write_constants()
@@ -164,10 +164,10 @@ class Resharder:
     ) -> tuple[int, int, list[int]]:
         origin = specs[piece.source].origin(piece.shard)
         stride = tuple(self._shard(piece.source).stride())
-        return self._names.index(piece.source), *piece.block.address(stride, origin)
+        return self._source_index[piece.source], *piece.block.address(stride, origin)
 
     def _to_engine(self, piece: Piece) -> tuple[int, int, list[int]]:
-        index = self._destinations.index(piece.destination)
+        index = self._destination_index[piece.destination]
         return index, piece.block.offset, list(piece.block.strides)
 
     def sync(self, version: int) -> SyncReport:
@@ -184,12 +184,11 @@ class Resharder:
         return SyncReport(version, received, sent, elapsed)
 
     def _move(self) -> tuple[int, int]:
-        shards = {name: self._shard(name).detach() for name in self._names}
+        sources = [self._shard(name).detach() for name in self.parameters]
+        device = sources[0].device
         received = sent = 0
         in_flight: tuple[_Exchange, torch.Tensor, torch.Tensor, dist.Work] | None = None
         for exchange in self._exchanges:
-            sources = [shards[n] for n in self._names]
-            device = sources[0].device
             outbox = torch.empty(
                 sum(exchange.send_counts), dtype=exchange.engine_dtype, device=device
             )
@@ -221,7 +220,7 @@ class Resharder:
         exchange: _Exchange,
         source_dtype: torch.dtype,
     ) -> None:
-        weights = [self._weights[name] for name in self._destinations]
+        weights = [self._weights[name] for name in self._destination_index]
         _copy(sources, weights, table, source_dtype, exchange.engine_dtype)
 
     def _gather_fallback(self) -> None:

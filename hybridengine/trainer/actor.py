@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.config import GRPOConfig
@@ -149,6 +150,7 @@ class Actor:
         actor = self._config.actor
         low, high = self._config.clip_ratios
         totals: dict[str, Tensor] = {}
+        largest = torch.full((), -torch.inf, device=self._session.device)
         for micro in mini.micros:
             log_probs, entropy = packed_log_probs(self.model, micro.batch, self._temperature)
             old = micro.old_log_probs
@@ -176,14 +178,17 @@ class Actor:
             )
             # FSDP2 averages gradients over the ranks; the loss is already a global mean.
             (loss * self._session.world_size).backward()
+            largest = torch.maximum(largest, metrics.pop("ratio_max"))
             for name, value in metrics.items():
-                totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value
         names = sorted(totals)
-        summed = torch.stack([totals[n].float() for n in names])
-        torch.distributed.all_reduce(summed)
+        summed = torch.stack([totals[n] for n in names])
+        dist.all_reduce(summed)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
         grad_norm = self.optimizer.step(actor.grad_clip)
         return {
             **{f"actor/{n}": v for n, v in zip(names, summed, strict=True)},
+            "actor/ratio_max": largest,
             "actor/grad_norm": grad_norm,
             "actor/lr": torch.tensor(self.optimizer.last_lr),
         }

@@ -7,23 +7,22 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridengine.config import ConfigError, GRPOConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
 from hybridengine.model import (
     Optimizer,
-    check_disk_space,
     check_model,
     checkpoint_shapes,
     load_causal_lm,
 )
 from hybridengine.rewards import RewardFunction, load_reward_function
-from hybridengine.rollout import RolloutEngine, tp_groups
+from hybridengine.rollout import RolloutEngine
 from hybridengine.trainer.actor import Actor
 
-__all__ = ["build_actor", "build_engine", "check_inputs", "load_data"]
+__all__ = ["build_actor", "build_engine", "load_data"]
 
 
 def load_data(
@@ -38,41 +37,6 @@ def load_data(
     val = PromptDataset(data.val_files, tokenizer, data) if data.val_files else None
     chosen = config.reward.custom_reward_function
     return tokenizer, train, val, load_reward_function(chosen.path, chosen.name)
-
-
-def check_inputs(config: GRPOConfig) -> None:
-    """Everything that can be known to fail before any rank starts; raises the error of its kind."""
-    model = check_model(config.model.path, config.model.trust_remote_code)
-    _check_tp(model, config)
-    load_data(config)
-    weights = sum(
-        torch.Size(shape).numel()
-        for shape in checkpoint_shapes(model, config.model.trust_remote_code).values()
-    )
-    check_disk_space(config.trainer.default_local_dir, weights * torch.bfloat16.itemsize)
-
-
-def _check_tp(model: PretrainedConfig, config: GRPOConfig) -> None:
-    """The tensor-parallel size divides the ranks and the heads, and fits the key-value heads."""
-    tp_size = config.rollout.tensor_model_parallel_size
-    key = "rollout.tensor_model_parallel_size"
-    tp_groups(config.world_size, tp_size)
-    text = model.get_text_config()
-    heads = text.num_attention_heads
-    if heads % tp_size:
-        fitting = [t for t in range(1, config.world_size + 1) if heads % t == 0]
-        raise ConfigError(
-            f"{key}: got {tp_size}, but the model has {heads} attention heads; "
-            f"choose one of {fitting}"
-        )
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if max(kv_heads, tp_size) % min(kv_heads, tp_size):
-        raise ConfigError(
-            f"{key}: got {tp_size}, but the model has {kv_heads} key-value heads; one must divide "
-            "the other"
-        )
-    if tp_size > 1 and engine_name(config) == "hf":
-        raise ConfigError(f"{key}: got {tp_size}, but rollout.name=hf runs at 1 only; install vllm")
 
 
 def engine_name(config: GRPOConfig) -> str:

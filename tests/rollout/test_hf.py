@@ -1,0 +1,132 @@
+"""The Hugging Face fallback engine, fed by the reshard, and what a torn sync does to any engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.multirank
+
+PROMPTS = [[5, 9, 33], [7, 8, 9, 10, 11, 12, 13], [3] * 12]
+
+
+def build(path: str, world_size: int, stop_token_ids: list[int]):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hybridengine.model import check_model, checkpoint_shapes, load_causal_lm, parameter_shards
+    from hybridengine.reshard import Resharder
+    from hybridengine.rollout.hf import HfEngine
+
+    engine = HfEngine(
+        path,
+        checkpoint_shapes(check_model(path)),
+        stop_token_ids=stop_token_ids,
+        dtype=torch.float32,
+        max_num_seqs=2,
+    )
+    model = load_causal_lm(
+        path, mesh=init_device_mesh("cpu", (world_size,)), shard_dim1=lambda name: False
+    )
+    return engine, Resharder(parameter_shards(model), engine, bucket_bytes=1 << 16)
+
+
+def generate_body(rank: int, world_size: int, path: str):
+    from transformers import AutoModelForCausalLM
+
+    from hybridengine.rollout import SamplingSpec
+
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = []
+    for prompt in PROMPTS:
+        out = hf.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    stop = expected[0][3]  # a token that greedy decoding is known to reach
+    engine, resharder = build(path, world_size, [stop])
+    resharder.sync(1)
+    weights = dict(hf.named_parameters())
+    unequal = [n for n, t in engine.weights().items() if not torch.equal(t, weights[n])]
+    greedy = engine.generate(PROMPTS, SamplingSpec(temperature=0, max_tokens=8), seed=0)
+    sampled = engine.generate(PROMPTS, SamplingSpec(n=3, temperature=0.7, max_tokens=5), seed=1)
+    gap = 0.0
+    for prompt, completions in zip(PROMPTS, sampled, strict=True):
+        assert len(completions) == 3
+        for c in completions:
+            logits = hf(torch.tensor([prompt + c.token_ids])).logits[0, len(prompt) - 1 : -1]
+            chosen = torch.tensor(c.token_ids)[:, None]
+            want = torch.log_softmax(logits / 0.7, -1).gather(-1, chosen)[:, 0]
+            gap = max(gap, (want - torch.tensor(c.log_probs)).abs().max().item())
+    return unequal, expected, stop, [c[0] for c in greedy], gap
+
+
+def test_fallback_generates_as_hugging_face_does(tmp_path: Path) -> None:
+    path = save_tiny("qwen2", tmp_path)
+    for unequal, expected, stop, greedy, gap in run_ranks(generate_body, 2, path):
+        assert unequal == []
+        for want, got in zip(expected, greedy, strict=True):
+            ends = stop in want
+            assert got.token_ids == (want[: want.index(stop) + 1] if ends else want)
+            assert got.finish_reason == ("stop" if ends else "length")
+        assert greedy[0].finish_reason == "stop"
+        assert gap < 1e-4  # float32; left padding changes the order of the attention sums
+
+
+def torn_body(rank: int, world_size: int, path: str) -> list[str]:
+    from hybridengine.rollout import SamplingSpec, StaleWeightsError
+
+    engine, resharder = build(path, world_size, [])
+    spec = SamplingSpec(max_tokens=2)
+    said = []
+    with pytest.raises(StaleWeightsError) as before:
+        engine.generate(PROMPTS, spec, seed=0)
+    said.append(str(before.value))
+    resharder.sync(1)
+    engine.generate(PROMPTS, spec, seed=0)
+    exchange, calls = dist.all_to_all_single, 0
+
+    def breaks_at_the_second_bucket(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("the wire is cut")
+        return exchange(*args, **kwargs)
+
+    dist.all_to_all_single = breaks_at_the_second_bucket
+    with pytest.raises(RuntimeError, match="the wire is cut"):
+        resharder.sync(2)
+    dist.all_to_all_single = exchange
+    with pytest.raises(StaleWeightsError) as torn:
+        engine.generate(PROMPTS, spec, seed=0)
+    said.append(str(torn.value))
+    assert engine.weight_version == 1
+    resharder.sync(3)
+    engine.generate(PROMPTS, spec, seed=0)
+    assert engine.weight_version == 3
+    return said
+
+
+def test_torn_weights_refuse_to_generate(tmp_path: Path) -> None:
+    for before, torn in run_ranks(torn_body, 2, save_tiny("llama", tmp_path)):
+        assert "no weights yet" in before
+        assert "weight version 2 did not finish" in torn and "last whole version: 1" in torn
+
+
+def other_plan_body(rank: int, world_size: int, path: str) -> str:
+    from hybridengine.reshard import LayoutError, Resharder
+
+    engine, resharder = build(path, world_size, [])
+    with pytest.raises(LayoutError) as refused:
+        Resharder(resharder.parameters, engine, bucket_bytes=(1 << 16) + rank)
+    return str(refused.value)
+
+
+def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
+    for message in run_ranks(other_plan_body, 2, save_tiny("llama", tmp_path)):
+        assert "ranks [1] made another reshard plan than rank 0" in message

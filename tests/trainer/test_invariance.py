@@ -1,0 +1,112 @@
+"""The loss and its gradients do not depend on micro-batches, token budget or number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.multirank
+
+
+def rollouts_of(vocab: int, count: int = 11) -> tuple[list, list[float]]:
+    from hybridengine.data import PromptSample
+    from hybridengine.trainer.rollouts import Rollout
+
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(3, vocab, (n,), generator=generator).tolist()
+
+    rollouts, advantages = [], []
+    for i in range(count):
+        prompt, response = ids(3 + i % 4), ids(1 + (5 * i) % 9)
+        sample = PromptSample(i // 2, prompt, "", "test", "", {})
+        log_probs = (-3 - torch.rand(len(response), generator=generator)).tolist()
+        rollouts.append(
+            Rollout(i // 2, sample, "", response, log_probs, float(i % 3), {}, "length")
+        )
+        advantages.append((i % 5 - 2) / 2)
+    return rollouts, advantages
+
+
+def body(
+    rank: int, world_size: int, path: str, token_budget: int, loss_agg_mode: str, count: int = 11
+):
+    """Gradients (whole, float32) and metrics of one update whose learning rate is zero-like."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hybridengine.config import GRPOConfig, schema
+    from hybridengine.distributed import PeerWatch, Session
+    from hybridengine.model import Optimizer, load_causal_lm
+    from hybridengine.tracking.status import PhaseStatus
+    from hybridengine.trainer.actor import Actor
+
+    actor_config = schema.ActorConfig(
+        ppo_max_token_len_per_gpu=token_budget,
+        loss_agg_mode=loss_agg_mode,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        entropy_coeff=0.01,
+        ppo_epochs=2,  # the second pass has ratios away from 1
+        grad_clip=1e9,
+    )
+    config = GRPOConfig(actor=actor_config)
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def load(seed_shift: float) -> torch.nn.Module:
+        model = load_causal_lm(
+            path, mesh=mesh, shard_dim1=lambda name: False, param_dtype=torch.float32
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + seed_shift)
+        return model
+
+    model, reference = load(0.0), load(0.05).requires_grad_(False)
+    gradients: list[dict[str, torch.Tensor]] = []
+
+    class Recording(Optimizer):
+        def step(self, max_norm: float) -> torch.Tensor:
+            gradients.append({n: p.grad.full_tensor().clone() for n, p in model.named_parameters()})
+            return super().step(max_norm)
+
+    optimizer = Recording(model, lr=1e-3, total_steps=4)
+    watch = PeerWatch(rank, world_size)
+    session = Session(watch, PhaseStatus(Path(path) / "run", rank))
+    actor = Actor(config, model, reference, optimizer, session)
+    metrics = actor.update(*rollouts_of(101, count), mini_batches=1)
+    watch.close()
+    return gradients, metrics
+
+
+@pytest.mark.parametrize("loss_agg_mode", ["token-mean", "seq-mean-token-mean"])
+def test_split_and_world_size_change_nothing(tmp_path: Path, loss_agg_mode: str) -> None:
+    path = save_tiny("llama", tmp_path)
+    whole = run_ranks(body, 1, path, 10_000, loss_agg_mode)[0]
+    for world_size, token_budget in ((1, 20), (2, 10_000), (2, 14), (3, 30)):
+        for gradients, metrics in run_ranks(body, world_size, path, token_budget, loss_agg_mode):
+            for step, (got, want) in enumerate(zip(gradients, whole[0], strict=True)):
+                for name in want:
+                    # float32 sums in another order; step 1 also sees weights stepped by Adam,
+                    # which turns rounding of tiny gradients into relative errors of the update.
+                    scale = want[name].abs().max()
+                    error = (got[name] - want[name]).abs().max() / scale
+                    assert error < (2e-5, 2e-3)[step], (world_size, token_budget, step, name)
+            for name, value in whole[1].items():
+                assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+
+
+def test_stand_in_micro_batches_weigh_nothing(tmp_path: Path) -> None:
+    """More ranks than sequences: some ranks only take part in the collectives."""
+    path = save_tiny("llama", tmp_path)
+    arguments = (path, 10_000, "token-mean", 2)
+    want, _ = run_ranks(body, 1, *arguments)[0]
+    for gradients, _ in run_ranks(body, 3, *arguments):
+        for name, expected in want[0].items():
+            error = (gradients[0][name] - expected).abs().max() / expected.abs().max()
+            assert error < 2e-5, name  # float32 sums in another order

@@ -1,0 +1,47 @@
+"""A lost rank ends the run soon, with its number and its phase."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridengine.tracking.status import read_status
+from tests.trainer.toy import start_toy, toy_job
+
+pytestmark = pytest.mark.multirank
+
+WITHIN_S = 60
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_rank_is_named_with_its_phase(tmp_path: Path, sent: signal.Signals) -> None:
+    run = start_toy(
+        toy_job(tmp_path, **{"rollout.name": "hf", "trainer.total_training_steps": 10_000})
+    )
+    try:
+        pid = pid_of_training_rank(tmp_path / "run", rank=1)
+        lost = time.monotonic()
+        os.kill(pid, sent)
+        output, _ = run.communicate(timeout=WITHIN_S)
+        assert time.monotonic() - lost < WITHIN_S
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode not in (0, None)
+    told = [line for line in output.splitlines() if "rank 1" in line and "phase '" in line]
+    assert told, output
+    assert "of step" in told[0]
+
+
+def pid_of_training_rank(folder: Path, rank: int) -> int:
+    """Wait until `rank` is in the middle of a step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        status = read_status(folder).get(rank)
+        if status is not None and status.step >= 2:
+            return status.pid
+        time.sleep(0.05)
+    raise AssertionError("the run did not reach step 2 within 120 s")
