@@ -3,7 +3,8 @@
     save_tiny("llama", folder)      # then AutoModelForCausalLM, vLLM or load_causal_lm read it
 
 Biases and norms are random too, so that a dropped bias or a swapped norm shows. Head size 32 and an
-even number of heads suit vLLM at TP 2; the vocabulary divides by neither 2 nor 4.
+even number of heads suit vLLM at TP 2; the vocabulary divides by neither 2 nor 4. Text needs a kind
+other than qwen2, whose tokenizer class transformers forces and which knows no words: give it ids.
 """
 
 from pathlib import Path

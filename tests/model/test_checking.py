@@ -1,0 +1,167 @@
+"""Bad models are known from their name, at once and in plain words."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, FalconConfig, GptOssConfig, Qwen3NextConfig, T5Config
+
+from hybridengine.model import ModelError, Optimizer, check_disk_space, check_model
+from tests.tiny_models import save_tiny, tiny_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return Path(save_tiny("llama", tmp_path_factory.mktemp("model")))
+
+
+def copy_of(folder: Path, tmp_path: Path, *names: str) -> Path:
+    for name in names:
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    return tmp_path
+
+
+def test_a_good_model_gives_its_config(folder):
+    assert type(check_model(str(folder))) is type(tiny_config("llama"))
+
+
+def test_no_such_folder():
+    with pytest.raises(ModelError, match=r"'/no/such/model' is no folder here; check the path"):
+        check_model("/no/such/model")
+
+
+@pytest.mark.parametrize("name", ["no-such-org/no-such-model", "nosuchmodel"])
+def test_unreachable_hub_is_said_at_once(name, monkeypatch):
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=r"is no folder here and the Hugging Face hub cannot be"):
+        check_model(name)
+    assert time.monotonic() - start < 10
+
+
+def test_hub_that_never_answers_is_given_up(monkeypatch):
+    import huggingface_hub
+
+    from hybridengine.model import checking
+
+    monkeypatch.setattr(checking, "_HUB_SECONDS", 0.5)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: time.sleep(30))
+    with pytest.raises(ModelError, match=r"cannot be reached \(no answer in 0.5 s\)"):
+        check_model("some-org/some-model")
+
+
+def test_a_file_is_no_model(folder):
+    with pytest.raises(ModelError, match="is a file; expected a folder"):
+        check_model(str(folder / "config.json"))
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        check_model(str(tmp_path))
+
+
+def test_config_and_tokenizer_without_weights(folder, tmp_path):
+    copy_of(folder, tmp_path, "config.json", "tokenizer.json", "tokenizer_config.json")
+    with pytest.raises(ModelError, match="but no weights"):
+        check_model(str(tmp_path))
+
+
+def test_index_that_names_missing_files(folder, tmp_path):
+    copy_of(folder, tmp_path, "config.json", "model.safetensors")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"lacks 'model-00002.*1 of 2 weight files missing"):
+        check_model(str(tmp_path))
+
+
+def test_broken_config(folder, tmp_path):
+    copy_of(folder, tmp_path, "model.safetensors")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be used"):
+        check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (T5Config(), r"\(t5\) is no causal language model"),
+        (FalconConfig(), r"FalconForCausalLM\) does not call its attention"),
+        (Qwen3NextConfig(), r"layers of type \['linear_attention'\]"),
+    ],
+)
+def test_models_that_cannot_run(folder, tmp_path, config, message):
+    copy_of(folder, tmp_path, "model.safetensors")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        check_model(str(tmp_path))
+
+
+def test_quantized_model(folder, tmp_path):
+    copy_of(folder, tmp_path, "model.safetensors")
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="is quantized"):
+        check_model(str(tmp_path))
+
+
+def test_attention_sinks_name_the_layer():
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hybridengine.model import ATTENTION, pack_rollouts, packed_logits
+
+    config = GptOssConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    with pytest.raises(ModelError, match=r"GptOssAttention \(layer 0\) asks for 's_aux'"):
+        packed_logits(model, pack_rollouts([([1, 2], [3])]))
+
+
+def test_disk_space(tmp_path):
+    check_disk_space(tmp_path / "not" / "yet", 1)
+    with pytest.raises(ModelError, match=r"GiB free where 1073741824\.00 GiB are needed"):
+        check_disk_space(tmp_path / "not" / "yet", 1 << 60)
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="is no writable folder"):
+        check_disk_space(tmp_path / "file" / "below", 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.0, 0.5, 1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_schedules(schedule, expected):
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Optimizer(model, lr=1.0, schedule=schedule, warmup_steps=2, total_steps=6)
+    rates = []
+    for _ in expected:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step(1.0)
+        rates.append(optimizer.last_lr)
+    assert rates == pytest.approx(expected, abs=1e-6)
+
+
+def test_unknown_schedule_and_skipped_update():
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"'step' is unknown; choose from \['constant', 'cosine'"):
+        Optimizer(model, lr=1.0, schedule="step", total_steps=6)
+    optimizer = Optimizer(model, lr=1.0, total_steps=6)
+    before = model.weight.detach().clone()
+    (model(torch.ones(1, 2)).sum() * torch.inf).backward()
+    assert not optimizer.step(1.0).isfinite()
+    assert torch.equal(model.weight, before) and model.weight.grad is None

@@ -1,0 +1,252 @@
+"""FSDP2 ranks against one plain process: loading, logits, gradients, a step, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model.test_packed import GRADIENTS, LOGITS, SIZES, alone, loss_of, rollouts
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.multirank
+
+COLUMNS = ("o_proj.weight", "down_proj.weight", "embed_tokens.weight")
+LR, MAX_NORM = 1e-2, 0.5
+EPS = 1e-2  # well above the gradients: else Adam's first step is their sign, which rounding flips
+
+
+def load(path: str, world_size: int, dtype=torch.float32, **options):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hybridengine.model import load_causal_lm
+
+    return load_causal_lm(
+        path,
+        mesh=init_device_mesh("cpu", (world_size,)),
+        shard_dim1=lambda name: name.endswith(COLUMNS),
+        param_dtype=dtype,
+        **options,
+    )
+
+
+def plain(path: str):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def share(pairs: list, rank: int, world_size: int) -> list:
+    """Uneven: rank 0 of 4 has more than its part, the last rank a single sequence."""
+    edges = [0, *[len(pairs) - world_size + r + 1 for r in range(world_size)]]
+    return pairs[edges[rank] : edges[rank + 1]]
+
+
+def backward(model, pairs: list, world_size: int) -> torch.Tensor:
+    """Gradients of the summed loss; FSDP2 averages over the ranks, so scale by their number."""
+    from hybridengine.model import pack_rollouts, packed_logits
+
+    batch = pack_rollouts(pairs)
+    logits = packed_logits(model, batch)
+    (loss_of(logits, batch.target_ids) * world_size).backward()
+    return logits.detach()
+
+
+def whole(model, attribute=lambda p: p) -> dict[str, torch.Tensor]:
+    return {n: attribute(p).full_tensor().clone() for n, p in model.named_parameters()}
+
+
+def assert_close_by_scale(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        scale = expected.abs().max()
+        torch.testing.assert_close(ours[name] / scale, expected / scale, **GRADIENTS, msg=name)
+
+
+def step_body(rank: int, world_size: int, path: str) -> dict:
+    from torch.distributed.tensor import Shard
+
+    from hybridengine.model import Optimizer, parameter_shards
+
+    model, reference, pairs = load(path, world_size), plain(path), rollouts(SIZES)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.placements == (Shard(int(name.endswith(COLUMNS))),), name
+    for name, buffer in reference.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    assert all(torch.equal(w, reference.get_parameter(n)) for n, w in whole(model).items())
+    tied = [m.lm_head.weight is m.model.embed_tokens.weight for m in (model, reference)]
+    assert tied[0] == tied[1]
+
+    logits = backward(model, share(pairs, rank, world_size), world_size)
+    expected, _ = alone(reference, share(pairs, rank, world_size))
+    torch.testing.assert_close(logits, expected, **LOGITS)
+    loss_of(*alone(reference, pairs)).backward()
+    assert_close_by_scale(
+        whole(model, lambda p: p.grad), {n: p.grad for n, p in reference.named_parameters()}
+    )
+
+    optimizer = Optimizer(model, lr=LR, eps=EPS, weight_decay=0.1, total_steps=5)
+    norm = optimizer.step(MAX_NORM)
+    expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+    assert norm.dtype == torch.float32 and norm.shape == ()
+    torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
+    torch.optim.AdamW(reference.parameters(), lr=LR, eps=EPS, weight_decay=0.1).step()
+    for name, weight in whole(model).items():
+        target = reference.get_parameter(name)
+        torch.testing.assert_close(weight, target, rtol=1e-5, atol=1e-6, msg=name)
+    assert optimizer.last_lr == LR and all(p.grad is None for p in model.parameters())
+    shards = parameter_shards(model)
+    return {"names": sorted(shards), "norm": norm.item()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [("llama", 1), ("llama", 4), ("qwen2", 2), ("gemma2", 2)],
+)
+def test_ranks_equal_one_process(tmp_path: Path, kind: str, world_size: int) -> None:
+    from safetensors import safe_open
+
+    from hybridengine.model import check_model, checkpoint_shapes
+
+    path = save_tiny(kind, tmp_path)
+    results = run_ranks(step_body, world_size, path)
+    with safe_open(f"{path}/model.safetensors", "pt") as stored:
+        shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+    assert checkpoint_shapes(check_model(path)) == shapes
+    for result in results:
+        assert result["names"] == sorted(shapes)
+        assert result["norm"] == results[0]["norm"]
+
+
+def export_body(rank: int, world_size: int, path: str, out: str) -> dict:
+    from transformers import AutoTokenizer
+
+    from hybridengine.model import ModelError, parameter_shards, save_pretrained
+
+    model = load(path, world_size, torch.bfloat16, gradient_checkpointing=True)
+    logits = backward(model, rollouts(SIZES), world_size)
+    assert logits.dtype == torch.bfloat16
+    for parameter in model.parameters():
+        assert parameter.grad.dtype == torch.float32
+        parameter.data.mul_(1.37)  # full float32 mantissas, so that the cast rounds
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    with torch.no_grad():  # leaves FSDP2's root unsharded, which the export has to undo
+        model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    for _ in range(2):  # the second replaces the first
+        save_pretrained(model, tokenizer, out)
+    with pytest.raises(ModelError, match=r"failed on rank 0.*no writable folder"):
+        save_pretrained(model, tokenizer, f"{path}/config.json/below")
+    return {n: p.full_tensor() for n, p in parameter_shards(model).items()}
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("llama", 2), ("qwen2", 4)])
+def test_export_is_what_transformers_loads(tmp_path: Path, kind: str, world_size: int) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    path = save_tiny(kind, tmp_path / "start")
+    out = tmp_path / "out"
+    masters = run_ranks(export_body, world_size, path, str(out))[0]
+    model, report = AutoModelForCausalLM.from_pretrained(
+        out, dtype="auto", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == 2
+    loaded = dict(model.named_parameters())
+    assert loaded.keys() == masters.keys()
+    for name, master in masters.items():
+        assert torch.equal(loaded[name], master.to(torch.bfloat16)), name
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (kind == "llama")
+    assert (
+        AutoConfig.from_pretrained(out).architectures
+        == AutoConfig.from_pretrained(path).architectures
+    )
+    decoded = [AutoTokenizer.from_pretrained(folder).decode([5, 6]) for folder in (path, out)]
+    assert decoded[0] == decoded[1] and "w5" in decoded[0]
+    assert [f.name for f in tmp_path.iterdir() if f.name.startswith(".")] == []
+
+
+def checkpointing_body(rank: int, world_size: int, path: str) -> None:
+    results = []
+    for checkpointing in (False, True):
+        model = load(path, world_size, torch.bfloat16, gradient_checkpointing=checkpointing)
+        recomputed = []
+        model.model.layers[0].self_attn.register_forward_hook(lambda *_, r=recomputed: r.append(1))
+        logits = backward(model, share(rollouts(SIZES), rank, world_size), world_size)
+        assert len(recomputed) == (2 if checkpointing else 1)
+        results.append((logits, whole(model, lambda p: p.grad)))
+    (logits, grads), (logits_again, grads_again) = results
+    assert torch.equal(logits, logits_again)
+    for name in grads:
+        assert torch.equal(grads[name], grads_again[name]), name
+
+
+def test_checkpointing_recomputes_and_changes_no_bit(tmp_path: Path) -> None:
+    run_ranks(checkpointing_body, 2, save_tiny("qwen2", tmp_path))
+
+
+def broken_body(rank: int, world_size: int, *paths: str) -> list[str]:
+    from hybridengine.model import ModelError
+
+    messages = []
+    for path in paths:
+        with pytest.raises(ModelError) as caught:
+            load(path, world_size)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_only_rank_0_sees_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    garbled, incomplete = tmp_path / "garbled", tmp_path / "incomplete"
+    for folder in (garbled, incomplete):
+        save_tiny("llama", folder)
+    (garbled / "model.safetensors").write_bytes(b"not a checkpoint")
+    weights = load_file(incomplete / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, incomplete / "model.safetensors", metadata={"format": "pt"})
+    for unreadable, missing in run_ranks(broken_body, 2, str(garbled), str(incomplete)):
+        assert f"loading model '{garbled}' failed on rank 0" in unreadable
+        assert "lacks 1 weights of LlamaForCausalLM, such as 'model.layers.1.mlp" in missing
+
+
+def norm_body(rank: int, world_size: int) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from hybridengine.model import clip_grad_norm_
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    norms = []
+    for scale in (1.0, float("inf")):
+        parameters = []
+        for i, dim in enumerate((0, 1, 0)):
+            full = torch.arange(15.0 if i == 2 else 16.0).reshape(-1, 1 if i == 2 else 4)
+            placements = (Replicate(), Shard(dim))
+            parameter = torch.nn.Parameter(
+                distribute_tensor(torch.zeros_like(full), mesh, placements)
+            )
+            parameter.grad = distribute_tensor(full * scale, mesh, placements)
+            parameters.append(parameter)
+        plain_parameter = torch.nn.Parameter(torch.zeros(3))
+        plain_parameter.grad = torch.full((3,), 2.0)
+        parameters.append(plain_parameter)
+        norms.append(clip_grad_norm_(parameters, 1.0).item())
+        clipped = [*(p.grad.full_tensor() for p in parameters[:3]), plain_parameter.grad]
+        norms.append(sum(g.double().square().sum() for g in clipped).sqrt().item())
+        norms.append(plain_parameter.grad[0].item())
+    return norms
+
+
+def test_norm_counts_every_element_once_and_spares_infinite_gradients() -> None:
+    squares = 2 * sum(i * i for i in range(16)) + sum(i * i for i in range(15)) + 12
+    for norms in run_ranks(norm_body, 4):
+        assert norms[0] == pytest.approx(squares**0.5, rel=1e-6)
+        assert norms[1] == pytest.approx(1.0, rel=1e-5)
+        assert not norms[3] < float("inf") and norms[5] == 2.0
