@@ -1,0 +1,178 @@
+"""strided_copy against as_strided + copy_, for every dtype pair and on hostile tables."""
+
+import pytest
+import torch
+from hybridengine.kernels import strided_copy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def row(src, dst, src_offset, dst_offset, size, src_stride, dst_stride):
+    pad = 4 - len(size)
+    return [
+        src,
+        dst,
+        src_offset,
+        dst_offset,
+        *[1] * pad,
+        *size,
+        *[0] * pad,
+        *src_stride,
+        *[0] * pad,
+        *dst_stride,
+    ]
+
+
+def bits(tensor):
+    """Compare bits, not values; NaNs of one dtype count as one value."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    clean = tensor.masked_fill(tensor.isnan(), 0) if tensor.is_floating_point() else tensor
+    return clean.view(integer[tensor.element_size()]), tensor != tensor
+
+
+def assert_same_as_reference(sources, destinations, table, device):
+    expected = [d.clone() for d in destinations]
+    strided_copy(sources, expected, table, backend="reference")
+    got = [d.to(device) for d in destinations]
+    strided_copy([s.to(device) for s in sources], got, table)
+    for e, g in zip(expected, got, strict=True):
+        for expected_part, got_part in zip(bits(e), bits(g.cpu()), strict=True):
+            assert torch.equal(expected_part, got_part)
+
+
+@st.composite
+def slices(draw):
+    """One slice of a row-major [a, b, c, d] source, dimensions permuted, into a dense place."""
+    size = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    full = [n + draw(st.integers(0, 3)) for n in size]
+    strides = [1] * len(full)
+    for i in range(len(full) - 2, -1, -1):
+        strides[i] = strides[i + 1] * full[i + 1]
+    order = draw(st.permutations(range(len(size))))
+    dst_strides = [1] * len(size)
+    for i in range(len(size) - 2, -1, -1):
+        dst_strides[i] = dst_strides[i + 1] * size[order[i + 1]]
+    return (
+        [size[i] for i in order],
+        [strides[i] for i in order],
+        dst_strides,
+        draw(st.integers(0, 5)),
+        draw(st.integers(0, 5)),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(deadline=None, max_examples=60)
+@given(st.lists(slices(), min_size=0, max_size=6), st.sampled_from(FLOATS), st.sampled_from(FLOATS))
+def test_any_table(device, drawn, src_dtype, dst_dtype):
+    sources = [torch.randn(20_000).to(src_dtype), torch.randn(20_000).to(src_dtype)]
+    destinations = [torch.zeros(60_000, dtype=dst_dtype)]
+    rows, place = [], 0
+    for i, (size, src_stride, dst_stride, src_offset, gap) in enumerate(drawn):
+        rows.append(row(i % 2, 0, src_offset, place + gap, size, src_stride, dst_stride))
+        place += gap + torch.Size(size).numel()
+    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 16)
+    assert_same_as_reference(sources, destinations, table, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dst_dtype", FLOATS)
+@pytest.mark.parametrize("src_dtype", FLOATS)
+def test_casts_are_torchs(src_dtype, dst_dtype, device):
+    """Every bfloat16 bit pattern, its neighbours in float32, and the ends of every range."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    nearby = torch.cat([(patterns << 16) + delta for delta in (0, 1, 0x7FFF, 0x8000, 0x8001)])
+    source = nearby.view(torch.float32).to(src_dtype)
+    if src_dtype == torch.float16:
+        source = patterns.to(torch.int16).view(torch.float16)
+    table = torch.tensor([row(0, 0, 0, 0, [len(source)], [1], [1])])
+    destination = torch.zeros(len(source), dtype=dst_dtype)
+    expected = source.to(dst_dtype)
+    destination, source = destination.to(device), source.to(device)
+    strided_copy([source], [destination], table)
+    for expected_part, got_part in zip(bits(expected), bits(destination.cpu()), strict=True):
+        assert torch.equal(expected_part, got_part)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.int8, torch.bool, torch.int32, torch.float8_e4m3fn))
+def test_other_dtypes_copy_their_bytes(dtype, device):
+    source = torch.randint(0, 2, (100, 7)).to(dtype)
+    destination = torch.zeros(253).to(dtype).to(device)
+    table = torch.tensor([row(0, 0, 1, 3, [50, 5], [14, 1], [5, 1])])
+    strided_copy([source.to(device)], [destination], table)
+    got = destination.cpu().float()[3:].reshape(50, 5)
+    assert torch.equal(got, source.float()[::2, 1:6])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_start_at_their_own_first_element(device):
+    base = torch.arange(100.0)
+    out = torch.zeros(50)
+    table = torch.tensor([row(0, 0, 2, 1, [3], [1], [1])])
+    assert_same_as_reference([base[10:]], [out[5:]], table, device)
+    out = out.to(device)
+    strided_copy([base.to(device)[10:]], [out[5:]], table)
+    assert out[6:9].tolist() == [12.0, 13.0, 14.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_long_row_among_short_ones(device):
+    """The work is split over chunks, not over rows."""
+    source = torch.randn(300_001)
+    rows = [row(0, 0, i, i, [1], [1], [1]) for i in range(5)]
+    rows += [row(0, 0, 5, 5, [0], [1], [1])]  # nothing
+    rows += [row(0, 0, 5, 5, [300_001 - 5], [1], [1])]
+    assert_same_as_reference(
+        [source], [torch.zeros(300_001, dtype=torch.bfloat16)], torch.tensor(rows), device
+    )
+
+
+def test_an_empty_table_moves_nothing():
+    out = torch.zeros(3)
+    strided_copy([torch.ones(3)], [out], torch.empty(0, 16, dtype=torch.int64))
+    strided_copy([], [], torch.empty(0, 16, dtype=torch.int64))
+    assert out.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("bad_row", "named"),
+    [
+        (row(0, 0, 98, 0, [3], [1], [1]), r"row 1 reaches element 100 of sources\[0\].* 100 el"),
+        (row(0, 0, 0, 98, [3], [1], [1]), r"row 1 reaches element 100 of destinations\[0\]"),
+        (row(0, 0, -1, 0, [3], [1], [1]), r"row 1 reaches element -1 of sources\[0\]"),
+        (row(0, 0, 50, 0, [3], [-1], [1]), r"must not be negative"),
+        (row(1, 0, 0, 0, [3], [1], [1]), r"row 1 names sources\[1\], but there are 1"),
+        (row(0, 2, 0, 0, [3], [1], [1]), r"row 1 names destinations\[2\], but there are 1"),
+    ],
+)
+def test_a_row_outside_its_tensor_is_refused_before_anything_moves(bad_row, named):
+    good = row(0, 0, 0, 0, [3], [1], [1])
+    out = torch.zeros(100)
+    with pytest.raises(IndexError, match=named):
+        strided_copy([torch.ones(100)], [out], torch.tensor([good, bad_row]))
+    assert not out.any()
+
+
+def test_wrong_arguments_are_named():
+    table = torch.tensor([row(0, 0, 0, 0, [3], [1], [1])])
+    x, y = torch.ones(3), torch.zeros(3)
+    with pytest.raises(ValueError, match=r"table has shape \[1, 15\]"):
+        strided_copy([x], [y], table[:, :15].contiguous())
+    with pytest.raises(ValueError, match="size -3 in dimension 3"):
+        strided_copy([x], [y], torch.tensor([row(0, 0, 0, 0, [-3], [1], [1])]))
+    with pytest.raises(ValueError, match=r"sources\[1\] has dtype"):
+        strided_copy([x, x.double()], [y], table)
+    with pytest.raises(ValueError, match="no cast from"):
+        strided_copy([x.int()], [y], table)
+
+
+def test_op_contract():
+    table = torch.tensor([row(0, 0, 0, 0, [3], [1], [1])])
+    torch.library.opcheck(
+        torch.ops.hybridengine.strided_copy.default,
+        ([torch.ones(3)], [torch.zeros(3)], table, None),
+    )
