@@ -6,6 +6,7 @@
 namespace hybridengine {
 
 void register_advantage(pybind11::module_& m);
+void register_balance(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_reshard(pybind11::module_& m);
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("with_cuda") = false;
 #endif
   register_advantage(m);
+  register_balance(m);
   register_logprob(m);
   register_packing(m);
   register_reshard(m);

@@ -3,3 +3,21 @@
 # Statistics are float64 inside; only the result is rounded to float32 (2^-24), but a difference
 # of float32 inputs is exact only relative to the inputs, hence the absolute part.
 ADVANTAGE = {"rtol": 2e-6, "atol": 2e-6}
+
+# token_log_probs, float32 inside: a few roundings (2^-24 each) of numbers of the size of the
+# largest log-prob involved (about 20 for the logits of the tests), plus the vectorised exp (2^-22).
+LOG_PROB = {"rtol": 2e-6, "atol": 4e-6}
+# Their gradients are of size 1 at most before the incoming gradient (which the tests keep near 1).
+LOG_PROB_GRAD = {"rtol": 1e-5, "atol": 2e-6}
+# The gradient has the dtype of the logits: one rounding to 8 (bfloat16) or 11 (float16) bits.
+GRAD_ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+# The promise: at most twice the error of plain PyTorch on the same inputs; the floor is
+# one rounding of the exact result, where plain PyTorch happens to be exactly right.
+ERROR_FACTOR = 2.0
+
+# Policy loss in float64, two orders of the same sum (micro-batches, permutations).
+POLICY_LOSS_SPLIT = {"rtol": 1e-12, "atol": 1e-12}
+
+# Policy loss in float32 against float64: exp of a float32 log-ratio of size 20 has a relative
+# error of 20 * 2^-24 = 1.2e-6 from its argument alone; a few operations come on top.
+POLICY_LOSS = {"rtol": 1e-5, "atol": 1e-6}

@@ -1,0 +1,72 @@
+"""Balancing: every sequence once, counts, budgets, and how even against optimum and bounds."""
+
+from itertools import product
+
+import pytest
+import torch
+from hybridengine.kernels import balance, balance_by_tokens, imbalance
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+lengths_lists = st.lists(st.integers(0, 50), max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=lengths_lists, num_bins=st.integers(1, 9), equal_count=st.booleans())
+def test_every_sequence_is_in_one_bin(lengths, num_bins, equal_count):
+    bins = balance(lengths, num_bins, equal_count=equal_count)
+    assert len(bins) == num_bins
+    assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
+    assert all(items == sorted(items) for items in bins)
+    counts = [len(items) for items in bins]
+    if equal_count:
+        assert max(counts) - min(counts) <= 1
+    elif len(lengths) >= num_bins:
+        assert min(counts) > 0
+    assert bins == balance(
+        torch.tensor(lengths, dtype=torch.int64), num_bins, equal_count=equal_count
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=3, max_size=8), num_bins=st.integers(2, 3))
+def test_close_to_the_optimum_of_small_cases(lengths, num_bins):
+    optimum = min(
+        max(
+            sum(length for length, b in zip(lengths, where, strict=True) if b == bin_)
+            for bin_ in range(num_bins)
+        )
+        for where in product(range(num_bins), repeat=len(lengths))
+    )
+    assert imbalance(lengths, balance(lengths, num_bins)).largest <= 7 / 6 * optimum
+
+
+@pytest.mark.parametrize("equal_count", [False, True])
+def test_many_lengths_come_out_even(equal_count):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.empty(4096).log_normal_(6, 1, generator=generator).long()
+    even = imbalance(lengths, balance(lengths, 16, equal_count=equal_count))
+    assert even.largest - even.smallest <= 1 and even.ratio < 1 + 1e-4
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=lengths_lists,
+    budget=st.integers(50, 200),
+    min_bins=st.integers(1, 4),
+    multiple_of=st.integers(1, 4),
+)
+def test_budget_is_kept(lengths, budget, min_bins, multiple_of):
+    bins = balance_by_tokens(lengths, budget, min_bins=min_bins, multiple_of=multiple_of)
+    assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
+    assert imbalance(lengths, bins).largest <= budget
+    assert len(bins) >= min_bins and len(bins) % multiple_of == 0
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match="num_bins is 0"):
+        balance([1], 0)
+    with pytest.raises(ValueError, match=r"lengths\[1\] is -2"):
+        balance([1, -2], 1)
+    with pytest.raises(ValueError, match=r"lengths\[2\] is 9, above max_tokens 8"):
+        balance_by_tokens([1, 2, 9], 8)
