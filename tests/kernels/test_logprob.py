@@ -1,0 +1,255 @@
+"""token_log_probs against float64, forward and gradient, with every option and backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hybridengine.kernels import token_log_probs
+from hybridengine.kernels.logprob import _Options, reference_token_log_probs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tolerances
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def problem(rows, vocab, dtype, seed, scale=5.0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, vocab, generator=generator) * scale).to(dtype)
+    token_ids = torch.randint(0, vocab, (rows,), generator=generator)
+    gradients = torch.randn(2, rows, generator=generator).clamp(-2, 2)
+    return logits, token_ids, gradients
+
+
+def options_for(name, rows, vocab, seed):
+    generator = torch.Generator().manual_seed(seed + 1)
+    return {
+        "plain": {},
+        "temperature": {"temperature": 0.7},
+        "temperatures": {"temperature": torch.rand(rows, generator=generator) + 0.5},
+        "softcap": {"softcap": 8.0, "logit_scale": 0.5, "temperature": 1.3},
+        "scale": {"logit_scale": 0.0625},
+        "keep_mask": {"keep_mask": torch.rand(rows, vocab, generator=generator) < 0.6},
+        "everything": {
+            "temperature": torch.rand(rows, generator=generator) + 0.5,
+            "softcap": 12.0,
+            "logit_scale": 2.0,
+            "keep_mask": torch.rand(rows, vocab, generator=generator) < 0.6,
+        },
+    }[name]
+
+
+OPTIONS = ("plain", "temperature", "temperatures", "softcap", "scale", "keep_mask", "everything")
+
+
+def plain_pytorch(
+    logits, token_ids, temperature=1.0, softcap=None, logit_scale=1.0, keep_mask=None
+):
+    """The expression users write; differentiable, in the dtype of `logits` but float32 at least."""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    x = x * logit_scale
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    x = x / (temperature[:, None].to(x) if torch.is_tensor(temperature) else temperature)
+    if keep_mask is not None:
+        x = x.masked_fill(~keep_mask, -torch.inf)
+    log_p = F.log_softmax(x, dim=-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    return log_p.gather(1, token_ids[:, None]).squeeze(1), entropy
+
+
+def value_and_gradient(function, logits, token_ids, gradients, **options):
+    leaf = logits.detach().clone().requires_grad_()
+    log_probs, entropy = function(leaf, token_ids, **options)[:2]
+    finite = torch.isfinite(log_probs)  # a removed token has log-prob -inf and no useful gradient
+    loss = (log_probs.where(finite, 0.0) * gradients[0].to(log_probs)).sum()
+    loss = loss + (entropy * gradients[1].to(entropy)).sum()
+    return log_probs.detach(), entropy.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+def move(options, device):
+    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(0, 9),
+    vocab=st.one_of(st.integers(1, 70), st.integers(2000, 4200)),
+    dtype=st.sampled_from(DTYPES),
+    option=st.sampled_from(OPTIONS),
+    seed=st.integers(0, 1000),
+)
+def test_against_float64(device, rows, vocab, dtype, option, seed):
+    logits, token_ids, gradients = problem(rows, vocab, dtype, seed)
+    options = options_for(option, rows, vocab, seed)
+    expected = value_and_gradient(plain_pytorch, logits.double(), token_ids, gradients, **options)
+    got = value_and_gradient(
+        token_log_probs,
+        logits.to(device),
+        token_ids.to(device),
+        gradients.to(device),
+        **move(options, device),
+    )
+    for name, e, g in zip(("log_probs", "entropy"), expected, got, strict=False):
+        assert g.dtype == torch.float32
+        torch.testing.assert_close(
+            g.cpu().double(), e, **tolerances.LOG_PROB, equal_nan=True, msg=lambda m, n=name: n + m
+        )
+    rounding = tolerances.GRAD_ROUNDING[str(dtype).removeprefix("torch.")]
+    torch.testing.assert_close(
+        got[2].cpu().double(),
+        expected[2],
+        rtol=tolerances.LOG_PROB_GRAD["rtol"] + rounding,
+        atol=tolerances.LOG_PROB_GRAD["atol"] + (2.0**-24 if rounding else 0.0),
+        equal_nan=True,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_twice_that_of_plain_pytorch(dtype, option, device):
+    """Root mean square over rows, of log-prob, entropy and gradient."""
+    logits, token_ids, gradients = problem(64, 5003, dtype, seed=3)
+    options = options_for(option, 64, 5003, seed=3)
+    if "keep_mask" in options:
+        options["keep_mask"].scatter_(1, token_ids[:, None], True)
+    exact = value_and_gradient(plain_pytorch, logits.double(), token_ids, gradients, **options)
+    on_device = (logits.to(device), token_ids.to(device), gradients.to(device))
+    peer = value_and_gradient(plain_pytorch, *on_device, **move(options, device))
+    ours = value_and_gradient(token_log_probs, *on_device, **move(options, device))
+    for name, e, p, o in zip(("log_probs", "entropy", "grad"), exact, peer, ours, strict=True):
+        error, peer_error = ((v.cpu().double() - e).square().mean().sqrt() for v in (o, p))
+        assert error <= tolerances.ERROR_FACTOR * peer_error, (name, error, peer_error)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_reference_passes_gradcheck_and_opcheck(option):
+    logits, token_ids, _ = problem(3, 7, torch.float64, seed=1, scale=2.0)
+    options = options_for(option, 3, 7, seed=1)
+    if "keep_mask" in options:
+        options["keep_mask"].scatter_(1, token_ids[:, None], True)
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, token_ids, **options), logits)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+def test_op_contract(dtype):
+    logits, token_ids, _ = problem(3, 7, dtype, seed=1)
+    keep_mask = torch.ones(3, 7, dtype=torch.bool)
+    for temperatures, keep in ((None, None), (torch.rand(3) + 0.5, keep_mask)):
+        torch.library.opcheck(
+            torch.ops.hybridengine.token_log_probs.default,
+            (logits.requires_grad_(), token_ids, 1.0, temperatures, 1.0, 0.0, -100, keep, "",
+             True, False, None),
+        )  # fmt: skip
+
+
+def test_closed_form_reference_gradient_is_autograd_of_the_specification():
+    logits, token_ids, gradients = problem(4, 9, torch.float64, seed=5)
+    options = _Options(1.0, torch.rand(4) + 0.5, 0.5, 6.0, -100, None, "")
+    leaf = logits.clone().requires_grad_()
+    log_probs, entropy = reference_token_log_probs(leaf, token_ids, options)[:2]
+    expected = torch.autograd.grad((log_probs * gradients[0] + entropy * gradients[1]).sum(), leaf)[
+        0
+    ]
+    ours = value_and_gradient(
+        token_log_probs, logits, token_ids, gradients,
+        temperature=options.temperatures, logit_scale=0.5, softcap=6.0,
+    )  # fmt: skip
+    torch.testing.assert_close(ours[2], expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_the_gradients_asked_for(device):
+    logits, token_ids, gradients = problem(4, 50, torch.float32, seed=2)
+    exact = logits.double().requires_grad_()
+    leaf = logits.to(device).clone().requires_grad_()
+    expected = plain_pytorch(exact, token_ids)
+    got = token_log_probs(leaf, token_ids.to(device))
+    for chosen in ([0], [1], [0, 1]):
+        e = sum((expected[i] * gradients[i].double()).sum() for i in chosen)
+        g = sum((got[i] * gradients[i].to(device)).sum() for i in chosen)
+        e = torch.autograd.grad(e, exact, retain_graph=True)[0]
+        g = torch.autograd.grad(g, leaf, retain_graph=True)[0]
+        torch.testing.assert_close(g.cpu().double(), e, **tolerances.LOG_PROB_GRAD)
+    assert not token_log_probs(logits.to(device), token_ids.to(device))[0].requires_grad
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_place_gradient_is_written_over_the_logits(device):
+    logits, token_ids, gradients = problem(5, 301, torch.bfloat16, seed=4)
+    expected = value_and_gradient(token_log_probs, logits, token_ids, gradients)[2]
+    leaf = logits.to(device).requires_grad_()
+    hidden = leaf * 1
+    log_probs, entropy = token_log_probs(hidden, token_ids.to(device), inplace_backward=True)
+    address = hidden.data_ptr()
+    kept = []
+    hidden.register_hook(lambda grad: kept.append(grad.data_ptr()))
+    gradients = gradients.to(device)
+    ((log_probs * gradients[0]).sum() + (entropy * gradients[1]).sum()).backward()
+    assert kept == [address]
+    assert torch.equal(leaf.grad.cpu(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stats(device):
+    logits, token_ids, _ = problem(5, 301, torch.float32, seed=4)
+    _, _, stats = token_log_probs(
+        logits.to(device), token_ids.to(device), 0.5, logit_scale=2.0, return_stats=True
+    )
+    z = logits.double() * 4.0
+    expected = (z.logsumexp(-1), logits.double().amax(-1) * 2.0, z.softmax(-1).square().sum(-1))
+    for e, g in zip(expected, stats, strict=True):
+        torch.testing.assert_close(g.cpu().double(), e, **tolerances.LOG_PROB)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_leading_dimensions(device):
+    logits, token_ids, _ = problem(6, 40, torch.float32, seed=6)
+    flat = token_log_probs(logits.to(device), token_ids.to(device))
+    shaped = token_log_probs(logits.view(2, 3, 40).to(device), token_ids.view(2, 3).to(device))
+    for f, s in zip(flat, shaped, strict=True):
+        assert s.shape == (2, 3)
+        assert torch.equal(s.flatten(), f)
+
+
+@pytest.mark.parametrize("inplace", (False, True))
+def test_compiles_as_one_graph(inplace):
+    logits, token_ids, gradients = problem(4, 100, torch.float32, seed=7)
+
+    def loss(x):
+        log_probs, entropy = token_log_probs(x * 2.0, token_ids, inplace_backward=inplace)
+        return (log_probs * gradients[0] + entropy * gradients[1]).sum()
+
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaf = logits.clone().requires_grad_()
+        value = function(leaf)
+        value.backward()
+        results.append((value.detach(), leaf.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_does_not_depend_on_its_neighbours_or_the_thread_count(device):
+    logits, token_ids, gradients = problem(33, 4099, torch.bfloat16, seed=8)
+    whole = value_and_gradient(
+        token_log_probs, logits.to(device), token_ids.to(device), gradients.to(device)
+    )
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for begin, end in ((0, 1), (1, 20), (20, 33)):
+            part = value_and_gradient(
+                token_log_probs,
+                logits[begin:end].to(device),
+                token_ids[begin:end].to(device),
+                gradients[:, begin:end].to(device),
+            )
+            for w, p in zip(whole, part, strict=True):
+                assert torch.equal(w[begin:end], p)
+    finally:
+        torch.set_num_threads(threads)
