@@ -1,0 +1,38 @@
+BIN := .venv/bin
+PY := $(BIN)/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench gpu-report cuda-check clean
+
+help: ## List these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make .venv with everything and build the extension (once; later runs do what changed)
+	@tools/setup_env.sh
+
+demo: setup ## GRPO on a real 135M model, two ranks, about ten minutes on two cores
+	@$(PY) examples/demo/prepare.py
+	@$(BIN)/hybridengine grpo examples/demo/config.yaml
+
+test: setup ## All tests (GPU tests run where there is a GPU)
+	@$(PY) -m pytest -q
+
+lint: setup ## ruff, clang-format and mypy, changing nothing
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	@$(BIN)/mypy
+
+bench: setup ## Time every operator against its peers on this machine
+	@$(PY) -m benchmarks
+
+gpu-report: ## On a GPU machine: build with its own python3, test and time the kernels
+	@tools/gpu_report.sh
+
+cuda-check: setup ## Compile the CUDA sources (no GPU needed); registers, shared memory, spills
+	@$(PY) tools/cuda_check.py
+
+clean: ## Remove builds, caches and runs, but not .venv
+	rm -rf build dist runs .cache compile_commands.json hybridengine/_C*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

