@@ -95,7 +95,8 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
         raise
     finally:
         watch.close()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # vLLM's own shutdown ends it too
+        dist.destroy_process_group()
 
 
 def _may_be_a_peers_fault(error: BaseException) -> bool:

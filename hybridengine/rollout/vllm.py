@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import glob
+import logging
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -36,6 +38,8 @@ def _prepare_environment() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM reads its own level
 
 
 class VllmEngine(RolloutEngine):

@@ -94,6 +94,7 @@ class _Run:
                     self._save(step)
             with self.session.phase("summary"):
                 report.finish(self._facts(time.perf_counter() - self.started))
+        dist.barrier()
         self.engine.shutdown()
 
     def _step(self, report: Reporter, step: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.config import ConfigError, GRPOConfig
 from hybridengine.data import PromptDataset
@@ -29,6 +30,7 @@ def load_data(
     config: GRPOConfig,
 ) -> tuple[PreTrainedTokenizerBase, PromptDataset, PromptDataset | None, RewardFunction]:
     """Tokenizer, training prompts, validation prompts (None where there are none), reward."""
+    disable_progress_bar()  # the run has one of its own
     tokenizer = AutoTokenizer.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
