@@ -9,6 +9,7 @@ void register_advantage(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
+void register_policy_loss(pybind11::module_& m);
 void register_reshard(pybind11::module_& m);
 
 }  // namespace hybridengine
@@ -26,5 +27,6 @@ PYBIND11_MODULE(_C, m) {
   register_balance(m);
   register_logprob(m);
   register_packing(m);
+  register_policy_loss(m);
   register_reshard(m);
 }

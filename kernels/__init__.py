@@ -11,10 +11,12 @@ from .logprob import RowStats, check_labels, token_log_probs
 from .packing import Packed, pack, pack_sequences, unpack
 from .policy_loss import LOSS_AGG_MODES, policy_loss
 from .strided_copy import strided_copy
+from .token_loss import LOSS_MODES
 
 __all__ = [
     "GROUP_ESTIMATORS",
     "LOSS_AGG_MODES",
+    "LOSS_MODES",
     "Imbalance",
     "Packed",
     "RowStats",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._backend import choose_backend, native, register_backends
 from .token_loss import (
     KL_ALIASES,
     KL_TYPES,
@@ -29,6 +30,9 @@ from .token_loss import (
     token_loss,
 )
 
+register_backends("policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+
+# The order is that of csrc/policy_loss/params.h.
 LOSS_AGG_MODES = (
     "token-mean",
     "token-sum",
@@ -124,40 +128,52 @@ def policy_loss(
         "rollout_is_weights": rollout_is_weights,
     }
     _check_shapes(log_probs, per_token)
-    mask = _as_mask(response_mask, log_probs)
-    num_tokens = _denominator(global_num_tokens, mask.sum())
-    segments = None
-    if cu_seqlens is not None:
-        segments = Segments.of(cu_seqlens, mask)
-        local_seqs = (segments.counts > 0).sum()
-    else:
-        local_seqs = torch.ones((), device=mask.device)
-    num_seqs = _denominator(global_num_seqs, local_seqs)
-    weights = _token_weights(loss_agg_mode, mask, segments, num_tokens, num_seqs, loss_scale_factor)
+    backend = choose_backend("policy_loss", log_probs.device, backend)
+    counts = _as_mask(response_mask, log_probs)
+    num_tokens = _denominator(global_num_tokens, log_probs.device, counts.sum)
+    num_seqs = num_tokens  # not read by the token modes
+    if loss_agg_mode.startswith("seq"):
+        num_seqs = _denominator(
+            global_num_seqs,
+            log_probs.device,
+            lambda: (Segments.of(cu_seqlens, counts).counts > 0).sum(),
+        )
     options = LossOptions(
         clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg, cov_kl_coef
     )
-    terms = _reference_terms(loss_mode, log_probs, per_token, mask, segments, options)
+    plan = _Plan(loss_mode, loss_agg_mode, kl_type, kl_coef, entropy_coeff, loss_scale_factor)
+    run = _reference if backend == "reference" else _native
+    loss, sums = run(
+        log_probs, per_token, cu_seqlens, torch.stack([num_tokens, num_seqs]), plan, options
+    )
+    metrics = dict(zip(_METRICS, sums.detach().unbind(), strict=True))
+    if ref_log_probs is None:
+        del metrics["kl_loss"]
+    if entropy is None:
+        del metrics["entropy"]
+    return loss, metrics
 
-    metrics = {"pg_loss": (weights * terms.loss).sum()}
-    loss = metrics["pg_loss"]
-    if ref_log_probs is not None:
-        ref = torch.where(mask, ref_log_probs, 0).detach()
-        metrics["kl_loss"] = (weights * token_kl(kl_type, _kept(log_probs, mask), ref)).sum()
-        loss = loss + kl_coef * metrics["kl_loss"]
-    if entropy is not None:
-        metrics["entropy"] = (weights * _kept(entropy, mask)).sum()
-        loss = loss - entropy_coeff * metrics["entropy"]
-    for name, value in (
-        ("pg_clipfrac", terms.clipped),
-        ("pg_clipfrac_lower", terms.clipped_lower),
-        ("ppo_kl", -terms.log_ratio),
-        ("ratio_mean", terms.ratio),
-    ):
-        metrics[name] = torch.where(mask, value, 0).sum() / num_tokens
-    lowest = torch.full((1,), -torch.inf, dtype=terms.ratio.dtype, device=mask.device)
-    metrics["ratio_max"] = torch.cat([lowest, torch.where(mask, terms.ratio, -torch.inf)]).max()
-    return loss, {name: value.detach() for name, value in metrics.items()}
+
+# The order is that of PolicyLossSum in csrc/policy_loss/params.h.
+_METRICS = (
+    "pg_loss",
+    "kl_loss",
+    "entropy",
+    "pg_clipfrac",
+    "pg_clipfrac_lower",
+    "ppo_kl",
+    "ratio_mean",
+    "ratio_max",
+)
+
+
+class _Plan(NamedTuple):
+    loss_mode: str
+    loss_agg_mode: str
+    kl_type: str
+    kl_coef: float
+    entropy_coeff: float
+    loss_scale_factor: float | None
 
 
 class Segments(NamedTuple):
@@ -178,6 +194,31 @@ class Segments(NamedTuple):
         sums = torch.zeros(self.counts.shape, dtype=values.dtype, device=values.device)
         sums = sums.index_add(0, self.ids, torch.where(mask, values, 0))
         return (sums / self.counts.clamp(min=1))[self.ids]
+
+
+def _reference(log_probs, per_token, cu_seqlens, denominators, plan, options):
+    """(loss, metrics in the order of _METRICS): plain PyTorch, differentiated by autograd."""
+    mask = _as_mask(per_token["response_mask"], log_probs)
+    segments = None if cu_seqlens is None else Segments.of(cu_seqlens, mask)
+    num_tokens, num_seqs = denominators.unbind()
+    weights = _token_weights(plan, mask, segments, num_tokens, num_seqs).to(log_probs.dtype)
+    terms = _reference_terms(plan.loss_mode, log_probs, per_token, mask, segments, options)
+    pg_loss = (weights * terms.loss).sum()
+    kl_loss = entropy = pg_loss.new_zeros(())
+    if per_token["ref_log_probs"] is not None:
+        ref = _kept(per_token["ref_log_probs"].detach(), mask)
+        kl_loss = (weights * token_kl(plan.kl_type, _kept(log_probs, mask), ref)).sum()
+    if per_token["entropy"] is not None:
+        entropy = (weights * _kept(per_token["entropy"], mask)).sum()
+    loss = pg_loss + plan.kl_coef * kl_loss - plan.entropy_coeff * entropy
+    means = [
+        _kept(value.to(weights.dtype), mask).sum() / num_tokens
+        for value in (terms.clipped, terms.clipped_lower, -terms.log_ratio, terms.ratio)
+    ]
+    lowest = weights.new_full((1,), -torch.inf)
+    ratio_max = torch.cat([lowest, torch.where(mask, terms.ratio, -torch.inf)]).max()
+    sums = [pg_loss, kl_loss, entropy, *means, ratio_max]
+    return loss, torch.stack([value.detach().to(weights.dtype) for value in sums])
 
 
 def _reference_terms(loss_mode, log_probs, per_token, mask, segments, options):
@@ -222,13 +263,20 @@ def _as_mask(response_mask: Tensor | None, log_probs: Tensor) -> Tensor:
     return response_mask.bool()
 
 
-def _denominator(given: float | Tensor | None, counted: Tensor) -> Tensor:
-    value = counted if given is None else torch.as_tensor(given, device=counted.device)
-    return value.clamp(min=1)
+def _denominator(given: float | Tensor | None, device: torch.device, count) -> Tensor:
+    """A 0-d float64 tensor on the device, at least 1; made there, so that nothing waits for it."""
+    if given is None:
+        value = count()
+    elif isinstance(given, Tensor):
+        value = given.detach().reshape(()).to(device)
+    else:
+        value = torch.full((), given, dtype=torch.float64, device=device)
+    return value.double().clamp(min=1)
 
 
-def _token_weights(loss_agg_mode, mask, segments, num_tokens, num_seqs, loss_scale_factor):
+def _token_weights(plan, mask, segments, num_tokens, num_seqs):
     """[T], what each token's terms are multiplied by in the loss; 0 where masked."""
+    loss_agg_mode = plan.loss_agg_mode
     if loss_agg_mode == "token-mean":
         weight = 1 / num_tokens
     elif loss_agg_mode == "token-sum":
@@ -236,7 +284,7 @@ def _token_weights(loss_agg_mode, mask, segments, num_tokens, num_seqs, loss_sca
     elif loss_agg_mode == "seq-mean-token-sum":
         weight = 1 / num_seqs
     elif loss_agg_mode == "seq-mean-token-sum-norm":
-        weight = 1 / (num_seqs * loss_scale_factor)
+        weight = 1 / (num_seqs * plan.loss_scale_factor)
     else:
         weight = 1 / (num_seqs * segments.counts.clamp(min=1)[segments.ids])
     return torch.where(mask, weight, 0)
@@ -281,3 +329,112 @@ def _check_shapes(log_probs: Tensor, per_token: dict[str, Tensor | None]) -> Non
                 f"policy_loss: {name} has shape {list(tensor.shape)}; expected "
                 f"{list(log_probs.shape)} like log_probs"
             )
+
+
+def _native(log_probs, per_token, cu_seqlens, denominators, plan, options):
+    """(loss, metrics in the order of _METRICS) from the C++ or CUDA kernel."""
+
+    def floats(name):
+        tensor = per_token[name]
+        return None if tensor is None else tensor.detach().float().contiguous()
+
+    def bools(name):
+        tensor = per_token[name]
+        return None if tensor is None else tensor.bool().contiguous()
+
+    entropy = per_token["entropy"]
+    enabled = torch.is_grad_enabled()
+    wants_entropy = enabled and entropy is not None and entropy.requires_grad
+    base = plan.kl_type.removesuffix("+")
+    sums, _, _ = torch.ops.hybridengine.policy_loss(
+        log_probs.float().contiguous(),
+        None if entropy is None else entropy.float().contiguous(),
+        floats("old_log_probs"),
+        floats("advantages"),
+        bools("response_mask"),
+        bools("selected"),
+        floats("ref_log_probs"),
+        floats("rollout_is_weights"),
+        None if cu_seqlens is None else cu_seqlens.int().contiguous(),
+        denominators,
+        LOSS_MODES.index(plan.loss_mode),
+        LOSS_AGG_MODES.index(plan.loss_agg_mode),
+        KL_TYPES.index(KL_ALIASES.get(base, base)),
+        plan.kl_type.endswith("+"),
+        list(options),
+        [plan.kl_coef, plan.entropy_coeff, plan.loss_scale_factor or 1.0],
+        enabled and log_probs.requires_grad,
+        wants_entropy,
+    )
+    return sums[0], sums[1:]
+
+
+@torch.library.custom_op("hybridengine::policy_loss", mutates_args=())
+def _policy_loss(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    selected: Tensor | None,
+    ref_log_probs: Tensor | None,
+    is_weights: Tensor | None,
+    cu_seqlens: Tensor | None,
+    denominators: Tensor,
+    mode: int,
+    agg_mode: int,
+    kl_type: int,
+    kl_straight_through: bool,
+    options: list[float],
+    coefficients: list[float],
+    wants_gradient: bool,
+    wants_entropy_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss and metrics [9], d loss / d log_probs, d loss / d entropy; those empty if unwanted)."""
+    return native().policy_loss(
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        selected,
+        ref_log_probs,
+        entropy,
+        is_weights,
+        cu_seqlens,
+        denominators,
+        mode,
+        agg_mode,
+        kl_type,
+        kl_straight_through,
+        options,
+        coefficients,
+        wants_gradient,
+        wants_entropy_gradient,
+    )
+
+
+@_policy_loss.register_fake
+def _(log_probs, *args):
+    wants_gradient, wants_entropy_gradient = args[-2:]
+    num_tokens = log_probs.size(0)
+    return (
+        log_probs.new_empty(1 + len(_METRICS)),
+        log_probs.new_empty(num_tokens if wants_gradient else 0),
+        log_probs.new_empty(num_tokens if wants_entropy_gradient else 0),
+    )
+
+
+def _setup_policy_loss(ctx, inputs, output):
+    _, gradient, entropy_gradient = output
+    ctx.mark_non_differentiable(gradient, entropy_gradient)
+    ctx.save_for_backward(gradient, entropy_gradient)
+
+
+def _backward_policy_loss(ctx, grad_sums, *_):
+    gradient, entropy_gradient = ctx.saved_tensors
+    for_log_probs = gradient * grad_sums[0] if ctx.needs_input_grad[0] else None
+    for_entropy = entropy_gradient * grad_sums[0] if ctx.needs_input_grad[1] else None
+    return for_log_probs, for_entropy, *[None] * 16
+
+
+_policy_loss.register_autograd(_backward_policy_loss, setup_context=_setup_policy_loss)

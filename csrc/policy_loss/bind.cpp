@@ -1,0 +1,111 @@
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+
+#include "common/binding.h"
+#include "common/sequences.h"
+#include "policy_loss/params.h"
+
+namespace hybridengine {
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+const float* optional_floats(const OptionalTensor& tensor, const char* name, int64_t size) {
+  if (!tensor) return nullptr;
+  check_vector(*tensor, name, at::kFloat, size);
+  return tensor->const_data_ptr<float>();
+}
+
+const bool* optional_bools(const OptionalTensor& tensor, const char* name, int64_t size) {
+  if (!tensor) return nullptr;
+  check_vector(*tensor, name, at::kBool, size);
+  return tensor->const_data_ptr<bool>();
+}
+
+// The loss and its sums [1 + kNumSums], the gradients by log_probs and entropy (empty if not
+// wanted). `options` is TokenLossOptions in its order; `coefficients` are kl_coef, entropy_coeff
+// and loss_scale_factor; `denominators` is [2] float64: global tokens and sequences.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
+    const at::Tensor& log_probs, const at::Tensor& old_log_probs, const at::Tensor& advantages,
+    const OptionalTensor& mask, const OptionalTensor& selected, const OptionalTensor& ref_log_probs,
+    const OptionalTensor& entropy, const OptionalTensor& is_weights,
+    const OptionalTensor& cu_seqlens, const at::Tensor& denominators, int64_t mode,
+    int64_t agg_mode, int64_t kl_type, bool kl_straight_through, const std::vector<double>& options,
+    const std::vector<double>& coefficients, bool wants_gradient, bool wants_entropy_gradient) {
+  const int64_t tokens = log_probs.numel();
+  const at::Device device = log_probs.device();
+  const c10::DeviceGuard guard(device);
+  check_vector(log_probs, "log_probs", at::kFloat, tokens);
+  check_vector(old_log_probs, "old_log_probs", at::kFloat, tokens);
+  check_vector(advantages, "advantages", at::kFloat, tokens);
+  check_vector(denominators, "denominators", at::kDouble, 2);
+  PolicyLossParams params{};
+  params.log_probs = log_probs.const_data_ptr<float>();
+  params.old_log_probs = old_log_probs.const_data_ptr<float>();
+  params.advantages = advantages.const_data_ptr<float>();
+  params.mask = optional_bools(mask, "response_mask", tokens);
+  params.selected = optional_bools(selected, "selected", tokens);
+  params.ref_log_probs = optional_floats(ref_log_probs, "ref_log_probs", tokens);
+  params.entropy = optional_floats(entropy, "entropy", tokens);
+  params.is_weights = optional_floats(is_weights, "rollout_is_weights", tokens);
+  if (cu_seqlens) {
+    check_cu_seqlens(*cu_seqlens, tokens, "policy_loss");
+    params.cu_seqlens = cu_seqlens->const_data_ptr<int32_t>();
+    params.num_sequences = cu_seqlens->numel() - 1;
+  }
+  params.num_tokens = tokens;
+  params.mode = static_cast<LossMode>(mode);
+  params.agg_mode = static_cast<LossAggMode>(agg_mode);
+  params.kl_type = static_cast<KlType>(kl_type);
+  params.kl_straight_through = kl_straight_through;
+  const auto option = [&](int i) { return static_cast<float>(options.at(i)); };
+  params.options = {option(0), option(1), option(2), option(3), option(4), option(5)};
+  params.kl_coef = static_cast<float>(coefficients.at(0));
+  params.entropy_coeff = static_cast<float>(coefficients.at(1));
+  params.loss_scale_factor = static_cast<float>(coefficients.at(2));
+  params.global_num_tokens = denominators.const_data_ptr<double>();
+  params.global_num_seqs = params.global_num_tokens + 1;
+  params.num_threads = at::get_num_threads();
+
+  const int64_t chunk = device.is_cpu() ? kCpuChunk : kCudaChunk;
+  const int64_t stats_bytes = needs_segments(params) ? sizeof(SegmentStats) : 0;
+  const auto& floats = log_probs.options();
+  at::Tensor sums = at::empty({1 + kNumSums}, floats);
+  at::Tensor gradient = at::empty({wants_gradient ? tokens : 0}, floats);
+  at::Tensor entropy_gradient = at::empty({wants_entropy_gradient ? tokens : 0}, floats);
+  at::Tensor segments = at::empty({params.num_sequences * stats_bytes}, floats.dtype(at::kByte));
+  at::Tensor partials = at::empty({(tokens + chunk - 1) / chunk, kNumSums}, floats.dtype(at::kDouble));
+  params.segments = static_cast<SegmentStats*>(segments.mutable_data_ptr());
+  params.partials = partials.mutable_data_ptr<double>();
+  params.sums = sums.mutable_data_ptr<float>();
+  if (wants_gradient) params.gradient = gradient.mutable_data_ptr<float>();
+  if (wants_entropy_gradient) params.entropy_gradient = entropy_gradient.mutable_data_ptr<float>();
+  if (device.is_cpu()) {
+    py::gil_scoped_release no_gil;
+    policy_loss_cpu(params);
+#ifdef HYBRIDENGINE_WITH_CUDA
+  } else if (device.is_cuda()) {
+    check_cuda(policy_loss_cuda(params, current_stream(device)), "policy_loss");
+#endif
+  } else {
+    no_kernel_for(device, "policy_loss");
+  }
+  return {sums, gradient, entropy_gradient};
+}
+
+}  // namespace
+
+void register_policy_loss(py::module_& m) {
+  m.def("policy_loss", &policy_loss, py::arg("log_probs"), py::arg("old_log_probs"),
+        py::arg("advantages"), py::arg("mask"), py::arg("selected"), py::arg("ref_log_probs"),
+        py::arg("entropy"), py::arg("is_weights"), py::arg("cu_seqlens"), py::arg("denominators"),
+        py::arg("mode"), py::arg("agg_mode"), py::arg("kl_type"), py::arg("kl_straight_through"),
+        py::arg("options"), py::arg("coefficients"), py::arg("wants_gradient"),
+        py::arg("wants_entropy_gradient"));
+}
+
+}  // namespace hybridengine

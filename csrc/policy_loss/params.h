@@ -1,0 +1,98 @@
+// Policy loss: loss, gradient and metrics of packed tokens in one pass.
+#pragma once
+
+#include <cstdint>
+
+#include "common/isa.h"
+#include "policy_loss/token_loss.h"
+
+namespace hybridengine {
+
+// The weight of an unmasked token in the loss, in the order of kernels/policy_loss.py.
+enum class LossAggMode : int32_t {
+  token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean, seq_mean_token_sum_norm
+};
+
+// Columns of the sums; the first three are weighted as the loss is, the next four divided by the
+// global number of tokens.
+enum PolicyLossSum {
+  kPgLoss, kKlLoss, kEntropy, kClipped, kClippedLower, kPpoKl, kRatio, kRatioMax, kNumSums
+};
+
+// What a sequence needs to know before its tokens are visited.
+struct SegmentStats {
+  float count;       // unmasked tokens
+  float log_ratio;   // mean token log-ratio (gspo), mean clipped one (gmpo)
+  float advantage;   // mean advantage (gmpo)
+  float is_weight;   // geometric mean of the rollout weights (gmpo)
+};
+
+struct PolicyLossParams {
+  const float* log_probs;      // [num_tokens], as all that follow
+  const float* old_log_probs;
+  const float* advantages;
+  const bool* mask;            // or null: every token counts
+  const bool* selected;        // clip_cov, kl_cov
+  const float* ref_log_probs;  // or null: no KL
+  const float* entropy;        // or null
+  const float* is_weights;     // or null
+  const int32_t* cu_seqlens;   // [num_sequences + 1] or null
+  int64_t num_tokens;
+  int64_t num_sequences;
+  LossMode mode;
+  LossAggMode agg_mode;
+  TokenLossOptions options;
+  KlType kl_type;
+  bool kl_straight_through;
+  float kl_coef;
+  float entropy_coeff;
+  float loss_scale_factor;
+  const double* global_num_tokens;  // [1]
+  const double* global_num_seqs;    // [1], seq-mean modes
+  SegmentStats* segments;           // scratch [num_sequences], where needs_segments()
+  double* partials;                 // scratch [num_chunks][kNumSums]
+  float* sums;                      // [1 + kNumSums]: the loss, then PolicyLossSum
+  float* gradient;                  // [num_tokens] or null
+  float* entropy_gradient;          // [num_tokens] or null
+  int num_threads;
+};
+
+// Tokens per row of partials: fixed, so that sums do not depend on the number of threads.
+inline constexpr int64_t kCpuChunk = 16384, kCudaChunk = 2048;
+
+HE_HOST_DEVICE bool needs_segments(const PolicyLossParams& p) {
+  return p.mode == LossMode::gspo || p.mode == LossMode::gmpo ||
+         p.agg_mode == LossAggMode::seq_mean_token_mean;
+}
+
+// The weight of the unmasked tokens of a sequence with `count` of them.
+HE_HOST_DEVICE float token_weight(const PolicyLossParams& p, float count) {
+  switch (p.agg_mode) {
+    case LossAggMode::token_mean: return static_cast<float>(1 / *p.global_num_tokens);
+    case LossAggMode::token_sum: return 1;
+    case LossAggMode::seq_mean_token_sum: return static_cast<float>(1 / *p.global_num_seqs);
+    case LossAggMode::seq_mean_token_mean:
+      return static_cast<float>(1 / (*p.global_num_seqs * (count > 1 ? count : 1)));
+    case LossAggMode::seq_mean_token_sum_norm:
+      return static_cast<float>(1 / (*p.global_num_seqs * p.loss_scale_factor));
+  }
+  return 0;
+}
+
+// From the totals in PolicyLossSum order to what the caller sees.
+HE_HOST_DEVICE void finish_sums(const PolicyLossParams& p, const double* totals) {
+  const double loss = totals[kPgLoss] + (p.ref_log_probs ? p.kl_coef * totals[kKlLoss] : 0) -
+                      (p.entropy ? p.entropy_coeff * totals[kEntropy] : 0);
+  p.sums[0] = static_cast<float>(loss);
+  for (int i = 0; i < kNumSums; ++i) {
+    const bool per_token = i >= kClipped && i <= kRatio;
+    p.sums[1 + i] =
+        static_cast<float>(per_token ? totals[i] / *p.global_num_tokens : totals[i]);
+  }
+}
+
+HE_CPU_KERNEL(policy_loss_cpu, PolicyLossParams)
+
+int policy_loss_cuda(const PolicyLossParams& params, void* stream);  // returns a cudaError_t
+
+}  // namespace hybridengine

@@ -1,0 +1,193 @@
+// Policy loss on CUDA: a launch for the sequences' means where a mode needs them, one for the
+// tokens, and one block that adds the partial sums in a fixed order.
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "policy_loss/params.h"
+
+namespace hybridengine {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+
+__device__ double block_sum(double value) {
+  __shared__ double partial[kWarps];
+  for (int offset = 16; offset; offset /= 2) value += __shfl_down_sync(kFullWarp, value, offset);
+  __syncthreads();  // the previous call's reads are over
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+  __syncthreads();
+  double sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += partial[w];
+  return sum;
+}
+
+// NaN wins, as it does in torch.max.
+__device__ float larger(float a, float b) { return a >= b || a != a ? a : b; }
+
+__device__ float block_max(float value) {
+  __shared__ float partial[kWarps];
+  for (int offset = 16; offset; offset /= 2)
+    value = larger(value, __shfl_down_sync(kFullWarp, value, offset));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+  __syncthreads();
+  float result = partial[0];
+  for (int w = 1; w < kWarps; ++w) result = larger(result, partial[w]);
+  return result;
+}
+
+template <LossMode mode>
+__device__ Token<ScalarOps> load_token(const PolicyLossParams& p, int64_t t,
+                                       const SegmentStats& segment) {
+  constexpr bool selects = mode == LossMode::clip_cov || mode == LossMode::kl_cov;
+  return Token<ScalarOps>{p.log_probs[t],    p.old_log_probs[t], p.advantages[t],
+                          segment.log_ratio, segment.advantage,  selects && p.selected[t]};
+}
+
+template <LossMode mode>
+__global__ void __launch_bounds__(kThreads) segment_kernel(PolicyLossParams p) {
+  const int64_t begin = p.cu_seqlens[blockIdx.x], end = p.cu_seqlens[blockIdx.x + 1];
+  double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
+  for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
+    if (p.mask && !p.mask[t]) continue;
+    count += 1;
+    if (mode != LossMode::gspo && mode != LossMode::gmpo) continue;
+    const Token<ScalarOps> token = load_token<mode>(p, t, SegmentStats{});
+    log_ratio += mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options)
+                                        : clamped_log_ratio(token);
+    advantage += token.advantage;
+    if (mode == LossMode::gmpo && p.is_weights) log_weight += logf(p.is_weights[t] + 1e-10f);
+  }
+  count = block_sum(count);
+  const double n = count > 1 ? count : 1;
+  const SegmentStats stats{static_cast<float>(count), static_cast<float>(block_sum(log_ratio) / n),
+                           static_cast<float>(block_sum(advantage) / n),
+                           static_cast<float>(exp(block_sum(log_weight) / n))};
+  if (threadIdx.x == 0) p.segments[blockIdx.x] = stats;
+}
+
+__device__ int64_t find_sequence(const PolicyLossParams& p, int64_t t) {
+  int64_t low = 0, high = p.num_sequences;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (p.cu_seqlens[middle + 1] > t) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+struct Sums {
+  float pg, kl, entropy, clipped, clipped_lower, ppo_kl, ratio, ratio_max;
+};
+
+template <LossMode mode>
+__device__ void visit(const PolicyLossParams& p, int64_t t, float weight,
+                      const SegmentStats& segment, Sums& sums) {
+  const Token<ScalarOps> token = load_token<mode>(p, t, segment);
+  const TokenTerms<ScalarOps> terms = token_loss<mode, ScalarOps>(token, p.options);
+  float is_weight = 1;
+  if (p.is_weights) is_weight = mode == LossMode::gmpo ? segment.is_weight : p.is_weights[t];
+  sums.pg += weight * (terms.loss * is_weight);
+  sums.clipped += terms.clipped;
+  sums.clipped_lower += terms.clipped_lower;
+  sums.ppo_kl -= terms.log_ratio;
+  sums.ratio += terms.ratio;
+  sums.ratio_max = larger(terms.ratio, sums.ratio_max);
+  float gradient = terms.gradient * is_weight;
+  if (p.ref_log_probs) {
+    const KlTerms<ScalarOps> kl = token_kl<ScalarOps>(p.kl_type, p.kl_straight_through,
+                                                      token.log_prob, p.ref_log_probs[t]);
+    sums.kl += weight * kl.value;
+    gradient += p.kl_coef * kl.gradient;
+  }
+  if (p.entropy) sums.entropy += weight * p.entropy[t];
+  if (p.gradient) p.gradient[t] = gradient * weight;
+  if (p.entropy_gradient) p.entropy_gradient[t] = -p.entropy_coeff * weight;
+}
+
+template <LossMode mode>
+__global__ void __launch_bounds__(kThreads) token_kernel(const __grid_constant__ PolicyLossParams p) {
+  const bool by_segment = needs_segments(p);
+  const int64_t begin = blockIdx.x * kCudaChunk;
+  const int64_t end = begin + kCudaChunk < p.num_tokens ? begin + kCudaChunk : p.num_tokens;
+  Sums sums{0, 0, 0, 0, 0, 0, 0, -INFINITY};
+  float weight = by_segment ? 0 : token_weight(p, 1);
+  for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
+    SegmentStats segment{};
+    bool keep = !p.mask || p.mask[t];
+    if (by_segment && keep) {
+      const int64_t n = find_sequence(p, t);
+      keep = n < p.num_sequences;  // else the token belongs to no sequence
+      if (keep) segment = p.segments[n];
+      weight = token_weight(p, segment.count);
+    }
+    if (keep) {
+      visit<mode>(p, t, weight, segment, sums);
+    } else {
+      if (p.gradient) p.gradient[t] = 0;
+      if (p.entropy_gradient) p.entropy_gradient[t] = 0;
+    }
+  }
+  double* partial = p.partials + blockIdx.x * kNumSums;
+  const float values[] = {sums.pg,     sums.kl,    sums.entropy, sums.clipped, sums.clipped_lower,
+                          sums.ppo_kl, sums.ratio};
+#pragma unroll
+  for (int i = 0; i < kRatioMax; ++i) {
+    const double total = block_sum(values[i]);
+    if (threadIdx.x == 0) partial[i] = total;
+  }
+  const float ratio_max = block_max(sums.ratio_max);
+  if (threadIdx.x == 0) partial[kRatioMax] = ratio_max;
+}
+
+__global__ void __launch_bounds__(kThreads) finish_kernel(PolicyLossParams p, int64_t chunks) {
+  double totals[kNumSums];
+#pragma unroll
+  for (int i = 0; i < kNumSums; ++i) {
+    double sum = 0;
+    float most = -INFINITY;
+    for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += kThreads) {
+      const double value = p.partials[chunk * kNumSums + i];
+      sum += value;
+      most = larger(static_cast<float>(value), most);
+    }
+    totals[i] = i == kRatioMax ? block_max(most) : block_sum(sum);
+  }
+  if (threadIdx.x == 0) finish_sums(p, totals);
+}
+
+template <LossMode mode>
+int launch(const PolicyLossParams& p, cudaStream_t stream) {
+  if (needs_segments(p) && p.num_sequences > 0)
+    segment_kernel<mode><<<static_cast<unsigned>(p.num_sequences), kThreads, 0, stream>>>(p);
+  const int64_t chunks = (p.num_tokens + kCudaChunk - 1) / kCudaChunk;
+  if (chunks > 0)
+    token_kernel<mode><<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(p);
+  finish_kernel<<<1, kThreads, 0, stream>>>(p, chunks);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int policy_loss_cuda(const PolicyLossParams& p, void* stream) {
+  const auto s = static_cast<cudaStream_t>(stream);
+  switch (p.mode) {
+    case LossMode::ppo_clip: return launch<LossMode::ppo_clip>(p, s);
+    case LossMode::gspo: return launch<LossMode::gspo>(p, s);
+    case LossMode::gmpo: return launch<LossMode::gmpo>(p, s);
+    case LossMode::cispo: return launch<LossMode::cispo>(p, s);
+    case LossMode::sapo: return launch<LossMode::sapo>(p, s);
+    case LossMode::dppo_tv: return launch<LossMode::dppo_tv>(p, s);
+    case LossMode::dppo_kl: return launch<LossMode::dppo_kl>(p, s);
+    case LossMode::clip_cov: return launch<LossMode::clip_cov>(p, s);
+    case LossMode::kl_cov: return launch<LossMode::kl_cov>(p, s);
+    case LossMode::reinforce: return launch<LossMode::reinforce>(p, s);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace hybridengine

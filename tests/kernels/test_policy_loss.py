@@ -1,0 +1,285 @@
+"""Policy loss: every backend against the float64 oracle, and the oracle against the papers.
+
+The oracle itself is checked in test_token_loss.py, formula by formula.
+"""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, policy_loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+
+from tests.tolerances import POLICY_LOSS, POLICY_LOSS_SPLIT
+
+BACKENDS = ["cpp"]
+KL = ["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "kl", "mse", "low_var_kl"]
+
+
+def batch(lengths, seed=0, spread=0.4, dtype=torch.float32):
+    """Random packed inputs; about a quarter of the tokens masked."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+
+    def normal(scale):
+        return (torch.randn(tokens, generator=generator) * scale).to(dtype)
+
+    old = -normal(1).abs() - 0.05
+    per_sequence = torch.randn(len(lengths), generator=generator).to(dtype)
+    advantages = torch.repeat_interleave(per_sequence, torch.tensor(lengths, dtype=torch.int64))
+    return {
+        "log_probs": (old + normal(spread)).clamp(max=-0.01),
+        "old_log_probs": old,
+        "advantages": advantages,
+        "response_mask": torch.rand(tokens, generator=generator) < 0.75,
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "selected": torch.rand(tokens, generator=generator) < 0.2,
+        "ref_log_probs": old + normal(0.3),
+        "entropy": normal(1).abs(),
+        "rollout_is_weights": normal(0.5).exp(),
+    }
+
+
+def doubled(inputs):
+    floats = {k: v.double() for k, v in inputs.items() if v.is_floating_point()}
+    return {**inputs, **floats}
+
+
+def run(inputs, **options):
+    """(loss, metrics, gradient by log_probs, gradient by entropy)."""
+    leaves = {k: inputs[k].clone().requires_grad_() for k in ("log_probs", "entropy")}
+    arguments = {**inputs, **leaves}
+    loss, metrics = policy_loss(
+        arguments.pop("log_probs"),
+        arguments.pop("old_log_probs"),
+        arguments.pop("advantages"),
+        **{"loss_scale_factor": 50.0, "kl_coef": 0.1, "entropy_coeff": 0.01, **options},
+        **arguments,
+    )
+    gradients = torch.autograd.grad(loss * 2, list(leaves.values()))
+    return loss.detach(), metrics, *gradients
+
+
+def close(got, want, tolerance):
+    torch.testing.assert_close(got.double(), want.double(), **tolerance)
+
+
+def same(ours, exact, tolerance=POLICY_LOSS):
+    close(ours[0], exact[0], tolerance)
+    assert ours[1].keys() == exact[1].keys()
+    for name in exact[1]:
+        close(ours[1][name], exact[1][name], tolerance)
+    close(ours[2], exact[2], tolerance)
+    close(ours[3], exact[3], tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_every_mode_and_aggregation(backend, loss_mode, loss_agg_mode):
+    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
+    options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
+    exact = run(doubled(inputs), backend="reference", **options)
+    same(run(inputs, backend=backend, **options), exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    seed=st.integers(0, 2**16),
+    loss_mode=st.sampled_from(LOSS_MODES),
+    loss_agg_mode=st.sampled_from(LOSS_AGG_MODES),
+    kl_type=st.sampled_from(KL),
+    spread=st.sampled_from([0.0, 0.1, 2.0]),
+    low=st.sampled_from([0.1, 0.2]),
+    high=st.sampled_from([0.2, 0.28]),
+)
+def test_random_batches(
+    backend, lengths, seed, loss_mode, loss_agg_mode, kl_type, spread, low, high
+):
+    inputs = batch(lengths, seed, spread)
+    options = {
+        "loss_mode": loss_mode,
+        "loss_agg_mode": loss_agg_mode,
+        "kl_type": kl_type,
+        "clip_ratio_low": low,
+        "clip_ratio_high": high,
+        "global_num_tokens": 100,
+        "global_num_seqs": torch.tensor(9.0),
+    }
+    exact = run(doubled(inputs), backend="reference", **options)
+    same(run(inputs, backend=backend, **options), exact)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_masked_tokens_may_hold_anything(backend):
+    inputs = batch([20, 30, 7])
+    spoiled = dict(inputs)
+    for name, value in inputs.items():
+        if value.is_floating_point():
+            spoiled[name] = value.masked_fill(~inputs["response_mask"], float("nan"))
+    for loss_mode in LOSS_MODES:
+        options = {"loss_mode": loss_mode, "loss_agg_mode": "seq-mean-token-mean"}
+        same(
+            run(spoiled, backend=backend, **options),
+            run(inputs, backend=backend, **options),
+            {"rtol": 0, "atol": 0},
+        )
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("lengths", [[], [0], [9, 0, 4]])
+def test_nothing_to_learn_from_is_zero(backend, lengths):
+    inputs = batch(lengths)
+    inputs["response_mask"] = torch.zeros(sum(lengths), dtype=torch.bool)
+    for loss_mode in LOSS_MODES:
+        for loss_agg_mode in LOSS_AGG_MODES:
+            loss, metrics, gradient, entropy_gradient = run(
+                inputs, backend=backend, loss_mode=loss_mode, loss_agg_mode=loss_agg_mode
+            )
+            assert loss == 0 and gradient.eq(0).all() and entropy_gradient.eq(0).all()
+            assert metrics.pop("ratio_max") == -math.inf
+            assert all(value == 0 for value in metrics.values())
+
+
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_any_split_gives_the_same_loss_and_gradient(backend, loss_mode, loss_agg_mode):
+    lengths = [5, 17, 70, 1, 33, 16, 129, 3]
+    inputs = doubled(batch(lengths)) if backend == "reference" else batch(lengths)
+    ends = inputs["cu_seqlens"]
+    mask = inputs["response_mask"]
+    counts = [int(mask[a:b].sum()) for a, b in pairwise(ends)]
+    options = {
+        "loss_mode": loss_mode,
+        "loss_agg_mode": loss_agg_mode,
+        "global_num_tokens": sum(counts),
+        "global_num_seqs": sum(count > 0 for count in counts),
+        "backend": backend,
+    }
+    whole = run(inputs, **options)
+    total, sums, gradient = 0, {}, torch.zeros_like(whole[2])
+    for part in ([3], [7, 0], [2, 5, 1], [4, 6]):  # sequences out of order, unequal parts
+        rows = torch.cat([torch.arange(ends[n], ends[n + 1]) for n in part])
+        piece = {name: value[rows] for name, value in inputs.items() if name != "cu_seqlens"}
+        piece["cu_seqlens"] = torch.tensor([0] + [lengths[n] for n in part]).cumsum(0).int()
+        loss, metrics, piece_gradient, _ = run(piece, **options)
+        total = total + loss
+        for name, value in metrics.items():
+            old = sums.get(name, torch.zeros_like(value))
+            sums[name] = torch.maximum(old, value) if name == "ratio_max" else old + value
+        gradient[rows] = piece_gradient
+    tolerance = POLICY_LOSS_SPLIT if backend == "reference" else POLICY_LOSS
+    close(total, whole[0], tolerance)
+    for name, value in whole[1].items():
+        close(sums[name], value, tolerance)
+    close(gradient, whole[2], tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_one_sequence_of_70000_tokens(backend, loss_mode):
+    inputs = batch([1, 70_000, 0])
+    options = {"loss_mode": loss_mode, "loss_agg_mode": "seq-mean-token-mean"}
+    exact = run(doubled(inputs), backend="reference", **options)
+    same(run(inputs, backend=backend, **options), exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ratios_far_from_one_stay_finite(backend):
+    inputs = batch([64])
+    inputs["log_probs"] = torch.linspace(-200, -0.01, 64)
+    for loss_mode in LOSS_MODES:
+        if loss_mode in ("cispo", "dppo_tv", "dppo_kl", "reinforce", "gspo", "gmpo"):
+            continue  # their loss holds log_probs themselves, or a mean
+        ours = run(inputs, backend=backend, loss_mode=loss_mode)
+        exact = run(doubled(inputs), backend="reference", loss_mode=loss_mode)
+        assert ours[2].isfinite().all()
+        same(ours, exact, {"rtol": 1e-4, "atol": 1e-4})
+
+
+def test_no_gradient_is_computed_that_nobody_asked_for():
+    inputs = batch([8])
+    arguments = [inputs[k] for k in ("log_probs", "old_log_probs", "advantages")]
+    loss, _ = policy_loss(*arguments)
+    assert not loss.requires_grad
+    loss, _ = policy_loss(*arguments, entropy=inputs["entropy"].requires_grad_(), entropy_coeff=1.0)
+    loss.backward()
+    assert torch.equal(inputs["entropy"].grad, torch.full((8,), -1 / 8))
+
+
+def test_strided_and_half_precision_inputs():
+    inputs = batch([40])
+    wide = {k: v.repeat_interleave(2) if k != "cu_seqlens" else v for k, v in inputs.items()}
+    strided = {k: v[::2] if k != "cu_seqlens" else v for k, v in wide.items()}
+    same(run(strided), run(inputs), {"rtol": 0, "atol": 0})
+    half = inputs["log_probs"].bfloat16().requires_grad_()
+    loss, _ = policy_loss(half, inputs["old_log_probs"], inputs["advantages"])
+    loss.backward()
+    assert loss.dtype == torch.float32 and half.grad.dtype == torch.bfloat16
+
+
+def test_errors_name_what_is_wrong():
+    x = torch.zeros(4)
+    for arguments, message in (
+        ({"loss_mode": "pop"}, "loss_mode is 'pop'"),
+        ({"loss_agg_mode": "mean"}, "loss_agg_mode is 'mean'"),
+        ({"kl_type": "k4"}, "kl_type is 'k4'"),
+        ({"loss_mode": "gspo"}, "give cu_seqlens"),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, "give cu_seqlens"),
+        ({"loss_mode": "kl_cov"}, "needs selected"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0"),
+        ({"entropy": torch.zeros(3)}, r"entropy has shape \[3\]; expected \[4\]"),
+        (
+            {"loss_agg_mode": "seq-mean-token-sum-norm", "cu_seqlens": torch.tensor([0, 4])},
+            "needs loss_scale_factor",
+        ),
+        (
+            {"loss_agg_mode": "seq-mean-token-mean", "cu_seqlens": torch.tensor([0, 5])},
+            "cu_seqlens ends at 5, but there are 4 tokens",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy_loss(x, x, x, **{"backend": "cpp", **arguments})
+    with pytest.raises(ValueError, match=r"log_probs has shape \[2, 2\]"):
+        policy_loss(x.view(2, 2), x.view(2, 2), x.view(2, 2))
+
+
+def test_operator_passes_opcheck_and_compiles():
+    inputs = batch([6, 4])
+    log_probs = inputs["log_probs"].requires_grad_()
+    opcheck(
+        torch.ops.hybridengine.policy_loss,
+        (
+            log_probs,
+            inputs["entropy"].requires_grad_(),
+            inputs["old_log_probs"],
+            inputs["advantages"],
+            inputs["response_mask"],
+            None,
+            inputs["ref_log_probs"],
+            None,
+            inputs["cu_seqlens"],
+            torch.tensor([10.0, 2.0], dtype=torch.float64),
+            LOSS_MODES.index("gspo"),
+            3,
+            3,
+            False,
+            [0.2, 0.2, 3.0, 1.0, 1.0, 1.0],
+            [0.1, 0.1, 1.0],
+            True,
+            True,
+        ),
+    )
+
+    def step(log_probs, old, advantages):
+        return policy_loss(log_probs, old, advantages, global_num_tokens=10)[0]
+
+    arguments = (log_probs, inputs["old_log_probs"], inputs["advantages"])
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), step(*arguments))
