@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import uuid
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,8 @@ def launch_ranks(config: GRPOConfig) -> str | None:
         temporary.write_text(config_to_yaml(config))
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the engine's chatter hides ours
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it shorter
     launch = LaunchConfig(
         min_nodes=1,
@@ -64,30 +68,42 @@ def launch_ranks(config: GRPOConfig) -> str | None:
     return None
 
 
-def _describe(failures: dict[int, Any], dir: Path) -> str:
-    """Name the rank that failed first; those that only lost it as a peer come last."""
+def _describe(failures: Mapping[int, Any], dir: Path) -> str:
+    """Name the rank that failed first; those that only lost it as a peer are not to blame.
 
-    def order(rank: int) -> tuple[int, float, int]:
-        code = failures[rank].exitcode
-        killed = code < 0 and code != -signal.SIGTERM  # the launcher ends the others by SIGTERM
-        victim = code in (EXIT_PEER_LOST, -signal.SIGTERM)
-        culprit = 0 if killed else 1 if code == EXIT_USER_ERROR else 3 if victim else 2
-        return culprit, failures[rank].timestamp, rank
-
-    rank = min(failures, key=order)
-    failure, status = failures[rank], read_status(dir).get(rank)
-    if failure.exitcode < 0:
-        how = f"was killed by {signal.Signals(-failure.exitcode).name}"
+    failures: by rank, what the launcher saw end (pid, exitcode, timestamp); others it has stopped.
+    """
+    statuses = read_status(dir)
+    killed = [
+        rank  # the launcher ends the others by SIGTERM
+        for rank, failure in failures.items()
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+    ]
+    raised = sorted((s.time, rank) for rank, s in statuses.items() if s.error)
+    if killed:
+        rank = killed[0]
+        how = f"was killed by {signal.Signals(-failures[rank].exitcode).name}"
+    elif raised:
+        rank = raised[0][1]
+        how = "failed"
     else:
-        how = f"ended with exit code {failure.exitcode}"
+        rank = min(failures, key=lambda r: (failures[r].exitcode == EXIT_PEER_LOST, r))
+        how = f"ended with exit code {failures[rank].exitcode}"
+    status = statuses.get(rank)
     where = f"in phase {status.phase!r} of step {status.step}" if status else "while starting"
-    return f"rank {rank} (pid {failure.pid}) {how} {where}; the other ranks were stopped."
+    pid = status.pid if status else failures[rank].pid
+    why = f": {status.error}" if status and status.error else ""
+    return f"rank {rank} (pid {pid}) {how} {where}{why}; the other ranks were stopped."
 
 
 def run_rank(config: GRPOConfig) -> int:
     """Train as the rank that the environment names; returns its exit code."""
+    from transformers.utils.logging import disable_progress_bar
+
     from hybridengine.trainer.rl import train_grpo
 
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
         train_grpo(config)
     except USER_ERRORS:  # the rank has said it, with its phase; a traceback would bury that

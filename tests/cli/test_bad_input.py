@@ -1,0 +1,160 @@
+"""Bad input: one clear sentence and exit code 2, before any rank starts and any file is written."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from hybridengine import cli
+from tests.tiny_models import save_tiny
+
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
+ROW = {
+    "data_source": "toy",
+    "prompt": [{"role": "user", "content": "w3 w4 w5"}],
+    "reward_model": {"ground_truth": "w6"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny("llama", tmp_path_factory.mktemp("model"))  # 4 heads, 2 key-value heads
+
+
+@pytest.fixture
+def job(model, tmp_path):
+    """A function that runs `hybridengine grpo --dry-run` with a good job and some overrides."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n" * 4)
+    (tmp_path / "config.yaml").write_text(
+        f"model: {{path: {model}}}\n"
+        f"data: {{train_files: {tmp_path}/rows.jsonl, train_batch_size: 4, max_prompt_length: 8,\n"
+        "  max_response_length: 4}\n"
+        f"reward: {{custom_reward_function: {{path: {tmp_path}/reward.py}}}}\n"
+        f"trainer: {{n_gpus_per_node: 1, default_local_dir: {tmp_path}/run}}\n"
+    )
+
+    def run(*overrides: str, dry_run: bool = True):
+        flags = ["--dry-run"] if dry_run else []
+        arguments = ["grpo", str(tmp_path / "config.yaml"), *overrides, *flags]
+        return CliRunner().invoke(cli.app, arguments)
+
+    return run
+
+
+def refusal(result) -> str:
+    """The one sentence on stderr of a refused job."""
+    assert result.exit_code == 2, result.output
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert result.stdout == ""
+    return line
+
+
+def test_a_good_job_passes_and_prints_its_plan(job, tmp_path):
+    result = job("rollout.n=2")
+    assert result.exit_code == 0, result.output
+    assert "4 prompts, 8 responses, 1 optimizer step" in result.stdout
+    assert "4 prompts, 1 steps per epoch, 1 in all" in result.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.m=4", ["rollout.m", "did you mean rollout.n"]),
+        ("model.path={dir}/nothing", ["nothing", "check the path"]),
+        ("model.path={dir}", ["config.json"]),
+        ("data.train_files={dir}/none.parquet", ["none.parquet does not exist"]),
+        ("data.val_files={dir}/none.jsonl", ["none.jsonl does not exist"]),
+        ("data.prompt_key=question", ["line 1", "no column 'question'", "prompt, reward_model"]),
+        ("data.max_prompt_length=2", ["line 1", "3 tokens", "more than", "2"]),
+        ("data.train_batch_size=5", ["only 4 training prompts"]),
+        ("data.chat_template=none.jinja", ["none.jinja", "neither"]),
+        ("reward.custom_reward_function.path={dir}/none.py", ["none.py does not exist"]),
+        ("reward.custom_reward_function.name=score", ["no function 'score'", "compute_score"]),
+        ("rollout.tensor_model_parallel_size=3", ["tensor_model_parallel_size is 3", "1 ranks"]),
+        ("trainer.default_local_dir={dir}/reward.py/run", ["reward.py", "no writable folder"]),
+    ],
+)
+def test_refused(job, tmp_path, override, words):
+    line = refusal(job(override.format(dir=tmp_path)))
+    for word in words:
+        assert word in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_tp_size_must_divide_the_heads(job):
+    ranks = ["trainer.n_gpus_per_node=3", "rollout.tensor_model_parallel_size=3"]
+    line = refusal(job(*ranks, "data.train_batch_size=3"))
+    assert "does not divide the model's 4 attention heads" in line
+    assert "choose one of [1, 2, 4]" in line
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "raise ValueError('no key')",
+            ["raised ValueError: no key", "reward.py:2", "ground truth"],
+        ),
+        ("return 'good'", ["'good'", "expected a finite number", "prompt 'w3 w4 w5"]),
+        ("return float('nan')", ["nan", "expected a finite number"]),
+    ],
+)
+def test_reward_functions_that_fail(job, tmp_path, source, words):
+    definition = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
+    (tmp_path / "reward.py").write_text(definition + source)
+    line = refusal(job())
+    for word in words:
+        assert word in line
+
+
+def test_malformed_parquet(job, tmp_path):
+    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "cut.parquet")
+    whole = (tmp_path / "cut.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    line = refusal(job(f"data.train_files={tmp_path}/cut.parquet"))
+    assert "cut.parquet is not a readable parquet file" in line
+
+
+def test_no_space_to_save(job, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert "GiB" in refusal(job())
+
+
+def test_missing_config():
+    result = CliRunner().invoke(cli.app, ["grpo", "none.yaml"])
+    assert refusal(result) == "error: config file none.yaml does not exist; check the path"
+
+
+def test_several_nodes_need_torchrun(job):
+    assert "start this command under torchrun" in refusal(job("trainer.nnodes=2", dry_run=False))
+
+
+def test_torchruns_world_must_match(job, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "torchrun started 4 ranks" in refusal(job(dry_run=False))
+
+
+def test_env_lists_versions_and_kernels():
+    result = CliRunner().invoke(cli.app, ["env"])
+    assert result.exit_code == 0, result.output
+    for word in ("torch", "transformers", "CPU:", "GPU:", "token_log_probs", "strided_copy"):
+        assert word in result.stdout
+
+
+def test_paths_of_the_demo_exist():
+    from hybridengine.config import load_config
+
+    demo = Path(__file__).parents[2] / "examples" / "demo"
+    config = load_config(demo / "config.yaml")
+    assert (demo / Path(config.data.chat_template).name).is_file()
+    assert (demo / Path(config.reward.custom_reward_function.path).name).is_file()
