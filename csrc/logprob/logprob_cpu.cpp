@@ -14,6 +14,8 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 2048;  // elements; 8 KiB of float32 stay in L1 for the second look
+constexpr double kLn2 = 0.6931471805599453;
+constexpr double kLog2e = 1.4426950408889634;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // One row of logits; `general` adds the keep-mask and the soft-cap.
@@ -70,17 +72,18 @@ template <bool general>
 struct Accumulators {
   VecF e{}, e_d{}, e_e{};
 
-  void add(VecF y, VecF shift, VecF factor) {
-    VecF d = (y - shift) * factor;
-    d = d < -104.0f ? splat(-104.0f) : d;  // exp is 0 there, and 0 * d must not be 0 * inf
-    const VecF value = exp(d);
+  // d is kept in units of log 2 here.
+  void add(VecF y, VecF shift, VecF factor2) {
+    // 2^-150 is 0, and 0 * d must not be 0 * inf.
+    const VecF d = at_least(-150.0f, (y - shift) * factor2);
+    const VecF value = exp2(d);
     e += value;
     e_d += value * d;
     if constexpr (general) e_e += value * value;
   }
   void flush(RowSums& sums) const {
     sums.e += sum(e);
-    sums.e_d += sum(e_d);
+    sums.e_d += sum(e_d) * kLn2;
     if constexpr (general) sums.e_e += sum(e_e);
   }
 };
@@ -89,15 +92,15 @@ struct Accumulators {
 template <typename T, bool general>
 void add_range(const Row<T, general>& row, int64_t begin, int64_t end, float factor, RowSums& sums) {
   Accumulators<general> a, b;
-  const VecF shift = splat(sums.max), factors = splat(factor);
+  const VecF shift = splat(sums.max), factor2 = splat(static_cast<float>(factor * kLog2e));
   int64_t i = begin;
   for (; i + 2 * kWidth <= end; i += 2 * kWidth) {
-    a.add(row.capped(row.raw(i)), shift, factors);
-    b.add(row.capped(row.raw(i + kWidth)), shift, factors);
+    a.add(row.capped(row.raw(i)), shift, factor2);
+    b.add(row.capped(row.raw(i + kWidth)), shift, factor2);
   }
   for (; i < end; i += kWidth) {
     const VecF x = i + kWidth <= end ? row.raw(i) : row.raw_part(i, end - i);
-    a.add(row.capped(x), shift, factors);
+    a.add(row.capped(x), shift, factor2);
   }
   a.flush(sums);
   b.flush(sums);
@@ -174,13 +177,16 @@ void backward_row(const LogProbBackward& p, int64_t r) {
   }
   const Row<T, general> row(p, r);
   const int64_t token = p.token_ids[r] - p.vocab_start;
-  const VecF shift = splat(p.row_max[r]), log_sum = splat(p.log_sum[r]), factors = splat(factor);
-  const VecF constant = splat(gradient.constant), slope = splat(gradient.slope);
+  // log p in units of log 2: one exp2 without a range reduction of its own.
+  const VecF shift = splat(p.row_max[r]);
+  const VecF factor2 = splat(static_cast<float>(factor * kLog2e));
+  const VecF log2_sum = splat(static_cast<float>(p.log_sum[r] * kLog2e));
+  const VecF constant = splat(gradient.constant);
+  const VecF slope2 = splat(static_cast<float>(gradient.slope * kLn2));
   const auto at = [&](VecF x) {
-    VecF y = row.capped(x);
-    VecF log_p = (y - shift) * factors - log_sum;
-    log_p = log_p < -104.0f ? splat(-104.0f) : log_p;
-    VecF grad = exp(log_p) * (constant + slope * log_p);
+    const VecF y = row.capped(x);
+    const VecF log2_p = at_least(-150.0f, (y - shift) * factor2 - log2_sum);
+    VecF grad = exp2(log2_p) * (constant + slope2 * log2_p);
     if constexpr (general) {
       if (row.softcap > 0) {
         const VecF t = y / row.softcap;

@@ -1,0 +1,158 @@
+"""Compile every CUDA and Triton kernel for every target and read what ptxas says of it.
+
+    python tools/cuda_check.py [--arch 90a ...]
+
+No GPU, no torch, nothing but nvcc is needed for csrc/*/*_cuda.cu; Triton kernels are compiled too
+where triton is installed. Prints one line per kernel and target (registers, shared memory, stack,
+spills) and exits with 1 if anything does not compile or spills a register.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+ARCHITECTURES = ("80", "90a", "100a")
+
+
+class Kernel(NamedTuple):
+    source: str
+    name: str
+    architecture: str
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+def compile_source(nvcc: str, source: Path, architecture: str) -> tuple[str, list[Kernel]]:
+    """-> (what went wrong or "", the kernels of this file)."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [
+                *(nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v"),
+                *("-gencode", f"arch=compute_{architecture},code=sm_{architecture}"),
+                *("-I", str(ROOT / "csrc"), "-c", str(source), "-o", f"{folder}/out.o"),
+            ],
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        return f"{source.relative_to(ROOT)} for sm_{architecture}:\n{done.stderr}", []
+    return "", parse(done.stderr, source, architecture)
+
+
+def parse(log: str, source: Path, architecture: str) -> list[Kernel]:
+    """The entry functions of a ptxas -v log."""
+    kernels = []
+    name, stack, spills = "", 0, 0
+    for line in log.splitlines():
+        if found := re.search(r"Compiling entry function '(\w+)'", line):
+            name = found[1]
+        elif found := re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
+        ):
+            stack, spills = int(found[1]), int(found[2]) + int(found[3])
+        elif name and (found := re.search(r"Used (\d+) registers", line)):
+            shared = re.search(r"(\d+) bytes smem", line)
+            kernels.append(
+                Kernel(
+                    *(source.name, name, architecture, int(found[1])),
+                    *(int(shared[1]) if shared else 0, stack, spills),
+                )
+            )
+            name = ""
+    return kernels
+
+
+def demangle(kernels: list[Kernel]) -> list[Kernel]:
+    if not kernels or shutil.which("c++filt") is None:
+        return kernels
+    names = subprocess.run(
+        ["c++filt", "-p"], input="\n".join(k.name for k in kernels), capture_output=True, text=True
+    ).stdout.splitlines()
+    short = [re.sub(r"\(anonymous namespace\)::|hybridengine::|^void ", "", n) for n in names]
+    return [k._replace(name=n) for k, n in zip(kernels, short, strict=True)]
+
+
+def table(kernels: list[Kernel]) -> str:
+    header = ("source", "kernel", "target", "registers", "shared", "stack", "spills")
+    rows = [
+        (k.source, k.name, f"sm_{k.architecture}", *(str(v) for v in k[3:])) for k in kernels
+    ]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in [header, *rows]
+    )
+
+
+def compile_triton(architectures: list[str]) -> tuple[list[str], list[Kernel]]:
+    """Every kernel that kernels/_triton_builds.py lists, if triton is installed."""
+    if importlib_missing("triton") or not (ROOT / "kernels" / "_triton_builds.py").is_file():
+        return [], []
+    sys.path.insert(0, str(ROOT))
+    from hybridengine.kernels import _triton_builds
+
+    problems, kernels = [], []
+    for name, build in _triton_builds.builds().items():
+        for architecture in architectures:
+            try:
+                registers, shared, spills = build(int(architecture.rstrip("a")))
+            except Exception as error:
+                problems.append(f"triton kernel {name} for sm_{architecture}: {error}")
+                continue
+            kernels.append(Kernel("triton", name, architecture, registers, shared, 0, spills))
+    return problems, kernels
+
+
+def importlib_missing(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="+", default=list(ARCHITECTURES), metavar="SM")
+    architectures = parser.parse_args().arch
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if nvcc is None:
+        print("cuda-check: nvcc was not found: put it on PATH or set CUDACXX.", file=sys.stderr)
+        return 1
+    sources = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
+    jobs = [(source, architecture) for source in sources for architecture in architectures]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        results = list(pool.map(lambda job: compile_source(nvcc, *job), jobs))
+    problems = [problem for problem, _ in results if problem]
+    kernels = demangle([kernel for _, found in results for kernel in found])
+    triton_problems, triton_kernels = compile_triton(architectures)
+    problems += triton_problems
+    kernels += triton_kernels
+    print(table(kernels))
+    spilling = [k for k in kernels if k.spill_bytes]
+    problems += [f"{k.name} for sm_{k.architecture} spills {k.spill_bytes} bytes" for k in spilling]
+    print(
+        f"\n{len(sources)} sources, {len(kernels)} kernels, targets "
+        + ", ".join(f"sm_{a}" for a in architectures)
+        + f": {len(problems)} problems"
+    )
+    for problem in problems:
+        print(f"cuda-check: {problem}", file=sys.stderr)
+    return 1 if problems or not kernels else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
