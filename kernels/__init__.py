@@ -10,15 +10,19 @@ from .balance import Imbalance, balance, balance_by_tokens, imbalance
 from .logprob import RowStats, check_labels, token_log_probs
 from .packing import Packed, pack, pack_sequences, unpack
 from .policy_loss import LOSS_AGG_MODES, policy_loss
+from .rollout_correction import REJECTION_CRITERIA, RolloutCorrection, rollout_correction
 from .strided_copy import strided_copy
-from .token_loss import LOSS_MODES
+from .token_loss import LOSS_MODES, select_by_covariance, token_kl
+from .value_loss import value_loss
 
 __all__ = [
     "GROUP_ESTIMATORS",
     "LOSS_AGG_MODES",
     "LOSS_MODES",
+    "REJECTION_CRITERIA",
     "Imbalance",
     "Packed",
+    "RolloutCorrection",
     "RowStats",
     "backend_table",
     "balance",
@@ -31,8 +35,12 @@ __all__ = [
     "pack",
     "pack_sequences",
     "policy_loss",
+    "rollout_correction",
+    "select_by_covariance",
     "strided_copy",
+    "token_kl",
     "token_log_probs",
     "unpack",
+    "value_loss",
     "whiten",
 ]

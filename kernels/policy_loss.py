@@ -16,6 +16,16 @@ import torch
 from torch import Tensor
 
 from ._backend import choose_backend, native, register_backends
+from .aggregation import (
+    LOSS_AGG_MODES,
+    Segments,
+    as_mask,
+    check_choice,
+    check_shapes,
+    denominators,
+    kept,
+    token_weights,
+)
 from .token_loss import (
     KL_ALIASES,
     KL_TYPES,
@@ -31,15 +41,6 @@ from .token_loss import (
 )
 
 register_backends("policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
-
-# The order is that of csrc/policy_loss/params.h.
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
 
 
 def policy_loss(
@@ -114,9 +115,9 @@ def policy_loss(
         (1.0, 0.0)
     """
     loss_mode = MODE_ALIASES.get(loss_mode, loss_mode)
-    _check_choice("loss_mode", loss_mode, LOSS_MODES, MODE_ALIASES)
-    _check_choice("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
-    _check_choice("kl_type", kl_type.removesuffix("+"), KL_TYPES, KL_ALIASES)
+    check_choice("policy_loss", "loss_mode", loss_mode, LOSS_MODES, MODE_ALIASES)
+    check_choice("policy_loss", "loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
+    check_choice("policy_loss", "kl_type", kl_type.removesuffix("+"), KL_TYPES, KL_ALIASES)
     _check_needs(loss_mode, loss_agg_mode, cu_seqlens, selected, loss_scale_factor, clip_ratio_c)
     per_token = {
         "old_log_probs": old_log_probs,
@@ -127,25 +128,22 @@ def policy_loss(
         "entropy": entropy,
         "rollout_is_weights": rollout_is_weights,
     }
-    _check_shapes(log_probs, per_token)
+    check_shapes("policy_loss", "log_probs", log_probs, per_token)
     backend = choose_backend("policy_loss", log_probs.device, backend)
-    counts = _as_mask(response_mask, log_probs)
-    num_tokens = _denominator(global_num_tokens, log_probs.device, counts.sum)
-    num_seqs = num_tokens  # not read by the token modes
-    if loss_agg_mode.startswith("seq"):
-        num_seqs = _denominator(
-            global_num_seqs,
-            log_probs.device,
-            lambda: (Segments.of(cu_seqlens, counts).counts > 0).sum(),
-        )
+    counted = denominators(
+        "policy_loss",
+        loss_agg_mode,
+        as_mask(response_mask, log_probs),
+        cu_seqlens,
+        global_num_tokens,
+        global_num_seqs,
+    )
     options = LossOptions(
         clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg, cov_kl_coef
     )
     plan = _Plan(loss_mode, loss_agg_mode, kl_type, kl_coef, entropy_coeff, loss_scale_factor)
     run = _reference if backend == "reference" else _native
-    loss, sums = run(
-        log_probs, per_token, cu_seqlens, torch.stack([num_tokens, num_seqs]), plan, options
-    )
+    loss, sums = run(log_probs, per_token, cu_seqlens, counted, plan, options)
     metrics = dict(zip(_METRICS, sums.detach().unbind(), strict=True))
     if ref_log_probs is None:
         del metrics["kl_loss"]
@@ -176,43 +174,25 @@ class _Plan(NamedTuple):
     loss_scale_factor: float | None
 
 
-class Segments(NamedTuple):
-    """Which sequence a token belongs to; those past the last belong to an extra, ignored one."""
-
-    ids: Tensor  # [T] int64
-    counts: Tensor  # [n + 1] int64, unmasked tokens
-
-    @staticmethod
-    def of(cu_seqlens: Tensor, mask: Tensor) -> Segments:
-        places = torch.arange(mask.numel(), device=mask.device)
-        ids = torch.searchsorted(cu_seqlens[1:].long(), places, right=True)
-        counts = torch.zeros(cu_seqlens.numel(), dtype=torch.int64, device=mask.device)
-        return Segments(ids, counts.index_add(0, ids, mask.long()))
-
-    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Mean over the unmasked tokens of the sequence, spread to its tokens, [T]."""
-        sums = torch.zeros(self.counts.shape, dtype=values.dtype, device=values.device)
-        sums = sums.index_add(0, self.ids, torch.where(mask, values, 0))
-        return (sums / self.counts.clamp(min=1))[self.ids]
-
-
-def _reference(log_probs, per_token, cu_seqlens, denominators, plan, options):
+def _reference(log_probs, per_token, cu_seqlens, counted, plan, options):
     """(loss, metrics in the order of _METRICS): plain PyTorch, differentiated by autograd."""
-    mask = _as_mask(per_token["response_mask"], log_probs)
+    mask = as_mask(per_token["response_mask"], log_probs)
     segments = None if cu_seqlens is None else Segments.of(cu_seqlens, mask)
-    num_tokens, num_seqs = denominators.unbind()
-    weights = _token_weights(plan, mask, segments, num_tokens, num_seqs).to(log_probs.dtype)
+    num_tokens, num_seqs = counted.unbind()
+    weights = token_weights(
+        plan.loss_agg_mode, mask, segments, num_tokens, num_seqs, plan.loss_scale_factor
+    ).to(log_probs.dtype)
     terms = _reference_terms(plan.loss_mode, log_probs, per_token, mask, segments, options)
     pg_loss = (weights * terms.loss).sum()
     kl_loss = entropy = pg_loss.new_zeros(())
     if per_token["ref_log_probs"] is not None:
-        ref = _kept(per_token["ref_log_probs"].detach(), mask)
-        kl_loss = (weights * token_kl(plan.kl_type, _kept(log_probs, mask), ref)).sum()
+        ref = kept(per_token["ref_log_probs"].detach(), mask)
+        kl_loss = (weights * token_kl(plan.kl_type, kept(log_probs, mask), ref)).sum()
     if per_token["entropy"] is not None:
-        entropy = (weights * _kept(per_token["entropy"], mask)).sum()
+        entropy = (weights * kept(per_token["entropy"], mask)).sum()
     loss = pg_loss + plan.kl_coef * kl_loss - plan.entropy_coeff * entropy
     means = [
-        _kept(value.to(weights.dtype), mask).sum() / num_tokens
+        kept(value.to(weights.dtype), mask).sum() / num_tokens
         for value in (terms.clipped, terms.clipped_lower, -terms.log_ratio, terms.ratio)
     ]
     lowest = weights.new_full((1,), -torch.inf)
@@ -223,9 +203,9 @@ def _reference(log_probs, per_token, cu_seqlens, denominators, plan, options):
 
 def _reference_terms(loss_mode, log_probs, per_token, mask, segments, options):
     """Per-token terms in plain PyTorch; masked tokens are replaced before any arithmetic."""
-    log_probs = _kept(log_probs, mask)
-    old = _kept(per_token["old_log_probs"].detach(), mask)
-    advantages = _kept(per_token["advantages"].detach(), mask)
+    log_probs = kept(log_probs, mask)
+    old = kept(per_token["old_log_probs"].detach(), mask)
+    advantages = kept(per_token["advantages"].detach(), mask)
     is_weights = per_token["rollout_is_weights"]
     if is_weights is not None:
         is_weights = torch.where(mask, is_weights.detach(), 1)
@@ -253,50 +233,6 @@ def _reference_terms(loss_mode, log_probs, per_token, mask, segments, options):
     return terms._replace(loss=torch.where(mask, loss, 0))
 
 
-def _kept(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values, 0)
-
-
-def _as_mask(response_mask: Tensor | None, log_probs: Tensor) -> Tensor:
-    if response_mask is None:
-        return torch.ones_like(log_probs, dtype=torch.bool)
-    return response_mask.bool()
-
-
-def _denominator(given: float | Tensor | None, device: torch.device, count) -> Tensor:
-    """A 0-d float64 tensor on the device, at least 1; made there, so that nothing waits for it."""
-    if given is None:
-        value = count()
-    elif isinstance(given, Tensor):
-        value = given.detach().reshape(()).to(device)
-    else:
-        value = torch.full((), given, dtype=torch.float64, device=device)
-    return value.double().clamp(min=1)
-
-
-def _token_weights(plan, mask, segments, num_tokens, num_seqs):
-    """[T], what each token's terms are multiplied by in the loss; 0 where masked."""
-    loss_agg_mode = plan.loss_agg_mode
-    if loss_agg_mode == "token-mean":
-        weight = 1 / num_tokens
-    elif loss_agg_mode == "token-sum":
-        weight = torch.ones_like(num_tokens)
-    elif loss_agg_mode == "seq-mean-token-sum":
-        weight = 1 / num_seqs
-    elif loss_agg_mode == "seq-mean-token-sum-norm":
-        weight = 1 / (num_seqs * plan.loss_scale_factor)
-    else:
-        weight = 1 / (num_seqs * segments.counts.clamp(min=1)[segments.ids])
-    return torch.where(mask, weight, 0)
-
-
-def _check_choice(name: str, value: str, known: tuple[str, ...], aliases=()) -> None:
-    if value not in known and value not in aliases:
-        raise ValueError(
-            f"policy_loss: {name} is {value!r}; expected one of {', '.join((*known, *aliases))}"
-        )
-
-
 def _check_needs(loss_mode, loss_agg_mode, cu_seqlens, selected, scale, clip_ratio_c) -> None:
     if cu_seqlens is None and (loss_mode in SEQUENCE_MODES or loss_agg_mode.startswith("seq")):
         raise ValueError(
@@ -317,21 +253,7 @@ def _check_needs(loss_mode, loss_agg_mode, cu_seqlens, selected, scale, clip_rat
         raise ValueError(f"policy_loss: clip_ratio_c is {clip_ratio_c}; expected more than 1")
 
 
-def _check_shapes(log_probs: Tensor, per_token: dict[str, Tensor | None]) -> None:
-    if log_probs.dim() != 1:
-        raise ValueError(
-            f"policy_loss: log_probs has shape {list(log_probs.shape)}; expected [T], packed: "
-            "see hybridengine.kernels.pack"
-        )
-    for name, tensor in per_token.items():
-        if tensor is not None and tensor.shape != log_probs.shape:
-            raise ValueError(
-                f"policy_loss: {name} has shape {list(tensor.shape)}; expected "
-                f"{list(log_probs.shape)} like log_probs"
-            )
-
-
-def _native(log_probs, per_token, cu_seqlens, denominators, plan, options):
+def _native(log_probs, per_token, cu_seqlens, counted, plan, options):
     """(loss, metrics in the order of _METRICS) from the C++ or CUDA kernel."""
 
     def floats(name):
@@ -356,7 +278,7 @@ def _native(log_probs, per_token, cu_seqlens, denominators, plan, options):
         floats("ref_log_probs"),
         floats("rollout_is_weights"),
         None if cu_seqlens is None else cu_seqlens.int().contiguous(),
-        denominators,
+        counted,
         LOSS_MODES.index(plan.loss_mode),
         LOSS_AGG_MODES.index(plan.loss_agg_mode),
         KL_TYPES.index(KL_ALIASES.get(base, base)),

@@ -192,3 +192,56 @@ def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     if kl_type.endswith("+"):
         return half_square - half_square.detach() + value.detach()
     return value
+
+
+def select_by_covariance(
+    log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    loss_mode: str,
+    ratio: float = 2e-4,
+    response_mask: Tensor | None = None,
+    lower: float = 1.0,
+    upper: float = 5.0,
+    excluded: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The tokens that clip_cov and kl_cov single out, [T] bool (arXiv 2505.22617, eq. 10-13).
+
+    cov_t = (A_t - mean A) (log p_t - mean log p), means over the unmasked. kl_cov takes the
+    `ratio` of tokens with the largest cov; clip_cov a random `ratio` of all tokens from those with
+    lower < cov < upper; at least one token where there is one. Means and counts are those of this
+    call: for a loss that does not depend on the split, choose once over the whole batch and
+    give policy_loss the parts. Nothing waits for the GPU.
+
+    Args:
+        excluded: [T] bool, tokens clip_cov leaves out (verl: those the ratio clip already caught).
+        generator: of the random choice.
+    """
+    if loss_mode not in SELECTION_MODES or not 0 < ratio <= 1:
+        raise ValueError(
+            f"select_by_covariance: loss_mode {loss_mode!r} with ratio {ratio}; expected one of "
+            f"{', '.join(SELECTION_MODES)} with a ratio in (0, 1]"
+        )
+    with torch.no_grad():
+        mask = torch.ones_like(log_probs, dtype=torch.bool)
+        mask = mask if response_mask is None else response_mask.bool()
+        count = mask.sum()
+
+        def centred(values: Tensor) -> Tensor:
+            values = torch.where(mask, values, 0)
+            return values - values.sum() / count.clamp(min=1)
+
+        covariance = centred(advantages) * centred(log_probs)
+        eligible, score = mask, covariance
+        if loss_mode == "clip_cov":
+            eligible = mask & (covariance > lower) & (covariance < upper)
+            if excluded is not None:
+                eligible = eligible & ~excluded
+            score = torch.rand(score.shape, generator=generator, device=score.device)
+        order = torch.where(eligible, score, -torch.inf).argsort(descending=True, stable=True)
+        wanted = (count * ratio).long().clamp(min=1)
+        first = torch.arange(order.numel(), device=order.device) < wanted
+        selected = torch.zeros_like(mask)
+        selected[order] = first
+        return selected & eligible
