@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -106,7 +107,7 @@ def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) 
             f"cannot run packed; supported are {sorted(_PACKABLE)}"
         )
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         if model_class._is_stateful or not model_class._supports_attention_backend:
             raise ModelError(
                 f"model {path!r} ({model_class.__name__}) does not call its attention through "

@@ -58,7 +58,7 @@ class Optimizer:
         A gradient norm that is not finite skips the update, so that the weights survive it.
         """
         norm = clip_grad_norm_(self.parameters, max_norm)
-        self.last_lr = self.schedule.get_last_lr()[0]
+        self.last_lr = float(self.schedule.get_last_lr()[0])
         if norm.isfinite():
             self.adamw.step()
         with warnings.catch_warnings():  # a skipped first update is meant
@@ -81,7 +81,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torc
     groups: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
     for grad in grads:
         shared = _sharding_groups(grad)
-        key = tuple(group.group_name for group in shared)
+        key = tuple(str(group.group_name) for group in shared)
         groups[key] = shared
         by_group.setdefault(key, []).append(_local(grad))
     total = torch.zeros((), dtype=torch.float64, device=_local(grads[0]).device if grads else None)
