@@ -116,6 +116,30 @@ def test_bfloat16_stays_near_the_oracle():
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cuda_kernels_stay_near_the_oracle(dtype, window):
+    lengths = [50, 17, 90]
+    q, k, v = (x.detach() for x in random_qkv(sum(lengths), 4, 2, 32, dtype))
+    on_device = [x.cuda().requires_grad_() for x in (q, k, v)]
+    on_host = [x.double().requires_grad_() for x in (q, k, v)]
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    out = call(*on_device, cu_seq_lens_q=cu, max_length_q=90, scaling=0.2, sliding_window=window)
+    expected = oracle(*on_host, lengths, 0.2, window)
+    # as on the CPU: half an ulp of bf16 for each rounding; TF32 is off, so float32 is far inside
+    tolerance = (
+        dict(rtol=2e-2, atol=2e-2) if dtype is torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
+    )
+    torch.testing.assert_close(out[0][0].double().cpu(), expected, **tolerance)
+    ours = torch.autograd.grad(out[0].float().square().sum(), on_device)
+    theirs = torch.autograd.grad(expected.square().sum(), on_host)
+    for a, b in zip(ours, theirs, strict=True):
+        scale = b.abs().max()
+        torch.testing.assert_close(a.double().cpu() / scale, b / scale, **tolerance)
+
+
 def test_default_scaling_is_one_over_root_of_head_dim():
     q, k, v = random_qkv(12, 4, 2, 16)
     torch.testing.assert_close(packed(q, k, v, [12]), oracle(q, k, v, [12], 0.25))
