@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.checking import check_model
 from hybridengine.model.errors import ModelError
+from hybridengine.model.head import use_float32_head
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
 
 __all__ = ["load_causal_lm"]
@@ -36,7 +37,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """The model at `path` (folder or hub name) on `mesh`, which holds all ranks; all ranks call.
 
-    Masters and gradients are float32, forward and backward run in `param_dtype`. A parameter whose
+    Masters, gradients and logits are float32, the rest runs in `param_dtype`. A parameter whose
     name `shard_dim1` accepts is sharded on dim 1 where the mesh divides it evenly, all others on
     dim 0. Attention is `hybridengine.model.attention`, so the model takes packed input.
 
@@ -63,6 +64,7 @@ def load_causal_lm(
     layers = _decoder_layers(model)
     _shard(model, layers, mesh, shard_dim1, param_dtype, reshard_after_forward)
     _fill(model, weights, mesh)
+    use_float32_head(model)
     model.eval()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -85,7 +85,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         stop_token_ids=stop,
         dtype=dtype,
         seed=config.seed,
-        kv_cache_bytes=None if torch.cuda.is_available() else rollout.kv_cache_gib << 30,
+        kv_cache_bytes=None if torch.cuda.is_available() else int(rollout.kv_cache_gib * 2**30),
         memory_share=rollout.gpu_memory_utilization,
         engine_options={
             "enforce_eager": rollout.enforce_eager,
@@ -93,6 +93,8 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
             "max_num_seqs": rollout.max_num_seqs,
             "max_num_batched_tokens": rollout.max_num_batched_tokens,
             "trust_remote_code": model.trust_remote_code,
+            # bf16 logits alone would move probabilities by more than all other layers together
+            "hf_overrides": {"head_dtype": "float32"},
         },
     )
 

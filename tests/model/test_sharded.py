@@ -129,8 +129,11 @@ def export_body(rank: int, world_size: int, path: str, out: str) -> dict:
     from hybridengine.model import ModelError, parameter_shards, save_pretrained
 
     model = load(path, world_size, torch.bfloat16, gradient_checkpointing=True)
+    computed = []
+    hook = model.model.norm.register_forward_hook(lambda m, i, out: computed.append(out.dtype))
     logits = backward(model, rollouts(SIZES), world_size)
-    assert logits.dtype == torch.bfloat16
+    hook.remove()
+    assert computed == [torch.bfloat16] and logits.dtype == torch.float32
     for parameter in model.parameters():
         assert parameter.grad.dtype == torch.float32
         parameter.data.mul_(1.37)  # full float32 mantissas, so that the cast rounds
