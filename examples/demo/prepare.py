@@ -77,9 +77,10 @@ def problems(seed: int) -> list[list[tuple[str, str]]]:
     for item in drawn:
         expression = item["metadata"]["expression"]
         first, sign, second = expression.split()
-        if max(int(first), int(second)) <= LARGEST_TERM and expression != SOLVED[0]:
+        if max(int(first), int(second)) <= LARGEST_TERM:
             terms = sorted((first, second)) if sign == "+" else (first, second)
             groups.setdefault((sign, *terms), {})[expression] = item["answer"]
+    groups = {key: group for key, group in groups.items() if SOLVED[0] not in group}
     ordered = [sorted(groups[key].items()) for key in sorted(groups)]
     random.Random(seed).shuffle(ordered)
     return ordered
