@@ -11,13 +11,12 @@ from types import TracebackType
 import psutil
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from hybridengine.config import GRPOConfig, config_to_yaml
-from hybridengine.data import PromptLoader
+from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
+from hybridengine.preflight import plan_table
 from hybridengine.reshard import ReshardPlan
-from hybridengine.rollout import RolloutEngine
 from hybridengine.tracking import (
     MetricsLogger,
     Progress,
@@ -112,34 +111,21 @@ class Reporter:
             self._logger.close()
 
     def plan(
-        self, plan: ReshardPlan, loader: PromptLoader, engine: RolloutEngine, mini_batches: int
+        self, plan: ReshardPlan, train: PromptDataset, val: PromptDataset | None, engine: str
     ) -> None:
         """Print what the configuration amounts to."""
         if not self._session.is_main:
             return
-        c = self._config
-        prompts = c.data.train_batch_size
         mib = 2.0**20
-        rows = {
-            "model": c.model.path,
-            "ranks": f"{self._session.world_size} × {self._session.device.type}, FSDP2 over all",
-            "engine": f"{type(engine).__name__}: {engine.replicas} replicas × TP {engine.tp_size}",
-            "steps": f"{self._steps} ({len(loader)} per epoch)",
-            "per step": f"{prompts} prompts × {c.rollout.n} responses = {prompts * c.rollout.n}",
-            "updates per step": f"{mini_batches} mini-batches × {c.actor.ppo_epochs} epochs",
-            "micro-batch": f"at most {c.actor.ppo_max_token_len_per_gpu} tokens per rank",
-            "lengths": f"prompt ≤ {c.data.max_prompt_length}, "
-            f"response ≤ {c.data.max_response_length} tokens",
-            "reshard": f"{max(plan.bytes_received) / mib:.1f} MiB received per rank and step "
+        table = plan_table(self._config, train, val)
+        table.add_row(
+            "[bold]weight sync",
+            f"into {engine}: {max(plan.bytes_received) / mib:.1f} MiB received per rank and step "
             f"(lower bound {max(plan.lower_bound) / mib:.1f}), {len(plan.buckets)} buckets of "
-            f"≤ {plan.staging_bytes / mib:.1f} MiB",
-            "written to": str(self._dir),
-        }
+            f"up to {plan.staging_bytes / mib:.1f} MiB",
+        )
         if plan.fallback:
-            rows["gathered whole"] = ", ".join(plan.fallback)
-        table = Table(show_header=False, box=None, pad_edge=False)
-        for name, value in rows.items():
-            table.add_row(f"[bold]{name}", value)
+            table.add_row("[bold]gathered whole", ", ".join(plan.fallback))
         self._console.print(table)
 
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:

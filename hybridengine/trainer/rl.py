@@ -50,18 +50,18 @@ class _Run:
         self.dir = Path(config.trainer.default_local_dir)
         torch.manual_seed(config.seed)
         with session.phase("load_data"):
-            self.tokenizer, train, self.val, reward = load_data(config)
+            self.tokenizer, self.prompts, self.val, reward = load_data(config)
+            data = config.data
             self.loader = PromptLoader(
-                train, config.data.train_batch_size, seed=config.seed, shuffle=config.data.shuffle
+                self.prompts, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
             )
-        per_batch = -(-config.data.train_batch_size // config.ppo_mini_batch_size)
-        self.mini_batches = per_batch
+        self.mini_batches = data.train_batch_size // config.ppo_mini_batch_size
         epochs = config.trainer.total_epochs
         self.steps = config.trainer.total_training_steps or epochs * len(self.loader)
         with session.phase("start_engine"):
             self.engine = build_engine(config, self.tokenizer)
         with session.phase("load_model"):
-            updates = self.steps * per_batch * config.actor.ppo_epochs
+            updates = self.steps * self.mini_batches * config.actor.ppo_epochs
             self.actor = build_actor(config, self.engine, session, updates)
         with session.phase("plan_reshard"):
             self.resharder = Resharder(
@@ -81,7 +81,7 @@ class _Run:
     def train(self) -> None:
         with ExitStack() as stack:
             report = stack.enter_context(Reporter(self.config, self.session, self.steps))
-            report.plan(self.resharder.plan, self.loader, self.engine, self.mini_batches)
+            report.plan(self.resharder.plan, self.prompts, self.val, type(self.engine).__name__)
             self._sync(0)
             if self.val is not None and self.config.trainer.val_before_train:
                 self._validate(report, 0)

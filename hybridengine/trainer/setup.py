@@ -8,29 +8,22 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from hybridengine.config import ConfigError, GRPOConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
-from hybridengine.model import (
-    Optimizer,
-    check_model,
-    checkpoint_shapes,
-    load_causal_lm,
-)
+from hybridengine.model import Optimizer, check_model, checkpoint_shapes, load_causal_lm
 from hybridengine.rewards import RewardFunction, load_reward_function
 from hybridengine.rollout import RolloutEngine
 from hybridengine.trainer.actor import Actor
 
-__all__ = ["build_actor", "build_engine", "load_data"]
+__all__ = ["build_actor", "build_engine", "engine_name", "load_data"]
 
 
 def load_data(
     config: GRPOConfig,
 ) -> tuple[PreTrainedTokenizerBase, PromptDataset, PromptDataset | None, RewardFunction]:
     """Tokenizer, training prompts, validation prompts (None where there are none), reward."""
-    disable_progress_bar()  # the run has one of its own
     tokenizer = AutoTokenizer.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
@@ -59,9 +52,7 @@ def engine_name(config: GRPOConfig) -> str:
 def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The rollout engine on this rank, without weights."""
     model, rollout = config.model, config.rollout
-    shapes = checkpoint_shapes(
-        check_model(model.path, model.trust_remote_code), model.trust_remote_code
-    )
+    shapes = _shapes(config)
     stop = _stop_token_ids(model.path, tokenizer)
     dtype = getattr(torch, rollout.dtype)
     if engine_name(config) == "hf":
@@ -99,6 +90,11 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
     )
 
 
+def _shapes(config: GRPOConfig) -> dict[str, tuple[int, ...]]:
+    trust = config.model.trust_remote_code
+    return checkpoint_shapes(check_model(config.model.path, trust), trust)
+
+
 def _stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end a response: the tokenizer's, and those of the generation config."""
     found = {tokenizer.eos_token_id}
@@ -116,11 +112,7 @@ def build_actor(
     """FSDP2 policy over all ranks, sharded so that row-parallel weights stay in their TP slice."""
     model_config = config.model
     mesh = init_device_mesh(session.device.type, (session.world_size,))
-    shapes = checkpoint_shapes(
-        check_model(model_config.path, model_config.trust_remote_code),
-        model_config.trust_remote_code,
-    )
-    sliced = engine.layout.sliced_dims(shapes)
+    sliced = engine.layout.sliced_dims(_shapes(config))
 
     def load() -> torch.nn.Module:
         return load_causal_lm(
