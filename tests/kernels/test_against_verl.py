@@ -1,0 +1,291 @@
+"""Our operators against verl's own code on random inputs (skipped where verl is not installed)."""
+
+import pytest
+import torch
+from hybridengine.kernels import (
+    balance,
+    gae,
+    group_advantage,
+    imbalance,
+    pack,
+    policy_loss,
+    rollout_correction,
+    select_by_covariance,
+    token_kl,
+    value_loss,
+    whiten,
+)
+from omegaconf import OmegaConf
+
+from tests.tolerances import VERL
+
+verl = pytest.importorskip(
+    "benchmarks._verl", reason="pip install --no-deps verl==0.9.1", exc_type=ImportError
+)
+B, L = 12, 37
+
+
+@pytest.fixture
+def padded():
+    """[B, L] inputs as verl takes them; one sequence with a single token, one full."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, L + 1, (B,), generator=generator)
+    lengths[0], lengths[1] = 1, L
+    old = -torch.rand(B, L, generator=generator) * 2 - 0.05
+    return {
+        "mask": torch.arange(L)[None] < lengths[:, None],
+        "old": old,
+        "new": old + 0.3 * torch.randn(B, L, generator=generator),
+        "advantages": torch.randn(B, 1, generator=generator).expand(B, L).clone(),
+        "weights": torch.rand(B, L, generator=generator) + 0.5,
+        "rewards": torch.randn(B, generator=generator),
+        "ids": torch.tensor([5, 5, 2, 2, 2, 9, 9, 9, 5, 1, 1, 7]),
+    }
+
+
+def flat(padded, *names):
+    packed = pack([padded[name] for name in names], padded["mask"])
+    return (*packed.values, packed.cu_seqlens)
+
+
+def close(got, want):
+    torch.testing.assert_close(got.float(), want.float(), **VERL)
+
+
+MODES = {
+    "ppo_clip": "vanilla",
+    "gspo": "gspo",
+    "gmpo": "geo_mean",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+    "reinforce": "gpg",
+}
+AGGREGATIONS = [
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("agg", AGGREGATIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_policy_losses(padded, mode, agg, weighted):
+    if mode == "sapo":
+        agg = "seq-mean-token-mean"  # verl's sapo takes no other
+    if mode == "gmpo":
+        agg = "seq-mean-token-mean"  # verl's geo_mean takes the mean over sequences
+    config = verl.ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=0.28
+    )
+    theirs = padded["new"].clone().requires_grad_()
+    want, want_metrics = verl.core_algos.get_policy_loss_fn(MODES[mode])(
+        padded["old"],
+        theirs,
+        padded["advantages"],
+        padded["mask"].float(),
+        agg,
+        config,
+        padded["weights"] if weighted else None,
+    )
+    want.backward()
+    ours = padded["new"].clone().requires_grad_()
+    old, new, advantages, weights, ends = flat(
+        padded | {"new": ours}, "old", "new", "advantages", "weights"
+    )
+    got, metrics = policy_loss(
+        new,
+        old,
+        advantages,
+        loss_mode=mode,
+        loss_agg_mode=agg,
+        clip_ratio_high=0.28,
+        tau_neg=config.tau_neg,
+        tau_pos=config.tau_pos,
+        loss_scale_factor=L,
+        cu_seqlens=ends,
+        rollout_is_weights=weights if weighted else None,
+    )
+    got.backward()
+    close(got, want)
+    close(ours.grad, theirs.grad)
+    for name, value in want_metrics.items():
+        assert metrics[name.removeprefix("actor/")].item() == pytest.approx(
+            value, rel=1e-4, abs=1e-6
+        )
+
+
+@pytest.mark.parametrize("mode", ["kl_cov", "clip_cov"])
+def test_covariance_losses(padded, mode):
+    config = verl.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    object.__setattr__(config.policy_loss, "kl_cov_ratio", 0.05)
+    object.__setattr__(config.policy_loss, "clip_cov_ratio", 1.0)  # all in the band: no randomness
+    padded["advantages"] = padded["advantages"] * 4
+    want, _ = verl.core_algos.get_policy_loss_fn(mode)(
+        padded["old"],
+        padded["new"],
+        padded["advantages"].clone(),
+        padded["mask"].float(),
+        "token-mean",
+        config,
+    )
+    old, new, advantages, _ = flat(padded, "old", "new", "advantages")
+    ratio = (new - old).exp()
+    caught = -advantages * ratio.clamp(0.8, 1.2) > -advantages * ratio
+    selected = select_by_covariance(
+        new, advantages, loss_mode=mode, ratio=0.05 if mode == "kl_cov" else 1.0, excluded=caught
+    )
+    assert selected.any()
+    got, _ = policy_loss(
+        new,
+        old,
+        advantages,
+        loss_mode=mode,
+        selected=selected,
+        cov_kl_coef=config.policy_loss.ppo_kl_coef,
+    )
+    close(got, want)
+
+
+@pytest.mark.parametrize("kl", ["kl", "abs", "mse", "low_var_kl", "k1+", "k3+"])
+def test_kl_penalties(padded, kl):
+    ours, theirs = (padded["new"].clone().requires_grad_() for _ in range(2))
+    got = token_kl(kl, ours, padded["old"])
+    want = verl.core_algos.kl_penalty(theirs, padded["old"], kl)
+    got.sum().backward()
+    want.sum().backward()
+    close(got, want)
+    close(ours.grad, theirs.grad)
+
+
+ESTIMATORS = {
+    "grpo": ("compute_grpo_outcome_advantage", {}),
+    "mean": ("compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": False}),
+    "rloo": ("compute_rloo_outcome_advantage", {}),
+    "opo": ("compute_opo_outcome_advantage", {}),
+    "grpo_passk": (
+        "compute_grpo_passk_outcome_advantage",
+        {"config": OmegaConf.create({"norm_adv_by_std_in_grpo": True})},
+    ),
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_group_estimators(padded, estimator):
+    ids = padded["ids"]
+    if estimator == "grpo_passk":
+        ids = torch.where(ids == 7, 1, ids)  # verl refuses groups of one
+    mask = padded["mask"]
+    token_rewards = torch.zeros(B, L)
+    token_rewards[:, 0] = padded["rewards"]
+    name, options = ESTIMATORS[estimator]
+    want, _ = getattr(verl.core_algos, name)(token_rewards, mask.float(), ids.numpy(), **options)
+    packed = pack([want], mask)
+    got = group_advantage(
+        padded["rewards"],
+        ids,
+        estimator=estimator,
+        lengths=mask.sum(1),
+        cu_seqlens=packed.cu_seqlens,
+        response_mask=torch.ones(packed.indices.numel(), dtype=torch.bool),
+    )
+    close(got, packed.values[0])
+
+
+def test_gae_and_whitening(padded):
+    rewards, values = padded["new"], padded["old"]
+    mask = padded["mask"].clone()
+    mask[1, 5:9] = False  # an observation span inside a response
+    want_advantages, want_returns = verl.core_algos.compute_gae_advantage_return(
+        rewards * padded["mask"], values * padded["mask"], mask.float(), 0.99, 0.95
+    )
+    flat_rewards, flat_values, flat_mask, ends = flat(
+        {"r": rewards, "v": values, "m": mask, "mask": padded["mask"]}, "r", "v", "m"
+    )
+    advantages, returns = gae(
+        flat_rewards, flat_values, ends, gamma=0.99, lam=0.95, response_mask=flat_mask
+    )
+    close(returns[flat_mask], want_returns[mask])
+    close(whiten(advantages, flat_mask)[flat_mask], want_advantages[mask])
+
+
+@pytest.mark.parametrize("agg", AGGREGATIONS[:3])
+def test_value_loss(padded, agg):
+    want, clipfrac = verl.core_algos.compute_value_loss(
+        padded["new"], padded["advantages"], padded["old"], padded["mask"].float(), 0.2, agg
+    )
+    values, returns, old, ends = flat(padded, "new", "advantages", "old")
+    got, metrics = value_loss(
+        values, old, returns, cliprange_value=0.2, loss_agg_mode=agg, cu_seqlens=ends
+    )
+    close(got, want)
+    close(metrics["vf_clipfrac"], clipfrac)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("threshold", [1.2, "0.7_1.4"])
+def test_rollout_weights(padded, level, threshold):
+    log_ratio = padded["new"] - padded["old"]
+    want, _ = verl.rollout_corr_helper.compute_rollout_correction_weights(
+        log_ratio, padded["mask"].float(), level, threshold
+    )
+    new, old, want, ends = flat(padded | {"want": want}, "new", "old", "want")
+    lower, upper = (0.7, 1.4) if isinstance(threshold, str) else (None, threshold)
+    got = rollout_correction(
+        new,
+        old,
+        cu_seqlens=ends,
+        rollout_is=level,
+        rollout_is_threshold=upper,
+        rollout_is_lower=lower,
+    )
+    close(got.weights, want)
+    assert got.metrics["is_weight_mean"].item() == pytest.approx(want.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "criterion, theirs, ours",
+    [
+        ("token_k1", "0.8_1.25", (0.8, 1.25)),
+        ("token_k3", "0.02", 0.02),
+        ("seq_sum_k1", "0.5_2.0", (0.5, 2.0)),
+        ("seq_mean_k2", "0.04", 0.04),
+        ("seq_max_k3", "0.2", 0.2),
+    ],
+)
+def test_rejection(padded, criterion, theirs, ours):
+    log_ratio = padded["new"] - padded["old"]
+    want, _ = verl.rollout_corr_helper.compute_rollout_rejection_mask(
+        log_ratio, padded["mask"].float(), criterion, theirs
+    )
+    new, old, want, ends = flat(padded | {"want": want}, "new", "old", "want")
+    got = rollout_correction(
+        new, old, cu_seqlens=ends, rollout_is=None, rejection={criterion: ours}
+    )
+    assert torch.equal(got.response_mask, want.bool()) and got.weights is None
+    assert 0 < want.sum() < want.numel()
+
+
+def test_off_policy_metrics(padded):
+    want = verl.rollout_corr_helper.compute_offpolicy_metrics(
+        padded["new"], padded["old"], padded["mask"].float()
+    )
+    new, old, ends = flat(padded, "new", "old")
+    metrics = rollout_correction(new, old, cu_seqlens=ends).metrics
+    for name in ("kl", "k3_kl", "chi2_token"):
+        assert metrics[name].item() == pytest.approx(want[name], rel=1e-4)
+
+
+@pytest.mark.parametrize("equal_count", [False, True])
+def test_balance_is_at_least_as_even(equal_count):
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(300):
+        bins = trial % 7 + 2
+        count = bins * (trial % 9 + 1)
+        lengths = torch.empty(count).log_normal_(5, 1, generator=generator).long().tolist()
+        theirs = verl.seqlen_balancing.karmarkar_karp(lengths, bins, equal_count)
+        ours = balance(lengths, bins, equal_count=equal_count)
+        assert imbalance(lengths, ours).largest <= imbalance(lengths, theirs).largest
