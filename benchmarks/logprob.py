@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hybridengine.kernels import token_log_probs
+from hybridengine.kernels import logprob, token_log_probs
 
 from benchmarks import peers
 from benchmarks.frame import OURS, Bench, rms_error
@@ -72,17 +72,10 @@ def backward_call(function, logits, token_ids):
 
 def inplace_call(logits, token_ids):
     """In place the logits are used up, so the kernel itself is called, on what it left behind."""
-    from hybridengine.kernels import logprob
-
-    outputs = torch.ops.hybridengine.token_log_probs(
-        logits, token_ids, 1.0, None, 1.0, 0.0, -100, None, "", False, True, None
-    )[:4]
-    ones = torch.ones_like(outputs[0])
-
-    def call():
-        logprob._write_gradient(
-            logits, logits, token_ids, 1.0, None, 1.0, 0.0, -100, None, "", list(outputs), ones,
-            ones, None,
-        )  # fmt: skip
-
-    return call
+    plain = logprob.RowOptions(1.0, None, 1.0, 0.0, -100, None, "")
+    with torch.no_grad():
+        results = list(logprob.rows_forward(logits, token_ids, plain, False, None)[:4])
+    ones = torch.ones_like(results[0])
+    return lambda: logprob.rows_backward(
+        logits, logits, token_ids, plain, results, ones, ones, None
+    )

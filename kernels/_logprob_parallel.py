@@ -7,6 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def rank_and_size(group: str) -> tuple[int, int]:
+    if not group:
+        return 0, 1
+    resolved = dist.distributed_c10d._resolve_process_group(group)
+    return resolved.rank(), resolved.size()
+
+
 def merge_partials(
     partial: Tensor, factor: float | Tensor, group: str, ignored: Tensor, want_squares: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._backend import choose_backend, native, register_backends
-from ._logprob_parallel import gathered_reference, merge_partials
+from ._logprob_parallel import merge_partials, rank_and_size
+from ._logprob_reference import reference_backward, reference_forward
 
 register_backends("token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
@@ -36,8 +37,8 @@ class RowStats(NamedTuple):
     sum_p_squared: Tensor
 
 
-class _Options(NamedTuple):
-    """The op's arguments between the tensors and the backend, as torch.library wants them."""
+class RowOptions(NamedTuple):
+    """How a row of logits becomes a distribution: the options that all log-prob ops share."""
 
     temperature: float
     temperatures: Tensor | None
@@ -47,8 +48,34 @@ class _Options(NamedTuple):
     keep_mask: Tensor | None
     group: str
 
+    @staticmethod
+    def of(scalars: tuple, temperatures: Tensor | None, keep_mask: Tensor | None) -> RowOptions:
+        """The inverse of `scalars`, given the two tensors."""
+        temperature, logit_scale, softcap, ignore_index, group = scalars
+        return RowOptions(
+            temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
+        )
+
+    def scalars(self) -> tuple:
+        """What is not a tensor."""
+        return self.temperature, self.logit_scale, self.softcap, self.ignore_index, self.group
+
+    def rows(self, index) -> RowOptions:
+        """The options of some rows: a slice, or an index tensor."""
+        temperatures, keep_mask = (
+            None if tensor is None else tensor[index]
+            for tensor in (self.temperatures, self.keep_mask)
+        )
+        return self._replace(temperatures=temperatures, keep_mask=keep_mask)
+
+    @property
+    def factor(self) -> float | Tensor:
+        """z = y * factor."""
+        temperature = self.temperature if self.temperatures is None else self.temperatures
+        return (self.logit_scale if self.softcap == 0 else 1.0) / temperature
+
     def native(self, logits: Tensor):
-        rank, size = _rank_and_size(self.group)
+        rank, size = rank_and_size(self.group)
         vocab = logits.shape[1]
         return native().LogProbOptions(
             self.temperature,
@@ -115,13 +142,8 @@ def token_log_probs(
             f"{tuple(logits.shape)}; expected {tuple(logits.shape[:-1])}."
         )
     shape = token_ids.shape
-    options = _Options(
-        *_check_temperature(temperature, shape),
-        _positive("logit_scale", logit_scale),
-        0.0 if softcap is None else _positive("softcap", softcap),
-        ignore_index,
-        None if keep_mask is None else keep_mask.flatten(0, -2),
-        "" if group is None else group.group_name,
+    options = row_options(
+        "token_log_probs", shape, temperature, logit_scale, softcap, ignore_index, keep_mask, group
     )
     flat = logits if logits.dim() == 2 else logits.flatten(0, -2)
     log_probs, entropy, row_max, log_sum, squares = torch.ops.hybridengine.token_log_probs(
@@ -150,28 +172,33 @@ def check_labels(device: torch.device | str = "cuda") -> None:
         )
 
 
-def _check_temperature(temperature: float | Tensor, shape: torch.Size):
-    if not isinstance(temperature, Tensor):
-        return _positive("temperature", temperature), None
-    if temperature.shape != shape:
-        raise ValueError(
-            f"token_log_probs: temperature has shape {tuple(temperature.shape)}; expected a number "
-            f"or one value per token, {tuple(shape)}."
-        )
-    return 1.0, temperature.detach().float().flatten().contiguous()
+def row_options(
+    op: str, shape, temperature, logit_scale, softcap, ignore_index, keep_mask, group
+) -> RowOptions:
+    """The users' arguments, checked; `op` is who complains."""
 
+    def positive(name: str, value: float) -> float:
+        if not value > 0:
+            raise ValueError(f"{op}: {name} is {value}; expected a number above 0.")
+        return float(value)
 
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ValueError(f"token_log_probs: {name} is {value}; expected a number above 0.")
-    return float(value)
-
-
-def _rank_and_size(group: str) -> tuple[int, int]:
-    if not group:
-        return 0, 1
-    resolved = dist.distributed_c10d._resolve_process_group(group)
-    return resolved.rank(), resolved.size()
+    temperatures = None
+    if isinstance(temperature, Tensor):
+        if temperature.shape != shape:
+            raise ValueError(
+                f"{op}: temperature has shape {tuple(temperature.shape)}; expected a number or "
+                f"one value per token, {tuple(shape)}."
+            )
+        temperatures = temperature.detach().float().flatten().contiguous()
+    return RowOptions(
+        1.0 if temperatures is not None else positive("temperature", temperature),
+        temperatures,
+        positive("logit_scale", logit_scale),
+        0.0 if softcap is None else positive("softcap", softcap),
+        ignore_index,
+        None if keep_mask is None else keep_mask.flatten(0, -2),
+        "" if group is None else group.group_name,
+    )
 
 
 def _label_flag(device: torch.device) -> Tensor | None:
@@ -186,6 +213,49 @@ def _backend_for(logits: Tensor, requested: str | None) -> str:
     if logits.dtype == torch.float64:
         return choose_backend("token_log_probs", logits.device, requested or "reference")
     return choose_backend("token_log_probs", logits.device, requested)
+
+
+def rows_forward(
+    logits: Tensor, token_ids: Tensor, options: RowOptions, want_squares: bool, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """log_probs, entropy, row_max, log_sum, sum_p_squared, without autograd."""
+    if _backend_for(logits, backend) == "reference":
+        with torch.no_grad():
+            return reference_forward(logits, token_ids, options, want_squares)
+    logits, flag = _inner_contiguous(logits), _label_flag(logits.device)
+    native_options = options.native(logits)
+    if not options.group:
+        return tuple(
+            native().log_prob_forward(logits, token_ids, native_options, want_squares, flag)
+        )
+    partial = native().log_prob_partial(logits, token_ids, native_options, flag)
+    ignored = token_ids == options.ignore_index
+    return merge_partials(partial, options.factor, options.group, ignored, want_squares)
+
+
+def rows_backward(
+    logits: Tensor,
+    out: Tensor,
+    token_ids: Tensor,
+    options: RowOptions,
+    row_results: list[Tensor],
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    backend: str | None,
+) -> None:
+    """Write the gradient of the logits into `out`, which may be `logits`."""
+    if _backend_for(logits, backend) == "reference":
+        out.copy_(reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy))
+        return
+    native().log_prob_backward(
+        _inner_contiguous(logits),
+        token_ids,
+        options.native(logits),
+        row_results,
+        None if grad_log_probs is None else grad_log_probs.float().contiguous(),
+        None if grad_entropy is None else grad_entropy.float().contiguous(),
+        out,
+    )
 
 
 def _inner_contiguous(logits: Tensor) -> Tensor:
@@ -207,23 +277,10 @@ def _token_log_probs(
     inplace_backward: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = _Options(
+    options = RowOptions(
         temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
     )
-    if _backend_for(logits, backend) == "reference":
-        with torch.no_grad():
-            return _reference_forward(logits, token_ids, options, want_squares)
-    logits, flag = _inner_contiguous(logits), _label_flag(logits.device)
-    native_options = options.native(logits)
-    if not group:
-        return tuple(
-            native().log_prob_forward(logits, token_ids, native_options, want_squares, flag)
-        )
-    partial = native().log_prob_partial(logits, token_ids, native_options, flag)
-    factor = (logit_scale if softcap == 0 else 1.0) / (
-        temperature if temperatures is None else temperatures
-    )
-    return merge_partials(partial, factor, group, token_ids == ignore_index, want_squares)
+    return rows_forward(logits, token_ids, options, want_squares, backend)
 
 
 @_token_log_probs.register_fake
@@ -237,9 +294,9 @@ def _(logits, token_ids, temperature, temperatures, logit_scale, softcap, ignore
 
 def _setup_context(ctx, inputs, output):
     logits, token_ids, *options = inputs
-    temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group = options[:7]
-    ctx.save_for_backward(logits, token_ids, temperatures, keep_mask, *output[:4])
-    ctx.scalars = (temperature, logit_scale, softcap, ignore_index, group)
+    options = RowOptions(*options[:7])
+    ctx.save_for_backward(logits, token_ids, options.temperatures, options.keep_mask, *output[:4])
+    ctx.scalars = options.scalars()
     ctx.inplace, ctx.backend = inputs[-2], inputs[-1]
     ctx.set_materialize_grads(False)
 
@@ -249,16 +306,15 @@ def _backward(ctx, grad_log_probs, grad_entropy, *_):
     if not ctx.needs_input_grad[0] or (grad_log_probs is None and grad_entropy is None):
         return None, *nothing
     logits, token_ids, temperatures, keep_mask, *row_results = ctx.saved_tensors
-    temperature, logit_scale, softcap, ignore_index, group = ctx.scalars
-    arguments = (
-        token_ids, temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group,
-        row_results, grad_log_probs, grad_entropy, ctx.backend,
-    )  # fmt: skip
+    options = RowOptions.of(ctx.scalars, temperatures, keep_mask)
+    rest = (row_results, grad_log_probs, grad_entropy, ctx.backend)
     # A compiled graph may not write over a tensor that its forward half saved.
     if ctx.inplace and logits.stride(-1) == 1 and not torch.compiler.is_compiling():
-        _write_gradient(logits, logits.detach(), *arguments)
-        return logits.detach(), *nothing
-    return torch.ops.hybridengine.token_log_probs_backward(logits, *arguments), *nothing
+        logits = logits.detach()
+        rows_backward(logits, logits, token_ids, options, *rest)
+        return logits, *nothing
+    gradient = torch.ops.hybridengine.token_log_probs_backward(logits, token_ids, *options, *rest)
+    return gradient, *nothing
 
 
 @torch.library.custom_op("hybridengine::token_log_probs_backward", mutates_args=())
@@ -278,10 +334,12 @@ def _token_log_probs_backward(
     backend: str | None,
 ) -> Tensor:
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _write_gradient(
-        logits, grad_logits, token_ids, temperature, temperatures, logit_scale, softcap,
-        ignore_index, keep_mask, group, row_results, grad_log_probs, grad_entropy, backend,
-    )  # fmt: skip
+    options = RowOptions(
+        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
+    )
+    rows_backward(
+        logits, grad_logits, token_ids, options, row_results, grad_log_probs, grad_entropy, backend
+    )
     return grad_logits
 
 
@@ -290,104 +348,6 @@ def _(logits, *_):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _write_gradient(
-    logits, out, token_ids, temperature, temperatures, logit_scale, softcap, ignore_index,
-    keep_mask, group, row_results, grad_log_probs, grad_entropy, backend,
-) -> None:  # fmt: skip
-    options = _Options(
-        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
-    )
-    if _backend_for(logits, backend) == "reference":
-        out.copy_(_reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy))
-        return
-    native().log_prob_backward(
-        _inner_contiguous(logits),
-        token_ids,
-        options.native(logits),
-        row_results,
-        None if grad_log_probs is None else grad_log_probs.float().contiguous(),
-        None if grad_entropy is None else grad_entropy.float().contiguous(),
-        out,
-    )
-
-
 torch.library.register_autograd(
     "hybridengine::token_log_probs", _backward, setup_context=_setup_context
 )
-
-
-def reference_token_log_probs(
-    logits: Tensor, token_ids: Tensor, options: _Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The specification, in plain differentiable PyTorch, in float64 for float64 logits.
-
-    -> log_probs, entropy, row_max, log_sum, sum_p_squared, each [T].
-    """
-    y, log_p = _reference_rows(logits, token_ids, options)
-    p = log_p.exp()
-    vocab = logits.shape[1]
-    log_probs = log_p.gather(1, token_ids.clamp(0, vocab - 1)[:, None]).squeeze(1)
-    entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
-    row_max = y.amax(-1)
-    log_sum = -log_p.amax(-1)
-    ignored = token_ids == options.ignore_index
-    bad = ~ignored & ((token_ids < 0) | (token_ids >= vocab))
-    if logits.device.type == "cpu" and bad.any():
-        row = int(bad.nonzero()[0])
-        raise IndexError(
-            f"token_log_probs: token_ids[{row}] is {int(token_ids[row])}, outside the vocabulary "
-            f"of {vocab}; expected 0 <= id < {vocab} or ignore_index ({options.ignore_index})."
-        )
-    if options.softcap == 0:
-        row_max = row_max / options.logit_scale  # as the kernels keep it: the raw logit
-    outputs = (log_probs, entropy, row_max, log_sum, p.square().sum(-1))
-    return tuple(v.masked_fill(bad, torch.nan).masked_fill(ignored, 0.0) for v in outputs)
-
-
-def _reference_rows(logits, token_ids, options) -> tuple[Tensor, Tensor]:
-    """y and log p, [T, V], with ignored rows replaced by zeros."""
-    x = logits if logits.dtype == torch.float64 else logits.float()
-    x = x.masked_fill((token_ids == options.ignore_index)[:, None], 0.0) * options.logit_scale
-    y = x if options.softcap == 0 else options.softcap * torch.tanh(x / options.softcap)
-    if options.keep_mask is not None:
-        y = y.masked_fill(~options.keep_mask, -torch.inf)
-    temperature = options.temperature
-    if options.temperatures is not None:
-        temperature = options.temperatures[:, None].to(y.dtype)
-    return y, torch.log_softmax(y / temperature, dim=-1)
-
-
-def _reference_forward(logits, token_ids, options, want_squares):
-    if options.group:
-        logits, options = gathered_reference(logits, options)
-    outputs = reference_token_log_probs(logits, token_ids, options)
-    return *outputs[:4], outputs[4] if want_squares else outputs[4][:0].clone()
-
-
-def _reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy) -> Tensor:
-    """The module's gradient formula; the tests hold it against autograd of the forward."""
-    rank, vocab = _rank_and_size(options.group)[0], logits.shape[1]
-    if options.group:
-        logits, options = gathered_reference(logits, options)
-    y, log_p = _reference_rows(logits, token_ids, options)
-    p = log_p.exp()
-    gradient = torch.zeros_like(p)
-    if grad_log_probs is not None:
-        label = token_ids.clamp(0, logits.shape[1] - 1)[:, None]
-        gradient += grad_log_probs[:, None] * (torch.zeros_like(p).scatter_(1, label, 1.0) - p)
-    if grad_entropy is not None:
-        finite = log_p.masked_fill(p == 0, 0.0)
-        gradient -= grad_entropy[:, None] * p * (finite - (p * finite).sum(-1, keepdim=True))
-    gradient *= options.logit_scale
-    if options.softcap:
-        gradient *= 1.0 - (y / options.softcap).square()
-    if options.temperatures is not None:
-        gradient /= options.temperatures[:, None]
-    else:
-        gradient /= options.temperature
-    if options.keep_mask is not None:
-        gradient = gradient.masked_fill(~options.keep_mask, 0.0)
-    # A row nobody asks a gradient of gets exact zeros, even where its logits are NaN.
-    asked = sum(grad != 0 for grad in (grad_log_probs, grad_entropy) if grad is not None) > 0
-    gradient = gradient.where((asked & (token_ids != options.ignore_index))[:, None], 0.0)
-    return gradient[:, rank * vocab : (rank + 1) * vocab]

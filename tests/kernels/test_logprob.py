@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hybridengine.kernels import token_log_probs
-from hybridengine.kernels.logprob import _Options, reference_token_log_probs
+from hybridengine.kernels._logprob_reference import reference_token_log_probs
+from hybridengine.kernels.logprob import RowOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,7 +150,7 @@ def test_op_contract(dtype):
 
 def test_closed_form_reference_gradient_is_autograd_of_the_specification():
     logits, token_ids, gradients = problem(4, 9, torch.float64, seed=5)
-    options = _Options(1.0, torch.rand(4) + 0.5, 0.5, 6.0, -100, None, "")
+    options = RowOptions(1.0, torch.rand(4) + 0.5, 0.5, 6.0, -100, None, "")
     leaf = logits.clone().requires_grad_()
     log_probs, entropy = reference_token_log_probs(leaf, token_ids, options)[:2]
     expected = torch.autograd.grad((log_probs * gradients[0] + entropy * gradients[1]).sum(), leaf)[

@@ -1,0 +1,321 @@
+"""linear_token_log_probs: log-probs and entropy from hidden states; [T, V] never exists.
+
+logits = hidden @ weight.T + bias is formed for a chunk of rows at a time, as many as fit the budget
+in bytes, reduced by the row kernel of token_log_probs, and thrown away. Backward forms each chunk
+again, turns it in place into its gradient, and multiplies twice: 2 T H V multiply-adds forward and
+6 T H V backward (2 of them the recomputation). docs/linear_policy_loss.md derives the counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._backend import register_backends
+from .logprob import RowOptions, row_options, rows_backward, rows_forward
+
+register_backends("linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+
+# Rows of a matrix product in the deterministic mode: the product then always has the same shape.
+_DETERMINISTIC_ROWS = 128
+
+
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    keep_mask: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    budget_bytes: int | None = None,
+    deterministic: bool = False,
+    main_grad: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `token_ids` and entropy, from hidden states.
+
+    Args:
+        hidden: [T, H]; weight: [V, H] of the same dtype; bias: [V] or None; token_ids: [T] int64.
+        temperature, logit_scale, softcap, ignore_index, keep_mask: as in `token_log_probs`.
+        group: every rank holds a slice of the vocabulary, weight [V / size, H], in rank order, and
+            the same hidden; the gradient of hidden is summed over the ranks.
+        budget_bytes: memory for logits and their temporaries, beside inputs, outputs and
+            gradients; None: 256 MiB on a CPU, 1 GiB on a GPU.
+        deterministic: matrix products of one fixed shape, so that a row's log-prob, entropy and
+            hidden gradient do not depend on which rows surround it or on the budget; the weight
+            gradient is the same in every run.
+        main_grad: [V, H] float32; the weight gradient is added into it and weight.grad stays None.
+        backend: of the row kernel; None takes the best one.
+
+    Returns:
+        log_probs [T] and entropy [T], float32, differentiable in hidden, weight and bias. The
+        weight gradient is accumulated in float32; what needs no gradient costs nothing.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit. IndexError: as in `token_log_probs`.
+
+    Example:
+        >>> hidden, weight = torch.zeros(2, 8), torch.randn(4, 8)
+        >>> log_probs, _ = linear_token_log_probs(hidden, weight, torch.tensor([0, 3]))
+        >>> [round(value, 4) for value in log_probs.tolist()]
+        [-1.3863, -1.3863]
+    """
+    check_linear("linear_token_log_probs", hidden, weight, token_ids, bias)
+    options = row_options(
+        "linear_token_log_probs", token_ids.shape, temperature, logit_scale, softcap, ignore_index,
+        keep_mask, group,
+    )  # fmt: skip
+    return torch.ops.hybridengine.linear_token_log_probs(
+        hidden, weight, bias, token_ids, *options, budget(hidden, budget_bytes), deterministic,
+        main_grad, backend,
+    )[:2]  # fmt: skip
+
+
+def check_linear(op: str, hidden: Tensor, weight: Tensor, token_ids: Tensor, bias) -> None:
+    rows, width = hidden.shape if hidden.dim() == 2 else (-1, -1)
+    if weight.dim() != 2 or weight.shape[1] != width or weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"{op}: hidden is {tuple(hidden.shape)} {hidden.dtype} and weight "
+            f"{tuple(weight.shape)} {weight.dtype}; expected [T, H] and [V, H] of one dtype."
+        )
+    if token_ids.shape != (rows,):
+        raise ValueError(f"{op}: token_ids has shape {tuple(token_ids.shape)}; expected ({rows},).")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{op}: bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)."
+        )
+
+
+def budget(hidden: Tensor, given: int | None) -> int:
+    if given is None:
+        return 2**30 if hidden.is_cuda else 2**28
+    if given <= 0:
+        raise ValueError(f"budget_bytes is {given}; expected a number of bytes above 0.")
+    return given
+
+
+class Chunks:
+    """The chunked matrix products of a [T, H] x [V, H] problem, in one reused buffer."""
+
+    def __init__(self, hidden, weight, bias, budget_bytes, deterministic, needs_weight_grad):
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        # Without a 16-bit product into float32, the chunk itself is widened for the weight's one.
+        self.widen = needs_weight_grad and hidden.dtype.itemsize < 4 and not hidden.is_cuda
+        row_bytes = weight.shape[0] * (hidden.dtype.itemsize + (4 if self.widen else 0))
+        self.size = max(1, budget_bytes // row_bytes)
+        self.pad = deterministic
+        if deterministic:
+            self.size = _DETERMINISTIC_ROWS
+        rows = self.size if deterministic else min(self.size, hidden.shape[0])
+        self.buffer = hidden.new_empty(rows, weight.shape[0])
+
+    def slices(self) -> Iterator[slice]:
+        for begin in range(0, self.hidden.shape[0], self.size):
+            yield slice(begin, min(begin + self.size, self.hidden.shape[0]))
+
+    def logits(self, rows: slice) -> Tensor:
+        """[rows, V], in the buffer: valid until the next call."""
+        count, hidden = rows.stop - rows.start, self._padded(self.hidden[rows])
+        out = self.buffer[: hidden.shape[0]]
+        if self.bias is None:
+            torch.mm(hidden, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+        return out[:count]
+
+    def hidden_grad(self, grad_logits: Tensor) -> Tensor:
+        count = grad_logits.shape[0]
+        return (self._padded(grad_logits) @ self.weight)[:count]
+
+    def add_weight_grad(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+        """total [V, H] float32 (float64 for float64) += grad_logits.T @ hidden."""
+        if grad_logits.is_cuda and hidden.dtype.itemsize < 4:
+            torch.ops.aten.addmm.dtype_out(total, grad_logits.t(), hidden, torch.float32, out=total)
+            return
+        if self.widen:
+            grad_logits, hidden = grad_logits.float(), hidden.float()
+        total.addmm_(grad_logits.t(), hidden)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        if not self.pad or rows.shape[0] == self.size:
+            return rows
+        padded = rows.new_zeros(self.size, rows.shape[1])
+        padded[: rows.shape[0]] = rows
+        return padded
+
+
+def accumulator(like: Tensor) -> Tensor:
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.zeros(like.shape, dtype=wide, device=like.device)
+
+
+def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:
+    if group:
+        dist.all_reduce(tensor, group=dist.distributed_c10d._resolve_process_group(group))
+    return tensor
+
+
+@torch.library.custom_op("hybridengine::linear_token_log_probs", mutates_args=())
+def _linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    temperature: float,
+    temperatures: Tensor | None,
+    logit_scale: float,
+    softcap: float,
+    ignore_index: int,
+    keep_mask: Tensor | None,
+    group: str,
+    budget_bytes: int,
+    deterministic: bool,
+    main_grad: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = RowOptions(
+        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
+    )
+    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, False)
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    results = tuple(hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(4))
+    for rows in chunks.slices():
+        found = rows_forward(
+            chunks.logits(rows), token_ids[rows], options.rows(rows), False, backend
+        )
+        for result, part in zip(results, found, strict=False):
+            result[rows] = part
+    return results
+
+
+@_linear_token_log_probs.register_fake
+def _(hidden, *_):
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(4))
+
+
+@torch.library.custom_op(
+    "hybridengine::linear_token_log_probs_backward", mutates_args=("main_grad",)
+)
+def _linear_backward_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    temperature: float,
+    temperatures: Tensor | None,
+    logit_scale: float,
+    softcap: float,
+    ignore_index: int,
+    keep_mask: Tensor | None,
+    group: str,
+    budget_bytes: int,
+    deterministic: bool,
+    main_grad: Tensor | None,
+    backend: str | None,
+    row_results: list[Tensor],
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias; those not `wanted` are empty."""
+    options = RowOptions(
+        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
+    )
+    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, wanted[1])
+    grads = LinearGrads(hidden, weight, bias, wanted, main_grad)
+    for rows in chunks.slices():
+        logits = chunks.logits(rows)
+        rows_backward(
+            logits, logits, token_ids[rows], options.rows(rows),
+            [result[rows] for result in row_results],
+            None if grad_log_probs is None else grad_log_probs[rows],
+            None if grad_entropy is None else grad_entropy[rows],
+            backend,
+        )  # fmt: skip
+        grads.add(chunks, logits, hidden[rows], rows)
+    return grads.finished(group)
+
+
+class LinearGrads:
+    """The three gradients of a linear layer, filled chunk by chunk."""
+
+    def __init__(self, hidden, weight, bias, wanted, main_grad=None):
+        self.like = hidden
+        self.main_grad = main_grad
+        # Rows that no chunk brings (compacted away) stay 0.
+        self.hidden = torch.zeros_like(hidden) if wanted[0] else None
+        self.weight = None
+        if wanted[1]:
+            self.weight = accumulator(weight) if main_grad is None else main_grad
+        self.bias = accumulator(bias) if bias is not None and wanted[2] else None
+
+    def add(self, chunks: Chunks, grad_logits: Tensor, hidden: Tensor, rows) -> None:
+        """`rows`: where in T these rows lie, a slice or an index tensor."""
+        if self.hidden is not None:
+            self.hidden[rows] = chunks.hidden_grad(grad_logits)
+        if self.weight is not None:
+            chunks.add_weight_grad(self.weight, grad_logits, hidden)
+        if self.bias is not None:
+            self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
+
+    def finished(self, group: str) -> tuple[Tensor, Tensor, Tensor]:
+        """In the dtypes of their tensors, summed over the ranks where that is due."""
+        hidden = weight = bias = None
+        if self.hidden is not None:
+            hidden = sum_over_ranks(self.hidden, group)
+        if self.weight is not None and self.main_grad is None:
+            weight = self.weight.to(self.like.dtype)
+        if self.bias is not None:
+            bias = self.bias.to(self.like.dtype)
+        return tuple(self.like.new_empty(0) if g is None else g for g in (hidden, weight, bias))
+
+
+@_linear_backward_op.register_fake
+def _(hidden, weight, bias, *args):
+    main_grad, wanted = args[10], args[-1]
+    return tuple(
+        torch.empty_like(tensor) if tensor is not None and want else hidden.new_empty(0)
+        for tensor, want in zip(
+            (hidden, weight if main_grad is None else None, bias), wanted, strict=True
+        )
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    hidden, weight, bias, token_ids = inputs[:4]
+    options = RowOptions(*inputs[4:11])
+    ctx.save_for_backward(
+        hidden, weight, bias, token_ids, options.temperatures, options.keep_mask, *output
+    )
+    ctx.scalars, ctx.rest = options.scalars(), inputs[11:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_log_probs, grad_entropy, *_):
+    nothing = (None,) * 12
+    wanted = list(ctx.needs_input_grad[:3])
+    if not any(wanted) or (grad_log_probs is None and grad_entropy is None):
+        return None, None, None, *nothing
+    hidden, weight, bias, token_ids, temperatures, keep_mask, *row_results = ctx.saved_tensors
+    grads = torch.ops.hybridengine.linear_token_log_probs_backward(
+        hidden, weight, bias, token_ids, *RowOptions.of(ctx.scalars, temperatures, keep_mask),
+        *ctx.rest, row_results, grad_log_probs, grad_entropy, wanted,
+    )  # fmt: skip
+    main_grad = ctx.rest[2]
+    wanted[1] = wanted[1] and main_grad is None
+    chosen = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+    return *chosen, *nothing
+
+
+torch.library.register_autograd(
+    "hybridengine::linear_token_log_probs", _backward, setup_context=_setup_context
+)
