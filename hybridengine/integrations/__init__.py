@@ -1,0 +1,1 @@
+"""Drop-in replacements under the names other packages use."""
