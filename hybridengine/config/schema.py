@@ -130,7 +130,8 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    bucket_bytes: int = _setting(256 * 2**20, at_least=4096)  # peak extra memory of a weight sync
+    # Staging memory of one all-to-all of a weight sync; at most two are alive at a time.
+    bucket_bytes: int = _setting(64 * 2**20, at_least=4096)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -44,6 +45,19 @@ def build(path: str, tp_size: int, dtype: torch.dtype, bucket_bytes: int):
     return engine, model, Resharder(parameter_shards(model), engine, bucket_bytes)
 
 
+class LargestAllocation(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator creates while it is active."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        fresh = isinstance(result, torch.Tensor) and not func._schema.is_mutable
+        if fresh and not func.is_view:
+            self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+        return result
+
+
 def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     from hybridengine.model import parameter_shards
     from hybridengine.rollout import SamplingSpec, StaleWeightsError
@@ -56,7 +70,8 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
         with torch.no_grad():  # a training step: the second sync must carry the new values
             for parameter in model.parameters():
                 parameter.mul_(-1.5).add_(0.01)
-        reports.append(resharder.sync(version))
+        with LargestAllocation() as largest:
+            reports.append(resharder.sync(version))
     arrived = {name: tensor.clone() for name, tensor in engine.weights().items()}
     checkpoint = {n: p.full_tensor().to(torch.bfloat16) for n, p in parameter_shards(model).items()}
     for tensor in engine.weights().values():
@@ -69,6 +84,8 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
         "received": [r.bytes_received for r in reports],
         "lower_bound": resharder.plan.lower_bound[rank],
         "planned": resharder.plan.bytes_received[rank],
+        "largest_allocation": largest.bytes,
+        "largest_parameter": max(2 * p.numel() for p in model.parameters()),
         "staging": resharder.plan.staging_bytes,
         "buckets": len(resharder.plan.buckets),
         "fallback": resharder.plan.fallback,
@@ -94,6 +111,7 @@ def test_engine_tensors_equal_vllms_own_loader(
         assert result["fallback"] == {}
         assert result["received"] == [result["planned"]] * 2
         assert result["planned"] == result["lower_bound"], "a rank received what it already had"
+        assert 0 < result["largest_allocation"] <= 4096 < result["largest_parameter"]
         assert result["staging"] <= 4096 and result["buckets"] > 1
         assert result["version"] == 2
         assert result["tp"] == (rank // (world_size // tp_size), rank % (world_size // tp_size))
