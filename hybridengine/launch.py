@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hybridengine.config import ConfigError, GRPOConfig, config_to_yaml, load_config
 from hybridengine.data import DataError
-from hybridengine.distributed.peers import EXIT_PEER_LOST
+from hybridengine.distributed.peers import EXIT_PEER_LOST, PeerLost
 from hybridengine.model import ModelError
 from hybridengine.rewards import RewardError
 from hybridengine.tracking.atomic import atomic_file
@@ -39,6 +39,7 @@ def launch_ranks(config: GRPOConfig) -> str | None:
 
     Returns None after success, else one sentence: which rank failed, how, and in which phase.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -51,7 +52,7 @@ def launch_ranks(config: GRPOConfig) -> str | None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the engine's chatter hides ours
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it shorter
+    logging.disable(logging.ERROR)  # what torch's launcher logs, we say in one sentence
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -65,6 +66,8 @@ def launch_ranks(config: GRPOConfig) -> str | None:
         elastic_launch(launch, sys.executable)("-m", "hybridengine.launch", str(handed_over))
     except ChildFailedError as error:
         return _describe(error.failures, dir)
+    except SignalException as error:
+        return f"stopped by {error.sigval.name}; all ranks were ended."
     return None
 
 
@@ -108,6 +111,8 @@ def run_rank(config: GRPOConfig) -> int:
         train_grpo(config)
     except USER_ERRORS:  # the rank has said it, with its phase; a traceback would bury that
         return EXIT_USER_ERROR
+    except (PeerLost, KeyboardInterrupt):  # likewise: the launcher stops this rank
+        return EXIT_PEER_LOST
     return 0
 
 

@@ -2,13 +2,14 @@
 
 import os
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from hybridengine.distributed.peers import EXIT_PEER_LOST
 from hybridengine.launch import _describe
-from hybridengine.tracking import PhaseStatus
+from hybridengine.tracking import PhaseStatus, read_status
 from tests.trainer.toy import start_toy, toy_job
 
 
@@ -71,3 +72,22 @@ def test_a_reward_that_fails_in_mid_run(tmp_path):
     assert "failed in phase 'reward' of step 1: RewardError: reward function compute_score" in last
     assert not (tmp_path / "run" / "summary.json").exists()
     assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.multirank
+def test_ctrl_c_ends_every_rank(tmp_path):
+    settings = {"rollout.name": "hf", "trainer.total_training_steps": 10_000}
+    run = start_toy(toy_job(tmp_path, **settings))
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_status(tmp_path / "run")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(run.pid, signal.SIGINT)
+        output, _ = run.communicate(timeout=60)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    assert output.splitlines()[-1] == "error: stopped by SIGINT; all ranks were ended.", output
+    for status in read_status(tmp_path / "run").values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(status.pid, 0)
