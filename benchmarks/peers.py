@@ -1,8 +1,6 @@
 """What users run today, as functions of (logits, token_ids) -> (log_probs, entropy).
 
-A peer that is not installed is left out, with one line saying so. `verl_algorithm` is verl's
-CPU path (row-wise log-sum-exp, softmax entropy) written again, since verl itself does not import
-without ray.
+A peer that is not installed is left out, with one line saying so.
 """
 
 from __future__ import annotations
@@ -32,18 +30,15 @@ def eager(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     return log_p.gather(1, token_ids[:, None]).squeeze(1), entropy
 
 
-def verl_algorithm(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    if logits.dtype in (torch.float32, torch.float64):
-        lse = torch.stack([row.logsumexp(-1) for row in logits])
-        log_probs = logits.gather(1, token_ids[:, None]).squeeze(1) - lse
-    else:
-        rows = [
-            F.log_softmax(row, dim=-1).gather(0, label[None])
-            for row, label in zip(logits, token_ids, strict=True)
-        ]
-        log_probs = torch.cat(rows)
-    entropy = torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(-1)
-    return log_probs, entropy
+def verl() -> LogProbs:
+    from verl.utils import torch_functional as functions
+
+    import benchmarks._verl  # noqa: F401  (makes verl importable without its services)
+
+    return lambda logits, ids: (
+        functions.logprobs_from_logits(logits, ids, inplace_backward=False),
+        functions.entropy_from_logits(logits),
+    )
 
 
 def trl() -> LogProbs:
@@ -54,9 +49,31 @@ def trl() -> LogProbs:
 
 def from_logits() -> dict[str, LogProbs]:
     """Every peer for the log-probs of given logits."""
-    peers = {"eager": eager, "compile": torch.compile(eager), "verl_algorithm": verl_algorithm}
-    try:
-        peers["trl"] = trl()
-    except ImportError as error:
-        print(f"# peer trl left out: {error}")
-    return peers
+    return {"eager": eager, "compile": torch.compile(eager), **installed(trl=trl, verl=verl)}
+
+
+def fused_linear() -> dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]]:
+    """Every peer that takes (hidden, weight, token_ids), with both gradients."""
+    return {
+        "eager": lambda hidden, weight, ids: eager(F.linear(hidden, weight), ids),
+        **installed(verl_fused=verl_fused),
+    }
+
+
+def verl_fused():
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    import benchmarks._verl  # noqa: F401
+
+    fused = FusedLinearForPPO()
+    return lambda hidden, weight, ids: fused(hidden[None], weight, ids[None])
+
+
+def installed(**makers: Callable) -> dict[str, Callable]:
+    found = {}
+    for name, make in makers.items():
+        try:
+            found[name] = make()
+        except ImportError as error:
+            print(f"# peer {name} left out: {error}")
+    return found

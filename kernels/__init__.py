@@ -7,6 +7,8 @@ formula and a plain-PyTorch `reference` backend that is its specification.
 from ._backend import backend_table, choose_backend
 from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
+from .linear_logprob import linear_token_log_probs
+from .linear_policy_loss import linear_policy_loss
 from .logprob import RowStats, check_labels, token_log_probs
 from .packing import Packed, pack, pack_sequences, unpack
 from .policy_loss import LOSS_AGG_MODES, policy_loss
@@ -32,6 +34,8 @@ __all__ = [
     "gae",
     "group_advantage",
     "imbalance",
+    "linear_policy_loss",
+    "linear_token_log_probs",
     "pack",
     "pack_sequences",
     "policy_loss",

@@ -1,0 +1,309 @@
+"""linear_policy_loss: hidden states to policy loss, with the gradients made in the forward.
+
+Old log-probs, advantages, mask and the global denominators are known before the forward, so the
+gradient of a chunk of logits can be formed right after its rows are reduced, while it is still in
+the buffer: three matrix products (6 T H V operations) for forward and backward together where the
+two-step form needs four. Rows whose gradient is zero (masked, zero advantage, clipped) are
+compacted away before the two gradient products. docs/linear_policy_loss.md has the derivation.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._backend import choose_backend, register_backends
+from .aggregation import LOSS_AGG_MODES, Segments, as_mask, denominators, token_weights
+from .linear_logprob import (
+    Chunks,
+    LinearGrads,
+    budget,
+    check_linear,
+    linear_token_log_probs,
+)
+from .logprob import RowOptions, row_options, rows_backward, rows_forward, token_log_probs
+from .policy_loss import policy_loss
+from .token_loss import (
+    KL_ALIASES,
+    KL_TYPES,
+    LOSS_MODES,
+    MODE_ALIASES,
+    SEQUENCE_MODES,
+    LossOptions,
+)
+
+register_backends("linear_policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    advantages: Tensor,
+    old_log_probs: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    keep_mask: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    response_mask: Tensor | None = None,
+    entropy_coeff: float = 0.0,
+    budget_bytes: int | None = None,
+    backend: str | None = None,
+    **loss_arguments,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Policy loss from hidden states.
+
+    Args:
+        hidden: [T, H]; weight: [V, H] of the same dtype; bias: [V] or None; token_ids: [T] int64.
+        advantages, old_log_probs: [T], constants.
+        temperature, logit_scale, softcap, keep_mask, group, budget_bytes: as in
+            `linear_token_log_probs`.
+        response_mask: [T] bool; tokens outside are not read beyond the first matrix product, and
+            their log_probs and entropy are 0.
+        entropy_coeff: subtracts entropy_coeff * entropy, differentiated.
+        loss_arguments: everything else `policy_loss` takes (loss_mode, clip ratios, loss_agg_mode,
+            cu_seqlens, global denominators, ref_log_probs and the KL, rollout_is_weights, ...).
+        backend: `cpp`, `cuda` or `reference`; None takes the best one.
+
+    Returns:
+        (loss, log_probs [T], entropy [T], metrics): loss is differentiable in hidden, weight and
+        bias, the rest is without gradient. The metrics are those of `policy_loss`, tensors on the
+        device; nothing here waits for a GPU. With gspo and gmpo, where a token's gradient needs the
+        whole sequence first, this is `linear_token_log_probs` followed by `policy_loss`
+        (8 T H V operations).
+
+    Example:
+        >>> hidden = torch.zeros(2, 8, requires_grad=True)
+        >>> weight, ids = torch.ones(4, 8), torch.tensor([1, 3])
+        >>> old = torch.full((2,), -1.3862944)
+        >>> loss, *_ = linear_policy_loss(hidden, weight, ids, torch.tensor([1.0, 2.0]), old)
+        >>> round(loss.item(), 4)
+        -1.5
+    """
+    op = "linear_policy_loss"
+    check_linear(op, hidden, weight, token_ids, bias)
+    backend = choose_backend(op, hidden.device, backend)
+    if hidden.dtype == torch.float64:
+        backend = "reference"
+    ids = token_ids if response_mask is None else token_ids.masked_fill(~response_mask, -100)
+    options = row_options(op, ids.shape, temperature, logit_scale, softcap, -100, keep_mask, group)
+    loss_arguments |= {"response_mask": response_mask, "entropy_coeff": entropy_coeff}
+    mode = loss_arguments.get("loss_mode", "ppo_clip")
+    mode = MODE_ALIASES.get(mode, mode)
+    if backend == "reference" or mode in SEQUENCE_MODES:
+        return _two_steps(
+            hidden, weight, bias, ids, temperature, logit_scale, softcap, keep_mask, group,
+            advantages, old_log_probs, loss_arguments, budget_bytes, backend,
+        )  # fmt: skip
+    # The loss and its metrics come from policy_loss itself, on the log-probs found on the way; it
+    # also checks the arguments, before anything large is computed.
+    nothing = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
+    with torch.no_grad():
+        policy_loss(nothing, old_log_probs, advantages, entropy=nothing, **loss_arguments)
+    per_token, numbers = _for_the_op(nothing, advantages, old_log_probs, mode, loss_arguments)
+    recording = torch.is_grad_enabled()
+    wanted = [t is not None and recording and t.requires_grad for t in (hidden, weight, bias)]
+    log_probs, entropy, *grads = torch.ops.hybridengine.linear_policy_gradient(
+        hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, *options,
+        *per_token, *numbers, budget(hidden, budget_bytes), wanted, backend,
+    )  # fmt: skip
+    with torch.no_grad():
+        loss, metrics = policy_loss(
+            log_probs, old_log_probs, advantages, entropy=entropy, **loss_arguments
+        )
+    if any(wanted):
+        loss = _AttachGradients.apply(loss, hidden, weight, bias, *grads)
+    return loss, log_probs, entropy, metrics
+
+
+def _two_steps(
+    hidden, weight, bias, ids, temperature, logit_scale, softcap, keep_mask, group, advantages,
+    old_log_probs, loss_arguments, budget_bytes, backend,
+):  # fmt: skip
+    """Log-probs, then the loss: the specification, and the form for the sequence-level modes."""
+    row_arguments = {
+        "logit_scale": logit_scale, "softcap": softcap, "keep_mask": keep_mask, "group": group,
+        "backend": backend,
+    }  # fmt: skip
+    if backend == "reference":
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        log_probs, entropy = token_log_probs(logits, ids, temperature, **row_arguments)
+    else:
+        log_probs, entropy = linear_token_log_probs(
+            hidden, weight, ids, bias, temperature, budget_bytes=budget_bytes, **row_arguments
+        )
+    loss, metrics = policy_loss(
+        log_probs, old_log_probs, advantages, entropy=entropy, backend=backend, **loss_arguments
+    )
+    return loss, log_probs.detach(), entropy.detach(), metrics
+
+
+class _AttachGradients(torch.autograd.Function):
+    """loss, with gradients that were computed beside it."""
+
+    @staticmethod
+    def forward(ctx, loss, hidden, weight, bias, *grads):
+        ctx.save_for_backward(*grads)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        # Asking a GPU whether the factor is 1 would wait for it.
+        unit = grad_loss.device.type == "cpu" and grad_loss.item() == 1.0
+        scaled = [
+            (grad if unit else grad * grad_loss) if need else None
+            for grad, need in zip(ctx.saved_tensors, ctx.needs_input_grad[1:4], strict=True)
+        ]
+        return None, *scaled, None, None, None
+
+
+def _for_the_op(like, advantages, old_log_probs, mode, arguments):
+    """(per-token tensors, numbers) in the order linear_policy_gradient takes them."""
+    mask = as_mask(arguments["response_mask"], like)
+    agg_mode = arguments.get("loss_agg_mode", "token-mean")
+    cu_seqlens = arguments.get("cu_seqlens")
+    num_tokens, num_seqs = denominators(
+        "linear_policy_loss", agg_mode, mask, cu_seqlens,
+        arguments.get("global_num_tokens"), arguments.get("global_num_seqs"),
+    ).unbind()  # fmt: skip
+    segments = None if cu_seqlens is None else Segments.of(cu_seqlens, mask)
+    weights = token_weights(
+        agg_mode, mask, segments, num_tokens, num_seqs, arguments.get("loss_scale_factor")
+    )
+
+    def floats(tensor):
+        return None if tensor is None else tensor.detach().float().contiguous()
+
+    selected = arguments.get("selected")
+    per_token = [
+        floats(advantages),
+        floats(old_log_probs),
+        mask,
+        None if selected is None else selected.bool(),
+        floats(arguments.get("ref_log_probs")),
+        floats(arguments.get("rollout_is_weights")),
+        weights.float(),
+    ]
+    kl_type = arguments.get("kl_type", "low_var_kl")
+    base = kl_type.removesuffix("+")
+    numbers = [
+        LOSS_MODES.index(mode),
+        KL_TYPES.index(KL_ALIASES.get(base, base)),
+        kl_type.endswith("+"),
+        [float(arguments.get(k, v)) for k, v in LossOptions()._asdict().items()],
+        [float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"]), 1.0],
+    ]
+    return per_token, numbers
+
+
+@torch.library.custom_op("hybridengine::linear_policy_gradient", mutates_args=())
+def _linear_policy_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    temperature: float,
+    temperatures: Tensor | None,
+    logit_scale: float,
+    softcap: float,
+    ignore_index: int,
+    keep_mask: Tensor | None,
+    group: str,
+    advantages: Tensor,
+    old_log_probs: Tensor,
+    mask: Tensor,
+    selected: Tensor | None,
+    ref_log_probs: Tensor | None,
+    is_weights: Tensor | None,
+    weights: Tensor,
+    mode: int,
+    kl_type: int,
+    kl_straight_through: bool,
+    loss_options: list[float],
+    coefficients: list[float],
+    budget_bytes: int,
+    wanted: list[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """log_probs, entropy and the gradients of hidden, weight and bias (empty if not wanted).
+
+    `weights`: what the terms of each token are multiplied by in the loss.
+    """
+    options = RowOptions(
+        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
+    )
+    per_token = (old_log_probs, advantages, mask, selected, ref_log_probs)
+    numbers = (mode, kl_type, kl_straight_through, loss_options, coefficients)
+    chunks = Chunks(hidden, weight, bias, budget_bytes, False, wanted[1])
+    grads = LinearGrads(hidden, weight, bias, wanted)
+    log_probs = torch.empty_like(weights)
+    entropy = torch.empty_like(weights)
+    for rows in chunks.slices():
+        logits = chunks.logits(rows)
+        found = rows_forward(logits, token_ids[rows], options.rows(rows), False, backend)[:4]
+        log_probs[rows], entropy[rows] = found[0], found[1]
+        if not any(wanted):
+            continue
+        slopes = _token_slopes(
+            found, [None if t is None else t[rows] for t in per_token], numbers,
+            None if is_weights is None else is_weights[rows], weights[rows],
+        )  # fmt: skip
+        alive = _alive_rows(logits, *slopes)
+        if alive is not None:
+            if alive.numel() == 0:
+                continue
+            logits = logits[: alive.numel()]
+            found = [value[alive] for value in found]
+            slopes = [value[alive] for value in slopes]
+            where = alive + rows.start
+        else:
+            where = rows
+        rows_backward(
+            logits, logits, token_ids[where], options.rows(where), list(found), *slopes, backend
+        )
+        grads.add(chunks, logits, hidden[where], where)
+    return log_probs, entropy, *grads.finished(group)
+
+
+@_linear_policy_gradient.register_fake
+def _(hidden, weight, bias, *args):
+    wanted, rows = args[-2], hidden.shape[0]
+    vectors = [hidden.new_empty(rows, dtype=torch.float32) for _ in range(2)]
+    grads = [
+        torch.empty_like(t) if want else hidden.new_empty(0)
+        for t, want in zip((hidden, weight, bias), wanted, strict=True)
+    ]
+    return *vectors, *grads
+
+
+def _token_slopes(found, per_token, numbers, is_weights, weights) -> tuple[Tensor, Tensor]:
+    """d loss / d log_prob and d loss / d entropy of a chunk's tokens, by the policy-loss op."""
+    old, advantages, mask, selected, ref = per_token
+    mode, kl_type, kl_straight_through, loss_options, coefficients = numbers
+    ones = torch.ones(2, dtype=torch.float64, device=weights.device)
+    _, by_log_prob, by_entropy = torch.ops.hybridengine.policy_loss(
+        found[0], found[1], old, advantages, mask, selected, ref, is_weights, None, ones, mode,
+        LOSS_AGG_MODES.index("token-sum"), kl_type, kl_straight_through, loss_options,
+        coefficients, True, True,
+    )  # fmt: skip
+    return by_log_prob * weights, by_entropy * weights
+
+
+def _alive_rows(logits: Tensor, by_log_prob: Tensor, by_entropy: Tensor) -> Tensor | None:
+    """Moves the rows that have a gradient to the front; their numbers, or None for "all".
+
+    On a GPU the count would have to come to the host, so nothing is compacted there.
+    """
+    if logits.is_cuda:
+        return None
+    alive = ((by_log_prob != 0) | (by_entropy != 0)).nonzero().squeeze(1)
+    if alive.numel() == logits.shape[0]:
+        return None
+    for target, source in enumerate(alive.tolist()):
+        if target != source:
+            logits[target].copy_(logits[source])
+    return alive
