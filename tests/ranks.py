@@ -4,7 +4,8 @@
     results = run_ranks(body, 2, 64)          # [result of rank 0, result of rank 1]
 
 The parent holds the rendezvous store, as torchrun's agent does, so no port is guessed and tests can
-run side by side. `body` must be importable (module level), because ranks start by spawn.
+run side by side. `body` must be importable (module level), because ranks are new processes. They
+are forked from a server that has done nothing but the slow imports, which cost each seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import torch.distributed as dist
 
 __all__ = ["RankFailure", "run_ranks"]
 
+_PRELOAD = ["hybridengine.model", "torch.distributed.fsdp", "torch.distributed.tensor"]
+
 
 class RankFailure(AssertionError):
     """A rank raised, died or did not finish in time; the message holds its traceback."""
@@ -42,8 +45,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on `world_size` gloo ranks and return their results.
 
-    Args and results cross by pickle (tensors by value). `env` is set in each rank before torch is
-    imported, on top of the variables torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+    Args and results cross by pickle (tensors by value). `env` joins the variables torchrun sets
+    (RANK, WORLD_SIZE, MASTER_ADDR, ...); only what reads it as torch is imported misses it.
 
     Raises:
         RankFailure: with the traceback of the first rank that failed (or its exit code, or the
@@ -55,16 +58,11 @@ def run_ranks(
     payload = pickle.dumps((fn, args))
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
-    inherited = dict(os.environ)
-    try:
-        for rank in range(world_size):
-            os.environ.update(_rank_env(rank, world_size, store.port), **(env or {}))
-            process, pipe = _start_rank(rank, world_size, payload, timeout_s)
-            processes.append(process)
-            pipes[pipe] = rank
-    finally:
-        os.environ.clear()
-        os.environ.update(inherited)
+    for rank in range(world_size):
+        environment = {**os.environ, **_rank_env(rank, world_size, store.port), **(env or {})}
+        process, pipe = _start_rank(rank, environment, payload, timeout_s)
+        processes.append(process)
+        pipes[pipe] = rank
     try:
         results = _collect(processes, dict(pipes), timeout_s)
         for pipe in pipes:
@@ -95,12 +93,13 @@ def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _start_rank(
-    rank: int, world_size: int, payload: bytes, timeout_s: float
+    rank: int, environment: dict[str, str], payload: bytes, timeout_s: float
 ) -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=_rank_main, args=(rank, world_size, payload, timeout_s, theirs), name=f"rank{rank}"
+        target=_rank_main, args=(environment, payload, timeout_s, theirs), name=f"rank{rank}"
     )
     process.start()
     theirs.close()  # so that the death of the rank shows as end of file
@@ -108,8 +107,11 @@ def _start_rank(
 
 
 def _rank_main(
-    rank: int, world_size: int, payload: bytes, timeout_s: float, parent: Connection
+    environment: dict[str, str], payload: bytes, timeout_s: float, parent: Connection
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         torch.set_num_threads(1)
