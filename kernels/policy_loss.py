@@ -40,7 +40,7 @@ from .token_loss import (
     token_loss,
 )
 
-register_backends("policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+register_backends("policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
 
 
 def policy_loss(
@@ -142,8 +142,10 @@ def policy_loss(
         clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg, cov_kl_coef
     )
     plan = _Plan(loss_mode, loss_agg_mode, kl_type, kl_coef, entropy_coeff, loss_scale_factor)
-    run = _reference if backend == "reference" else _native
-    loss, sums = run(log_probs, per_token, cu_seqlens, counted, plan, options)
+    if backend == "reference":
+        loss, sums = _reference(log_probs, per_token, cu_seqlens, counted, plan, options)
+    else:
+        loss, sums = _kernel(backend, log_probs, per_token, cu_seqlens, counted, plan, options)
     metrics = dict(zip(_METRICS, sums.detach().unbind(), strict=True))
     if ref_log_probs is None:
         del metrics["kl_loss"]
@@ -253,8 +255,8 @@ def _check_needs(loss_mode, loss_agg_mode, cu_seqlens, selected, scale, clip_rat
         raise ValueError(f"policy_loss: clip_ratio_c is {clip_ratio_c}; expected more than 1")
 
 
-def _native(log_probs, per_token, cu_seqlens, counted, plan, options):
-    """(loss, metrics in the order of _METRICS) from the C++ or CUDA kernel."""
+def _kernel(backend, log_probs, per_token, cu_seqlens, counted, plan, options):
+    """(loss, metrics in the order of _METRICS) from a kernel."""
 
     def floats(name):
         tensor = per_token[name]
@@ -287,6 +289,7 @@ def _native(log_probs, per_token, cu_seqlens, counted, plan, options):
         [plan.kl_coef, plan.entropy_coeff, plan.loss_scale_factor or 1.0],
         enabled and log_probs.requires_grad,
         wants_entropy,
+        backend,
     )
     return sums[0], sums[1:]
 
@@ -311,9 +314,14 @@ def _policy_loss(
     coefficients: list[float],
     wants_gradient: bool,
     wants_entropy_gradient: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss and metrics [9], d loss / d log_probs, d loss / d entropy; those empty if unwanted)."""
-    return native().policy_loss(
+    if backend == "triton":
+        from .policy_loss_triton import policy_loss_triton as run
+    else:
+        run = native().policy_loss
+    return run(
         log_probs,
         old_log_probs,
         advantages,
@@ -337,7 +345,7 @@ def _policy_loss(
 
 @_policy_loss.register_fake
 def _(log_probs, *args):
-    wants_gradient, wants_entropy_gradient = args[-2:]
+    wants_gradient, wants_entropy_gradient, _ = args[-3:]
     num_tokens = log_probs.size(0)
     return (
         log_probs.new_empty(1 + len(_METRICS)),
@@ -356,7 +364,7 @@ def _backward_policy_loss(ctx, grad_sums, *_):
     gradient, entropy_gradient = ctx.saved_tensors
     for_log_probs = gradient * grad_sums[0] if ctx.needs_input_grad[0] else None
     for_entropy = entropy_gradient * grad_sums[0] if ctx.needs_input_grad[1] else None
-    return for_log_probs, for_entropy, *[None] * 16
+    return for_log_probs, for_entropy, *[None] * 17
 
 
 _policy_loss.register_autograd(_backward_policy_loss, setup_context=_setup_policy_loss)

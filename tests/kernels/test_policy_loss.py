@@ -274,6 +274,7 @@ def test_operator_passes_opcheck_and_compiles():
             [0.1, 0.1, 1.0],
             True,
             True,
+            "cpp",
         ),
     )
 

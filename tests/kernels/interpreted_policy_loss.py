@@ -1,0 +1,51 @@
+"""Run by test_policy_loss_triton.py with TRITON_INTERPRET=1 set before any import."""
+
+import sys
+
+import pytest
+import torch
+from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
+from hybridengine.kernels.policy_loss_triton import policy_loss_triton
+
+from tests.kernels.test_policy_loss import KL, batch, doubled, run, same
+
+
+class Native:
+    """Stands where the extension stands, with the Triton kernels."""
+
+    policy_loss = staticmethod(policy_loss_triton)
+
+
+@pytest.fixture(autouse=True)
+def triton_for_cpp(monkeypatch):
+    monkeypatch.setattr(sys.modules["hybridengine.kernels.policy_loss"], "native", lambda: Native)
+
+
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_every_mode_and_aggregation(loss_mode, loss_agg_mode):
+    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
+    options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
+    exact = run(doubled(inputs), backend="reference", **options)
+    same(run(inputs, backend="cpp", **options), exact)
+
+
+@pytest.mark.parametrize("kl_type", KL)
+def test_every_kl(kl_type):
+    inputs = batch([40, 30], spread=2.0)
+    exact = run(doubled(inputs), backend="reference", kl_type=kl_type)
+    same(run(inputs, backend="cpp", kl_type=kl_type), exact)
+
+
+def test_masked_and_empty():
+    inputs = batch([20, 7])
+    inputs["log_probs"] = inputs["log_probs"].masked_fill(~inputs["response_mask"], torch.nan)
+    for loss_mode in LOSS_MODES:
+        same(
+            run(inputs, backend="cpp", loss_mode=loss_mode, loss_agg_mode="token-sum"),
+            run(
+                doubled(inputs), backend="reference", loss_mode=loss_mode, loss_agg_mode="token-sum"
+            ),
+        )
+        loss, *_ = run(batch([]), backend="cpp", loss_mode=loss_mode)
+        assert loss == 0

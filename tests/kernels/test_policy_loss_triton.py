@@ -1,0 +1,39 @@
+"""The Triton policy loss: in Triton's interpreter on the CPU, and on a GPU where there is one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
+
+from tests.kernels.test_policy_loss import batch, doubled, run, same
+
+pytest.importorskip("triton")
+
+
+def test_in_the_interpreter():
+    tests = Path(__file__).parent / "interpreted_policy_loss.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_on_the_gpu(backend, loss_mode, loss_agg_mode):
+    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
+    options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
+    exact = run(doubled(inputs), backend="reference", **options)
+    on_gpu = {name: value.cuda() for name, value in inputs.items()}
+    loss, metrics, *gradients = run(on_gpu, backend=backend, **options)
+    host = {name: value.cpu() for name, value in metrics.items()}
+    same((loss.cpu(), host, *(gradient.cpu() for gradient in gradients)), exact)
