@@ -8,8 +8,9 @@ from hybridengine.reshard.layout import (
     identity_layout,
     record_layout,
 )
-from hybridengine.reshard.plan import ReshardPlan, ShardSpec, build_plan
+from hybridengine.reshard.plan import ReshardPlan, build_plan
 from hybridengine.reshard.resharder import Resharder, SyncReport
+from hybridengine.reshard.shards import ShardSpec
 
 __all__ = [
     "Copy",

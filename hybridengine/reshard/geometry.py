@@ -8,10 +8,13 @@ number of positions (a narrow, a view, a reshape, a transpose all do). `factor` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["Block", "NotABlock", "contiguous_strides", "cut", "factor"]
+import numpy as np
+
+__all__ = ["Block", "NotABlock", "contiguous_strides", "count_below", "cut", "factor", "reach"]
 
 
 class NotABlock(ValueError):
@@ -37,10 +40,12 @@ class Block:
 
     @property
     def numel(self) -> int:
-        n = 1
-        for size in self.sizes:
-            n *= size
-        return n
+        return math.prod(self.sizes)
+
+    @property
+    def region(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """What of the source the block reads, wherever it goes."""
+        return self.start, self.sizes, self.axes
 
     def address(self, strides: tuple[int, ...], origin: tuple[int, ...]) -> tuple[int, list[int]]:
         """(offset, stride per axis) in a source stored with `strides` from coordinate `origin`."""
@@ -106,6 +111,27 @@ def factor(
             axes.insert(0, (dim, step))
             out_strides.insert(0, destination_stride)
     return Block(start, tuple(out_sizes), tuple(axes), destination_offset, tuple(out_strides))
+
+
+def reach(block: Block, dim: int) -> tuple[int, int]:
+    """[low, high) of the source coordinates on `dim` that the block touches."""
+    axes = zip(block.axes, block.sizes, strict=True)
+    steps = sum(step * (size - 1) for (d, step), size in axes if d == dim)
+    return block.start[dim], block.start[dim] + steps + 1
+
+
+def count_below(block: Block, dim: int, edges: np.ndarray) -> np.ndarray:
+    """Elements of the block whose source coordinate on `dim` is below each of `edges` (int64)."""
+    along = [(s, n) for (d, s), n in zip(block.axes, block.sizes, strict=True) if d == dim]
+    if not along:
+        return np.where(block.start[dim] < edges, block.numel, 0)
+    (step, size), *others = sorted(along, key=lambda axis: -axis[1])
+    starts = np.array([block.start[dim]])
+    for other_step, other_size in others:
+        starts = (starts[:, None] + other_step * np.arange(other_size)).reshape(-1)
+    below = np.clip(-((starts[:, None] - edges) // step), 0, size)  # ceil((edge - start) / step)
+    rest = block.numel // math.prod(n for _, n in along)
+    return below.sum(0) * rest
 
 
 def cut(block: Block, dim: int, low: int, high: int) -> Iterator[Block]:

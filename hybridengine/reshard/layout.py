@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridengine.reshard.geometry import Block, NotABlock, contiguous_strides, factor
+from hybridengine.reshard.geometry import Block, NotABlock, contiguous_strides, factor, reach
 
 __all__ = ["Copy", "EngineLayout", "LayoutError", "TensorSpec", "identity_layout", "record_layout"]
 
@@ -92,9 +92,7 @@ class EngineLayout:
             block = copy.block(shapes[copy.source])
             spans = reached.setdefault(copy.source, [set() for _ in block.start])
             for dim, span in enumerate(spans):
-                axes = zip(block.axes, block.sizes, strict=True)
-                reach = sum(step * (size - 1) for (d, step), size in axes if d == dim)
-                span.add((block.start[dim], block.start[dim] + reach + 1))
+                span.add(reach(block, dim))
         sliced: dict[str, int] = {}
         for source, spans in reached.items():
             for dim, span in enumerate(spans):

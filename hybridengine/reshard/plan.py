@@ -1,80 +1,28 @@
 """Who sends which slice to whom: engine layouts intersected with FSDP2 shards.
 
 A pure function of (shard placements, engine layouts, bucket size): every rank computes the same
-plan without communication, and nothing in it depends on values. Lower bound per rank (HybridFlow,
-arXiv 2409.19256, table 2): the bytes its tensor-parallel slice holds minus those it already has.
+plan without communication, and nothing in it depends on values. Volumes are counted once per
+structurally equal layer, slices are listed only for the rank that asks.
+Lower bound per rank (HybridFlow, arXiv 2409.19256, table 2): the bytes its tensor-parallel slice
+holds minus those it already has.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hybridengine.reshard.geometry import Block, contiguous_strides, cut
+from hybridengine.reshard.coverage import check_coverage
+from hybridengine.reshard.geometry import Block, count_below, cut
 from hybridengine.reshard.layout import EngineLayout, LayoutError
+from hybridengine.reshard.shards import ShardSpec
 
-__all__ = ["Bucket", "Piece", "ReshardPlan", "ShardSpec", "build_plan", "check_coverage"]
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """How one checkpoint tensor lies on the training ranks.
-
-    dim: the sharded dimension, split as torch.chunk does (the last shards may be short or empty).
-    holders: for each shard the ranks that hold it (several under HSDP or replication).
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dim: int
-    holders: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:
-        """Read the placement of an FSDP2 parameter (a DTensor) or of a replicated tensor."""
-        shape = tuple(tensor.shape)
-        if not isinstance(tensor, DTensor):
-            return cls(shape, tensor.dtype, 0, (tuple(range(world_size)),))
-        sharded = [
-            (axis, p) for axis, p in enumerate(tensor.placements) if not isinstance(p, Replicate)
-        ]
-        if len(sharded) > 1 or any(type(p) is not Shard for _, p in sharded):
-            raise LayoutError(
-                f"parameter {name!r} has placements {tensor.placements}; expected at most one "
-                "Shard(dim), the rest Replicate. Shard it with fully_shard over a 1-D or HSDP mesh."
-            )
-        ranks = tensor.device_mesh.mesh
-        if not sharded:
-            return cls(shape, tensor.dtype, 0, (tuple(ranks.flatten().tolist()),))
-        axis, placement = sharded[0]
-        by_shard = ranks.movedim(axis, 0).reshape(ranks.shape[axis], -1)
-        return cls(shape, tensor.dtype, placement.dim, tuple(tuple(r) for r in by_shard.tolist()))
-
-    def interval(self, shard: int) -> tuple[int, int]:
-        """[low, high) on `dim` that this shard holds."""
-        size = self.shape[self.dim] if self.shape else 1
-        chunk = -(-size // len(self.holders))
-        return min(shard * chunk, size), min((shard + 1) * chunk, size)
-
-    def origin(self, shard: int) -> tuple[int, ...]:
-        origin = [0] * len(self.shape)
-        if self.shape:
-            origin[self.dim] = self.interval(shard)[0]
-        return tuple(origin)
-
-    def held_by(self, rank: int) -> int | None:
-        return next((s for s, ranks in enumerate(self.holders) if rank in ranks), None)
-
-    def sender(self, shard: int, receiver: int) -> int:
-        """Which holder serves `receiver`: itself if it can, else the replicas in turn."""
-        ranks = self.holders[shard]
-        return receiver if receiver in ranks else ranks[receiver % len(ranks)]
+__all__ = ["Bucket", "Piece", "ReshardPlan", "build_plan"]
 
 
 @dataclass(frozen=True)
@@ -89,18 +37,30 @@ class Piece:
     block: Block
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """Part `part` of `parts` of every shard of one source."""
+
+    source: str
+    part: int
+    parts: int
+
+
 @dataclass
 class Bucket:
-    """Slices that travel in one all-to-all: one source dtype, one engine dtype."""
+    """What travels in one all-to-all: one source dtype, one engine dtype."""
 
     source_dtype: torch.dtype
     engine_dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=list)
+    units: list[_Unit] = field(default_factory=list)
+
+
+_Need = tuple[str, torch.dtype, Block]  # engine tensor, its dtype, what of the source goes there
 
 
 @dataclass
 class ReshardPlan:
-    """The whole exchange, the same object on every rank.
+    """The whole exchange, the same on every rank.
 
     bytes_received, bytes_sent, bytes_needed: per rank; lower_bound: per rank, bytes its engine
     slice needs and its own shards do not hold. staging_bytes: the largest send + receive buffer of
@@ -108,6 +68,7 @@ class ReshardPlan:
     """
 
     world_size: int
+    sources: Mapping[str, ShardSpec]
     buckets: list[Bucket]
     bytes_received: list[int]
     bytes_sent: list[int]
@@ -116,6 +77,46 @@ class ReshardPlan:
     staging_bytes: int
     fallback: dict[str, str]
     digest: str
+    _layout_of: list[int]  # rank → index of its layout
+    _needs: list[dict[str, list[_Need]]]  # layout → source → needs
+
+    def arrivals(self, bucket: Bucket, rank: int) -> Iterator[Piece]:
+        """The slices rank `rank` gets, its own included; per sender in the order they are sent."""
+        for unit in bucket.units:
+            spec = self.sources[unit.source]
+            for need in self._needs_of(bucket, unit, rank):
+                for shard in spec.shards_touched(need[2]):
+                    yield from self._pieces(unit, need, shard, spec.sender(shard, rank), rank)
+
+    def departures(self, bucket: Bucket, rank: int) -> Iterator[Piece]:
+        """The slices rank `rank` sends to others; per receiver in the order they are expected."""
+        for unit in bucket.units:
+            spec = self.sources[unit.source]
+            shard = spec.held_by(rank)
+            if shard is None:
+                continue
+            for receiver in range(self.world_size):
+                if receiver == rank or spec.sender(shard, receiver) != rank:
+                    continue
+                for need in self._needs_of(bucket, unit, receiver):
+                    yield from self._pieces(unit, need, shard, rank, receiver)
+
+    def _needs_of(self, bucket: Bucket, unit: _Unit, rank: int) -> list[_Need]:
+        needs = self._needs[self._layout_of[rank]].get(unit.source, ())
+        return [need for need in needs if need[1] == bucket.engine_dtype]
+
+    def _pieces(
+        self, unit: _Unit, need: _Need, shard: int, sender: int, receiver: int
+    ) -> Iterator[Piece]:
+        destination, _, block = need
+        spec = self.sources[unit.source]
+        if not spec.shape:
+            yield Piece(unit.source, shard, sender, receiver, destination, block)
+            return
+        low, high = spec.part(shard, unit.part, unit.parts)
+        if low < high:
+            for b in cut(block, spec.dim, low, high):
+                yield Piece(unit.source, shard, sender, receiver, destination, b)
 
 
 def build_plan(
@@ -134,63 +135,147 @@ def build_plan(
     """
     if bucket_bytes < 1 << 12:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}, expected at least 4096")
-    world_size = len(layouts)
-    distinct: dict[int, EngineLayout] = {id(layout): layout for layout in layouts}
-    for layout in distinct.values():
-        check_coverage(layout, sources)
-    needed = {key: _blocks_by_source(layout, sources) for key, layout in distinct.items()}
-    fallback = {n: why for layout in distinct.values() for n, why in layout.fallback.items()}
+    distinct = list({id(layout): layout for layout in layouts}.values())
+    index = {id(layout): i for i, layout in enumerate(distinct)}
+    layout_of = [index[id(layout)] for layout in layouts]
+    for layout in distinct:
+        check_coverage(layout)
+    needs = [_needs_by_source(layout, sources) for layout in distinct]
+    fallback = {n: why for layout in distinct for n, why in layout.fallback.items()}
 
+    flows = _Flows(layout_of)
+    received, sent, needed, bound = (np.zeros(len(layouts), np.int64) for _ in range(4))
     buckets: list[Bucket] = []
-    load: dict[tuple[torch.dtype, torch.dtype], tuple[Bucket, np.ndarray]] = {}
-    for source, spec in sources.items():
-        if source in fallback:
-            continue
-        for engine_dtype in _engine_dtypes(source, distinct.values()):
-            pair = (spec.dtype, engine_dtype)
-            for pieces, staging in _units(
-                source, spec, engine_dtype, layouts, needed, bucket_bytes, world_size
-            ):
-                bucket, used = load.get(pair, (None, None))
-                if bucket is None or (used + staging).max() > bucket_bytes:
-                    bucket, used = Bucket(*pair), np.zeros(world_size, np.int64)
-                    buckets.append(bucket)
-                bucket.pieces.extend(pieces)
-                load[pair] = (bucket, used + staging)
-
-    received, sent, own = (np.zeros(world_size, np.int64) for _ in range(3))
+    filling: dict[tuple[torch.dtype, torch.dtype], tuple[Bucket, np.ndarray]] = {}
     staging_bytes = 0
-    for bucket in buckets:
-        staging = np.zeros(world_size, np.int64)
-        for p in bucket.pieces:
-            size = p.block.numel * bucket.engine_dtype.itemsize
-            if p.sender == p.receiver:
-                own[p.receiver] += size
+    for source, spec in sources.items():
+        wanted = [n.get(source, []) for n in needs]
+        for dtype in dict.fromkeys(need[1] for need_list in wanted for need in need_list):
+            blocks = [tuple(n[2] for n in w if n[1] == dtype) for w in wanted]
+            total = flows.count(spec, blocks, 0, 1)
+            received += total.received * dtype.itemsize
+            sent += total.sent * dtype.itemsize
+            needed += total.needed * dtype.itemsize
+            bound += total.lower_bound * dtype.itemsize
+            if source in fallback:
                 continue
-            received[p.receiver] += size
-            sent[p.sender] += size
-            staging[[p.sender, p.receiver]] += size
-        staging_bytes = max(staging_bytes, int(staging.max(initial=0)))
+            pair = (spec.dtype, dtype)
+            for part, parts, elements in flows.split(spec, blocks, bucket_bytes // dtype.itemsize):
+                staging = elements * dtype.itemsize
+                bucket, used = filling.get(pair, (None, None))
+                if bucket is None or (used + staging).max() > bucket_bytes:
+                    bucket, used = Bucket(*pair), np.zeros(len(layouts), np.int64)
+                    buckets.append(bucket)
+                bucket.units.append(_Unit(source, part, parts))
+                filling[pair] = (bucket, used + staging)
+                staging_bytes = max(staging_bytes, int((used + staging).max()))
     return ReshardPlan(
-        world_size=world_size,
+        world_size=len(layouts),
+        sources=sources,
         buckets=buckets,
         bytes_received=received.tolist(),
         bytes_sent=sent.tolist(),
-        bytes_needed=(received + own).tolist(),
-        lower_bound=[
-            _lower_bound(rank, needed[id(layout)], sources) for rank, layout in enumerate(layouts)
-        ],
+        bytes_needed=needed.tolist(),
+        lower_bound=bound.tolist(),
         staging_bytes=staging_bytes,
         fallback=fallback,
-        digest=_digest(sources, layouts, bucket_bytes),
+        digest=_digest(sources, distinct, layout_of, bucket_bytes),
+        _layout_of=layout_of,
+        _needs=needs,
     )
 
 
-_Needs = dict[str, list[tuple[str, torch.dtype, Block]]]  # source → (destination, dtype, block)
+@dataclass(frozen=True)
+class _Flow:
+    """Elements per rank for one source (or part): received, sent, needed, the lower bound."""
+
+    received: np.ndarray
+    sent: np.ndarray
+    needed: np.ndarray
+    lower_bound: np.ndarray
 
 
-def _blocks_by_source(layout: EngineLayout, sources: Mapping[str, ShardSpec]) -> _Needs:
-    needs: _Needs = defaultdict(list)
+class _Flows:
+    """Counts elements that move, vectorised over ranks, once per structurally equal source."""
+
+    def __init__(self, layout_of: Sequence[int]) -> None:
+        self._layout_of = np.array(layout_of)
+        self._cache: dict[tuple, _Flow] = {}
+
+    def count(
+        self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]], part: int, parts: int
+    ) -> _Flow:
+        key = (spec, tuple(tuple(b.region for b in group) for group in blocks), part, parts)
+        if key not in self._cache:
+            self._cache[key] = self._count(spec, blocks, part, parts)
+        return self._cache[key]
+
+    def split(
+        self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]], limit: int
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(part, parts, staged elements per rank) with no rank above `limit`, if it divides."""
+        longest = max(high - low for low, high in map(spec.interval, range(len(spec.holders))))
+        parts = 1
+        while True:
+            staged = [self._staged(spec, blocks, part, parts) for part in range(parts)]
+            worst = max(int(s.max()) for s in staged)
+            if worst <= limit or parts >= longest:
+                break
+            parts = min(longest, max(parts + 1, -(-worst * parts // limit)))
+        for part, elements in enumerate(staged):
+            yield part, parts, elements
+
+    def _staged(
+        self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]], part: int, parts: int
+    ) -> np.ndarray:
+        flow = self.count(spec, blocks, part, parts)
+        return flow.received + flow.sent
+
+    def _count(
+        self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]], part: int, parts: int
+    ) -> _Flow:
+        holders = np.array(spec.holders)  # [S, R]
+        by_shard = np.array(  # [layouts, S]: elements of each shard that a layout needs
+            [_elements_by_shard(group, spec, part, parts) for group in blocks]
+        )
+        distinct = [tuple({b.region: b for b in group}.values()) for group in blocks]
+        once = np.array([_elements_by_shard(group, spec, part, parts) for group in distinct])
+        ranks, replicas = np.arange(len(self._layout_of)), holders.shape[1]
+        own = np.full(len(ranks), -1)
+        own[holders] = np.arange(len(holders))[:, None]
+        needed = by_shard[self._layout_of].sum(1)
+        held = np.where(own >= 0, by_shard[self._layout_of, own], 0)
+        held_once = np.where(own >= 0, once[self._layout_of, own], 0)
+        sent = np.zeros(len(ranks), np.int64)
+        for turn in range(replicas):  # receivers r with r % replicas == turn ask this replica
+            asking = np.bincount(self._layout_of[turn::replicas], minlength=len(blocks))
+            served = asking @ by_shard  # [S]
+            np.add.at(sent, holders[:, turn], served)
+        # A holder serves itself: take that out of the replica whose turn it would have been.
+        keeps = own >= 0
+        np.subtract.at(sent, holders[own[keeps], ranks[keeps] % replicas], held[keeps])
+        return _Flow(needed - held, sent, needed, once[self._layout_of].sum(1) - held_once)
+
+
+def _elements_by_shard(
+    blocks: Sequence[Block], spec: ShardSpec, part: int, parts: int
+) -> np.ndarray:
+    """How many elements of `blocks` lie in each shard's part: int64 [S]."""
+    if not spec.shape:
+        return np.array([sum(b.numel for b in blocks) if part == 0 else 0])
+    edges = np.array([spec.part(shard, part, parts) for shard in range(len(spec.holders))])
+    total = np.zeros(len(edges), np.int64)
+    for block in blocks:
+        total += count_below(block, spec.dim, edges[:, 1]) - count_below(
+            block, spec.dim, edges[:, 0]
+        )
+    return total
+
+
+def _needs_by_source(
+    layout: EngineLayout, sources: Mapping[str, ShardSpec]
+) -> dict[str, list[_Need]]:
+    needs: dict[str, list[_Need]] = defaultdict(list)
     for copy in layout.copies:
         spec = sources.get(copy.source)
         if spec is None:
@@ -199,148 +284,18 @@ def _blocks_by_source(layout: EngineLayout, sources: Mapping[str, ShardSpec]) ->
                 f"model does not have (it has {len(sources)}, e.g. {next(iter(sources), None)!r}). "
                 "Were both built from the same model?"
             )
-        needs[copy.source].append(
-            (
-                copy.destination,
-                layout.destinations[copy.destination].dtype,
-                copy.block(spec.shape),
-            )
-        )
+        dtype = layout.destinations[copy.destination].dtype
+        needs[copy.source].append((copy.destination, dtype, copy.block(spec.shape)))
     return needs
 
 
-def _engine_dtypes(source: str, layouts: Iterable[EngineLayout]) -> list[torch.dtype]:
-    dtypes = {
-        layout.destinations[c.destination].dtype: None
-        for layout in layouts
-        for c in layout.copies
-        if c.source == source
-    }
-    return list(dtypes)
-
-
-def _units(
-    source: str,
-    spec: ShardSpec,
-    engine_dtype: torch.dtype,
-    layouts: Sequence[EngineLayout],
-    needed: Mapping[int, _Needs],
-    bucket_bytes: int,
-    world_size: int,
-) -> Iterator[tuple[list[Piece], np.ndarray]]:
-    """The pieces of one source, in as many parts as keep every rank under `bucket_bytes`."""
-    parts = 1
-    while True:
-        units = [
-            _pieces(source, spec, engine_dtype, layouts, needed, part, parts, world_size)
-            for part in range(parts)
-        ]
-        worst = max(int(staging.max(initial=0)) for _, staging in units)
-        longest = max(high - low for low, high in map(spec.interval, range(len(spec.holders))))
-        if worst <= bucket_bytes or parts >= longest:
-            yield from units
-            return
-        parts = min(longest, max(parts + 1, -(-worst * parts // bucket_bytes)))
-
-
-def _pieces(
-    source: str,
-    spec: ShardSpec,
-    engine_dtype: torch.dtype,
-    layouts: Sequence[EngineLayout],
-    needed: Mapping[int, _Needs],
-    part: int,
-    parts: int,
-    world_size: int,
-) -> tuple[list[Piece], np.ndarray]:
-    staging = np.zeros(world_size, np.int64)
-    pieces: list[Piece] = []
-    cuts: dict[int, list[tuple[int, str, Block]]] = {}
-    for receiver, layout in enumerate(layouts):
-        if id(layout) not in cuts:
-            cuts[id(layout)] = [
-                (shard, destination, b)
-                for destination, dtype, block in needed[id(layout)].get(source, ())
-                if dtype == engine_dtype
-                for shard in range(len(spec.holders))
-                for b in _part(block, spec, shard, part, parts)
-            ]
-        for shard, destination, block in cuts[id(layout)]:
-            sender = spec.sender(shard, receiver)
-            pieces.append(Piece(source, shard, sender, receiver, destination, block))
-            if sender != receiver:
-                staging[[sender, receiver]] += block.numel * engine_dtype.itemsize
-    return pieces, staging
-
-
-def _part(block: Block, spec: ShardSpec, shard: int, part: int, parts: int) -> Iterator[Block]:
-    if not spec.shape:
-        yield block
-        return
-    low, high = spec.interval(shard)
-    length = high - low
-    low, high = low + length * part // parts, low + length * (part + 1) // parts
-    if low < high:
-        yield from cut(block, spec.dim, low, high)
-
-
-def _lower_bound(rank: int, needs: _Needs, sources: Mapping[str, ShardSpec]) -> int:
-    """Bytes this rank's engine holds of the checkpoint and its own shards do not."""
-    total = 0
-    for source, wanted in needs.items():
-        spec = sources[source]
-        own = spec.held_by(rank)
-        seen: set[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]] = set()
-        for _, dtype, block in wanted:
-            region = (block.start, block.sizes, block.axes)
-            if region in seen:
-                continue
-            seen.add(region)
-            held = 0 if own is None else sum(b.numel for b in _part(block, spec, own, 0, 1))
-            total += (block.numel - held) * dtype.itemsize
-    return total
-
-
-def check_coverage(layout: EngineLayout, sources: Mapping[str, ShardSpec]) -> None:
-    """Every element of every engine tensor is written exactly once; else LayoutError."""
-    writes: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
-    for c in layout.copies:
-        writes[c.destination].append((c.destination_offset, c.sizes, c.destination_strides))
-    exempt = {reason.split(":")[0] for reason in layout.fallback.values()}
-    for name, spec in layout.destinations.items():
-        if name in exempt:
-            continue
-        dense = sorted(spec.stride) == sorted(contiguous_strides(spec.shape))
-        span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
-        numel = int(np.prod(spec.shape, dtype=np.int64))
-        if numel == 0:
-            continue
-        count = np.zeros(numel if dense else span, np.uint8)
-        for offset, sizes, strides in writes[name]:
-            _strided(count, offset, sizes, strides)[...] += 1
-        if count.max(initial=0) > 1:
-            raise LayoutError(f"engine tensor {name!r}: some elements would be written twice")
-        for destination, offset, sizes, strides, _ in layout.constants:
-            if destination == name:
-                _strided(count, offset, sizes, strides)[...] = 1
-        if not _strided(count, 0, spec.shape, spec.stride).all():
-            left = int((_strided(count, 0, spec.shape, spec.stride) == 0).sum())
-            raise LayoutError(
-                f"engine tensor {name!r}: {left} of {numel} elements are written by no "
-                "checkpoint tensor"
-            )
-
-
-def _strided(
-    flat: np.ndarray, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
-) -> np.ndarray:
-    return np.lib.stride_tricks.as_strided(flat[offset:], sizes, strides)
-
-
 def _digest(
-    sources: Mapping[str, ShardSpec], layouts: Sequence[EngineLayout], bucket_bytes: int
+    sources: Mapping[str, ShardSpec],
+    layouts: Sequence[EngineLayout],
+    layout_of: Sequence[int],
+    bucket_bytes: int,
 ) -> str:
-    h = hashlib.sha256(repr((bucket_bytes, sorted(sources.items()))).encode())
+    h = hashlib.sha256(repr((bucket_bytes, layout_of, sorted(sources.items()))).encode())
     for layout in layouts:
         h.update(repr((layout.destinations, layout.copies, layout.fallback)).encode())
     return h.hexdigest()

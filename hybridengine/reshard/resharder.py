@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from hybridengine.kernels import strided_copy
 from hybridengine.reshard.geometry import contiguous_strides
 from hybridengine.reshard.layout import LayoutError, TensorSpec
-from hybridengine.reshard.plan import Bucket, Piece, ReshardPlan, ShardSpec, build_plan
+from hybridengine.reshard.plan import Bucket, Piece, ReshardPlan, build_plan
+from hybridengine.reshard.shards import ShardSpec
 
 if TYPE_CHECKING:
     from hybridengine.rollout.engine import RolloutEngine
@@ -127,15 +128,15 @@ class Resharder:
         sends: list[list[Piece]] = [[] for _ in range(self.world_size)]
         receives: list[list[Piece]] = [[] for _ in range(self.world_size)]
         local: list[list[int]] = []
-        for piece in bucket.pieces:
-            if piece.sender == self.rank == piece.receiver:
+        for piece in self.plan.arrivals(bucket, self.rank):
+            if piece.sender == self.rank:
                 local += _rows(*self._from_shard(piece, specs), *self._to_engine(piece), piece)
-            elif piece.sender == self.rank:
-                sends[piece.receiver].append(piece)
-                send_counts[piece.receiver] += piece.block.numel
-            elif piece.receiver == self.rank:
-                receives[piece.sender].append(piece)
-                receive_counts[piece.sender] += piece.block.numel
+                continue
+            receives[piece.sender].append(piece)
+            receive_counts[piece.sender] += piece.block.numel
+        for piece in self.plan.departures(bucket, self.rank):
+            sends[piece.receiver].append(piece)
+            send_counts[piece.receiver] += piece.block.numel
         pack: list[list[int]] = []
         unpack: list[list[int]] = []
         at = 0

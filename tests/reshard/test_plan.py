@@ -16,7 +16,14 @@ from hybridengine.reshard import (
     TensorSpec,
     build_plan,
 )
-from hybridengine.reshard.geometry import NotABlock, contiguous_strides, cut, factor
+from hybridengine.reshard.geometry import (
+    NotABlock,
+    contiguous_strides,
+    count_below,
+    cut,
+    factor,
+    reach,
+)
 from hybridengine.rollout import tp_groups
 
 
@@ -75,6 +82,9 @@ def test_cut_keeps_exactly_the_interval(case, data) -> None:
     coordinate = [v // strides[dim] % shape[dim] for v in values]
     expected = [(v, i) for i, v in enumerate(values) if low <= coordinate[i] < high]
     assert sorted(got) == sorted(expected)
+    below = count_below(block, dim, np.array([low, high]))
+    assert below[1] - below[0] == len(expected)
+    assert reach(block, dim) == (min(coordinate), max(coordinate) + 1)
 
 
 def test_plain_loader_views_are_all_blocks() -> None:
@@ -155,6 +165,7 @@ def test_plan_moves_every_element_once(case, rows, width, row_on_dim1, replicas)
     assert plan.staging_bytes <= 4096
     for rank, layout in enumerate(layouts):
         assert_delivers(plan, rank, layout, sources)
+    assert_both_sides_agree(plan)
 
 
 def brute_force_bound(sources, layouts) -> list[int]:
@@ -188,7 +199,8 @@ def assert_delivers(plan, rank: int, layout: EngineLayout, sources) -> None:
         want[c.destination][target] = ids[c.source] + walk(
             c.source_offset, c.sizes, c.source_strides
         )
-    for piece in (p for b in plan.buckets for p in b.pieces if p.receiver == rank):
+    for piece in (p for b in plan.buckets for p in plan.arrivals(b, rank)):
+        assert piece.receiver == rank
         spec = sources[piece.source]
         assert piece.sender in spec.holders[piece.shard]
         low, high = spec.interval(piece.shard)
@@ -201,6 +213,29 @@ def assert_delivers(plan, rank: int, layout: EngineLayout, sources) -> None:
         got[piece.destination][written] = ids[piece.source] + read
     for name in want:
         np.testing.assert_array_equal(got[name], want[name])
+
+
+def assert_both_sides_agree(plan) -> None:
+    """For every pair of ranks the sender packs what the receiver unpacks, in the same order."""
+    ranks = range(plan.world_size)
+    sent, received = [0] * plan.world_size, [0] * plan.world_size
+    for bucket in plan.buckets:
+        staged = [0] * plan.world_size
+        arrivals = [list(plan.arrivals(bucket, rank)) for rank in ranks]
+        departures = [list(plan.departures(bucket, rank)) for rank in ranks]
+        for sender in ranks:
+            for receiver in ranks:
+                if sender == receiver:
+                    continue
+                out = [p for p in departures[sender] if p.receiver == receiver]
+                assert out == [p for p in arrivals[receiver] if p.sender == sender]
+                moved = 2 * sum(p.block.numel for p in out)
+                sent[sender] += moved
+                received[receiver] += moved
+                staged[sender] += moved
+                staged[receiver] += moved
+        assert max(staged) <= plan.staging_bytes
+    assert (sent, received) == (plan.bytes_sent, plan.bytes_received)
 
 
 def one_tensor(copies: list[Copy]) -> tuple[dict[str, ShardSpec], list[EngineLayout]]:
