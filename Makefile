@@ -27,7 +27,7 @@ bench: setup ## Time every operator against its peers on this machine
 	@$(PY) -m benchmarks
 
 gpu-report: ## On a GPU machine: build with its own python3, test and time the kernels
-	@tools/gpu_report.sh
+	@$${PYTHON:-python3} tools/gpu_report.py
 
 cuda-check: setup ## Compile the CUDA sources (no GPU needed); registers, shared memory, spills
 	@$(PY) tools/cuda_check.py

@@ -193,6 +193,7 @@ class Reporter:
                 f"over {len(start)} problems{verdict}",
                 highlight=False,
                 markup=False,
+                soft_wrap=True,
             )
         files = ("summary.json", "curves.png", "metrics.jsonl", "rollouts", "final")
         there = [f for f in files if (self._dir / f).exists() or f == "summary.json"]
@@ -201,6 +202,7 @@ class Reporter:
             f"see {self._dir}{os.sep}{{{','.join(there)}}}",
             highlight=False,
             markup=False,
+            soft_wrap=True,
         )
 
 
