@@ -106,7 +106,7 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("llama", 1), ("llama", 4), ("qwen2", 2), ("gemma2", 2)],
+    [("llama", 1), ("llama", 2), ("llama", 4), ("qwen2", 2), ("qwen3", 2), ("gemma2", 4)],
 )
 def test_ranks_equal_one_process(tmp_path: Path, kind: str, world_size: int) -> None:
     from safetensors import safe_open
