@@ -1,0 +1,86 @@
+"""Packing and unpacking against flash-attn's form: nonzero and gather, zero-fill and scatter.
+
+flash-attn itself installs only where CUDA is; `flash_attn_algorithm` is its bert_padding written
+again: unpad_input once for the layout, then one gather per tensor; pad_input by zeros and scatter.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from hybridengine.kernels import pack, unpack
+from torch import Tensor
+
+from benchmarks.frame import OURS, Bench
+
+
+def flash_attn_unpad(tensors: list[Tensor], mask: Tensor) -> tuple[list[Tensor], Tensor]:
+    indices = torch.nonzero(mask.flatten(), as_tuple=False).flatten()
+    lengths = mask.sum(dim=-1, dtype=torch.int32)
+    _longest = lengths.max().item()
+    _cu_seqlens = F.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    return [_first_axis(x.flatten(0, 1), indices) for x in tensors], indices
+
+
+def _first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    flat = x.reshape(x.size(0), -1)
+    index = indices[:, None].expand(-1, flat.size(1))
+    return torch.gather(flat, 0, index).reshape(-1, *x.shape[1:])
+
+
+def flash_attn_pad(tensors: list[Tensor], indices: Tensor, batch: int, seqlen: int) -> list[Tensor]:
+    results = []
+    for x in tensors:
+        padded = torch.zeros(batch * seqlen, *x.shape[1:], device=x.device, dtype=x.dtype)
+        padded[indices] = x
+        results.append(padded.view(batch, seqlen, *x.shape[1:]))
+    return results
+
+
+def run(bench: Bench) -> None:
+    batch, seqlen = (
+        (16, 128) if bench.quick else (256, 4096) if bench.device.type == "cuda" else (64, 1024)
+    )
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(seqlen // 8, seqlen + 1, (batch,), generator=generator)
+    mask = (torch.arange(seqlen)[None] < lengths[:, None]).to(bench.device)
+    for width, dtype in ((256, torch.float32), (1024, torch.bfloat16)):
+        hidden = torch.randn(batch, seqlen, width, device=bench.device).to(dtype)
+        compare(bench, [hidden], mask, f"{batch}x{seqlen}x{width}", dtype)
+    many = [
+        torch.randint(0, 1000, (batch, seqlen), device=bench.device),
+        torch.randint(0, 1000, (batch, seqlen), device=bench.device),
+        *(torch.randn(batch, seqlen, device=bench.device) for _ in range(5)),
+        torch.rand(batch, seqlen, device=bench.device) < 0.5,
+    ]
+    compare(bench, many, mask, f"{batch}x{seqlen}, 8 tensors", torch.float32)
+
+
+def compare(bench: Bench, tensors: list[Tensor], mask: Tensor, shape: str, dtype) -> None:
+    packed = pack(tensors, mask)
+    values, indices = list(packed.values), packed.indices
+    in_rows = sum(value.nbytes for value in values)
+    bench.compare(
+        "packing",
+        "pack",
+        shape,
+        dtype,
+        {
+            OURS: lambda: pack(tensors, mask),
+            "flash_attn_algorithm": lambda: flash_attn_unpad(tensors, mask),
+        },
+        bytes_moved=2 * in_rows + mask.nbytes,
+        limit="copy",
+    )
+    bench.compare(
+        "packing",
+        "unpack",
+        shape,
+        dtype,
+        {
+            OURS: lambda: unpack(values, packed),
+            "flash_attn_algorithm": lambda: flash_attn_pad(values, indices, *mask.shape),
+        },
+        bytes_moved=in_rows + sum(tensor.nbytes for tensor in tensors),
+        limit="copy",
+    )
