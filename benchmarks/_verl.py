@@ -47,14 +47,21 @@ def _load():
     sys.meta_path.append(finder)
     try:
         from verl.trainer.ppo import core_algos, rollout_corr_helper
-        from verl.utils import seqlen_balancing
+        from verl.utils import seqlen_balancing, torch_functional
+        from verl.utils.experimental.torch_functional import FusedLinearForPPO
         from verl.workers.config import ActorConfig
     finally:
         sys.meta_path.remove(finder)
         for name in set(sys.modules) - before:  # no empty module outlives the import
             if isinstance(sys.modules[name], _Empty):
                 del sys.modules[name]
-    return core_algos, rollout_corr_helper, seqlen_balancing, ActorConfig
+    return (
+        core_algos, rollout_corr_helper, seqlen_balancing, ActorConfig, torch_functional,
+        FusedLinearForPPO,
+    )  # fmt: skip
 
 
-core_algos, rollout_corr_helper, seqlen_balancing, ActorConfig = _load()
+(
+    core_algos, rollout_corr_helper, seqlen_balancing, ActorConfig, torch_functional,
+    FusedLinearForPPO,
+) = _load()  # fmt: skip

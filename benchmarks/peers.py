@@ -31,9 +31,7 @@ def eager(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def verl() -> LogProbs:
-    from verl.utils import torch_functional as functions
-
-    import benchmarks._verl  # noqa: F401  (makes verl importable without its services)
+    from benchmarks._verl import torch_functional as functions
 
     return lambda logits, ids: (
         functions.logprobs_from_logits(logits, ids, inplace_backward=False),
@@ -61,9 +59,7 @@ def fused_linear() -> dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor,
 
 
 def verl_fused():
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
-
-    import benchmarks._verl  # noqa: F401
+    from benchmarks._verl import FusedLinearForPPO
 
     fused = FusedLinearForPPO()
     return lambda hidden, weight, ids: fused(hidden[None], weight, ids[None])

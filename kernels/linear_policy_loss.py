@@ -250,7 +250,7 @@ def _linear_policy_gradient(
             continue
         slopes = _token_slopes(
             found, [None if t is None else t[rows] for t in per_token], numbers,
-            None if is_weights is None else is_weights[rows], weights[rows],
+            None if is_weights is None else is_weights[rows], weights[rows], backend,
         )  # fmt: skip
         alive = _alive_rows(logits, *slopes)
         if alive is not None:
@@ -280,7 +280,7 @@ def _(hidden, weight, bias, *args):
     return *vectors, *grads
 
 
-def _token_slopes(found, per_token, numbers, is_weights, weights) -> tuple[Tensor, Tensor]:
+def _token_slopes(found, per_token, numbers, is_weights, weights, backend) -> tuple[Tensor, Tensor]:
     """d loss / d log_prob and d loss / d entropy of a chunk's tokens, by the policy-loss op."""
     old, advantages, mask, selected, ref = per_token
     mode, kl_type, kl_straight_through, loss_options, coefficients = numbers
@@ -288,7 +288,7 @@ def _token_slopes(found, per_token, numbers, is_weights, weights) -> tuple[Tenso
     _, by_log_prob, by_entropy = torch.ops.hybridengine.policy_loss(
         found[0], found[1], old, advantages, mask, selected, ref, is_weights, None, ones, mode,
         LOSS_AGG_MODES.index("token-sum"), kl_type, kl_straight_through, loss_options,
-        coefficients, True, True,
+        coefficients, True, True, backend,
     )  # fmt: skip
     return by_log_prob * weights, by_entropy * weights
 
