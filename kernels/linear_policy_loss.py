@@ -152,8 +152,9 @@ class _AttachGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        # Asking a GPU whether the factor is 1 would wait for it.
-        unit = grad_loss.device.type == "cpu" and grad_loss.item() == 1.0
+        # Asking a GPU whether the factor is 1 would wait for it; a traced graph cannot ask.
+        on_host = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
+        unit = on_host and grad_loss.item() == 1.0
         scaled = [
             (grad if unit else grad * grad_loss) if need else None
             for grad, need in zip(ctx.saved_tensors, ctx.needs_input_grad[1:4], strict=True)
