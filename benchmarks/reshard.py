@@ -1,0 +1,131 @@
+"""A whole weight sync, FSDP2 ranks into live vLLM ranks, against gathering whole parameters.
+
+Peers, on the same ranks, model and engine:
+  verl            full_tensor() of every float32 parameter on every rank, then the engine's
+                  load_weights (verl's FSDP workers; TRL and AReaL's FSDP paths do the same)
+  gather_bf16     the same, cast to the engine's dtype before the gather
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.frame import KEYS, OURS, Bench, line
+from tests.ranks import run_ranks
+
+CASES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
+ROUNDS = 5
+
+
+def run(bench: Bench) -> None:
+    if bench.device.type == "cuda" and torch.cuda.device_count() < 2:
+        print("# reshard: needs several GPUs; measured over gloo ranks on the CPU", flush=True)
+    for ranks, tp_size in CASES[1:2] if bench.quick else CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            million = _write_config(Path(folder), bench.quick)
+            results = run_ranks(_rank, ranks, folder, tp_size, timeout_s=580)
+        fastest_peer = min(t[len(t) // 2] for n, (t, _) in results[0].items() if n != OURS)
+        for name, (times, received) in results[0].items():
+            row = dict.fromkeys(KEYS)
+            p50 = times[len(times) // 2]
+            row |= {
+                "op": "reshard",
+                "pass": "sync",
+                "impl": name,
+                "shape": f"{million}M N={ranks} tp={tp_size}",
+                "dtype": "float32→bf16",
+                "device": f"{ranks} gloo ranks, 1 thread each",
+                "ms_p20": times[len(times) // 5],
+                "ms_p50": p50,
+                "ms_p80": times[len(times) * 4 // 5],
+                "gb_per_s": received / p50 / 1e6,
+                "ratio_to_best_peer": fastest_peer / p50 if name == OURS else None,
+            }
+            bench.rows.append(row)
+            print(line(row), f" {received / 2**20:.1f} MiB received per rank", flush=True)
+            if name == OURS:
+                verl = results[0]["verl"][0]
+                print(f"# {verl[len(verl) // 2] / p50:.1f}x verl's way", flush=True)
+
+
+def _write_config(folder: Path, quick: bool) -> int:
+    """A Llama of about 0.5B parameters (quick: 5M), as a folder without weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=1024 if quick else 65536,
+        hidden_size=256 if quick else 1024,
+        intermediate_size=512 if quick else 4096,
+        num_hidden_layers=2 if quick else 24,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return round(sum(p.numel() for p in model.parameters()) / 1e6)
+
+
+def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
+    """Time each way on this rank; the time of a round is that of its slowest rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hybridengine.reshard import Resharder
+    from hybridengine.rollout.vllm import VllmEngine
+
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = {id(p): name for name, p in model.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    engine = VllmEngine(
+        path,
+        shapes,
+        tp_size=tp_size,
+        max_model_len=64,
+        stop_token_ids=[],
+        kv_cache_bytes=16 << 20,
+        engine_options={"enforce_eager": True},
+    )
+    sliced = engine.layout.sliced_dims(shapes)
+    fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", (world_size,)),
+        shard_placement_fn=lambda p: Shard(sliced.get(names[id(p)], 0)),
+    )
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    parameters = dict(model.named_parameters())
+    resharder = Resharder(parameters, engine)
+    own = sum(p.to_local().numel() for p in parameters.values())
+    rest = sum(p.numel() for p in parameters.values()) - own
+
+    def gather(dtype: torch.dtype) -> None:
+        engine.load_whole((n, p.detach().to(dtype).full_tensor()) for n, p in parameters.items())
+
+    ways = {
+        OURS: (lambda: resharder.sync(1), resharder.plan.bytes_received[rank]),
+        "gather_bf16": (lambda: gather(torch.bfloat16), rest * 2),
+        "verl": (lambda: gather(torch.float32), rest * 4),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS + 1):
+        for name, (call, _) in ways.items():
+            dist.barrier()
+            started = time.perf_counter()
+            call()
+            seconds = torch.tensor(time.perf_counter() - started)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            times[name].append(float(seconds) * 1e3)
+    return {name: (sorted(times[name][1:]), ways[name][1]) for name in ways}
