@@ -178,7 +178,8 @@ class Reporter:
             summary["val_problems"] = len(self._first["score"])
         summary["rollout_probs_diff_mean_first"] = self._probs_diff[0]
         summary["rollout_probs_diff_mean_max"] = max(self._probs_diff)
-        title = self._config.trainer.experiment_name
+        trainer = self._config.trainer
+        title = f"{trainer.project_name}: {trainer.experiment_name}"
         plot_learning_curves(self._logger.history, self._dir / "curves.png", title=title)
         write_summary(self._dir / "summary.json", summary)
         self._say(summary)
