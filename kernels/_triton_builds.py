@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import policy_loss_triton
+from . import logprob_triton, policy_loss_triton
 from .token_loss import LOSS_MODES, SEQUENCE_MODES
 
 Build = Callable[[int], tuple[int, int, int]]
@@ -30,6 +30,11 @@ def builds() -> dict[str, Build]:
         found[f"policy_loss_token_{mode}"] = partial(_policy_loss_token, mode)
     for mode in SEQUENCE_MODES:
         found[f"policy_loss_segment_{mode}"] = partial(_policy_loss_segment, mode)
+    for dtype in ("fp32", "bf16"):
+        for general in (False, True):
+            name = f"{dtype}_{'every_option' if general else 'plain'}"
+            found[f"logprob_forward_{name}"] = partial(_logprob, True, dtype, general)
+            found[f"logprob_backward_{name}"] = partial(_logprob, False, dtype, general)
     return found
 
 
@@ -80,3 +85,20 @@ def _policy_loss_segment(mode: str, capability: int) -> tuple[int, int, int]:
     constants = {"MODE": mode, "HAS_MASK": True, "HAS_WEIGHTS": True}
     constants["BLOCK"] = policy_loss_triton.BLOCK
     return compile_kernel(policy_loss_triton._segment_kernel, _TYPES, constants, capability)
+
+
+def _logprob(forward: bool, dtype: str, general: bool, capability: int) -> tuple[int, int, int]:
+    kernel = logprob_triton.forward_kernel if forward else logprob_triton.backward_kernel
+    types = dict.fromkeys(kernel.arg_names, "*fp32")
+    types |= dict.fromkeys(("logits", "out"), f"*{dtype}")
+    types |= {"keep": "*u8", "token_ids": "*i64", "bad_label": "*i32"}
+    types |= dict.fromkeys(("row_stride", "keep_stride", "out_stride", "ignore_index"), "i64")
+    types |= dict.fromkeys(("vocab", "vocab_start", "vocab_total"), "i32")
+    types |= dict.fromkeys(("temperature", "scale", "softcap"), "fp32")
+    constants = dict.fromkeys(("HAS_KEEP", "HAS_CAP", "HAS_TEMPERATURES"), general)
+    if forward:
+        constants |= {"WANT_SQUARES": general, "PARTIAL": False}
+        constants["BLOCK"] = logprob_triton.FORWARD_BLOCK
+    else:
+        constants |= {"HAS_G": True, "HAS_H": True, "BLOCK": logprob_triton.BACKWARD_BLOCK}
+    return compile_kernel(kernel, types, constants, capability)

@@ -24,7 +24,7 @@ from ._backend import choose_backend, native, register_backends
 from ._logprob_parallel import merge_partials, rank_and_size
 from ._logprob_reference import reference_backward, reference_forward
 
-register_backends("token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+register_backends("token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
 
 _label_flags: dict[torch.device, Tensor] = {}
 
@@ -117,7 +117,7 @@ def token_log_probs(
             one [T, 5] message forward and nothing backward.
         return_stats: also return a `RowStats`.
         inplace_backward: write the gradient over `logits`; nothing else may read them afterwards.
-        backend: `cpp`, `cuda` or `reference`; None takes the best one.
+        backend: `cpp`, `cuda`, `triton` or `reference`; None takes the best one.
 
     Returns:
         log_probs [T] and entropy [T], float32 whatever the type of the logits, both
@@ -219,18 +219,30 @@ def rows_forward(
     logits: Tensor, token_ids: Tensor, options: RowOptions, want_squares: bool, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """log_probs, entropy, row_max, log_sum, sum_p_squared, without autograd."""
-    if _backend_for(logits, backend) == "reference":
+    backend = _backend_for(logits, backend)
+    if backend == "reference":
         with torch.no_grad():
             return reference_forward(logits, token_ids, options, want_squares)
     logits, flag = _inner_contiguous(logits), _label_flag(logits.device)
-    native_options = options.native(logits)
-    if not options.group:
-        return tuple(
-            native().log_prob_forward(logits, token_ids, native_options, want_squares, flag)
+    parallel = options.group != ""
+    if backend == "triton":
+        from . import logprob_triton
+
+        rank, size = rank_and_size(options.group)
+        vocab = logits.shape[1]
+        found = logprob_triton.forward(
+            logits, token_ids, options, rank * vocab, size * vocab, want_squares, flag, parallel
         )
-    partial = native().log_prob_partial(logits, token_ids, native_options, flag)
+    elif parallel:
+        found = [native().log_prob_partial(logits, token_ids, options.native(logits), flag)]
+    else:
+        found = native().log_prob_forward(
+            logits, token_ids, options.native(logits), want_squares, flag
+        )
+    if not parallel:
+        return tuple(found)
     ignored = token_ids == options.ignore_index
-    return merge_partials(partial, options.factor, options.group, ignored, want_squares)
+    return merge_partials(found[0], options.factor, options.group, ignored, want_squares)
 
 
 def rows_backward(
@@ -244,18 +256,26 @@ def rows_backward(
     backend: str | None,
 ) -> None:
     """Write the gradient of the logits into `out`, which may be `logits`."""
-    if _backend_for(logits, backend) == "reference":
+    backend = _backend_for(logits, backend)
+    if backend == "reference":
         out.copy_(reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy))
         return
-    native().log_prob_backward(
-        _inner_contiguous(logits),
-        token_ids,
-        options.native(logits),
-        row_results,
-        None if grad_log_probs is None else grad_log_probs.float().contiguous(),
-        None if grad_entropy is None else grad_entropy.float().contiguous(),
-        out,
-    )
+    gradients = [
+        None if grad is None else grad.float().contiguous()
+        for grad in (grad_log_probs, grad_entropy)
+    ]
+    logits = _inner_contiguous(logits)
+    if backend == "triton":
+        from . import logprob_triton
+
+        start = rank_and_size(options.group)[0] * logits.shape[1]
+        logprob_triton.backward(
+            logits, out, token_ids, options, start, list(row_results), *gradients
+        )
+    else:
+        native().log_prob_backward(
+            logits, token_ids, options.native(logits), row_results, *gradients, out
+        )
 
 
 def _inner_contiguous(logits: Tensor) -> Tensor:

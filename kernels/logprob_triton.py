@@ -1,0 +1,235 @@
+"""token_log_probs in Triton, for GPUs the CUDA build does not cover: same passes, same formulas.
+
+Forward: one program per row, an online softmax with sums kept per lane. Backward: one program per
+row and block. The formulas, and why the token's own entry is kept apart, are in csrc/logprob.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FORWARD_BLOCK = 2048
+BACKWARD_BLOCK = 2048
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _tanh(x):
+    """Near 0 a polynomial: 1 - 2 / (e^2x + 1) would lose the leading digits there."""
+    square = x * x
+    p = -5.70498872745e-3 * square + 2.06390887954e-2
+    p = p * square - 5.37397155531e-2
+    p = p * square + 1.33314422036e-1
+    p = p * square - 3.33332819422e-1
+    magnitude = tl.abs(x)
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(magnitude, 9.1)) + 1.0)
+    return tl.where(magnitude < 0.625, p * square * x + x, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _load_y(logits, keep, offsets, inside, scale, softcap, HAS_KEEP: tl.constexpr,
+            HAS_CAP: tl.constexpr):  # fmt: skip
+    """y of the columns; -inf outside the row and for entries that are not kept."""
+    x = tl.load(logits + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+    if HAS_KEEP:
+        kept = tl.load(keep + offsets, mask=inside, other=0) != 0
+        x = tl.where(kept, x, -float("inf"))
+    if HAS_CAP:
+        x = tl.where(x == -float("inf"), x, softcap * _tanh(scale * x / softcap))
+    return x
+
+
+@triton.jit
+def _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES: tl.constexpr,
+            HAS_CAP: tl.constexpr):  # fmt: skip
+    if HAS_TEMPERATURES:
+        temperature = tl.load(temperatures + row)
+    if HAS_CAP:
+        return 1.0 / temperature
+    else:
+        return scale / temperature
+
+
+@triton.jit
+def _log1p(x):
+    """float64; exact for small x where log(1 + x) is not."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * x / tl.where(u == 1.0, 1.0, u - 1.0))
+
+
+@triton.jit
+def forward_kernel(
+    logits, keep, token_ids, temperatures, log_probs, entropy, row_max, log_sum, squares, partial,
+    bad_label, row_stride, keep_stride, vocab, vocab_start, vocab_total, ignore_index, temperature,
+    scale, softcap, HAS_KEEP: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
+    WANT_SQUARES: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(token_ids + row)
+    ignored = label == ignore_index
+    bad = (label != ignore_index) & ((label < 0) | (label >= vocab_total))
+    token = tl.where(ignored | bad, -1, label - vocab_start)
+    here = (token >= 0) & (token < vocab)
+    factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
+    factor2 = factor * _LOG2E
+    logits += row * row_stride
+    keep += row * keep_stride
+    top = -float("inf")
+    e = tl.zeros((BLOCK,), tl.float32)
+    e_d = tl.zeros((BLOCK,), tl.float32)  # d in units of log 2
+    e_e = tl.zeros((BLOCK,), tl.float32)
+    columns = tl.arange(0, BLOCK)
+    # An ignored row is not read.
+    for begin in range(0, tl.where(ignored, 0, vocab), BLOCK):
+        offsets = begin + columns
+        y = _load_y(logits, keep, offsets, offsets < vocab, scale, softcap, HAS_KEEP, HAS_CAP)
+        block_top = tl.max(y, 0)
+        if block_top > top:
+            # From -inf there is nothing to rescale.
+            shift = tl.where(top == -float("inf"), 0.0, (top - block_top) * factor2)
+            shrink = tl.exp2(tl.maximum(shift, -150.0))
+            e_d = (e_d + shift * e) * shrink
+            e = e * shrink
+            e_e = e_e * shrink * shrink
+            top = block_top
+        d = (y - tl.where(top == -float("inf"), 0.0, top)) * factor2
+        d = tl.where(d < -150.0, -150.0, d)  # NaN stays; 0 * d must not be 0 * inf
+        value = tl.where((d == -150.0) | (offsets == token), 0.0, tl.exp2(d))
+        e += value
+        e_d += value * d
+        e_e += value * value
+    others = tl.sum(e.to(tl.float64), 0)
+    others_d = tl.sum(e_d.to(tl.float64), 0) * _LN2
+    others_e = tl.sum(e_e.to(tl.float64), 0)
+    token_y = _load_y(logits, keep, tl.where(here, token, 0), here, scale, softcap, HAS_KEEP,
+                      HAS_CAP)  # fmt: skip
+    token_y = tl.where(here, token_y, -float("inf"))
+    if bad:
+        token_y = token_y * float("nan")
+        tl.store(bad_label, 1)
+    if ignored:
+        top = 0.0
+    if PARTIAL:
+        out = partial + row * 5
+        tl.store(out, top)
+        tl.store(out + 1, others.to(tl.float32))
+        tl.store(out + 2, others_d.to(tl.float32))
+        tl.store(out + 3, token_y)
+        tl.store(out + 4, others_e.to(tl.float32))
+    else:
+        d = (token_y.to(tl.float64) - top) * factor
+        own = tl.exp(d)
+        total = others + own
+        log_total = tl.where(d == 0, _log1p(others), tl.log(total))
+        own_d = tl.where(own > 0, own * d, 0.0)
+        live = ignored == 0
+        tl.store(log_probs + row, tl.where(live, d - log_total, 0.0).to(tl.float32))
+        found = log_total - (others_d + own_d) / total
+        tl.store(entropy + row, tl.where(live, found, 0.0).to(tl.float32))
+        tl.store(row_max + row, top)
+        tl.store(log_sum + row, tl.where(live, log_total, 0.0).to(tl.float32))
+        if WANT_SQUARES:
+            found = (others_e + own * own) / (total * total)
+            tl.store(squares + row, tl.where(live, found, 0.0).to(tl.float32))
+
+
+@triton.jit
+def backward_kernel(
+    logits, keep, token_ids, temperatures, log_probs, entropy, row_max, log_sum, grad_log_probs,
+    grad_entropy, out, row_stride, keep_stride, out_stride, vocab, vocab_start, ignore_index,
+    temperature, scale, softcap, HAS_KEEP: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr, HAS_G: tl.constexpr, HAS_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < vocab
+    label = tl.load(token_ids + row)
+    g = tl.load(grad_log_probs + row) if HAS_G else 0.0
+    h = tl.load(grad_entropy + row) if HAS_H else 0.0
+    asked = tl.abs(g) + tl.abs(h) != 0.0  # NaN counts
+    # A row nobody asks a gradient of is not read: what it holds, NaN included, stays out.
+    alive = offsets < tl.where(asked & (label != ignore_index), vocab, 0)
+    log_prob = tl.load(log_probs + row)
+    row_entropy = tl.load(entropy + row)
+    factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
+    y = _load_y(logits + row * row_stride, keep + row * keep_stride, offsets, alive,
+                scale, softcap, HAS_KEEP, HAS_CAP)  # fmt: skip
+    log_p = (y - tl.load(row_max + row)) * factor - tl.load(log_sum + row)
+    log_p = tl.where(log_p < -104.0, -104.0, log_p)
+    p = tl.where(log_p == -104.0, 0.0, tl.exp2(log_p * _LOG2E))
+    grad = -factor * p * (g + h * (row_entropy + log_p))
+    # 1 - p as -expm1(log p): right to rounding as p -> 1.
+    wide = log_prob.to(tl.float64)
+    small = wide * (1.0 + wide * (0.5 + wide / 6.0))
+    one_minus_p = tl.where(wide > -1e-5, -small, 1.0 - tl.exp(wide)).to(tl.float32)
+    p_token = tl.exp(log_prob)
+    entropy_part = tl.where(p_token > 0, p_token * (log_prob + row_entropy), 0.0)
+    token_grad = factor * (g * one_minus_p - h * entropy_part)
+    grad = tl.where(offsets == label - vocab_start, token_grad, grad)
+    if HAS_CAP:
+        t = y / softcap
+        grad = grad * (1.0 - t * t) * scale
+    if HAS_KEEP or HAS_CAP:
+        grad = tl.where(y == -float("inf"), 0.0, grad)
+    grad = tl.where(alive, grad, 0.0)
+    tl.store(out + row * out_stride + offsets, grad.to(out.dtype.element_ty), mask=inside)
+
+
+def _common(logits: Tensor, token_ids: Tensor, options) -> tuple[list, dict]:
+    """Pointers that both kernels begin with, and the flags they share."""
+    keep, temperatures = options.keep_mask, options.temperatures
+    pointers = [
+        logits,
+        logits if keep is None else keep.view(torch.uint8),
+        token_ids,
+        logits if temperatures is None else temperatures,
+    ]
+    flags = {
+        "HAS_KEEP": keep is not None,
+        "HAS_CAP": options.softcap > 0,
+        "HAS_TEMPERATURES": temperatures is not None,
+    }
+    return pointers, flags
+
+
+def forward(
+    logits: Tensor, token_ids: Tensor, options, vocab_start: int, vocab_total: int,
+    want_squares: bool, bad_label: Tensor, partial: bool,
+) -> list[Tensor]:  # fmt: skip
+    """log_probs, entropy, row_max, log_sum, sum_p_squared; or [[T, 5]] if `partial`."""
+    rows, vocab = logits.shape
+    floats = {"dtype": torch.float32, "device": logits.device}
+    vectors = [torch.empty(rows, **floats) for _ in range(4)]
+    vectors.append(torch.empty(rows if want_squares else 0, **floats))
+    parts = torch.empty((rows, 5) if partial else (0, 5), **floats)
+    pointers, flags = _common(logits, token_ids, options)
+    keep_stride = 0 if options.keep_mask is None else options.keep_mask.stride(0)
+    if rows:
+        forward_kernel[(rows,)](
+            *pointers, *vectors, parts, bad_label, logits.stride(0), keep_stride, vocab,
+            vocab_start, vocab_total, options.ignore_index, options.temperature,
+            options.logit_scale, options.softcap, **flags, WANT_SQUARES=want_squares,
+            PARTIAL=partial, BLOCK=FORWARD_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return [parts] if partial else vectors
+
+
+def backward(
+    logits: Tensor, out: Tensor, token_ids: Tensor, options, vocab_start: int,
+    row_results: list[Tensor], grad_log_probs: Tensor | None, grad_entropy: Tensor | None,
+) -> None:  # fmt: skip
+    rows, vocab = logits.shape
+    pointers, flags = _common(logits, token_ids, options)
+    keep_stride = 0 if options.keep_mask is None else options.keep_mask.stride(0)
+    grads = [row_results[0] if g is None else g for g in (grad_log_probs, grad_entropy)]
+    if rows and vocab:
+        backward_kernel[(rows, triton.cdiv(vocab, BACKWARD_BLOCK))](
+            *pointers, *row_results, *grads, out, logits.stride(0), keep_stride, out.stride(0),
+            vocab, vocab_start, options.ignore_index, options.temperature, options.logit_scale,
+            options.softcap, **flags, HAS_G=grad_log_probs is not None,
+            HAS_H=grad_entropy is not None, BLOCK=BACKWARD_BLOCK, num_warps=8,
+        )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Run by test_logprob_triton.py with TRITON_INTERPRET=1 set before any import."""
+
+import pytest
+import torch
+from hybridengine.kernels import logprob, token_log_probs
+
+from tests.kernels import test_logprob as plain
+from tests.kernels import test_logprob_hostile as hostile
+
+
+@pytest.fixture(autouse=True)
+def triton_on_the_cpu(monkeypatch):
+    flag = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(logprob, "_label_flag", lambda device: flag)
+    monkeypatch.setattr(
+        logprob,
+        "_backend_for",
+        lambda logits, requested: "reference" if logits.dtype == torch.float64 else "triton",
+    )
+    return flag
+
+
+@pytest.mark.parametrize("option", plain.OPTIONS)
+# The interpreter cuts float32 off to bfloat16 instead of rounding; the GPU test covers that.
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (5, 70), (3, 4103)])
+def test_against_float64(rows, vocab, dtype, option):
+    plain.test_against_float64.hypothesis.inner_test("cpu", rows, vocab, dtype, option, seed=0)
+
+
+@pytest.mark.parametrize("gap", (10.0, 17.0, 40.0, 90.0))
+def test_p_to_one(gap):
+    hostile.test_gradient_of_the_token_as_p_goes_to_one(gap, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("level", (-1e4, 1e4))
+def test_far_rows(level):
+    hostile.test_rows_far_from_zero_are_as_exact_as_others(level, "cpu")
+
+
+def test_hostile_rows():
+    hostile.test_minus_infinity_is_a_removed_entry("cpu", None)
+    hostile.test_a_removed_token_has_log_prob_minus_infinity("cpu", None)
+    hostile.test_nan_in_an_ignored_row_stays_there("cpu", None)
+    hostile.test_a_row_with_no_incoming_gradient_gets_exact_zeros("cpu", None)
+    hostile.test_no_tokens_and_all_ignored("cpu", None)
+    hostile.test_non_contiguous_and_unaligned_rows(torch.float32, "cpu")
+    for row in ([torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf]):
+        hostile.test_no_distribution_gives_nan(row, "cpu", None)
+
+
+def test_stats_and_single_gradients():
+    plain.test_stats("cpu")
+    plain.test_only_the_gradients_asked_for("cpu")
+
+
+def test_a_bad_label_gives_nan_and_sets_the_flag(triton_on_the_cpu):
+    log_probs, _ = token_log_probs(torch.zeros(3, 5), torch.tensor([0, 7, -3]))
+    assert log_probs.isnan().tolist() == [False, True, True]
+    assert triton_on_the_cpu.item() == 1
