@@ -1,7 +1,7 @@
+#include <ATen/ops/empty.h>
+
 #include <optional>
 #include <tuple>
-
-#include <ATen/ops/empty.h>
 
 #include "advantage/params.h"
 #include "common/binding.h"
@@ -92,8 +92,7 @@ std::tuple<at::Tensor, at::Tensor> group_advantage(
 
 std::tuple<at::Tensor, at::Tensor> gae(const at::Tensor& rewards, const OptionalTensor& values,
                                        const at::Tensor& cu_seqlens,
-                                       const OptionalTensor& token_mask, double gamma,
-                                       double lam) {
+                                       const OptionalTensor& token_mask, double gamma, double lam) {
   const int64_t tokens = rewards.numel();
   const at::Device device = rewards.device();
   const c10::DeviceGuard guard(device);

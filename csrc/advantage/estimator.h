@@ -9,12 +9,12 @@
 namespace hybridengine {
 
 enum class Estimator : int32_t {
-  grpo,    // (r - mean) / (std + epsilon)         arXiv 2402.03300, section 4.1.2
-  mean,    // r - mean                             arXiv 2503.20783 (Dr. GRPO)
-  rloo,    // r - mean of the others               arXiv 2402.14740, eq. 7
-  pass_k,  // the best: (r - second) / scale       arXiv 2503.19595, section 3
+  grpo,      // (r - mean) / (std + epsilon)         arXiv 2402.03300, section 4.1.2
+  mean,      // r - mean                             arXiv 2503.20783 (Dr. GRPO)
+  rloo,      // r - mean of the others               arXiv 2402.14740, eq. 7
+  pass_k,    // the best: (r - second) / scale       arXiv 2503.19595, section 3
   max_mean,  // the best: (r - mean) / scale
-  opo,     // r - length-weighted mean             arXiv 2505.23585, eq. 8
+  opo,       // r - length-weighted mean             arXiv 2505.23585, eq. 8
 };
 
 // Sums over a group of d = r - shift, `shift` being any reward of the group: exact where all are
@@ -48,12 +48,16 @@ HE_HOST_DEVICE double advantage_of(double reward, int64_t row, const GroupStats&
   const double scale = options.norm_by_std ? std + options.epsilon : 1;
   const bool is_best = row == group.best_row;
   switch (options.estimator) {
-    case Estimator::grpo: return (reward - mean) / (std + options.epsilon);
-    case Estimator::mean: return reward - mean;
-    case Estimator::rloo: return alone ? reward : (reward - mean) * (n / (n - 1));
+    case Estimator::grpo:
+      return (reward - mean) / (std + options.epsilon);
+    case Estimator::mean:
+      return reward - mean;
+    case Estimator::rloo:
+      return alone ? reward : (reward - mean) * (n / (n - 1));
     case Estimator::pass_k:
       return is_best ? (reward - (alone ? 0 : static_cast<double>(group.second))) / scale : 0;
-    case Estimator::max_mean: return is_best ? (reward - mean) / scale : 0;
+    case Estimator::max_mean:
+      return is_best ? (reward - mean) / scale : 0;
     case Estimator::opo:
       if (alone || group.length <= 0) return reward;
       return reward - group.shift - group.length_sum / group.length;

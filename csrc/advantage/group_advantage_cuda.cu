@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(kThreads) group_advantage_kernel(GroupAdvantag
     const int64_t row = first + i;
     if (row >= p.num_rows) return;
     const GroupStats group = warp_total(groups[i]);
-    const float advantage =
-        static_cast<float>(advantage_of(p.rewards[row], row, group, p.options));
+    const float advantage = static_cast<float>(advantage_of(p.rewards[row], row, group, p.options));
     if (lane == 0) p.advantages[row] = advantage;
     if (!p.cu_seqlens) continue;
     for (int64_t t = p.cu_seqlens[row] + lane; t < p.cu_seqlens[row + 1]; t += 32)

@@ -9,13 +9,13 @@
 namespace hybridengine {
 
 struct GroupAdvantageParams {
-  const float* rewards;         // [num_rows]
-  const int64_t* group_ids;     // [num_rows], any values in any order
-  const float* lengths;         // [num_rows] response lengths; opo only, else null
-  float* advantages;            // [num_rows]
-  const int32_t* cu_seqlens;    // [num_rows + 1] or null
-  const bool* token_mask;       // [num_tokens] or null: every token
-  float* token_advantages;      // [num_tokens], written where cu_seqlens is given; 0 if masked
+  const float* rewards;       // [num_rows]
+  const int64_t* group_ids;   // [num_rows], any values in any order
+  const float* lengths;       // [num_rows] response lengths; opo only, else null
+  float* advantages;          // [num_rows]
+  const int32_t* cu_seqlens;  // [num_rows + 1] or null
+  const bool* token_mask;     // [num_tokens] or null: every token
+  float* token_advantages;    // [num_tokens], written where cu_seqlens is given; 0 if masked
   int64_t num_rows;
   int64_t num_tokens;
   EstimatorOptions options;

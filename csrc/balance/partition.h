@@ -162,7 +162,8 @@ class Partition {
       if (bin[i] >= num_items_) continue;
       if (count == 1) result.push_back({lengths_[bin[i]], bin[i], -1});
       for (size_t j = i + 1; count == 2 && j < bin.size(); ++j)
-        if (bin[j] < num_items_) result.push_back({lengths_[bin[i]] + lengths_[bin[j]], bin[i], bin[j]});
+        if (bin[j] < num_items_)
+          result.push_back({lengths_[bin[i]] + lengths_[bin[j]], bin[i], bin[j]});
     }
     std::stable_sort(result.begin(), result.end(),
                      [](const Pick& a, const Pick& b) { return a.sum < b.sum; });
@@ -190,8 +191,10 @@ class Partition {
           const int64_t moved = gives[g].sum - takes[t].sum;
           const int64_t left = std::abs(gap - 2 * moved);
           if (left < best) best = left, best_give = gives[g], best_take = takes[t];
-          if (2 * moved < gap) ++g;
-          else ++t;
+          if (2 * moved < gap)
+            ++g;
+          else
+            ++t;
         }
       }
     }

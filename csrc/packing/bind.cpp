@@ -1,10 +1,10 @@
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
 #include <cstring>
 #include <limits>
 #include <tuple>
 #include <vector>
-
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 
 #include "common/binding.h"
 #include "packing/params.h"

@@ -96,11 +96,16 @@ void fill_as(char* destination, int64_t bytes, uint64_t bits) {
 }
 
 void fill(char* destination, int64_t bytes, uint64_t bits, int element_size) {
-  if (bits == 0) std::memset(destination, 0, bytes);
-  else if (element_size == 1) fill_as<uint8_t>(destination, bytes, bits);
-  else if (element_size == 2) fill_as<uint16_t>(destination, bytes, bits);
-  else if (element_size == 4) fill_as<uint32_t>(destination, bytes, bits);
-  else fill_as<uint64_t>(destination, bytes, bits);
+  if (bits == 0)
+    std::memset(destination, 0, bytes);
+  else if (element_size == 1)
+    fill_as<uint8_t>(destination, bytes, bits);
+  else if (element_size == 2)
+    fill_as<uint16_t>(destination, bytes, bits);
+  else if (element_size == 4)
+    fill_as<uint32_t>(destination, bytes, bits);
+  else
+    fill_as<uint64_t>(destination, bytes, bits);
 }
 
 // Rows of 1 to 8 bytes in short runs: a call to memcpy would cost more than the row.
@@ -149,15 +154,21 @@ void move_run(const MoveRowsParams& p, const RowTensor& tensor, const Run& run) 
 }  // namespace
 
 void pack_count_cpu(const PackLayoutParams& p) {
-  if (p.mask_element_size == 1) count_rows<uint8_t>(p);
-  else if (p.mask_element_size == 4) count_rows<uint32_t>(p);
-  else count_rows<uint64_t>(p);
+  if (p.mask_element_size == 1)
+    count_rows<uint8_t>(p);
+  else if (p.mask_element_size == 4)
+    count_rows<uint32_t>(p);
+  else
+    count_rows<uint64_t>(p);
 }
 
 void pack_layout_cpu(const PackLayoutParams& p) {
-  if (p.mask_element_size == 1) layout_rows<uint8_t>(p);
-  else if (p.mask_element_size == 4) layout_rows<uint32_t>(p);
-  else layout_rows<uint64_t>(p);
+  if (p.mask_element_size == 1)
+    layout_rows<uint8_t>(p);
+  else if (p.mask_element_size == 4)
+    layout_rows<uint32_t>(p);
+  else
+    layout_rows<uint64_t>(p);
 }
 
 void move_rows_cpu(const MoveRowsParams& p) {

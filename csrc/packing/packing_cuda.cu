@@ -116,8 +116,8 @@ __device__ void move_tile(const MoveRowsParams& p, const RowTensor& t, int64_t f
     Unit value = fill;
     if (source >= 0 && source < p.source_rows) {  // an index outside reads nothing, it fills
       const int64_t outer = p.source_inner == p.source_rows ? 0 : source / p.source_inner;
-      const char* begin = t.source + outer * t.outer_stride +
-                          (source - outer * p.source_inner) * t.inner_stride;
+      const char* begin =
+          t.source + outer * t.outer_stride + (source - outer * p.source_inner) * t.inner_stride;
       value = reinterpret_cast<const Unit*>(begin)[u - local * units];
     }
     destination[u] = value;
@@ -132,15 +132,20 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
   const RowTensor& t = p.tensors[blockIdx.y];
   const int64_t per_tile = rows_per_tile(t.row_bytes);
   const uint64_t common = reinterpret_cast<uint64_t>(t.source) |
-                          reinterpret_cast<uint64_t>(t.destination) | t.row_bytes |
-                          t.outer_stride | t.inner_stride;
+                          reinterpret_cast<uint64_t>(t.destination) | t.row_bytes | t.outer_stride |
+                          t.inner_stride;
   for (int64_t first = blockIdx.x * per_tile; first < p.rows; first += gridDim.x * per_tile) {
     const int rows = static_cast<int>(min_of(per_tile, p.rows - first));
-    if (common % 16 == 0) move_tile<uint4>(p, t, first, rows);
-    else if (common % 8 == 0) move_tile<uint2>(p, t, first, rows);
-    else if (common % 4 == 0) move_tile<uint32_t>(p, t, first, rows);
-    else if (common % 2 == 0) move_tile<uint16_t>(p, t, first, rows);
-    else move_tile<uint8_t>(p, t, first, rows);
+    if (common % 16 == 0)
+      move_tile<uint4>(p, t, first, rows);
+    else if (common % 8 == 0)
+      move_tile<uint2>(p, t, first, rows);
+    else if (common % 4 == 0)
+      move_tile<uint32_t>(p, t, first, rows);
+    else if (common % 2 == 0)
+      move_tile<uint16_t>(p, t, first, rows);
+    else
+      move_tile<uint8_t>(p, t, first, rows);
   }
 }
 
@@ -148,24 +153,31 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
 
 int pack_count_cuda(const PackLayoutParams& p, void* stream) {
   auto s = static_cast<cudaStream_t>(stream);
-  if (p.mask_element_size == 1) count_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
-  else if (p.mask_element_size == 4) count_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
-  else count_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
+  if (p.mask_element_size == 1)
+    count_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
+  else if (p.mask_element_size == 4)
+    count_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
+  else
+    count_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
   return cudaGetLastError();
 }
 
 int pack_layout_cuda(const PackLayoutParams& p, void* stream) {
   auto s = static_cast<cudaStream_t>(stream);
-  if (p.mask_element_size == 1) layout_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
-  else if (p.mask_element_size == 4) layout_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
-  else layout_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
+  if (p.mask_element_size == 1)
+    layout_kernel<uint8_t><<<p.batch, kThreads, 0, s>>>(p);
+  else if (p.mask_element_size == 4)
+    layout_kernel<uint32_t><<<p.batch, kThreads, 0, s>>>(p);
+  else
+    layout_kernel<uint64_t><<<p.batch, kThreads, 0, s>>>(p);
   return cudaGetLastError();
 }
 
 int move_rows_cuda(const MoveRowsParams& p, void* stream) {
   int64_t tiles = 1;  // of the widest tensor; the others' surplus blocks leave at once
   for (int i = 0; i < p.num_tensors; ++i) {
-    const int64_t per_tile = p.tensors[i].row_bytes >= kTileBytes ? 1 : kTileBytes / p.tensors[i].row_bytes;
+    const int64_t per_tile =
+        p.tensors[i].row_bytes >= kTileBytes ? 1 : kTileBytes / p.tensors[i].row_bytes;
     const int64_t needed = (p.rows + per_tile - 1) / per_tile;
     tiles = needed > tiles ? needed : tiles;
   }

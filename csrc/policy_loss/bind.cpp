@@ -1,8 +1,8 @@
+#include <ATen/ops/empty.h>
+
 #include <optional>
 #include <tuple>
 #include <vector>
-
-#include <ATen/ops/empty.h>
 
 #include "common/binding.h"
 #include "common/sequences.h"
@@ -78,7 +78,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
   at::Tensor gradient = at::empty({wants_gradient ? tokens : 0}, floats);
   at::Tensor entropy_gradient = at::empty({wants_entropy_gradient ? tokens : 0}, floats);
   at::Tensor segments = at::empty({params.num_sequences * stats_bytes}, floats.dtype(at::kByte));
-  at::Tensor partials = at::empty({(tokens + chunk - 1) / chunk, kNumSums}, floats.dtype(at::kDouble));
+  at::Tensor partials =
+      at::empty({(tokens + chunk - 1) / chunk, kNumSums}, floats.dtype(at::kDouble));
   params.segments = static_cast<SegmentStats*>(segments.mutable_data_ptr());
   params.partials = partials.mutable_data_ptr<double>();
   params.sums = sums.mutable_data_ptr<float>();

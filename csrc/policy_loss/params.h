@@ -10,25 +10,37 @@ namespace hybridengine {
 
 // The weight of an unmasked token in the loss, in the order of kernels/policy_loss.py.
 enum class LossAggMode : int32_t {
-  token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean, seq_mean_token_sum_norm
+  token_mean,
+  token_sum,
+  seq_mean_token_sum,
+  seq_mean_token_mean,
+  seq_mean_token_sum_norm
 };
 
 // Columns of the sums; the first three are weighted as the loss is, the next four divided by the
 // global number of tokens.
 enum PolicyLossSum {
-  kPgLoss, kKlLoss, kEntropy, kClipped, kClippedLower, kPpoKl, kRatio, kRatioMax, kNumSums
+  kPgLoss,
+  kKlLoss,
+  kEntropy,
+  kClipped,
+  kClippedLower,
+  kPpoKl,
+  kRatio,
+  kRatioMax,
+  kNumSums
 };
 
 // What a sequence needs to know before its tokens are visited.
 struct SegmentStats {
-  float count;       // unmasked tokens
-  float log_ratio;   // mean token log-ratio (gspo), mean clipped one (gmpo)
-  float advantage;   // mean advantage (gmpo)
-  float is_weight;   // geometric mean of the rollout weights (gmpo)
+  float count;      // unmasked tokens
+  float log_ratio;  // mean token log-ratio (gspo), mean clipped one (gmpo)
+  float advantage;  // mean advantage (gmpo)
+  float is_weight;  // geometric mean of the rollout weights (gmpo)
 };
 
 struct PolicyLossParams {
-  const float* log_probs;      // [num_tokens], as all that follow
+  const float* log_probs;  // [num_tokens], as all that follow
   const float* old_log_probs;
   const float* advantages;
   const bool* mask;            // or null: every token counts
@@ -68,9 +80,12 @@ HE_HOST_DEVICE bool needs_segments(const PolicyLossParams& p) {
 // The weight of the unmasked tokens of a sequence with `count` of them.
 HE_HOST_DEVICE float token_weight(const PolicyLossParams& p, float count) {
   switch (p.agg_mode) {
-    case LossAggMode::token_mean: return static_cast<float>(1 / *p.global_num_tokens);
-    case LossAggMode::token_sum: return 1;
-    case LossAggMode::seq_mean_token_sum: return static_cast<float>(1 / *p.global_num_seqs);
+    case LossAggMode::token_mean:
+      return static_cast<float>(1 / *p.global_num_tokens);
+    case LossAggMode::token_sum:
+      return 1;
+    case LossAggMode::seq_mean_token_sum:
+      return static_cast<float>(1 / *p.global_num_seqs);
     case LossAggMode::seq_mean_token_mean:
       return static_cast<float>(1 / (*p.global_num_seqs * (count > 1 ? count : 1)));
     case LossAggMode::seq_mean_token_sum_norm:
@@ -86,8 +101,7 @@ HE_HOST_DEVICE void finish_sums(const PolicyLossParams& p, const double* totals)
   p.sums[0] = static_cast<float>(loss);
   for (int i = 0; i < kNumSums; ++i) {
     const bool per_token = i >= kClipped && i <= kRatio;
-    p.sums[1 + i] =
-        static_cast<float>(per_token ? totals[i] / *p.global_num_tokens : totals[i]);
+    p.sums[1 + i] = static_cast<float>(per_token ? totals[i] / *p.global_num_tokens : totals[i]);
   }
 }
 

@@ -33,8 +33,10 @@ VecF load_some(const float* p, int64_t count) {
 }
 
 void store_some(float* p, VecF v, int64_t count) {
-  if (count >= kWidth) store(p, v);
-  else store_part(p, v, count);
+  if (count >= kWidth)
+    store(p, v);
+  else
+    store_part(p, v, count);
 }
 
 VecI load_mask(const bool* p, int64_t count) {
@@ -110,8 +112,8 @@ void visit(const PolicyLossParams& p, const Run& run, int64_t t, int64_t count, 
   if (p.entropy) lanes.entropy += select(keep, load_some(p.entropy + t, count), zero);
   if (p.gradient) store_some(p.gradient + t, select(keep, gradient * run.weight, zero), count);
   if (p.entropy_gradient)
-    store_some(p.entropy_gradient + t,
-               select(keep, splat(-p.entropy_coeff * run.weight), zero), count);
+    store_some(p.entropy_gradient + t, select(keep, splat(-p.entropy_coeff * run.weight), zero),
+               count);
 }
 
 template <LossMode mode>
@@ -140,8 +142,10 @@ int64_t find_sequence(const PolicyLossParams& p, int64_t t) {
   int64_t low = 0, high = p.num_sequences;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
-    if (p.cu_seqlens[middle + 1] > t) high = middle;
-    else low = middle + 1;
+    if (p.cu_seqlens[middle + 1] > t)
+      high = middle;
+    else
+      low = middle + 1;
   }
   return low;
 }
@@ -172,8 +176,8 @@ SegmentStats segment_stats(const PolicyLossParams& p, int64_t begin, int64_t end
     count -= sum(__builtin_convertvector(keep, VecF));
     if (mode != LossMode::gspo && mode != LossMode::gmpo) continue;
     const Token<VectorOps> token = load_token<mode>(p, t, end - t, keep, SegmentStats{});
-    const VecF x = mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options)
-                                          : clamped_log_ratio(token);
+    const VecF x =
+        mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
     log_ratio += sum(select(keep, x, splat(0)));
     if (mode != LossMode::gmpo) continue;
     advantage += sum(token.advantage);
@@ -218,16 +222,26 @@ void run(const PolicyLossParams& p) {
 
 void policy_loss_cpu(const PolicyLossParams& p) {
   switch (p.mode) {
-    case LossMode::ppo_clip: return run<LossMode::ppo_clip>(p);
-    case LossMode::gspo: return run<LossMode::gspo>(p);
-    case LossMode::gmpo: return run<LossMode::gmpo>(p);
-    case LossMode::cispo: return run<LossMode::cispo>(p);
-    case LossMode::sapo: return run<LossMode::sapo>(p);
-    case LossMode::dppo_tv: return run<LossMode::dppo_tv>(p);
-    case LossMode::dppo_kl: return run<LossMode::dppo_kl>(p);
-    case LossMode::clip_cov: return run<LossMode::clip_cov>(p);
-    case LossMode::kl_cov: return run<LossMode::kl_cov>(p);
-    case LossMode::reinforce: return run<LossMode::reinforce>(p);
+    case LossMode::ppo_clip:
+      return run<LossMode::ppo_clip>(p);
+    case LossMode::gspo:
+      return run<LossMode::gspo>(p);
+    case LossMode::gmpo:
+      return run<LossMode::gmpo>(p);
+    case LossMode::cispo:
+      return run<LossMode::cispo>(p);
+    case LossMode::sapo:
+      return run<LossMode::sapo>(p);
+    case LossMode::dppo_tv:
+      return run<LossMode::dppo_tv>(p);
+    case LossMode::dppo_kl:
+      return run<LossMode::dppo_kl>(p);
+    case LossMode::clip_cov:
+      return run<LossMode::clip_cov>(p);
+    case LossMode::kl_cov:
+      return run<LossMode::kl_cov>(p);
+    case LossMode::reinforce:
+      return run<LossMode::reinforce>(p);
   }
 }
 

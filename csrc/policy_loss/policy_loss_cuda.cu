@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kThreads) segment_kernel(PolicyLossParams p) {
     count += 1;
     if (mode != LossMode::gspo && mode != LossMode::gmpo) continue;
     const Token<ScalarOps> token = load_token<mode>(p, t, SegmentStats{});
-    log_ratio += mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options)
-                                        : clamped_log_ratio(token);
+    log_ratio +=
+        mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
     advantage += token.advantage;
     if (mode == LossMode::gmpo && p.is_weights) log_weight += logf(p.is_weights[t] + 1e-10f);
   }
@@ -74,8 +74,10 @@ __device__ int64_t find_sequence(const PolicyLossParams& p, int64_t t) {
   int64_t low = 0, high = p.num_sequences;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
-    if (p.cu_seqlens[middle + 1] > t) high = middle;
-    else low = middle + 1;
+    if (p.cu_seqlens[middle + 1] > t)
+      high = middle;
+    else
+      low = middle + 1;
   }
   return low;
 }
@@ -99,8 +101,8 @@ __device__ void visit(const PolicyLossParams& p, int64_t t, float weight,
   sums.ratio_max = larger(terms.ratio, sums.ratio_max);
   float gradient = terms.gradient * is_weight;
   if (p.ref_log_probs) {
-    const KlTerms<ScalarOps> kl = token_kl<ScalarOps>(p.kl_type, p.kl_straight_through,
-                                                      token.log_prob, p.ref_log_probs[t]);
+    const KlTerms<ScalarOps> kl =
+        token_kl<ScalarOps>(p.kl_type, p.kl_straight_through, token.log_prob, p.ref_log_probs[t]);
     sums.kl += weight * kl.value;
     gradient += p.kl_coef * kl.gradient;
   }
@@ -110,7 +112,8 @@ __device__ void visit(const PolicyLossParams& p, int64_t t, float weight,
 }
 
 template <LossMode mode>
-__global__ void __launch_bounds__(kThreads) token_kernel(const __grid_constant__ PolicyLossParams p) {
+__global__ void __launch_bounds__(kThreads)
+    token_kernel(const __grid_constant__ PolicyLossParams p) {
   const bool by_segment = needs_segments(p);
   const int64_t begin = blockIdx.x * kCudaChunk;
   const int64_t end = begin + kCudaChunk < p.num_tokens ? begin + kCudaChunk : p.num_tokens;
@@ -133,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) token_kernel(const __grid_constant__
     }
   }
   double* partial = p.partials + blockIdx.x * kNumSums;
-  const float values[] = {sums.pg,     sums.kl,    sums.entropy, sums.clipped, sums.clipped_lower,
+  const float values[] = {sums.pg,     sums.kl,   sums.entropy, sums.clipped, sums.clipped_lower,
                           sums.ppo_kl, sums.ratio};
 #pragma unroll
   for (int i = 0; i < kRatioMax; ++i) {
@@ -165,8 +168,7 @@ int launch(const PolicyLossParams& p, cudaStream_t stream) {
   if (needs_segments(p) && p.num_sequences > 0)
     segment_kernel<mode><<<static_cast<unsigned>(p.num_sequences), kThreads, 0, stream>>>(p);
   const int64_t chunks = (p.num_tokens + kCudaChunk - 1) / kCudaChunk;
-  if (chunks > 0)
-    token_kernel<mode><<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(p);
+  if (chunks > 0) token_kernel<mode><<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(p);
   finish_kernel<<<1, kThreads, 0, stream>>>(p, chunks);
   return cudaGetLastError();
 }
@@ -176,16 +178,26 @@ int launch(const PolicyLossParams& p, cudaStream_t stream) {
 int policy_loss_cuda(const PolicyLossParams& p, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   switch (p.mode) {
-    case LossMode::ppo_clip: return launch<LossMode::ppo_clip>(p, s);
-    case LossMode::gspo: return launch<LossMode::gspo>(p, s);
-    case LossMode::gmpo: return launch<LossMode::gmpo>(p, s);
-    case LossMode::cispo: return launch<LossMode::cispo>(p, s);
-    case LossMode::sapo: return launch<LossMode::sapo>(p, s);
-    case LossMode::dppo_tv: return launch<LossMode::dppo_tv>(p, s);
-    case LossMode::dppo_kl: return launch<LossMode::dppo_kl>(p, s);
-    case LossMode::clip_cov: return launch<LossMode::clip_cov>(p, s);
-    case LossMode::kl_cov: return launch<LossMode::kl_cov>(p, s);
-    case LossMode::reinforce: return launch<LossMode::reinforce>(p, s);
+    case LossMode::ppo_clip:
+      return launch<LossMode::ppo_clip>(p, s);
+    case LossMode::gspo:
+      return launch<LossMode::gspo>(p, s);
+    case LossMode::gmpo:
+      return launch<LossMode::gmpo>(p, s);
+    case LossMode::cispo:
+      return launch<LossMode::cispo>(p, s);
+    case LossMode::sapo:
+      return launch<LossMode::sapo>(p, s);
+    case LossMode::dppo_tv:
+      return launch<LossMode::dppo_tv>(p, s);
+    case LossMode::dppo_kl:
+      return launch<LossMode::dppo_kl>(p, s);
+    case LossMode::clip_cov:
+      return launch<LossMode::clip_cov>(p, s);
+    case LossMode::kl_cov:
+      return launch<LossMode::kl_cov>(p, s);
+    case LossMode::reinforce:
+      return launch<LossMode::reinforce>(p, s);
   }
   return cudaErrorInvalidValue;
 }

@@ -14,7 +14,16 @@ namespace hybridengine {
 
 // In the order of kernels/token_loss.py.
 enum class LossMode : int32_t {
-  ppo_clip, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov, reinforce
+  ppo_clip,
+  gspo,
+  gmpo,
+  cispo,
+  sapo,
+  dppo_tv,
+  dppo_kl,
+  clip_cov,
+  kl_cov,
+  reinforce
 };
 enum class KlType : int32_t { k1, abs, k2, k3 };
 
@@ -99,7 +108,8 @@ HE_HOST_DEVICE typename Ops::M dppo_allows(const Token<Ops>& t, const TokenLossO
   } else {
     const auto rest = (one - p_old + 1e-8f) / (one - p + 1e-8f);
     const auto kl = p_old * (t.old_log_prob - t.log_prob) + (one - p_old) * Ops::log(rest);
-    return (positive & ((kl <= high) | (p <= p_old))) | ((!positive) & ((kl <= low) | (p >= p_old)));
+    return (positive & ((kl <= high) | (p <= p_old))) |
+           ((!positive) & ((kl <= low) | (p >= p_old)));
   }
 }
 
@@ -114,8 +124,8 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
   const F slope = Ops::select(terms.log_ratio == difference, one, zero);  // 0 where clamped
   if constexpr (mode == LossMode::gspo) {
     terms.ratio = Ops::exp(clamped<Ops>(t.segment_log_ratio, -20.0f, 10.0f));
-    clip_terms<Ops>(terms, advantage,
-                    Ops::select(t.segment_log_ratio <= Ops::set(10), one, zero), o);
+    clip_terms<Ops>(terms, advantage, Ops::select(t.segment_log_ratio <= Ops::set(10), one, zero),
+                    o);
     return terms;
   } else if constexpr (mode == LossMode::gmpo) {
     terms.ratio = Ops::exp(t.segment_log_ratio);
@@ -188,8 +198,11 @@ HE_HOST_DEVICE KlTerms<Ops> token_kl(KlType type, bool straight_through, typenam
     const F n = clamped<Ops>(-d, -20.0f, 20.0f);
     // exp(n) - 1 - n loses everything for small n; there its series does not.
     const F series =
-        n * n * (0.5f + n * (1 / 6.0f + n * (1 / 24.0f + n * (1 / 120.0f + n * (1 / 720.0f +
-        n * (1 / 5040.0f + n * (1 / 40320.0f)))))));
+        n * n *
+        (0.5f +
+         n * (1 / 6.0f +
+              n * (1 / 24.0f +
+                   n * (1 / 120.0f + n * (1 / 720.0f + n * (1 / 5040.0f + n * (1 / 40320.0f)))))));
     const auto small = (n < Ops::set(0.5f)) & (n > Ops::set(-0.5f));
     const F value = Ops::select(small, series, Ops::exp(n) - one - n);
     const auto at_bound = (value > Ops::set(10)) | (n != -d);

@@ -1,0 +1,134 @@
+"""Packing, advantages and policy loss on a GPU: as on the CPU, without a wait, inside a graph."""
+
+import pytest
+import torch
+from hybridengine.kernels import (
+    GROUP_ESTIMATORS,
+    gae,
+    group_advantage,
+    pack,
+    policy_loss,
+    rollout_correction,
+    unpack,
+    whiten,
+)
+
+from tests.kernels.test_packing import random_mask
+from tests.kernels.test_policy_loss import batch
+from tests.tolerances import ADVANTAGE
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def no_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["prefix", "suffix", "scattered"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (64, 700), (3, 70_000)])
+def test_packing_as_on_the_cpu(shape, kind):
+    mask = random_mask(*shape, 0, kind)
+    tensors = [
+        torch.randn(*shape, 7),
+        torch.randn(*shape, 16).bfloat16(),
+        torch.randint(0, 99, shape),
+        torch.rand(shape) < 0.5,
+        torch.randn(shape[0], shape[1] + 1, 4)[:, 1:],
+    ]
+    packed = pack([*tensors, tensors[2]], mask, shifted=[5])
+    on_gpu = pack([t.cuda() for t in [*tensors, tensors[2]]], mask.cuda(), shifted=[5])
+    for name in ("cu_seqlens", "position_ids", "indices", "inverse"):
+        assert torch.equal(getattr(on_gpu, name).cpu(), getattr(packed, name)), name
+    assert on_gpu.max_seqlen == packed.max_seqlen
+    padded = unpack(on_gpu.values, on_gpu, padding_value=3)
+    for i, tensor in enumerate(packed.values):
+        assert torch.equal(on_gpu.values[i].cpu(), tensor), i
+        assert torch.equal(padded[i].cpu(), unpack(tensor, packed, padding_value=3)), i
+
+
+def test_gradients_on_the_gpu():
+    mask = random_mask(4, 17, 3, "scattered").cuda()
+    hidden = torch.randn(4, 17, 5, dtype=torch.float64, device="cuda", requires_grad=True)
+
+    def through(hidden):
+        packed = pack([hidden], mask)
+        return unpack(packed.values[0] ** 2, packed)
+
+    assert torch.autograd.gradcheck(through, (hidden,))
+
+
+def test_capacity_counts_what_does_not_fit(no_waiting):
+    mask = torch.ones(3, 5, dtype=torch.bool, device="cuda")
+    packed = pack([torch.arange(15, device="cuda").view(3, 5)], mask, capacity=11)
+    torch.cuda.set_sync_debug_mode("default")
+    assert packed.num_dropped.item() == 4 and packed.cu_seqlens.tolist() == [0, 5, 10, 11]
+    assert packed.values[0].tolist() == list(range(11))
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_advantages_as_on_the_cpu(estimator):
+    rewards = (torch.randn(3000) * 4).round()  # ties
+    ids = torch.randint(-300, 300, (3000,))
+    lengths = torch.randint(0, 9, (3000,))
+    want = group_advantage(rewards, ids, estimator=estimator, lengths=lengths)
+    got = group_advantage(rewards.cuda(), ids.cuda(), estimator=estimator, lengths=lengths.cuda())
+    torch.testing.assert_close(got.cpu(), want, **ADVANTAGE)
+
+
+@pytest.mark.parametrize("lengths", [[1], [3, 0, 5000, 17], [70_000]])
+def test_gae_as_on_the_cpu(lengths):
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    rewards, values = torch.randn(2, sum(lengths) + 2)
+    mask = torch.rand(rewards.shape) < 0.8
+    options = {"gamma": 0.99, "lam": 0.95}
+    want = gae(rewards, values, ends, response_mask=mask, **options)
+    on_gpu = (x.cuda() for x in (rewards, values, ends))
+    got = gae(*on_gpu, response_mask=mask.cuda(), **options)
+    for ours, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.cpu(), exact, **ADVANTAGE)
+
+
+def step(inputs, mask, padded, rewards, ids):
+    """All of it once, as a training step would call it."""
+    packed = pack([padded], mask, capacity=mask.numel())
+    back = unpack(packed.values[0], packed)
+    per_row = group_advantage(rewards, ids)
+    flat, returns = gae(inputs["entropy"], inputs["entropy"], inputs["cu_seqlens"], gamma=0.9)
+    correction = rollout_correction(
+        inputs["old_log_probs"], inputs["ref_log_probs"], cu_seqlens=inputs["cu_seqlens"]
+    )
+    loss, metrics = policy_loss(
+        *(inputs[name] for name in ("log_probs", "old_log_probs", "advantages")),
+        loss_mode="gspo",
+        loss_agg_mode="seq-mean-token-mean",
+        cu_seqlens=inputs["cu_seqlens"],
+        global_num_seqs=3,
+        rollout_is_weights=correction.weights,
+    )
+    return back, per_row, whiten(flat), returns, loss, metrics["ppo_kl"]
+
+
+def test_no_wait_and_capture():
+    inputs = {name: value.cuda() for name, value in batch([5, 40, 300]).items()}
+    mask = random_mask(8, 50, 0, "prefix").cuda()
+    arguments = (
+        mask,
+        torch.randn(8, 50, 6).cuda(),
+        torch.randn(8).cuda(),
+        torch.arange(8).cuda() // 4,
+    )
+    eager = step(inputs, *arguments)  # compiles and loads what is lazy
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(inputs, *arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(inputs, *arguments)
+    graph.replay()
+    for got, want in zip(captured, eager, strict=True):
+        assert torch.equal(got, want)
