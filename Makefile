@@ -10,7 +10,7 @@ help: ## List these commands
 setup: ## Make .venv with everything and build the extension (once; later runs do what changed)
 	@tools/setup_env.sh
 
-demo: setup ## GRPO on a real 135M model, two ranks, about ten minutes on two cores
+demo: setup ## GRPO on a real 135M model, two ranks, under ten minutes on two cores
 	@$(PY) examples/demo/prepare.py
 	@$(BIN)/hybridengine grpo examples/demo/config.yaml
 
