@@ -20,6 +20,26 @@ class LogProbOptions:
         vocab_total: int,
     ) -> None: ...
 
+def balance(lengths: Sequence[int], num_bins: int, equal_count: bool) -> list[list[int]]: ...
+def gae(
+    rewards: Tensor,
+    values: Tensor | None,
+    cu_seqlens: Tensor,
+    token_mask: Tensor | None,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]: ...
+def group_advantage(
+    rewards: Tensor,
+    group_ids: Tensor,
+    estimator: int,
+    norm_by_std: bool,
+    epsilon: float,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    token_mask: Tensor | None,
+    num_tokens: int,
+) -> tuple[Tensor, Tensor]: ...
 def log_prob_forward(
     logits: Tensor,
     token_ids: Tensor,
@@ -39,6 +59,38 @@ def log_prob_backward(
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
 ) -> None: ...
+def move_rows(
+    sources: Sequence[Tensor],
+    index: Tensor,
+    position_ids: Tensor | None,
+    leading: int,
+    out_shape: Sequence[int],
+    fills: Sequence[float],
+    shifts: Sequence[int],
+) -> list[Tensor]: ...
+def pack_layout(
+    mask: Tensor, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]: ...
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    selected: Tensor | None,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    is_weights: Tensor | None,
+    cu_seqlens: Tensor | None,
+    denominators: Tensor,
+    mode: int,
+    agg_mode: int,
+    kl_type: int,
+    kl_straight_through: bool,
+    options: Sequence[float],
+    coefficients: Sequence[float],
+    wants_gradient: bool,
+    wants_entropy_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def strided_copy(
     sources: Sequence[Tensor], destinations: Sequence[Tensor], table: Tensor
 ) -> None: ...
