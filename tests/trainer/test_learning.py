@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from tests.ranks import run_ranks
 from tests.trainer.toy import toy_job
 
 pytestmark = pytest.mark.multirank
@@ -44,7 +46,29 @@ def test_tiny_model_masters_the_toy_task(tmp_path: Path) -> None:
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "tensorboard").glob("events*"))
     assert_rollouts_whole(out / "rollouts" / "step_40.jsonl", count=16 * 8)
-    AutoModelForCausalLM.from_pretrained(out / "final")
+    [(by_vllm, by_transformers)] = run_ranks(generate_from_export, 1, str(out / "final"))
+    assert by_vllm == by_transformers
+
+
+def generate_from_export(rank: int, world_size: int, folder: str) -> tuple[list, list]:
+    """Greedy tokens of the exported weights, as a user of either library would load them."""
+    import os
+
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    from vllm import LLM, SamplingParams
+
+    prompts = [[10, 5], [20, 6, 7], [30, 7], [40, 8, 3, 3]]
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = [
+        hf.generate(torch.tensor([p]), max_new_tokens=4, do_sample=False)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    engine = LLM(
+        folder, dtype="float32", enforce_eager=True, max_model_len=32, kv_cache_memory_bytes=2**26
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    outputs = engine.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
+    return [o.outputs[0].token_ids for o in outputs], expected
 
 
 def assert_rollouts_whole(file: Path, count: int) -> None:
