@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from hybridengine.reshard.coverage import check_coverage
-from hybridengine.reshard.geometry import Block, count_below, cut
+from hybridengine.reshard.flows import Blocks, Flows
+from hybridengine.reshard.geometry import Block, cut
 from hybridengine.reshard.layout import EngineLayout, LayoutError
 from hybridengine.reshard.shards import ShardSpec
 
@@ -79,6 +80,15 @@ class ReshardPlan:
     digest: str
     _layout_of: list[int]  # rank → index of its layout
     _needs: list[dict[str, list[_Need]]]  # layout → source → needs
+
+    def traffic(self) -> np.ndarray:
+        """Bytes from sender to receiver, int64 [N, N]; nothing on the diagonal."""
+        flows = Flows(self._layout_of)
+        matrix = np.zeros((self.world_size, self.world_size), np.int64)
+        for source, spec in self.sources.items():
+            for dtype, blocks in _by_dtype(source, self._needs):
+                matrix += flows.traffic(spec, blocks) * dtype.itemsize
+        return matrix
 
     def arrivals(self, bucket: Bucket, rank: int) -> Iterator[Piece]:
         """The slices rank `rank` gets, its own included; per sender in the order they are sent."""
@@ -143,15 +153,13 @@ def build_plan(
     needs = [_needs_by_source(layout, sources) for layout in distinct]
     fallback = {n: why for layout in distinct for n, why in layout.fallback.items()}
 
-    flows = _Flows(layout_of)
+    flows = Flows(layout_of)
     received, sent, needed, bound = (np.zeros(len(layouts), np.int64) for _ in range(4))
     buckets: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.dtype], tuple[Bucket, np.ndarray]] = {}
     staging_bytes = 0
     for source, spec in sources.items():
-        wanted = [n.get(source, []) for n in needs]
-        for dtype in dict.fromkeys(need[1] for need_list in wanted for need in need_list):
-            blocks = [tuple(n[2] for n in w if n[1] == dtype) for w in wanted]
+        for dtype, blocks in _by_dtype(source, needs):
             total = flows.count(spec, blocks, 0, 1)
             received += total.received * dtype.itemsize
             sent += total.sent * dtype.itemsize
@@ -185,91 +193,12 @@ def build_plan(
     )
 
 
-@dataclass(frozen=True)
-class _Flow:
-    """Elements per rank for one source (or part): received, sent, needed, the lower bound."""
-
-    received: np.ndarray
-    sent: np.ndarray
-    needed: np.ndarray
-    lower_bound: np.ndarray
-
-
-class _Flows:
-    """Counts elements that move, vectorised over ranks, once per structurally equal source."""
-
-    def __init__(self, layout_of: Sequence[int]) -> None:
-        self._layout_of = np.array(layout_of)
-        self._cache: dict[tuple, _Flow] = {}
-
-    def count(
-        self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]], part: int, parts: int
-    ) -> _Flow:
-        key = (spec, tuple(tuple(b.region for b in group) for group in blocks), part, parts)
-        if key not in self._cache:
-            self._cache[key] = self._count(spec, blocks, part, parts)
-        return self._cache[key]
-
-    def split(
-        self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]], limit: int
-    ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(part, parts, staged elements per rank) with no rank above `limit`, if it divides."""
-        longest = max(high - low for low, high in map(spec.interval, range(len(spec.holders))))
-        parts = 1
-        while True:
-            staged = [self._staged(spec, blocks, part, parts) for part in range(parts)]
-            worst = max(int(s.max()) for s in staged)
-            if worst <= limit or parts >= longest:
-                break
-            parts = min(longest, max(parts + 1, -(-worst * parts // limit)))
-        for part, elements in enumerate(staged):
-            yield part, parts, elements
-
-    def _staged(
-        self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]], part: int, parts: int
-    ) -> np.ndarray:
-        flow = self.count(spec, blocks, part, parts)
-        return flow.received + flow.sent
-
-    def _count(
-        self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]], part: int, parts: int
-    ) -> _Flow:
-        holders = np.array(spec.holders)  # [S, R]
-        by_shard = np.array(  # [layouts, S]: elements of each shard that a layout needs
-            [_elements_by_shard(group, spec, part, parts) for group in blocks]
-        )
-        distinct = [tuple({b.region: b for b in group}.values()) for group in blocks]
-        once = np.array([_elements_by_shard(group, spec, part, parts) for group in distinct])
-        ranks, replicas = np.arange(len(self._layout_of)), holders.shape[1]
-        own = np.full(len(ranks), -1)
-        own[holders] = np.arange(len(holders))[:, None]
-        needed = by_shard[self._layout_of].sum(1)
-        held = np.where(own >= 0, by_shard[self._layout_of, own], 0)
-        held_once = np.where(own >= 0, once[self._layout_of, own], 0)
-        sent = np.zeros(len(ranks), np.int64)
-        for turn in range(replicas):  # receivers r with r % replicas == turn ask this replica
-            asking = np.bincount(self._layout_of[turn::replicas], minlength=len(blocks))
-            served = asking @ by_shard  # [S]
-            np.add.at(sent, holders[:, turn], served)
-        # A holder serves itself: take that out of the replica whose turn it would have been.
-        keeps = own >= 0
-        np.subtract.at(sent, holders[own[keeps], ranks[keeps] % replicas], held[keeps])
-        return _Flow(needed - held, sent, needed, once[self._layout_of].sum(1) - held_once)
-
-
-def _elements_by_shard(
-    blocks: Sequence[Block], spec: ShardSpec, part: int, parts: int
-) -> np.ndarray:
-    """How many elements of `blocks` lie in each shard's part: int64 [S]."""
-    if not spec.shape:
-        return np.array([sum(b.numel for b in blocks) if part == 0 else 0])
-    edges = np.array([spec.part(shard, part, parts) for shard in range(len(spec.holders))])
-    total = np.zeros(len(edges), np.int64)
-    for block in blocks:
-        total += count_below(block, spec.dim, edges[:, 1]) - count_below(
-            block, spec.dim, edges[:, 0]
-        )
-    return total
+def _by_dtype(
+    source: str, needs: Sequence[dict[str, list[_Need]]]
+) -> Iterator[tuple[torch.dtype, Blocks]]:
+    wanted = [n.get(source, []) for n in needs]
+    for dtype in dict.fromkeys(need[1] for group in wanted for need in group):
+        yield dtype, [tuple(need[2] for need in group if need[1] == dtype) for group in wanted]
 
 
 def _needs_by_source(

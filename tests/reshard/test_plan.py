@@ -219,6 +219,7 @@ def assert_both_sides_agree(plan) -> None:
     """For every pair of ranks the sender packs what the receiver unpacks, in the same order."""
     ranks = range(plan.world_size)
     sent, received = [0] * plan.world_size, [0] * plan.world_size
+    traffic = np.zeros((plan.world_size, plan.world_size), np.int64)
     for bucket in plan.buckets:
         staged = [0] * plan.world_size
         arrivals = [list(plan.arrivals(bucket, rank)) for rank in ranks]
@@ -230,12 +231,14 @@ def assert_both_sides_agree(plan) -> None:
                 out = [p for p in departures[sender] if p.receiver == receiver]
                 assert out == [p for p in arrivals[receiver] if p.sender == sender]
                 moved = 2 * sum(p.block.numel for p in out)
+                traffic[sender, receiver] += moved
                 sent[sender] += moved
                 received[receiver] += moved
                 staged[sender] += moved
                 staged[receiver] += moved
         assert max(staged) <= plan.staging_bytes
     assert (sent, received) == (plan.bytes_sent, plan.bytes_received)
+    np.testing.assert_array_equal(plan.traffic(), traffic)
 
 
 def one_tensor(copies: list[Copy]) -> tuple[dict[str, ShardSpec], list[EngineLayout]]:
