@@ -27,28 +27,29 @@ struct VectorOps {
 
 typedef uint8_t VecB __attribute__((vector_size(kWidth)));
 
-// `count` < kWidth at the end of a run only.
+// `whole`: all kWidth lanes, known to the compiler; else the `count` tokens that end a run.
+template <bool whole>
 VecF load_some(const float* p, int64_t count) {
-  return count >= kWidth ? load(p) : load_part(p, count, 0);
+  return whole ? load(p) : load_part(p, count, 0);
 }
 
+template <bool whole>
 void store_some(float* p, VecF v, int64_t count) {
-  if (count >= kWidth)
-    store(p, v);
-  else
-    store_part(p, v, count);
+  if (whole) return store(p, v);
+  store_part(p, v, count);
 }
 
+template <bool whole>
 VecI load_mask(const bool* p, int64_t count) {
   VecB bytes{};
-  std::memcpy(&bytes, p, count < kWidth ? count : kWidth);
+  std::memcpy(&bytes, p, whole ? kWidth : count);
   return __builtin_convertvector(bytes, VecI) != 0;
 }
 
 VecI first_lanes(int64_t count) {
   VecI lane;
   for (int i = 0; i < kWidth; ++i) lane[i] = i;
-  return lane < static_cast<int32_t>(count < kWidth ? count : kWidth);
+  return lane < static_cast<int32_t>(count);
 }
 
 // What a run of tokens of one sequence shares.
@@ -62,37 +63,39 @@ struct Lanes {
   VecF clipped, clipped_lower, ppo_kl, ratio, pg, kl, entropy;
 };
 
-template <LossMode mode>
+template <LossMode mode, bool whole>
 Token<VectorOps> load_token(const PolicyLossParams& p, int64_t t, int64_t count, VecI keep,
                             const SegmentStats& segment) {
   const VecF zero = splat(0);
   Token<VectorOps> token;
-  token.log_prob = select(keep, load_some(p.log_probs + t, count), zero);
-  token.old_log_prob = select(keep, load_some(p.old_log_probs + t, count), zero);
-  token.advantage = select(keep, load_some(p.advantages + t, count), zero);
+  token.log_prob = select(keep, load_some<whole>(p.log_probs + t, count), zero);
+  token.old_log_prob = select(keep, load_some<whole>(p.old_log_probs + t, count), zero);
+  token.advantage = select(keep, load_some<whole>(p.advantages + t, count), zero);
   token.segment_log_ratio = splat(segment.log_ratio);
   token.segment_advantage = splat(segment.advantage);
   constexpr bool selects = mode == LossMode::clip_cov || mode == LossMode::kl_cov;
-  token.selected = selects ? load_mask(p.selected + t, count) & keep : VecI{};
+  token.selected = selects ? load_mask<whole>(p.selected + t, count) & keep : VecI{};
   return token;
 }
 
+template <bool whole>
 VecI kept_lanes(const PolicyLossParams& p, int64_t t, int64_t count) {
-  const VecI keep = p.mask ? load_mask(p.mask + t, count) : ~VecI{};
-  return count < kWidth ? keep & first_lanes(count) : keep;
+  const VecI keep = p.mask ? load_mask<whole>(p.mask + t, count) : ~VecI{};
+  return whole ? keep : keep & first_lanes(count);
 }
 
-template <LossMode mode>
+template <LossMode mode, bool whole>
 void visit(const PolicyLossParams& p, const Run& run, int64_t t, int64_t count, Lanes& lanes,
            VecF& ratio_max) {
   const VecF zero = splat(0), one = splat(1);
-  const VecI keep = kept_lanes(p, t, count);
-  const Token<VectorOps> token = load_token<mode>(p, t, count, keep, run.segment);
+  const VecI keep = kept_lanes<whole>(p, t, count);
+  const Token<VectorOps> token = load_token<mode, whole>(p, t, count, keep, run.segment);
   const TokenTerms<VectorOps> terms = token_loss<mode, VectorOps>(token, p.options);
   VecF is_weight = one;
   if (p.is_weights)
-    is_weight = mode == LossMode::gmpo ? splat(run.segment.is_weight)
-                                       : select(keep, load_some(p.is_weights + t, count), zero);
+    is_weight = mode == LossMode::gmpo
+                    ? splat(run.segment.is_weight)
+                    : select(keep, load_some<whole>(p.is_weights + t, count), zero);
   lanes.pg += select(keep, terms.loss * is_weight, zero);
   lanes.clipped += select(keep & terms.clipped, one, zero);
   lanes.clipped_lower += select(keep & terms.clipped_lower, one, zero);
@@ -103,17 +106,18 @@ void visit(const PolicyLossParams& p, const Run& run, int64_t t, int64_t count, 
   ratio_max = candidate > ratio_max || candidate != candidate ? candidate : ratio_max;
   VecF gradient = terms.gradient * is_weight;
   if (p.ref_log_probs) {
-    const VecF ref = select(keep, load_some(p.ref_log_probs + t, count), zero);
+    const VecF ref = select(keep, load_some<whole>(p.ref_log_probs + t, count), zero);
     const KlTerms<VectorOps> kl =
         token_kl<VectorOps>(p.kl_type, p.kl_straight_through, token.log_prob, ref);
     lanes.kl += select(keep, kl.value, zero);
     gradient += p.kl_coef * kl.gradient;
   }
-  if (p.entropy) lanes.entropy += select(keep, load_some(p.entropy + t, count), zero);
-  if (p.gradient) store_some(p.gradient + t, select(keep, gradient * run.weight, zero), count);
+  if (p.entropy) lanes.entropy += select(keep, load_some<whole>(p.entropy + t, count), zero);
+  if (p.gradient)
+    store_some<whole>(p.gradient + t, select(keep, gradient * run.weight, zero), count);
   if (p.entropy_gradient)
-    store_some(p.entropy_gradient + t, select(keep, splat(-p.entropy_coeff * run.weight), zero),
-               count);
+    store_some<whole>(p.entropy_gradient + t,
+                      select(keep, splat(-p.entropy_coeff * run.weight), zero), count);
 }
 
 template <LossMode mode>
@@ -123,8 +127,8 @@ void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
     const int64_t end = block + kBlock < run.end ? block + kBlock : run.end;
     Lanes lanes{};
     int64_t t = block;
-    for (; t + kWidth <= end; t += kWidth) visit<mode>(p, run, t, kWidth, lanes, ratio_max);
-    if (t < end) visit<mode>(p, run, t, end - t, lanes, ratio_max);
+    for (; t + kWidth <= end; t += kWidth) visit<mode, true>(p, run, t, kWidth, lanes, ratio_max);
+    if (t < end) visit<mode, false>(p, run, t, end - t, lanes, ratio_max);
     totals[kPgLoss] += run.weight * sum(lanes.pg);
     totals[kKlLoss] += run.weight * sum(lanes.kl);
     totals[kEntropy] += run.weight * sum(lanes.entropy);
@@ -168,27 +172,36 @@ void visit_chunk(const PolicyLossParams& p, int64_t begin, int64_t end, double* 
   }
 }
 
+struct SegmentSums {
+  double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
+};
+
+template <LossMode mode, bool whole>
+void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SegmentSums& sums) {
+  const VecI keep = kept_lanes<whole>(p, t, left);
+  sums.count -= sum(__builtin_convertvector(keep, VecF));
+  if (mode != LossMode::gspo && mode != LossMode::gmpo) return;
+  const auto token = load_token<mode, whole>(p, t, left, keep, SegmentStats{});
+  const VecF x =
+      mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
+  sums.log_ratio += sum(select(keep, x, splat(0)));
+  if (mode != LossMode::gmpo) return;
+  sums.advantage += sum(token.advantage);
+  if (!p.is_weights) return;
+  const VecF weight = select(keep, load_some<whole>(p.is_weights + t, left), splat(1));
+  sums.log_weight += sum(select(keep, VectorOps::log(weight + 1e-10f), splat(0)));
+}
+
 template <LossMode mode>
 SegmentStats segment_stats(const PolicyLossParams& p, int64_t begin, int64_t end) {
-  double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
-  for (int64_t t = begin; t < end; t += kWidth) {
-    const VecI keep = kept_lanes(p, t, end - t);
-    count -= sum(__builtin_convertvector(keep, VecF));
-    if (mode != LossMode::gspo && mode != LossMode::gmpo) continue;
-    const Token<VectorOps> token = load_token<mode>(p, t, end - t, keep, SegmentStats{});
-    const VecF x =
-        mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
-    log_ratio += sum(select(keep, x, splat(0)));
-    if (mode != LossMode::gmpo) continue;
-    advantage += sum(token.advantage);
-    if (!p.is_weights) continue;
-    const VecF weight = select(keep, load_some(p.is_weights + t, end - t), splat(1));
-    log_weight += sum(select(keep, VectorOps::log(weight + 1e-10f), splat(0)));
-  }
-  const double n = count > 1 ? count : 1;
-  return SegmentStats{static_cast<float>(count), static_cast<float>(log_ratio / n),
-                      static_cast<float>(advantage / n),
-                      static_cast<float>(std::exp(log_weight / n))};
+  SegmentSums sums;
+  int64_t t = begin;
+  for (; t + kWidth <= end; t += kWidth) add_tokens<mode, true>(p, t, kWidth, sums);
+  if (t < end) add_tokens<mode, false>(p, t, end - t, sums);
+  const double n = sums.count > 1 ? sums.count : 1;
+  return SegmentStats{static_cast<float>(sums.count), static_cast<float>(sums.log_ratio / n),
+                      static_cast<float>(sums.advantage / n),
+                      static_cast<float>(std::exp(sums.log_weight / n))};
 }
 
 template <LossMode mode>
