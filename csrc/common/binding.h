@@ -17,10 +17,14 @@ namespace py = pybind11;
 // Element type for kernels that do arithmetic; an error for anything but f32, f16, bf16, f64.
 inline DType float_dtype(const at::Tensor& tensor, const char* name) {
   switch (tensor.scalar_type()) {
-    case at::kFloat: return DType::f32;
-    case at::kHalf: return DType::f16;
-    case at::kBFloat16: return DType::bf16;
-    case at::kDouble: return DType::f64;
+    case at::kFloat:
+      return DType::f32;
+    case at::kHalf:
+      return DType::f16;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kDouble:
+      return DType::f64;
     default:
       TORCH_CHECK_VALUE(false, name, " has dtype ", tensor.scalar_type(),
                         "; expected float32, float16, bfloat16 or float64");

@@ -13,11 +13,15 @@ enum class DType : int32_t { f32, f16, bf16, f64, raw1, raw2, raw4, raw8 };
 HE_HOST_DEVICE int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::f64:
-    case DType::raw8: return 8;
+    case DType::raw8:
+      return 8;
     case DType::f32:
-    case DType::raw4: return 4;
-    case DType::raw1: return 1;
-    default: return 2;
+    case DType::raw4:
+      return 4;
+    case DType::raw1:
+      return 1;
+    default:
+      return 2;
   }
 }
 
@@ -74,8 +78,7 @@ HE_HOST_DEVICE f16 to_f16(float value) {
     return f16{static_cast<uint16_t>(sign | rounded)};
   }
   const uint32_t rebiased = magnitude - (112u << 23);
-  return f16{
-      static_cast<uint16_t>(sign | ((rebiased + 0xFFFu + ((rebiased >> 13) & 1u)) >> 13))};
+  return f16{static_cast<uint16_t>(sign | ((rebiased + 0xFFFu + ((rebiased >> 13) & 1u)) >> 13))};
 }
 
 template <typename T>

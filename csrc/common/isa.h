@@ -13,27 +13,30 @@ Isa cpu_isa();
 }  // namespace hybridengine
 
 #if defined(__x86_64__)
-#define HE_CPU_KERNEL(name, Params)                      \
-  namespace portable {                                   \
-  void name(const Params& params);                       \
-  }                                                      \
-  namespace avx2 {                                       \
-  void name(const Params& params);                       \
-  }                                                      \
-  namespace avx512 {                                     \
-  void name(const Params& params);                       \
-  }                                                      \
-  inline void name(const Params& params) {               \
-    switch (cpu_isa()) {                                 \
-      case Isa::avx512: return avx512::name(params);     \
-      case Isa::avx2: return avx2::name(params);         \
-      case Isa::portable: return portable::name(params); \
-    }                                                    \
+#define HE_CPU_KERNEL(name, Params)        \
+  namespace portable {                     \
+  void name(const Params& params);         \
+  }                                        \
+  namespace avx2 {                         \
+  void name(const Params& params);         \
+  }                                        \
+  namespace avx512 {                       \
+  void name(const Params& params);         \
+  }                                        \
+  inline void name(const Params& params) { \
+    switch (cpu_isa()) {                   \
+      case Isa::avx512:                    \
+        return avx512::name(params);       \
+      case Isa::avx2:                      \
+        return avx2::name(params);         \
+      case Isa::portable:                  \
+        return portable::name(params);     \
+    }                                      \
   }
 #else
-#define HE_CPU_KERNEL(name, Params)                                     \
-  namespace portable {                                                  \
-  void name(const Params& params);                                      \
-  }                                                                     \
+#define HE_CPU_KERNEL(name, Params) \
+  namespace portable {              \
+  void name(const Params& params);  \
+  }                                 \
   inline void name(const Params& params) { portable::name(params); }
 #endif

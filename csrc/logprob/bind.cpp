@@ -1,8 +1,8 @@
-#include <optional>
-#include <tuple>
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+
+#include <optional>
+#include <tuple>
 
 #include "common/binding.h"
 #include "logprob/params.h"

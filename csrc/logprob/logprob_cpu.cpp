@@ -34,7 +34,8 @@ struct Row {
   VecF kept(VecF x, int64_t i, int64_t count) const {
     if constexpr (general) {
       if (keep) {
-        for (int64_t lane = 0; lane < count; ++lane) x[lane] = keep[i + lane] ? x[lane] : kMinusInfinity;
+        for (int64_t lane = 0; lane < count; ++lane)
+          x[lane] = keep[i + lane] ? x[lane] : kMinusInfinity;
       }
     }
     return x;
@@ -90,7 +91,8 @@ struct Accumulators {
 
 // Adds entries [begin, end) to the sums; sums.max is at least their maximum.
 template <typename T, bool general>
-void add_range(const Row<T, general>& row, int64_t begin, int64_t end, float factor, RowSums& sums) {
+void add_range(const Row<T, general>& row, int64_t begin, int64_t end, float factor,
+               RowSums& sums) {
   Accumulators<general> a, b;
   const VecF shift = splat(sums.max), factor2 = splat(static_cast<float>(factor * kLog2e));
   int64_t i = begin;
@@ -190,7 +192,8 @@ void backward_row(const LogProbBackward& p, int64_t r) {
     if constexpr (general) {
       if (row.softcap > 0) {
         const VecF t = y / row.softcap;
-        grad = select(x == kMinusInfinity, VecF{}, grad * (1.0f - t * t) * (row.scale_in * row.softcap));
+        grad = select(x == kMinusInfinity, VecF{},
+                      grad * (1.0f - t * t) * (row.scale_in * row.softcap));
       }
     }
     return grad;
@@ -220,9 +223,12 @@ void for_each_row(const Params& p, bool general) {
       for (int64_t r = begin; r < end; ++r) kernel(p, r);
     };
     switch (p.dtype) {
-      case DType::bf16: return general ? run(Kernel<bf16, true>{}) : run(Kernel<bf16, false>{});
-      case DType::f16: return general ? run(Kernel<f16, true>{}) : run(Kernel<f16, false>{});
-      default: return general ? run(Kernel<float, true>{}) : run(Kernel<float, false>{});
+      case DType::bf16:
+        return general ? run(Kernel<bf16, true>{}) : run(Kernel<bf16, false>{});
+      case DType::f16:
+        return general ? run(Kernel<f16, true>{}) : run(Kernel<f16, false>{});
+      default:
+        return general ? run(Kernel<float, true>{}) : run(Kernel<float, false>{});
     }
   });
 }

@@ -90,8 +90,8 @@ struct ThreadSums {
 };
 
 template <int size, bool general>
-__device__ __forceinline__ void accumulate(ThreadSums& sums, const float* y, int count, int token_lane,
-                                           float factor2) {
+__device__ __forceinline__ void accumulate(ThreadSums& sums, const float* y, int count,
+                                           int token_lane, float factor2) {
   float top = y[0];
 #pragma unroll
   for (int j = 1; j < size; ++j) top = j < count ? fmaxf(top, y[j]) : top;
@@ -153,7 +153,8 @@ __device__ void write_row(const LogProbForward& p, int64_t row, const RowSums& s
 }
 
 template <typename T, bool general>
-__global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ LogProbForward p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    forward_kernel(const __grid_constant__ LogProbForward p) {
   const int64_t r = blockIdx.x;
   const int64_t label = p.token_ids[r];
   if (label == p.ignore_index) {
@@ -173,7 +174,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
       y[j] = j < count ? row.y(to_float(group.values[j]), first + j) : -INFINITY;
     }
     const int64_t lane = token - first;
-    accumulate<Group<T>::kSize, general>(mine, y, count, lane >= 0 && lane < count ? lane : -1, factor2);
+    accumulate<Group<T>::kSize, general>(mine, y, count, lane >= 0 && lane < count ? lane : -1,
+                                         factor2);
   });
   const RowSums sums = reduce_block(mine, factor);
   if (threadIdx.x != 0) return;
@@ -188,7 +190,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
 }
 
 template <typename T, bool general>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ LogProbBackward p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    backward_kernel(const __grid_constant__ LogProbBackward p) {
   const int64_t r = blockIdx.x;
   T* out = static_cast<T*>(p.grad_logits) + r * p.grad_stride;
   const float factor = row_factor(p, r);
@@ -237,9 +240,14 @@ int dispatch(const Params& p, bool general, void* stream) {
   if (p.rows == 0) return cudaSuccess;
   const auto s = static_cast<cudaStream_t>(stream);
   switch (p.dtype) {
-    case DType::bf16: general ? Launch<bf16, true>::run(p, s) : Launch<bf16, false>::run(p, s); break;
-    case DType::f16: general ? Launch<f16, true>::run(p, s) : Launch<f16, false>::run(p, s); break;
-    default: general ? Launch<float, true>::run(p, s) : Launch<float, false>::run(p, s);
+    case DType::bf16:
+      general ? Launch<bf16, true>::run(p, s) : Launch<bf16, false>::run(p, s);
+      break;
+    case DType::f16:
+      general ? Launch<f16, true>::run(p, s) : Launch<f16, false>::run(p, s);
+      break;
+    default:
+      general ? Launch<float, true>::run(p, s) : Launch<float, false>::run(p, s);
   }
   return cudaGetLastError();
 }

@@ -11,10 +11,10 @@ namespace hybridengine {
 // What a pass over a row accumulates; the token's own entry is kept apart, so that p -> 1 loses
 // nothing: 1 - p is the sum over the others, not a difference of nearly equal numbers.
 struct RowSums {
-  float max;     // max of y
-  double e;      // sum of e = exp(d), d = (y - max) * factor, over all but the token
-  double e_d;    // sum of e * d
-  double e_e;    // sum of e * e
+  float max;   // max of y
+  double e;    // sum of e = exp(d), d = (y - max) * factor, over all but the token
+  double e_d;  // sum of e * d
+  double e_e;  // sum of e * e
 };
 
 struct RowResult {
@@ -61,8 +61,8 @@ HE_HOST_DEVICE bool label_is_bad(const LogitRows& rows, int64_t row) {
   return label != rows.ignore_index && (label < 0 || label >= rows.vocab_total);
 }
 
-// d(loss)/d(y_j) = p_j * (constant + slope * log p_j) for j other than the token; the token's own entry is
-// `token`, with 1 - p taken as -expm1(log p), which is right to rounding as p -> 1.
+// d(loss)/d(y_j) = p_j * (constant + slope * log p_j) for j other than the token; the token's own
+// entry is `token`, with 1 - p taken as -expm1(log p), which is right to rounding as p -> 1.
 struct RowGradient {
   float constant, slope, token;
   bool zero;

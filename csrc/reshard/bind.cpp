@@ -1,6 +1,6 @@
-#include <vector>
-
 #include <ATen/ops/empty.h>
+
+#include <vector>
 
 #include "common/binding.h"
 #include "reshard/params.h"
@@ -28,8 +28,9 @@ void check_side(at::TensorList tensors, const char* name, const at::Device& devi
 // Fills one side of `row` from its table columns; the slice must lie inside the tensor's storage.
 void resolve(at::TensorList tensors, const char* name, int64_t row_number, int64_t index,
              int64_t offset, const int64_t* size, const int64_t* stride, const char** base) {
-  TORCH_CHECK_INDEX(index >= 0 && index < static_cast<int64_t>(tensors.size()), "strided_copy: row ",
-                    row_number, " names ", name, "[", index, "], but there are ", tensors.size());
+  TORCH_CHECK_INDEX(index >= 0 && index < static_cast<int64_t>(tensors.size()),
+                    "strided_copy: row ", row_number, " names ", name, "[", index,
+                    "], but there are ", tensors.size());
   const at::Tensor& tensor = tensors[index];
   const int64_t bytes = tensor.element_size();
   const int64_t available =
@@ -40,8 +41,9 @@ void resolve(at::TensorList tensors, const char* name, int64_t row_number, int64
     last += (size[dim] - 1) * stride[dim];
     negative |= stride[dim] < 0;
   }
-  TORCH_CHECK_INDEX(!negative && last < available, "strided_copy: row ", row_number, " reaches element ",
-                    negative ? offset : last, " of ", name, "[", index, "], which has ", available,
+  TORCH_CHECK_INDEX(!negative && last < available, "strided_copy: row ", row_number,
+                    " reaches element ", negative ? offset : last, " of ", name, "[", index,
+                    "], which has ", available,
                     " elements from its start (offsets and strides must not be negative)");
   *base = static_cast<const char*>(tensor.data_ptr()) + offset * bytes;
 }
@@ -87,12 +89,11 @@ std::vector<CopyRow> plan_rows(at::TensorList sources, at::TensorList destinatio
 
 void strided_copy(const std::vector<at::Tensor>& sources,
                   const std::vector<at::Tensor>& destinations, const at::Tensor& table) {
-  TORCH_CHECK_VALUE(table.dim() == 2 && table.size(1) == kTableColumns &&
-                        table.scalar_type() == at::kLong && table.is_contiguous() &&
-                        table.device().is_cpu(),
-                    "strided_copy: table has shape ", table.sizes(), ", dtype ",
-                    table.scalar_type(), " on ", table.device(),
-                    "; expected a contiguous [P, 16] int64 tensor on the CPU");
+  TORCH_CHECK_VALUE(
+      table.dim() == 2 && table.size(1) == kTableColumns && table.scalar_type() == at::kLong &&
+          table.is_contiguous() && table.device().is_cpu(),
+      "strided_copy: table has shape ", table.sizes(), ", dtype ", table.scalar_type(), " on ",
+      table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
   if (table.size(0) == 0) return;
   TORCH_CHECK_VALUE(!sources.empty() && !destinations.empty(),
                     "strided_copy: a table with rows needs sources and destinations, got ",
@@ -114,7 +115,8 @@ void strided_copy(const std::vector<at::Tensor>& sources,
     params.dst_dtype = params.src_dtype;
   } else {
     TORCH_CHECK_VALUE(is_float(src) && is_float(dst), "strided_copy: no cast from ", src, " to ",
-                      dst, "; float32, float16, bfloat16 and float64 cast to each other, every "
+                      dst,
+                      "; float32, float16, bfloat16 and float64 cast to each other, every "
                       "other dtype only copies to itself");
     params.src_dtype = float_dtype(sources[0], "sources[0]");
     params.dst_dtype = float_dtype(destinations[0], "destinations[0]");
@@ -132,7 +134,8 @@ void strided_copy(const std::vector<at::Tensor>& sources,
   }
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device.is_cuda()) {
-    TORCH_CHECK_VALUE(params.num_chunks < (int64_t{1} << 31), "strided_copy: the table moves more "
+    TORCH_CHECK_VALUE(params.num_chunks < (int64_t{1} << 31),
+                      "strided_copy: the table moves more "
                       "than 2^45 elements; split it");
     const c10::DeviceGuard guard(device);
     void* stream = current_stream(device);

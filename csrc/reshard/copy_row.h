@@ -8,7 +8,8 @@
 namespace hybridengine {
 
 constexpr int kCopyDims = 4;
-constexpr int64_t kChunkElements = 16384;  // what one CUDA block, or one step of a CPU thread, moves
+constexpr int64_t kChunkElements =
+    16384;  // what one CUDA block, or one step of a CPU thread, moves
 
 struct CopyRow {
   const char* src;  // first element

@@ -55,10 +55,14 @@ void copy_all(const StridedCopyParams& params) {
 template <typename S>
 void dispatch_dst(const StridedCopyParams& params) {
   switch (params.dst_dtype) {
-    case DType::f32: return copy_all<S, float>(params);
-    case DType::f16: return copy_all<S, f16>(params);
-    case DType::bf16: return copy_all<S, bf16>(params);
-    default: return copy_all<S, double>(params);
+    case DType::f32:
+      return copy_all<S, float>(params);
+    case DType::f16:
+      return copy_all<S, f16>(params);
+    case DType::bf16:
+      return copy_all<S, bf16>(params);
+    default:
+      return copy_all<S, double>(params);
   }
 }
 
@@ -66,14 +70,22 @@ void dispatch_dst(const StridedCopyParams& params) {
 
 void strided_copy_cpu(const StridedCopyParams& params) {
   switch (params.src_dtype) {
-    case DType::f32: return dispatch_dst<float>(params);
-    case DType::f16: return dispatch_dst<f16>(params);
-    case DType::bf16: return dispatch_dst<bf16>(params);
-    case DType::f64: return dispatch_dst<double>(params);
-    case DType::raw1: return copy_all<uint8_t, uint8_t>(params);
-    case DType::raw2: return copy_all<uint16_t, uint16_t>(params);
-    case DType::raw4: return copy_all<uint32_t, uint32_t>(params);
-    case DType::raw8: return copy_all<uint64_t, uint64_t>(params);
+    case DType::f32:
+      return dispatch_dst<float>(params);
+    case DType::f16:
+      return dispatch_dst<f16>(params);
+    case DType::bf16:
+      return dispatch_dst<bf16>(params);
+    case DType::f64:
+      return dispatch_dst<double>(params);
+    case DType::raw1:
+      return copy_all<uint8_t, uint8_t>(params);
+    case DType::raw2:
+      return copy_all<uint16_t, uint16_t>(params);
+    case DType::raw4:
+      return copy_all<uint32_t, uint32_t>(params);
+    case DType::raw8:
+      return copy_all<uint64_t, uint64_t>(params);
   }
 }
 

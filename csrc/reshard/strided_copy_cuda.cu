@@ -56,10 +56,14 @@ int launch(const StridedCopyParams& params, const CopyRow* rows, void* stream) {
 template <typename S>
 int dispatch_dst(const StridedCopyParams& params, const CopyRow* rows, void* stream) {
   switch (params.dst_dtype) {
-    case DType::f32: return launch<S, float>(params, rows, stream);
-    case DType::f16: return launch<S, f16>(params, rows, stream);
-    case DType::bf16: return launch<S, bf16>(params, rows, stream);
-    default: return launch<S, double>(params, rows, stream);
+    case DType::f32:
+      return launch<S, float>(params, rows, stream);
+    case DType::f16:
+      return launch<S, f16>(params, rows, stream);
+    case DType::bf16:
+      return launch<S, bf16>(params, rows, stream);
+    default:
+      return launch<S, double>(params, rows, stream);
   }
 }
 
@@ -72,14 +76,22 @@ int upload_rows_cuda(const StridedCopyParams& params, CopyRow* device_rows, void
 
 int strided_copy_cuda(const StridedCopyParams& params, const CopyRow* rows, void* stream) {
   switch (params.src_dtype) {
-    case DType::f32: return dispatch_dst<float>(params, rows, stream);
-    case DType::f16: return dispatch_dst<f16>(params, rows, stream);
-    case DType::bf16: return dispatch_dst<bf16>(params, rows, stream);
-    case DType::f64: return dispatch_dst<double>(params, rows, stream);
-    case DType::raw1: return launch<uint8_t, uint8_t>(params, rows, stream);
-    case DType::raw2: return launch<uint16_t, uint16_t>(params, rows, stream);
-    case DType::raw4: return launch<uint32_t, uint32_t>(params, rows, stream);
-    case DType::raw8: return launch<uint64_t, uint64_t>(params, rows, stream);
+    case DType::f32:
+      return dispatch_dst<float>(params, rows, stream);
+    case DType::f16:
+      return dispatch_dst<f16>(params, rows, stream);
+    case DType::bf16:
+      return dispatch_dst<bf16>(params, rows, stream);
+    case DType::f64:
+      return dispatch_dst<double>(params, rows, stream);
+    case DType::raw1:
+      return launch<uint8_t, uint8_t>(params, rows, stream);
+    case DType::raw2:
+      return launch<uint16_t, uint16_t>(params, rows, stream);
+    case DType::raw4:
+      return launch<uint32_t, uint32_t>(params, rows, stream);
+    case DType::raw8:
+      return launch<uint64_t, uint64_t>(params, rows, stream);
   }
   return cudaErrorInvalidValue;
 }
