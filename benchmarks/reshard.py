@@ -80,6 +80,7 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     from torch.distributed.tensor import Shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from hybridengine.model import describe_checkpoint
     from hybridengine.reshard import Resharder
     from hybridengine.rollout.vllm import VllmEngine
 
@@ -87,17 +88,17 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = {id(p): name for name, p in model.named_parameters()}
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    checkpoint = describe_checkpoint(model)
     engine = VllmEngine(
         path,
-        shapes,
+        checkpoint,
         tp_size=tp_size,
         max_model_len=64,
         stop_token_ids=[],
         kv_cache_bytes=16 << 20,
         engine_options={"enforce_eager": True},
     )
-    sliced = engine.layout.sliced_dims(shapes)
+    sliced = engine.layout.sliced_dims(checkpoint.parameters)
     fully_shard(
         model,
         mesh=init_device_mesh("cpu", (world_size,)),

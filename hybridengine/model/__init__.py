@@ -7,7 +7,12 @@ from hybridengine.model.export import check_disk_space, save_pretrained
 from hybridengine.model.forward import PackedBatch, pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.loading import load_causal_lm
 from hybridengine.model.optim import SCHEDULES, Optimizer, clip_grad_norm_
-from hybridengine.model.parameters import checkpoint_shapes, parameter_shards
+from hybridengine.model.parameters import (
+    checkpoint_layout,
+    checkpoint_shapes,
+    describe_checkpoint,
+    parameter_shards,
+)
 
 __all__ = [
     "ATTENTION",
@@ -17,8 +22,10 @@ __all__ = [
     "PackedBatch",
     "check_disk_space",
     "check_model",
+    "checkpoint_layout",
     "checkpoint_shapes",
     "clip_grad_norm_",
+    "describe_checkpoint",
     "load_causal_lm",
     "pack_rollouts",
     "packed_log_probs",

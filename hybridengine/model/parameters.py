@@ -1,8 +1,6 @@
-"""The sharded weights of a model, under the names of its Hugging Face checkpoint."""
+"""The sharded weights of a model, and what its Hugging Face checkpoint makes of them."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -12,8 +10,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybridengine.model.errors import ModelError
+from hybridengine.reshard.layout import Checkpoint, LayoutError, record_checkpoint
 
-__all__ = ["checkpoint_shapes", "original_class", "parameter_shards", "stored_tensors"]
+__all__ = [
+    "checkpoint_layout",
+    "checkpoint_shapes",
+    "describe_checkpoint",
+    "original_class",
+    "parameter_shards",
+    "stored_tensors",
+]
 
 
 def original_class(model: nn.Module) -> type:
@@ -38,46 +44,45 @@ def stored_tensors(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
 
 
 def parameter_shards(model: PreTrainedModel) -> dict[str, DTensor | torch.Tensor]:
-    """Live shards (float32 masters, no copy) by the names `save_pretrained` would write.
+    """Live shards (float32 masters, no copy) by parameter name; see `checkpoint_layout`.
 
     A DTensor is this rank's share of a parameter; a plain tensor is a buffer, whole on every rank.
+    """
+    return stored_tensors(model)
+
+
+def checkpoint_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> Checkpoint:
+    """How the checkpoint of the causal LM of `config` is cut from its trained parameters.
 
     Raises:
-        ModelError: a parameter that transformers merges or splits at loading (fused experts), and
-            so has no single name in the checkpoint.
+        ModelError: a checkpoint tensor that is computed from parameters rather than copied.
     """
-    stored = stored_tensors(model)
-    return {checkpoint: stored[name] for checkpoint, name in _checkpoint_names(model, stored)}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return describe_checkpoint(model)
+
+
+def describe_checkpoint(model: PreTrainedModel) -> Checkpoint:
+    """How transformers' own conversion makes the tensors `save_pretrained` writes of `model`.
+
+    Most checkpoint tensors are one parameter; an expert of a fused weight is a slice of one.
+
+    Raises:
+        ModelError: as `checkpoint_layout`.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+    try:
+        return record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
+    except LayoutError as error:
+        raise ModelError(f"{original_class(model).__name__} cannot be resharded: {error}") from None
 
 
 def checkpoint_shapes(
     config: PretrainedConfig, trust_remote_code: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Checkpoint name -> shape of the causal LM of `config`: the keys of `parameter_shards`.
+    """Name -> shape of what the checkpoint of the causal LM of `config` holds.
 
     Raises:
-        ModelError: as `parameter_shards`.
+        ModelError: as `checkpoint_layout`.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    stored = stored_tensors(model)
-    return {
-        checkpoint: tuple(stored[name].shape)
-        for checkpoint, name in _checkpoint_names(model, stored)
-    }
-
-
-def _checkpoint_names(
-    model: PreTrainedModel, stored: dict[str, DTensor | torch.Tensor]
-) -> Iterator[tuple[str, str]]:
-    """(checkpoint name, module name) pairs, from transformers' own renaming of stand-ins."""
-    with torch.device("meta"):
-        stand_ins = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
-    names = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    for checkpoint_name, stand_in in revert_weight_conversion(model, stand_ins).items():
-        if id(stand_in) not in names:
-            raise ModelError(
-                f"{original_class(model).__name__}: {checkpoint_name!r} is stored in a different "
-                "shape than it is trained; such models cannot be resharded yet"
-            )
-        yield checkpoint_name, names[id(stand_in)]
+    return checkpoint_layout(config, trust_remote_code).tensors

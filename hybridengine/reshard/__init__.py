@@ -1,11 +1,13 @@
 """Zero-redundancy reshard from FSDP2 shards to the engine's tensor-parallel weights."""
 
 from hybridengine.reshard.layout import (
+    Checkpoint,
     Copy,
     EngineLayout,
     LayoutError,
     TensorSpec,
     identity_layout,
+    record_checkpoint,
     record_layout,
 )
 from hybridengine.reshard.plan import ReshardPlan, build_plan
@@ -13,6 +15,7 @@ from hybridengine.reshard.resharder import Resharder, SyncReport
 from hybridengine.reshard.shards import ShardSpec
 
 __all__ = [
+    "Checkpoint",
     "Copy",
     "EngineLayout",
     "LayoutError",
@@ -23,5 +26,6 @@ __all__ = [
     "TensorSpec",
     "build_plan",
     "identity_layout",
+    "record_checkpoint",
     "record_layout",
 ]

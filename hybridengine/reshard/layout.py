@@ -1,24 +1,35 @@
-"""What an engine's weights are made of: strided copies of checkpoint tensors, recorded.
+"""What an engine's weights are made of: strided copies of trained parameters, recorded.
 
-The engine's own `load_weights` runs once over meta tensors under `_CopyRecorder`; every `copy_` it
-performs becomes a `Copy`. That is exact for fused, replicated, padded and tied weights of every
-architecture the engine loads, with no table of names. What is not a pure copy is listed in
-`EngineLayout.fallback` with its reason.
+The engine's own `load_weights` runs once over meta tensors under a `CopyRecorder`; so does the
+conversion that names and cuts the checkpoint's tensors from the trained parameters. The two chain
+into copies from parameters to engine tensors. That is exact for fused, replicated, padded and tied
+weights of every architecture the engine loads, with no table of names. What is not a pure copy is
+listed in `EngineLayout.fallback` with its reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridengine.reshard.geometry import Block, NotABlock, contiguous_strides, factor, reach
+from hybridengine.reshard.copies import Copy, compose, merge
+from hybridengine.reshard.geometry import NotABlock, contiguous_strides, reach
+from hybridengine.reshard.recorder import CopyRecorder
 
-__all__ = ["Copy", "EngineLayout", "LayoutError", "TensorSpec", "identity_layout", "record_layout"]
+__all__ = [
+    "Checkpoint",
+    "Copy",
+    "EngineLayout",
+    "LayoutError",
+    "TensorSpec",
+    "identity_layout",
+    "record_checkpoint",
+    "record_layout",
+]
 
-_aten = torch.ops.aten
+Shape = tuple[int, ...]
 
 
 class LayoutError(RuntimeError):
@@ -38,48 +49,56 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
-@dataclass(frozen=True)
-class Copy:
-    """One strided copy: checkpoint tensor `source` → engine tensor `destination`.
-
-    Offsets and strides count elements from the start of each tensor; both sides share `sizes`.
-    The source is addressed as the contiguous global tensor.
-    """
-
-    source: str
-    destination: str
-    source_offset: int
-    destination_offset: int
-    sizes: tuple[int, ...]
-    source_strides: tuple[int, ...]
-    destination_strides: tuple[int, ...]
-
-    def block(self, shape: tuple[int, ...]) -> Block:
-        """This copy seen from the dimensions of its source of `shape`."""
-        return factor(
-            shape,
-            self.source_offset,
-            self.sizes,
-            self.source_strides,
-            self.destination_offset,
-            self.destination_strides,
-        )
-
-
 @dataclass
 class EngineLayout:
     """Everything the reshard needs to know about one rank's engine weights.
 
     `constants` are regions the loader fills with one value (vocabulary padding); they are written
-    once, when the reshard is set up. `fallback`: checkpoint name → why it is no pure copy.
+    once, when the reshard is set up. `fallback`: source name → why it is gathered whole and left
+    to the engine's loader, which then writes (some of) the tensors in `by_loader`.
     """
 
     destinations: dict[str, TensorSpec]
     copies: list[Copy] = field(default_factory=list)
-    constants: list[tuple[str, int, tuple[int, ...], tuple[int, ...], float]] = field(
-        default_factory=list
-    )
+    constants: list[tuple[str, int, Shape, Shape, float]] = field(default_factory=list)
     fallback: dict[str, str] = field(default_factory=dict)
+    by_loader: set[str] = field(default_factory=set)
+
+    def of_parameters(self, checkpoint: Checkpoint) -> EngineLayout:
+        """This layout, whose sources are checkpoint tensors, with trained parameters as sources."""
+        composed: dict[str, list[Copy]] = {name: [] for name in checkpoint.tensors}
+        impure = dict(self.fallback)
+        for copy in self.copies:
+            try:
+                parts = compose(copy, checkpoint.copies[copy.source])
+                for part in parts:
+                    part.block(checkpoint.parameters[part.source])
+                composed[copy.source] += parts
+            except NotABlock as error:
+                impure[copy.source] = f"{copy.destination}: reordered: {error}"
+        # A parameter is moved or gathered: what else is cut from a gathered one goes with it.
+        gathered: dict[str, str] = {}
+        while True:
+            for name, reason in impure.items():
+                gathered |= {c.source: reason for c in checkpoint.copies[name]}
+            also = {
+                name: gathered[c.source]
+                for name, copies in checkpoint.copies.items()
+                for c in copies
+                if c.source in gathered and name not in impure
+            }
+            if not also:
+                break
+            impure |= also
+        by_loader = {c.destination for c in self.copies if c.source in impure}
+        kept = [c for name, copies in composed.items() if name not in impure for c in copies]
+        shapes = {name: spec.shape for name, spec in self.destinations.items()}
+        return replace(
+            self,
+            copies=merge(kept, checkpoint.parameters, shapes),
+            fallback=gathered,
+            by_loader=self.by_loader | by_loader,
+        )
 
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Checkpoint name → the dimension along which this engine rank takes only a part of it.
@@ -101,70 +120,79 @@ class EngineLayout:
         return sliced
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+@dataclass
+class Checkpoint:
+    """What each tensor of a model's checkpoint is made of.
+
+    parameters: trained parameter (or stored buffer) → shape. tensors: checkpoint name → shape.
+    copies: checkpoint name → the copies of parameters that fill it, contiguous.
+    """
+
+    parameters: dict[str, Shape]
+    tensors: dict[str, Shape]
+    copies: dict[str, list[Copy]]
+
+    def assemble(
+        self, parameters: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Checkpoint tensors out of whole parameters, each as soon as all of its own have come."""
+        missing = {name: {c.source for c in copies} for name, copies in self.copies.items()}
+        fed: dict[str, list[str]] = {}
+        for name, sources in missing.items():
+            for source in sources:
+                fed.setdefault(source, []).append(name)
+        held: dict[str, torch.Tensor] = {}
+        for parameter, whole in parameters:
+            held[parameter] = whole.contiguous()
+            for name in fed.get(parameter, ()):
+                if missing[name] <= held.keys():
+                    yield name, self._fill(name, held)
+                    del missing[name]
+            held = {n: t for n, t in held.items() if any(f in missing for f in fed.get(n, ()))}
+
+    def _fill(self, name: str, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One checkpoint tensor, contiguous; a view of its parameter where it can be."""
+        shape, copies = self.tensors[name], self.copies[name]
+        parts = [
+            whole[c.source].as_strided(c.sizes, c.source_strides, c.source_offset) for c in copies
+        ]
+        if len(parts) == 1 and copies[0].destination_strides == contiguous_strides(copies[0].sizes):
+            return parts[0].reshape(shape).contiguous()
+        tensor = parts[0].new_empty(shape)
+        for c, part in zip(copies, parts, strict=True):
+            tensor.as_strided(c.sizes, c.destination_strides, c.destination_offset).copy_(part)
+        return tensor
 
 
-class _CopyRecorder(TorchDispatchMode):
-    """Notes each in-place write to an engine tensor while a loader runs over meta tensors."""
+def record_checkpoint(
+    parameters: Mapping[str, Shape],
+    convert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+) -> Checkpoint:
+    """Run `convert`, parameters → checkpoint tensors, over meta tensors and note what it cuts.
 
-    def __init__(self, sources: dict[int, str], destinations: dict[int, str]) -> None:
-        super().__init__()
-        self.sources = sources
-        self.destinations = destinations
-        self.copies: list[Copy] = []
-        self.constants: list[tuple[str, int, tuple[int, ...], tuple[int, ...], float]] = []
-        self.impure: dict[str, str] = {}  # destination → why
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not func._schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
-            return result
-        written = args[0]
-        destination = self.destinations.get(_storage_key(written))
-        if destination is None:
-            return result
-        if func is _aten.copy_.default:
-            self._note_copy(destination, written, args[1])
-        elif func in (_aten.fill_.Scalar, _aten.zero_.default):
-            value = float(args[1]) if len(args) > 1 else 0.0
-            self.constants.append(
-                (
-                    destination,
-                    written.storage_offset(),
-                    tuple(written.shape),
-                    tuple(written.stride()),
-                    value,
-                )
+    Raises LayoutError for a checkpoint tensor that is computed rather than copied.
+    """
+    stand_ins = {name: torch.empty(shape, device="meta") for name, shape in parameters.items()}
+    with CopyRecorder(stand_ins) as recorder, torch.no_grad():
+        tensors = dict(convert(dict(stand_ins)))
+    copies: dict[str, list[Copy]] = {}
+    for name, tensor in tensors.items():
+        contents = recorder.reads(tensor, name)
+        if contents.computed or contents.fills:
+            raise LayoutError(
+                f"checkpoint tensor {name!r} is no copy of trained parameters "
+                f"{sorted(contents.origins)}: {contents.computed or 'partly constant'}"
             )
-        else:
-            self.impure[destination] = f"the loader computes it with {func}"
-        return result
-
-    def _note_copy(self, destination: str, written: torch.Tensor, read: torch.Tensor) -> None:
-        source = self.sources.get(_storage_key(read))
-        if source is None:
-            self.impure[destination] = "the loader transforms the checkpoint tensor before copying"
-            return
-        read = read.expand(written.shape)
-        self.copies.append(
-            Copy(
-                source=source,
-                destination=destination,
-                source_offset=read.storage_offset(),
-                destination_offset=written.storage_offset(),
-                sizes=tuple(written.shape),
-                source_strides=tuple(read.stride()),
-                destination_strides=tuple(written.stride()),
-            )
-        )
+        copies[name] = contents.copies
+    return Checkpoint(
+        dict(parameters), {name: tuple(t.shape) for name, t in tensors.items()}, copies
+    )
 
 
 def record_layout(
     model: torch.nn.Module,
     load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
-    checkpoint_shapes: Mapping[str, tuple[int, ...]],
+    checkpoint_shapes: Mapping[str, Shape],
     dtype: torch.dtype,
 ) -> EngineLayout:
     """Run `load_weights` over meta checkpoint tensors and write down what it copies where.
@@ -173,6 +201,7 @@ def record_layout(
     checkpoint_shapes: checkpoint name → global shape, as `load_weights` expects them.
     dtype: the dtype in which the engine receives its weights.
 
+    The layout's sources are checkpoint tensors; `EngineLayout.of_parameters` goes on from there.
     Raises LayoutError when a parameter of the engine is written by no checkpoint tensor.
     """
     parameters = dict(model.named_parameters())
@@ -186,56 +215,67 @@ def record_layout(
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in checkpoint_shapes.items()
     }
-    recorder = _CopyRecorder(
-        sources={_storage_key(t): name for name, t in checkpoint.items()},
-        destinations={_storage_key(p): name for name, p in parameters.items()},
-    )
-    feeding: list[str] = []  # the checkpoint tensor the loader asked for last
-    fed_by: dict[str, set[str]] = {}  # impure destination → tensors being loaded at the time
-
-    def feed() -> Iterable[tuple[str, torch.Tensor]]:
-        for name, tensor in checkpoint.items():
-            feeding[:] = [name]
-            known = set(recorder.impure)
-            yield name, tensor
-            for destination in set(recorder.impure) - known:
-                fed_by.setdefault(destination, set()).add(name)
-
+    # Parameters must be loaded; buffers (a router's bias correction) are where the loader does.
+    destinations = _without_aliases({**parameters, **dict(model.named_buffers())})
+    specs = {name: TensorSpec.of(t) for name, t in destinations.items()}
+    storages = {name: t.untyped_storage() for name, t in destinations.items()}
+    recorder = CopyRecorder(checkpoint, destinations)
     with recorder, torch.no_grad():
-        load_weights(feed())
+        load_weights(iter(checkpoint.items()))
 
-    replaced = [
-        name
-        for name, p in model.named_parameters()
-        if recorder.destinations.get(_storage_key(p)) != name
-    ]
-    for name in replaced:
-        recorder.impure[name] = "the loader replaces the parameter's storage"
-    fallback: dict[str, str] = {}
-    for destination, reason in recorder.impure.items():
-        for source in fed_by.get(destination, set()):
-            fallback[source] = f"{destination}: {reason}"
-    for copy in recorder.copies:
-        try:
-            copy.block(tuple(checkpoint_shapes[copy.source]))
-        except NotABlock as error:
-            fallback.setdefault(copy.source, f"{copy.destination}: {error}")
-    layout = EngineLayout(
-        destinations={name: TensorSpec.of(p) for name, p in parameters.items()},
-        copies=_last_writes([c for c in recorder.copies if c.source not in fallback]),
-        constants=recorder.constants,
-        fallback=fallback,
-    )
-    written = {c.destination for c in layout.copies} | {c[0] for c in layout.constants}
-    written |= set(recorder.impure) | {c.destination for c in recorder.copies}
-    missing = sorted(set(parameters) - written)
+    layout = EngineLayout({})
+    missing: list[str] = []
+    impure: dict[str, str] = {}  # checkpoint name → why
+    current = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, storage in storages.items():
+        contents = recorder.contents(storage)
+        now = current.get(name)
+        if now is not None and now.untyped_storage()._cdata != storage._cdata:
+            contents = recorder.reads(now, name)
+            contents.computed = contents.computed or "the loader replaces the parameter's storage"
+        if contents is None:
+            missing += [name] if name in parameters else []
+            continue
+        layout.destinations[name] = specs[name]
+        reason = contents.computed or _not_blocks(contents.copies, checkpoint_shapes)
+        if reason:
+            if not contents.origins:
+                raise LayoutError(f"engine tensor {name!r}: {reason}, from no checkpoint tensor")
+            layout.by_loader.add(name)
+            impure |= {source: f"{name}: {reason}" for source in contents.origins}
+        else:
+            layout.constants += [
+                (name, f.offset, f.sizes, f.strides, f.value) for f in contents.fills
+            ]
+            layout.copies += _last_writes(contents.copies)
     if missing:
         raise LayoutError(
             f"the engine parameter {missing[0]!r} (and {len(missing) - 1} more) is written by no "
             f"checkpoint tensor; the checkpoint names start with "
             f"{list(checkpoint_shapes)[:3]}. Is this the model the engine was built for?"
         )
+    # Whatever else the loader makes of those tensors comes with them.
+    layout.fallback = impure
+    layout.by_loader |= {c.destination for c in layout.copies if c.source in impure}
+    layout.copies = [c for c in layout.copies if c.source not in impure]
     return layout
+
+
+def _without_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One name per storage: tied weights are written once."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(tensor.untyped_storage()._cdata, name)
+    return {name: tensors[name] for name in first.values()}
+
+
+def _not_blocks(copies: Iterable[Copy], shapes: Mapping[str, Shape]) -> str | None:
+    for copy in copies:
+        try:
+            copy.block(tuple(shapes[copy.source]))
+        except NotABlock as error:
+            return f"reordered: {error}"
+    return None
 
 
 def _last_writes(copies: list[Copy]) -> list[Copy]:

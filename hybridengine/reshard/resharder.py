@@ -225,11 +225,16 @@ class Resharder:
         _copy(sources, weights, table, source_dtype, exchange.engine_dtype)
 
     def _gather_fallback(self) -> None:
-        """Gather the few tensors that are no pure copy, for the engine's own loader."""
-        for name in self.plan.fallback:
-            tensor = self.parameters[name].detach().to(self.engine.dtype)
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            self.engine.load_whole([(name, whole)])
+        """Gather the few parameters that are no pure copy, one at a time, for the engine's loader.
+
+        They keep their dtype: what the loader computes, it computes from the masters.
+        """
+        if self.plan.fallback:
+            self.engine.load_whole((name, self._whole(name)) for name in self.plan.fallback)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        tensor = self.parameters[name].detach()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _copy(

@@ -5,13 +5,13 @@ Each rank keeps one whole model (tensor-parallel size 1); the reshard feeds it l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.layout import identity_layout
+from hybridengine.reshard.layout import Checkpoint, identity_layout
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
 
 __all__ = ["HfEngine"]
@@ -26,7 +26,7 @@ class HfEngine(RolloutEngine):
     def __init__(
         self,
         model_path: str | Path,
-        checkpoint_shapes: Mapping[str, tuple[int, ...]],
+        checkpoint: Checkpoint,
         *,
         stop_token_ids: Sequence[int],
         dtype: torch.dtype = torch.bfloat16,
@@ -46,11 +46,16 @@ class HfEngine(RolloutEngine):
         self.dtype = dtype
         self._stop_token_ids = list(stop_token_ids)
         self._max_num_seqs = max_num_seqs
-        parameters = dict(self._model.named_parameters())
-        self.layout = identity_layout({name: parameters[name] for name in checkpoint_shapes})
+        own = self._stored()
+        self.layout = identity_layout({name: own[name] for name in checkpoint.parameters})
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        buffers = dict(self._model.named_buffers())
+        return {n: t.detach() for n, t in [*self._model.named_parameters(), *buffers.items()]}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.data for name, p in self._model.named_parameters()}
+        own = self._stored()
+        return {name: own[name] for name in self.layout.destinations}
 
     def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         own = self.weights()

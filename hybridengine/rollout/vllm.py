@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.layout import EngineLayout, record_layout
+from hybridengine.reshard.layout import Checkpoint, EngineLayout, record_layout
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec, tp_groups
 
 __all__ = ["VllmEngine", "vllm_available"]
@@ -32,7 +32,7 @@ def vllm_available() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     """Settings vLLM reads at import: in-process engine, no thread binding of the training ranks."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -46,7 +46,7 @@ class VllmEngine(RolloutEngine):
     """A vLLM engine whose weights are written in place by the reshard.
 
     model_path: folder or name with config and tokenizer; its weights are not read.
-    checkpoint_shapes: checkpoint name → global shape, of the trained model.
+    checkpoint: what the trained model's checkpoint is made of (`checkpoint_layout`).
     tp_size: tensor-parallel size, a divisor of the world size and of the attention heads.
     max_model_len: longest prompt + response, in tokens.
     stop_token_ids: tokens that end a response (kept as its last token).
@@ -57,7 +57,7 @@ class VllmEngine(RolloutEngine):
     def __init__(
         self,
         model_path: str | Path,
-        checkpoint_shapes: Mapping[str, tuple[int, ...]],
+        checkpoint: Checkpoint,
         *,
         tp_size: int,
         max_model_len: int,
@@ -68,7 +68,7 @@ class VllmEngine(RolloutEngine):
         memory_share: float = 0.5,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
-        _prepare_environment()
+        prepare_environment()
         from vllm import LLM
 
         groups = tp_groups(dist.get_world_size(), tp_size)
@@ -95,13 +95,14 @@ class VllmEngine(RolloutEngine):
             )
         engine = self._llm.llm_engine
         self._model = engine.model_executor.driver_worker.worker.model_runner.model
-        self.layout = _record(engine.vllm_config, checkpoint_shapes, dtype)
+        self._checkpoint = checkpoint
+        self.layout = record_vllm(engine.vllm_config, checkpoint, dtype)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.data for name, p in self._model.named_parameters()}
+        return live_weights(self._model, self.layout)
 
     def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._model.load_weights(weights)
+        self._model.load_weights(self._checkpoint.assemble(weights))
 
     def _forget_cached_prefixes(self) -> None:
         self._llm.reset_prefix_cache()
@@ -138,9 +139,13 @@ def _completion(output: Any) -> Completion:
     return Completion(ids, log_probs, output.finish_reason)
 
 
-def _record(
-    vllm_config: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> EngineLayout:
+def live_weights(model: torch.nn.Module, layout: EngineLayout) -> dict[str, torch.Tensor]:
+    """The tensors of `model` that `layout` writes, by name."""
+    own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return {name: own[name].data for name in layout.destinations if name in own}
+
+
+def record_vllm(vllm_config: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> EngineLayout:
     """Build the engine's model once more on the meta device and record its loader there."""
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -150,7 +155,8 @@ def _record(
     config.compilation_config.static_forward_context = {}  # else "Duplicate layer name"
     with set_default_torch_dtype(dtype), torch.device("meta"):
         model = initialize_model(vllm_config=config)
-        return record_layout(model, model.load_weights, shapes, dtype)
+        layout = record_layout(model, model.load_weights, checkpoint.tensors, dtype)
+    return layout.of_parameters(checkpoint)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from hybridengine.config import ConfigError, GRPOConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
-from hybridengine.model import Optimizer, check_model, checkpoint_shapes, load_causal_lm
+from hybridengine.model import Optimizer, check_model, checkpoint_layout, load_causal_lm
+from hybridengine.reshard import Checkpoint
 from hybridengine.rewards import RewardFunction, load_reward_function
 from hybridengine.rollout import RolloutEngine
 from hybridengine.trainer.actor import Actor
@@ -52,7 +53,7 @@ def engine_name(config: GRPOConfig) -> str:
 def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The rollout engine on this rank, without weights."""
     model, rollout = config.model, config.rollout
-    shapes = _shapes(config)
+    checkpoint = _checkpoint(config)
     stop = _stop_token_ids(model.path, tokenizer)
     dtype = getattr(torch, rollout.dtype)
     if engine_name(config) == "hf":
@@ -60,7 +61,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
 
         return HfEngine(
             model.path,
-            shapes,
+            checkpoint,
             stop_token_ids=stop,
             dtype=dtype,
             max_num_seqs=rollout.max_num_seqs,
@@ -70,7 +71,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
 
     return VllmEngine(
         model.path,
-        shapes,
+        checkpoint,
         tp_size=rollout.tensor_model_parallel_size,
         max_model_len=config.max_model_len,
         stop_token_ids=stop,
@@ -90,9 +91,9 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
     )
 
 
-def _shapes(config: GRPOConfig) -> dict[str, tuple[int, ...]]:
+def _checkpoint(config: GRPOConfig) -> Checkpoint:
     trust = config.model.trust_remote_code
-    return checkpoint_shapes(check_model(config.model.path, trust), trust)
+    return checkpoint_layout(check_model(config.model.path, trust), trust)
 
 
 def _stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -112,7 +113,7 @@ def build_actor(
     """FSDP2 policy over all ranks, sharded so that row-parallel weights stay in their TP slice."""
     model_config = config.model
     mesh = init_device_mesh(session.device.type, (session.world_size,))
-    sliced = engine.layout.sliced_dims(_shapes(config))
+    sliced = engine.layout.sliced_dims(_checkpoint(config).parameters)
 
     def load() -> torch.nn.Module:
         return load_causal_lm(

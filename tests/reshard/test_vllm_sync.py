@@ -21,14 +21,14 @@ def build(path: str, tp_size: int, dtype: torch.dtype, bucket_bytes: int):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.model import check_model, checkpoint_shapes, load_causal_lm, parameter_shards
+    from hybridengine.model import check_model, checkpoint_layout, load_causal_lm, parameter_shards
     from hybridengine.reshard import Resharder
     from hybridengine.rollout.vllm import VllmEngine
 
-    shapes = checkpoint_shapes(check_model(path))
+    checkpoint = checkpoint_layout(check_model(path))
     engine = VllmEngine(
         path,
-        shapes,
+        checkpoint,
         tp_size=tp_size,
         max_model_len=64,
         stop_token_ids=[],
@@ -36,7 +36,7 @@ def build(path: str, tp_size: int, dtype: torch.dtype, bucket_bytes: int):
         kv_cache_bytes=64 << 20,
         engine_options={"enforce_eager": True},
     )
-    sliced = engine.layout.sliced_dims(shapes)
+    sliced = engine.layout.sliced_dims(checkpoint.parameters)
     model = load_causal_lm(
         path,
         mesh=init_device_mesh("cpu", (dist.get_world_size(),)),

@@ -19,13 +19,13 @@ PROMPTS = [[5, 9, 33], [7, 8, 9, 10, 11, 12, 13], [3] * 12]
 def build(path: str, world_size: int, stop_token_ids: list[int]):
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.model import check_model, checkpoint_shapes, load_causal_lm, parameter_shards
+    from hybridengine.model import check_model, checkpoint_layout, load_causal_lm, parameter_shards
     from hybridengine.reshard import Resharder
     from hybridengine.rollout.hf import HfEngine
 
     engine = HfEngine(
         path,
-        checkpoint_shapes(check_model(path)),
+        checkpoint_layout(check_model(path)),
         stop_token_ids=stop_token_ids,
         dtype=torch.float32,
         max_num_seqs=2,
