@@ -163,16 +163,23 @@ def whiten(
         shift_mean: False adds the mean back.
         group: the ranks that share statistics; None is all of them.
     """
-    keep = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
-    kept = torch.where(keep, values.double(), 0)
-    count = keep.sum().double()
-    mean = kept.sum() / count.clamp(min=1)
-    square = torch.where(keep, (kept - mean).square(), 0).sum()
+    values, mask = values.detach(), None if mask is None else mask.bool()
+    kept = values if mask is None else torch.where(mask, values, 0)
+    everything = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
+    count = everything if mask is None else mask.sum().double()
+    mean = kept.sum(dtype=torch.float64) / count.clamp(min=1)
+    near = mean.to(values.dtype)  # deviations from it are exact to rounding; `off` makes up for it
+    off = mean - near.double()
+    deviations = kept - near
+    if mask is not None:
+        deviations.mul_(mask)
+    square = torch.linalg.vector_norm(deviations, dtype=torch.float64).square() - count * off**2
     if dist.is_available() and dist.is_initialized():
         count, mean, square = _merge(torch.stack([count, mean, square]), group)
-    scale = (square / (count - 1).clamp(min=1) + epsilon).rsqrt()
-    whitened = (kept - mean) * scale + (0 if shift_mean else mean)
-    return torch.where(keep, whitened, 0).to(values.dtype)
+    scale = (square.clamp(min=0) / (count - 1).clamp(min=1) + epsilon).rsqrt()
+    offset = (near.double() - mean) * scale + (0 if shift_mean else mean)
+    whitened = deviations.mul_(scale.to(values.dtype)).add_(offset.to(values.dtype))
+    return whitened if mask is None else whitened.mul_(mask)
 
 
 def _merge(local: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
