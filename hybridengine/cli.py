@@ -101,6 +101,48 @@ def env() -> None:
     console.print(kernels)
 
 
+_reshard = typer.Typer(no_args_is_help=True, help="The weight sync from FSDP2 to vLLM.")
+app.add_typer(_reshard, name="reshard")
+
+
+@_reshard.callback()
+def _reshard_group() -> None:
+    """The weight sync from FSDP2 to vLLM."""
+
+
+@_reshard.command("plan")
+def reshard_plan(
+    model: Annotated[str, typer.Option(help="Folder with config.json, or a name.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Training ranks, all of them.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1)] = 1,
+    intra_gb_per_s: Annotated[float, typer.Option(help="Per rank, inside a node.")] = 450.0,
+    inter_gb_per_s: Annotated[float, typer.Option(help="Per rank, across nodes.")] = 50.0,
+    png: Annotated[Path | None, typer.Option(help="Draw it here.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option()] = False,
+) -> None:
+    """What a weight sync would move, before anything is bought: no weights, no GPUs."""
+    from hybridengine.reshard.advice_view import draw_advice, print_advice
+    from hybridengine.reshard.advisor import advise, record_engine_layouts
+
+    try:
+        shapes, layouts = record_engine_layouts(model, tp, trust_remote_code)
+        advice = advise(
+            shapes,
+            layouts,
+            ranks,
+            nodes=nodes,
+            intra_gb_per_s=intra_gb_per_s,
+            inter_gb_per_s=inter_gb_per_s,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        print_error(str(error).strip().splitlines()[0])
+        raise typer.Exit(EXIT_USER_ERROR) from None
+    print_advice(advice, Console())
+    if png is not None:
+        draw_advice(advice, png)
+
+
 def main() -> None:
     app()
 

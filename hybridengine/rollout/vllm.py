@@ -71,10 +71,11 @@ class VllmEngine(RolloutEngine):
         prepare_environment()
         from vllm import LLM
 
-        groups = tp_groups(dist.get_world_size(), tp_size)
-        rank = dist.get_rank()
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        groups = tp_groups(dist.get_world_size(), tp_size, ranks_per_node)
         self.tp_size, self.replicas = tp_size, len(groups)
-        self.replica, self.tp_rank = rank % self.replicas, rank // self.replicas
+        self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
+        self.tp_rank = groups[self.replica].index(dist.get_rank())
         self.dtype = dtype
         self._stop_token_ids = list(stop_token_ids)
         with _strided_groups(groups), _live_cpu_weights(), _own_shared_memory():

@@ -1,0 +1,119 @@
+"""The advisor's answer as a table and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hybridengine.reshard.advisor import Advice, Option
+
+__all__ = ["draw_advice", "print_advice"]
+
+_MIB = 2.0**20
+
+
+def print_advice(advice: Advice, console: Console) -> None:
+    """Options, best first, and what others move in the same case."""
+    n, t = advice.world_size, advice.tp_size
+    console.print(
+        f"[bold]{advice.num_parameters / 1e9:.2f}B parameters, {n} ranks on {advice.nodes} "
+        f"node{'s' if advice.nodes > 1 else ''}, {n // t} engines of TP {t}; per rank and sync:"
+    )
+    table = Table(
+        "TP groups, row-parallel shards",
+        "TP traffic",
+        "received",
+        "sent",
+        "lower bound",
+        "across nodes",
+        "staging",
+        "sync time",
+    )
+    for option in advice.options:
+        table.add_row(
+            _name(option),
+            "inside nodes" if option.tp_in_node else "across nodes",
+            _size(option.received_bytes),
+            _size(option.sent_bytes),
+            _size(option.lower_bound_bytes),
+            f"{option.inter_bytes / max(1, option.received_bytes):.0%}",
+            f"2 × {_size(option.staging_bytes)}",
+            f"{option.seconds * 1e3:.1f} ms",
+        )
+    table.add_section()
+    table.add_row("HybridFlow's formula", "", _size(advice.hybridflow_bytes))
+    table.add_row("verl: gather all, float32", "", _size(advice.verl_bytes))
+    console.print(table)
+    best, others = advice.options[0], advice.options[1:]
+    console.print(f"Recommended: [bold]{_name(best)}[/bold]. {_reason(best, others)}")
+    for name, why in advice.fallback.items():
+        console.print(f"gathered whole: {name} ({why})", markup=False)
+
+
+def _name(option: Option) -> str:
+    return f"{option.grouping}, dim {option.row_dim}"
+
+
+def _reason(best: Option, others: list[Option]) -> str:
+    if not others:
+        return "There is nothing to choose."
+    faster = [o for o in others if o.seconds < best.seconds]
+    if faster:
+        return (
+            f"A sync would take less with {_name(faster[0])}, but its TP groups cross nodes, and "
+            "generation reduces over them twice per layer and token."
+        )
+    other = others[0]
+    return (
+        f"More of what an engine rank needs is in its own shards: a sync takes "
+        f"{other.seconds / max(best.seconds, 1e-9):.2f} times as long with {_name(other)}."
+    )
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / _MIB:.2f} MiB"
+
+
+def draw_advice(advice: Advice, path: Path) -> None:
+    """Who sends to whom under the recommended option, and bars against the others."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    heat, bars = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    best = advice.options[0]
+    mib = np.ma.masked_equal(best.traffic, 0) / _MIB
+    image = heat.imshow(mib, norm=LogNorm() if mib.count() else None, cmap="viridis")
+    heat.set_title(f"Who sends to whom: {best.grouping} groups", loc="left", fontweight="bold")
+    heat.set_xlabel("receiving rank")
+    heat.set_ylabel("sending rank")
+    heat.set_facecolor("#f1f3f5")
+    if mib.count():
+        figure.colorbar(image, ax=heat, label="MiB per sync", shrink=0.85)
+    named = [("lower bound", best.lower_bound_bytes, "#868e96")]
+    named += [
+        (_name(o).replace(", ", ",\nrows on "), o.received_bytes, "#2563eb") for o in advice.options
+    ]
+    named += [
+        ("HybridFlow's formula", advice.hybridflow_bytes, "#7048e8"),
+        ("verl: gather all,\nfloat32", advice.verl_bytes, "#d9480f"),
+    ]
+    labels, sizes, colours = zip(*named, strict=True)
+    drawn = bars.barh(range(len(named)), np.array(sizes) / _MIB, color=colours)
+    bars.set_yticks(range(len(named)), labels, fontsize=9)
+    bars.invert_yaxis()
+    bars.bar_label(drawn, [_size(s) for s in sizes], padding=4, fontsize=9)
+    bars.set_title("Received per rank and sync", loc="left", fontweight="bold")
+    bars.set_xlabel("MiB")
+    bars.set_xlim(right=max(sizes) / _MIB * 1.25 or 1)
+    bars.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"{advice.num_parameters / 1e9:.2f}B parameters, {advice.world_size} ranks, "
+        f"TP {advice.tp_size}, {advice.nodes} nodes"
+    )
+    figure.savefig(path)

@@ -1,0 +1,237 @@
+"""What a weight sync would cost, from a model's configuration alone: no weights, no GPUs.
+
+The engine's loader is recorded on the meta device for every TP rank, then planned for each way to
+group the ranks and to shard row-parallel weights. Peers' volumes for the same case: HybridFlow
+(arXiv 2409.19256, table 2) M (1/t - 1/N) in the engine's dtype, verl's gather M (1 - 1/N) in the
+float32 of the masters, M counting each trained parameter once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.layout import EngineLayout
+from hybridengine.reshard.plan import ReshardPlan, build_plan
+from hybridengine.reshard.shards import ShardSpec
+from hybridengine.rollout.engine import tp_groups
+
+__all__ = ["Advice", "Option", "advise", "record_engine_layouts"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to place engine and shards, and what a sync then moves.
+
+    grouping: TP groups "strided" over all ranks ({j, j+N/t, …}), "strided in nodes" or "neighbours"
+    ({jt, jt+1, …}). tp_in_node: whether no TP group crosses nodes. row_dim: dimension on which
+    row-parallel weights are sharded. inter_bytes: the part of received_bytes, on the busiest rank,
+    that crosses nodes. seconds: of the busiest rank at the given link speeds.
+    """
+
+    grouping: str
+    tp_in_node: bool
+    row_dim: int
+    received_bytes: int
+    sent_bytes: int
+    lower_bound_bytes: int
+    inter_bytes: int
+    staging_bytes: int
+    seconds: float
+    traffic: np.ndarray
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Options, best first, and the same case done by others; bytes are per rank.
+
+    An option whose TP groups stay inside nodes is better than any whose groups do not: generation
+    reduces over the group twice per layer and token, a sync happens once per step.
+    """
+
+    num_parameters: int
+    world_size: int
+    tp_size: int
+    nodes: int
+    options: list[Option]
+    hybridflow_bytes: int
+    verl_bytes: int
+    fallback: dict[str, str]
+
+
+def advise(
+    shapes: Mapping[str, tuple[int, ...]],
+    layouts: Sequence[EngineLayout],
+    world_size: int,
+    *,
+    nodes: int = 1,
+    intra_gb_per_s: float = 450.0,
+    inter_gb_per_s: float = 50.0,
+    bucket_bytes: int = 64 << 20,
+) -> Advice:
+    """Plan every option for `world_size` ranks and one engine layout per TP rank.
+
+    shapes: trained parameter → global shape. intra_gb_per_s, inter_gb_per_s: what one rank can send
+    (and at the same time receive) inside a node and across nodes, in 10^9 bytes per second.
+    """
+    tp_size = len(layouts)
+    if world_size % tp_size:
+        raise ValueError(f"tp: got {tp_size}, expected a divisor of the {world_size} ranks")
+    if world_size % nodes:
+        raise ValueError(f"nodes: got {nodes}, expected a divisor of the {world_size} ranks")
+    options = []
+    for grouping, groups in _groupings(world_size, tp_size, nodes).items():
+        for row_dim in (1, 0) if tp_size > 1 else (0,):
+            plan = _plan(shapes, layouts, groups, row_dim, bucket_bytes)
+            options.append(
+                _option(plan, grouping, groups, row_dim, nodes, intra_gb_per_s, inter_gb_per_s)
+            )
+    options.sort(key=lambda o: (not o.tp_in_node, o.seconds, o.received_bytes))
+    numel = sum(math.prod(shape) for shape in shapes.values())
+    engine_bytes = numel * torch.bfloat16.itemsize
+    return Advice(
+        num_parameters=numel,
+        world_size=world_size,
+        tp_size=tp_size,
+        nodes=nodes,
+        options=options,
+        hybridflow_bytes=round(engine_bytes * (1 / tp_size - 1 / world_size)),
+        verl_bytes=round(numel * torch.float32.itemsize * (1 - 1 / world_size)),
+        fallback={n: why for layout in layouts for n, why in layout.fallback.items()},
+    )
+
+
+def _groupings(world_size: int, tp_size: int, nodes: int) -> dict[str, list[list[int]]]:
+    """Ways to choose TP groups, equal ones once, under the first name."""
+    ranks = range(0, world_size, tp_size)
+    ways = {
+        "strided": tp_groups(world_size, tp_size),
+        "strided in nodes": tp_groups(world_size, tp_size, world_size // nodes),
+        "neighbours": [list(range(first, first + tp_size)) for first in ranks],
+    }
+    return {name: way for name, way in ways.items() if name == _first_name(ways, way)}
+
+
+def _first_name(ways: Mapping[str, list[list[int]]], way: list[list[int]]) -> str:
+    return next(name for name, other in ways.items() if other == way)
+
+
+def _plan(
+    shapes: Mapping[str, tuple[int, ...]],
+    layouts: Sequence[EngineLayout],
+    groups: list[list[int]],
+    row_dim: int,
+    bucket_bytes: int,
+) -> ReshardPlan:
+    world_size = sum(map(len, groups))
+    sliced = layouts[0].sliced_dims(shapes) if row_dim == 1 else {}
+    holders = tuple((rank,) for rank in range(world_size))
+
+    def dim(name: str) -> int:
+        wanted = sliced.get(name) == 1
+        return 1 if wanted and shapes[name][1] % world_size == 0 else 0  # as FSDP2 allows
+
+    sources = {n: ShardSpec(s, torch.float32, dim(n), holders) for n, s in shapes.items()}
+    tp_rank = {rank: place for group in groups for place, rank in enumerate(group)}
+    by_rank = [layouts[tp_rank[rank]] for rank in range(world_size)]
+    return build_plan(sources, by_rank, bucket_bytes)
+
+
+def _option(
+    plan: ReshardPlan,
+    grouping: str,
+    groups: list[list[int]],
+    row_dim: int,
+    nodes: int,
+    intra: float,
+    inter: float,
+) -> Option:
+    traffic = plan.traffic()
+    node = np.arange(plan.world_size) * nodes // plan.world_size
+    crossing = np.where(node[:, None] != node[None, :], traffic, 0)
+    across = np.maximum(crossing.sum(0), crossing.sum(1))
+    within = np.maximum((traffic - crossing).sum(0), (traffic - crossing).sum(1))
+    seconds = (across / (inter * 1e9) + within / (intra * 1e9)).max()
+    return Option(
+        grouping=grouping,
+        tp_in_node=all(len({node[rank] for rank in group}) == 1 for group in groups),
+        row_dim=row_dim,
+        received_bytes=max(plan.bytes_received),
+        sent_bytes=max(plan.bytes_sent),
+        lower_bound_bytes=max(plan.lower_bound),
+        inter_bytes=int(crossing.sum(0).max()),
+        staging_bytes=plan.staging_bytes,
+        seconds=float(seconds),
+        traffic=traffic,
+    )
+
+
+def record_engine_layouts(
+    model_path: str, tp_size: int, trust_remote_code: bool = False
+) -> tuple[dict[str, tuple[int, ...]], list[EngineLayout]]:
+    """Trained parameter shapes, and vLLM's layout for every TP rank, from config.json alone.
+
+    One process plays each TP rank in turn; nothing is allocated.
+    """
+    from hybridengine.rollout.vllm import prepare_environment, vllm_available
+
+    if not vllm_available():
+        raise ImportError("the reshard advisor records vLLM's own loader; install vllm first")
+    prepare_environment()
+    from transformers import AutoConfig
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+
+    from hybridengine.model import checkpoint_layout
+    from hybridengine.rollout.vllm import record_vllm
+
+    hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    checkpoint = checkpoint_layout(hf_config, trust_remote_code)
+    with _world_of_one():
+        config = EngineArgs(
+            model=model_path,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            tensor_parallel_size=tp_size,
+            distributed_executor_backend="external_launcher",
+            enforce_eager=True,
+            trust_remote_code=trust_remote_code,
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
+            parallel_state.initialize_model_parallel(1)
+        group = parallel_state.get_tp_group()
+        group.world_size = tp_size
+        layouts = []
+        for group.rank_in_group in range(tp_size):
+            layouts.append(record_vllm(config, checkpoint, torch.bfloat16))
+    return checkpoint.parameters, layouts
+
+
+@contextmanager
+def _world_of_one() -> Iterator[None]:
+    """A process group of this process alone, which vLLM's model code asks for its place."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    before = {name: os.environ.get(name) for name in rank}
+    os.environ.update(rank)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        cleanup_dist_env_and_memory()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,108 @@
+"""The advisor: volumes of a real recorded model, groupings, a picture, bad input."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridengine.reshard import EngineLayout, TensorSpec
+from hybridengine.reshard.advice_view import draw_advice
+from hybridengine.reshard.advisor import advise
+from hybridengine.rollout import tp_groups
+from tests.reshard.test_plan import fused_layout
+from tests.tiny_models import tiny_config
+
+SHAPES = {
+    "c": ("column", (64, 32)),
+    "r": ("row", (32, 64)),
+}
+
+
+def advice_for(world_size: int, tp_size: int, nodes: int):
+    layouts = [fused_layout(SHAPES, rank, tp_size) for rank in range(tp_size)]
+    return advise({n: s for n, (_, s) in SHAPES.items()}, layouts, world_size, nodes=nodes)
+
+
+def test_one_node_recommends_what_reaches_hybridflows_volume() -> None:
+    advice = advice_for(8, 4, 1)
+    best = advice.options[0]
+    assert (best.grouping, best.row_dim) == ("strided", 1)
+    elements = 64 * 32 * 2
+    assert best.received_bytes == advice.hybridflow_bytes == elements * 2 // 4 - elements * 2 // 8
+    assert advice.verl_bytes == elements * 4 * 7 // 8
+    assert best.inter_bytes == 0
+    assert {o.grouping for o in advice.options} == {"strided", "neighbours"}
+    assert best.received_bytes < min(o.received_bytes for o in advice.options[1:])
+
+
+def test_several_nodes_keep_tp_groups_inside_a_node() -> None:
+    advice = advice_for(8, 2, 2)
+    best = advice.options[0]
+    assert best.grouping == "strided in nodes" and best.tp_in_node
+    across = next(o for o in advice.options if o.grouping == "strided" and o.row_dim == 1)
+    assert not across.tp_in_node and across.received_bytes < best.received_bytes
+    for option in advice.options:
+        node = [rank // 4 for rank in range(8)]
+        crossing = [
+            sum(int(option.traffic[s, r]) for s in range(8) if node[s] != node[r]) for r in range(8)
+        ]
+        assert option.inter_bytes == max(crossing)
+
+
+def test_groups_inside_nodes() -> None:
+    assert tp_groups(8, 2, 4) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert tp_groups(8, 8, 4) == [list(range(8))], "a group larger than a node has to cross"
+
+
+def test_impossible_sizes_are_named() -> None:
+    with pytest.raises(ValueError, match="tp: got 3, expected a divisor of the 8 ranks"):
+        advice_for(8, 3, 1)
+    with pytest.raises(ValueError, match="nodes: got 3, expected a divisor of the 8 ranks"):
+        advice_for(8, 2, 3)
+
+
+def test_picture_of_a_sync_that_moves_nothing(tmp_path: Path) -> None:
+    layout = EngineLayout({"e": TensorSpec((0,), (1,), torch.bfloat16)}, [])
+    draw_advice(advise({"w": (0,)}, [layout], 1), tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_records_the_engines_own_loader(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+    config = tiny_config("llama")
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "hybridengine.cli", "reshard", "plan"]
+    options = ["--ranks", "4", "--tp", "2", "--png", str(tmp_path / "plan.png")]
+    run = subprocess.run(
+        [*command, "--model", str(tmp_path), *options], capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0, run.stderr
+    assert "4 ranks on 1 node, 2 engines of TP 2" in run.stdout
+    assert "Recommended: strided, dim 1" in run.stdout
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    missing = subprocess.run(
+        [*command, "--model", str(tmp_path / "nowhere"), *options], capture_output=True, text=True
+    )
+    assert missing.returncode == 2 and "Traceback" not in missing.stderr
+    assert "nowhere" in missing.stderr
+
+
+def test_recorded_layout_of_a_large_model_plans_in_little_memory() -> None:
+    """Shapes of a 70B model on 64 ranks: the plan is small, whatever the model."""
+    import tracemalloc
+
+    shapes = {f"l{i}.{k}": v for i in range(80) for k, v in SHAPES.items()}
+    big = {n: (kind, tuple(128 * d for d in shape)) for n, (kind, shape) in shapes.items()}
+    layouts = [fused_layout(big, rank, 8) for rank in range(8)]
+    tracemalloc.start()
+    advice = advise({n: s for n, (_, s) in big.items()}, layouts, 64, nodes=8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert advice.num_parameters == sum(math.prod(s) for _, s in big.values())
+    assert peak < 64 << 20
