@@ -86,9 +86,7 @@ def demangle(kernels: list[Kernel]) -> list[Kernel]:
 
 def table(kernels: list[Kernel]) -> str:
     header = ("source", "kernel", "target", "registers", "shared", "stack", "spills")
-    rows = [
-        (k.source, k.name, f"sm_{k.architecture}", *(str(v) for v in k[3:])) for k in kernels
-    ]
+    rows = [(k.source, k.name, f"sm_{k.architecture}", *(str(v) for v in k[3:])) for k in kernels]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     return "\n".join(
         "  ".join(

@@ -1,0 +1,80 @@
+"""How time and memory of log-probs from hidden states grow with T and with V, and the plots of it.
+
+`python -m benchmarks growth` also writes growth_T.png and growth_V.png in benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from hybridengine.kernels import linear_token_log_probs
+
+from benchmarks import peers
+from benchmarks.frame import OURS, ROOT, Bench
+
+WIDTH = 256
+
+
+def run(bench: Bench) -> None:
+    scale = 16 if bench.device.type == "cuda" else 1
+    tokens = [64, 128] if bench.quick else [256 * scale * 2**i for i in range(5)]
+    vocabularies = [500, 1000] if bench.quick else [8192 * 2**i for i in range(5)]
+    first = len(bench.rows)
+    for rows in tokens:
+        point(bench, "T", rows, vocabularies[-2])
+    for vocab in vocabularies:
+        point(bench, "V", tokens[-3] if len(tokens) > 2 else tokens[0], vocab)
+    if not bench.quick:
+        for axis in ("T", "V"):
+            plot(bench.rows[first:], axis, bench.device_name)
+
+
+def point(bench: Bench, axis: str, rows: int, vocab: int) -> None:
+    """Forward and backward, both gradients, with a budget of 32 MiB for the logits."""
+    generator = torch.Generator(bench.device).manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device=bench.device)
+    hidden, weight = draw(rows, WIDTH), draw(vocab, WIDTH) / WIDTH**0.5
+    token_ids = torch.randint(0, vocab, (rows,), generator=generator, device=bench.device)
+
+    def step(function):
+        leaves = [t.detach().requires_grad_() for t in (hidden, weight)]
+        log_probs, entropy = function(*leaves, token_ids)
+        return torch.autograd.grad(log_probs.sum() + entropy.sum(), leaves)
+
+    functions = {
+        OURS: partial(linear_token_log_probs, budget_bytes=2**25),
+        "eager": lambda h, w, ids: peers.eager(torch.nn.functional.linear(h, w), ids),
+    }
+    bench.compare(
+        f"growth_{axis}",
+        "both",
+        f"T={rows} V={vocab}",
+        hidden.dtype,
+        {name: partial(step, function) for name, function in functions.items()},
+        flops=6 * rows * WIDTH * vocab,
+    )
+
+
+def plot(rows: list[dict], axis: str, device: str) -> None:
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print("# matplotlib is not installed: no plot")
+        return
+    figure, (time_axes, memory_axes) = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    for name in (OURS, "eager"):
+        chosen = [r for r in rows if r["op"] == f"growth_{axis}" and r["impl"] == name]
+        place = 0 if axis == "T" else 1
+        x = [int(r["shape"].split()[place].split("=")[1]) for r in chosen]
+        time_axes.loglog(x, [r["ms_p50"] for r in chosen], "o-", label=name)
+        memory_axes.semilogx(x, [r["peak_mib"] for r in chosen], "o-", label=name)
+    time_axes.set(xlabel=axis, ylabel="ms, forward + backward")
+    memory_axes.set(xlabel=axis, ylabel="peak MiB, gradients included")
+    time_axes.legend()
+    figure.suptitle(f"log-probs from hidden states, H={WIDTH}: {device}", fontsize=9)
+    figure.tight_layout()
+    target = ROOT / "benchmarks" / "results" / f"growth_{axis}.png"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=130)
+    pyplot.close(figure)
