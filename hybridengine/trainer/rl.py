@@ -49,6 +49,8 @@ class _Run:
         self.config, self.session = config, session
         self.dir = Path(config.trainer.default_local_dir)
         torch.manual_seed(config.seed)
+        if session.is_main:  # until the progress bar takes over
+            session.on_phase = lambda phase: print(f"… {phase.replace('_', ' ')}", flush=True)
         with session.phase("load_data"):
             self.tokenizer, self.prompts, self.val, reward = load_data(config)
             data = config.data
