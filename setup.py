@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,12 @@ def tool(name: str, advice: str) -> str:
     return found
 
 
+def cause_of(log: str) -> str:
+    """The sentence that CMakeLists.txt stopped with, or the end of the log."""
+    message = re.search(r"CMake Error at [^\n]*\(message\):\n\s*((?:  .*\n)+)", log)
+    return " ".join(message[1].split()) if message else "\n".join(log.splitlines()[-40:])
+
+
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         sys.stdout.flush()
@@ -34,21 +41,17 @@ class CMakeBuild(build_ext):
         output_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         jobs = os.environ.get("MAX_JOBS") or str(min(os.cpu_count() or 1, 8))
-        commands = [
-            [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir)]
-            + [f"-DHYBRIDENGINE_PYTHON={sys.executable}"]
-            + [f"-DHYBRIDENGINE_OUTPUT_DIR={output_dir}"]
-            + [f"-DHYBRIDENGINE_CUDA={os.environ.get('HYBRIDENGINE_CUDA', 'AUTO')}"],
-            [cmake, "--build", str(build_dir), "-j", jobs],
-        ]
+        cuda = os.environ.get("HYBRIDENGINE_CUDA", "AUTO")
+        settings = {"PYTHON": sys.executable, "OUTPUT_DIR": output_dir, "CUDA": cuda}
+        configure = [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir)]
+        configure += [f"-DHYBRIDENGINE_{name}={value}" for name, value in settings.items()]
+        commands = [configure, [cmake, "--build", str(build_dir), "-j", jobs]]
         for command in commands:
             done = subprocess.run(
                 command, env={**os.environ, "PATH": path}, text=True, capture_output=True
             )
             if done.returncode:
-                lines = (done.stdout + done.stderr).splitlines()
-                cause = [line.strip() for line in lines if "hybridengine:" in line.lower()]
-                raise SystemExit("\n".join(cause or lines[-40:]))
+                raise SystemExit(cause_of(done.stdout + done.stderr))
             print(done.stdout, end="")
         database = build_dir / "compile_commands.json"
         if database.is_file():
