@@ -20,13 +20,18 @@ from hybridengine.reshard.geometry import contiguous_strides
 from hybridengine.reshard.layout import LayoutError, TensorSpec
 from hybridengine.reshard.plan import Bucket, Piece, ReshardPlan, build_plan
 from hybridengine.reshard.shards import ShardSpec
+from hybridengine.reshard.verify import find_mismatches
 
 if TYPE_CHECKING:
     from hybridengine.rollout.engine import RolloutEngine
 
-__all__ = ["Resharder", "SyncReport"]
+__all__ = ["ReshardError", "Resharder", "SyncReport"]
 
 _AXES = 4  # axes of one row of the strided_copy table
+
+
+class ReshardError(RuntimeError):
+    """A sync that arrived damaged."""
 
 
 @dataclass(frozen=True)
@@ -171,18 +176,44 @@ class Resharder:
         index = self._destination_index[piece.destination]
         return index, piece.block.offset, list(piece.block.strides)
 
-    def sync(self, version: int) -> SyncReport:
+    def sync(self, version: int, *, verify: bool = False) -> SyncReport:
         """Write the current parameters into the engine and set its weight version.
 
         Collective: every rank calls it. On return every rank's engine generates from `version`.
+        verify: afterwards compare checksums of every slice, shards against engine weights.
+
+        Raises ReshardError on every rank when a checksum differs. After any error the engine
+        refuses to generate until the next whole sync.
         """
         started = time.perf_counter()
         with self.engine.weight_update(version), torch.no_grad():
             received, sent = self._move()
             self._gather_fallback()
+            if verify:
+                self._verify()
             dist.barrier()  # the version moves only when all ranks are in
         elapsed = (time.perf_counter() - started) * 1e3
         return SyncReport(version, received, sent, elapsed)
+
+    def _verify(self) -> None:
+        def of_shard(piece: Piece) -> torch.Tensor:
+            _, offset, strides = self._from_shard(piece, self.plan.sources)
+            shard = self._shard(piece.source).detach()
+            return shard.as_strided(piece.block.sizes, strides, shard.storage_offset() + offset)
+
+        def of_engine(piece: Piece) -> torch.Tensor:
+            weight, block = self._weights[piece.destination], piece.block
+            offset = weight.storage_offset() + block.offset
+            return weight.as_strided(block.sizes, block.strides, offset)
+
+        wrong = find_mismatches(self.plan, self.rank, of_shard, of_engine)
+        if wrong:
+            rank, destination, source = wrong[0]
+            raise ReshardError(
+                f"the checksum of engine tensor {destination!r} on rank {rank} differs from its "
+                f"source {source!r} ({len(wrong)} slices differ in all): bytes were damaged on the "
+                "way, or something else wrote to the engine. Sync again."
+            )
 
     def _move(self) -> tuple[int, int]:
         sources = [self._shard(name).detach() for name in self.parameters]

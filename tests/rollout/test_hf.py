@@ -118,6 +118,41 @@ def test_torn_weights_refuse_to_generate(tmp_path: Path) -> None:
         assert "weight version 2 did not finish" in torn and "last whole version: 1" in torn
 
 
+def damaged_body(rank: int, world_size: int, path: str) -> list[str]:
+    from hybridengine.reshard import ReshardError
+    from hybridengine.rollout import SamplingSpec, StaleWeightsError
+
+    engine, resharder = build(path, world_size, [])
+    resharder.sync(1, verify=True)
+    exchange = dist.all_to_all_single
+
+    def damages_one_bit(inbox, *args, **kwargs):
+        work = exchange(inbox, *args, **kwargs)
+        if rank == 1 and inbox.dtype == torch.uint8 and inbox.numel():
+            work.wait()
+            inbox[inbox.numel() // 2] ^= 1
+        return work
+
+    dist.all_to_all_single = damages_one_bit
+    with pytest.raises(ReshardError) as refused:
+        resharder.sync(2, verify=True)
+    dist.all_to_all_single = exchange
+    with pytest.raises(StaleWeightsError):
+        engine.generate(PROMPTS, SamplingSpec(max_tokens=2), seed=0)
+    resharder.sync(3, verify=True)
+    weight = engine.weights()["model.norm.weight"]
+    weight[[0, 1]] = weight[[1, 0]]  # the same values in other places
+    with pytest.raises(ReshardError, match=r"'model\.norm\.weight' on rank 0"):
+        resharder._verify()
+    return [str(refused.value)]
+
+
+def test_damaged_bytes_are_found_and_named(tmp_path: Path) -> None:
+    messages = run_ranks(damaged_body, 2, save_tiny("llama", tmp_path))
+    assert messages[0] == messages[1], "every rank must refuse"
+    assert "on rank 1 differs from its source" in messages[0][0]
+
+
 def other_plan_body(rank: int, world_size: int, path: str) -> str:
     from hybridengine.reshard import LayoutError, Resharder
 
