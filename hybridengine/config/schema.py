@@ -55,7 +55,19 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    loss_mode: str = _setting("vanilla", choices=("vanilla",))
+    loss_mode: str = _setting(
+        "vanilla",
+        choices=(
+            "vanilla",
+            "gspo",
+            "geo_mean",
+            "cispo",
+            "sapo",
+            "dppo_tv",
+            "dppo_kl",
+            "gpg",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,13 @@ class ActorConfig:
     clip_ratio_high: float | None = _setting(None, above=0)  # null: clip_ratio
     clip_ratio_c: float = _setting(3.0, above=1)  # dual clip, for negative advantages
     loss_agg_mode: str = _setting(
-        "token-mean", choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+        "token-mean",
+        choices=(
+            "token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum-norm",  # Dr.GRPO: divided by data.max_response_length
+        ),
     )
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
@@ -113,7 +131,9 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    adv_estimator: str = _setting("grpo", choices=("grpo",))
+    adv_estimator: str = _setting(
+        "grpo", choices=("grpo", "dr_grpo", "rloo", "grpo_passk", "max_mean", "opo")
+    )
     norm_adv_by_std_in_grpo: bool = True
 
 

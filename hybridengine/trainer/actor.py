@@ -62,11 +62,12 @@ class Actor:
         self._temperature = config.rollout.temperature
 
     def update(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[float], mini_batches: int
+        self, rollouts: Sequence[Rollout], advantages: Sequence[Tensor], mini_batches: int
     ) -> dict[str, float]:
         """Optimizer steps over all rollouts; returns metrics by their dashboard names.
 
-        advantages: one per rollout. mini_batches: into how many optimizer steps one pass is cut.
+        advantages: per rollout [tokens of its response], float32. mini_batches: into how many
+        optimizer steps one pass is cut.
         """
         epochs = self._config.actor.ppo_epochs
         minis = self._cut(rollouts, advantages, mini_batches)
@@ -89,7 +90,7 @@ class Actor:
         return _mean_of(steps) | diff.metrics()
 
     def _cut(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[float], mini_batches: int
+        self, rollouts: Sequence[Rollout], advantages: Sequence[Tensor], mini_batches: int
     ) -> list[_Mini]:
         minis = []
         groups = sorted({r.group for r in rollouts})
@@ -123,13 +124,12 @@ class Actor:
         indices: list[int],
         counted: bool,
         rollouts: Sequence[Rollout],
-        advantages: Sequence[float],
+        advantages: Sequence[Tensor],
     ) -> _Micro:
         device = self._session.device
         chosen = [rollouts[i] for i in indices]
         lengths = torch.tensor([len(r.response_ids) for r in chosen])
         cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        per_sequence = torch.tensor([advantages[i] for i in indices], dtype=torch.float32)
         log_probs = torch.tensor([p for r in chosen for p in r.log_probs], dtype=torch.float32)
         batch = pack_rollouts(
             [(r.sample.prompt_ids, r.response_ids) for r in chosen], device=device
@@ -137,7 +137,7 @@ class Actor:
         return _Micro(
             batch=batch,
             response_cu_seqlens=cu.to(device, torch.int32),
-            advantages=per_sequence.repeat_interleave(lengths).to(device),
+            advantages=torch.cat([advantages[i] for i in indices]).to(device),
             rollout_log_probs=log_probs.to(device),
             response_mask=torch.full((int(lengths.sum()),), counted, device=device),
         )
@@ -167,6 +167,7 @@ class Actor:
                 clip_ratio_high=high,
                 clip_ratio_c=actor.clip_ratio_c,
                 loss_agg_mode=actor.loss_agg_mode,
+                loss_scale_factor=self._config.data.max_response_length,
                 cu_seqlens=micro.response_cu_seqlens,
                 global_num_tokens=mini.num_tokens,
                 global_num_seqs=mini.num_seqs,

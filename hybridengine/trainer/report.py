@@ -33,7 +33,7 @@ __all__ = ["Reporter", "step_metrics"]
 
 def step_metrics(
     rollouts: Sequence[Rollout],
-    advantages: Sequence[float],
+    advantages: Sequence[torch.Tensor],
     config: GRPOConfig,
     session: Session,
     seconds: float,
@@ -48,7 +48,7 @@ def step_metrics(
     metrics = {
         **_spread("critic/score", scores),
         **_spread("critic/rewards", scores),
-        **_spread("critic/advantages", advantages),
+        **_spread("critic/advantages", torch.cat(list(advantages)).tolist()),
         **_spread("response_length", [len(r.response_ids) for r in rollouts]),
         **_spread("prompt_length", [len(r.sample.prompt_ids) for r in rollouts]),
         "response_length/clip_ratio": fmean(clipped),

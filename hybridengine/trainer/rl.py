@@ -12,16 +12,17 @@ import resource
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from hybridengine.algorithms import AdvantageOptions, Responses, advantages
 from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptLoader
 from hybridengine.distributed import Session, run_rank
-from hybridengine.kernels import group_advantage
 from hybridengine.model import parameter_shards, save_pretrained
 from hybridengine.reshard import Resharder, SyncReport
 from hybridengine.rollout import SamplingSpec
@@ -107,11 +108,11 @@ class _Run:
         samples = self.loader.next_batch()
         rollouts = self.maker.make(samples, self.sampling, seed=self.config.seed + step)
         with self.session.phase("adv"):
-            advantages = self._advantages(rollouts)
-        metrics = self.actor.update(rollouts, advantages, self.mini_batches)
+            per_token = self._advantages(rollouts)
+        metrics = self.actor.update(rollouts, per_token, self.mini_batches)
         sync = self._sync(step)
         seconds = time.perf_counter() - started
-        metrics |= step_metrics(rollouts, advantages, self.config, self.session, seconds)
+        metrics |= step_metrics(rollouts, per_token, self.config, self.session, seconds)
         metrics |= {
             "training/global_step": step,
             "training/epoch": epoch,
@@ -120,12 +121,19 @@ class _Run:
         }
         report.step(step, metrics, rollouts)
 
-    def _advantages(self, rollouts: Sequence[Rollout]) -> list[float]:
-        return group_advantage(
-            torch.tensor([r.score for r in rollouts], dtype=torch.float32),
-            torch.tensor([r.group for r in rollouts]),
-            norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo,
-        ).tolist()
+    def _advantages(self, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
+        """Per rollout, one advantage per response token."""
+        lengths = [len(r.response_ids) for r in rollouts]
+        responses = Responses(
+            rewards=torch.tensor([r.score for r in rollouts], dtype=torch.float32),
+            group_ids=torch.tensor([r.group for r in rollouts]),
+            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+            response_mask=torch.ones(sum(lengths), dtype=torch.bool),
+        )
+        algorithm = self.config.algorithm
+        options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std_in_grpo)
+        per_token, _ = advantages(algorithm.adv_estimator, responses, options)
+        return list(per_token.split(lengths))
 
     def _sync(self, version: int) -> SyncReport:
         with self.session.phase("update_weights"):
