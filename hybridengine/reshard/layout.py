@@ -16,7 +16,7 @@ import torch
 
 from hybridengine.reshard.copies import Copy, compose, merge
 from hybridengine.reshard.geometry import NotABlock, contiguous_strides, reach
-from hybridengine.reshard.recorder import CopyRecorder
+from hybridengine.reshard.recorder import Contents, CopyRecorder
 
 __all__ = [
     "Checkpoint",
@@ -197,7 +197,7 @@ def record_layout(
 ) -> EngineLayout:
     """Run `load_weights` over meta checkpoint tensors and write down what it copies where.
 
-    model: the engine's module, on the meta device.
+    model: the engine's module, of which nothing is read; on the meta device it takes no memory.
     checkpoint_shapes: checkpoint name → global shape, as `load_weights` expects them.
     dtype: the dtype in which the engine receives its weights.
 
@@ -205,12 +205,6 @@ def record_layout(
     Raises LayoutError when a parameter of the engine is written by no checkpoint tensor.
     """
     parameters = dict(model.named_parameters())
-    not_meta = [name for name, p in parameters.items() if not p.is_meta]
-    if not_meta:
-        raise LayoutError(
-            f"model: expected every parameter on the meta device; {not_meta[0]!r} is not. "
-            "Build the model under torch.device('meta')."
-        )
     checkpoint = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in checkpoint_shapes.items()
@@ -226,28 +220,25 @@ def record_layout(
     layout = EngineLayout({})
     missing: list[str] = []
     impure: dict[str, str] = {}  # checkpoint name → why
-    current = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    known = {storage._cdata for storage in storages.values()}
+    current = _without_aliases({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    for name, tensor in current.items():
+        if name in storages and tensor.untyped_storage()._cdata == storages[name]._cdata:
+            continue
+        if name in storages or tensor.untyped_storage()._cdata not in known:
+            how = "replaces the storage of" if name in storages else "creates"
+            contents = recorder.reads(tensor, name)
+            impure |= {source: f"{name}: the loader {how} it" for source in contents.origins}
+            layout.by_loader.add(name)
     for name, storage in storages.items():
         contents = recorder.contents(storage)
-        now = current.get(name)
-        if now is not None and now.untyped_storage()._cdata != storage._cdata:
-            contents = recorder.reads(now, name)
-            contents.computed = contents.computed or "the loader replaces the parameter's storage"
-        if contents is None:
-            missing += [name] if name in parameters else []
-            continue
-        layout.destinations[name] = specs[name]
-        reason = contents.computed or _not_blocks(contents.copies, checkpoint_shapes)
-        if reason:
-            if not contents.origins:
-                raise LayoutError(f"engine tensor {name!r}: {reason}, from no checkpoint tensor")
-            layout.by_loader.add(name)
-            impure |= {source: f"{name}: {reason}" for source in contents.origins}
-        else:
-            layout.constants += [
-                (name, f.offset, f.sizes, f.strides, f.value) for f in contents.fills
-            ]
-            layout.copies += _last_writes(contents.copies)
+        if name in layout.by_loader:
+            layout.destinations[name] = specs[name]
+        elif contents is not None:
+            layout.destinations[name] = specs[name]
+            impure |= _note_contents(layout, name, contents, checkpoint_shapes)
+        elif name in parameters:
+            missing.append(name)
     if missing:
         raise LayoutError(
             f"the engine parameter {missing[0]!r} (and {len(missing) - 1} more) is written by no "
@@ -259,6 +250,21 @@ def record_layout(
     layout.by_loader |= {c.destination for c in layout.copies if c.source in impure}
     layout.copies = [c for c in layout.copies if c.source not in impure]
     return layout
+
+
+def _note_contents(
+    layout: EngineLayout, name: str, contents: Contents, shapes: Mapping[str, Shape]
+) -> dict[str, str]:
+    """Add one engine tensor's copies to `layout`; or which tensors it falls back for, and why."""
+    reason = contents.computed or _not_blocks(contents.copies, shapes)
+    if reason is None:
+        layout.constants += [(name, f.offset, f.sizes, f.strides, f.value) for f in contents.fills]
+        layout.copies += _last_writes(contents.copies)
+        return {}
+    if not contents.origins:
+        raise LayoutError(f"engine tensor {name!r}: {reason}, from no checkpoint tensor")
+    layout.by_loader.add(name)
+    return {source: f"{name}: {reason}" for source in contents.origins}
 
 
 def _without_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -57,7 +57,8 @@ class Contents:
 
     copies: from named tensors, in the order they were made. fills: constants, overwritten by
     copies. computed: why some of it is neither, or None. origins: names of all tensors it
-    depends on. rounded: a dtype it went through that holds less than what was copied.
+    depends on. rounded: a dtype it went through that holds less than what was copied. renewed: a
+    fill has replaced everything that was there before.
     """
 
     copies: list[Copy] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Contents:
     computed: str | None = None
     origins: set[str] = field(default_factory=set)
     rounded: torch.dtype | None = None
+    renewed: bool = False
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -112,7 +114,10 @@ class CopyRecorder(TorchDispatchMode):
             self._scalars[stand_in] = args[0]
             return stand_in
         known = {_key(t) for t in _tensors((args, kwargs))}
-        result = func(*args, **kwargs)
+        if func is _aten.copy_.default and args[1].is_meta:
+            result = args[0]  # nothing to copy; and a small destination may be real
+        else:
+            result = func(*args, **kwargs)
         if func._schema.is_mutable:
             self._note_write(func, args, kwargs)
             return result
@@ -162,6 +167,9 @@ class CopyRecorder(TorchDispatchMode):
             read = list(self._scalars.values())
             self._note_computed(written, "Python from an element", read)
         else:
+            whole = written.untyped_storage().nbytes() == written.numel() * written.element_size()
+            if whole:
+                self._contents[_key(written)] = Contents(renewed=True)
             contents = self._contents.setdefault(_key(written), Contents())
             contents.fills.append(Fill(*_region(written), value))
 
@@ -199,12 +207,12 @@ class CopyRecorder(TorchDispatchMode):
                 into.copies.append(copy)
                 into.origins.add(source)
             return
-        into.origins |= held.origins
+        into.origins |= held.origins | ({source} if source else set())
         reason = held.computed
         if not reason and held.rounded not in (None, dtype):
             reason = f"rounded to {held.rounded} on the way"
-        if not reason and source:
-            reason = "written over by the loader"
+        if not reason and source and not held.renewed:
+            reason = "written over in part by the loader"
         if reason:
             into.computed = into.computed or reason
             return

@@ -6,7 +6,6 @@ The weights start uninitialised (`load_format="dummy"`) and come from the reshar
 
 from __future__ import annotations
 
-import copy
 import glob
 import logging
 import os
@@ -20,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.layout import Checkpoint, EngineLayout, record_layout
+from hybridengine.reshard.layout import Checkpoint
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec, tp_groups
+from hybridengine.rollout.vllm_weights import WeightsInPlace, record_vllm, replaced
 
 __all__ = ["VllmEngine", "vllm_available"]
 
@@ -78,7 +78,7 @@ class VllmEngine(RolloutEngine):
         self.tp_rank = groups[self.replica].index(dist.get_rank())
         self.dtype = dtype
         self._stop_token_ids = list(stop_token_ids)
-        with _strided_groups(groups), _live_cpu_weights(), _own_shared_memory():
+        with _strided_groups(groups), WeightsInPlace() as self._in_place, _own_shared_memory():
             self._llm = LLM(
                 model=str(model_path),
                 load_format="dummy",
@@ -98,14 +98,18 @@ class VllmEngine(RolloutEngine):
         self._model = engine.model_executor.driver_worker.worker.model_runner.model
         self._checkpoint = checkpoint
         self.layout = record_vllm(engine.vllm_config, checkpoint, dtype)
+        self._in_place.check(self._model, self.layout)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return live_weights(self._model, self.layout)
+        return self._in_place.weights(self._model, self.layout)
 
     def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._in_place.unpack()
         self._model.load_weights(self._checkpoint.assemble(weights))
+        self._in_place.derive(self._model, self.dtype)
 
     def _forget_cached_prefixes(self) -> None:
+        self._in_place.derive(self._model, self.dtype)
         self._llm.reset_prefix_cache()
 
     def _generate(
@@ -140,36 +144,6 @@ def _completion(output: Any) -> Completion:
     return Completion(ids, log_probs, output.finish_reason)
 
 
-def live_weights(model: torch.nn.Module, layout: EngineLayout) -> dict[str, torch.Tensor]:
-    """The tensors of `model` that `layout` writes, by name."""
-    own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    return {name: own[name].data for name in layout.destinations if name in own}
-
-
-def record_vllm(vllm_config: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> EngineLayout:
-    """Build the engine's model once more on the meta device and record its loader there."""
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(config.compilation_config)
-    config.compilation_config.static_forward_context = {}  # else "Duplicate layer name"
-    with set_default_torch_dtype(dtype), torch.device("meta"):
-        model = initialize_model(vllm_config=config)
-        layout = record_layout(model, model.load_weights, checkpoint.tensors, dtype)
-    return layout.of_parameters(checkpoint)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def _strided_groups(groups: list[list[int]]) -> AbstractContextManager:
     """Let vLLM's tensor- and expert-parallel groups be `groups` instead of runs of neighbours."""
     from vllm.distributed import parallel_state
@@ -181,7 +155,7 @@ def _strided_groups(groups: list[list[int]]) -> AbstractContextManager:
     def build_strided(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         return build(groups if group_ranks == neighbours else group_ranks, *args, **kwargs)
 
-    return _replaced(parallel_state, "init_model_parallel_group", build_strided)
+    return replaced(parallel_state, "init_model_parallel_group", build_strided)
 
 
 @contextmanager
@@ -205,19 +179,9 @@ def _own_shared_memory() -> Iterator[None]:
         names.append(f"hybridengine-{token[0]}-{name_of(communicator).lstrip('/')}")
         return names[-1]
 
-    with _replaced(_CPUSHMDistributed, "make_group_name", staticmethod(unique_name)):
+    with replaced(_CPUSHMDistributed, "make_group_name", staticmethod(unique_name)):
         yield
     dist.barrier()
     for name in names:
         for segment in Path("/dev/shm").glob(f"{glob.escape(name)}_*"):
             segment.unlink(missing_ok=True)
-
-
-def _live_cpu_weights() -> AbstractContextManager:
-    """Keep the CPU linears on their `weight` tensor: vLLM otherwise packs it away at load."""
-    from vllm.model_executor.layers import utils
-
-    def use_live_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    return _replaced(utils, "dispatch_cpu_unquantized_gemm", use_live_weight)

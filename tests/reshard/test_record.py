@@ -217,24 +217,42 @@ def test_an_element_read_as_a_number_is_a_copy() -> None:
     assert (copy.source, copy.sizes, copy.source_strides) == ("a", (3,), (0,))
 
 
-def test_replaced_parameters_buffers_and_padding() -> None:
+def test_replaced_and_new_parameters_buffers_and_padding() -> None:
     def load(engine, weights):
         for name, w in weights:
             if name == "replaced":
                 engine.replaced.data = w.clone()
+            elif name == "made":
+                engine.made = torch.nn.Parameter(w * 1)
             elif name == "padded":
                 engine.padded.data[2:].fill_(0)
                 engine.padded.data[:2].copy_(w)
             else:
                 getattr(engine, name).copy_(w)
 
-    checkpoint = {"replaced": (2,), "padded": (2,), "buffer": (2,)}
+    checkpoint = {"replaced": (2,), "padded": (2,), "buffer": (2,), "made": (3,)}
     layout = record(
         load, checkpoint, ("buffer", "other"), replaced=(2,), padded=(4,), buffer=(2,), other=(2,)
     )
-    assert layout.fallback == {"replaced": "replaced: the loader replaces the parameter's storage"}
+    assert layout.fallback == {
+        "replaced": "replaced: the loader replaces the storage of it",
+        "made": "made: the loader creates it",
+    }
     assert set(layout.destinations) == {"replaced", "padded", "buffer"}
     assert layout.constants == [("padded", 2, (2,), (1,), 0.0)]
+
+
+def test_a_zeroed_checkpoint_tensor_is_a_constant() -> None:
+    """A row-parallel bias belongs to one rank; loaders zero it in place on the others."""
+
+    def load(engine, weights):
+        for name, w in weights:
+            (w if name == "a" else w[:1]).zero_()
+            getattr(engine, name).data.copy_(w)
+
+    layout = record(load, {"a": (2,), "b": (2,)}, a=(2,), b=(2,))
+    assert layout.constants == [("a", 0, (2,), (1,), 0.0)]
+    assert list(layout.fallback) == ["b"] and layout.by_loader == {"b"} and layout.copies == []
 
 
 def test_unloaded_parameter_is_an_error() -> None:

@@ -1,0 +1,155 @@
+"""vLLM's weights as the reshard sees them: recorded, live, and what vLLM derives from them.
+
+After loading, vLLM may pack, reorder or multiply out weights for its kernels. Such derived tensors
+are made again after every update; a weight that vLLM itself no longer reads is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from hybridengine.reshard.layout import (
+    Checkpoint,
+    EngineLayout,
+    LayoutError,
+    TensorSpec,
+    record_layout,
+)
+
+__all__ = ["WeightsInPlace", "live_weights", "record_vllm", "replaced"]
+
+
+def live_weights(model: torch.nn.Module, layout: EngineLayout) -> dict[str, torch.Tensor]:
+    """The tensors of `model` that `layout` writes, by name."""
+    own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return {name: own[name].data for name in layout.destinations if name in own}
+
+
+class _Unallocated(TorchFunctionMode):
+    """Uninitialised tensors, which is how weights begin, take no memory: they are on meta.
+
+    Everything else stays real, because some models compute with constants as they are built.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = dict(kwargs or {})
+        if func in _UNINITIALISED:
+            kwargs |= {"device": "meta", "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+_UNINITIALISED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
+
+
+def record_vllm(vllm_config: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> EngineLayout:
+    """Build the engine's model once more, without its weights, and record its loader there."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}  # else "Duplicate layer name"
+    with set_default_torch_dtype(dtype), _Unallocated():
+        model = initialize_model(vllm_config=config)
+        layout = record_layout(model, model.load_weights, checkpoint.tensors, dtype)
+    return layout.of_parameters(checkpoint)
+
+
+class WeightsInPlace:
+    """Open while vLLM loads a model; keeps its weights writable in place, then follows them.
+
+    The CPU linears stay on their `weight` (vLLM otherwise packs it away). The CPU expert kernels
+    know packed weights only: the plain ones are kept beside them and packed again by `derive`.
+    """
+
+    def __init__(self) -> None:
+        self._experts: list[tuple[Any, torch.nn.Module, dict[str, torch.nn.Parameter]]] = []
+        self._before: dict[str, torch.Tensor] = {}
+        self._patches = ExitStack()
+
+    def __enter__(self) -> WeightsInPlace:
+        from vllm.model_executor.layers import utils
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+        from vllm.model_executor.model_loader import base_loader
+
+        process = base_loader.process_weights_after_loading
+        pack = cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
+
+        def use_live_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+            layer.cpu_linear = torch.nn.functional.linear
+
+        def keep_and_pack(experts: Any, layer: torch.nn.Module) -> None:
+            self._experts.append((experts, layer, dict(layer.named_parameters(recurse=False))))
+            pack(experts, layer)
+
+        def note_and_process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            self._before |= {name: p.data for name, p in model.named_parameters()}
+            process(model, *args, **kwargs)
+
+        for owner, name, value in (
+            (utils, "dispatch_cpu_unquantized_gemm", use_live_weight),
+            (cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", keep_and_pack),
+            (base_loader, "process_weights_after_loading", note_and_process),
+        ):
+            self._patches.enter_context(replaced(owner, name, value))
+        self._pack = pack
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+
+    def check(self, model: torch.nn.Module, layout: EngineLayout) -> None:
+        """Raise LayoutError for a weight that vLLM replaced after loading by something else."""
+        for name, now in self.weights(model, layout).items():
+            before = self._before.get(name)
+            if before is not None and now.data_ptr() != before.data_ptr():
+                raise LayoutError(
+                    f"vLLM replaced the weight {name!r} after loading ({TensorSpec.of(before)} by "
+                    f"{TensorSpec.of(now)}) for a kernel of its own, so it cannot be written in "
+                    "place. Choose another kernel (for experts: moe_backend='triton')."
+                )
+        self._before.clear()
+
+    def weights(self, model: torch.nn.Module, layout: EngineLayout) -> dict[str, torch.Tensor]:
+        """The tensors that `layout` writes, by name; the plain ones of packed layers."""
+        prefixes = {id(module): name for name, module in model.named_modules()}
+        plain = {
+            f"{prefixes[id(layer)]}.{name}": parameter.data
+            for _, layer, parameters in self._experts
+            for name, parameter in parameters.items()
+        }
+        live = live_weights(model, layout)
+        return live | {name: plain[name] for name in plain.keys() & live.keys()}
+
+    def unpack(self) -> None:
+        """Put the plain weights of packed layers back, for vLLM's loader."""
+        for _, layer, plain in self._experts:
+            for name, parameter in plain.items():
+                layer.register_parameter(name, parameter)
+
+    def derive(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Make again what vLLM makes of its weights after loading."""
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        self.unpack()
+        for experts, layer, _ in self._experts:
+            self._pack(experts, layer)
+        for module in model.modules():
+            if is_deferred_attention_layer(module):  # MLA multiplies out its key-value projection
+                module.process_weights_after_loading(dtype)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
