@@ -2,10 +2,10 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench gpu-report cuda-check clean
+.PHONY: help setup demo test test-architectures lint bench gpu-report cuda-check clean
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with everything and build the extension (once; later runs do what changed)
 	@tools/setup_env.sh
@@ -16,6 +16,9 @@ demo: setup ## GRPO on a real 135M model, two ranks, under ten minutes on two co
 
 test: setup ## All tests (GPU tests run where there is a GPU)
 	@$(PY) -m pytest -q
+
+test-architectures: setup ## Reshard 75 architectures against vLLM's loader; docs/architectures.md
+	@$(PY) -m pytest -q tests/architectures/all_architectures.py
 
 lint: setup ## ruff, clang-format and mypy, changing nothing
 	@$(BIN)/ruff check .

@@ -49,15 +49,18 @@ _MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
 
 @dataclass(frozen=True)
 class Entry:
-    """One architecture: `overrides` of the default config of `model_type`; vision: its tower's."""
+    """One architecture: `overrides` of the default config of `model_type`, and of its parts.
+
+    engine: further arguments of vLLM's engine.
+    """
 
     model_type: str
     overrides: dict[str, Any] = field(default_factory=dict)
     sub_configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> PretrainedConfig:
-        config = AutoConfig.for_model(self.model_type, **self.overrides, **self.sub_configs)
-        return config
+        return AutoConfig.for_model(self.model_type, **self.overrides, **self.sub_configs)
 
 
 def _text(model_type: str, **overrides: Any) -> Entry:
@@ -79,6 +82,9 @@ CATALOGUE: dict[str, Entry] = {
     "qwen3": _text("qwen3"),
     "qwen2_moe": _text("qwen2_moe", **_MOE, shared_expert_intermediate_size=128),
     "qwen3_moe": _text("qwen3_moe", **_MOE),
+    "qwen3_moe (expert parallel)": Entry(
+        "qwen3_moe", _TEXT | _MOE, engine={"enable_expert_parallel": True}
+    ),
     "qwen3_next": _text(
         "qwen3_next", **_MOE, shared_expert_intermediate_size=128, linear_num_value_heads=4,
         linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
@@ -102,7 +108,7 @@ CATALOGUE: dict[str, Entry] = {
     "glm4_moe_lite": _text("glm4_moe_lite", **_MLA),
     "phi3": _text("phi3"),
     "phimoe": _text("phimoe", **_MOE | {"moe_intermediate_size": 192}),
-    "gpt_oss": _text("gpt_oss", **_MOE),
+    "gpt_oss": _text("gpt_oss", **_MOE, num_key_value_heads=4),
     "olmo": _text("olmo"),
     "olmo2": _text("olmo2"),
     "olmo3": _text("olmo3"),

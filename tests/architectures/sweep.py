@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import os
-import time
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -82,6 +83,10 @@ def sweep_body(
     from hybridengine.rollout.vllm import prepare_environment
 
     prepare_environment()
+    if importlib.util.find_spec("torchvision") is None:
+        stand_ins = str(Path(__file__).parent / "stand_ins")
+        sys.path.append(stand_ins)
+        os.environ["PYTHONPATH"] = stand_ins  # vLLM inspects models in a process of its own
     _start_vllm_groups(rank, world_size, tp_size)
     mesh = init_device_mesh("cpu", (world_size,))
     outcomes = []
@@ -89,8 +94,6 @@ def sweep_body(
         outcome = Outcome(name)
         _Case(outcome, rank, world_size, tp_size, Path(folder) / name.replace(" ", "_")).run(mesh)
         outcomes.append(outcome)
-        if os.environ.get("SWEEP_PROGRESS") and (rank == 0 or outcome.unequal):
-            print(rank, time.strftime("%X"), outcome, flush=True)
         gc.collect()
     return outcomes
 
@@ -143,8 +146,7 @@ class _Case:
         try:
             step()
         except Exception as error:
-            if os.environ.get("SWEEP_TRACEBACK"):
-                traceback.print_exc()
+            traceback.print_exc()  # shown by pytest where the outcome is not what it should be
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -158,7 +160,6 @@ class _Case:
         auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
         with torch.device("meta"):
             self.hf = auto.from_config(config)
-        config.architectures = [self.outcome.model_class]
         self.outcome.model_class = type(self.hf).__name__
         self.checkpoint = describe_checkpoint(self.hf)
         config.architectures = [self.outcome.model_class]
@@ -178,6 +179,7 @@ class _Case:
             max_model_len=64,
             enforce_eager=True,
             skip_tokenizer_init=True,
+            **CATALOGUE[self.outcome.architecture].engine,
         ).create_engine_config()
 
     def build(self) -> None:

@@ -1,0 +1,117 @@
+"""What vLLM makes of its weights after loading follows them: packed experts, MLA's products."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.architectures.catalogue import CATALOGUE
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.multirank
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13]]
+MAX_TOKENS = 6
+
+
+def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
+    """Sync, train, sync, generate; then export."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from hybridengine.model import describe_checkpoint, parameter_shards, save_pretrained
+    from hybridengine.reshard import Resharder
+    from hybridengine.rollout import SamplingSpec
+    from hybridengine.rollout.vllm import VllmEngine
+
+    torch.manual_seed(0)
+    config = CATALOGUE[kind].config()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data = 0.1 * torch.randn_like(parameter) + (parameter.ndim == 1)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    engine = VllmEngine(
+        folder,
+        describe_checkpoint(model),
+        tp_size=1,
+        max_model_len=64,
+        stop_token_ids=[],
+        dtype=torch.float32,
+        kv_cache_bytes=64 << 20,
+        engine_options={"enforce_eager": True},
+    )
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    resharder = Resharder(parameter_shards(model), engine, bucket_bytes=1 << 20)
+    resharder.sync(1)
+    before = engine.generate(PROMPTS, SamplingSpec(temperature=0, max_tokens=MAX_TOKENS), seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    resharder.sync(2)
+    after = engine.generate(PROMPTS, SamplingSpec(temperature=0, max_tokens=MAX_TOKENS), seed=0)
+    assert [c[0].log_probs for c in after] != [c[0].log_probs for c in before]
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    save_pretrained(model, words, f"{folder}/exported", torch.float32)
+    return [(c[0].token_ids, c[0].log_probs) for c in after]
+
+
+def loaded_body(rank: int, world_size: int, folder: str) -> list:
+    """vLLM alone, from the exported checkpoint."""
+    from hybridengine.rollout.vllm import prepare_environment
+
+    prepare_environment()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=f"{folder}/exported",
+        dtype="float32",
+        distributed_executor_backend="external_launcher",
+        max_model_len=64,
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+        kv_cache_memory_bytes=64 << 20,
+        enforce_eager=True,
+    )
+    sampling = SamplingParams(
+        temperature=0, max_tokens=MAX_TOKENS, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+    chosen = [o.outputs[0] for o in outputs]
+    return [
+        (list(c.token_ids), [s[t].logprob for s, t in zip(c.logprobs, c.token_ids, strict=True)])
+        for c in chosen
+    ]
+
+
+def test_synced_engine_generates_as_one_loaded_from_the_export(tmp_path: Path) -> None:
+    """DeepSeek-V2: latent attention multiplies out a weight, CPU experts are packed."""
+    (synced,) = run_ranks(trained_body, 1, str(tmp_path), "deepseek_v2", timeout_s=240)
+    (loaded,) = run_ranks(loaded_body, 1, str(tmp_path), timeout_s=240)
+    for (ids, log_probs), (expected_ids, expected) in zip(synced, loaded, strict=True):
+        assert ids == expected_ids
+        assert max(abs(a - b) for a, b in zip(log_probs, expected, strict=True)) < 1e-5
+
+
+def test_replaced_weight_is_refused_by_name() -> None:
+    from hybridengine.reshard import Copy, EngineLayout, LayoutError, TensorSpec
+    from hybridengine.rollout.vllm_weights import WeightsInPlace
+
+    model = torch.nn.Linear(4, 2, bias=False)
+    layout = EngineLayout(
+        {"weight": TensorSpec.of(model.weight)},
+        [Copy("w", "weight", 0, 0, (2, 4), (4, 1), (4, 1))],
+    )
+    in_place = WeightsInPlace()
+    in_place._before["weight"] = model.weight.data
+    in_place.check(model, layout)
+    in_place._before["weight"] = model.weight.data
+    model.weight.data = torch.empty(0)
+    with pytest.raises(LayoutError, match=r"replaced the weight 'weight' after loading.*\(0,\)"):
+        in_place.check(model, layout)
