@@ -64,7 +64,7 @@ def pack_rollouts(
 
 
 def packed_logits(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Logits [R, V] at `batch.logit_positions`, in the model's compute dtype."""
+    """Logits [R, V], float32, at `batch.logit_positions`."""
     options = {}
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     if keeps:
@@ -98,4 +98,5 @@ def packed_log_probs(
     """
     from hybridengine.kernels import token_log_probs
 
-    return token_log_probs(packed_logits(model, batch), batch.target_ids, temperature)
+    logits = packed_logits(model, batch)  # nobody else reads them: their memory takes the gradient
+    return token_log_probs(logits, batch.target_ids, temperature, inplace_backward=True)
