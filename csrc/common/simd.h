@@ -67,14 +67,32 @@ HE_SIMD VecF load(const f16* p) {
 #endif
 }
 
+// 2 * kWidth elements as two vectors, shared out in the cheapest order; store_pair undoes it.
+struct VecPair {
+  VecF a, b;
+};
+
+template <typename T>
+HE_SIMD VecPair load_pair(const T* p) {
+  return {load(p), load(p + kWidth)};
+}
+
+HE_SIMD VecPair load_pair(const bf16* p) {
+  VecU bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return {(VecF)(bits << 16), (VecF)(bits & 0xFFFF0000u)};
+}
+
 HE_SIMD void store(float* p, VecF v) { std::memcpy(p, &v, sizeof v); }
 
-HE_SIMD VecH bf16_bits(VecF v) {
+// Rounded to bfloat16 in the upper half; the lower half is left over.
+HE_SIMD VecU bf16_rounded(VecF v) {
   const VecU bits = (VecU)v;
-  const VecU rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  const VecU is_nan = (VecU)((bits & 0x7FFFFFFFu) > 0x7F800000u);
-  return __builtin_convertvector((rounded & ~is_nan) | (0x7FC0u & is_nan), VecH);
+  const VecU rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+  return v == v ? rounded : VecU{} + 0x7FC00000u;
 }
+
+HE_SIMD VecH bf16_bits(VecF v) { return __builtin_convertvector(bf16_rounded(v) >> 16, VecH); }
 
 HE_SIMD void store(bf16* p, VecF v) {
   const VecH h = bf16_bits(v);
@@ -89,6 +107,17 @@ HE_SIMD void store(f16* p, VecF v) {
 #else
   for (int i = 0; i < kWidth; ++i) p[i] = to_f16(v[i]);
 #endif
+}
+
+template <typename T>
+HE_SIMD void store_pair(T* p, VecPair v) {
+  store(p, v.a);
+  store(p + kWidth, v.b);
+}
+
+HE_SIMD void store_pair(bf16* p, VecPair v) {
+  const VecU bits = (bf16_rounded(v.a) >> 16) | (bf16_rounded(v.b) & 0xFFFF0000u);
+  std::memcpy(p, &bits, sizeof bits);
 }
 
 // The larger of x and `least`; NaN in x stays NaN.
@@ -146,11 +175,14 @@ HE_SIMD VecF tanh(VecF x) {
   return magnitude < 0.625f ? near_zero : signed_far;
 }
 
-// Lane by lane in a fixed order, in float64: the same on every run and every thread count.
+// In float64, in a fixed order: the same on every run and every thread count.
 HE_SIMD double sum(VecF v) {
-  double total = 0;
-  for (int i = 0; i < kWidth; ++i) total += v[i];
-  return total;
+  double lanes[kWidth];
+  for (int i = 0; i < kWidth; ++i) lanes[i] = v[i];
+  for (int half = kWidth / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
 }
 
 HE_SIMD float largest(VecF v) {

@@ -1,6 +1,7 @@
-// CPU log-prob kernels. Forward: each block of a row is read from memory once, its maximum taken,
-// then exponentiated out of L1. A row is always one thread's, in a fixed order: results do not
-// depend on the thread count or on the neighbours.
+// CPU log-prob kernels. Forward: each block of a row is exponentiated against the largest logit so
+// far while its own maximum is taken; the few blocks that held a larger one are done once more,
+// out of L1. A row is always one thread's, in a fixed order: results do not depend on the thread
+// count or on the neighbours.
 #include <cmath>
 #include <limits>
 
@@ -13,7 +14,7 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
-constexpr int64_t kBlock = 2048;  // elements; 8 KiB of float32 stay in L1 for the second look
+constexpr int64_t kBlock = 2048;  // elements; 8 KiB of float32 stay in L1 for a second look
 constexpr double kLn2 = 0.6931471805599453;
 constexpr double kLog2e = 1.4426950408889634;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
@@ -44,6 +45,10 @@ struct Row {
   VecF raw_part(int64_t i, int64_t count) const {
     return kept(load_part(logits + i, count, kMinusInfinity), i, count);
   }
+  VecPair raw_pair(int64_t i) const {
+    if constexpr (general) return {raw(i), raw(i + kWidth)};
+    return load_pair(logits + i);
+  }
   VecF capped(VecF x) const {
     if constexpr (general) {
       // -inf marks a removed entry and stays one; an unmasked -inf is removed just the same.
@@ -71,10 +76,11 @@ float range_max(const R& row, int64_t begin, int64_t end) {
 
 template <bool general>
 struct Accumulators {
-  VecF e{}, e_d{}, e_e{};
+  VecF max_y = splat(kMinusInfinity), e{}, e_d{}, e_e{};
 
   // d is kept in units of log 2 here.
   void add(VecF y, VecF shift, VecF factor2) {
+    max_y = max(max_y, y);
     // 2^-150 is 0, and 0 * d must not be 0 * inf.
     const VecF d = at_least(-150.0f, (y - shift) * factor2);
     const VecF value = exp2(d);
@@ -82,30 +88,45 @@ struct Accumulators {
     e_d += value * d;
     if constexpr (general) e_e += value * value;
   }
-  void flush(RowSums& sums) const {
-    sums.e += sum(e);
-    sums.e_d += sum(e_d) * kLn2;
-    if constexpr (general) sums.e_e += sum(e_e);
-  }
 };
 
-// Adds entries [begin, end) to the sums; sums.max is at least their maximum.
+// Adds entries [begin, end) to the sums, relative to `shift`; sums.max becomes their maximum.
 template <typename T, bool general>
-void add_range(const Row<T, general>& row, int64_t begin, int64_t end, float factor,
+void add_range(const Row<T, general>& row, int64_t begin, int64_t end, float shift_y, float factor,
                RowSums& sums) {
   Accumulators<general> a, b;
-  const VecF shift = splat(sums.max), factor2 = splat(static_cast<float>(factor * kLog2e));
+  const VecF shift = splat(shift_y), factor2 = splat(static_cast<float>(factor * kLog2e));
   int64_t i = begin;
   for (; i + 2 * kWidth <= end; i += 2 * kWidth) {
-    a.add(row.capped(row.raw(i)), shift, factor2);
-    b.add(row.capped(row.raw(i + kWidth)), shift, factor2);
+    const VecPair x = row.raw_pair(i);
+    a.add(row.capped(x.a), shift, factor2);
+    b.add(row.capped(x.b), shift, factor2);
   }
   for (; i < end; i += kWidth) {
     const VecF x = i + kWidth <= end ? row.raw(i) : row.raw_part(i, end - i);
     a.add(row.capped(x), shift, factor2);
   }
-  a.flush(sums);
-  b.flush(sums);
+  sums.max = std::fmax(sums.max, largest(max(a.max_y, b.max_y)));
+  sums.e += sum(a.e) + sum(b.e);
+  sums.e_d += (sum(a.e_d) + sum(b.e_d)) * kLn2;
+  if constexpr (general) sums.e_e += sum(a.e_e) + sum(b.e_e);
+}
+
+// The sums of a block without the token; the maximum is the whole block's.
+template <typename T, bool general>
+RowSums block_sums(const Row<T, general>& row, int64_t begin, int64_t end, int64_t token,
+                   float max_so_far, float factor) {
+  RowSums sums{kMinusInfinity, 0, 0, 0};
+  // With removed entries only there is nothing to shift by, and -inf - -inf would be NaN.
+  const float shift = max_so_far > kMinusInfinity ? max_so_far : 0;
+  if (token >= begin && token < end) {
+    add_range(row, begin, token, shift, factor, sums);
+    add_range(row, token + 1, end, shift, factor, sums);
+    sums.max = std::fmax(sums.max, row.y(token));
+  } else {
+    add_range(row, begin, end, shift, factor, sums);
+  }
+  return sums;
 }
 
 void raise_max(RowSums& sums, float value, float factor) {
@@ -125,14 +146,17 @@ RowSums reduce_row(const Row<T, general>& row, int64_t vocab, int64_t token, flo
   RowSums sums{kMinusInfinity, 0, 0, 0};
   for (int64_t begin = 0; begin < vocab; begin += kBlock) {
     const int64_t end = begin + kBlock < vocab ? begin + kBlock : vocab;
-    raise_max(sums, row.capped(splat(range_max(row, begin, end)))[0], factor);
-    if (sums.max == kMinusInfinity) continue;  // nothing but removed entries so far
-    if (token >= begin && token < end) {
-      add_range(row, begin, token, factor, sums);
-      add_range(row, token + 1, end, factor, sums);
-    } else {
-      add_range(row, begin, end, factor, sums);
+    if (sums.max == kMinusInfinity) {
+      raise_max(sums, row.capped(splat(range_max(row, begin, end)))[0], factor);
     }
+    RowSums block = block_sums(row, begin, end, token, sums.max, factor);
+    if (block.max > sums.max) {
+      raise_max(sums, block.max, factor);
+      block = block_sums(row, begin, end, token, sums.max, factor);
+    }
+    sums.e += block.e;
+    sums.e_d += block.e_d;
+    sums.e_e += block.e_e;
   }
   return sums;
 }
@@ -211,6 +235,12 @@ void backward_row(const LogProbBackward& p, int64_t r) {
     }
   }
   int64_t i = 0;
+  if constexpr (!general) {
+    for (; i + 2 * kWidth <= p.vocab; i += 2 * kWidth) {
+      const VecPair x = row.raw_pair(i);
+      store_pair(out + i, {at(x.a), at(x.b)});
+    }
+  }
   for (; i + kWidth <= p.vocab; i += kWidth) store(out + i, at(row.raw(i)));
   if (i < p.vocab) store_part(out + i, at(row.raw_part(i, p.vocab - i)), p.vocab - i);
   if (here) out[token] = FromFloat<T>::of(token_grad);
