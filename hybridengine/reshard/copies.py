@@ -63,7 +63,17 @@ def compose(read: Copy, writes: Iterable[Copy]) -> list[Copy]:
 
 def _through(read: Copy, write: Copy) -> Iterable[Copy]:
     """The part of `read` that lies in the region `write` fills, as copies from its source."""
-    if 0 in read.sizes or 0 in write.sizes:
+    first, last = read.source_offset, _last(read.source_offset, read.sizes, read.source_strides)
+    region = (write.destination_offset, write.sizes, write.destination_strides)
+    if 0 in read.sizes or 0 in write.sizes or last < region[0] or first > _last(*region):
+        return
+    if region == (read.source_offset, read.sizes, read.source_strides):
+        yield replace(
+            write,
+            destination=read.destination,
+            destination_offset=read.destination_offset,
+            destination_strides=read.destination_strides,
+        )
         return
     # The write's own strides say into which dimensions the tensor falls: […, s1/s2, s2/s3, s3].
     axes = sorted(
@@ -77,9 +87,6 @@ def _through(read: Copy, write: Copy) -> Iterable[Copy]:
         reverse=True,
     )
     steps = [stride for stride, _, _ in axes]
-    last = read.source_offset + sum(
-        (n - 1) * s for n, s in zip(read.sizes, read.source_strides, strict=True)
-    )
     outer = steps[0] if steps else 1
     end = max(last, write.destination_offset + outer * (axes[0][1] if axes else 1)) // outer + 1
     shape, low, high = [end], [write.destination_offset // outer], []
@@ -108,6 +115,11 @@ def _through(read: Copy, write: Copy) -> Iterable[Copy]:
             tuple(strides),
             block.strides,
         )
+
+
+def _last(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """The highest address of a strided region."""
+    return offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 
 def merge(

@@ -116,6 +116,8 @@ class CopyRecorder(TorchDispatchMode):
         known = {_key(t) for t in _tensors((args, kwargs))}
         if func is _aten.copy_.default and args[1].is_meta:
             result = args[0]  # nothing to copy; and a small destination may be real
+        elif func is _aten._to_copy.default and args[0].is_meta:
+            result = func(*args, **kwargs | {"device": "meta"})
         else:
             result = func(*args, **kwargs)
         if func._schema.is_mutable:

@@ -55,7 +55,8 @@ def record_vllm(vllm_config: Any, checkpoint: Checkpoint, dtype: torch.dtype) ->
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}  # else "Duplicate layer name"
-    with set_default_torch_dtype(dtype), _Unallocated():
+    device = config.device_config.device  # as vLLM's own loader; _Unallocated goes before it
+    with set_default_torch_dtype(dtype), torch.device(device), _Unallocated():
         model = initialize_model(vllm_config=config)
         layout = record_layout(model, model.load_weights, checkpoint.tensors, dtype)
     return layout.of_parameters(checkpoint)

@@ -149,6 +149,7 @@ PURE = {
     "cast": lambda w: w.float()[2:, 1:4],
     "contiguous transpose": lambda w: w.t().contiguous().t()[2:, 1:4],
     "transpose": lambda w: w.t().contiguous()[2:, 1:4],
+    "moved to a device": lambda w: w.to("cpu")[2:, 1:4],
     "cat": lambda w: torch.cat([w[:, 3:], w[:, :3]], 1)[2:, 1:4],
     "stack": lambda w: torch.stack([w[1], w[0], w[3], w[2]])[2:, 1:4],
     "chunk of cat": lambda w: torch.cat([w, w]).chunk(2)[1][2:, 1:4],
