@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from ._backend import choose_backend, native, register_backends
 from ._logprob_parallel import merge_partials, rank_and_size
@@ -328,8 +329,10 @@ def _backward(ctx, grad_log_probs, grad_entropy, *_):
     logits, token_ids, temperatures, keep_mask, *row_results = ctx.saved_tensors
     options = RowOptions.of(ctx.scalars, temperatures, keep_mask)
     rest = (row_results, grad_log_probs, grad_entropy, ctx.backend)
-    # A compiled graph may not write over a tensor that its forward half saved.
-    if ctx.inplace and logits.stride(-1) == 1 and not torch.compiler.is_compiling():
+    # A compiled graph may not write over a tensor that its forward half saved. While it is traced
+    # (torch 2.11 does not say so here) the logits are a tensor without memory.
+    tracing = torch.compiler.is_compiling() or is_fake(logits)
+    if ctx.inplace and logits.stride(-1) == 1 and not tracing:
         logits = logits.detach()
         rows_backward(logits, logits, token_ids, options, *rest)
         return logits, *nothing

@@ -200,3 +200,14 @@ def test_wrong_shapes_are_named():
         token_log_probs(torch.zeros(2, 5), torch.tensor([0, 1, 2]))
     with pytest.raises(ValueError, match="logits has dtype"):
         token_log_probs(torch.zeros(2, 5, dtype=torch.int32), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_among_removed_entries_is_not_lost(device):
+    """Every block before the NaN, and its own, holds nothing else: no maximum to start from."""
+    logits = torch.full((1, 5000), -INF)
+    logits[0, 2100] = math.nan
+    logits[0, 4500] = 0.0
+    log_probs, entropy, _ = run(logits, torch.tensor([4500]), device)
+    assert log_probs.isnan().all()
+    assert entropy.isnan().all()
