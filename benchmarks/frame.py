@@ -65,6 +65,8 @@ class Bench:
         `bytes_moved` and `flops` are what the problem needs at least, the same for everyone;
         `limit` is `read`, `copy` or `gemm`.
         """
+        # Compile afresh: past dynamo's limit of recompilations `compile` would be eager.
+        torch._dynamo.reset()
         timed = {name: self._measure(call) for name, call in implementations.items()}
         peers = [
             p50
