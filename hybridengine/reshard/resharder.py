@@ -264,8 +264,9 @@ class Resharder:
             self.engine.load_whole((name, self._whole(name)) for name in self.plan.fallback)
 
     def _whole(self, name: str) -> torch.Tensor:
+        """A copy: some loaders zero in place what belongs to another rank."""
         tensor = self.parameters[name].detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def _copy(

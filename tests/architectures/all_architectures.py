@@ -24,7 +24,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 NOT_LOADABLE = {
     "bamba": "vLLM model",
     "dbrx": "vLLM loader",
+    "gemma3": "vLLM loader",
     "internlm2": "transformers config",
+    "llava": "vLLM loader",
     "minimax_m2": "vLLM loader",
     "mpt": "vLLM config",
 }

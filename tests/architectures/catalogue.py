@@ -108,7 +108,7 @@ CATALOGUE: dict[str, Entry] = {
     "glm4_moe_lite": _text("glm4_moe_lite", **_MLA),
     "phi3": _text("phi3"),
     "phimoe": _text("phimoe", **_MOE | {"moe_intermediate_size": 192}),
-    "gpt_oss": _text("gpt_oss", **_MOE, num_key_value_heads=4),
+    "gpt_oss": _text("gpt_oss", **_MOE, num_key_value_heads=4, intermediate_size=256),
     "olmo": _text("olmo"),
     "olmo2": _text("olmo2"),
     "olmo3": _text("olmo3"),

@@ -200,7 +200,9 @@ class _Case:
             for name, shape in self.checkpoint.parameters.items()
         }
         _spoil(self.model)
-        self.model.load_weights(iter(revert_weight_conversion(self.hf, self.whole).items()))
+        # Clones: loaders may zero in place what belongs to another rank.
+        whole = {name: tensor.clone() for name, tensor in self.whole.items()}
+        self.model.load_weights(iter(revert_weight_conversion(self.hf, whole).items()))
         self.loaded = {name: t.clone() for name, t in _tensors(self.model).items()}
 
     def record(self) -> None:
