@@ -103,7 +103,13 @@ __device__ __forceinline__ void accumulate(ThreadSums& sums, const float* y, int
     sums.e_e *= shrink * shrink;
     sums.max = top;
   }
-  if (sums.max == -INFINITY) return;
+  if (sums.max == -INFINITY) {  // nothing but removed entries so far; a NaN among them counts
+#pragma unroll
+    for (int j = 0; j < size; ++j) {
+      if (j < count && y[j] != y[j]) sums.e = y[j];
+    }
+    return;
+  }
 #pragma unroll
   for (int j = 0; j < size; ++j) {
     float d = (y[j] - sums.max) * factor2;

@@ -48,7 +48,8 @@ HE_HOST_DEVICE RowSums join(const RowSums& a, const RowSums& b, float factor) {
                     swap ? a.e_e : b.e_e};
   const double shift = (double{low.max} - sums.max) * factor;
   const double shrink = exp(shift);
-  if (shrink > 0) {  // false for a part of removed entries only (-inf), where 0 * inf would be NaN
+  // A part of removed entries only (-inf) would make 0 * inf; a NaN in any part stays one.
+  if (shrink > 0 || low.e != low.e) {
     sums.e += low.e * shrink;
     sums.e_d += (low.e_d + shift * low.e) * shrink;
     sums.e_e += low.e_e * shrink * shrink;
