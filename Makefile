@@ -17,7 +17,7 @@ demo: setup ## GRPO on a real 135M model, two ranks, under ten minutes on two co
 test: setup ## All tests (GPU tests run where there is a GPU)
 	@$(PY) -m pytest -q
 
-test-architectures: setup ## Reshard 75 architectures against vLLM's loader; docs/architectures.md
+test-architectures: setup ## Reshard 76 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
 
 lint: setup ## ruff, clang-format and mypy, changing nothing

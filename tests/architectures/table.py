@@ -43,7 +43,9 @@ def render(results: Mapping[int, Mapping[str, Sequence[Outcome]]]) -> str:
         "plan delivers, every rank receives exactly the lower bound.",
         "",
         "A number is how many engine tensors were compared and equal. Fallback: parameters that "
-        "the loader computes with, gathered whole and left to it at every sync.",
+        "the loader computes with, gathered whole and left to it at every sync. Variants of one "
+        "architecture are rows of their own. Where torchvision is missing, an empty stand-in lets "
+        "vLLM import the models that need it (vision, and qwen3_5); images play no part here.",
         "",
         f"| architecture | transformers class | {' | '.join(f'TP {tp}' for tp in sizes)} | notes |",
         f"|---|---|{'---|' * len(sizes)}---|",
