@@ -242,7 +242,7 @@ class Resharder:
     def _arrive(
         self, exchange: _Exchange, inbox: torch.Tensor, outbox: torch.Tensor, work: dist.Work
     ) -> None:
-        work.wait()
+        work.wait()  # the outbox is only here to live until now
         self._copy_into_engine([inbox], exchange.unpack, exchange, exchange.engine_dtype)
 
     def _copy_into_engine(

@@ -34,7 +34,6 @@ __all__ = ["Reporter", "step_metrics"]
 def step_metrics(
     rollouts: Sequence[Rollout],
     advantages: Sequence[torch.Tensor],
-    config: GRPOConfig,
     session: Session,
     seconds: float,
 ) -> dict[str, float]:

@@ -112,7 +112,7 @@ class _Run:
         metrics = self.actor.update(rollouts, per_token, self.mini_batches)
         sync = self._sync(step)
         seconds = time.perf_counter() - started
-        metrics |= step_metrics(rollouts, per_token, self.config, self.session, seconds)
+        metrics |= step_metrics(rollouts, per_token, self.session, seconds)
         metrics |= {
             "training/global_step": step,
             "training/epoch": epoch,
