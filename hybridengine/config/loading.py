@@ -21,6 +21,9 @@ ALIASES = {
     "actor_rollout_ref.rollout": "rollout",
     "custom_reward_function": "reward.custom_reward_function",
     "actor_rollout_ref.rollout.seed": "seed",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": (
+        "actor.ulysses_sequence_parallel_size"
+    ),
     "data.seed": "seed",
 }
 
@@ -30,6 +33,7 @@ _REPLACED = {
     "actor.use_dynamic_bsz": "micro-batches are always filled by tokens; remove this key",
     "actor.ppo_micro_batch_size_per_gpu": "set actor.ppo_max_token_len_per_gpu, in tokens",
     "actor.ppo_micro_batch_size": "set actor.ppo_max_token_len_per_gpu, in tokens",
+    "actor.fsdp_config.offload_policy": "set actor.fsdp_config.param_offload",
     "rollout.log_prob_micro_batch_size_per_gpu": "set actor.ppo_max_token_len_per_gpu, in tokens",
 }
 
@@ -232,15 +236,13 @@ def _check_together(config: GRPOConfig) -> None:
             f"actor.ppo_mini_batch_size is {config.ppo_mini_batch_size}, which does not divide "
             f"data.train_batch_size {data.train_batch_size}; choose a divisor"
         )
-    if (config.ppo_mini_batch_size * rollout.n) < world:
+    _check_parallel(config)
+    sharing = actor.ulysses_sequence_parallel_size
+    if actor.ppo_max_token_len_per_gpu * sharing < longest:
         raise ConfigError(
-            f"one optimizer step sees {config.ppo_mini_batch_size * rollout.n} responses "
-            f"(ppo_mini_batch_size * rollout.n) but there are {world} ranks; raise one of the two"
-        )
-    if actor.ppo_max_token_len_per_gpu < longest:
-        raise ConfigError(
-            f"actor.ppo_max_token_len_per_gpu is {actor.ppo_max_token_len_per_gpu}, less than one "
-            f"longest sequence of {longest} tokens (max_prompt_length + max_response_length)"
+            f"actor.ppo_max_token_len_per_gpu is {actor.ppo_max_token_len_per_gpu} on each of the "
+            f"{sharing} ranks that share a micro-batch (ulysses_sequence_parallel_size), less than "
+            f"one longest sequence of {longest} tokens (max_prompt_length + max_response_length)"
         )
     if config.max_model_len < longest:
         raise ConfigError(
@@ -265,4 +267,23 @@ def _check_together(config: GRPOConfig) -> None:
         raise ConfigError(
             f"rollout.val_kwargs.n is {rollout.val_kwargs.n}, but greedy responses are all equal; "
             "set rollout.val_kwargs.do_sample=true, or n=1"
+        )
+
+
+def _check_parallel(config: GRPOConfig) -> None:
+    actor, world = config.actor, config.world_size
+    for key, size in (
+        ("actor.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size),
+        ("actor.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size),
+    ):
+        if size == 0 or size > 0 and world % size:
+            raise ConfigError(
+                f"{key} is {size}, which does not divide the {world} ranks "
+                "(trainer.n_gpus_per_node * trainer.nnodes); choose a divisor"
+            )
+    responses = config.ppo_mini_batch_size * config.rollout.n
+    if responses < config.data_parallel_size:
+        raise ConfigError(
+            f"one optimizer step sees {responses} responses (ppo_mini_batch_size * rollout.n) but "
+            f"{config.data_parallel_size} ranks want some; raise one of the two"
         )

@@ -54,6 +54,22 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class WrapPolicyConfig:
+    min_num_params: int = _setting(0, at_least=0)  # of an FSDP group; 0: one per decoder layer
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    fsdp_size: int = _setting(-1, at_least=-1)  # ranks that share one copy of the model; -1: all
+    dtype: str = _setting("bfloat16", choices=("bfloat16", "float16", "float32"))  # of the compute
+    param_offload: bool = False  # weights wait in host memory while the engine generates
+    optimizer_offload: bool = False  # Adam's moments are on the device during the step only
+    reshard_after_forward: bool = True  # false: keep gathered weights until their backward
+    forward_prefetch: bool = False  # gather the next layer's weights during this one's forward
+    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+
+
+@dataclass(frozen=True)
 class PolicyLossConfig:
     loss_mode: str = _setting(
         "vanilla",
@@ -95,6 +111,8 @@ class ActorConfig:
         "low_var_kl", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
     )
     grad_clip: float = _setting(1.0, above=0)
+    ulysses_sequence_parallel_size: int = _setting(1, at_least=1)  # ranks that share a micro-batch
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -125,6 +143,8 @@ class RolloutConfig:
     max_model_len: int | None = _setting(None, at_least=2)  # null: prompt + response limit
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    free_cache_engine: bool = True  # on a GPU the engine's memory is the trainer's while it trains
     dtype: str = _setting("bfloat16", choices=("bfloat16", "float16", "float32"))
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
@@ -188,6 +208,11 @@ class GRPOConfig:
     @property
     def world_size(self) -> int:
         return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many different micro-batches run at once; the ranks of one share its sequences."""
+        return self.world_size // self.actor.ulysses_sequence_parallel_size
 
     @property
     def max_model_len(self) -> int:
