@@ -1,18 +1,20 @@
-"""YAML and overrides → a checked GRPOConfig; every refusal is one line."""
+"""YAML and overrides → a checked configuration; every refusal is one line."""
 
 from __future__ import annotations
 
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hybridengine.config.schema import GRPOConfig
 
-__all__ = ["ALIASES", "ConfigError", "config_to_yaml", "load_config"]
+__all__ = ["ALIASES", "ConfigError", "Rules", "config_to_yaml", "load_config"]
+
+Config = TypeVar("Config")
 
 # verl's path → ours. The longest matching prefix wins; the rest of the path is kept.
 ALIASES = {
@@ -45,26 +47,45 @@ class ConfigError(ValueError):
     """A configuration that cannot run; one line: key, given, expected, what to do."""
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> GRPOConfig:
+@dataclass(frozen=True)
+class Rules(Generic[Config]):
+    """How a kind of job is configured.
+
+    aliases: verl's path → ours; replaced: verl's keys without a meaning here, with what to do
+    instead; required: keys that must be given; check: raises ConfigError for settings that are each
+    right and wrong together.
+    """
+
+    schema: type[Config]
+    aliases: Mapping[str, str]
+    replaced: Mapping[str, str]
+    required: tuple[str, ...]
+    check: Callable[[Config], None]
+
+
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), rules: Rules[Any] | None = None
+) -> Any:
     """Read a YAML file (None: defaults only), apply `key=value` overrides, check everything.
 
-    Raises ConfigError for an unreadable file, an unknown key, a wrong type or range, and settings
-    that contradict each other.
+    Returns a GRPOConfig, or what `rules` describe. Raises ConfigError for an unreadable file, an
+    unknown key, a wrong type or range, and settings that contradict each other.
     """
-    values: dict[str, Any] = {} if path is None else _native_keys(_read_yaml(Path(path)), str(path))
-    values |= _native_keys(_read_overrides(overrides), "the command line")
-    schema = dict(_walk(GRPOConfig))
+    rules = rules or _GRPO
+    values = {} if path is None else _native_keys(_read_yaml(Path(path)), str(path), rules)
+    values |= _native_keys(_read_overrides(overrides), "the command line", rules)
+    schema = dict(_walk(rules.schema))
     for key, value in values.items():
         values[key] = _checked(key, value, *schema[key])
-    config = _build(GRPOConfig, values)
-    for key in _REQUIRED:
+    config = _build(rules.schema, values)
+    for key in rules.required:
         if not values.get(key):
             raise ConfigError(f"{key} is required and was not given; set it in the config")
-    _check_together(config)
+    rules.check(config)
     return config
 
 
-def config_to_yaml(config: GRPOConfig) -> str:
+def config_to_yaml(config: Any) -> str:
     """The resolved configuration as YAML that `load_config` reads back to an equal one."""
     from omegaconf import OmegaConf
 
@@ -105,18 +126,18 @@ def _read_overrides(overrides: Sequence[str]) -> Mapping[str, Any]:
     return typing.cast("Mapping[str, Any]", content)
 
 
-def _native_keys(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _native_keys(tree: Mapping[str, Any], source: str, rules: Rules[Any]) -> dict[str, Any]:
     """Flatten to {native dotted key: value}; rejects unknown keys and keys given twice."""
-    known = {key for key, _ in _walk(GRPOConfig)}
+    known = {key for key, _ in _walk(rules.schema)}
     values: dict[str, Any] = {}
     for given, value in _leaves(tree):
-        key = _resolve_alias(given)
-        if key in _REPLACED:
-            raise ConfigError(f"{given} (in {source}) is not a key here: {_REPLACED[key]}")
+        key = _resolve_alias(given, rules.aliases)
+        if key in rules.replaced:
+            raise ConfigError(f"{given} (in {source}) is not a key here: {rules.replaced[key]}")
         if any(k.startswith(f"{key}.") for k in known):
             raise ConfigError(f"{given} (in {source}) is a group of keys, not {value!r}")
         if key not in known:
-            raise ConfigError(f"{given} (in {source}) is not a known key; {_suggest(given, known)}")
+            raise ConfigError(f"{given} (in {source}) is not a known key; {_suggest(key, known)}")
         if key in values:
             raise ConfigError(f"{key} is given twice in {source}, once under verl's name; keep one")
         values[key] = value
@@ -141,15 +162,14 @@ def _walk(group: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Mappi
             yield f"{prefix}{f.name}", (hints[f.name], f.metadata)
 
 
-def _resolve_alias(key: str) -> str:
-    for alias in sorted(ALIASES, key=len, reverse=True):
+def _resolve_alias(key: str, aliases: Mapping[str, str]) -> str:
+    for alias in sorted(aliases, key=len, reverse=True):
         if key == alias or key.startswith(alias + "."):
-            return ALIASES[alias] + key[len(alias) :]
+            return aliases[alias] + key[len(alias) :]
     return key
 
 
-def _suggest(given: str, known: set[str]) -> str:
-    key = _resolve_alias(given)
+def _suggest(key: str, known: set[str]) -> str:
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [k for k in sorted(known) if k.rsplit(".", 1)[-1] == leaf]
     close = same_leaf or difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
@@ -276,7 +296,7 @@ def _check_parallel(config: GRPOConfig) -> None:
         ("actor.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size),
         ("actor.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size),
     ):
-        if size == 0 or size > 0 and world % size:
+        if size == 0 or (size > 0 and world % size):
             raise ConfigError(
                 f"{key} is {size}, which does not divide the {world} ranks "
                 "(trainer.n_gpus_per_node * trainer.nnodes); choose a divisor"
@@ -287,3 +307,6 @@ def _check_parallel(config: GRPOConfig) -> None:
             f"one optimizer step sees {responses} responses (ppo_mini_batch_size * rollout.n) but "
             f"{config.data_parallel_size} ranks want some; raise one of the two"
         )
+
+
+_GRPO = Rules(GRPOConfig, ALIASES, _REPLACED, _REQUIRED, _check_together)
