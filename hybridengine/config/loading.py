@@ -22,6 +22,11 @@ ALIASES = {
     "actor_rollout_ref.actor": "actor",
     "actor_rollout_ref.rollout": "rollout",
     "custom_reward_function": "reward.custom_reward_function",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.overlong_buffer": "reward.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
+    "reward_model.enable": "reward.reward_model.enable",
+    "reward_model.model.path": "reward.reward_model.model_path",
     "actor_rollout_ref.rollout.seed": "seed",
     "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": (
         "actor.ulysses_sequence_parallel_size"
@@ -40,7 +45,7 @@ _REPLACED = {
 }
 
 
-_REQUIRED = ("model.path", "data.train_files", "reward.custom_reward_function.path")
+_REQUIRED = ("model.path", "data.train_files")
 
 
 class ConfigError(ValueError):
@@ -197,6 +202,7 @@ _TYPE_NAMES = {
     bool: "true or false",
     str: "text",
     tuple[str, ...]: "a list of texts",
+    tuple[float, ...]: "a list of numbers",
     tuple[float, float]: "a list of two numbers",
     types.NoneType: "null",
 }
@@ -235,20 +241,30 @@ def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
         raise ConfigError(f"{key} is {value}, expected at most {high}")
 
 
-def _build(group: type, values: Mapping[str, Any], prefix: str = "") -> Any:
-    hints = typing.get_type_hints(group)
-    arguments = {}
-    for f in fields(group):
-        key = f"{prefix}{f.name}"
-        if is_dataclass(hints[f.name]):
-            arguments[f.name] = _build(typing.cast(type, hints[f.name]), values, f"{key}.")
+def _build(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """`default` with the given values in place of its own."""
+    changed = {}
+    for f in fields(default):
+        key, own = f"{prefix}{f.name}", getattr(default, f.name)
+        if is_dataclass(own):
+            changed[f.name] = _build(own, values, f"{key}.")
         elif key in values:
-            arguments[f.name] = values[key]
-    return group(**arguments)
+            changed[f.name] = values[key]
+    return replace(default, **changed)
 
 
 def _check_together(config: GRPOConfig) -> None:
     """Settings that are each right and wrong together."""
+    _check_rewards(config)
+    try:
+        config.algorithm.rollout_correction.is_bounds  # noqa: B018
+        config.algorithm.rollout_correction.rejection  # noqa: B018
+    except ValueError as error:
+        raise ConfigError(
+            f"algorithm.rollout_correction: {error}; rollout_is_threshold is a number or "
+            '"lower_upper", rollout_rs_threshold one of these per criterion of rollout_rs, '
+            "separated by commas"
+        ) from None
     data, actor, rollout, world = config.data, config.actor, config.rollout, config.world_size
     longest = data.max_prompt_length + data.max_response_length
     if data.train_batch_size % config.ppo_mini_batch_size:
@@ -310,3 +326,34 @@ def _check_parallel(config: GRPOConfig) -> None:
 
 
 _GRPO = Rules(GRPOConfig, ALIASES, _REPLACED, _REQUIRED, _check_together)
+
+
+def _check_rewards(config: GRPOConfig) -> None:
+    reward, limit = config.reward, config.data.max_response_length
+    chosen = reward.custom_reward_function
+    if not isinstance(chosen.name, str) and len(chosen.name) != len(chosen.path):
+        raise ConfigError(
+            f"reward.custom_reward_function.name has {len(chosen.name)} names for the "
+            f"{len(chosen.path)} files of path; give one for each, or one text for all"
+        )
+    functions = len(config.reward_functions)
+    if not functions and not reward.reward_model.enable:
+        raise ConfigError(
+            "reward.custom_reward_function.path is required and was not given; set it (or set "
+            "reward.reward_model.enable=true)"
+        )
+    if reward.reward_model.enable != bool(reward.reward_model.model_path):
+        raise ConfigError(
+            f"reward.reward_model.enable is {reward.reward_model.enable} and model_path is "
+            f"{reward.reward_model.model_path!r}; give both or neither"
+        )
+    if reward.weights is not None and len(reward.weights) != functions:
+        raise ConfigError(
+            f"reward.weights has {len(reward.weights)} numbers for {functions} reward functions; "
+            "give one for each"
+        )
+    if reward.overlong_buffer.enable and reward.overlong_buffer.len > limit:
+        raise ConfigError(
+            f"reward.overlong_buffer.len is {reward.overlong_buffer.len}, more than "
+            f"data.max_response_length {limit}; lower it"
+        )

@@ -13,6 +13,7 @@ from hybridengine.model.parameters import (
     describe_checkpoint,
     parameter_shards,
 )
+from hybridengine.model.ulysses import check_sequence_parallel, gather_rows
 
 __all__ = [
     "ATTENTION",
@@ -22,10 +23,12 @@ __all__ = [
     "PackedBatch",
     "check_disk_space",
     "check_model",
+    "check_sequence_parallel",
     "checkpoint_layout",
     "checkpoint_shapes",
     "clip_grad_norm_",
     "describe_checkpoint",
+    "gather_rows",
     "load_causal_lm",
     "pack_rollouts",
     "packed_log_probs",

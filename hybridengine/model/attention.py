@@ -19,11 +19,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from hybridengine.model.errors import ModelError
+from hybridengine.model.ulysses import heads_for_tokens, tokens_for_heads
 
 __all__ = ["ATTENTION", "varlen_attention"]
 
@@ -51,12 +53,14 @@ def varlen_attention(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     position_ids: torch.Tensor | None = None,
+    sequence_parallel: dist.ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention: query [B, H, T, D], key and value [B, H_kv, T, D*] -> [B, T, H, D_v].
 
     Packed when `cu_seq_lens_q` (int32 [num_seqs + 1]) is given: then B is 1. H is a multiple of
-    H_kv. Supports a sliding window, logit soft-cap and any scaling; differentiable.
+    H_kv. Supports a sliding window, logit soft-cap and any scaling; differentiable. With
+    `sequence_parallel`, T is this rank's part of the tokens that `cu_seq_lens_q` counts.
 
     Raises:
         ModelError: for anything else a layer asks for (attention sinks, dropout, position bias,
@@ -92,6 +96,8 @@ def varlen_attention(
     ):
         raise _error(module, "cu_seq_lens_k unlike cu_seq_lens_q", "pass the same tensor for both")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if sequence_parallel is not None:
+        q, k, v = heads_for_tokens(q, k, v, sequence_parallel)
     kernel = _cuda_kernel(q, v, softcap)
     if kernel is not None:
         if max_length_q is None:
@@ -99,6 +105,8 @@ def varlen_attention(
         out = kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window, softcap)
     else:
         out = _packed_blocks(module, q, k, v, cu_seq_lens_q, scaling, sliding_window, softcap)
+    if sequence_parallel is not None:
+        out = tokens_for_heads(out, sequence_parallel)
     return out.unsqueeze(0), None
 
 

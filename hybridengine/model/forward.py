@@ -10,16 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hybridengine.model.errors import ModelError
+from hybridengine.model.ulysses import SequencePart, gather_rows, split_sequence
 
-__all__ = ["PackedBatch", "pack_rollouts", "packed_log_probs", "packed_logits"]
+__all__ = ["PackedBatch", "pack_rollouts", "pack_targets", "packed_log_probs", "packed_logits"]
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """T tokens of N sequences end to end; R of them are response tokens, in order."""
+    """T tokens of N sequences end to end; R of them are response tokens, in order.
+
+    With `part` set, input_ids, position_ids, logit_positions and target_ids are one rank's part.
+    """
 
     input_ids: torch.Tensor  # int64 [T]
     position_ids: torch.Tensor  # int64 [T], counts from 0 in every sequence
@@ -27,13 +32,17 @@ class PackedBatch:
     max_seqlen: int
     logit_positions: torch.Tensor  # int64 [R], row whose next token is target_ids
     target_ids: torch.Tensor  # int64 [R]
+    part: SequencePart | None = None
 
 
 def pack_rollouts(
     rollouts: Sequence[tuple[Sequence[int], Sequence[int]]],
     device: torch.device | str = "cpu",
+    sequence_parallel: dist.ProcessGroup | None = None,
 ) -> PackedBatch:
     """Pack (prompt_ids, response_ids) pairs; results of R rows follow the order of the pairs.
+
+    sequence_parallel: the ranks that share this batch, each called with the same pairs.
 
     Raises:
         ModelError: a pair without prompt tokens, since its first token has no probability.
@@ -43,17 +52,32 @@ def pack_rollouts(
         >>> batch.logit_positions.tolist(), batch.target_ids.tolist()
         ([1, 2, 4], [7, 8, 5])
     """
-    from hybridengine.kernels import pack_sequences
-
     if empty := [i for i, (prompt, _) in enumerate(rollouts) if not len(prompt)]:
         raise ModelError(f"rollout {empty[0]} has no prompt tokens; a prompt needs at least one")
-    packed = pack_sequences(
+    return pack_targets(
         [[*prompt, *response] for prompt, response in rollouts],
         [[0] * len(prompt) + [1] * len(response) for prompt, response in rollouts],
+        device,
+        sequence_parallel,
     )
+
+
+def pack_targets(
+    sequences: Sequence[Sequence[int]],
+    is_target: Sequence[Sequence[int]],
+    device: torch.device | str = "cpu",
+    sequence_parallel: dist.ProcessGroup | None = None,
+) -> PackedBatch:
+    """Pack sequences of which the tokens where `is_target` is 1 are to be predicted.
+
+    is_target: as long as its sequence; 0 at the first token, which nothing precedes.
+    """
+    from hybridengine.kernels import pack_sequences
+
+    packed = pack_sequences(sequences, is_target)
     input_ids, is_response = packed.values
     responses = is_response.nonzero().flatten()
-    return PackedBatch(
+    batch = PackedBatch(
         input_ids=input_ids.to(device),
         position_ids=packed.position_ids.to(device),
         cu_seqlens=packed.cu_seqlens.to(device),
@@ -61,11 +85,14 @@ def pack_rollouts(
         logit_positions=(responses - 1).to(device),
         target_ids=input_ids[responses].to(device),
     )
+    return batch if sequence_parallel is None else split_sequence(batch, sequence_parallel)
 
 
 def packed_logits(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Logits [R, V], float32, at `batch.logit_positions`."""
-    options = {}
+    """Logits [R, V], float32, at `batch.logit_positions` (of this rank's part)."""
+    options: dict[str, object] = {}
+    if batch.part is not None:
+        options["sequence_parallel"] = batch.part.group
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     if keeps:
         options["logits_to_keep"] = batch.logit_positions
@@ -99,4 +126,5 @@ def packed_log_probs(
     from hybridengine.kernels import token_log_probs
 
     logits = packed_logits(model, batch)  # nobody else reads them: their memory takes the gradient
-    return token_log_probs(logits, batch.target_ids, temperature, inplace_backward=True)
+    rows = token_log_probs(logits, batch.target_ids, temperature, inplace_backward=True)
+    return rows if batch.part is None else gather_rows(*rows, part=batch.part)

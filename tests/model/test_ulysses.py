@@ -1,0 +1,121 @@
+"""Sequence-parallel ranks against one plain process: log-probs, entropy, loss and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model.test_packed import LOGITS, SIZES, alone, rollouts
+from tests.model.test_sharded import assert_close_by_scale, plain, whole
+from tests.ranks import run_ranks
+from tests.tiny_models import TINY, save_tiny
+
+# 154 tokens: padded over 4 ranks but not over 2; one of 4 ranks sees prompt tokens only.
+assert sum(prompt + response for prompt, response in SIZES) == 154
+
+
+def weighted(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """A loss that weighs every row differently, so that a shifted row shows."""
+    weight = torch.linspace(-1, 2, log_probs.shape[0])
+    return (weight * log_probs).sum() + 0.1 * (weight.flip(0) * entropy).sum()
+
+
+def expected(path: str, pairs: list) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    model = plain(path)
+    logits, targets = alone(model, pairs)
+    log_softmax = logits.float().log_softmax(-1)
+    log_probs = log_softmax.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    weighted(log_probs, entropy).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    return log_probs.detach(), entropy.detach(), gradients
+
+
+def body(rank: int, world_size: int, paths: list[str], sp_size: int) -> list[int]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hybridengine.model import load_causal_lm, pack_rollouts, packed_log_probs
+
+    mesh = init_device_mesh("cpu", (world_size // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
+    group, replica = mesh["sp"].get_group(), mesh["dp"].get_local_rank()
+    rows = []
+    for path in paths:
+        pairs = rollouts(SIZES, seed=replica)
+        model = load_causal_lm(
+            path,
+            mesh=init_device_mesh("cpu", (world_size,)),
+            shard_dim1=lambda name: False,
+            param_dtype=torch.float32,
+            gradient_checkpointing=True,
+        )
+        batch = pack_rollouts(pairs, sequence_parallel=group)
+        assert batch.input_ids.shape[0] == -(-154 // sp_size)
+        log_probs, entropy = packed_log_probs(model, batch)
+        (weighted(log_probs, entropy) * world_size).backward()  # FSDP2 averages
+        gradients = whole(model, lambda p: p.grad)
+        by_replica = [expected(path, rollouts(SIZES, seed=r)) for r in range(mesh["dp"].size())]
+        torch.testing.assert_close(log_probs, by_replica[replica][0], **LOGITS)
+        torch.testing.assert_close(entropy, by_replica[replica][1], **LOGITS)
+        summed = {n: sum(g[n] for _, _, g in by_replica) for n in gradients}
+        assert_close_by_scale(gradients, summed)
+        rows.append(batch.target_ids.shape[0])
+    return rows
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("world_size", "sp_size"), [(2, 2), (4, 4), (4, 2)])
+def test_shared_sequences_equal_one_process(tmp_path: Path, world_size: int, sp_size: int) -> None:
+    """Every kind: grouped-query heads split or repeated, sliding windows, soft-caps, biases."""
+    kinds = TINY if (world_size, sp_size) != (4, 2) else ["llama"]
+    paths = [save_tiny(kind, tmp_path / kind) for kind in kinds]
+    rows = run_ranks(body, world_size, paths, sp_size)
+    assert (sp_size == 4) == any(0 in of_rank for of_rank in rows)
+
+
+def heads_body(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    import torch.distributed as dist
+
+    from hybridengine.model import ModelError
+    from hybridengine.model.ulysses import heads_for_tokens, tokens_for_heads
+
+    tokens, heads, kv_heads = 5, 12, 3
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k, v = (random(tokens * world_size, n, w) for n, w in ((heads, 4), (kv_heads, 4), (3, 2)))
+    mine = slice(rank * tokens, (rank + 1) * tokens)
+    group = dist.group.WORLD
+    got = heads_for_tokens(q[mine], k[mine], v[mine], group)
+    for whole_heads, part in zip((q, k, v), got, strict=True):
+        one_each = whole_heads.repeat_interleave(heads // whole_heads.shape[1], dim=1)
+        of_rank = one_each.chunk(world_size, dim=1)[rank]
+        assert torch.equal(part.repeat_interleave(heads // 4 // part.shape[1], dim=1), of_rank)
+    assert torch.equal(tokens_for_heads(got[0], group), q[mine])
+    with pytest.raises(ModelError, match=r"has 6 heads, which 4 ranks"):
+        heads_for_tokens(q[mine, :6], k[mine], v[mine], group)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_key_value_heads_that_neither_divide_nor_are_divided(dtype: torch.dtype) -> None:
+    """3 key-value heads over 4 ranks: each rank's query heads find their own."""
+    run_ranks(heads_body, 4, dtype)
+
+
+def test_models_that_cannot_share_a_sequence_are_refused() -> None:
+    from transformers import LlamaConfig
+
+    from hybridengine.model import ModelError, check_sequence_parallel
+
+    config = LlamaConfig(hidden_size=384, num_attention_heads=6)
+    check_sequence_parallel(config, 3)
+    with pytest.raises(ModelError, match="is 4, which does not divide the model's 6 attention"):
+        check_sequence_parallel(config, 4)
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    check_sequence_parallel(config, 1)
+    with pytest.raises(ModelError, match=r"\(dynamic\) depends on the longest sequence"):
+        check_sequence_parallel(config, 2)
