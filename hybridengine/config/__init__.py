@@ -7,7 +7,7 @@ the one table of them.
     config = load_config("examples/demo/config.yaml", ["actor.optim.lr=1e-6"])
 """
 
-from hybridengine.config.loading import ALIASES, ConfigError, config_to_yaml, load_config
+from hybridengine.config.loading import ALIASES, PPO, ConfigError, config_to_yaml, load_config
 from hybridengine.config.schema import GRPOConfig
 
-__all__ = ["ALIASES", "ConfigError", "GRPOConfig", "config_to_yaml", "load_config"]
+__all__ = ["ALIASES", "PPO", "ConfigError", "GRPOConfig", "config_to_yaml", "load_config"]

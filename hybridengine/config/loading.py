@@ -6,13 +6,13 @@ import difflib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridengine.config.schema import GRPOConfig
 
-__all__ = ["ALIASES", "ConfigError", "Rules", "config_to_yaml", "load_config"]
+__all__ = ["ALIASES", "PPO", "ConfigError", "Rules", "config_to_yaml", "load_config"]
 
 Config = TypeVar("Config")
 
@@ -58,7 +58,7 @@ class Rules(Generic[Config]):
 
     aliases: verl's path → ours; replaced: verl's keys without a meaning here, with what to do
     instead; required: keys that must be given; check: raises ConfigError for settings that are each
-    right and wrong together.
+    right and wrong together; defaults: native key → value, in place of the schema's own.
     """
 
     schema: type[Config]
@@ -66,6 +66,7 @@ class Rules(Generic[Config]):
     replaced: Mapping[str, str]
     required: tuple[str, ...]
     check: Callable[[Config], None]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_config(
@@ -77,12 +78,14 @@ def load_config(
     unknown key, a wrong type or range, and settings that contradict each other.
     """
     rules = rules or _GRPO
-    values = {} if path is None else _native_keys(_read_yaml(Path(path)), str(path), rules)
+    values = dict(rules.defaults)
+    if path is not None:
+        values |= _native_keys(_read_yaml(Path(path)), str(path), rules)
     values |= _native_keys(_read_overrides(overrides), "the command line", rules)
     schema = dict(_walk(rules.schema))
     for key, value in values.items():
         values[key] = _checked(key, value, *schema[key])
-    config = _build(rules.schema, values)
+    config = _build(rules.schema(), values)
     for key in rules.required:
         if not values.get(key):
             raise ConfigError(f"{key} is required and was not given; set it in the config")
@@ -256,15 +259,7 @@ def _build(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 def _check_together(config: GRPOConfig) -> None:
     """Settings that are each right and wrong together."""
     _check_rewards(config)
-    try:
-        config.algorithm.rollout_correction.is_bounds  # noqa: B018
-        config.algorithm.rollout_correction.rejection  # noqa: B018
-    except ValueError as error:
-        raise ConfigError(
-            f"algorithm.rollout_correction: {error}; rollout_is_threshold is a number or "
-            '"lower_upper", rollout_rs_threshold one of these per criterion of rollout_rs, '
-            "separated by commas"
-        ) from None
+    _check_correction(config)
     data, actor, rollout, world = config.data, config.actor, config.rollout, config.world_size
     longest = data.max_prompt_length + data.max_response_length
     if data.train_batch_size % config.ppo_mini_batch_size:
@@ -325,7 +320,16 @@ def _check_parallel(config: GRPOConfig) -> None:
         )
 
 
-_GRPO = Rules(GRPOConfig, ALIASES, _REPLACED, _REQUIRED, _check_together)
+def _check_correction(config: GRPOConfig) -> None:
+    try:
+        config.algorithm.rollout_correction.is_bounds  # noqa: B018
+        config.algorithm.rollout_correction.rejection  # noqa: B018
+    except ValueError as error:
+        raise ConfigError(
+            f"algorithm.rollout_correction: {error}; rollout_is_threshold is a number or "
+            '"lower_upper", rollout_rs_threshold one of these per criterion of rollout_rs, '
+            "separated by commas"
+        ) from None
 
 
 def _check_rewards(config: GRPOConfig) -> None:
@@ -357,3 +361,7 @@ def _check_rewards(config: GRPOConfig) -> None:
             f"reward.overlong_buffer.len is {reward.overlong_buffer.len}, more than "
             f"data.max_response_length {limit}; lower it"
         )
+
+
+_GRPO = Rules(GRPOConfig, ALIASES, _REPLACED, _REQUIRED, _check_together)
+PPO = replace(_GRPO, defaults={"algorithm.adv_estimator": "gae"})

@@ -72,7 +72,7 @@ def test_fallbacks():
         ("actor.clip_rato=0.1", "did you mean actor.clip_ratio"),
         ("lr=0.1", "did you mean actor.optim.lr"),
         ("actor_rollout_ref.actor.grad_clp=1", "did you mean actor.grad_clip"),
-        ("nonsense.key=1", "the groups are actor, algorithm, data"),
+        ("nonsense.key=1", "the groups are actor, algorithm, critic, data"),
         ("actor_rollout_ref.model.use_remove_padding=true", "always packed; remove"),
         ("actor.ppo_micro_batch_size_per_gpu=4", "set actor.ppo_max_token_len_per_gpu"),
         ("rollout.n=four", "rollout.n is 'four' .str., expected a whole number"),
