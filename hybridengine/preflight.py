@@ -10,7 +10,12 @@ from transformers import PretrainedConfig
 
 from hybridengine.config import ConfigError, GRPOConfig
 from hybridengine.data import PromptDataset, PromptLoader
-from hybridengine.model import check_disk_space, check_model, checkpoint_shapes
+from hybridengine.model import (
+    check_disk_space,
+    check_model,
+    check_sequence_parallel,
+    checkpoint_shapes,
+)
 from hybridengine.rewards import score_responses
 from hybridengine.trainer.setup import engine_name, load_data
 
@@ -33,6 +38,7 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     trust = config.model.trust_remote_code
     model = check_model(config.model.path, trust)
     _check_heads(config, model)
+    check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
     weights = sum(math.prod(shape) for shape in checkpoint_shapes(model, trust).values())
     check_disk_space(config.trainer.default_local_dir, weights * torch.bfloat16.itemsize)
     _, train, val, reward = load_data(config)

@@ -56,9 +56,12 @@ class Actor:
         reference: nn.Module | None,
         optimizer: Optimizer,
         session: Session,
+        sequence_parallel: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self.reference, self.optimizer = model, reference, optimizer
         self._config, self._session = config, session
+        self._sp_size = config.actor.ulysses_sequence_parallel_size
+        self._sp_group = sequence_parallel
         self._temperature = config.rollout.temperature
 
     def update(
@@ -104,14 +107,14 @@ class Actor:
             ]
             split = split_micro_batches(
                 [rollouts[i].num_tokens for i in chosen],
-                self._session.world_size,
-                self._config.actor.ppo_max_token_len_per_gpu,
+                self._session.world_size // self._sp_size,
+                self._config.actor.ppo_max_token_len_per_gpu * self._sp_size,
             )
             minis.append(
                 _Mini(
                     micros=[
                         self._micro([chosen[i] for i in m.indices], m.counted, rollouts, advantages)
-                        for m in split[self._session.rank]
+                        for m in split[self._session.rank // self._sp_size]
                     ],
                     num_tokens=sum(len(rollouts[i].response_ids) for i in chosen),
                     num_seqs=len(chosen),
@@ -132,7 +135,7 @@ class Actor:
         cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         log_probs = torch.tensor([p for r in chosen for p in r.log_probs], dtype=torch.float32)
         batch = pack_rollouts(
-            [(r.sample.prompt_ids, r.response_ids) for r in chosen], device=device
+            [(r.sample.prompt_ids, r.response_ids) for r in chosen], device, self._sp_group
         )
         return _Micro(
             batch=batch,
@@ -185,6 +188,7 @@ class Actor:
         names = sorted(totals)
         summed = torch.stack([totals[n] for n in names])
         dist.all_reduce(summed)
+        summed /= self._sp_size  # the ranks that share a micro-batch each hold its whole loss
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         grad_norm = self.optimizer.step(actor.grad_clip)
         return {

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from hybridengine.rewards import RewardFunction, load_reward_function
 from hybridengine.rollout import RolloutEngine
 from hybridengine.trainer.actor import Actor
 
-__all__ = ["build_actor", "build_engine", "engine_name", "load_data"]
+__all__ = ["build_actor", "build_engine", "engine_name", "load_data", "sequence_parallel_group"]
 
 
 def load_data(
@@ -136,4 +137,18 @@ def build_actor(
         warmup_steps=optim.lr_warmup_steps,
         total_steps=total_steps,
     )
-    return Actor(config, model, reference, optimizer, session)
+    group = sequence_parallel_group(config, session)
+    return Actor(config, model, reference, optimizer, session, group)
+
+
+def sequence_parallel_group(config: GRPOConfig, session: Session) -> dist.ProcessGroup | None:
+    """The neighbouring ranks that share each micro-batch with this one; None where each is alone.
+
+    All ranks call.
+    """
+    size = config.actor.ulysses_sequence_parallel_size
+    if size == 1:
+        return None
+    shape = (session.world_size // size, size)
+    mesh = init_device_mesh(session.device.type, shape, mesh_dim_names=("data", "sequence"))
+    return mesh["sequence"].get_group()

@@ -42,6 +42,7 @@ def body(
     token_budget: int,
     loss: tuple[str, str],
     count: int = 11,
+    sp_size: int = 1,
 ):
     """Gradients (whole, float32) and metrics of one update whose learning rate is zero-like."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -51,9 +52,11 @@ def body(
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.tracking.status import PhaseStatus
     from hybridengine.trainer.actor import Actor
+    from hybridengine.trainer.setup import sequence_parallel_group
 
     actor_config = schema.ActorConfig(
         ppo_max_token_len_per_gpu=token_budget,
+        ulysses_sequence_parallel_size=sp_size,
         policy_loss=schema.PolicyLossConfig(loss_mode=loss[0]),
         loss_agg_mode=loss[1],
         use_kl_loss=True,
@@ -87,7 +90,8 @@ def body(
     )  # the second pass clips some tokens, not all
     watch = PeerWatch(rank, world_size)
     session = Session(watch, PhaseStatus(Path(path) / "run", rank))
-    actor = Actor(config, model, reference, optimizer, session)
+    group = sequence_parallel_group(config, session)
+    actor = Actor(config, model, reference, optimizer, session, group)
     metrics = actor.update(*rollouts_of(101, count), mini_batches=1)
     watch.close()
     return gradients, metrics
@@ -97,15 +101,24 @@ def body(
 def test_split_and_world_size_change_nothing(tmp_path: Path, loss: tuple[str, str]) -> None:
     path = save_tiny("llama", tmp_path)
     whole = run_ranks(body, 1, path, 10_000, loss)[0]
-    for world_size, token_budget in ((1, 20), (2, 10_000), (2, 14), (3, 30)):
-        for gradients, metrics in run_ranks(body, world_size, path, token_budget, loss):
+    for world_size, token_budget, sp_size in (
+        (1, 20, 1), (2, 10_000, 1), (2, 14, 1), (3, 30, 1), (4, 15, 2),
+    ):  # fmt: skip
+        arguments = (path, token_budget, loss, 11, sp_size)
+        for gradients, metrics in run_ranks(body, world_size, *arguments):
             for step, (got, want) in enumerate(zip(gradients, whole[0], strict=True)):
                 for name in want:
                     # float32 sums in another order; step 1 also sees weights stepped by Adam,
                     # which turns rounding of tiny gradients into relative errors of the update.
                     scale = want[name].abs().max()
                     error = (got[name] - want[name]).abs().max() / scale
-                    assert error < (2e-5, 2e-3)[step], (world_size, token_budget, step, name)
+                    assert error < (2e-5, 2e-3)[step], (
+                        world_size,
+                        token_budget,
+                        sp_size,
+                        step,
+                        name,
+                    )
             for name, value in whole[1].items():
                 assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
 
