@@ -7,6 +7,7 @@ namespace hybridengine {
 
 void register_advantage(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
+void register_linear(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_policy_loss(pybind11::module_& m);
@@ -25,6 +26,7 @@ PYBIND11_MODULE(_C, m) {
 #endif
   register_advantage(m);
   register_balance(m);
+  register_linear(m);
   register_logprob(m);
   register_packing(m);
   register_policy_loss(m);

@@ -40,6 +40,7 @@ def group_advantage(
     token_mask: Tensor | None,
     num_tokens: int,
 ) -> tuple[Tensor, Tensor]: ...
+def has_mixed_product(like: Tensor) -> bool: ...
 def log_prob_forward(
     logits: Tensor,
     token_ids: Tensor,
@@ -58,6 +59,9 @@ def log_prob_backward(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
+) -> None: ...
+def mixed_product(
+    a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool
 ) -> None: ...
 def move_rows(
     sources: Sequence[Tensor],
@@ -91,6 +95,10 @@ def policy_loss(
     wants_gradient: bool,
     wants_entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+class CopyTable:
+    def __init__(self, table: Tensor) -> None: ...
+    def copy(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None: ...
+
 def strided_copy(
     sources: Sequence[Tensor], destinations: Sequence[Tensor], table: Tensor
 ) -> None: ...
