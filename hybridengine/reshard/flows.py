@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,23 +62,31 @@ class Flows:
         return self._matrices[key]
 
     def split(
-        self, spec: ShardSpec, blocks: Blocks, limit: int
+        self, spec: ShardSpec, blocks: Blocks, itemsize: int, limit: int
     ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(part, parts, staged elements per rank) with no rank above `limit`, if it divides."""
+        """(part, parts, staged bytes per rank) with no rank above `limit`, if it divides."""
         longest = max(high - low for low, high in map(spec.interval, range(len(spec.holders))))
         parts = 1
         while True:
-            staged = [self._staged(spec, blocks, part, parts) for part in range(parts)]
+            staged = [self._staged(spec, blocks, itemsize, part, parts) for part in range(parts)]
             worst = max(int(s.max()) for s in staged)
             if worst <= limit or parts >= longest:
                 break
             parts = min(longest, max(parts + 1, -(-worst * parts // limit)))
-        for part, elements in enumerate(staged):
-            yield part, parts, elements
+        for part, num_bytes in enumerate(staged):
+            yield part, parts, num_bytes
 
-    def _staged(self, spec: ShardSpec, blocks: Blocks, part: int, parts: int) -> np.ndarray:
+    def _staged(
+        self, spec: ShardSpec, blocks: Blocks, itemsize: int, part: int, parts: int
+    ) -> np.ndarray:
         flow = self.count(spec, blocks, part, parts)
-        return flow.received + flow.sent
+        staged = (flow.received + flow.sent) * itemsize
+        if spec.merged:
+            own = _own_shards(spec, len(self._layout_of))
+            formed = [high - low for low, high in (spec.part(s, part, parts) for s in own)]
+            row_bytes = math.prod(spec.shape) // spec.shape[spec.dim] * spec.dtype.itemsize
+            staged = staged + np.where(own >= 0, formed, 0) * row_bytes
+        return staged
 
     def _count(self, spec: ShardSpec, blocks: Blocks, part: int, parts: int) -> Flow:
         holders = np.array(spec.holders)  # [S, R]

@@ -49,10 +49,12 @@ class _Unit:
 
 @dataclass
 class Bucket:
-    """What travels in one all-to-all: one source dtype, one engine dtype."""
+    """What travels in one all-to-all: one source dtype, one engine dtype, one kind of source."""
 
     source_dtype: torch.dtype
     engine_dtype: torch.dtype
+    frozen: bool
+    merged: bool
     units: list[_Unit] = field(default_factory=list)
 
 
@@ -156,7 +158,7 @@ def build_plan(
     flows = Flows(layout_of)
     received, sent, needed, bound = (np.zeros(len(layouts), np.int64) for _ in range(4))
     buckets: list[Bucket] = []
-    filling: dict[tuple[torch.dtype, torch.dtype], tuple[Bucket, np.ndarray]] = {}
+    filling: dict[tuple, tuple[Bucket, np.ndarray]] = {}
     staging_bytes = 0
     for source, spec in sources.items():
         for dtype, blocks in _by_dtype(source, needs):
@@ -167,15 +169,14 @@ def build_plan(
             bound += total.lower_bound * dtype.itemsize
             if source in fallback:
                 continue
-            pair = (spec.dtype, dtype)
-            for part, parts, elements in flows.split(spec, blocks, bucket_bytes // dtype.itemsize):
-                staging = elements * dtype.itemsize
-                bucket, used = filling.get(pair, (None, None))
+            kind = (spec.dtype, dtype, spec.frozen, spec.merged)
+            for part, parts, staging in flows.split(spec, blocks, dtype.itemsize, bucket_bytes):
+                bucket, used = filling.get(kind, (None, None))
                 if bucket is None or (used + staging).max() > bucket_bytes:
-                    bucket, used = Bucket(*pair), np.zeros(len(layouts), np.int64)
+                    bucket, used = Bucket(*kind), np.zeros(len(layouts), np.int64)
                     buckets.append(bucket)
                 bucket.units.append(_Unit(source, part, parts))
-                filling[pair] = (bucket, used + staging)
+                filling[kind] = (bucket, used + staging)
                 staging_bytes = max(staging_bytes, int((used + staging).max()))
     return ReshardPlan(
         world_size=len(layouts),

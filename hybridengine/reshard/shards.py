@@ -19,12 +19,16 @@ class ShardSpec:
 
     dim: the sharded dimension, split as torch.chunk does (the last shards may be short or empty).
     holders: for each shard the ranks that hold it (several under HSDP or replication).
+    frozen: it is sent once. merged: what is sent is formed at every sync from it and an adapter,
+    which takes a bucket's memory as well.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int
     holders: tuple[tuple[int, ...], ...]
+    frozen: bool = False
+    merged: bool = False
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:

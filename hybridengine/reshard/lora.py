@@ -1,0 +1,79 @@
+"""Low-rank adapters merged into their base weights shard by shard, as a sync packs them.
+
+LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1): W + (alpha / r) B A. A rank forms only the
+rows (or columns) it holds, as much as fits a bucket at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Adapter"]
+
+_CHUNK = 1 << 18  # elements in float64 at a time
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The update `scale * left @ right` of one weight of shape [out, in].
+
+    left: [out, r], right: [r, in]; each a DTensor, or whole on every rank.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scale: float
+
+    @torch.no_grad()
+    def merge(self, base: torch.Tensor, dim: int, origin: int, low: int, high: int) -> torch.Tensor:
+        """Slab [low, high) on `dim` of the merged weight, in base's dtype, contiguous; collective.
+
+        base: the frozen weight, of which this rank holds `dim` from `origin` on. Every element is
+        the float64 sum rounded once, so it does not depend on how the weight is cut.
+        """
+        slab = _local(base).narrow(dim, low - origin, high - low)
+        left, right = (
+            _local(factor).narrow(dim, low - origin, high - low)
+            if _split_alike(factor, base, axis, dim)
+            else _whole(factor).narrow(
+                axis, *((low, high - low) if axis == dim else (0, factor.shape[axis]))
+            )
+            for axis, factor in enumerate((self.left, self.right))
+        )
+        merged = torch.empty(slab.shape, dtype=slab.dtype, device=slab.device)
+        rows = max(1, _CHUNK // max(slab.shape[1], 1))
+        right = right.double() * self.scale
+        for i in range(0, slab.shape[0], rows):
+            delta = left[i : i + rows].double() @ right
+            merged[i : i + rows] = delta.add_(slab[i : i + rows])
+        return merged
+
+    def bytes_gathered(self, base: torch.Tensor, dim: int) -> int:
+        """What `merge` receives from other ranks."""
+        return sum(
+            (factor.numel() - _local(factor).numel()) * factor.element_size()
+            for axis, factor in enumerate((self.left, self.right))
+            if not _split_alike(factor, base, axis, dim)
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _split_alike(factor: torch.Tensor, base: torch.Tensor, axis: int, dim: int) -> bool:
+    """Whether each rank holds of `factor` just what goes with its shard of `base`."""
+    return (
+        axis == dim
+        and isinstance(factor, DTensor)
+        and isinstance(base, DTensor)
+        and factor.placements == base.placements
+        and factor.device_mesh == base.device_mesh
+    )
