@@ -18,6 +18,31 @@ register_backends("strided_copy", cpu=("cpp", "reference"), cuda=("cuda", "refer
 TABLE_COLUMNS = 16
 
 
+class CopyTable:
+    """A table of slices for many copies: checked once and, on CUDA, uploaded once.
+
+    `copy` does what `strided_copy` does with `table` (see there for its columns and the errors).
+    From the second copy between tensors at the same addresses on, it is one launch and nothing
+    else, so it can be captured in a CUDA graph. One table serves one stream.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+        self._native = native().CopyTable(table) if native() else None
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def copy(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+        if not len(self):
+            return
+        device = sources[0].device if sources else torch.device("cpu")
+        if self._native is None or choose_backend("strided_copy", device) == "reference":
+            _reference(list(sources), list(destinations), self._table)
+        else:
+            self._native.copy(sources, destinations)
+
+
 def strided_copy(
     sources: Sequence[Tensor],
     destinations: Sequence[Tensor],

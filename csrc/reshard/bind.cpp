@@ -15,48 +15,63 @@ bool is_float(at::ScalarType type) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
 }
 
-void check_side(at::TensorList tensors, const char* name, const at::Device& device) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    TORCH_CHECK_VALUE(tensors[i].scalar_type() == tensors[0].scalar_type(), "strided_copy: ", name,
-                      "[", i, "] has dtype ", tensors[i].scalar_type(), " but ", name, "[0] has ",
-                      tensors[0].scalar_type(), "; all of them must share one dtype");
-    TORCH_CHECK_VALUE(tensors[i].device() == device, "strided_copy: ", name, "[", i, "] is on ",
-                      tensors[i].device(), "; expected ", device, " like sources[0]");
-  }
+DType raw_dtype(int64_t bytes) {
+  return bytes == 1   ? DType::raw1
+         : bytes == 2 ? DType::raw2
+         : bytes == 4 ? DType::raw4
+                      : DType::raw8;
 }
 
-// Fills one side of `row` from its table columns; the slice must lie inside the tensor's storage.
-void resolve(at::TensorList tensors, const char* name, int64_t row_number, int64_t index,
-             int64_t offset, const int64_t* size, const int64_t* stride, const char** base) {
-  TORCH_CHECK_INDEX(index >= 0 && index < static_cast<int64_t>(tensors.size()),
-                    "strided_copy: row ", row_number, " names ", name, "[", index,
-                    "], but there are ", tensors.size());
-  const at::Tensor& tensor = tensors[index];
-  const int64_t bytes = tensor.element_size();
-  const int64_t available =
-      static_cast<int64_t>(tensor.storage().nbytes()) / bytes - tensor.storage_offset();
+// How far the rows reach into one tensor: its last element that any row touches.
+struct Reach {
+  int64_t last = -1;
+  int64_t row = 0;
+};
+
+// The rows of a table, checked once; `copy` then only looks at the tensors. On CUDA the rows are
+// uploaded at the first copy and the tensors' addresses where they changed, so that a copy which
+// repeats an earlier one is a single launch, and can be captured in a graph.
+class CopyTable {
+ public:
+  explicit CopyTable(const at::Tensor& table);
+  void copy(const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& destinations);
+
+ private:
+  void upload(const at::Device& device, const std::vector<void*>& addresses, void* stream);
+
+  std::vector<CopyRow> rows_;
+  std::vector<Reach> src_reach_, dst_reach_;  // by number of the tensor
+  int64_t num_chunks_ = 0;
+  at::Tensor device_rows_, device_addresses_;
+  std::vector<void*> uploaded_;
+};
+
+// Checks one side of row `number` and notes how far it reaches.
+void note_reach(std::vector<Reach>& reach, const char* name, int64_t number, int64_t index,
+                int64_t offset, const int64_t* size, const int64_t* stride) {
   int64_t last = offset;
   bool negative = offset < 0;
   for (int dim = 0; dim < kCopyDims; ++dim) {
     last += (size[dim] - 1) * stride[dim];
     negative |= stride[dim] < 0;
   }
-  TORCH_CHECK_INDEX(!negative && last < available, "strided_copy: row ", row_number,
-                    " reaches element ", negative ? offset : last, " of ", name, "[", index,
-                    "], which has ", available,
-                    " elements from its start (offsets and strides must not be negative)");
-  *base = static_cast<const char*>(tensor.data_ptr()) + offset * bytes;
+  TORCH_CHECK_INDEX(index >= 0 && index < (int64_t{1} << 31), "strided_copy: row ", number,
+                    " names ", name, "[", index, "], which cannot exist");
+  TORCH_CHECK_INDEX(!negative, "strided_copy: row ", number, " reaches element ",
+                    std::min(offset, last), " of ", name, "[", index,
+                    "]; offsets and strides must not be negative");
+  if (static_cast<size_t>(index) >= reach.size()) reach.resize(index + 1);
+  if (last > reach[index].last) reach[index] = {last, number};
 }
 
-std::vector<CopyRow> plan_rows(at::TensorList sources, at::TensorList destinations,
-                               const at::Tensor& table, int64_t* num_chunks) {
-  const int64_t src_bytes = sources[0].element_size();
-  const int64_t dst_bytes = destinations[0].element_size();
-  const int64_t width = 16 / std::min(src_bytes, dst_bytes);
+CopyTable::CopyTable(const at::Tensor& table) {
+  TORCH_CHECK_VALUE(
+      table.dim() == 2 && table.size(1) == kTableColumns && table.scalar_type() == at::kLong &&
+          table.is_contiguous() && table.device().is_cpu(),
+      "strided_copy: table has shape ", table.sizes(), ", dtype ", table.scalar_type(), " on ",
+      table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
   const int64_t* entry = table.const_data_ptr<int64_t>();
-  std::vector<CopyRow> rows;
-  rows.reserve(table.size(0));
-  *num_chunks = 0;
+  rows_.reserve(table.size(0));
   for (int64_t i = 0; i < table.size(0); ++i, entry += kTableColumns) {
     const int64_t* size = entry + 4;
     const int64_t* src_stride = size + kCopyDims;
@@ -68,66 +83,85 @@ std::vector<CopyRow> plan_rows(at::TensorList sources, at::TensorList destinatio
       empty |= size[dim] == 0;
     }
     if (empty) continue;
+    note_reach(src_reach_, "sources", i, entry[0], entry[2], size, src_stride);
+    note_reach(dst_reach_, "destinations", i, entry[1], entry[3], size, dst_stride);
     CopyRow row{};
-    const char* dst = nullptr;
-    resolve(sources, "sources", i, entry[0], entry[2], size, src_stride, &row.src);
-    resolve(destinations, "destinations", i, entry[1], entry[3], size, dst_stride, &dst);
-    row.dst = const_cast<char*>(dst);
+    row.src = static_cast<int32_t>(entry[0]);
+    row.dst = static_cast<int32_t>(entry[1]);
+    row.src_offset = entry[2];
+    row.dst_offset = entry[3];
     for (int dim = 0; dim < kCopyDims; ++dim) {
       row.size[dim] = size[dim];
       row.src_stride[dim] = src_stride[dim];
       row.dst_stride[dim] = dst_stride[dim];
     }
     coalesce(row);
-    row.vectors = vectors_fit(row, width, src_bytes, dst_bytes);
-    row.first_chunk = *num_chunks;
-    *num_chunks += (num_elements(row) + kChunkElements - 1) / kChunkElements;
-    rows.push_back(row);
+    row.src_align = alignment(row, row.src_stride);
+    row.dst_align = alignment(row, row.dst_stride);
+    row.first_chunk = num_chunks_;
+    num_chunks_ += (num_elements(row) + kChunkElements - 1) / kChunkElements;
+    rows_.push_back(row);
   }
-  return rows;
 }
 
-void strided_copy(const std::vector<at::Tensor>& sources,
-                  const std::vector<at::Tensor>& destinations, const at::Tensor& table) {
-  TORCH_CHECK_VALUE(
-      table.dim() == 2 && table.size(1) == kTableColumns && table.scalar_type() == at::kLong &&
-          table.is_contiguous() && table.device().is_cpu(),
-      "strided_copy: table has shape ", table.sizes(), ", dtype ", table.scalar_type(), " on ",
-      table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
-  if (table.size(0) == 0) return;
+// The addresses of the tensors of one side, after checking that the rows stay inside them.
+void resolve(const std::vector<at::Tensor>& tensors, const std::vector<Reach>& reach,
+             const char* name, const at::Device& device, std::vector<void*>& addresses) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    TORCH_CHECK_VALUE(tensor.scalar_type() == tensors[0].scalar_type(), "strided_copy: ", name, "[",
+                      i, "] has dtype ", tensor.scalar_type(), " but ", name, "[0] has ",
+                      tensors[0].scalar_type(), "; all of them must share one dtype");
+    TORCH_CHECK_VALUE(tensor.device() == device, "strided_copy: ", name, "[", i, "] is on ",
+                      tensor.device(), "; expected ", device, " like sources[0]");
+    const int64_t available =
+        static_cast<int64_t>(tensor.storage().nbytes()) / tensor.element_size() -
+        tensor.storage_offset();
+    TORCH_CHECK_INDEX(i >= reach.size() || reach[i].last < available, "strided_copy: row ",
+                      reach[i].row, " reaches element ", reach[i].last, " of ", name, "[", i,
+                      "], which has ", available, " elements from its start");
+    addresses.push_back(tensor.data_ptr());
+  }
+  TORCH_CHECK_INDEX(reach.size() <= tensors.size(), "strided_copy: row ", reach.back().row,
+                    " names ", name, "[", reach.size() - 1, "], but there are ", tensors.size());
+}
+
+// Equal dtypes move bytes; others must be floats that convert.
+void choose_dtypes(const at::Tensor& source, const at::Tensor& destination,
+                   StridedCopyParams& params) {
+  const at::ScalarType src = source.scalar_type();
+  const at::ScalarType dst = destination.scalar_type();
+  if (src == dst) {
+    TORCH_CHECK_VALUE(source.element_size() <= 8, "strided_copy: dtype ", src, " is not supported");
+    params.src_dtype = params.dst_dtype = raw_dtype(source.element_size());
+    return;
+  }
+  TORCH_CHECK_VALUE(is_float(src) && is_float(dst), "strided_copy: no cast from ", src, " to ", dst,
+                    "; float32, float16, bfloat16 and float64 cast to each other, every other "
+                    "dtype only copies to itself");
+  params.src_dtype = float_dtype(source, "sources[0]");
+  params.dst_dtype = float_dtype(destination, "destinations[0]");
+}
+
+void CopyTable::copy(const std::vector<at::Tensor>& sources,
+                     const std::vector<at::Tensor>& destinations) {
+  if (rows_.empty()) return;
   TORCH_CHECK_VALUE(!sources.empty() && !destinations.empty(),
                     "strided_copy: a table with rows needs sources and destinations, got ",
                     sources.size(), " and ", destinations.size());
   const at::Device device = sources[0].device();
-  check_side(sources, "sources", device);
-  check_side(destinations, "destinations", device);
-
   StridedCopyParams params{};
-  const at::ScalarType src = sources[0].scalar_type();
-  const at::ScalarType dst = destinations[0].scalar_type();
-  if (src == dst) {
-    const int64_t bytes = sources[0].element_size();
-    TORCH_CHECK_VALUE(bytes <= 8, "strided_copy: dtype ", src, " is not supported");
-    params.src_dtype = bytes == 1   ? DType::raw1
-                       : bytes == 2 ? DType::raw2
-                       : bytes == 4 ? DType::raw4
-                                    : DType::raw8;
-    params.dst_dtype = params.src_dtype;
-  } else {
-    TORCH_CHECK_VALUE(is_float(src) && is_float(dst), "strided_copy: no cast from ", src, " to ",
-                      dst,
-                      "; float32, float16, bfloat16 and float64 cast to each other, every "
-                      "other dtype only copies to itself");
-    params.src_dtype = float_dtype(sources[0], "sources[0]");
-    params.dst_dtype = float_dtype(destinations[0], "destinations[0]");
-  }
-  const std::vector<CopyRow> rows = plan_rows(sources, destinations, table, &params.num_chunks);
-  if (rows.empty()) return;
-  params.rows = rows.data();
-  params.num_rows = static_cast<int64_t>(rows.size());
+  std::vector<void*> addresses;
+  resolve(sources, src_reach_, "sources", device, addresses);
+  resolve(destinations, dst_reach_, "destinations", device, addresses);
+  choose_dtypes(sources[0], destinations[0], params);
+  params.num_rows = static_cast<int64_t>(rows_.size());
+  params.num_chunks = num_chunks_;
   params.num_threads = at::get_num_threads();
-
   if (device.is_cpu()) {
+    params.rows = rows_.data();
+    params.sources = reinterpret_cast<const char* const*>(addresses.data());
+    params.destinations = reinterpret_cast<char* const*>(addresses.data() + sources.size());
     py::gil_scoped_release no_gil;
     strided_copy_cpu(params);
     return;
@@ -135,26 +169,53 @@ void strided_copy(const std::vector<at::Tensor>& sources,
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device.is_cuda()) {
     TORCH_CHECK_VALUE(params.num_chunks < (int64_t{1} << 31),
-                      "strided_copy: the table moves more "
-                      "than 2^45 elements; split it");
+                      "strided_copy: the table moves more than 2^45 elements; split it");
     const c10::DeviceGuard guard(device);
     void* stream = current_stream(device);
-    const auto bytes = static_cast<int64_t>(rows.size() * sizeof(CopyRow));
-    const at::Tensor buffer = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
-    auto* device_rows = static_cast<CopyRow*>(buffer.mutable_data_ptr());
-    check_cuda(upload_rows_cuda(params, device_rows, stream), "strided_copy");
-    check_cuda(strided_copy_cuda(params, device_rows, stream), "strided_copy");
+    upload(device, addresses, stream);
+    params.rows = static_cast<const CopyRow*>(device_rows_.const_data_ptr());
+    auto* there = static_cast<void**>(device_addresses_.mutable_data_ptr());
+    params.sources = reinterpret_cast<const char* const*>(there);
+    params.destinations = reinterpret_cast<char* const*>(there + sources.size());
+    check_cuda(strided_copy_cuda(params, stream), "strided_copy");
     return;
   }
 #endif
   no_kernel_for(device, "strided_copy");
 }
 
+#ifdef HYBRIDENGINE_WITH_CUDA
+void CopyTable::upload(const at::Device& device, const std::vector<void*>& addresses,
+                       void* stream) {
+  const auto put = [&](const void* host, size_t bytes) {
+    const at::Tensor there =
+        at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device));
+    check_cuda(upload_cuda(host, there.mutable_data_ptr(), static_cast<int64_t>(bytes), stream),
+               "strided_copy");
+    return there;
+  };
+  if (!device_rows_.defined() || device_rows_.device() != device) {
+    device_rows_ = put(rows_.data(), rows_.size() * sizeof(CopyRow));
+    uploaded_.clear();
+  }
+  if (uploaded_ != addresses) {
+    device_addresses_ = put(addresses.data(), addresses.size() * sizeof(void*));
+    uploaded_ = addresses;
+  }
+}
+#endif
+
 }  // namespace
 
 void register_reshard(py::module_& m) {
-  m.def("strided_copy", &strided_copy, py::arg("sources"), py::arg("destinations"),
-        py::arg("table"));
+  py::class_<CopyTable>(m, "CopyTable")
+      .def(py::init<const at::Tensor&>(), py::arg("table"))
+      .def("copy", &CopyTable::copy, py::arg("sources"), py::arg("destinations"));
+  m.def(
+      "strided_copy",
+      [](const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& destinations,
+         const at::Tensor& table) { CopyTable(table).copy(sources, destinations); },
+      py::arg("sources"), py::arg("destinations"), py::arg("table"));
 }
 
 }  // namespace hybridengine

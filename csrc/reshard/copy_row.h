@@ -9,16 +9,22 @@ namespace hybridengine {
 
 constexpr int kCopyDims = 4;
 constexpr int64_t kChunkElements =
-    16384;  // what one CUDA block, or one step of a CPU thread, moves
+    16384;                         // what one CUDA block, or one step of a CPU thread, moves
+constexpr int32_t kMaxAlign = 16;  // elements in the widest group: 16 bytes of int8
 
+// Says nothing of where its tensors lie, so that a table is uploaded once and used for many copies.
 struct CopyRow {
-  const char* src;  // first element
-  char* dst;
+  int64_t src_offset;  // of the first element, in elements of its tensor
+  int64_t dst_offset;
   int64_t size[kCopyDims];  // slowest dimension first
   int64_t src_stride[kCopyDims];
   int64_t dst_stride[kCopyDims];
   int64_t first_chunk;  // chunks of all rows are numbered through
-  int64_t vectors;      // 1 where 16-byte accesses are possible on both sides
+  int32_t src;          // which tensor
+  int32_t dst;
+  int32_t
+      src_align;  // power of two (at most kMaxAlign) that divides all outer strides, in elements;
+  int32_t dst_align;  // 0 where elements are not adjacent
 };
 
 struct CopySpan {
@@ -89,18 +95,28 @@ inline void coalesce(CopyRow& row) {
   }
 }
 
-// Whether groups of `width` elements are 16-byte aligned on both sides throughout the row.
-inline bool vectors_fit(const CopyRow& row, int64_t width, int64_t src_bytes, int64_t dst_bytes) {
-  const auto aligned = [&](const void* base, const int64_t* stride, int64_t bytes) {
-    const int64_t group = width * bytes < 16 ? width * bytes : 16;
-    if (reinterpret_cast<uintptr_t>(base) % group) return false;
-    for (int dim = 0; dim < kCopyDims - 1; ++dim) {
-      if (row.size[dim] > 1 && (stride[dim] * bytes) % group) return false;
-    }
-    return stride[kCopyDims - 1] == 1;
-  };
-  return row.size[kCopyDims - 1] % width == 0 && aligned(row.src, row.src_stride, src_bytes) &&
-         aligned(row.dst, row.dst_stride, dst_bytes);
+// The largest power of two up to kMaxAlign that divides every stride but the innermost.
+inline int32_t alignment(const CopyRow& row, const int64_t* stride) {
+  if (stride[kCopyDims - 1] != 1) return 0;
+  int64_t all = kMaxAlign;
+  for (int dim = 0; dim < kCopyDims - 1; ++dim) {
+    if (row.size[dim] > 1) all |= stride[dim];
+  }
+  return static_cast<int32_t>(all & -all);
+}
+
+// Whether one side of the row, `first` its first element, is made of groups of `width` elements
+// that can each be accessed with 16 bytes (or all of its bytes, if it has fewer) at a time.
+HE_HOST_DEVICE bool groups_fit(const char* first, int64_t align, int64_t width, int64_t bytes) {
+  const int64_t group = width * bytes < 16 ? width * bytes : 16;
+  return align != 0 && (align * bytes) % group == 0 &&
+         reinterpret_cast<uintptr_t>(first) % group == 0;
+}
+
+HE_HOST_DEVICE bool vectors_fit(const CopyRow& row, const char* src, const char* dst, int64_t width,
+                                int64_t src_bytes, int64_t dst_bytes) {
+  return row.size[kCopyDims - 1] % width == 0 && groups_fit(src, row.src_align, width, src_bytes) &&
+         groups_fit(dst, row.dst_align, width, dst_bytes);
 }
 
 }  // namespace hybridengine

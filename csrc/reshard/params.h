@@ -10,7 +10,9 @@
 namespace hybridengine {
 
 struct StridedCopyParams {
-  const CopyRow* rows;  // host memory; coalesced, chunk numbers filled in (plan_rows)
+  const CopyRow* rows;         // coalesced, chunk numbers filled in; on the device that copies
+  const char* const* sources;  // first element of each tensor; the arrays are there too
+  char* const* destinations;
   int64_t num_rows;
   int64_t num_chunks;
   DType src_dtype;
@@ -20,9 +22,9 @@ struct StridedCopyParams {
 
 HE_CPU_KERNEL(strided_copy_cpu, StridedCopyParams)
 
-// `device_rows` is a copy of params.rows in device memory; returns a cudaError_t.
-int strided_copy_cuda(const StridedCopyParams& params, const CopyRow* device_rows, void* stream);
-// Puts params.rows into device memory on the stream; the host memory may be reused on return.
-int upload_rows_cuda(const StridedCopyParams& params, CopyRow* device_rows, void* stream);
+// Both return a cudaError_t.
+int strided_copy_cuda(const StridedCopyParams& params, void* stream);
+// Copies host memory, which may be reused on return, to the device in the order of the stream.
+int upload_cuda(const void* host, void* device, int64_t bytes, void* stream);
 
 }  // namespace hybridengine

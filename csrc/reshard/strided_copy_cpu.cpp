@@ -21,14 +21,14 @@ void copy_run(const S* src, D* dst, int64_t count) {
 }
 
 template <typename S, typename D>
-void copy_range(const CopyRow& row, int64_t begin, int64_t end) {
+void copy_range(const CopyRow& row, const S* source, D* destination, int64_t begin, int64_t end) {
   const int64_t src_step = row.src_stride[kCopyDims - 1];
   const int64_t dst_step = row.dst_stride[kCopyDims - 1];
   while (begin < end) {
     const CopySpan span = locate(row, begin);
     const int64_t run = span.run < end - begin ? span.run : end - begin;
-    const S* src = reinterpret_cast<const S*>(row.src) + span.src;
-    D* dst = reinterpret_cast<D*>(row.dst) + span.dst;
+    const S* src = source + span.src;
+    D* dst = destination + span.dst;
     if (src_step == 1 && dst_step == 1) {
       copy_run(src, dst, run);
     } else {
@@ -47,7 +47,9 @@ void copy_all(const StridedCopyParams& params) {
       const CopyRow& row = params.rows[index];
       const int64_t first = (chunk - row.first_chunk) * kChunkElements;
       const int64_t total = num_elements(row);
-      copy_range<S, D>(row, first, total < first + kChunkElements ? total : first + kChunkElements);
+      copy_range(row, reinterpret_cast<const S*>(params.sources[row.src]) + row.src_offset,
+                 reinterpret_cast<D*>(params.destinations[row.dst]) + row.dst_offset, first,
+                 total < first + kChunkElements ? total : first + kChunkElements);
     }
   });
 }
