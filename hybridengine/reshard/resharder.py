@@ -7,7 +7,7 @@ k-1 is unpacked. The engine refuses to generate from the first byte until every 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hybridengine.kernels import strided_copy
-from hybridengine.reshard.geometry import contiguous_strides
+from hybridengine.reshard.geometry import contiguous_strides, reach
 from hybridengine.reshard.layout import LayoutError, TensorSpec
+from hybridengine.reshard.lora import Adapter, Merger, Slab
 from hybridengine.reshard.plan import Bucket, Piece, ReshardPlan, build_plan
 from hybridengine.reshard.shards import ShardSpec
 from hybridengine.reshard.verify import find_mismatches
@@ -55,6 +56,9 @@ class _Exchange:
     unpack: torch.Tensor
     send_counts: list[int]  # elements per peer
     receive_counts: list[int]
+    frozen: bool
+    slabs: list[Slab]  # the sources, where they are merged; else the shards are
+    factor_bytes: int  # received to merge them
 
 
 class Resharder:
@@ -63,6 +67,8 @@ class Resharder:
     parameters: checkpoint name → DTensor (FSDP2) or replicated tensor, on every rank.
     engine: the rollout engine on this rank.
     bucket_bytes: staging memory (send + receive) of one all-to-all; two are alive at a time.
+    adapters: parameter name → its adapter, merged as the parameter is packed. The model then is
+    frozen but for its adapters: a parameter without one travels again only if it was written to.
 
     The plan is made once, agreed by digest across ranks, and reused by every `sync()`.
     """
@@ -72,12 +78,14 @@ class Resharder:
         parameters: Mapping[str, torch.Tensor],
         engine: RolloutEngine,
         bucket_bytes: int = 64 << 20,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = engine
         self.parameters = dict(parameters)
+        adapters = adapters or {}
         specs = {
-            name: ShardSpec.of(name, tensor, self.world_size)
+            name: ShardSpec.of(name, tensor, self.world_size, adapters)
             for name, tensor in self.parameters.items()
         }
         layouts = self._gather_layouts()
@@ -86,8 +94,10 @@ class Resharder:
         self._source_index = {name: i for i, name in enumerate(self.parameters)}
         self._destination_index = {name: i for i, name in enumerate(engine.layout.destinations)}
         self._weights = self._live_weights()
-        self._exchanges = [self._compile(bucket, specs) for bucket in self.plan.buckets]
+        self._merger = Merger(self.parameters, specs, adapters, self.rank)
+        self._exchanges = [self._compile(bucket) for bucket in self.plan.buckets]
         self._write_constants()
+        self._frozen_state: list[int] | None = None  # as it was when the engine got it
 
     def _gather_layouts(self) -> list:
         gathered: list = [None] * self.world_size
@@ -127,15 +137,16 @@ class Resharder:
         tensor = self.parameters[name]
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def _compile(self, bucket: Bucket, specs: Mapping[str, ShardSpec]) -> _Exchange:
+    def _compile(self, bucket: Bucket) -> _Exchange:
         """Turn the pieces that touch this rank into copy tables and split sizes."""
+        slabs = self._merger.slabs(bucket)
         send_counts, receive_counts = [0] * self.world_size, [0] * self.world_size
         sends: list[list[Piece]] = [[] for _ in range(self.world_size)]
         receives: list[list[Piece]] = [[] for _ in range(self.world_size)]
         local: list[list[int]] = []
         for piece in self.plan.arrivals(bucket, self.rank):
             if piece.sender == self.rank:
-                local += _rows(*self._from_shard(piece, specs), *self._to_engine(piece), piece)
+                local += _rows(*self._from_shard(piece, slabs), *self._to_engine(piece), piece)
                 continue
             receives[piece.sender].append(piece)
             receive_counts[piece.sender] += piece.block.numel
@@ -147,7 +158,7 @@ class Resharder:
         at = 0
         for piece in (p for peer in sends for p in peer):
             dense = (0, at, list(contiguous_strides(piece.block.sizes)))
-            pack += _rows(*self._from_shard(piece, specs), *dense, piece)
+            pack += _rows(*self._from_shard(piece, slabs), *dense, piece)
             at += piece.block.numel
         at = 0
         for piece in (p for peer in receives for p in peer):
@@ -163,12 +174,16 @@ class Resharder:
             ),
             send_counts,
             receive_counts,
+            bucket.frozen,
+            slabs,
+            self._merger.bytes_gathered(slabs),
         )
 
-    def _from_shard(
-        self, piece: Piece, specs: Mapping[str, ShardSpec]
-    ) -> tuple[int, int, list[int]]:
-        origin = specs[piece.source].origin(piece.shard)
+    def _from_shard(self, piece: Piece, slabs: Sequence[Slab]) -> tuple[int, int, list[int]]:
+        """(index of the source, offset, strides): sources are `slabs`, else the shards."""
+        if slabs:
+            return self._merger.locate(piece, slabs)
+        origin = self.plan.sources[piece.source].origin(piece.shard)
         stride = tuple(self._shard(piece.source).stride())
         return self._source_index[piece.source], *piece.block.address(stride, origin)
 
@@ -187,19 +202,39 @@ class Resharder:
         """
         started = time.perf_counter()
         with self.engine.weight_update(version), torch.no_grad():
-            received, sent = self._move()
-            self._gather_fallback()
+            frozen_state, everything = self._merger.frozen_state(), self._all_moves()
+            self._frozen_state = None
+            received, sent = self._move(everything)
+            self._gather_fallback(everything)
             if verify:
                 self._verify()
             dist.barrier()  # the version moves only when all ranks are in
+            self._frozen_state = frozen_state
         elapsed = (time.perf_counter() - started) * 1e3
         return SyncReport(version, received, sent, elapsed)
 
+    def _all_moves(self) -> bool:
+        """Whether frozen parameters move too: some rank wrote to one, or its engine has none."""
+        if not self._merger.adapters:
+            return True
+        moves = self.engine.weight_version is None
+        moves |= self._merger.frozen_state() != self._frozen_state
+        flag = torch.tensor(int(moves), device=self._shard(next(iter(self.parameters))).device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
     def _verify(self) -> None:
+        adapters = {name: a.gathered() for name, a in self._merger.adapters.items()}
+
         def of_shard(piece: Piece) -> torch.Tensor:
-            _, offset, strides = self._from_shard(piece, self.plan.sources)
-            shard = self._shard(piece.source).detach()
-            return shard.as_strided(piece.block.sizes, strides, shard.storage_offset() + offset)
+            slabs, source = [], self._shard(piece.source).detach()
+            if piece.source in adapters:
+                spec = self.plan.sources[piece.source]
+                span = reach(piece.block, spec.dim)
+                slabs = [Slab(piece.source, spec.interval(piece.shard)[0], *span)]
+                source = self._merger.form(slabs, adapters)[0]
+            _, offset, strides = self._from_shard(piece, slabs)
+            return source.as_strided(piece.block.sizes, strides, source.storage_offset() + offset)
 
         def of_engine(piece: Piece) -> torch.Tensor:
             weight, block = self._weights[piece.destination], piece.block
@@ -215,12 +250,15 @@ class Resharder:
                 "way, or something else wrote to the engine. Sync again."
             )
 
-    def _move(self) -> tuple[int, int]:
-        sources = [self._shard(name).detach() for name in self.parameters]
-        device = sources[0].device
+    def _move(self, everything: bool) -> tuple[int, int]:
+        shards = [self._shard(name).detach() for name in self.parameters]
+        device = shards[0].device
         received = sent = 0
         in_flight: tuple[_Exchange, torch.Tensor, torch.Tensor, dist.Work] | None = None
         for exchange in self._exchanges:
+            if exchange.frozen and not everything:
+                continue
+            sources = self._merger.form(exchange.slabs) or shards
             outbox = torch.empty(
                 sum(exchange.send_counts), dtype=exchange.engine_dtype, device=device
             )
@@ -229,7 +267,7 @@ class Resharder:
             )
             _copy(sources, [outbox], exchange.pack, exchange.source_dtype, exchange.engine_dtype)
             work = _all_to_all(inbox, outbox, exchange)
-            received += inbox.numel() * inbox.element_size()
+            received += inbox.numel() * inbox.element_size() + exchange.factor_bytes
             sent += outbox.numel() * outbox.element_size()
             self._copy_into_engine(sources, exchange.local, exchange, exchange.source_dtype)
             if in_flight is not None:
@@ -255,18 +293,21 @@ class Resharder:
         weights = [self._weights[name] for name in self._destination_index]
         _copy(sources, weights, table, source_dtype, exchange.engine_dtype)
 
-    def _gather_fallback(self) -> None:
+    def _gather_fallback(self, everything: bool) -> None:
         """Gather the few parameters that are no pure copy, one at a time, for the engine's loader.
 
         They keep their dtype: what the loader computes, it computes from the masters.
         """
-        if self.plan.fallback:
+        if self.plan.fallback and (everything or self._merger.adapters.keys() & self.plan.fallback):
             self.engine.load_whole((name, self._whole(name)) for name in self.plan.fallback)
 
     def _whole(self, name: str) -> torch.Tensor:
         """A copy: some loaders zero in place what belongs to another rank."""
         tensor = self.parameters[name].detach()
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        if name in self._merger.adapters:
+            whole = self._merger.adapters[name].gathered().merge(whole, 0, 0, 0, whole.shape[0])
+        return whole
 
 
 def _copy(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,8 +32,19 @@ class ShardSpec:
     merged: bool = False
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:
-        """Read the placement of an FSDP2 parameter (a DTensor) or of a replicated tensor."""
+    def of(
+        cls, name: str, tensor: torch.Tensor, world_size: int, adapters: Container[str] = ()
+    ) -> ShardSpec:
+        """Read the placement of an FSDP2 parameter (a DTensor) or of a replicated tensor.
+
+        adapters: names of the parameters that have one; where any has, the others are frozen.
+        """
+        spec = cls._of(name, tensor, world_size)
+        merged = name in adapters
+        return replace(spec, merged=merged, frozen=bool(adapters) and not merged)
+
+    @classmethod
+    def _of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return cls(shape, tensor.dtype, 0, (tuple(range(world_size)),))
