@@ -130,10 +130,13 @@ void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
   fill(p, logits, token_ids, options);
   TORCH_CHECK_VALUE(row_results.size() == 4,
                     "token_log_probs backward: expected log_probs, entropy, row_max and log_sum");
-  TORCH_CHECK_VALUE(grad_logits.sizes() == logits.sizes() &&
-                        grad_logits.scalar_type() == logits.scalar_type() &&
-                        (p.vocab <= 1 || grad_logits.stride(1) == 1),
-                    "token_log_probs backward: grad_logits must look like logits");
+  p.grad_dtype = float_dtype(grad_logits, "grad_logits");
+  TORCH_CHECK_VALUE(
+      grad_logits.sizes() == logits.sizes() &&
+          (p.grad_dtype == p.dtype || (p.dtype == DType::f32 && p.grad_dtype != DType::f64)) &&
+          (p.vocab <= 1 || grad_logits.stride(1) == 1),
+      "token_log_probs backward: grad_logits must look like logits, or have a "
+      "16-bit dtype beside float32 logits");
   const char* names[] = {"log_probs", "entropy", "row_max", "log_sum"};
   for (int i = 0; i < 4; ++i) check_vector(row_results[i], names[i], at::kFloat, p.rows);
   p.log_probs = row_results[0].const_data_ptr<float>();

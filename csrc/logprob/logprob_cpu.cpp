@@ -4,6 +4,7 @@
 // count or on the neighbours.
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "common/parallel.h"
 #include "common/simd.h"
@@ -192,13 +193,13 @@ void forward_row(const LogProbForward& p, int64_t r) {
   if (p.sum_p_squared) p.sum_p_squared[r] = result.sum_p_squared;
 }
 
-template <typename T, bool general>
+template <typename T, typename Out, bool general>
 void backward_row(const LogProbBackward& p, int64_t r) {
-  T* out = static_cast<T*>(p.grad_logits) + r * p.grad_stride;
+  Out* out = static_cast<Out*>(p.grad_logits) + r * p.grad_stride;
   const float factor = row_factor(p, r);
   const RowGradient gradient = row_gradient(p, r, factor);
   if (gradient.zero) {
-    std::memset(out, 0, p.vocab * sizeof(T));
+    std::memset(out, 0, p.vocab * sizeof(Out));
     return;
   }
   const Row<T, general> row(p, r);
@@ -238,12 +239,17 @@ void backward_row(const LogProbBackward& p, int64_t r) {
   if constexpr (!general) {
     for (; i + 2 * kWidth <= p.vocab; i += 2 * kWidth) {
       const VecPair x = row.raw_pair(i);
-      store_pair(out + i, {at(x.a), at(x.b)});
+      if constexpr (std::is_same_v<T, Out>) {
+        store_pair(out + i, {at(x.a), at(x.b)});
+      } else {  // float32 pairs are two neighbours, 16-bit ones may be even and odd elements
+        store(out + i, at(x.a));
+        store(out + i + kWidth, at(x.b));
+      }
     }
   }
   for (; i + kWidth <= p.vocab; i += kWidth) store(out + i, at(row.raw(i)));
   if (i < p.vocab) store_part(out + i, at(row.raw_part(i, p.vocab - i)), p.vocab - i);
-  if (here) out[token] = FromFloat<T>::of(token_grad);
+  if (here) out[token] = FromFloat<Out>::of(token_grad);
 }
 
 template <template <typename, bool> class Kernel, typename Params>
@@ -270,7 +276,13 @@ struct Forward {
 
 template <typename T, bool general>
 struct Backward {
-  void operator()(const LogProbBackward& p, int64_t row) const { backward_row<T, general>(p, row); }
+  void operator()(const LogProbBackward& p, int64_t row) const {
+    if constexpr (std::is_same_v<T, float>) {
+      if (p.grad_dtype == DType::bf16) return backward_row<T, bf16, general>(p, row);
+      if (p.grad_dtype == DType::f16) return backward_row<T, f16, general>(p, row);
+    }
+    backward_row<T, T, general>(p, row);
+  }
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <type_traits>
 
 #include "logprob/params.h"
 #include "logprob/row_math.h"
@@ -195,22 +196,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   write_row(p, r, sums, bad ? NAN : token_y, result);
 }
 
-template <typename T, bool general>
+template <typename T, typename Out, bool general>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ LogProbBackward p) {
   const int64_t r = blockIdx.x;
-  T* out = static_cast<T*>(p.grad_logits) + r * p.grad_stride;
+  constexpr int kSize = Group<T>::kSize;
+  struct alignas(kSize * sizeof(Out)) Gradients {
+    Out values[kSize];
+  };
+  Out* out = static_cast<Out*>(p.grad_logits) + r * p.grad_stride;
   const float factor = row_factor(p, r);
   const RowGradient gradient = row_gradient(p, r, factor);
   const Row<T, general> row(p, r);
   const int64_t token = p.token_ids[r] - p.vocab_start;
   const float shift = p.row_max[r], log_sum = p.log_sum[r];
-  const bool same_alignment =
-      ((reinterpret_cast<uintptr_t>(row.logits) ^ reinterpret_cast<uintptr_t>(out)) & 15) == 0;
+  const bool same_alignment = (reinterpret_cast<uintptr_t>(row.logits) / sizeof(T) -
+                               reinterpret_cast<uintptr_t>(out) / sizeof(Out)) %
+                                  kSize ==
+                              0;
   const auto emit = [&](int64_t first, const Group<T>& group, int count) {
-    Group<T> result;
+    Gradients result;
 #pragma unroll
-    for (int j = 0; j < Group<T>::kSize; ++j) {
+    for (int j = 0; j < kSize; ++j) {
       if (j >= count) break;
       const float x = to_float(group.values[j]);
       const float y = row.y(x, first + j);
@@ -226,16 +233,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         if (y == -INFINITY) grad = 0;
       }
-      result.values[j] = FromFloat<T>::of(gradient.zero ? 0.0f : grad);
+      result.values[j] = FromFloat<Out>::of(gradient.zero ? 0.0f : grad);
     }
-    if (count == Group<T>::kSize && same_alignment) {
-      *reinterpret_cast<Group<T>*>(out + first) = result;
+    if (count == kSize && same_alignment) {
+      *reinterpret_cast<Gradients*>(out + first) = result;
     } else {
       for (int j = 0; j < count; ++j) out[first + j] = result.values[j];
     }
   };
   if (gradient.zero) {  // not read: what a masked row holds, NaN included, stays out
-    for (int64_t i = threadIdx.x; i < p.vocab; i += kThreads) out[i] = FromFloat<T>::of(0.0f);
+    for (int64_t i = threadIdx.x; i < p.vocab; i += kThreads) out[i] = FromFloat<Out>::of(0.0f);
     return;
   }
   for_each_group(row.logits, p.vocab, emit);
@@ -268,7 +275,13 @@ struct Forward {
 template <typename T, bool general>
 struct Backward {
   static void run(const LogProbBackward& p, cudaStream_t s) {
-    backward_kernel<T, general><<<static_cast<unsigned>(p.rows), kThreads, 0, s>>>(p);
+    const auto launch = [&](auto out) {
+      backward_kernel<T, decltype(out), general>
+          <<<static_cast<unsigned>(p.rows), kThreads, 0, s>>>(p);
+    };
+    if (p.grad_dtype == p.dtype) return launch(T{});
+    if constexpr (std::is_same_v<T, float>)
+      p.grad_dtype == DType::bf16 ? launch(bf16{}) : launch(f16{});
   }
 };
 

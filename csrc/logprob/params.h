@@ -53,7 +53,8 @@ struct LogProbBackward : LogitRows {
   const float* log_sum;
   const float* grad_log_probs;  // [rows] or null
   const float* grad_entropy;    // [rows] or null
-  void* grad_logits;            // dtype of logits; may be logits itself
+  void* grad_logits;            // may be logits itself
+  DType grad_dtype;             // that of logits, or 16-bit beside float32 logits
   int64_t grad_stride;
 };
 
