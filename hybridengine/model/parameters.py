@@ -28,19 +28,30 @@ def original_class(model: nn.Module) -> type:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
-    """Parameters and persistent buffers by module name; tied ones once, under the first name."""
+    """Parameters and persistent buffers by module name; tied ones once, under the first name.
+
+    Adapters are left out, and what they adapt has the name it has without them.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass leaves the root's parameters whole
     stored = {
-        name.replace("_checkpoint_wrapped_module.", ""): parameter.detach()
+        _plain(name): parameter.detach()
         for name, parameter in model.named_parameters()
+        if ".lora_" not in name
     }
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                stored[f"{prefix}.{name}" if prefix else name] = buffer
+                stored[_plain(f"{prefix}.{name}" if prefix else name)] = buffer
     return stored
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what wraps its module."""
+    for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer."):
+        name = name.replace(wrapper, "")
+    return name
 
 
 def parameter_shards(model: PreTrainedModel) -> dict[str, DTensor | torch.Tensor]:

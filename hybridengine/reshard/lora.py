@@ -57,6 +57,11 @@ class Adapter:
             merged[i : i + rows] = delta.add_(slab[i : i + rows])
         return merged
 
+    def merge_whole(self, base: torch.Tensor) -> torch.Tensor:
+        """The whole merged weight on every rank; collective."""
+        whole = _whole(base)
+        return self.gathered().merge(whole, 0, 0, 0, whole.shape[0])
+
     def gathered(self) -> Adapter:
         """The same adapter, whole on every rank; collective."""
         return Adapter(_whole(self.left), _whole(self.right), self.scale)

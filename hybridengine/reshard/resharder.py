@@ -304,10 +304,9 @@ class Resharder:
     def _whole(self, name: str) -> torch.Tensor:
         """A copy: some loaders zero in place what belongs to another rank."""
         tensor = self.parameters[name].detach()
-        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
         if name in self._merger.adapters:
-            whole = self._merger.adapters[name].gathered().merge(whole, 0, 0, 0, whole.shape[0])
-        return whole
+            return self._merger.adapters[name].merge_whole(tensor)
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def _copy(

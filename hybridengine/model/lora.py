@@ -1,0 +1,155 @@
+"""LoRA by PEFT: a frozen base, trainable low-rank adapters, and what leaves the trainer of them.
+
+Hu et al. 2021, arXiv 2106.09685. The layers are PEFT's, put into the unchanged model before it is
+sharded; base parameters keep their names everywhere else (sync, export).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hybridengine.model.errors import ModelError
+from hybridengine.model.rank_zero import run_on_rank0
+from hybridengine.reshard.lora import Adapter
+
+__all__ = [
+    "adapter_config",
+    "adapter_shards",
+    "adapter_tensors",
+    "adapters_disabled",
+    "apply_lora",
+    "save_adapter",
+]
+
+
+def apply_lora(
+    model: nn.Module, rank: int, alpha: float, target_modules: str | Sequence[str] = "all-linear"
+) -> None:
+    """Freeze `model` and put an adapter, scaled by alpha / rank, on each target; in place.
+
+    target_modules: "all-linear" (every linear layer but the output head) or module names, of which
+    the last part is enough. Call it before sharding, on the meta device too; the update begins at
+    zero. Adapters have the dtype of the weights, which is float32 in `load_causal_lm`.
+
+    Raises:
+        ModelError: a rank below 1, a target that no module has, one that is no linear layer, or a
+        head whose weight is tied to the embedding.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if rank < 1:
+        raise ModelError(f"lora_rank: got {rank}, expected at least 1")
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
+    )
+    on_meta = any(p.is_meta for p in model.parameters())
+    try:
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
+    except ValueError as error:
+        raise ModelError(f"target_modules: got {targets!r}: {error}") from None
+    for name, layer in _layers(model):
+        base = layer.get_base_layer()
+        if base.weight is model.get_input_embeddings().weight:
+            raise ModelError(
+                f"target_modules: {name!r} is, or shares its weight with, the embedding, which an "
+                "adapter of a linear layer cannot follow; leave it out"
+            )
+    adapter_shards(model)
+
+
+def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
+    """Base parameter's name → its adapter, of live shards; empty for a model without LoRA.
+
+    Raises:
+        ModelError: an adapter that is more than W + scale · B A (DoRA, a bias, several at once).
+    """
+    adapters = {}
+    for name, layer in _layers(model):
+        key = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None
+        plain = key in layer.lora_A and key not in layer.lora_variant and not layer.lora_bias[key]
+        if not plain or not hasattr(layer, "fan_in_fan_out"):
+            raise ModelError(
+                f"the adapter of {name!r} is no plain LoRA of one linear layer "
+                f"({type(layer).__name__}, active: {layer.active_adapters}); expected one active "
+                "adapter without DoRA or bias"
+            )
+        left, right = layer.lora_B[key].weight.detach(), layer.lora_A[key].weight.detach()
+        if layer.fan_in_fan_out:  # the weight is stored transposed
+            left, right = right.t(), left.t()
+        adapters[f"{name}.weight"] = Adapter(left, right, layer.scaling[key])
+    return adapters
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as its frozen base: the reference of a LoRA run."""
+    layers = [layer for _, layer in _layers(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapter_config(model: nn.Module) -> dict:
+    """PEFT's configuration of the model's adapter, as adapter_config.json holds it."""
+    (config,) = model.peft_config.values()
+    described = config.to_dict()
+    described["peft_type"], described["task_type"] = "LORA", "CAUSAL_LM"
+    described["target_modules"] = sorted(name for name, _ in _layers(model))
+    return described | {"inference_mode": True}
+
+
+@torch.no_grad()
+def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole adapter tensors by PEFT's checkpoint names, one at a time; all ranks iterate."""
+    for name, layer in _layers(model):
+        for part in ("lora_A", "lora_B"):
+            weight = getattr(layer, part)[layer.active_adapters[0]].weight.detach()
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            yield f"base_model.model.{name}.{part}.weight", whole
+
+
+def save_adapter(model: nn.Module, out_dir: str | Path) -> None:
+    """Write the adapter, float32, as a folder that `peft.PeftModel.from_pretrained` loads.
+
+    All ranks call. Raises ModelError on every rank if rank 0 cannot write.
+    """
+    import json
+
+    from safetensors.torch import save_file
+
+    kept = {}
+    for name, tensor in adapter_tensors(model):
+        if dist.get_rank() == 0:
+            kept[name] = tensor.cpu().contiguous()
+
+    def write() -> None:
+        out = Path(out_dir)
+        out.mkdir(parents=True, exist_ok=True)
+        save_file(kept, out / "adapter_model.safetensors", metadata={"format": "pt"})
+        text = json.dumps(adapter_config(model), indent=2, sort_keys=True, default=str)
+        (out / "adapter_config.json").write_text(text)
+
+    run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}")
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name of the module it stands for, PEFT's layer)."""
+    if not hasattr(model, "peft_config"):
+        return
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name.replace("_checkpoint_wrapped_module.", ""), module
