@@ -30,6 +30,9 @@ class ModelConfig:
     trust_remote_code: bool = False
     external_lib: str | None = None  # Python file or module that registers estimators, rewards
     enable_gradient_checkpointing: bool = False
+    lora_rank: int = _setting(0, at_least=0)  # 0: all weights are trained
+    lora_alpha: float = _setting(16, above=0)  # adapters are scaled by lora_alpha / lora_rank
+    target_modules: str | tuple[str, ...] = "all-linear"  # or names of linear layers
 
 
 @dataclass(frozen=True)
@@ -288,6 +291,8 @@ class RewardConfig:
 class ReshardConfig:
     # Staging memory of one all-to-all of a weight sync; at most two are alive at a time.
     bucket_bytes: int = _setting(64 * 2**20, at_least=4096)
+    # LoRA: the engine gets weights with the adapters merged in, or the adapters beside the base.
+    lora: str = _setting("merged", choices=("merged", "adapters"))
 
 
 @dataclass(frozen=True)
@@ -362,6 +367,11 @@ class GRPOConfig:
         paths = (chosen.path,) if isinstance(chosen.path, str) else chosen.path
         names = (chosen.name,) * len(paths) if isinstance(chosen.name, str) else chosen.name
         return [(path, name) for path, name in zip(paths, names, strict=True) if path]
+
+    @property
+    def loss_scale_factor(self) -> float:
+        """What seq-mean-token-sum-norm divides by."""
+        return self.actor.loss_scale_factor or float(self.data.max_response_length)
 
     @property
     def uses_reference(self) -> bool:
