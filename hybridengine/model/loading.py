@@ -20,6 +20,7 @@ from hybridengine.model.attention import ATTENTION
 from hybridengine.model.checking import check_model
 from hybridengine.model.errors import ModelError
 from hybridengine.model.head import use_float32_head
+from hybridengine.model.lora import columns_of
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
 
 __all__ = ["load_causal_lm"]
@@ -34,12 +35,15 @@ def load_causal_lm(
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     reshard_after_forward: bool = True,
+    adapt: Callable[[PreTrainedModel], object] | None = None,
 ) -> PreTrainedModel:
     """The model at `path` (folder or hub name) on `mesh`, which holds all ranks; all ranks call.
 
     Masters, gradients and logits are float32, the rest runs in `param_dtype`. A parameter whose
     name `shard_dim1` accepts is sharded on dim 1 where the mesh divides it evenly, all others on
     dim 0. Attention is `hybridengine.model.attention`, so the model takes packed input.
+
+    adapt: changes the model before it is sharded (`apply_lora`), the same way on every rank.
 
     The model comes in eval mode, that is without dropout; only its checkpointed layers are in train
     mode, which is what turns checkpointing on. `model.train()` adds the configured dropout.
@@ -61,6 +65,9 @@ def load_causal_lm(
     if model.can_generate():
         settings = weights.generation_config if weights is not None else None
         model.generation_config = broadcast_from_rank0(settings) or GenerationConfig()
+    if adapt is not None:
+        adapt(model)
+        run_on_rank0(lambda: adapt(weights), "adapting the model")
     layers = _decoder_layers(model)
     _shard(model, layers, mesh, shard_dim1, param_dtype, reshard_after_forward)
     _fill(model, weights, mesh)
@@ -101,7 +108,7 @@ def _shard(
     param_dtype: torch.dtype,
     reshard_after_forward: bool,
 ) -> None:
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): columns_of(name) for name, p in model.named_parameters()}
     shard_size = mesh.size(mesh.ndim - 1)
 
     def placement(param: nn.Parameter) -> Shard | None:

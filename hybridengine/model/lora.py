@@ -25,6 +25,7 @@ __all__ = [
     "adapter_tensors",
     "adapters_disabled",
     "apply_lora",
+    "columns_of",
     "save_adapter",
 ]
 
@@ -86,6 +87,11 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
             left, right = right.t(), left.t()
         adapters[f"{name}.weight"] = Adapter(left, right, layer.scaling[key])
     return adapters
+
+
+def columns_of(name: str) -> str:
+    """The parameter, as named without adapters, whose columns the parameter `name` has."""
+    return name.replace(".base_layer.", ".").replace(".lora_A.default.", ".")
 
 
 @contextmanager
