@@ -1,10 +1,12 @@
-"""The `hybridengine` command: `grpo` runs a job, `env` says what this machine has."""
+"""The `hybridengine` command: `sft` and `grpo` run a job, `export` writes a checkpoint as a model
+folder, `env` says what this machine has."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +14,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybridengine.config import ConfigError, GRPOConfig, load_config
-from hybridengine.launch import EXIT_USER_ERROR, USER_ERRORS, launch_ranks, print_error, run_rank
+from hybridengine.config import ConfigError, SFTConfig, load_config, load_sft_config
+from hybridengine.launch import (
+    EXIT_USER_ERROR,
+    USER_ERRORS,
+    JobConfig,
+    launch_ranks,
+    print_error,
+    run_rank,
+)
 
 __all__ = ["main"]
 
@@ -25,30 +34,38 @@ def _hybridengine() -> None:
     """The fast path of LLM reinforcement learning."""
 
 
+_Config = Annotated[Path, typer.Argument(help="YAML file")]
+_Overrides = Annotated[list[str] | None, typer.Argument(help="key=value …")]
+_DryRun = Annotated[bool, typer.Option(help="Check everything, print the plan, stop.")]
+
+
 @app.command()
-def grpo(
-    config: Annotated[Path, typer.Argument(help="YAML file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …")] = None,
-    dry_run: Annotated[bool, typer.Option(help="Check everything, print the plan, stop.")] = False,
-) -> None:
+def grpo(config: _Config, overrides: _Overrides = None, dry_run: _DryRun = False) -> None:
     """Train with GRPO; starts the ranks itself unless torchrun already has."""
+    _job(lambda: load_config(config, overrides or []), dry_run)
+
+
+@app.command()
+def sft(config: _Config, overrides: _Overrides = None, dry_run: _DryRun = False) -> None:
+    """Fine-tune on given conversations; starts the ranks itself unless torchrun already has."""
+    _job(lambda: load_sft_config(config, overrides or []), dry_run)
+
+
+def _job(load: Callable[[], JobConfig], dry_run: bool) -> None:
     try:
-        resolved = load_config(config, overrides or [])
-        code = _run(resolved, dry_run)
+        code = _run(load(), dry_run)
     except USER_ERRORS as error:
         print_error(error)
         code = EXIT_USER_ERROR
     raise typer.Exit(code)
 
 
-def _run(config: GRPOConfig, dry_run: bool) -> int:
+def _run(config: JobConfig, dry_run: bool) -> int:
     under_torchrun = "RANK" in os.environ
     if not under_torchrun or os.environ["RANK"] == "0":
-        from hybridengine.preflight import check_grpo, plan_table
-
-        prompts = check_grpo(config)
+        plan = _plan(config)
         if dry_run:
-            Console().print(plan_table(config, *prompts))
+            Console().print(plan)
     if dry_run:
         return 0
     if under_torchrun:
@@ -66,13 +83,47 @@ def _run(config: GRPOConfig, dry_run: bool) -> int:
     return 1
 
 
-def _check_world(config: GRPOConfig) -> None:
+def _plan(config: JobConfig) -> Table:
+    from hybridengine.preflight import check_grpo, check_sft, plan_table
+
+    if isinstance(config, SFTConfig):
+        from hybridengine.trainer.sft import sft_plan
+
+        return sft_plan(config, *check_sft(config))
+    return plan_table(config, *check_grpo(config))
+
+
+def _check_world(config: JobConfig) -> None:
     started = int(os.environ["WORLD_SIZE"])
     if started != config.world_size:
         raise ConfigError(
             f"torchrun started {started} ranks but trainer.n_gpus_per_node * trainer.nnodes is "
             f"{config.world_size}; make them equal"
         )
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, verl's too, or a run's folder.")
+    ],
+    out: Annotated[Path, typer.Option(help="The Hugging Face folder to write.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    trust_remote_code: Annotated[bool, typer.Option()] = False,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face folder, on one CPU, and read it back."""
+    import torch
+
+    from hybridengine.checkpoint.export import export_checkpoint
+
+    try:
+        if dtype not in ("bfloat16", "float16", "float32"):
+            raise ConfigError(f"--dtype is {dtype!r}, expected bfloat16, float16 or float32")
+        source = export_checkpoint(checkpoint, out, getattr(torch, dtype), trust_remote_code)
+    except USER_ERRORS as error:
+        print_error(error)
+        raise typer.Exit(EXIT_USER_ERROR) from None
+    Console().print(f"{source} → {out}, read back and equal", soft_wrap=True)
 
 
 @app.command()

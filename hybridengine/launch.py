@@ -14,7 +14,15 @@ from typing import Any
 
 from rich.console import Console
 
-from hybridengine.config import ConfigError, GRPOConfig, config_to_yaml, load_config
+from hybridengine.checkpoint.folders import CheckpointError
+from hybridengine.config import (
+    ConfigError,
+    GRPOConfig,
+    SFTConfig,
+    config_to_yaml,
+    load_config,
+    load_sft_config,
+)
 from hybridengine.data import DataError
 from hybridengine.distributed.peers import EXIT_PEER_LOST, PeerLost
 from hybridengine.model import ModelError
@@ -25,16 +33,20 @@ from hybridengine.tracking.status import clear_status, read_status
 __all__ = [
     "EXIT_USER_ERROR",
     "USER_ERRORS",
+    "JobConfig",
     "launch_ranks",
     "print_error",
     "run_rank",
 ]
 
-USER_ERRORS = (ConfigError, DataError, ModelError, RewardError)
+USER_ERRORS = (CheckpointError, ConfigError, DataError, ModelError, RewardError)
 EXIT_USER_ERROR = 2
 
+JobConfig = GRPOConfig | SFTConfig
+_LOADERS = {GRPOConfig: load_config, SFTConfig: load_sft_config}
 
-def launch_ranks(config: GRPOConfig) -> str | None:
+
+def launch_ranks(config: JobConfig) -> str | None:
     """Run `trainer.n_gpus_per_node` ranks on this machine until they end.
 
     Returns None after success, else one sentence: which rank failed, how, and in which phase.
@@ -63,7 +75,8 @@ def launch_ranks(config: GRPOConfig) -> str | None:
         max_restarts=0,
     )
     try:
-        elastic_launch(launch, sys.executable)("-m", "hybridengine.launch", str(handed_over))
+        kind = type(config).__name__
+        elastic_launch(launch, sys.executable)("-m", "hybridengine.launch", kind, str(handed_over))
     except ChildFailedError as error:
         return _describe(error.failures, dir)
     except SignalException as error:
@@ -99,16 +112,20 @@ def _describe(failures: Mapping[int, Any], dir: Path) -> str:
     return f"rank {rank} (pid {pid}) {how} {where}{why}; the other ranks were stopped."
 
 
-def run_rank(config: GRPOConfig) -> int:
+def run_rank(config: JobConfig) -> int:
     """Train as the rank that the environment names; returns its exit code."""
     from transformers.utils.logging import disable_progress_bar
 
     from hybridengine.trainer.rl import train_grpo
+    from hybridengine.trainer.sft import train_sft
 
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
-        train_grpo(config)
+        if isinstance(config, SFTConfig):
+            train_sft(config)
+        else:
+            train_grpo(config)
     except USER_ERRORS:  # the rank has said it, with its phase; a traceback would bury that
         return EXIT_USER_ERROR
     except (PeerLost, KeyboardInterrupt):  # likewise: the launcher stops this rank
@@ -122,4 +139,5 @@ def print_error(error: Exception | str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(load_config(sys.argv[1])))
+    [load] = [load for schema, load in _LOADERS.items() if schema.__name__ == sys.argv[1]]
+    sys.exit(run_rank(load(sys.argv[2])))

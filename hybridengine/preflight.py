@@ -8,18 +8,21 @@ import torch
 from rich.table import Table
 from transformers import PretrainedConfig
 
-from hybridengine.config import ConfigError, GRPOConfig
+from hybridengine.checkpoint import chosen_checkpoint
+from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset, PromptLoader
+from hybridengine.data.sft import SFTDataset
 from hybridengine.model import (
     check_disk_space,
     check_model,
     check_sequence_parallel,
     checkpoint_shapes,
 )
-from hybridengine.rewards import score_responses
+from hybridengine.tracking import check_loggers
 from hybridengine.trainer.setup import engine_name, load_data
+from hybridengine.trainer.sft import load_sft_data
 
-__all__ = ["check_grpo", "plan_table"]
+__all__ = ["check_grpo", "check_sft", "plan_table"]
 
 _PROBED_ROWS = 3  # the reward of an empty answer to the first prompts shows a broken function
 
@@ -30,24 +33,40 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     Returns the training and the validation prompts. Raises ConfigError, ModelError, DataError or
     RewardError, with one sentence, for the first fault found.
     """
-    ranks, devices = config.trainer.n_gpus_per_node, torch.cuda.device_count()
-    if devices and ranks > devices:
-        raise ConfigError(
-            f"trainer.n_gpus_per_node is {ranks} but this machine has {devices} GPUs; lower it"
-        )
-    trust = config.model.trust_remote_code
-    model = check_model(config.model.path, trust)
+    model = _check_run(config)
     _check_heads(config, model)
     check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
-    weights = sum(math.prod(shape) for shape in checkpoint_shapes(model, trust).values())
-    check_disk_space(config.trainer.default_local_dir, weights * torch.bfloat16.itemsize)
     _, train, val, reward = load_data(config)
     PromptLoader(train, config.data.train_batch_size, seed=config.seed)
     for dataset in (train, val):
         if dataset is not None:
             probed = dataset[:_PROBED_ROWS]
-            score_responses(reward, probed, [""] * len(probed))
+            reward.score(probed, [""] * len(probed), [0] * len(probed))
     return train, val
+
+
+def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
+    """As `check_grpo`, for `hybridengine sft`: the training and the validation conversations."""
+    check_sequence_parallel(_check_run(config), config.ulysses_sequence_parallel_size)
+    _, train, val = load_sft_data(config)
+    PromptLoader(train, config.data.train_batch_size, seed=config.seed)
+    return train, val
+
+
+def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
+    """What every kind of training needs; returns the model's configuration."""
+    trainer, trust = config.trainer, config.model.trust_remote_code
+    ranks, devices = trainer.n_gpus_per_node, torch.cuda.device_count()
+    if devices and ranks > devices:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node is {ranks} but this machine has {devices} GPUs; lower it"
+        )
+    check_loggers(trainer.logger)
+    chosen_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    model = check_model(config.model.path, trust)
+    weights = sum(math.prod(shape) for shape in checkpoint_shapes(model, trust).values())
+    check_disk_space(trainer.default_local_dir, weights * torch.bfloat16.itemsize)
+    return model
 
 
 def _check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:

@@ -1,4 +1,4 @@
-"""Typed configuration of a GRPO run: YAML plus `key=value` overrides, under verl's key names.
+"""Typed configuration of a run: YAML plus `key=value` overrides, under verl's key names.
 
 Every key here changes what a run does. A key that does not exist is an error with a
 suggestion; verl's paths (`actor_rollout_ref.actor.optim.lr`, …) are accepted through `ALIASES`,
@@ -9,5 +9,16 @@ the one table of them.
 
 from hybridengine.config.loading import ALIASES, PPO, ConfigError, config_to_yaml, load_config
 from hybridengine.config.schema import GRPOConfig
+from hybridengine.config.sft import SFT_ALIASES, SFTConfig, load_sft_config
 
-__all__ = ["ALIASES", "PPO", "ConfigError", "GRPOConfig", "config_to_yaml", "load_config"]
+__all__ = [
+    "ALIASES",
+    "PPO",
+    "SFT_ALIASES",
+    "ConfigError",
+    "GRPOConfig",
+    "SFTConfig",
+    "config_to_yaml",
+    "load_config",
+    "load_sft_config",
+]

@@ -1,18 +1,22 @@
-"""Metrics of every step to the console, a jsonl file and tensorboard, under verl's names."""
+"""Metrics of every step to the console, a jsonl file, tensorboard and wandb, by verl's names."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["MetricsLogger"]
+from hybridengine.config import ConfigError
+from hybridengine.tracking.atomic import atomic_file
+
+__all__ = ["MetricsLogger", "check_loggers"]
 
 # What the console line shows of a step: (metric, label, format).
 _CONSOLE = (
@@ -21,9 +25,20 @@ _CONSOLE = (
     ("actor/entropy", "entropy", "{:.3f}"),
     ("actor/pg_loss", "loss", "{:+.4f}"),
     ("actor/grad_norm", "grad", "{:.2f}"),
+    ("train/loss", "loss", "{:.4f}"),
+    ("train/grad_norm", "grad", "{:.2f}"),
+    ("train/lr", "lr", "{:.2e}"),
     ("training/rollout_probs_diff_mean", "Δp", "{:.4f}"),
     ("timing_s/step", "time", "{:.1f} s"),
 )
+
+
+def check_loggers(loggers: Sequence[str]) -> None:
+    """Raise ConfigError for a logger whose package is missing."""
+    if "wandb" in loggers and find_spec("wandb") is None:
+        raise ConfigError(
+            "trainer.logger names wandb, which is not installed; pip install wandb, or leave it out"
+        )
 
 
 class MetricsLogger:
@@ -31,6 +46,9 @@ class MetricsLogger:
 
     Files are `<dir>/metrics.jsonl` (one object per `log`, non-finite numbers as null) and
     `<dir>/tensorboard/`. `history` keeps everything logged, for the learning curves.
+
+    first_step: after how many steps a resumed run goes on; what was logged later is forgotten.
+    project, experiment, config: what wandb files the run under.
     """
 
     def __init__(
@@ -40,17 +58,41 @@ class MetricsLogger:
         *,
         total_steps: int,
         console: Console | None = None,
+        first_step: int = 0,
+        project: str = "hybridengine",
+        experiment: str | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
+        check_loggers(loggers)
         self.history: list[dict[str, float]] = []
         self._total_steps = total_steps
         self._console = (console or Console()) if "console" in loggers else None
         Path(dir).mkdir(parents=True, exist_ok=True)
-        self._jsonl = (Path(dir) / "metrics.jsonl").open("w") if "jsonl" in loggers else None
+        self._jsonl = self._open_jsonl(Path(dir), first_step) if "jsonl" in loggers else None
         self._tensorboard: Any = None
         if "tensorboard" in loggers:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(Path(dir) / "tensorboard"))
+            self._tensorboard = SummaryWriter(
+                str(Path(dir) / "tensorboard"), purge_step=first_step + 1 if first_step else None
+            )
+        self._wandb: Any = None
+        if "wandb" in loggers:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=project, name=experiment, dir=str(dir), config=dict(config or {})
+            )
+
+    def _open_jsonl(self, dir: Path, first_step: int) -> TextIO:
+        file = dir / "metrics.jsonl"
+        if first_step and file.exists():
+            lines = (line for line in file.read_text().splitlines() if line.endswith("}"))
+            rows = [row for row in map(json.loads, lines) if row["step"] <= first_step]
+            with atomic_file(file) as temporary:
+                temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            self.history = [{k: v for k, v in row.items() if v is not None} for row in rows]
+        return file.open("a" if first_step else "w")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of `step`; a step may be logged in parts, such as its validation."""
@@ -63,6 +105,8 @@ class MetricsLogger:
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
         if self._console is not None:
             self._console.print(self._line(step, values), soft_wrap=True)
 
@@ -78,6 +122,8 @@ class MetricsLogger:
             self._jsonl.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def __enter__(self) -> MetricsLogger:
         return self

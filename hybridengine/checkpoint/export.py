@@ -1,0 +1,137 @@
+"""A checkpoint as a Hugging Face folder, on one CPU without any process group.
+
+Reads our checkpoints (DCP) and verl's `model_world_size_W_rank_R.pt` shards, the latter as data
+only: nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from hybridengine.checkpoint.checkpointer import TENSORS
+from hybridengine.checkpoint.folders import CheckpointError, find_checkpoints, open_checkpoint
+from hybridengine.model.export import check_disk_space, write_pretrained
+from hybridengine.model.parameters import stored_tensors
+
+__all__ = ["export_checkpoint"]
+
+_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+
+
+def export_checkpoint(
+    path: str | Path,
+    out: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Write the model of a checkpoint to `out`, and read it back to compare.
+
+    path: a checkpoint, or a run's folder, whose newest checkpoint is taken. Returns the checkpoint.
+
+    Raises:
+        CheckpointError: no whole checkpoint there, or one that does not fit its own config.
+        ModelError: `out` cannot be written, or does not read back as it was written.
+    """
+    folder = _locate(Path(path))
+    described = folder / "huggingface"
+    if not (described / "config.json").is_file():
+        raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
+    config = AutoConfig.from_pretrained(described, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    wanted = stored_tensors(model)
+    out = Path(out).absolute()
+    check_disk_space(out, sum(tensor.numel() for tensor in wanted.values()) * dtype.itemsize)
+    read = _read_verl if any(folder.glob("model_world_size_*")) else _read_dcp
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in read(folder, wanted, dtype).items()
+    }
+    tokenizer = AutoTokenizer.from_pretrained(described, trust_remote_code=trust_remote_code)
+    generation = None
+    if (described / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(described)
+    write_pretrained(type(model), config, generation, tokenizer, tensors, out)
+    return folder
+
+
+def _locate(path: Path) -> Path:
+    """The folder with the tensors: of a checkpoint, of verl's actor, or of a run's newest."""
+    for candidate in (path, path / "actor"):
+        if any(candidate.glob("model_world_size_*_rank_*.pt")):
+            return candidate
+    latest = path / "latest_checkpointed_iteration.txt"  # verl's
+    if latest.is_file():
+        return _locate(path / f"global_step_{int(latest.read_text())}")
+    checkpoints = find_checkpoints(path)
+    return checkpoints[-1].path if checkpoints else open_checkpoint(path).path
+
+
+def _read_dcp(
+    folder: Path, wanted: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    tensors = {
+        name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype)
+        for name, x in wanted.items()
+    }
+    saved = {f"actor/model/{name}": tensor for name, tensor in tensors.items()}
+    try:
+        dcp.load(saved, checkpoint_id=folder / TENSORS, no_dist=True)
+    except dcp.CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"checkpoint {folder} does not hold its model: {reason}") from error
+    return tensors
+
+
+def _read_verl(
+    folder: Path, wanted: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    files = {}
+    for file in folder.glob("model_world_size_*_rank_*.pt"):
+        world, rank = map(int, _SHARD.fullmatch(file.name).groups())
+        files[rank] = file
+    if sorted(files) != list(range(world)):
+        raise CheckpointError(f"checkpoint {folder} has shards of ranks {sorted(files)} of {world}")
+    shards = [
+        torch.load(files[rank], map_location="cpu", weights_only=True, mmap=True)
+        for rank in range(world)
+    ]
+    if missing := sorted(set(wanted) - set(shards[0])):
+        raise CheckpointError(f"checkpoint {folder} lacks {missing[0]!r}, one of {len(missing)}")
+    return {
+        name: _joined(folder, name, [shard[name] for shard in shards], like.shape)
+        for name, like in wanted.items()
+    }
+
+
+def _joined(folder: Path, name: str, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """The whole tensor; parts[r] is rank r's: a DTensor, or a plain piece along dim 0."""
+    first = parts[0]
+    if isinstance(first, DTensor):
+        mesh = first.device_mesh.mesh
+        local = [part.to_local() for part in parts]
+        whole = _join_mesh(local, mesh, first.placements)
+    else:
+        whole = first if first.shape == shape else torch.cat(parts)
+    if whole.shape != shape:
+        raise CheckpointError(
+            f"checkpoint {folder}: {name} is {tuple(whole.shape)}, expected {tuple(shape)}"
+        )
+    return whole
+
+
+def _join_mesh(local: list[torch.Tensor], ranks: torch.Tensor, placements) -> torch.Tensor:
+    """Concatenate over each dimension of `ranks` that shards, take any where it replicates."""
+    if not placements:
+        return local[int(ranks)]
+    placement, *inner = placements
+    if not isinstance(placement, Shard):
+        return _join_mesh(local, ranks[0], inner)
+    return torch.cat([_join_mesh(local, part, inner) for part in ranks], dim=placement.dim)

@@ -1,0 +1,86 @@
+"""How fast a step was: throughput, model FLOP utilisation, memory, under verl's names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import psutil
+import torch
+from torch import nn
+
+__all__ = ["FlopCounter", "performance_metrics"]
+
+# Dense bfloat16 TFLOP/s by the data sheets; the first name that the device's contains counts.
+_PEAK_TFLOPS = {
+    "B200": 2250.0, "H200": 989.5, "H100": 989.5, "H800": 989.5, "H20": 148.0, "A100": 312.0,
+    "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L20": 119.5, "A10": 125.0, "MI300X": 1307.0,
+}  # fmt: skip
+
+
+def performance_metrics(
+    num_tokens: int, seconds: float, world_size: int, device: torch.device
+) -> dict[str, float]:
+    """Of one step in which `world_size` ranks together worked on num_tokens tokens."""
+    metrics = {
+        "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": num_tokens / seconds / world_size,
+        "perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
+    }
+    if device.type == "cuda":
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+    return metrics
+
+
+class FlopCounter:
+    """Model FLOPs of training `model`, and their share of what the devices can do (MFU).
+
+    Matrix products only (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), with two deviations:
+    attention counts its causal half, and frozen weights have no gradient. Recomputation by gradient
+    checkpointing does not count. A mixture of experts counts the experts a token visits. The peak
+    is the data sheet's; of a CPU or an unknown GPU it is a matrix product's measured rate.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, world_size: int) -> None:
+        config = model.config.get_text_config()
+        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0)
+        visited = getattr(config, "num_experts_per_tok", None) or 1
+        embedding = None if config.tie_word_embeddings else model.get_input_embeddings().weight
+        self._per_token = 0.0
+        for name, p in model.named_parameters():
+            if p.ndim < 2 or p is embedding:
+                continue
+            share = visited / experts if experts and ".experts." in name else 1.0
+            self._per_token += share * p.numel() * (6 if p.requires_grad else 4)
+        head_dim = getattr(config, "head_dim", None)
+        width = config.num_attention_heads * (
+            head_dim or config.hidden_size // config.num_attention_heads
+        )
+        self._per_pair = 6.0 * config.num_hidden_layers * width
+        self._peak = world_size * _peak_flops(device)
+
+    def training_flops(self, lengths: Sequence[int]) -> float:
+        """Of a forward and a backward over packed sequences of these lengths."""
+        pairs = sum(length * length for length in lengths)
+        return self._per_token * sum(lengths) + self._per_pair * pairs
+
+    def utilisation(self, lengths: Sequence[int], seconds: float) -> float:
+        return self.training_flops(lengths) / seconds / self._peak
+
+
+def _peak_flops(device: torch.device) -> float:
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, tflops in _PEAK_TFLOPS.items():
+            if known in name:
+                return tflops * 1e12
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a = torch.ones(1024, 1024, device=device, dtype=dtype)
+    fastest = float("inf")
+    for _ in range(4):  # the first one warms up
+        started = time.perf_counter()
+        float((a @ a)[0, 0])
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2 * 1024**3 / fastest
