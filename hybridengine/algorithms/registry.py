@@ -46,18 +46,37 @@ class AdvantageOptions:
 
 Estimator = Callable[[Responses, AdvantageOptions], tuple[Tensor, Tensor]]
 ESTIMATORS: dict[str, Estimator] = {}
+NEEDS: dict[str, tuple[str, ...]] = {}
 
 
-def register_estimator(*names: str) -> Callable[[Estimator], Estimator]:
-    """Make an estimator known under `names`; a name that is taken is an error."""
+def register_estimator(
+    *names: str, needs: tuple[str, ...] = ()
+) -> Callable[[Estimator], Estimator]:
+    """Make an estimator known under `names`; a name that is taken is an error.
+
+    needs: which of values (a critic is trained), reward_baselines (a greedy response to every
+    prompt is generated) and reward_parts it reads.
+    """
 
     def register(estimator: Estimator) -> Estimator:
         for name in names:
             if ESTIMATORS.setdefault(name, estimator) is not estimator:
                 raise ValueError(f"advantage estimator {name!r} is already registered")
+            NEEDS[name] = needs
         return estimator
 
     return register
+
+
+def check_estimator(name: str) -> None:
+    """Raise ValueError, with a suggestion, for a name that is not registered."""
+    if name not in ESTIMATORS:
+        near = difflib.get_close_matches(name, ESTIMATORS, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"unknown advantage estimator {name!r}; {hint}expected one of "
+            f"{', '.join(sorted(ESTIMATORS))}"
+        )
 
 
 def advantages(
@@ -68,13 +87,7 @@ def advantages(
     Raises:
         ValueError: no such estimator (the message suggests one), or an input it needs is missing.
     """
-    if name not in ESTIMATORS:
-        near = difflib.get_close_matches(name, ESTIMATORS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown advantage estimator {name!r}; {hint}expected one of "
-            f"{', '.join(sorted(ESTIMATORS))}"
-        )
+    check_estimator(name)
     return ESTIMATORS[name](responses, options or AdvantageOptions())
 
 
@@ -141,7 +154,7 @@ _register_group_estimator("max_mean", kernel="max_mean")
 _register_group_estimator("opo", kernel="opo")
 
 
-@register_estimator("gae")
+@register_estimator("gae", needs=("values",))
 def _gae(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """PPO (arXiv 1506.02438): token-level, whitened over all ranks."""
     out, returns = gae(
@@ -177,7 +190,7 @@ def _reinforce_plus_plus_baseline(
     return out, out
 
 
-@register_estimator("remax")
+@register_estimator("remax", needs=("reward_baselines",))
 def _remax(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """ReMax (arXiv 2310.10505): rewards to go minus the reward of the greedy response."""
     baselines = _needs(responses, "reward_baselines", "remax")
@@ -193,7 +206,7 @@ def _remax(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Ten
     return torch.where(responses.response_mask, returns - baseline, 0), returns
 
 
-@register_estimator("gdpo")
+@register_estimator("gdpo", needs=("reward_parts",))
 def _gdpo(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """GDPO (arXiv 2601.05242): every reward normalised in its group by itself, summed, whitened."""
     parts = _needs(responses, "reward_parts", "gdpo")

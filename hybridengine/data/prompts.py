@@ -25,6 +25,7 @@ class PromptSample:
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
+    chat: Sequence[Mapping[str, Any]] = ()  # as in the file
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,15 @@ def _tokenize(rows: list[_Row], tokenizer: Any, data: DataConfig) -> list[Prompt
         if not prompt_ids:
             raise DataError(f"{row.where}: the chat template made an empty prompt")
         samples.append(
-            PromptSample(index, prompt_ids, text, row.data_source, row.ground_truth, row.extra_info)
+            PromptSample(
+                index,
+                prompt_ids,
+                text,
+                row.data_source,
+                row.ground_truth,
+                row.extra_info,
+                row.chat,
+            )
         )
     return samples
 

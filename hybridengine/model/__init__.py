@@ -5,7 +5,7 @@ from hybridengine.model.checking import check_model
 from hybridengine.model.errors import ModelError
 from hybridengine.model.export import check_disk_space, save_pretrained
 from hybridengine.model.forward import PackedBatch, pack_rollouts, packed_log_probs, packed_logits
-from hybridengine.model.loading import load_causal_lm
+from hybridengine.model.loading import load_causal_lm, sharding_mesh
 from hybridengine.model.optim import SCHEDULES, Optimizer, clip_grad_norm_
 from hybridengine.model.parameters import (
     checkpoint_layout,
@@ -14,6 +14,7 @@ from hybridengine.model.parameters import (
     parameter_shards,
 )
 from hybridengine.model.ulysses import check_sequence_parallel, gather_rows
+from hybridengine.model.value import is_sequence_classifier, packed_values
 
 __all__ = [
     "ATTENTION",
@@ -29,10 +30,13 @@ __all__ = [
     "clip_grad_norm_",
     "describe_checkpoint",
     "gather_rows",
+    "is_sequence_classifier",
     "load_causal_lm",
     "pack_rollouts",
     "packed_log_probs",
     "packed_logits",
+    "packed_values",
     "parameter_shards",
     "save_pretrained",
+    "sharding_mesh",
 ]

@@ -7,11 +7,12 @@ scatters it parameter by parameter, so no other rank holds more than one whole p
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -22,8 +23,21 @@ from hybridengine.model.errors import ModelError
 from hybridengine.model.head import use_float32_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
+from hybridengine.model.value import put_value_head, read_value_model
 
-__all__ = ["load_causal_lm"]
+__all__ = ["load_causal_lm", "sharding_mesh"]
+
+
+def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
+    """All ranks as one row of shards, or as replicas of `fsdp_size` neighbouring ranks each (HSDP).
+
+    Every replica holds the whole model, so its all-gathers stay among its ranks, at world_size /
+    fsdp_size times the memory; gradients are reduced over all ranks.
+    """
+    if fsdp_size in (-1, world_size):
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    shape = (world_size // fsdp_size, fsdp_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))
 
 
 def load_causal_lm(
@@ -36,12 +50,23 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     reshard_after_forward: bool = True,
     adapt: Callable[[PreTrainedModel], object] | None = None,
+    forward_prefetch: bool = False,
+    min_num_params: int = 0,
+    value_head: bool = False,
 ) -> PreTrainedModel:
-    """The model at `path` (folder or hub name) on `mesh`, which holds all ranks; all ranks call.
+    """The model at `path` (folder or hub name) on `mesh` (`sharding_mesh`); all ranks call.
 
     Masters, gradients and logits are float32, the rest runs in `param_dtype`. A parameter whose
     name `shard_dim1` accepts is sharded on dim 1 where the mesh divides it evenly, all others on
     dim 0. Attention is `hybridengine.model.attention`, so the model takes packed input.
+
+    A decoder layer is gathered at once or, with `min_num_params`, the smallest modules that have so
+    many parameters; what remains (the embeddings among it) belongs to the root. It is sharded again
+    after its forward, unless `reshard_after_forward` is off. With `forward_prefetch` the next one
+    is gathered before this one's forward, not after.
+
+    With `value_head` its logits are one value per position, see `hybridengine.model.value`; `path`
+    may then be a sequence classifier.
 
     adapt: changes the model before it is sharded (`apply_lora`), the same way on every rank.
 
@@ -52,7 +77,14 @@ def load_causal_lm(
         ModelError: on every rank, also for what only rank 0 sees (unreadable or missing weights).
     """
     config = check_model(path, trust_remote_code)
-    weights = run_on_rank0(lambda: _read(path, trust_remote_code), f"loading model {path!r}")
+    weights = run_on_rank0(
+        lambda: (
+            read_value_model(path, config, trust_remote_code)
+            if value_head
+            else _read(path, trust_remote_code)
+        ),
+        f"loading model {path!r}",
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
@@ -62,14 +94,20 @@ def load_causal_lm(
         )
     if model._is_stateful or not model._supports_attention_backend:
         raise ModelError(f"model {path!r} ({type(model).__name__}) cannot run packed")
-    if model.can_generate():
+    if value_head:
+        put_value_head(model)
+    elif model.can_generate():
         settings = weights.generation_config if weights is not None else None
         model.generation_config = broadcast_from_rank0(settings) or GenerationConfig()
     if adapt is not None:
         adapt(model)
         run_on_rank0(lambda: adapt(weights), "adapting the model")
     layers = _decoder_layers(model)
-    _shard(model, layers, mesh, shard_dim1, param_dtype, reshard_after_forward)
+    groups = _modules_of_size(model, min_num_params) if min_num_params else layers
+    _shard(model, groups, mesh, shard_dim1, param_dtype, reshard_after_forward)
+    if forward_prefetch:
+        for group, following in pairwise(groups):
+            group.set_modules_to_forward_prefetch([following])
     _fill(model, weights, mesh)
     use_float32_head(model)
     model.eval()
@@ -100,9 +138,28 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
+def _modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Module]:
+    """The smallest modules with `min_num_params` parameters outside of those inside them."""
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    chosen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Parameters of `module` that are in no group yet."""
+        left = sum(p.numel() for p in module.parameters(recurse=False))
+        left += sum(visit(child) for child in module.children())
+        runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)  # else FSDP2 has no hook
+        if left < min_num_params or not runs or module is model or module in embeddings:
+            return left
+        chosen.add(module)
+        return 0
+
+    visit(model)
+    return [module for module in model.modules() if module in chosen]
+
+
 def _shard(
     model: nn.Module,
-    layers: list[nn.Module],
+    groups: list[nn.Module],
     mesh: DeviceMesh,
     shard_dim1: Callable[[str], bool],
     param_dtype: torch.dtype,
@@ -116,9 +173,9 @@ def _shard(
         return Shard(1) if divides and shard_dim1(names[id(param)]) else None
 
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    for layer in reversed(layers):  # FSDP2 wants the inner of nested modules first
+    for group in reversed(groups):  # FSDP2 wants the inner of nested modules first
         fully_shard(
-            layer,
+            group,
             mesh=mesh,
             mp_policy=policy,
             shard_placement_fn=placement,

@@ -6,14 +6,22 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RewardError", "RewardFunction", "load_reward_function"]
+__all__ = [
+    "BATCH_ARGUMENTS",
+    "RewardError",
+    "RewardFunction",
+    "import_file",
+    "load_reward_function",
+]
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_BUILT_IN = {"math_verify": Path(__file__).with_name("math_rule.py")}
 
 
 class RewardError(RuntimeError):
@@ -32,6 +40,11 @@ class RewardFunction:
     def __str__(self) -> str:
         return f"{self.name} ({self.file}:{self.line})"
 
+    @property
+    def label(self) -> str:
+        """What its score is called beside those of other functions."""
+        return self.file.stem if self.name == "compute_score" else self.name
+
     def error_line(self, error: BaseException) -> str:
         """`file:line` of the deepest frame of the user's file in the traceback of `error`."""
         lines = [
@@ -42,18 +55,22 @@ class RewardFunction:
         return f"{self.file}:{lines[-1] if lines else self.line}"
 
 
-def load_reward_function(path: str | Path, name: str = "compute_score") -> RewardFunction:
-    """Import `name` from the file `path` and check that it can be called as verl calls it.
+def load_reward_function(
+    path: str | Path, name: str = "compute_score", arguments: Sequence[str] = _ARGUMENTS
+) -> RewardFunction:
+    """Import `name` from the file `path` and check that it takes `arguments`, as verl calls it.
+
+    path: a Python file, or "math_verify", the rule that comes with this package.
 
     Raises RewardError for a missing file, a file that fails to import, a missing function, and a
-    signature that does not take the four arguments by name.
+    signature that does not take the arguments by name.
     """
-    file = Path(path).expanduser().resolve()
+    file = _BUILT_IN.get(str(path), Path(path).expanduser().resolve())
     if not file.is_file():
         raise RewardError(
             f"reward file {file} does not exist; check reward.custom_reward_function.path"
         )
-    module = _import_file(file)
+    module = import_file(file)
     call = getattr(module, name, None)
     if not callable(call):
         functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
@@ -63,18 +80,19 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Rewar
         )
     try:
         signature = inspect.signature(call)
-        signature.bind(**dict.fromkeys(_ARGUMENTS))
+        signature.bind(**dict.fromkeys(arguments))
     except TypeError as error:
         raise RewardError(
-            f"reward function {name} in {file} must accept {', '.join(_ARGUMENTS)} by name, "
+            f"reward function {name} in {file} must accept {', '.join(arguments)} by name, "
             f"but its signature is {name}{signature}: {error}"
         ) from None
     code = getattr(inspect.unwrap(call), "__code__", None)
     return RewardFunction(call, file, name, code.co_firstlineno if code else 1)
 
 
-def _import_file(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"_hybridengine_reward_{file.stem}", file)
+def import_file(file: Path) -> Any:
+    """The user's file as a module; RewardError with its line where it cannot be imported."""
+    spec = importlib.util.spec_from_file_location(f"_hybridengine_user_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling in the user's file look it up
@@ -82,12 +100,12 @@ def _import_file(file: Path) -> Any:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise RewardError(
-            f"reward file {error.filename}:{error.lineno} is not Python: {error.msg}"
+            f"file {error.filename}:{error.lineno} is not Python: {error.msg}"
         ) from None
     except Exception as error:
         lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
         where = f"{file}:{lines[-1].lineno}" if lines else str(file)
         raise RewardError(
-            f"reward file {where} fails to import: {type(error).__name__}: {error}"
+            f"file {where} fails to import: {type(error).__name__}: {error}"
         ) from error
     return module

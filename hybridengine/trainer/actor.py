@@ -6,198 +6,197 @@ into micro-batches nor the number of ranks changes the loss or the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.config import GRPOConfig
-from hybridengine.distributed import Session
-from hybridengine.kernels import policy_loss
-from hybridengine.model import Optimizer, PackedBatch, pack_rollouts, packed_log_probs
-from hybridengine.trainer.batching import split_micro_batches
+from hybridengine.kernels import (
+    RolloutCorrection,
+    policy_loss,
+    rollout_correction,
+    select_by_covariance,
+)
+from hybridengine.model import Optimizer, packed_log_probs
+from hybridengine.trainer.batching import Batch, Mini, Replicas
 from hybridengine.trainer.probs_diff import ProbsDiff
-from hybridengine.trainer.rollouts import Rollout
 
 __all__ = ["Actor"]
 
-
-@dataclass
-class _Micro:
-    """One micro-batch of this rank; per-token tensors cover its R response tokens, packed."""
-
-    batch: PackedBatch
-    response_cu_seqlens: Tensor  # int32 [S+1]
-    advantages: Tensor  # [R]
-    rollout_log_probs: Tensor  # [R]
-    response_mask: Tensor  # bool [R]; all False in a stand-in
-    old_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-
-
-@dataclass
-class _Mini:
-    """One optimizer step: this rank's micro-batches and the counts over all ranks."""
-
-    micros: list[_Micro]
-    num_tokens: int
-    num_seqs: int
+_CORRECTION_NAMES = {  # the kernel's -> verl's
+    "is_weight_mean": "rollout_is_mean",
+    "is_weight_max": "rollout_is_max",
+    "is_clipped_fraction": "rollout_is_clipped_fraction",
+    "rejected_fraction": "rollout_rs_masked_fraction",
+}
 
 
 class Actor:
-    """Policy model, optimizer and, where the KL loss wants one, the frozen reference."""
+    """Policy model, optimizer and, where a KL wants one, the frozen reference.
+
+    reference: enters a context and gives the reference model: a copy of its own, or the policy with
+    its adapters off.
+    """
 
     def __init__(
         self,
         config: GRPOConfig,
         model: nn.Module,
-        reference: nn.Module | None,
+        reference: Callable[[], AbstractContextManager[nn.Module]] | None,
         optimizer: Optimizer,
-        session: Session,
-        sequence_parallel: dist.ProcessGroup | None = None,
+        replicas: Replicas,
     ) -> None:
         self.model, self.reference, self.optimizer = model, reference, optimizer
-        self._config, self._session = config, session
-        self._sp_size = config.actor.ulysses_sequence_parallel_size
-        self._sp_group = sequence_parallel
+        self._config, self._replicas, self._session = config, replicas, replicas.session
         self._temperature = config.rollout.temperature
 
-    def update(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[Tensor], mini_batches: int
-    ) -> dict[str, float]:
-        """Optimizer steps over all rollouts; returns metrics by their dashboard names.
+    def begin(self, batch: Batch, minis: list[Mini], needs_old: bool) -> dict[str, float]:
+        """Reference and, if asked for, old log-probs into `batch`; metrics of what is known then.
 
-        advantages: per rollout [tokens of its response], float32. mini_batches: into how many
-        optimizer steps one pass is cut.
+        Old log-probs are asked for where they are not simply those of the only optimizer step.
         """
-        epochs = self._config.actor.ppo_epochs
-        minis = self._cut(rollouts, advantages, mini_batches)
-        micros = [micro for mini in minis for micro in mini.micros]
-        diff = ProbsDiff(self._session.device)
         if self.reference is not None:
-            with self._session.phase("ref"):
-                for micro in micros:
-                    micro.ref_log_probs = self._frozen_log_probs(self.reference, micro)
-        if epochs * len(minis) > 1:
-            with self._session.phase("old_log_prob"):
-                for micro in micros:
-                    micro.old_log_probs = self._frozen_log_probs(self.model, micro)
-                    diff.add(micro.old_log_probs, micro.rollout_log_probs, micro.response_mask)
+            with self._session.phase("ref"), self.reference() as reference:
+                batch.ref_log_probs = self._frozen_log_probs(reference, minis)
+        if not needs_old and not self._wants_old(len(minis)):
+            return {}
+        with self._session.phase("old_log_prob"):
+            batch.old_log_probs = self._frozen_log_probs(self.model, minis)
+        diff = ProbsDiff(self._session.device)
+        if self._session.is_main:  # every rank holds the whole batch
+            diff.add(batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
+        return diff.metrics()
+
+    def _wants_old(self, mini_batches: int) -> bool:
+        algorithm, loss = self._config.algorithm, self._config.actor.policy_loss.loss_mode
+        return (
+            self._config.actor.ppo_epochs * mini_batches > 1
+            or algorithm.use_kl_in_reward
+            or bool(algorithm.rollout_correction.rejection)
+            or loss in ("clip_cov", "kl_cov")
+        )
+
+    def correct(self, batch: Batch) -> dict[str, float]:
+        """Importance weights and rejection by the known old log-probs, into `batch`."""
+        if batch.old_log_probs is None:
+            return {}
+        found = self._correction(
+            batch.old_log_probs,
+            batch.rollout_log_probs,
+            batch.cu_seqlens,
+            batch.response_mask,
+            batch.response_mask.sum(),
+        )
+        batch.is_weights, batch.response_mask = found.weights, found.response_mask
+        return {name: float(value) for name, value in _named(found.metrics).items()}
+
+    def update(self, batch: Batch, minis: list[Mini]) -> dict[str, float]:
+        """Optimizer steps over all rollouts, by batch.advantages; metrics by dashboard names."""
+        diff = ProbsDiff(self._session.device)
         steps = []
         with self._session.phase("update_actor"):
-            for _ in range(epochs):
+            if self._config.actor.policy_loss.loss_mode in ("clip_cov", "kl_cov"):
+                batch.selected = self._select(batch, minis)
+            for _ in range(self._config.actor.ppo_epochs):
                 for mini in minis:
-                    steps.append(self._step(mini, diff))
-        return _mean_of(steps) | diff.metrics()
+                    steps.append(self._step(batch, mini, diff))
+        metrics = {name: float(sum(s[name] for s in steps)) / len(steps) for name in steps[0]}
+        return metrics | (diff.metrics() if batch.old_log_probs is None else {})
 
-    def _cut(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[Tensor], mini_batches: int
-    ) -> list[_Mini]:
-        minis = []
-        groups = sorted({r.group for r in rollouts})
-        for k in range(mini_batches):
-            low = groups[len(groups) * k // mini_batches]
-            end = len(groups) * (k + 1) // mini_batches
-            chosen = [
-                i
-                for i, r in enumerate(rollouts)
-                if r.group >= low and (end == len(groups) or r.group < groups[end])
-            ]
-            split = split_micro_batches(
-                [rollouts[i].num_tokens for i in chosen],
-                self._session.world_size // self._sp_size,
-                self._config.actor.ppo_max_token_len_per_gpu * self._sp_size,
-            )
-            minis.append(
-                _Mini(
-                    micros=[
-                        self._micro([chosen[i] for i in m.indices], m.counted, rollouts, advantages)
-                        for m in split[self._session.rank // self._sp_size]
-                    ],
-                    num_tokens=sum(len(rollouts[i].response_ids) for i in chosen),
-                    num_seqs=len(chosen),
-                )
-            )
-        return minis
-
-    def _micro(
-        self,
-        indices: list[int],
-        counted: bool,
-        rollouts: Sequence[Rollout],
-        advantages: Sequence[Tensor],
-    ) -> _Micro:
-        device = self._session.device
-        chosen = [rollouts[i] for i in indices]
-        lengths = torch.tensor([len(r.response_ids) for r in chosen])
-        cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        log_probs = torch.tensor([p for r in chosen for p in r.log_probs], dtype=torch.float32)
-        batch = pack_rollouts(
-            [(r.sample.prompt_ids, r.response_ids) for r in chosen], device, self._sp_group
-        )
-        return _Micro(
-            batch=batch,
-            response_cu_seqlens=cu.to(device, torch.int32),
-            advantages=torch.cat([advantages[i] for i in indices]).to(device),
-            rollout_log_probs=log_probs.to(device),
-            response_mask=torch.full((int(lengths.sum()),), counted, device=device),
+    def _frozen_log_probs(self, model: nn.Module, minis: list[Mini]) -> Tensor:
+        return self._replicas.per_token(
+            minis, lambda packed: packed_log_probs(model, packed, self._temperature)[0]
         )
 
-    @torch.no_grad()
-    def _frozen_log_probs(self, model: nn.Module, micro: _Micro) -> Tensor:
-        return packed_log_probs(model, micro.batch, self._temperature)[0]
+    def _select(self, batch: Batch, minis: list[Mini]) -> Tensor:
+        """Tokens of each mini-batch by covariance; all ranks and micro-batches choose the same."""
+        options = self._config.actor.policy_loss
+        generator = torch.Generator(self._session.device)
+        generator.manual_seed(self._config.seed + self._session.step)
+        selected = torch.zeros_like(batch.response_mask)
+        assert batch.old_log_probs is not None and batch.advantages is not None
+        for mini in minis:
+            selected[mini.places] = select_by_covariance(
+                batch.old_log_probs[mini.places],
+                batch.advantages[mini.places],
+                loss_mode=options.loss_mode,
+                ratio=getattr(options, f"{options.loss_mode}_ratio"),
+                response_mask=batch.response_mask[mini.places],
+                lower=options.clip_cov_lb,
+                upper=options.clip_cov_ub,
+                generator=generator,
+            )
+        return selected
 
-    def _step(self, mini: _Mini, diff: ProbsDiff) -> dict[str, Tensor]:
+    def _correction(
+        self, old: Tensor, rollout: Tensor, cu_seqlens: Tensor, mask: Tensor, num_tokens: Tensor
+    ) -> RolloutCorrection:
+        options = self._config.algorithm.rollout_correction
+        lower, upper = options.is_bounds
+        return rollout_correction(
+            old,
+            rollout,
+            cu_seqlens=cu_seqlens,
+            response_mask=mask,
+            rollout_is=options.rollout_is,
+            rollout_is_threshold=upper,
+            rollout_is_lower=lower,
+            rejection=options.rejection,
+            global_num_tokens=num_tokens,
+        )
+
+    def _step(self, batch: Batch, mini: Mini, diff: ProbsDiff) -> dict[str, Tensor]:
         actor = self._config.actor
         low, high = self._config.clip_ratios
-        totals: dict[str, Tensor] = {}
-        largest = torch.full((), -torch.inf, device=self._session.device)
+        num_tokens, num_seqs = mini.counts(batch)
+        sums = self._replicas.sums()
         for micro in mini.micros:
-            log_probs, entropy = packed_log_probs(self.model, micro.batch, self._temperature)
-            old = micro.old_log_probs
+            log_probs, entropy = packed_log_probs(self.model, micro.packed, self._temperature)
+            mask, weights = micro.mask(batch), micro.of(batch.is_weights)
+            old = micro.of(batch.old_log_probs)
             if old is None:  # the only step on these rollouts: the policy is still the old one
-                old = log_probs.detach()
-                diff.add(old, micro.rollout_log_probs, micro.response_mask)
+                old, rollout = log_probs.detach(), batch.rollout_log_probs[micro.places]
+                diff.add(old, rollout, mask)
+                found = self._correction(old, rollout, micro.cu_seqlens, mask, num_tokens)
+                weights = found.weights
+                sums.add(_named(found.metrics))
             loss, metrics = policy_loss(
                 log_probs,
                 old,
-                micro.advantages,
-                response_mask=micro.response_mask,
+                micro.of(batch.advantages),
+                response_mask=mask,
                 loss_mode=actor.policy_loss.loss_mode,
                 clip_ratio_low=low,
                 clip_ratio_high=high,
                 clip_ratio_c=actor.clip_ratio_c,
+                tau_pos=actor.tau_pos,
+                tau_neg=actor.tau_neg,
+                selected=micro.of(batch.selected),
+                cov_kl_coef=actor.policy_loss.ppo_kl_coef,
                 loss_agg_mode=actor.loss_agg_mode,
-                loss_scale_factor=self._config.data.max_response_length,
-                cu_seqlens=micro.response_cu_seqlens,
-                global_num_tokens=mini.num_tokens,
-                global_num_seqs=mini.num_seqs,
-                ref_log_probs=micro.ref_log_probs,
+                loss_scale_factor=self._config.loss_scale_factor,
+                cu_seqlens=micro.cu_seqlens,
+                global_num_tokens=num_tokens,
+                global_num_seqs=num_seqs,
+                ref_log_probs=micro.of(batch.ref_log_probs) if actor.use_kl_loss else None,
                 kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
                 kl_type=actor.kl_loss_type,
                 entropy=entropy,
                 entropy_coeff=actor.entropy_coeff,
+                rollout_is_weights=weights,
             )
             # FSDP2 averages gradients over the ranks; the loss is already a global mean.
             (loss * self._session.world_size).backward()
-            largest = torch.maximum(largest, metrics.pop("ratio_max"))
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, torch.zeros_like(value)) + value
-        names = sorted(totals)
-        summed = torch.stack([totals[n] for n in names])
-        dist.all_reduce(summed)
-        summed /= self._sp_size  # the ranks that share a micro-batch each hold its whole loss
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        grad_norm = self.optimizer.step(actor.grad_clip)
-        return {
-            **{f"actor/{n}": v for n, v in zip(names, summed, strict=True)},
-            "actor/ratio_max": largest,
-            "actor/grad_norm": grad_norm,
-            "actor/lr": torch.tensor(self.optimizer.last_lr),
-        }
+            sums.add({f"actor/{name}": value for name, value in metrics.items()})
+        reduced = sums.reduced()
+        reduced["actor/grad_norm"] = self.optimizer.step(actor.grad_clip)
+        reduced["actor/lr"] = torch.tensor(self.optimizer.last_lr)
+        if actor.use_kl_loss:
+            reduced["actor/kl_coef"] = torch.tensor(actor.kl_loss_coef)
+        return reduced
 
 
-def _mean_of(steps: list[dict[str, Tensor]]) -> dict[str, float]:
-    return {name: float(sum(float(s[name]) for s in steps) / len(steps)) for name in steps[0]}
+def _named(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"rollout_corr/{_CORRECTION_NAMES.get(n, n)}": v for n, v in metrics.items()}

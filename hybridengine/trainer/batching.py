@@ -1,21 +1,196 @@
-"""Which rank trains on which rollouts, in which micro-batches."""
+"""One step's rollouts as packed tensors, and which rank trains on which of them.
+
+Every rank holds the same `Batch`: per-token numbers are small beside the model, and advantages,
+whitening and metrics then need no collective of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.distributed import Session
 from hybridengine.kernels import balance
+from hybridengine.model import PackedBatch, pack_rollouts
+from hybridengine.trainer.rollouts import Rollout
 
-__all__ = ["MicroBatch", "split_micro_batches"]
+__all__ = ["Batch", "Micro", "MicroBatch", "Mini", "Replicas", "Sums", "split_micro_batches"]
+
+
+@dataclass
+class Batch:
+    """N responses and their R tokens end to end; per-token tensors are [R], float32."""
+
+    rollouts: Sequence[Rollout]
+    cu_seqlens: Tensor  # int32 [N + 1]
+    response_mask: Tensor  # bool [R], the tokens that are trained on
+    rollout_log_probs: Tensor  # the engine's
+    old_log_probs: Tensor | None = None  # None: those of the only optimizer step itself
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    is_weights: Tensor | None = None  # of the rollout correction
+    selected: Tensor | None = None  # bool, of clip_cov and kl_cov
+
+    @staticmethod
+    def of(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
+        ends = [0, *accumulate(len(r.response_ids) for r in rollouts)]
+        log_probs = [p for r in rollouts for p in r.log_probs]
+        return Batch(
+            rollouts,
+            torch.tensor(ends, dtype=torch.int32, device=device),
+            torch.ones(ends[-1], dtype=torch.bool, device=device),
+            torch.tensor(log_probs, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """int64 [R], which response a token belongs to."""
+        lengths = self.cu_seqlens.diff().long()
+        return torch.repeat_interleave(lengths, output_size=self.response_mask.numel())
+
+    def sequence_sums(self, per_token: Tensor) -> Tensor:
+        """[R] -> [N]."""
+        sums = per_token.new_zeros(len(self.rollouts))
+        return sums.index_add(0, self.sequence_ids, per_token)
+
+
+@dataclass(frozen=True)
+class Micro:
+    """What one rank runs at once: s responses with r tokens."""
+
+    packed: PackedBatch
+    places: Tensor  # int64 [r], where its tokens are in the batch
+    cu_seqlens: Tensor  # int32 [s + 1]
+    counted: bool  # False for a stand-in, see MicroBatch
+
+    def of(self, per_token: Tensor | None) -> Tensor | None:
+        return None if per_token is None else per_token[self.places]
+
+    def mask(self, batch: Batch) -> Tensor:
+        return batch.response_mask[self.places] & self.counted
+
+
+@dataclass(frozen=True)
+class Mini:
+    """One optimizer step: this rank's micro-batches, and all ranks' tokens."""
+
+    micros: list[Micro]
+    places: Tensor  # int64, its tokens in the batch
+
+    def counts(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(tokens, responses with a token) that count towards the loss, over all ranks; 0-d."""
+        mask = batch.response_mask[self.places]
+        trained = torch.zeros(len(batch.rollouts), dtype=torch.bool, device=mask.device)
+        trained[batch.sequence_ids[self.places[mask]]] = True
+        return mask.sum(), trained.sum()
+
+
+class Replicas:
+    """Ranks that each run micro-batches of their own, or in groups that share theirs (Ulysses)."""
+
+    def __init__(self, session: Session, sequence_parallel_size: int, max_tokens: int) -> None:
+        self.session, self._size, self._max_tokens = session, sequence_parallel_size, max_tokens
+        self._group, _ = dist.new_subgroups(sequence_parallel_size)
+
+    def cut(self, batch: Batch, mini_batches: int) -> list[Mini]:
+        """`mini_batches` optimizer steps of whole groups; each split evenly over the replicas."""
+        groups = [r.group for r in batch.rollouts]
+        numbers = {group: i for i, group in enumerate(sorted(set(groups)))}
+        ends = batch.cu_seqlens.tolist()
+        minis = []
+        for k in range(mini_batches):
+            chosen = [
+                i for i, g in enumerate(groups) if numbers[g] * mini_batches // len(numbers) == k
+            ]
+            split = split_micro_batches(
+                [batch.rollouts[i].num_tokens for i in chosen],
+                self.session.world_size // self._size,
+                self._max_tokens * self._size,
+            )
+            mine = split[self.session.rank // self._size]
+            micros = [
+                self._micro(batch, ends, [chosen[i] for i in m.indices], m.counted) for m in mine
+            ]
+            minis.append(Mini(micros, self._places(ends, chosen)))
+        return minis
+
+    def _micro(self, batch: Batch, ends: list[int], indices: list[int], counted: bool) -> Micro:
+        chosen = [batch.rollouts[i] for i in indices]
+        lengths = [0, *accumulate(len(r.response_ids) for r in chosen)]
+        return Micro(
+            pack_rollouts(
+                [(r.sample.prompt_ids, r.response_ids) for r in chosen],
+                self.session.device,
+                self._group if self._size > 1 else None,
+            ),
+            self._places(ends, indices),
+            torch.tensor(lengths, dtype=torch.int32, device=self.session.device),
+            counted,
+        )
+
+    def _places(self, ends: list[int], indices: list[int]) -> Tensor:
+        places = torch.cat([torch.arange(ends[i], ends[i + 1]) for i in indices])
+        return places.to(self.session.device)
+
+    @torch.no_grad()
+    def per_token(self, minis: list[Mini], forward: Callable[[PackedBatch], Tensor]) -> Tensor:
+        """`forward` of every micro-batch, [R], on every rank; collective."""
+        micros = [micro for mini in minis for micro in mini.micros]
+        size = sum(mini.places.numel() for mini in minis)
+        whole = torch.zeros(size, device=self.session.device)
+        for micro in micros:
+            values = forward(micro.packed)
+            if micro.counted and self.session.rank % self._size == 0:
+                whole[micro.places] = values
+        dist.all_reduce(whole)  # every token is one rank's, plus zeros
+        return whole
+
+    def sums(self) -> Sums:
+        return Sums(self._size)
+
+
+class Sums:
+    """Metrics of one optimizer step, over its micro-batches and all ranks.
+
+    What ends in _max is a maximum; the rest are parts of a sum, which `copies` ranks each have.
+    """
+
+    def __init__(self, copies: int) -> None:
+        self._copies = copies
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            value = value.detach().double()
+            before = self._sums.get(name, value)
+            joined = before + value if name in self._sums else value
+            self._sums[name] = torch.maximum(before, value) if name.endswith("_max") else joined
+
+    def reduced(self) -> dict[str, Tensor]:
+        """Collective."""
+        names = sorted(self._sums, key=lambda name: (name.endswith("_max"), name))
+        values = torch.stack([self._sums[name] for name in names])
+        count = sum(not name.endswith("_max") for name in names)
+        dist.all_reduce(values[:count])
+        values[:count] /= self._copies
+        dist.all_reduce(values[count:], dist.ReduceOp.MAX)
+        return dict(zip(names, values.unbind(), strict=True))
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Indices of the sequences one rank runs together.
+    """Indices of the sequences one replica runs together.
 
-    counted is False for a stand-in: a rank with fewer sequences than others has micro-batches must
-    still take part in the collectives of their forward and backward; its loss then weighs nothing.
+    counted is False for a stand-in: a replica with fewer sequences than others has micro-batches
+    must still take part in the collectives of their forward and backward; its loss then weighs
+    nothing.
     """
 
     indices: list[int]
@@ -23,14 +198,14 @@ class MicroBatch:
 
 
 def split_micro_batches(
-    lengths: Sequence[int], world_size: int, max_tokens: int
+    lengths: Sequence[int], replicas: int, max_tokens: int
 ) -> list[list[MicroBatch]]:
-    """For each rank the same number of micro-batches, each of at most max_tokens tokens.
+    """For each replica the same number of micro-batches, each of at most max_tokens tokens.
 
     A sequence longer than max_tokens gets a micro-batch of its own. Deterministic in its arguments,
     so every rank computes the same split.
     """
-    ranks = balance(lengths, world_size)
+    ranks = balance(lengths, replicas)
     count = max(1, *(-(-sum(lengths[i] for i in rank) // max_tokens) for rank in ranks))
     while True:
         parts = [_split(rank, lengths, count) for rank in ranks]

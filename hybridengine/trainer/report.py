@@ -26,30 +26,26 @@ from hybridengine.tracking import (
     plot_learning_curves,
     write_summary,
 )
+from hybridengine.trainer.batching import Batch
 from hybridengine.trainer.rollouts import Rollout
 
-__all__ = ["Reporter", "step_metrics"]
+__all__ = ["Reporter", "spread", "step_metrics"]
 
 
-def step_metrics(
-    rollouts: Sequence[Rollout],
-    advantages: Sequence[torch.Tensor],
-    session: Session,
-    seconds: float,
-) -> dict[str, float]:
-    """Metrics of one step that follow from its rollouts and timings, by their dashboard names."""
-    scores = [r.score for r in rollouts]
+def step_metrics(batch: Batch, session: Session, seconds: float) -> dict[str, float]:
+    """Metrics of one step that follow from its batch and timings, by their dashboard names."""
+    rollouts = batch.rollouts
     clipped = [r.finish_reason == "length" for r in rollouts]
     tokens = sum(r.num_tokens for r in rollouts)
     by_group: dict[int, set[float]] = {}
     for r in rollouts:
         by_group.setdefault(r.group, set()).add(r.score)
     metrics = {
-        **_spread("critic/score", scores),
-        **_spread("critic/rewards", scores),
-        **_spread("critic/advantages", torch.cat(list(advantages)).tolist()),
-        **_spread("response_length", [len(r.response_ids) for r in rollouts]),
-        **_spread("prompt_length", [len(r.sample.prompt_ids) for r in rollouts]),
+        **spread("critic/score", torch.tensor([r.score for r in rollouts])),
+        **spread("critic/advantages", batch.advantages),
+        **spread("critic/returns", batch.returns),
+        **spread("response_length", batch.cu_seqlens.diff()),
+        **spread("prompt_length", torch.tensor([len(r.sample.prompt_ids) for r in rollouts])),
         "response_length/clip_ratio": fmean(clipped),
         "frac_reward_zero_std": fmean(len(s) == 1 for s in by_group.values()),
         **{f"timing_s/{name}": t for name, t in session.take_timings().items()},
@@ -59,6 +55,8 @@ def step_metrics(
         "perf/throughput": tokens / seconds / session.world_size,
         "perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
     }
+    if batch.values is not None:
+        metrics |= spread("critic/values", batch.values)
     for name in rollouts[0].extras:
         metrics[f"reward/{name}"] = fmean(r.extras[name] for r in rollouts)
     if session.device.type == "cuda":
@@ -67,8 +65,14 @@ def step_metrics(
     return metrics
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {f"{name}/mean": fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+def spread(name: str, values: torch.Tensor | None) -> dict[str, float]:
+    """Mean, maximum and minimum of `values` under `name`."""
+    assert values is not None
+    of = {"mean": values.double().mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{kind}": float(value) for kind, value in of.items()}
+
+
+_SHOWN = 3
 
 
 class Reporter:
@@ -81,6 +85,7 @@ class Reporter:
         self._first: dict[str, list[float]] = {}
         self._last: dict[str, list[float]] = {}
         self._probs_diff: list[float] = []
+        self._shown = False
         if not session.is_main:
             return
         self._dir.mkdir(parents=True, exist_ok=True)
@@ -148,6 +153,7 @@ class Reporter:
             self._write(f"val_{step}", rollouts)
 
     def _write(self, name: str, rollouts: Sequence[Rollout]) -> None:
+        self._show_first(rollouts)
         extras = rollouts[0].extras
         self._rollouts.write(
             name,
@@ -158,6 +164,23 @@ class Reporter:
             [r.log_probs for r in rollouts],
             {key: [r.extras[key] for r in rollouts] for key in extras},
         )
+
+    def _show_first(self, rollouts: Sequence[Rollout]) -> None:
+        """Once, before anything is learnt: what the reward makes of three responses."""
+        if self._shown:
+            return
+        self._shown = True
+        apart = max(1, len(rollouts) // _SHOWN)
+        for r in rollouts[::apart][:_SHOWN]:
+            extras = "".join(f", {name} {value:g}" for name, value in r.extras.items())
+            self._console.print(
+                f"scored sample: prompt {r.sample.prompt_text[-200:]!r}\n"
+                f"  response {r.response_text[:300]!r}, ground truth {r.sample.ground_truth!r}\n"
+                f"  score {r.score:g}{extras}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
     def finish(self, facts: Mapping[str, object]) -> None:
         """Curves, summary.json and the last words on the screen."""

@@ -1,34 +1,51 @@
-"""GRPO (Shao et al. 2024, arXiv 2402.03300), as one straight line per step:
+"""GRPO (arXiv 2402.03300), PPO (arXiv 1707.06347) and their kin, as one straight line per step:
 
-prompts → generate → score → group advantages → policy loss and optimizer → weights into the engine.
+prompts → generate → score → pack → log-probs, values → rewards, advantages → critic → policy →
+weights into the engine.
 
-Deviations: the loss is averaged over tokens by default (DAPO, arXiv 2503.14476, eq. 12), and where
-a rollout is used for one optimizer step only, the old log-probs are those of the step itself.
+Deviations: the loss is averaged over tokens by default (DAPO, arXiv 2503.14476, eq. 12); where a
+rollout is used for one optimizer step only, the old log-probs are those of the step itself; the
+gap between engine and trainer is corrected by truncated importance weights by default.
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import accumulate
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hybridengine.algorithms import AdvantageOptions, Responses, advantages
+from hybridengine.algorithms import (
+    NEEDS,
+    AdvantageOptions,
+    KLController,
+    Responses,
+    advantages,
+)
 from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptLoader
 from hybridengine.distributed import Session, run_rank
+from hybridengine.kernels import token_kl
 from hybridengine.model import parameter_shards, save_pretrained
 from hybridengine.reshard import Resharder, SyncReport
 from hybridengine.rollout import SamplingSpec
-from hybridengine.trainer.report import Reporter, step_metrics
-from hybridengine.trainer.rollouts import Rollout, RolloutMaker
-from hybridengine.trainer.setup import build_actor, build_engine, load_data
+from hybridengine.trainer.batching import Batch
+from hybridengine.trainer.report import Reporter, spread, step_metrics
+from hybridengine.trainer.rollouts import Rollout, RolloutMaker, select_groups
+from hybridengine.trainer.setup import (
+    build_actor,
+    build_critic,
+    build_engine,
+    build_replicas,
+    build_reward_model,
+    load_data,
+)
 
 __all__ = ["train_grpo"]
 
@@ -65,18 +82,31 @@ class _Run:
             self.engine = build_engine(config, self.tokenizer)
         with session.phase("load_model"):
             updates = self.steps * self.mini_batches * config.actor.ppo_epochs
-            self.actor = build_actor(config, self.engine, session, updates)
+            self.replicas = build_replicas(config, session)
+            self.actor = build_actor(config, self.engine, self.replicas, updates)
+            self.needs = NEEDS[config.algorithm.adv_estimator]
+            self.critic = (
+                build_critic(config, self.replicas, updates) if "values" in self.needs else None
+            )
+            reward_model = (
+                build_reward_model(config, self.tokenizer, session)
+                if config.reward.reward_model.enable
+                else None
+            )
         with session.phase("plan_reshard"):
             self.resharder = Resharder(
                 parameter_shards(self.actor.model), self.engine, config.reshard.bucket_bytes
             )
-        self.maker = RolloutMaker(self.engine, self.tokenizer, reward, session)
+        self.maker = RolloutMaker(self.engine, self.tokenizer, reward, session, reward_model)
+        self.kl = _kl_controller(config)
+        self.alone, _ = dist.new_subgroups(1)  # every rank holds the whole batch
         self.syncs: list[SyncReport] = []
         r, v = config.rollout, config.rollout.val_kwargs
         self.sampling = SamplingSpec(
             r.n, r.temperature, r.top_p, r.top_k, config.data.max_response_length
         )
         temperature = v.temperature if v.do_sample else 0.0
+        self.greedy = replace(self.sampling, n=1, temperature=0.0)
         self.val_sampling = SamplingSpec(
             v.n, temperature, v.top_p, v.top_k, config.data.max_response_length
         )
@@ -105,14 +135,22 @@ class _Run:
         self.session.take_timings()
         started = time.perf_counter()
         epoch = self.loader.epoch
-        samples = self.loader.next_batch()
-        rollouts = self.maker.make(samples, self.sampling, seed=self.config.seed + step)
-        with self.session.phase("adv"):
-            per_token = self._advantages(rollouts)
-        metrics = self.actor.update(rollouts, per_token, self.mini_batches)
+        rollouts, metrics = self._rollouts(step)
+        batch = Batch.of(rollouts, self.session.device)
+        minis = self.replicas.cut(batch, self.mini_batches)
+        warming_up = self.critic is not None and step <= self.config.trainer.critic_warmup
+        metrics |= self.actor.begin(batch, minis, needs_old=warming_up)
+        if self.critic is not None:
+            self.critic.begin(batch, minis)
+        metrics |= self._advantages(batch, step)
+        metrics |= self.actor.correct(batch)
+        if self.critic is not None:
+            metrics |= self.critic.update(batch, minis)
+        if not warming_up:
+            metrics |= self.actor.update(batch, minis)
         sync = self._sync(step)
         seconds = time.perf_counter() - started
-        metrics |= step_metrics(rollouts, per_token, self.session, seconds)
+        metrics |= step_metrics(batch, self.session, seconds)
         metrics |= {
             "training/global_step": step,
             "training/epoch": epoch,
@@ -121,19 +159,81 @@ class _Run:
         }
         report.step(step, metrics, rollouts)
 
-    def _advantages(self, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
-        """Per rollout, one advantage per response token."""
-        lengths = [len(r.response_ids) for r in rollouts]
-        responses = Responses(
-            rewards=torch.tensor([r.score for r in rollouts], dtype=torch.float32),
-            group_ids=torch.tensor([r.group for r in rollouts]),
-            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
-            response_mask=torch.ones(sum(lengths), dtype=torch.bool),
-        )
-        algorithm = self.config.algorithm
-        options = AdvantageOptions(norm_by_std=algorithm.norm_adv_by_std_in_grpo)
-        per_token, _ = advantages(algorithm.adv_estimator, responses, options)
-        return list(per_token.split(lengths))
+    def _rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Scored responses to one batch of prompts; with filter_groups, to prompts with signal."""
+        chosen, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        tries = chosen.max_num_gen_batches if chosen.enable else 1
+        batches: list[list[Rollout]] = []
+        while True:
+            seed = self.config.seed + step + len(batches) * self.steps
+            batches.append(self.maker.make(self.loader.next_batch(), self.sampling, seed))
+            if not chosen.enable:
+                return batches[0], {}
+            rollouts, with_signal = select_groups(batches, chosen.metric, wanted)
+            if with_signal == wanted or len(batches) == tries:
+                return rollouts, {
+                    "training/num_gen_batches": len(batches),
+                    "training/groups_without_signal": wanted - with_signal,
+                }
+
+    def _advantages(self, batch: Batch, step: int) -> dict[str, float]:
+        """Advantages and returns into `batch`, from which truncated responses may be masked."""
+        algorithm, rollouts = self.config.algorithm, batch.rollouts
+        baselines = self._greedy_scores(batch, step) if "reward_baselines" in self.needs else None
+        with self.session.phase("adv"):
+            token_rewards, metrics = self._token_rewards(batch)
+            responses = Responses(
+                rewards=batch.sequence_sums(token_rewards),
+                group_ids=torch.tensor([r.group for r in rollouts], device=token_rewards.device),
+                cu_seqlens=batch.cu_seqlens,
+                response_mask=batch.response_mask,
+                token_rewards=token_rewards,
+                values=batch.values,
+                reward_baselines=baselines,
+                reward_parts=self._reward_parts(batch) if "reward_parts" in self.needs else None,
+            )
+            options = AdvantageOptions(
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+                part_weights=algorithm.gdpo_reward_weights,
+                process_group=self.alone,
+            )
+            batch.advantages, batch.returns = advantages(
+                algorithm.adv_estimator, responses, options
+            )
+            if algorithm.mask_truncated_completions:
+                whole = [r.finish_reason != "length" for r in rollouts]
+                batch.response_mask &= batch.advantages.new_tensor(whole)[batch.sequence_ids].bool()
+        return metrics | spread("critic/rewards", responses.rewards)
+
+    def _token_rewards(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """[R]: the score at the last token, minus the KL of every token if it is in the reward."""
+        rewards = torch.zeros_like(batch.rollout_log_probs)
+        scores = [r.score for r in batch.rollouts]
+        rewards[batch.cu_seqlens[1:].long() - 1] = rewards.new_tensor(scores)
+        if self.kl is None:
+            return rewards, {}
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+        kl = token_kl(self.config.algorithm.kl_penalty, batch.old_log_probs, batch.ref_log_probs)
+        rewards -= self.kl.coef * kl
+        mean = float((batch.sequence_sums(kl) / batch.cu_seqlens.diff()).mean())
+        metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.kl.coef}
+        self.kl.update(mean, len(batch.rollouts))
+        return rewards, metrics
+
+    def _greedy_scores(self, batch: Batch, step: int) -> Tensor:
+        """[N], the score of the greedy response to the same prompt (ReMax)."""
+        groups = {r.group: r.sample for r in batch.rollouts}
+        greedy = self.maker.make(list(groups.values()), self.greedy, self.config.seed + step)
+        scores = dict(zip(groups, (r.score for r in greedy), strict=True))
+        return batch.rollout_log_probs.new_tensor([scores[r.group] for r in batch.rollouts])
+
+    def _reward_parts(self, batch: Batch) -> Tensor:
+        """[N, K], the further results of the reward that GDPO normalises each by itself."""
+        extras = [r.extras for r in batch.rollouts]
+        keys = self.config.algorithm.gdpo_reward_keys or tuple(extras[0])
+        return batch.rollout_log_probs.new_tensor([[e[key] for key in keys] for e in extras])
 
     def _sync(self, version: int) -> SyncReport:
         with self.session.phase("update_weights"):
@@ -175,6 +275,15 @@ class _Run:
             "peak_rss_gib": round(float(peak), 2),
             "seed": self.config.seed,
         }
+
+
+def _kl_controller(config: GRPOConfig) -> KLController | None:
+    algorithm = config.algorithm
+    if not algorithm.use_kl_in_reward:
+        return None
+    control = algorithm.kl_ctrl
+    adaptive = control.type == "adaptive"
+    return KLController(control.kl_coef, control.target_kl, control.horizon, adaptive)
 
 
 def _due(step: int, every: int) -> bool:

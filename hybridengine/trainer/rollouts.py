@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from hybridengine.data import PromptSample
 from hybridengine.distributed import Session
-from hybridengine.rewards import RewardFunction, score_responses
+from hybridengine.rewards import RewardError, RewardManager
 from hybridengine.rollout import RolloutEngine, SamplingSpec
 
-__all__ = ["Rollout", "RolloutMaker"]
+__all__ = ["Rollout", "RolloutMaker", "RolloutScorer", "select_groups"]
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,27 @@ class Rollout:
         return len(self.sample.prompt_ids) + len(self.response_ids)
 
 
+class RolloutScorer(Protocol):
+    """A reward that all ranks work out together, such as a sharded model's."""
+
+    weight: float
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[float]: ...
+
+
 class RolloutMaker:
     """Spreads a batch of prompts over the engine's replicas, scores, and gathers everything."""
 
     def __init__(
-        self, engine: RolloutEngine, tokenizer: Any, reward: RewardFunction, session: Session
+        self,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        reward: RewardManager,
+        session: Session,
+        reward_model: RolloutScorer | None = None,
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
-        self._reward, self._session = reward, session
+        self._reward, self._session, self._reward_model = reward, session, reward_model
 
     def make(self, samples: Sequence[PromptSample], spec: SamplingSpec, seed: int) -> list[Rollout]:
         """spec.n rollouts per sample, ordered by sample; identical on every rank."""
@@ -59,7 +72,8 @@ class RolloutMaker:
                 texts = self._tokenizer.batch_decode(
                     [c.token_ids for _, c in flat], skip_special_tokens=True
                 )
-                result = score_responses(self._reward, [samples[i] for i, _ in flat], texts)
+                lengths = [len(c.token_ids) for _, c in flat]
+                result = self._reward.score([samples[i] for i, _ in flat], texts, lengths)
                 for k, (i, c) in enumerate(flat):
                     rollouts.append(
                         Rollout(
@@ -76,4 +90,51 @@ class RolloutMaker:
         with self._session.phase("gather_rollouts"):
             gathered: list[list[Rollout]] = [[] for _ in range(self._session.world_size)]
             dist.all_gather_object(gathered, rollouts)
-        return sorted((r for part in gathered for r in part), key=lambda r: r.group)
+        rollouts = sorted((r for part in gathered for r in part), key=lambda r: r.group)
+        return rollouts if self._reward_model is None else self._add_model_scores(rollouts)
+
+    def _add_model_scores(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        assert self._reward_model is not None
+        with self._session.phase("reward"):
+            scores = self._reward_model.score(rollouts)
+        return [
+            replace(
+                r,
+                score=r.score + self._reward_model.weight * score,
+                extras={**r.extras, "reward_model": score},
+            )
+            for r, score in zip(rollouts, scores, strict=True)
+        ]
+
+
+def select_groups(
+    batches: Sequence[Sequence[Rollout]], metric: str, wanted: int
+) -> tuple[list[Rollout], int]:
+    """(rollouts of `wanted` groups, how many of these have signal), as DAPO samples them.
+
+    A group has signal where `metric` ("score", or a further result of the reward) is not the same
+    for all its responses, or where it has only one. Groups without it come last, in place of groups
+    that are not there yet. batches: one list per generation; groups are numbered afresh.
+
+    Raises RewardError where the reward gives no such metric.
+    """
+    groups: dict[tuple[int, int], list[Rollout]] = {}
+    for number, batch in enumerate(batches):
+        for r in batch:
+            groups.setdefault((number, r.group), []).append(r)
+
+    def value(r: Rollout) -> float:
+        if metric in ("score", "reward", "seq_reward"):
+            return r.score
+        if metric not in r.extras:
+            raise RewardError(
+                f"algorithm.filter_groups.metric is {metric!r}, which the reward does not give; "
+                f"it gives {', '.join(['score', *r.extras])}"
+            )
+        return r.extras[metric]
+
+    has_signal = [len(g) == 1 or len({value(r) for r in g}) > 1 for g in groups.values()]
+    ordered = sorted(zip(has_signal, groups.values(), strict=True), key=lambda pair: not pair[0])
+    chosen = ordered[:wanted]
+    renumbered = [replace(r, group=i) for i, (_, group) in enumerate(chosen) for r in group]
+    return renumbered, sum(signal for signal, _ in chosen)

@@ -2,38 +2,77 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from hybridengine.algorithms import check_estimator
 from hybridengine.config import ConfigError, GRPOConfig
+from hybridengine.config.schema import OptimConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
 from hybridengine.model import Optimizer, check_model, checkpoint_layout, load_causal_lm
 from hybridengine.reshard import Checkpoint
-from hybridengine.rewards import RewardFunction, load_reward_function
+from hybridengine.rewards import RewardManager, build_reward_manager, import_file
 from hybridengine.rollout import RolloutEngine
 from hybridengine.trainer.actor import Actor
+from hybridengine.trainer.batching import Replicas
+from hybridengine.trainer.critic import Critic
+from hybridengine.trainer.reward_model import RewardModel
 
-__all__ = ["build_actor", "build_engine", "engine_name", "load_data", "sequence_parallel_group"]
+__all__ = [
+    "build_actor",
+    "build_critic",
+    "build_engine",
+    "build_replicas",
+    "build_reward_model",
+    "engine_name",
+    "load_data",
+]
 
 
 def load_data(
     config: GRPOConfig,
-) -> tuple[PreTrainedTokenizerBase, PromptDataset, PromptDataset | None, RewardFunction]:
-    """Tokenizer, training prompts, validation prompts (None where there are none), reward."""
+) -> tuple[PreTrainedTokenizerBase, PromptDataset, PromptDataset | None, RewardManager]:
+    """Tokenizer, training prompts, validation prompts (None where there are none), reward.
+
+    Imports `model.external_lib` first, and checks the names that it may have registered.
+    """
+    if config.model.external_lib:
+        _import_external(config.model.external_lib)
+    try:
+        check_estimator(config.algorithm.adv_estimator)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.adv_estimator: {error}") from None
     tokenizer = AutoTokenizer.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
     data = config.data
     train = PromptDataset(data.train_files, tokenizer, data)
     val = PromptDataset(data.val_files, tokenizer, data) if data.val_files else None
-    chosen = config.reward.custom_reward_function
-    return tokenizer, train, val, load_reward_function(chosen.path, chosen.name)
+    reward = build_reward_manager(config.reward, config.reward_functions, data.max_response_length)
+    return tokenizer, train, val, reward
+
+
+def _import_external(name: str) -> None:
+    """A Python file or a module, for what it registers."""
+    file = Path(name).expanduser()
+    if file.suffix == ".py":
+        if not file.is_file():
+            raise ConfigError(f"model.external_lib {name!r} does not exist; check the path")
+        import_file(file.resolve())
+        return
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from None
 
 
 def engine_name(config: GRPOConfig) -> str:
@@ -108,27 +147,72 @@ def _stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> lis
     return sorted(token for token in found if token is not None)
 
 
+def build_replicas(config: GRPOConfig, session: Session) -> Replicas:
+    """All ranks call."""
+    actor = config.actor
+    return Replicas(session, actor.ulysses_sequence_parallel_size, actor.ppo_max_token_len_per_gpu)
+
+
 def build_actor(
-    config: GRPOConfig, engine: RolloutEngine, session: Session, total_steps: int
+    config: GRPOConfig, engine: RolloutEngine, replicas: Replicas, total_steps: int
 ) -> Actor:
     """FSDP2 policy over all ranks, sharded so that row-parallel weights stay in their TP slice."""
-    model_config = config.model
-    mesh = init_device_mesh(session.device.type, (session.world_size,))
     sliced = engine.layout.sliced_dims(_checkpoint(config).parameters)
 
     def load() -> torch.nn.Module:
-        return load_causal_lm(
-            model_config.path,
-            mesh=mesh,
-            shard_dim1=lambda name: sliced.get(name) == 1,
-            gradient_checkpointing=model_config.enable_gradient_checkpointing,
-            trust_remote_code=model_config.trust_remote_code,
-        )
+        return _load(config, config.model.path, replicas.session, lambda n: sliced.get(n) == 1)
 
-    reference = load().requires_grad_(False) if config.actor.use_kl_loss else None
-    optim = config.actor.optim
+    reference = None
+    if config.uses_reference:
+        copy = load().requires_grad_(False)
+        reference = partial(nullcontext, copy)
     model = load()
-    optimizer = Optimizer(
+    return Actor(
+        config, model, reference, _optimizer(model, config.actor.optim, total_steps), replicas
+    )
+
+
+def build_critic(config: GRPOConfig, replicas: Replicas, total_steps: int) -> Critic:
+    """The value model with an FSDP2 group of its own over all ranks."""
+    path = config.critic.model.path or config.model.path
+    model = _load(config, path, replicas.session, value_head=True)
+    return Critic(config, model, _optimizer(model, config.critic.optim, total_steps), replicas)
+
+
+def build_reward_model(
+    config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, session: Session
+) -> RewardModel:
+    path, trust = config.reward.reward_model.model_path, config.model.trust_remote_code
+    model = _load(config, path, session, value_head=True).requires_grad_(False)
+    own = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    return RewardModel(
+        model,
+        None if own.get_vocab() == tokenizer.get_vocab() else own,
+        session,
+        config.actor.ppo_max_token_len_per_gpu,
+        config.reward.reward_model.weight,
+    )
+
+
+def _load(
+    config: GRPOConfig,
+    path: str,
+    session: Session,
+    shard_dim1: Callable[[str], bool] = lambda name: False,
+    value_head: bool = False,
+) -> torch.nn.Module:
+    return load_causal_lm(
+        path,
+        mesh=init_device_mesh(session.device.type, (session.world_size,)),
+        shard_dim1=shard_dim1,
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        trust_remote_code=config.model.trust_remote_code,
+        value_head=value_head,
+    )
+
+
+def _optimizer(model: torch.nn.Module, optim: OptimConfig, total_steps: int) -> Optimizer:
+    return Optimizer(
         model,
         lr=optim.lr,
         betas=optim.betas,
@@ -137,18 +221,3 @@ def build_actor(
         warmup_steps=optim.lr_warmup_steps,
         total_steps=total_steps,
     )
-    group = sequence_parallel_group(config, session)
-    return Actor(config, model, reference, optimizer, session, group)
-
-
-def sequence_parallel_group(config: GRPOConfig, session: Session) -> dist.ProcessGroup | None:
-    """The neighbouring ranks that share each micro-batch with this one; None where each is alone.
-
-    All ranks call.
-    """
-    size = config.actor.ulysses_sequence_parallel_size
-    if size == 1:
-        return None
-    shape = (session.world_size // size, size)
-    mesh = init_device_mesh(session.device.type, shape, mesh_dim_names=("data", "sequence"))
-    return mesh["sequence"].get_group()

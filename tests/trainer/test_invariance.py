@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,8 @@ def body(
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.tracking.status import PhaseStatus
     from hybridengine.trainer.actor import Actor
-    from hybridengine.trainer.setup import sequence_parallel_group
+    from hybridengine.trainer.batching import Batch
+    from hybridengine.trainer.setup import build_replicas
 
     actor_config = schema.ActorConfig(
         ppo_max_token_len_per_gpu=token_budget,
@@ -90,9 +93,14 @@ def body(
     )  # the second pass clips some tokens, not all
     watch = PeerWatch(rank, world_size)
     session = Session(watch, PhaseStatus(Path(path) / "run", rank))
-    group = sequence_parallel_group(config, session)
-    actor = Actor(config, model, reference, optimizer, session, group)
-    metrics = actor.update(*rollouts_of(101, count), mini_batches=1)
+    replicas = build_replicas(config, session)
+    actor = Actor(config, model, partial(nullcontext, reference), optimizer, replicas)
+    rollouts, advantages = rollouts_of(101, count)
+    batch = Batch.of(rollouts, session.device)
+    batch.advantages = torch.cat(advantages)
+    minis = replicas.cut(batch, 1)
+    metrics = actor.begin(batch, minis, needs_old=False)
+    metrics |= actor.correct(batch) | actor.update(batch, minis)
     watch.close()
     return gradients, metrics
 
@@ -143,7 +151,7 @@ def modes_body(rank: int, world_size: int, path: str, losses: list[tuple[str, st
 def test_every_configured_loss_reaches_the_update(tmp_path: Path) -> None:
     from hybridengine.config import schema
 
-    (modes,) = (f.metadata["choices"] for f in fields(schema.PolicyLossConfig))
+    modes = fields(schema.PolicyLossConfig)[0].metadata["choices"]
     (aggregations,) = (
         f.metadata["choices"] for f in fields(schema.ActorConfig) if f.name == "loss_agg_mode"
     )

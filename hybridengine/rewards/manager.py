@@ -1,0 +1,125 @@
+"""How the reward functions of a run become one score per response; a user's own by name.
+
+    @register_manager("mine")
+    class Mine(RewardManager):
+        def score(self, samples, responses, lengths): ...        # a RewardResult
+
+and `reward.reward_manager.name=mine` takes it, if `model.external_lib` names its file; so does
+`reward.reward_manager.name=package.module.Mine` without either.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hybridengine.config import ConfigError
+from hybridengine.config.schema import RewardConfig
+from hybridengine.data import PromptSample
+from hybridengine.rewards.function import BATCH_ARGUMENTS, RewardFunction, load_reward_function
+from hybridengine.rewards.scoring import RewardResult, score_batch, score_responses
+
+__all__ = ["MANAGERS", "RewardManager", "build_reward_manager", "register_manager"]
+
+MANAGERS: dict[str, type[RewardManager]] = {}
+
+
+def register_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
+    """Make a manager known as `name`; a name that is taken is an error."""
+
+    def register(manager: type[RewardManager]) -> type[RewardManager]:
+        if MANAGERS.setdefault(name, manager) is not manager:
+            raise ValueError(f"reward manager {name!r} is already registered")
+        return manager
+
+    return register
+
+
+@register_manager("naive")
+class RewardManager:
+    """Every function is called once per response; scores are added with `reward.weights`."""
+
+    batched = False  # whether a function takes lists
+
+    def __init__(
+        self, functions: Sequence[RewardFunction], reward: RewardConfig, max_response_length: int
+    ) -> None:
+        self.functions, self.reward = functions, reward
+        self.max_response_length = max_response_length
+
+    def score(
+        self, samples: Sequence[PromptSample], responses: Sequence[str], lengths: Sequence[int]
+    ) -> RewardResult:
+        """Score `responses[i]`, an answer of `lengths[i]` tokens to `samples[i]`.
+
+        With several functions each one's own score is among the extras, under its label.
+        """
+        call = score_batch if self.batched else score_responses
+        parts = [call(f, samples, responses, self.reward.timeout_s) for f in self.functions]
+        weights = self.reward.weights or (1.0,) * len(parts)
+        scores = [0.0] * len(samples)
+        extras: dict[str, list[float]] = {}
+        for function, part, weight in zip(self.functions, parts, weights, strict=True):
+            scores = [s + weight * p for s, p in zip(scores, part.scores, strict=True)]
+            own = {function.label: part.scores} if len(parts) > 1 else {}
+            for name, values in {**part.extras, **own}.items():
+                extras[f"{function.label}/{name}" if name in extras else name] = values
+        return RewardResult(scores, extras)
+
+
+@register_manager("batch")
+class BatchRewardManager(RewardManager):
+    """Every function is called once per batch, with lists."""
+
+    batched = True
+
+
+@register_manager("dapo")
+class DapoRewardManager(RewardManager):
+    """Adds DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), the extra overlong_penalty.
+
+    It falls from 0 to -penalty_factor over the last `overlong_buffer.len` tokens allowed.
+    """
+
+    def score(
+        self, samples: Sequence[PromptSample], responses: Sequence[str], lengths: Sequence[int]
+    ) -> RewardResult:
+        result, buffer = super().score(samples, responses, lengths), self.reward.overlong_buffer
+        if not buffer.enable:
+            return result
+        free = self.max_response_length - buffer.len
+        penalties = [min(0.0, (free - n) / buffer.len * buffer.penalty_factor) for n in lengths]
+        scores = [s + p for s, p in zip(result.scores, penalties, strict=True)]
+        return RewardResult(scores, {**result.extras, "overlong_penalty": penalties})
+
+
+def build_reward_manager(
+    reward: RewardConfig, functions: Sequence[tuple[str, str]], max_response_length: int
+) -> RewardManager:
+    """The manager that `reward.reward_manager.name` names, over (file, name) reward functions.
+
+    Raises ConfigError for a name that is neither registered nor a class; RewardError for a function
+    that cannot be loaded.
+    """
+    name = reward.reward_manager.name
+    manager = MANAGERS.get(name) or _import_class(name)
+    options = {"arguments": BATCH_ARGUMENTS} if manager.batched else {}
+    loaded = [load_reward_function(Path(path), own, **options) for path, own in functions]
+    return manager(loaded, reward, max_response_length)
+
+
+def _import_class(name: str) -> type[RewardManager]:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute) if module else None
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"reward.reward_manager.name {name!r} cannot be imported: {error}"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, RewardManager)):
+        raise ConfigError(
+            f"reward.reward_manager.name is {name!r}, expected one of {', '.join(MANAGERS)}, or "
+            "package.module.Class of a RewardManager"
+        )
+    return found
