@@ -1,23 +1,31 @@
 """linear_token_log_probs: log-probs and entropy from hidden states; [T, V] never exists.
 
 logits = hidden @ weight.T + bias is formed for a chunk of rows at a time, as many as fit the budget
-in bytes, reduced by the row kernel of token_log_probs, and thrown away. Backward forms each chunk
-again, turns it in place into its gradient, and multiplies twice: 2 T H V multiply-adds forward and
-6 T H V backward (2 of them the recomputation). docs/linear_policy_loss.md derives the counts.
+in bytes, reduced by the row kernel of token_log_probs, and thrown away. Logits are float32, also
+where hidden and weight are 16-bit: they are never rounded. Backward forms each chunk again, turns
+it into its gradient, and multiplies twice: 2 T H V operations forward and 6 T H V backward (2 of
+them the recomputation). docs/linear_policy_loss.md derives the counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ._backend import register_backends
-from .logprob import RowOptions, row_options, rows_backward, rows_forward
+from ._mixed_product import WIDENED_BYTES, mixed_product
+from .logprob import ROW_SCHEMA, RowOptions, row_options, rows_backward, rows_forward
 
 register_backends("linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+
+# What the operators over hidden states begin with.
+LINEAR_SCHEMA = (
+    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor token_ids, {ROW_SCHEMA}, "
+    "int budget_bytes, bool deterministic"
+)
 
 # Rows of a matrix product in the deterministic mode: the product then always has the same shape.
 _DETERMINISTIC_ROWS = 128
@@ -56,8 +64,9 @@ def linear_token_log_probs(
         backend: of the row kernel; None takes the best one.
 
     Returns:
-        log_probs [T] and entropy [T], float32, differentiable in hidden, weight and bias. The
-        weight gradient is accumulated in float32; what needs no gradient costs nothing.
+        log_probs [T] and entropy [T], float32, differentiable in hidden, weight and bias. Logits
+        and the sums of the weight gradient are float32; for its two products the logits' gradient
+        is rounded to the inputs' dtype. What needs no gradient costs nothing.
 
     Raises:
         ValueError: shapes or dtypes that do not fit. IndexError: as in `token_log_probs`.
@@ -102,20 +111,37 @@ def budget(hidden: Tensor, given: int | None) -> int:
     return given
 
 
-class Chunks:
-    """The chunked matrix products of a [T, H] x [V, H] problem, in one reused buffer."""
+def split_row_options(arguments: Sequence) -> tuple[RowOptions, Sequence]:
+    """What follows the tensors in LINEAR_SCHEMA: the row options, and the rest."""
+    count = len(RowOptions._fields)
+    return RowOptions(*arguments[:count]), arguments[count:]
 
-    def __init__(self, hidden, weight, bias, budget_bytes, deterministic, needs_weight_grad):
+
+class Chunks:
+    """The chunked matrix products of a [T, H] x [V, H] problem, in reused buffers.
+
+    Logits are float32 whatever the inputs are. The gradient of a chunk takes the place of its
+    logits, or, for 16-bit inputs, a buffer of their dtype: the gradient products are 16-bit ones.
+    """
+
+    def __init__(self, hidden, weight, bias, budget_bytes, deterministic, backward):
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        # Without a 16-bit product into float32, the chunk itself is widened for the weight's one.
-        self.widen = needs_weight_grad and hidden.dtype.itemsize < 4 and not hidden.is_cuda
-        row_bytes = weight.shape[0] * (hidden.dtype.itemsize + (4 if self.widen else 0))
-        self.size = max(1, budget_bytes // row_bytes)
         self.pad = deterministic
+        wide = wide_dtype(hidden)
+        narrow = wide != hidden.dtype
+        width_bytes = 8 * hidden.shape[1]  # a row of hidden, packed or widened, and its gradient
+        row_bytes = width_bytes + weight.shape[0] * (
+            wide.itemsize + (hidden.dtype.itemsize if narrow and backward else 0)
+        )
+        spare = min(WIDENED_BYTES, budget_bytes // 8) if narrow else 0
+        self.size = _chunk_rows(hidden.shape[0], (budget_bytes - spare) // row_bytes)
         if deterministic:
             self.size = _DETERMINISTIC_ROWS
         rows = self.size if deterministic else min(self.size, hidden.shape[0])
-        self.buffer = hidden.new_empty(rows, weight.shape[0])
+        self._logits = hidden.new_empty(rows, weight.shape[0], dtype=wide)
+        self._gradient = torch.empty_like(self._logits, dtype=hidden.dtype) if narrow else None
+        if not backward:
+            self._gradient = None
 
     def slices(self) -> Iterator[slice]:
         for begin in range(0, self.hidden.shape[0], self.size):
@@ -123,26 +149,20 @@ class Chunks:
 
     def logits(self, rows: slice) -> Tensor:
         """[rows, V], in the buffer: valid until the next call."""
-        count, hidden = rows.stop - rows.start, self._padded(self.hidden[rows])
-        out = self.buffer[: hidden.shape[0]]
-        if self.bias is None:
-            torch.mm(hidden, self.weight.t(), out=out)
-        else:
-            torch.addmm(self.bias, hidden, self.weight.t(), out=out)
-        return out[:count]
+        hidden = self._padded(self.hidden[rows])
+        out = self._logits[: hidden.shape[0]]
+        mixed_product(out, hidden, self.weight, self.bias)
+        return out[: rows.stop - rows.start]
+
+    def room_for_gradient(self, logits: Tensor) -> Tensor:
+        return logits if self._gradient is None else self._gradient[: logits.shape[0]]
 
     def hidden_grad(self, grad_logits: Tensor) -> Tensor:
-        count = grad_logits.shape[0]
-        return (self._padded(grad_logits) @ self.weight)[:count]
+        return (self._padded(grad_logits) @ self.weight)[: grad_logits.shape[0]]
 
     def add_weight_grad(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
         """total [V, H] float32 (float64 for float64) += grad_logits.T @ hidden."""
-        if grad_logits.is_cuda and hidden.dtype.itemsize < 4:
-            torch.ops.aten.addmm.dtype_out(total, grad_logits.t(), hidden, torch.float32, out=total)
-            return
-        if self.widen:
-            grad_logits, hidden = grad_logits.float(), hidden.float()
-        total.addmm_(grad_logits.t(), hidden)
+        mixed_product(total, grad_logits.t(), hidden.t(), accumulate=True)
 
     def _padded(self, rows: Tensor) -> Tensor:
         if not self.pad or rows.shape[0] == self.size:
@@ -152,9 +172,23 @@ class Chunks:
         return padded
 
 
-def accumulator(like: Tensor) -> Tensor:
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return torch.zeros(like.shape, dtype=wide, device=like.device)
+def _chunk_rows(rows: int, most: int) -> int:
+    """Equal chunks of at most `most` rows, in whole tiles of the matrix products."""
+    most = max(1, most)
+    if most < 128:
+        return most
+    most -= most % 128
+    equal = rows / -(-rows // most) if rows else most
+    return min(most, -int(-equal // 128) * 128)
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Of sums and results."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _accumulator(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=wide_dtype(like))
 
 
 def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:
@@ -163,30 +197,16 @@ def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:
     return tensor
 
 
-@torch.library.custom_op("hybridengine::linear_token_log_probs", mutates_args=())
-def _linear_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_ids: Tensor,
-    temperature: float,
-    temperatures: Tensor | None,
-    logit_scale: float,
-    softcap: float,
-    ignore_index: int,
-    keep_mask: Tensor | None,
-    group: str,
-    budget_bytes: int,
-    deterministic: bool,
-    main_grad: Tensor | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = RowOptions(
-        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
-    )
+@torch.library.custom_op(
+    "hybridengine::linear_token_log_probs",
+    mutates_args=(),
+    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str? backend) -> ({', '.join(['Tensor'] * 4)})",
+)
+def _linear_token_log_probs(hidden, weight, bias, token_ids, *arguments):
+    """log_probs, entropy, row_max and log_sum of `token_log_probs`, each [T]."""
+    options, (budget_bytes, deterministic, _, backend) = split_row_options(arguments)
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, False)
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    results = tuple(hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(4))
+    results = tuple(hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden)) for _ in range(4))
     for rows in chunks.slices():
         found = rows_forward(
             chunks.logits(rows), token_ids[rows], options.rows(rows), False, backend
@@ -198,51 +218,31 @@ def _linear_token_log_probs(
 
 @_linear_token_log_probs.register_fake
 def _(hidden, *_):
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    return tuple(hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(4))
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden)) for _ in range(4))
 
 
 @torch.library.custom_op(
-    "hybridengine::linear_token_log_probs_backward", mutates_args=("main_grad",)
+    "hybridengine::linear_token_log_probs_backward",
+    mutates_args=("main_grad",),
+    schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str? backend, Tensor[] row_results, "
+    "Tensor? grad_log_probs, Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
 )
-def _linear_backward_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_ids: Tensor,
-    temperature: float,
-    temperatures: Tensor | None,
-    logit_scale: float,
-    softcap: float,
-    ignore_index: int,
-    keep_mask: Tensor | None,
-    group: str,
-    budget_bytes: int,
-    deterministic: bool,
-    main_grad: Tensor | None,
-    backend: str | None,
-    row_results: list[Tensor],
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _linear_backward_op(hidden, weight, bias, token_ids, *arguments):
     """Gradients of hidden, weight and bias; those not `wanted` are empty."""
-    options = RowOptions(
-        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
-    )
-    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, wanted[1])
+    options, rest = split_row_options(arguments)
+    budget_bytes, deterministic, main_grad, backend, row_results, *by_row, wanted = rest
+    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, True)
     grads = LinearGrads(hidden, weight, bias, wanted, main_grad)
     for rows in chunks.slices():
         logits = chunks.logits(rows)
+        grad_logits = chunks.room_for_gradient(logits)
         rows_backward(
-            logits, logits, token_ids[rows], options.rows(rows),
+            logits, grad_logits, token_ids[rows], options.rows(rows),
             [result[rows] for result in row_results],
-            None if grad_log_probs is None else grad_log_probs[rows],
-            None if grad_entropy is None else grad_entropy[rows],
-            backend,
+            *(None if grad is None else grad[rows] for grad in by_row), backend,
         )  # fmt: skip
-        grads.add(chunks, logits, hidden[rows], rows)
-    return grads.finished(group)
+        grads.add(chunks, grad_logits, hidden[rows], rows)
+    return grads.finished(options.group)
 
 
 class LinearGrads:
@@ -255,8 +255,8 @@ class LinearGrads:
         self.hidden = torch.zeros_like(hidden) if wanted[0] else None
         self.weight = None
         if wanted[1]:
-            self.weight = accumulator(weight) if main_grad is None else main_grad
-        self.bias = accumulator(bias) if bias is not None and wanted[2] else None
+            self.weight = _accumulator(weight) if main_grad is None else main_grad
+        self.bias = _accumulator(bias) if bias is not None and wanted[2] else None
 
     def add(self, chunks: Chunks, grad_logits: Tensor, hidden: Tensor, rows) -> None:
         """`rows`: where in T these rows lie, a slice or an index tensor."""
@@ -267,13 +267,13 @@ class LinearGrads:
         if self.bias is not None:
             self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
 
-    def finished(self, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    def finished(self, group: str, wide_weight: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """In the dtypes of their tensors, summed over the ranks where that is due."""
         hidden = weight = bias = None
         if self.hidden is not None:
             hidden = sum_over_ranks(self.hidden, group)
         if self.weight is not None and self.main_grad is None:
-            weight = self.weight.to(self.like.dtype)
+            weight = self.weight if wide_weight else self.weight.to(self.like.dtype)
         if self.bias is not None:
             bias = self.bias.to(self.like.dtype)
         return tuple(self.like.new_empty(0) if g is None else g for g in (hidden, weight, bias))
@@ -291,12 +291,9 @@ def _(hidden, weight, bias, *args):
 
 
 def _setup_context(ctx, inputs, output):
-    hidden, weight, bias, token_ids = inputs[:4]
-    options = RowOptions(*inputs[4:11])
-    ctx.save_for_backward(
-        hidden, weight, bias, token_ids, options.temperatures, options.keep_mask, *output
-    )
-    ctx.scalars, ctx.rest = options.scalars(), inputs[11:]
+    options, ctx.rest = split_row_options(inputs[4:])
+    ctx.save_for_backward(*inputs[:4], options.temperatures, options.keep_mask, *output)
+    ctx.scalars = options.scalars()
     ctx.set_materialize_grads(False)
 
 

@@ -16,13 +16,15 @@ from torch import Tensor
 from ._backend import choose_backend, register_backends
 from .aggregation import LOSS_AGG_MODES, Segments, as_mask, denominators, token_weights
 from .linear_logprob import (
+    LINEAR_SCHEMA,
     Chunks,
     LinearGrads,
     budget,
     check_linear,
     linear_token_log_probs,
+    split_row_options,
 )
-from .logprob import RowOptions, row_options, rows_backward, rows_forward, token_log_probs
+from .logprob import row_options, rows_backward, rows_forward, token_log_probs
 from .policy_loss import policy_loss
 from .token_loss import (
     KL_ALIASES,
@@ -52,6 +54,8 @@ def linear_policy_loss(
     response_mask: Tensor | None = None,
     entropy_coeff: float = 0.0,
     budget_bytes: int | None = None,
+    deterministic: bool = False,
+    main_grad: Tensor | None = None,
     backend: str | None = None,
     **loss_arguments,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -60,13 +64,15 @@ def linear_policy_loss(
     Args:
         hidden: [T, H]; weight: [V, H] of the same dtype; bias: [V] or None; token_ids: [T] int64.
         advantages, old_log_probs: [T], constants.
-        temperature, logit_scale, softcap, keep_mask, group, budget_bytes: as in
+        temperature, logit_scale, softcap, keep_mask, group, budget_bytes, deterministic: as in
             `linear_token_log_probs`.
         response_mask: [T] bool; tokens outside are not read beyond the first matrix product, and
             their log_probs and entropy are 0.
         entropy_coeff: subtracts entropy_coeff * entropy, differentiated.
         loss_arguments: everything else `policy_loss` takes (loss_mode, clip ratios, loss_agg_mode,
             cu_seqlens, global denominators, ref_log_probs and the KL, rollout_is_weights, ...).
+        main_grad: [V, H] float32; the backward adds the weight gradient into it and leaves
+            weight.grad None.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
 
     Returns:
@@ -90,64 +96,58 @@ def linear_policy_loss(
     if hidden.dtype == torch.float64:
         backend = "reference"
     ids = token_ids if response_mask is None else token_ids.masked_fill(~response_mask, -100)
-    options = row_options(op, ids.shape, temperature, logit_scale, softcap, -100, keep_mask, group)
+    row_arguments = {
+        "logit_scale": logit_scale, "softcap": softcap, "ignore_index": -100,
+        "keep_mask": keep_mask, "group": group,
+    }  # fmt: skip
+    chunking = {"budget_bytes": budget_bytes, "deterministic": deterministic}
     loss_arguments |= {"response_mask": response_mask, "entropy_coeff": entropy_coeff}
     mode = loss_arguments.get("loss_mode", "ppo_clip")
     mode = MODE_ALIASES.get(mode, mode)
     if backend == "reference" or mode in SEQUENCE_MODES:
-        return _two_steps(
-            hidden, weight, bias, ids, temperature, logit_scale, softcap, keep_mask, group,
-            advantages, old_log_probs, loss_arguments, budget_bytes, backend,
-        )  # fmt: skip
+        # Log-probs, then the loss: the specification, and the form for the sequence-level modes.
+        row_arguments |= {"temperature": temperature, "backend": backend}
+        if backend == "reference" and main_grad is None and not deterministic:
+            logits = torch.nn.functional.linear(hidden, weight, bias)
+            log_probs, entropy = token_log_probs(logits, ids, **row_arguments)
+        else:
+            log_probs, entropy = linear_token_log_probs(
+                hidden, weight, ids, bias, main_grad=main_grad, **chunking, **row_arguments
+            )
+        loss, metrics = policy_loss(
+            log_probs, old_log_probs, advantages, entropy=entropy, backend=backend, **loss_arguments
+        )
+        return loss, log_probs.detach(), entropy.detach(), metrics
     # The loss and its metrics come from policy_loss itself, on the log-probs found on the way; it
     # also checks the arguments, before anything large is computed.
     nothing = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
     with torch.no_grad():
         policy_loss(nothing, old_log_probs, advantages, entropy=nothing, **loss_arguments)
-    per_token, numbers = _for_the_op(nothing, advantages, old_log_probs, mode, loss_arguments)
     recording = torch.is_grad_enabled()
     wanted = [t is not None and recording and t.requires_grad for t in (hidden, weight, bias)]
     log_probs, entropy, *grads = torch.ops.hybridengine.linear_policy_gradient(
-        hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, *options,
-        *per_token, *numbers, budget(hidden, budget_bytes), wanted, backend,
+        hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids,
+        *row_options(op, ids.shape, temperature, **row_arguments),
+        budget(hidden, budget_bytes), deterministic,
+        *_for_the_op(nothing, advantages, old_log_probs, mode, loss_arguments),
+        main_grad is not None, wanted, backend,
     )  # fmt: skip
     with torch.no_grad():
         loss, metrics = policy_loss(
             log_probs, old_log_probs, advantages, entropy=entropy, **loss_arguments
         )
     if any(wanted):
-        loss = _AttachGradients.apply(loss, hidden, weight, bias, *grads)
+        loss = _AttachGradients.apply(loss, hidden, weight, bias, main_grad, *grads)
     return loss, log_probs, entropy, metrics
-
-
-def _two_steps(
-    hidden, weight, bias, ids, temperature, logit_scale, softcap, keep_mask, group, advantages,
-    old_log_probs, loss_arguments, budget_bytes, backend,
-):  # fmt: skip
-    """Log-probs, then the loss: the specification, and the form for the sequence-level modes."""
-    row_arguments = {
-        "logit_scale": logit_scale, "softcap": softcap, "keep_mask": keep_mask, "group": group,
-        "backend": backend,
-    }  # fmt: skip
-    if backend == "reference":
-        logits = torch.nn.functional.linear(hidden, weight, bias)
-        log_probs, entropy = token_log_probs(logits, ids, temperature, **row_arguments)
-    else:
-        log_probs, entropy = linear_token_log_probs(
-            hidden, weight, ids, bias, temperature, budget_bytes=budget_bytes, **row_arguments
-        )
-    loss, metrics = policy_loss(
-        log_probs, old_log_probs, advantages, entropy=entropy, backend=backend, **loss_arguments
-    )
-    return loss, log_probs.detach(), entropy.detach(), metrics
 
 
 class _AttachGradients(torch.autograd.Function):
     """loss, with gradients that were computed beside it."""
 
     @staticmethod
-    def forward(ctx, loss, hidden, weight, bias, *grads):
+    def forward(ctx, loss, hidden, weight, bias, main_grad, *grads):
         ctx.save_for_backward(*grads)
+        ctx.main_grad = main_grad
         return loss.clone()
 
     @staticmethod
@@ -155,15 +155,19 @@ class _AttachGradients(torch.autograd.Function):
         # Asking a GPU whether the factor is 1 would wait for it; a traced graph cannot ask.
         on_host = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
         unit = on_host and grad_loss.item() == 1.0
+        needs = list(ctx.needs_input_grad[1:4])
+        if ctx.main_grad is not None and needs[1]:
+            needs[1] = False
+            ctx.main_grad.addcmul_(ctx.saved_tensors[1], grad_loss)
         scaled = [
             (grad if unit else grad * grad_loss) if need else None
-            for grad, need in zip(ctx.saved_tensors, ctx.needs_input_grad[1:4], strict=True)
+            for grad, need in zip(ctx.saved_tensors, needs, strict=True)
         ]
-        return None, *scaled, None, None, None
+        return None, *scaled, None, None, None, None
 
 
 def _for_the_op(like, advantages, old_log_probs, mode, arguments):
-    """(per-token tensors, numbers) in the order linear_policy_gradient takes them."""
+    """The loss in the order linear_policy_gradient takes it: per-token tensors, then numbers."""
     mask = as_mask(arguments["response_mask"], like)
     agg_mode = arguments.get("loss_agg_mode", "token-mean")
     cu_seqlens = arguments.get("cu_seqlens")
@@ -191,58 +195,35 @@ def _for_the_op(like, advantages, old_log_probs, mode, arguments):
     ]
     kl_type = arguments.get("kl_type", "low_var_kl")
     base = kl_type.removesuffix("+")
-    numbers = [
+    modes = (
         LOSS_MODES.index(mode),
+        LOSS_AGG_MODES.index("token-sum"),
         KL_TYPES.index(KL_ALIASES.get(base, base)),
-        kl_type.endswith("+"),
-        [float(arguments.get(k, v)) for k, v in LossOptions()._asdict().items()],
-        [float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"]), 1.0],
-    ]
-    return per_token, numbers
+    )
+    numbers = [float(arguments.get(k, v)) for k, v in LossOptions()._asdict().items()]
+    numbers += [float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"]), 1.0]
+    return *per_token, [*modes, kl_type.endswith("+"), True, True], numbers
 
 
-@torch.library.custom_op("hybridengine::linear_policy_gradient", mutates_args=())
-def _linear_policy_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_ids: Tensor,
-    temperature: float,
-    temperatures: Tensor | None,
-    logit_scale: float,
-    softcap: float,
-    ignore_index: int,
-    keep_mask: Tensor | None,
-    group: str,
-    advantages: Tensor,
-    old_log_probs: Tensor,
-    mask: Tensor,
-    selected: Tensor | None,
-    ref_log_probs: Tensor | None,
-    is_weights: Tensor | None,
-    weights: Tensor,
-    mode: int,
-    kl_type: int,
-    kl_straight_through: bool,
-    loss_options: list[float],
-    coefficients: list[float],
-    budget_bytes: int,
-    wanted: list[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "hybridengine::linear_policy_gradient",
+    mutates_args=(),
+    schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor old_log_probs, Tensor mask, "
+    "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor weights, int[] plan, "
+    "float[] numbers, bool wide_weight_grad, bool[] wanted, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _linear_policy_gradient(hidden, weight, bias, token_ids, *arguments):
     """log_probs, entropy and the gradients of hidden, weight and bias (empty if not wanted).
 
-    `weights`: what the terms of each token are multiplied by in the loss.
+    weights: what the terms of each token are multiplied by in the loss. plan, numbers: those of
+    the op policy_loss.
     """
-    options = RowOptions(
-        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
-    )
-    per_token = (old_log_probs, advantages, mask, selected, ref_log_probs)
-    numbers = (mode, kl_type, kl_straight_through, loss_options, coefficients)
-    chunks = Chunks(hidden, weight, bias, budget_bytes, False, wanted[1])
+    options, rest = split_row_options(arguments)
+    budget_bytes, deterministic, *per_token, plan, numbers, wide_weight_grad, wanted, backend = rest
+    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, any(wanted))
     grads = LinearGrads(hidden, weight, bias, wanted)
-    log_probs = torch.empty_like(weights)
-    entropy = torch.empty_like(weights)
+    log_probs, entropy = (torch.empty_like(per_token[-1]) for _ in range(2))
     for rows in chunks.slices():
         logits = chunks.logits(rows)
         found = rows_forward(logits, token_ids[rows], options.rows(rows), False, backend)[:4]
@@ -250,46 +231,44 @@ def _linear_policy_gradient(
         if not any(wanted):
             continue
         slopes = _token_slopes(
-            found, [None if t is None else t[rows] for t in per_token], numbers,
-            None if is_weights is None else is_weights[rows], weights[rows], backend,
-        )  # fmt: skip
-        alive = _alive_rows(logits, *slopes)
+            found, [None if t is None else t[rows] for t in per_token], plan, numbers, backend
+        )
+        where, alive = rows, _alive_rows(logits, *slopes)
         if alive is not None:
             if alive.numel() == 0:
                 continue
             logits = logits[: alive.numel()]
-            found = [value[alive] for value in found]
-            slopes = [value[alive] for value in slopes]
+            found, slopes = ([value[alive] for value in values] for values in (found, slopes))
             where = alive + rows.start
-        else:
-            where = rows
+        grad_logits = chunks.room_for_gradient(logits)
         rows_backward(
-            logits, logits, token_ids[where], options.rows(where), list(found), *slopes, backend
-        )
-        grads.add(chunks, logits, hidden[where], where)
-    return log_probs, entropy, *grads.finished(group)
+            logits, grad_logits, token_ids[where], options.rows(where), list(found), *slopes,
+            backend,
+        )  # fmt: skip
+        grads.add(chunks, grad_logits, hidden[where], where)
+    return log_probs, entropy, *grads.finished(options.group, wide_weight_grad)
 
 
 @_linear_policy_gradient.register_fake
-def _(hidden, weight, bias, *args):
-    wanted, rows = args[-2], hidden.shape[0]
-    vectors = [hidden.new_empty(rows, dtype=torch.float32) for _ in range(2)]
+def _(hidden, weight, bias, *arguments):
+    wide_weight_grad, wanted = arguments[-3], arguments[-2]
+    vectors = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2)]
     grads = [
         torch.empty_like(t) if want else hidden.new_empty(0)
         for t, want in zip((hidden, weight, bias), wanted, strict=True)
     ]
+    if wide_weight_grad:
+        grads[1] = grads[1].float()
     return *vectors, *grads
 
 
-def _token_slopes(found, per_token, numbers, is_weights, weights, backend) -> tuple[Tensor, Tensor]:
+def _token_slopes(found, per_token, plan, numbers, backend) -> tuple[Tensor, Tensor]:
     """d loss / d log_prob and d loss / d entropy of a chunk's tokens, by the policy-loss op."""
-    old, advantages, mask, selected, ref = per_token
-    mode, kl_type, kl_straight_through, loss_options, coefficients = numbers
+    advantages, old, mask, selected, ref, is_weights, weights = per_token
     ones = torch.ones(2, dtype=torch.float64, device=weights.device)
     _, by_log_prob, by_entropy = torch.ops.hybridengine.policy_loss(
-        found[0], found[1], old, advantages, mask, selected, ref, is_weights, None, ones, mode,
-        LOSS_AGG_MODES.index("token-sum"), kl_type, kl_straight_through, loss_options,
-        coefficients, True, True, backend,
+        found[0], found[1], old, advantages, mask, selected, ref, is_weights, None, ones, plan,
+        numbers, backend,
     )  # fmt: skip
     return by_log_prob * weights, by_entropy * weights
 

@@ -38,6 +38,13 @@ class RowStats(NamedTuple):
     sum_p_squared: Tensor
 
 
+# RowOptions as the arguments of an operator.
+ROW_SCHEMA = (
+    "float temperature, Tensor? temperatures, float logit_scale, float softcap, int ignore_index, "
+    "Tensor? keep_mask, str group"
+)
+
+
 class RowOptions(NamedTuple):
     """How a row of logits becomes a distribution: the options that all log-prob ops share."""
 
@@ -256,7 +263,8 @@ def rows_backward(
     grad_entropy: Tensor | None,
     backend: str | None,
 ) -> None:
-    """Write the gradient of the logits into `out`, which may be `logits`."""
+    """Write the gradient of the logits into `out`: `logits` itself, one that looks like it, or a
+    16-bit one beside float32 logits."""
     backend = _backend_for(logits, backend)
     if backend == "reference":
         out.copy_(reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy))
