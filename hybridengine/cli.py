@@ -1,5 +1,5 @@
-"""The `hybridengine` command: `sft` and `grpo` run a job, `export` writes a checkpoint as a model
-folder, `env` says what this machine has."""
+"""The `hybridengine` command: `sft`, `grpo` and `ppo` run a job, `export` writes a checkpoint as a
+model folder, `env` says what this machine has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybridengine.config import ConfigError, SFTConfig, load_config, load_sft_config
+from hybridengine.config import PPO, ConfigError, SFTConfig, load_config, load_sft_config
 from hybridengine.launch import (
     EXIT_USER_ERROR,
     USER_ERRORS,
@@ -46,6 +46,12 @@ def grpo(config: _Config, overrides: _Overrides = None, dry_run: _DryRun = False
 
 
 @app.command()
+def ppo(config: _Config, overrides: _Overrides = None, dry_run: _DryRun = False) -> None:
+    """Train with PPO: as grpo, with a critic (algorithm.adv_estimator is gae by default)."""
+    _job(lambda: load_config(config, overrides or [], PPO), dry_run)
+
+
+@app.command()
 def sft(config: _Config, overrides: _Overrides = None, dry_run: _DryRun = False) -> None:
     """Fine-tune on given conversations; starts the ranks itself unless torchrun already has."""
     _job(lambda: load_sft_config(config, overrides or []), dry_run)
@@ -63,7 +69,7 @@ def _job(load: Callable[[], JobConfig], dry_run: bool) -> None:
 def _run(config: JobConfig, dry_run: bool) -> int:
     under_torchrun = "RANK" in os.environ
     if not under_torchrun or os.environ["RANK"] == "0":
-        plan = _plan(config)
+        plan = _plan(config, dry_run)
         if dry_run:
             Console().print(plan)
     if dry_run:
@@ -83,14 +89,19 @@ def _run(config: JobConfig, dry_run: bool) -> int:
     return 1
 
 
-def _plan(config: JobConfig) -> Table:
-    from hybridengine.preflight import check_grpo, check_sft, plan_table
+def _plan(config: JobConfig, dry_run: bool) -> Table:
+    from hybridengine.preflight import check_grpo, check_sft
 
     if isinstance(config, SFTConfig):
         from hybridengine.trainer.sft import sft_plan
 
         return sft_plan(config, *check_sft(config))
-    return plan_table(config, *check_grpo(config))
+    from hybridengine.trainer.plan import plan_table, sync_volume
+
+    table = plan_table(config, *check_grpo(config))
+    if dry_run:  # the run itself prints what it has planned
+        table.add_row("[bold]weight sync", sync_volume(config))
+    return table
 
 
 def _check_world(config: JobConfig) -> None:
@@ -113,9 +124,11 @@ def export(
 ) -> None:
     """Write a checkpoint's model as a Hugging Face folder, on one CPU, and read it back."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from hybridengine.checkpoint.export import export_checkpoint
 
+    disable_progress_bar()
     try:
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ConfigError(f"--dtype is {dtype!r}, expected bfloat16, float16 or float32")

@@ -1,13 +1,13 @@
-"""Everything about a run that can be known to be wrong before a rank starts, and its plan."""
+"""Everything about a run that can be known to be wrong before a rank starts."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from rich.table import Table
 from transformers import PretrainedConfig
 
+from hybridengine.algorithms import NEEDS
 from hybridengine.checkpoint import chosen_checkpoint
 from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset, PromptLoader
@@ -17,12 +17,14 @@ from hybridengine.model import (
     check_model,
     check_sequence_parallel,
     checkpoint_shapes,
+    is_sequence_classifier,
 )
 from hybridengine.tracking import check_loggers
+from hybridengine.trainer.rollouts import SCORE_NAMES
 from hybridengine.trainer.setup import engine_name, load_data
 from hybridengine.trainer.sft import load_sft_data
 
-__all__ = ["check_grpo", "check_sft", "plan_table"]
+__all__ = ["check_grpo", "check_sft"]
 
 _PROBED_ROWS = 3  # the reward of an empty answer to the first prompts shows a broken function
 
@@ -41,8 +43,51 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     for dataset in (train, val):
         if dataset is not None:
             probed = dataset[:_PROBED_ROWS]
-            reward.score(probed, [""] * len(probed), [0] * len(probed))
+            result = reward.score(probed, [""] * len(probed), [0] * len(probed))
+            _check_reward_names(config, [*result.extras])
+    _check_value_models(config)
     return train, val
+
+
+def _check_reward_names(config: GRPOConfig, extras: list[str]) -> None:
+    """What the algorithm asks the reward for beside the score is there."""
+    algorithm = config.algorithm
+    there = [*extras, *(["reward_model"] if config.reward.reward_model.enable else [])]
+    wanted = {}
+    if algorithm.filter_groups.enable:
+        wanted["filter_groups.metric"] = [algorithm.filter_groups.metric]
+    if "reward_parts" in NEEDS[algorithm.adv_estimator]:
+        keys = algorithm.gdpo_reward_keys
+        wanted["gdpo_reward_keys"] = there if keys is None else list(keys)
+        weights = algorithm.gdpo_reward_weights
+        if weights is not None and len(weights) != len(wanted["gdpo_reward_keys"]):
+            raise ConfigError(
+                f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the rewards "
+                f"{wanted['gdpo_reward_keys']}; give one for each"
+            )
+        if not there:
+            raise ConfigError(
+                f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, but the reward gives one "
+                "number; let it return a dict of several, or give several functions"
+            )
+    for key, names in wanted.items():
+        if missing := sorted(set(names) - set(there) - set(SCORE_NAMES)):
+            raise ConfigError(
+                f"algorithm.{key} names {missing[0]!r}, which the reward does not give; it gives "
+                f"{', '.join(['score', *there])}"
+            )
+
+
+def _check_value_models(config: GRPOConfig) -> None:
+    """Critic and reward model can be read as such."""
+    trust, reward_path = config.model.trust_remote_code, config.reward.reward_model.model_path
+    if config.critic.model.path:
+        check_model(config.critic.model.path, trust)
+    if reward_path and not is_sequence_classifier(check_model(reward_path, trust)):
+        raise ConfigError(
+            f"reward.reward_model.model_path {reward_path!r} is no sequence classifier; give a "
+            "model of a ...ForSequenceClassification class with one label"
+        )
 
 
 def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
@@ -89,30 +134,3 @@ def _check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
             f"rollout.tensor_model_parallel_size is {tp_size} but vLLM is not installed, and plain "
             "generate has no tensor parallelism; run `make setup`, or set it to 1"
         )
-
-
-def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | None) -> Table:
-    """What the run is going to do, in numbers."""
-    data, trainer, tp_size = config.data, config.trainer, config.rollout.tensor_model_parallel_size
-    per_epoch = len(train) // data.train_batch_size
-    steps = trainer.total_training_steps or trainer.total_epochs * per_epoch
-    responses = data.train_batch_size * config.rollout.n
-    updates = config.actor.ppo_epochs * (data.train_batch_size // config.ppo_mini_batch_size)
-    dropped = f", {train.dropped} overlong ones dropped" if train.dropped else ""
-    rows = {
-        "model": config.model.path,
-        "ranks": f"{config.world_size}; engine: {config.world_size // tp_size} replicas, "
-        f"tensor parallel over {tp_size}",
-        "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, {steps} in all",
-        "validation": f"{len(val)} prompts" if val is not None else "none",
-        "per step": f"{data.train_batch_size} prompts, {responses} responses, "
-        f"{updates} optimizer step{'s' if updates > 1 else ''}",
-        "lengths": f"prompt up to {data.max_prompt_length}, response up to "
-        f"{data.max_response_length} tokens",
-        "micro-batch": f"up to {config.actor.ppo_max_token_len_per_gpu} tokens per rank",
-        "written to": trainer.default_local_dir,
-    }
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in rows.items():
-        table.add_row(f"[bold]{name}", value)
-    return table

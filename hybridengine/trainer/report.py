@@ -15,7 +15,6 @@ from rich.console import Console
 from hybridengine.config import GRPOConfig, config_to_yaml
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
-from hybridengine.preflight import plan_table
 from hybridengine.reshard import ReshardPlan
 from hybridengine.tracking import (
     MetricsLogger,
@@ -27,6 +26,7 @@ from hybridengine.tracking import (
     write_summary,
 )
 from hybridengine.trainer.batching import Batch
+from hybridengine.trainer.plan import plan_table
 from hybridengine.trainer.rollouts import Rollout
 
 __all__ = ["Reporter", "spread", "step_metrics"]

@@ -13,7 +13,9 @@ from hybridengine.distributed import Session
 from hybridengine.rewards import RewardError, RewardManager
 from hybridengine.rollout import RolloutEngine, SamplingSpec
 
-__all__ = ["Rollout", "RolloutMaker", "RolloutScorer", "select_groups"]
+__all__ = ["SCORE_NAMES", "Rollout", "RolloutMaker", "RolloutScorer", "select_groups"]
+
+SCORE_NAMES = ("score", "reward", "seq_reward")  # the score itself, under verl's names too
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def select_groups(
             groups.setdefault((number, r.group), []).append(r)
 
     def value(r: Rollout) -> float:
-        if metric in ("score", "reward", "seq_reward"):
+        if metric in SCORE_NAMES:
             return r.score
         if metric not in r.extras:
             raise RewardError(

@@ -1,0 +1,119 @@
+"""What a run is going to do, in numbers, before it does it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from rich.table import Table
+
+from hybridengine.algorithms import NEEDS
+from hybridengine.config import GRPOConfig
+from hybridengine.data import PromptDataset
+from hybridengine.model import check_model, checkpoint_layout
+from hybridengine.trainer.setup import engine_name
+
+__all__ = ["plan_table", "sync_volume"]
+
+_GIB = 2.0**30
+
+
+def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | None) -> Table:
+    data, trainer, tp_size = config.data, config.trainer, config.rollout.tensor_model_parallel_size
+    per_epoch = len(train) // data.train_batch_size
+    steps = trainer.total_training_steps or trainer.total_epochs * per_epoch
+    responses = data.train_batch_size * config.rollout.n
+    updates = config.actor.ppo_epochs * (data.train_batch_size // config.ppo_mini_batch_size)
+    dropped = f", {train.dropped} overlong ones dropped" if train.dropped else ""
+    longest = data.max_prompt_length + data.max_response_length
+    sharing = config.actor.ulysses_sequence_parallel_size
+    budget = config.actor.ppo_max_token_len_per_gpu * sharing
+    shared = f" shared by {sharing} ranks" if sharing > 1 else " on each rank"
+    most = -(-responses * longest // updates * config.actor.ppo_epochs // config.data_parallel_size)
+    rows = {
+        "model": config.model.path,
+        "algorithm": f"{config.algorithm.adv_estimator}, {config.actor.policy_loss.loss_mode}, "
+        f"{config.actor.loss_agg_mode}",
+        "ranks": f"{config.world_size}; engine: {config.world_size // tp_size} replicas, "
+        f"tensor parallel over {tp_size}",
+        "mesh": _mesh(config),
+        "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, {steps} in all",
+        "validation": f"{len(val)} prompts" if val is not None else "none",
+        "per step": f"{data.train_batch_size} prompts, {responses} responses, "
+        f"{updates} optimizer step{'s' if updates > 1 else ''}",
+        "lengths": f"prompt up to {data.max_prompt_length}, response up to "
+        f"{data.max_response_length} tokens",
+        "micro-batch": f"up to {budget} tokens{shared}, at most {-(-most // budget)} per "
+        "optimizer step",
+        "memory": ", ".join(f"{name} {size:.2f}" for name, size in _memory_gib(config).items())
+        + " GiB per rank, estimated",
+        "written to": trainer.default_local_dir,
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}", value)
+    return table
+
+
+def sync_volume(config: GRPOConfig) -> str:
+    """What a weight sync will move, planned from the configuration alone."""
+    model = check_model(config.model.path, config.model.trust_remote_code)
+    if engine_name(config) == "hf":
+        shapes = checkpoint_layout(model, config.model.trust_remote_code).parameters
+        whole = sum(map(math.prod, shapes.values())) * getattr(torch, config.rollout.dtype).itemsize
+        received = lower = whole * (1 - 1 / config.world_size)
+    else:
+        from hybridengine.reshard.advisor import advise, record_engine_layouts
+
+        shapes, layouts = record_engine_layouts(
+            config.model.path,
+            config.rollout.tensor_model_parallel_size,
+            config.model.trust_remote_code,
+        )
+        best = advise(shapes, layouts, config.world_size, nodes=config.trainer.nnodes).options[0]
+        received, lower = best.received_bytes, best.lower_bound_bytes
+    return (
+        f"{received / 2**20:.1f} MiB received per rank and step (lower bound {lower / 2**20:.1f})"
+    )
+
+
+def _mesh(config: GRPOConfig) -> str:
+    shards = _shards(config)
+    sharing = config.actor.ulysses_sequence_parallel_size
+    copies = f"{config.world_size // shards} x " if shards < config.world_size else ""
+    sequences = f", sequences over {sharing} neighbours" if sharing > 1 else ""
+    return f"weights sharded over {copies}{shards}{sequences}"
+
+
+def _shards(config: GRPOConfig) -> int:
+    size = config.actor.fsdp_config.fsdp_size
+    return config.world_size if size == -1 else size
+
+
+def _memory_gib(config: GRPOConfig) -> dict[str, float]:
+    """By part, the largest per rank: float32 masters, gradients and two moments are 16 bytes.
+
+    Activations after Korthikanti et al. 2022 (arXiv 2205.05198, section 4): 34 H bytes per token
+    and layer, or 2 H where layers are recomputed.
+    """
+    trust = config.model.trust_remote_code
+    model = check_model(config.model.path, trust)
+    text = model.get_text_config()
+    numel = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).parameters.values())
+    per_token = 2 if config.model.enable_gradient_checkpointing else 34
+    tokens = max(
+        config.actor.ppo_max_token_len_per_gpu,
+        config.data.max_prompt_length + config.data.max_response_length,
+    )
+    parts = {"policy": 16.0 * numel / _shards(config)}
+    if config.uses_reference:
+        parts["reference"] = 4.0 * numel / _shards(config)
+    if "values" in NEEDS.get(config.algorithm.adv_estimator, ()):
+        parts["critic"] = 16.0 * numel / _shards(config)
+    parts["activations"] = per_token * tokens * text.hidden_size * text.num_hidden_layers
+    engine = getattr(torch, config.rollout.dtype).itemsize * numel
+    parts["engine weights"] = engine / config.rollout.tensor_model_parallel_size
+    gib = {name: size / _GIB for name, size in parts.items()}
+    if engine_name(config) == "vllm" and not torch.cuda.is_available():
+        gib["cache"] = config.rollout.kv_cache_gib
+    return gib
