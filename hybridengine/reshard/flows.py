@@ -1,4 +1,9 @@
-"""How many elements each rank sends and receives, counted over all ranks at once."""
+"""How many elements each rank sends and receives, counted over all ranks at once.
+
+A source whose exchange is more than a bucket is cut into shares: first by pairs of (shard, rank),
+rotating so that in each share every rank receives from some shards and sends to some ranks; only
+then along its rows. So the slices of a large exchange are no more than the pairs that have one.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,84 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridengine.reshard.geometry import Block, count_below
+from hybridengine.reshard.geometry import Block, count_below, cut
+from hybridengine.reshard.layout import LayoutError
 from hybridengine.reshard.shards import ShardSpec
 
-__all__ = ["Blocks", "Flow", "Flows"]
+__all__ = ["Flow", "Flows", "Kind", "Share"]
 
-Blocks = list[tuple[Block, ...]]  # per engine layout, what it needs of one source in one dtype
+Shares = list[tuple["Share", np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a source travels together.
+
+    turn, turns: the pairs with (shard + receiver) % turns == turn. dim, part, parts: one of `parts`
+    nearly equal parts of every shard, if `dim` is the sharded one, else of the whole dimension.
+    """
+
+    turn: int = 0
+    turns: int = 1
+    dim: int = 0
+    part: int = 0
+    parts: int = 1
+
+
+class Kind:
+    """What structurally equal layers have in common: a placement, and what is needed of it.
+
+    blocks: per engine layout the blocks it reads, all for one engine dtype. Compared by identity.
+    """
+
+    def __init__(self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]]) -> None:
+        self.spec, self.blocks = spec, blocks
+        size = spec.shape[spec.dim] if spec.shape else 1
+        shards = np.arange(len(spec.holders) + 1)
+        self._edges = np.minimum(shards * max(1, -(-size // len(spec.holders))), size)
+        self.longest = int((self._edges[1:] - self._edges[:-1]).max())
+
+    def edges(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        """Per shard [low, high) on the sharded dimension: int64 [S] each."""
+        low, high = self._edges[:-1], self._edges[1:]
+        if share.dim != self.spec.dim:
+            return low, high
+        return tuple(low + (high - low) * p // share.parts for p in (share.part, share.part + 1))  # type: ignore[return-value]
+
+    def windowed(self, block: Block, share: Share) -> Iterator[Block]:
+        """What of `block` lies in the share's part of a dimension that is not sharded."""
+        if share.dim == self.spec.dim or share.parts == 1:
+            yield block
+            return
+        size = self.spec.shape[share.dim]
+        ends = (size * p // share.parts for p in (share.part, share.part + 1))
+        yield from cut(block, share.dim, *ends)
+
+    def cut(self, block: Block, shard: int, share: Share) -> Iterator[Block]:
+        """What of `block` lies in a shard's part of a share."""
+        if not self.spec.shape:
+            yield block
+            return
+        low, high = (int(edge[shard]) for edge in self.edges(share))
+        if low < high:
+            for part in self.windowed(block, share):
+                yield from cut(part, self.spec.dim, low, high)
+
+    def elements(self, blocks: Sequence[Block], share: Share) -> np.ndarray:
+        """How many elements of `blocks` lie in each shard's part of a share: int64 [S]."""
+        if not self.spec.shape:
+            return np.array([sum(b.numel for b in blocks)])
+        low, high = self.edges(share)
+        total = np.zeros(len(low), np.int64)
+        for block in (part for b in blocks for part in self.windowed(b, share)):
+            total += count_below(block, self.spec.dim, high)
+            total -= count_below(block, self.spec.dim, low)
+        return total
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Elements per rank for one source (or part): received, sent, needed, the lower bound."""
+    """Elements per rank for one source: received, sent, needed, the lower bound."""
 
     received: np.ndarray
     sent: np.ndarray
@@ -27,107 +99,113 @@ class Flow:
 
 
 class Flows:
-    """Counts elements that move, vectorised over ranks, once per structurally equal source."""
+    """Counts elements that move, vectorised over ranks, once per kind of source."""
 
     def __init__(self, layout_of: Sequence[int]) -> None:
         self._layout_of = np.array(layout_of)
-        self._cache: dict[tuple, Flow] = {}
-        self._matrices: dict[tuple, np.ndarray] = {}
+        self._ranks = np.arange(len(layout_of))
+        self._counted: dict[Kind, Flow] = {}
+        self._shared: dict[Kind, Shares] = {}
 
-    def count(self, spec: ShardSpec, blocks: Blocks, part: int, parts: int) -> Flow:
-        key = (spec, tuple(tuple(b.region for b in group) for group in blocks), part, parts)
-        if key not in self._cache:
-            self._cache[key] = self._count(spec, blocks, part, parts)
-        return self._cache[key]
-
-    def traffic(self, spec: ShardSpec, blocks: Blocks) -> np.ndarray:
-        """Elements from sender to receiver, int64 [N, N]."""
-        key = (spec, tuple(tuple(b.region for b in group) for group in blocks))
-        if key not in self._matrices:
-            holders, ranks = np.array(spec.holders), np.arange(len(self._layout_of))
-            elements = np.array([_elements_by_shard(group, spec, 0, 1) for group in blocks])
-            moved = elements[self._layout_of].T  # [S, N]
-            shards = np.arange(len(holders))[:, None]
-            senders = holders[shards, ranks % holders.shape[1]]
-            matrix = np.zeros((len(ranks), len(ranks)), np.int64)
-            np.add.at(matrix, (senders, np.broadcast_to(ranks, senders.shape)), moved)
-            own = _own_shards(spec, len(ranks))
-            kept = own >= 0  # what a rank holds it takes from itself, whoever's turn it is
-            np.subtract.at(
-                matrix,
-                (senders[own[kept], ranks[kept]], ranks[kept]),
-                moved[own[kept], ranks[kept]],
+    def count(self, kind: Kind) -> Flow:
+        if kind not in self._counted:
+            moved, senders = self._moves(kind, Share())
+            sent = np.bincount(senders.ravel(), moved.ravel(), len(self._ranks))
+            distinct = [tuple({b.region: b for b in group}.values()) for group in kind.blocks]
+            once, _ = self._moves(Kind(kind.spec, distinct), Share())
+            needed = np.array([sum(b.numel for b in group) for group in kind.blocks])
+            self._counted[kind] = Flow(
+                moved.sum(0), sent.astype(np.int64), needed[self._layout_of], once.sum(0)
             )
-            self._matrices[key] = matrix
-        return self._matrices[key]
+        return self._counted[kind]
 
-    def split(
-        self, spec: ShardSpec, blocks: Blocks, itemsize: int, limit: int
-    ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(part, parts, staged bytes per rank) with no rank above `limit`, if it divides."""
-        longest = max(high - low for low, high in map(spec.interval, range(len(spec.holders))))
-        parts = 1
+    def traffic(self, kind: Kind) -> np.ndarray:
+        """Elements from sender to receiver, int64 [N, N]."""
+        moved, senders = self._moves(kind, Share())
+        matrix = np.zeros((len(self._ranks),) * 2, np.int64)
+        np.add.at(matrix, (senders, np.broadcast_to(self._ranks, senders.shape)), moved)
+        return matrix
+
+    def shares(self, name: str, kind: Kind, itemsize: int, limit: int) -> Shares:
+        """(share, staged bytes per rank), with no rank above `limit` in any of them.
+
+        Raises LayoutError where even one row or column of source `name` is more than that.
+        """
+        if kind not in self._shared:
+            self._shared[kind] = self._find_shares(name, kind, itemsize, limit)
+        return self._shared[kind]
+
+    def _find_shares(self, name: str, kind: Kind, itemsize: int, limit: int) -> Shares:
+        spec, turns = kind.spec, 1
         while True:
-            staged = [self._staged(spec, blocks, itemsize, part, parts) for part in range(parts)]
-            worst = max(int(s.max()) for s in staged)
-            if worst <= limit or parts >= longest:
+            found = self._staged(kind, itemsize, turns, spec.dim, 1)
+            worst = _worst(found)
+            if worst <= limit:
+                return found
+            if spec.merged or turns == len(spec.holders):  # what is merged is formed once
                 break
-            parts = min(longest, max(parts + 1, -(-worst * parts // limit)))
-        for part, num_bytes in enumerate(staged):
-            yield part, parts, num_bytes
+            turns = min(len(spec.holders), max(turns + 1, -(-worst * turns // limit)))
+        best: Shares = []
+        for dim in (
+            [spec.dim] if spec.merged else sorted(range(len(spec.shape)), key=spec.dim.__ne__)
+        ):
+            size = kind.longest if dim == spec.dim else spec.shape[dim]
+            parts, found, at_most = 1, [], worst
+            while at_most > limit and parts < size:
+                parts = min(size, max(parts + 1, -(-at_most * parts // limit)))
+                found = self._staged(kind, itemsize, turns, dim, parts)
+                at_most = _worst(found)
+            if at_most <= limit and (not best or len(found) < len(best)):
+                best = found
+        if not best:
+            raise LayoutError(
+                f"bucket_bytes: parameter {name!r} of shape {spec.shape} does not split into "
+                f"pieces that fit a bucket of {limit} bytes. Give larger buckets."
+            )
+        return best
 
-    def _staged(
-        self, spec: ShardSpec, blocks: Blocks, itemsize: int, part: int, parts: int
-    ) -> np.ndarray:
-        flow = self.count(spec, blocks, part, parts)
-        staged = (flow.received + flow.sent) * itemsize
-        if spec.merged:
-            own = _own_shards(spec, len(self._layout_of))
-            formed = [high - low for low, high in (spec.part(s, part, parts) for s in own)]
-            row_bytes = math.prod(spec.shape) // spec.shape[spec.dim] * spec.dtype.itemsize
-            staged = staged + np.where(own >= 0, formed, 0) * row_bytes
-        return staged
+    def _staged(self, kind: Kind, itemsize: int, turns: int, dim: int, parts: int) -> Shares:
+        """Bytes that each rank sends and receives (and forms) per share."""
+        num_ranks, own = len(self._ranks), self._own_shards(kind)
+        shards = np.arange(len(kind.spec.holders))[:, None]
+        first = (shards + self._ranks) % turns * num_ranks
+        shares: Shares = []
+        for part in range(parts):
+            moved, senders = self._moves(kind, Share(0, 1, dim, part, parts))
+            staged = np.zeros(turns * num_ranks)  # float64: exact below 2^53
+            for peers in (self._ranks, senders):
+                at = (first + peers).ravel()
+                staged += np.bincount(at, moved.ravel(), turns * num_ranks)
+            for turn, elements in enumerate(staged.astype(np.int64).reshape(turns, num_ranks)):
+                share = Share(turn, turns, dim, part, parts)
+                shares.append((share, elements * itemsize + self._formed(kind, share, own)))
+        return shares
 
-    def _count(self, spec: ShardSpec, blocks: Blocks, part: int, parts: int) -> Flow:
-        holders = np.array(spec.holders)  # [S, R]
-        by_shard = np.array(  # [layouts, S]: elements of each shard that a layout needs
-            [_elements_by_shard(group, spec, part, parts) for group in blocks]
-        )
-        distinct = [tuple({b.region: b for b in group}.values()) for group in blocks]
-        once = np.array([_elements_by_shard(group, spec, part, parts) for group in distinct])
-        ranks, replicas = np.arange(len(self._layout_of)), holders.shape[1]
-        own = _own_shards(spec, len(ranks))
-        needed = by_shard[self._layout_of].sum(1)
-        held = np.where(own >= 0, by_shard[self._layout_of, own], 0)
-        held_once = np.where(own >= 0, once[self._layout_of, own], 0)
-        sent = np.zeros(len(ranks), np.int64)
-        for turn in range(replicas):  # receivers r with r % replicas == turn ask this replica
-            asking = np.bincount(self._layout_of[turn::replicas], minlength=len(blocks))
-            served = asking @ by_shard  # [S]
-            np.add.at(sent, holders[:, turn], served)
-        # A holder serves itself: take that out of the replica whose turn it would have been.
-        keeps = own >= 0
-        np.subtract.at(sent, holders[own[keeps], ranks[keeps] % replicas], held[keeps])
-        return Flow(needed - held, sent, needed, once[self._layout_of].sum(1) - held_once)
+    def _formed(self, kind: Kind, share: Share, own: np.ndarray) -> np.ndarray | int:
+        """Bytes of the merged rows that each rank makes before it packs them."""
+        if not kind.spec.merged:
+            return 0
+        low, high = kind.edges(share)
+        shape = kind.spec.shape
+        row_bytes = math.prod(shape) // max(1, shape[kind.spec.dim]) * kind.spec.dtype.itemsize
+        return np.where(own >= 0, (high - low)[own], 0) * row_bytes
+
+    def _moves(self, kind: Kind, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        """Elements from each shard to each rank, int64 [S, N], and which rank sends them."""
+        moved = np.array([kind.elements(group, share) for group in kind.blocks])
+        moved = moved[self._layout_of].T.copy()
+        own = self._own_shards(kind)
+        kept = own >= 0  # what a rank holds it takes from itself, whoever's turn it is
+        moved[own[kept], self._ranks[kept]] = 0
+        holders = np.array(kind.spec.holders)
+        return moved, holders[np.arange(len(holders))[:, None], self._ranks % holders.shape[1]]
+
+    def _own_shards(self, kind: Kind) -> np.ndarray:
+        """The shard each rank holds, -1 for none: int64 [N]."""
+        own = np.full(len(self._ranks), -1)
+        own[np.array(kind.spec.holders)] = np.arange(len(kind.spec.holders))[:, None]
+        return own
 
 
-def _own_shards(spec: ShardSpec, world_size: int) -> np.ndarray:
-    """The shard each rank holds, -1 for none: int64 [N]."""
-    own = np.full(world_size, -1)
-    own[np.array(spec.holders)] = np.arange(len(spec.holders))[:, None]
-    return own
-
-
-def _elements_by_shard(
-    blocks: Sequence[Block], spec: ShardSpec, part: int, parts: int
-) -> np.ndarray:
-    """How many elements of `blocks` lie in each shard's part: int64 [S]."""
-    if not spec.shape:
-        return np.array([sum(b.numel for b in blocks) if part == 0 else 0])
-    edges = np.array([spec.part(shard, part, parts) for shard in range(len(spec.holders))])
-    total = np.zeros(len(edges), np.int64)
-    for block in blocks:
-        total += count_below(block, spec.dim, edges[:, 1]) - count_below(
-            block, spec.dim, edges[:, 0]
-        )
-    return total
+def _worst(shares: Shares) -> int:
+    return max(int(staged.max()) for _, staged in shares)

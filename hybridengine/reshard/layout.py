@@ -9,6 +9,7 @@ listed in `EngineLayout.fallback` with its reason.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -63,6 +64,11 @@ class EngineLayout:
     constants: list[tuple[str, int, Shape, Shape, float]] = field(default_factory=list)
     fallback: dict[str, str] = field(default_factory=dict)
     by_loader: set[str] = field(default_factory=set)
+
+    def digest(self) -> str:
+        """Equal for equal layouts, in every process."""
+        fields = (self.destinations, self.copies, self.constants, self.fallback)
+        return hashlib.sha256(repr((fields, sorted(self.by_loader))).encode()).hexdigest()
 
     def of_parameters(self, checkpoint: Checkpoint) -> EngineLayout:
         """This layout, whose sources are checkpoint tensors, with trained parameters as sources."""

@@ -1,8 +1,8 @@
 """Who sends which slice to whom: engine layouts intersected with FSDP2 shards.
 
 A pure function of (shard placements, engine layouts, bucket size): every rank computes the same
-plan without communication, and nothing in it depends on values. Volumes are counted once per
-structurally equal layer, slices are listed only for the rank that asks.
+plan without communication, and nothing in it depends on values. Volumes and slices are worked out
+once per structurally equal layer, slices only for the rank that asks.
 Lower bound per rank (HybridFlow, arXiv 2409.19256, table 2): the bytes its tensor-parallel slice
 holds minus those it already has.
 """
@@ -13,21 +13,33 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hybridengine.reshard.coverage import check_coverage
-from hybridengine.reshard.flows import Blocks, Flows
-from hybridengine.reshard.geometry import Block, cut
+from hybridengine.reshard.flows import Flows, Kind, Share
+from hybridengine.reshard.geometry import Block
 from hybridengine.reshard.layout import EngineLayout, LayoutError
 from hybridengine.reshard.shards import ShardSpec
 
-__all__ = ["Bucket", "Piece", "ReshardPlan", "build_plan"]
+__all__ = ["Bucket", "Piece", "ReshardPlan", "Slice", "Unit", "build_plan"]
+
+_ALIGNMENT = 16  # of the two halves of a staging buffer
 
 
-@dataclass(frozen=True)
-class Piece:
+class Slice(NamedTuple):
+    """One strided slice, in any source of a kind. need: which of the layout's blocks it is of."""
+
+    need: int
+    shard: int
+    sender: int
+    receiver: int
+    block: Block
+
+
+class Piece(NamedTuple):
     """One strided slice moving from a shard of `source` to an engine tensor of rank `receiver`."""
 
     source: str
@@ -39,26 +51,25 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """Part `part` of `parts` of every shard of one source."""
+class Unit:
+    """One share of one source."""
 
     source: str
-    part: int
-    parts: int
+    share: Share
 
 
 @dataclass
 class Bucket:
-    """What travels in one all-to-all: one source dtype, one engine dtype, one kind of source."""
+    """What travels in one all-to-all: one source dtype, one engine dtype, one sort of source."""
 
     source_dtype: torch.dtype
     engine_dtype: torch.dtype
     frozen: bool
     merged: bool
-    units: list[_Unit] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
 
 
-_Need = tuple[str, torch.dtype, Block]  # engine tensor, its dtype, what of the source goes there
+_Source = tuple[str, torch.dtype]  # what a kind belongs to: source and engine dtype
 
 
 @dataclass
@@ -81,54 +92,79 @@ class ReshardPlan:
     fallback: dict[str, str]
     digest: str
     _layout_of: list[int]  # rank → index of its layout
-    _needs: list[dict[str, list[_Need]]]  # layout → source → needs
+    _kinds: dict[_Source, Kind]
+    _destinations: dict[_Source, list[list[str]]]  # per layout, one per block of the kind
+    _slices: dict[tuple, list[Slice]] = field(default_factory=dict)
 
     def traffic(self) -> np.ndarray:
         """Bytes from sender to receiver, int64 [N, N]; nothing on the diagonal."""
         flows = Flows(self._layout_of)
+        times: dict[Kind, int] = defaultdict(int)
+        for (_, dtype), kind in self._kinds.items():
+            times[kind] += dtype.itemsize
         matrix = np.zeros((self.world_size, self.world_size), np.int64)
-        for source, spec in self.sources.items():
-            for dtype, blocks in _by_dtype(source, self._needs):
-                matrix += flows.traffic(spec, blocks) * dtype.itemsize
+        for kind, size in times.items():
+            matrix += flows.traffic(kind) * size
         return matrix
 
     def arrivals(self, bucket: Bucket, rank: int) -> Iterator[Piece]:
         """The slices rank `rank` gets, its own included; per sender in the order they are sent."""
         for unit in bucket.units:
-            spec = self.sources[unit.source]
-            for need in self._needs_of(bucket, unit, rank):
-                for shard in spec.shards_touched(need[2]):
-                    yield from self._pieces(unit, need, shard, spec.sender(shard, rank), rank)
+            yield from self._pieces(bucket, unit, self.incoming(bucket, unit, rank))
 
     def departures(self, bucket: Bucket, rank: int) -> Iterator[Piece]:
         """The slices rank `rank` sends to others; per receiver in the order they are expected."""
         for unit in bucket.units:
-            spec = self.sources[unit.source]
-            shard = spec.held_by(rank)
-            if shard is None:
-                continue
-            for receiver in range(self.world_size):
-                if receiver == rank or spec.sender(shard, receiver) != rank:
-                    continue
-                for need in self._needs_of(bucket, unit, receiver):
-                    yield from self._pieces(unit, need, shard, rank, receiver)
+            yield from self._pieces(bucket, unit, self.outgoing(bucket, unit, rank))
 
-    def _needs_of(self, bucket: Bucket, unit: _Unit, rank: int) -> list[_Need]:
-        needs = self._needs[self._layout_of[rank]].get(unit.source, ())
-        return [need for need in needs if need[1] == bucket.engine_dtype]
+    def destinations(self, bucket: Bucket, unit: Unit, rank: int) -> list[str]:
+        """The engine tensor of `rank` for each `need` of a unit's slices."""
+        return self._destinations[unit.source, bucket.engine_dtype][self._layout_of[rank]]
 
-    def _pieces(
-        self, unit: _Unit, need: _Need, shard: int, sender: int, receiver: int
-    ) -> Iterator[Piece]:
-        destination, _, block = need
-        spec = self.sources[unit.source]
-        if not spec.shape:
-            yield Piece(unit.source, shard, sender, receiver, destination, block)
+    def incoming(self, bucket: Bucket, unit: Unit, rank: int) -> list[Slice]:
+        """What `rank` gets of a unit; the very same list for every source of the same kind."""
+        kind = self._kinds[unit.source, bucket.engine_dtype]
+        key = ("in", kind, unit.share, rank)
+        if key not in self._slices:
+            share, spec = unit.share, kind.spec
+            self._slices[key] = [
+                Slice(need, shard, spec.sender(shard, rank), rank, part)
+                for need, block in enumerate(kind.blocks[self._layout_of[rank]])
+                for shard in spec.shards_touched(block)
+                if (shard + rank) % share.turns == share.turn
+                for part in kind.cut(block, shard, share)
+            ]
+        return self._slices[key]
+
+    def outgoing(self, bucket: Bucket, unit: Unit, rank: int) -> list[Slice]:
+        """What `rank` sends to others of a unit; one list per kind, as `incoming`."""
+        kind = self._kinds[unit.source, bucket.engine_dtype]
+        key = ("out", kind, unit.share, rank)
+        if key not in self._slices:
+            self._slices[key] = list(self._outgoing(kind, unit.share, rank))
+        return self._slices[key]
+
+    def _outgoing(self, kind: Kind, share: Share, rank: int) -> Iterator[Slice]:
+        shard = kind.spec.held_by(rank)
+        if shard is None:
             return
-        low, high = spec.part(shard, unit.part, unit.parts)
-        if low < high:
-            for b in cut(block, spec.dim, low, high):
-                yield Piece(unit.source, shard, sender, receiver, destination, b)
+        parts: dict[int, list[tuple[int, Block]]] = {}
+        for receiver, layout in enumerate(self._layout_of):
+            if (shard + receiver) % share.turns != share.turn or receiver == rank:
+                continue
+            if kind.spec.sender(shard, receiver) != rank:
+                continue
+            if layout not in parts:
+                blocks = enumerate(kind.blocks[layout])
+                parts[layout] = [(n, p) for n, b in blocks for p in kind.cut(b, shard, share)]
+            for need, part in parts[layout]:
+                yield Slice(need, shard, rank, receiver, part)
+
+    def _pieces(self, bucket: Bucket, unit: Unit, slices: list[Slice]) -> Iterator[Piece]:
+        names = self._destinations[unit.source, bucket.engine_dtype]
+        for need, shard, sender, receiver, block in slices:
+            destination = names[self._layout_of[receiver]][need]
+            yield Piece(unit.source, shard, sender, receiver, destination, block)
 
 
 def build_plan(
@@ -143,7 +179,7 @@ def build_plan(
     bucket_bytes: upper bound of the staging memory (send + receive) of one all-to-all on any rank.
 
     Raises LayoutError when a layout names an unknown source or an engine element is written by no
-    source, or twice.
+    source, or twice, or when a bucket cannot hold one row of a source.
     """
     if bucket_bytes < 1 << 12:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}, expected at least 4096")
@@ -152,32 +188,32 @@ def build_plan(
     layout_of = [index[id(layout)] for layout in layouts]
     for layout in distinct:
         check_coverage(layout)
-    needs = [_needs_by_source(layout, sources) for layout in distinct]
     fallback = {n: why for layout in distinct for n, why in layout.fallback.items()}
+    kinds, destinations = _kinds(sources, distinct)
 
     flows = Flows(layout_of)
     received, sent, needed, bound = (np.zeros(len(layouts), np.int64) for _ in range(4))
     buckets: list[Bucket] = []
     filling: dict[tuple, tuple[Bucket, np.ndarray]] = {}
     staging_bytes = 0
-    for source, spec in sources.items():
-        for dtype, blocks in _by_dtype(source, needs):
-            total = flows.count(spec, blocks, 0, 1)
-            received += total.received * dtype.itemsize
-            sent += total.sent * dtype.itemsize
-            needed += total.needed * dtype.itemsize
-            bound += total.lower_bound * dtype.itemsize
-            if source in fallback:
-                continue
-            kind = (spec.dtype, dtype, spec.frozen, spec.merged)
-            for part, parts, staging in flows.split(spec, blocks, dtype.itemsize, bucket_bytes):
-                bucket, used = filling.get(kind, (None, None))
-                if bucket is None or (used + staging).max() > bucket_bytes:
-                    bucket, used = Bucket(*kind), np.zeros(len(layouts), np.int64)
-                    buckets.append(bucket)
-                bucket.units.append(_Unit(source, part, parts))
-                filling[kind] = (bucket, used + staging)
-                staging_bytes = max(staging_bytes, int((used + staging).max()))
+    for (source, dtype), kind in kinds.items():
+        total, spec = flows.count(kind), kind.spec
+        received += total.received * dtype.itemsize
+        sent += total.sent * dtype.itemsize
+        needed += total.needed * dtype.itemsize
+        bound += total.lower_bound * dtype.itemsize
+        if source in fallback:
+            continue
+        sort = (spec.dtype, dtype, spec.frozen, spec.merged)
+        room = bucket_bytes - _ALIGNMENT
+        for share, staging in flows.shares(source, kind, dtype.itemsize, room):
+            bucket, used = filling.get(sort, (None, None))
+            if bucket is None or (used + staging).max() > room:
+                bucket, used = Bucket(*sort), np.zeros(len(layouts), np.int64)
+                buckets.append(bucket)
+            bucket.units.append(Unit(source, share))
+            filling[sort] = (bucket, used + staging)
+            staging_bytes = max(staging_bytes, int((used + staging).max()))
     return ReshardPlan(
         world_size=len(layouts),
         sources=sources,
@@ -190,33 +226,37 @@ def build_plan(
         fallback=fallback,
         digest=_digest(sources, distinct, layout_of, bucket_bytes),
         _layout_of=layout_of,
-        _needs=needs,
+        _kinds=kinds,
+        _destinations=destinations,
     )
 
 
-def _by_dtype(
-    source: str, needs: Sequence[dict[str, list[_Need]]]
-) -> Iterator[tuple[torch.dtype, Blocks]]:
-    wanted = [n.get(source, []) for n in needs]
-    for dtype in dict.fromkeys(need[1] for group in wanted for need in group):
-        yield dtype, [tuple(need[2] for need in group if need[1] == dtype) for group in wanted]
-
-
-def _needs_by_source(
-    layout: EngineLayout, sources: Mapping[str, ShardSpec]
-) -> dict[str, list[_Need]]:
-    needs: dict[str, list[_Need]] = defaultdict(list)
-    for copy in layout.copies:
-        spec = sources.get(copy.source)
-        if spec is None:
-            raise LayoutError(
-                f"the engine expects the checkpoint tensor {copy.source!r}, which the trained "
-                f"model does not have (it has {len(sources)}, e.g. {next(iter(sources), None)!r}). "
-                "Were both built from the same model?"
-            )
-        dtype = layout.destinations[copy.destination].dtype
-        needs[copy.source].append((copy.destination, dtype, copy.block(spec.shape)))
-    return needs
+def _kinds(
+    sources: Mapping[str, ShardSpec], layouts: Sequence[EngineLayout]
+) -> tuple[dict[_Source, Kind], dict[_Source, list[list[str]]]]:
+    """What is needed of each source, one Kind object for all sources of equal needs."""
+    needs: dict[_Source, list[list[tuple[str, Block]]]] = defaultdict(lambda: [[] for _ in layouts])
+    for i, layout in enumerate(layouts):
+        for copy in layout.copies:
+            spec = sources.get(copy.source)
+            if spec is None:
+                raise LayoutError(
+                    f"the engine expects the checkpoint tensor {copy.source!r}, which the trained "
+                    f"model does not have (it has {len(sources)}, e.g. "
+                    f"{next(iter(sources), None)!r}). Were both built from the same model?"
+                )
+            dtype = layout.destinations[copy.destination].dtype
+            needs[copy.source, dtype][i].append((copy.destination, copy.block(spec.shape)))
+    place = {source: i for i, source in enumerate(sources)}
+    ordered = sorted(needs, key=lambda key: (place[key[0]], str(key[1])))
+    kinds: dict[_Source, Kind] = {}
+    known: dict[tuple, Kind] = {}
+    for source, dtype in ordered:
+        groups, spec = needs[source, dtype], sources[source]
+        blocks = [tuple(block for _, block in group) for group in groups]
+        kind = known.setdefault((spec, dtype, *blocks), Kind(spec, blocks))
+        kinds[source, dtype] = kind
+    return kinds, {key: [[name for name, _ in group] for group in needs[key]] for key in ordered}
 
 
 def _digest(
@@ -225,7 +265,5 @@ def _digest(
     layout_of: Sequence[int],
     bucket_bytes: int,
 ) -> str:
-    h = hashlib.sha256(repr((bucket_bytes, layout_of, sorted(sources.items()))).encode())
-    for layout in layouts:
-        h.update(repr((layout.destinations, layout.copies, layout.fallback)).encode())
-    return h.hexdigest()
+    described = (bucket_bytes, layout_of, list(sources.items()), [la.digest() for la in layouts])
+    return hashlib.sha256(repr(described).encode()).hexdigest()
