@@ -7,8 +7,10 @@ only: nothing in them is executed.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -83,7 +85,9 @@ def _read_dcp(
     }
     saved = {f"actor/model/{name}": tensor for name, tensor in tensors.items()}
     try:
-        dcp.load(saved, checkpoint_id=folder / TENSORS, no_dist=True)
+        with warnings.catch_warnings():  # "assuming the intent is to load in a single process": yes
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(saved, checkpoint_id=folder / TENSORS, no_dist=True)
     except dcp.CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"checkpoint {folder} does not hold its model: {reason}") from error
@@ -99,10 +103,16 @@ def _read_verl(
         files[rank] = file
     if sorted(files) != list(range(world)):
         raise CheckpointError(f"checkpoint {folder} has shards of ranks {sorted(files)} of {world}")
-    shards = [
-        torch.load(files[rank], map_location="cpu", weights_only=True, mmap=True)
-        for rank in range(world)
-    ]
+    try:
+        shards = [
+            torch.load(files[rank], map_location="cpu", weights_only=True, mmap=True)
+            for rank in range(world)
+        ]
+    except (UnpicklingError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"checkpoint {folder} has a shard that is no data: {reason}"
+        ) from None
     if missing := sorted(set(wanted) - set(shards[0])):
         raise CheckpointError(f"checkpoint {folder} lacks {missing[0]!r}, one of {len(missing)}")
     return {

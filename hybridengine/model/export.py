@@ -5,18 +5,26 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hybridengine.model.errors import ModelError
+from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import original_class, stored_tensors
 from hybridengine.model.rank_zero import run_on_rank0
+from hybridengine.reshard.lora import Adapter
 
-__all__ = ["check_disk_space", "save_pretrained"]
+__all__ = ["check_disk_space", "save_config", "save_pretrained", "write_pretrained"]
 
 
 def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
@@ -42,8 +50,9 @@ def save_pretrained(
 ) -> None:
     """Write weights (in `dtype`), config, generation config and tokenizer; all ranks call.
 
-    Parameters are gathered one at a time in `dtype` and kept by rank 0 alone, in CPU memory. The
-    folder appears under its name when it is complete, replacing what was there.
+    Adapters are merged into what they adapt. Parameters are gathered one at a time in `dtype` and
+    kept by rank 0 alone, in CPU memory. The folder appears under its name when it is complete and
+    read back, replacing what was there.
 
     Raises:
         ModelError: on every rank, if rank 0 cannot write; nothing that looks whole is left.
@@ -53,18 +62,43 @@ def save_pretrained(
     num_bytes = sum(tensor.numel() for tensor in stored.values()) * dtype.itemsize
     doing = f"saving the model to {str(out)!r}"
     run_on_rank0(lambda: check_disk_space(out, num_bytes), doing)
-    state_dict = _gather(stored, dtype)
-    run_on_rank0(lambda: _write(model, tokenizer, state_dict, out, dtype), doing)
+    state_dict = _gather(stored, adapter_shards(model), dtype)
+    run_on_rank0(
+        lambda: write_pretrained(
+            original_class(model), model.config, _generation(model), tokenizer, state_dict, out
+        ),
+        doing,
+    )
+
+
+def save_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path
+) -> None:
+    """All that `save_pretrained` writes but the weights; all ranks call."""
+
+    def write() -> None:
+        model.config.save_pretrained(out_dir)
+        if (generation := _generation(model)) is not None:
+            generation.save_pretrained(out_dir)
+        tokenizer.save_pretrained(out_dir)
+
+    run_on_rank0(write, f"saving the model's configuration to {str(out_dir)!r}")
+
+
+def _generation(model: PreTrainedModel) -> GenerationConfig | None:
+    return model.generation_config if model.can_generate() else None
 
 
 @torch.no_grad()
 def _gather(
-    stored: dict[str, DTensor | torch.Tensor], dtype: torch.dtype
+    stored: dict[str, DTensor | torch.Tensor], adapters: dict[str, Adapter], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Whole tensors on rank 0's CPU; empty elsewhere."""
     whole = {}
     for name, tensor in stored.items():
-        if tensor.is_floating_point():
+        if name in adapters:
+            tensor = adapters[name].merge_whole(tensor).to(dtype)
+        elif tensor.is_floating_point():
             tensor = tensor.to(dtype)  # before the gather: half the bytes
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
@@ -73,28 +107,53 @@ def _gather(
     return whole
 
 
-def _write(
-    model: PreTrainedModel,
+def write_pretrained(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
-    state_dict: dict[str, torch.Tensor],
+    state_dict: Mapping[str, torch.Tensor],
     out: Path,
-    dtype: torch.dtype,
 ) -> None:
+    """Write whole tensors, named as `stored_tensors` names them, and read them back to compare.
+
+    Raises:
+        ModelError: what transformers loads from the folder is not what was written; nothing is
+            left then.
+    """
     partial = out.with_name(f".{out.name}.partial")
     replaced = out.with_name(f".{out.name}.replaced")
     for leftover in (partial, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
+    dtype = next(x.dtype for x in state_dict.values() if x.is_floating_point())
     with torch.device("meta"):
-        skeleton = original_class(model)(copy.deepcopy(model.config)).to(dtype)
-    if model.can_generate():
-        skeleton.generation_config = model.generation_config
+        skeleton = model_class(copy.deepcopy(config)).to(dtype)
+    if generation is not None:
+        skeleton.generation_config = generation
     try:
         partial.mkdir(parents=True)
-        skeleton.save_pretrained(partial, state_dict=state_dict)
+        skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         tokenizer.save_pretrained(partial)
+        _compare(model_class, partial, state_dict, dtype)
         if out.exists():
             out.rename(replaced)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _compare(
+    model_class: type[PreTrainedModel],
+    folder: Path,
+    written: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    model, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    loaded = stored_tensors(model)
+    wrong = {name for name, x in loaded.items() if not torch.equal(x, written[name].to(x.dtype))}
+    if found := sorted(wrong | set(report["missing_keys"]) | (set(written) - set(loaded))):
+        raise ModelError(
+            f"the written model does not read back: {len(found)} tensors, such as {found[0]!r}, "
+            "are missing, differ or are not finite"
+        )

@@ -1,0 +1,145 @@
+"""Saving beside the training, and resuming on the same and on other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.trainer.sft_job import start_run, write_sft_job
+
+pytestmark = pytest.mark.multirank
+
+
+def weights_of(run) -> dict[str, torch.Tensor]:
+    return {n: p.full_tensor().detach().clone() for n, p in run.model.named_parameters()}
+
+
+def moments_of(run) -> dict[str, torch.Tensor]:
+    whole = (t.full_tensor() if hasattr(t, "full_tensor") else t
+             for t in run.optimizer.moments().values())  # fmt: skip
+    return dict(zip(run.optimizer.moments(), (t.clone() for t in whole), strict=True))
+
+
+def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
+    """Two steps, a save that cannot end before two more steps are taken."""
+    import torch.distributed.checkpoint.filesystem as filesystem
+
+    run = start_run(rank, world_size, folder, **{"trainer.max_actor_ckpt_to_keep": 1})
+    for step in (1, 2):
+        run._step(step)
+    may_write, write = threading.Event(), filesystem.FileSystemWriter.write_data
+
+    def slow(*args, **kwargs):
+        assert may_write.wait(60)
+        return write(*args, **kwargs)
+
+    filesystem.FileSystemWriter.write_data = slow
+    saved = weights_of(run), moments_of(run), float(torch.rand(())), random.random()
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
+    run._save(2, score=0.5)
+    draws = torch.rand(3).tolist(), random.random(), np.random.rand()
+    straight = [run._step(step)["train/loss"] for step in (3, 4)]
+    assert not (folder / "run" / "global_step_2").exists()
+    may_write.set()
+    run.checkpoints.wait()
+    return {"weights": saved[0], "moments": saved[1], "draws": draws, "losses": straight,
+            "loader": run.loader.state_dict()}  # fmt: skip
+
+
+def resume(rank: int, world_size: int, folder: Path, steps: int) -> dict:
+    run = start_run(rank, world_size, folder)
+    assert run.checkpoints.resume("auto") == 2
+    weights, moments = weights_of(run), moments_of(run)
+    draws = torch.rand(3).tolist(), random.random(), np.random.rand()
+    losses = [run._step(step)["train/loss"] for step in range(3, 3 + steps)]
+    return {"weights": weights, "moments": moments, "draws": draws, "losses": losses,
+            "loader": run.loader.state_dict()}  # fmt: skip
+
+
+def test_the_state_of_the_moment_is_saved_and_resumed_on_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    folder = write_sft_job(tmp_path)
+    before = run_ranks(save_amid_training, 2, folder)
+    marker = json.loads((folder / "run" / "global_step_2" / "complete.json").read_text())
+    assert marker["step"] == 2 and marker["score"] == 0.5
+    for world_size in (2, 1, 3):
+        after = run_ranks(resume, world_size, folder, 2)
+        for rank, found in enumerate(after):
+            for kind in ("weights", "moments"):
+                want = before[0][kind]
+                assert found[kind].keys() == want.keys()
+                for name, tensor in want.items():
+                    assert torch.equal(found[kind][name], tensor), (kind, name)
+            assert found["losses"] == pytest.approx(before[0]["losses"], rel=1e-4)
+            assert found["loader"] == before[0]["loader"]
+            if world_size == 2:
+                assert found["losses"] == before[0]["losses"]
+            if rank < 2:
+                assert found["draws"] == before[rank]["draws"]
+
+
+def fail_to_save(rank: int, world_size: int, folder: Path) -> list[str]:
+    import torch.distributed.checkpoint.filesystem as filesystem
+
+    from hybridengine.checkpoint import CheckpointError
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    run = start_run(rank, world_size, folder)
+    write, filesystem.FileSystemWriter.write_data = filesystem.FileSystemWriter.write_data, full
+    messages = []
+    run._save(1, None)
+    with pytest.raises(CheckpointError) as error:
+        run.checkpoints.wait()
+    messages.append(str(error.value))
+    assert not (folder / "run" / "global_step_1").exists()
+    filesystem.FileSystemWriter.write_data = write
+    run._save(2, None)  # what was left of the failed one is in nobody's way
+    run.checkpoints.wait()
+    assert not list((folder / "run").glob(".global_step_*"))
+    return messages
+
+
+def test_a_failed_save_surfaces_on_every_rank(tmp_path: Path) -> None:
+    for [message] in run_ranks(fail_to_save, 2, write_sft_job(tmp_path)):
+        assert message.startswith("saving a checkpoint failed on rank")
+        assert "No space left" in message
+
+
+def resume_wrongly(rank: int, world_size: int, folder: Path, what: str) -> str:
+    from hybridengine.checkpoint import CheckpointError
+    from hybridengine.data import DataError
+    from hybridengine.model import ModelError
+
+    run = start_run(rank, world_size, folder)
+    if what == "save":
+        run._save(1, None)
+        run.checkpoints.wait()
+        return ""
+    with pytest.raises((CheckpointError, DataError, ModelError)) as error:
+        run.checkpoints.resume("path", folder / "run" / what)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = write_sft_job(tmp_path)
+    run_ranks(resume_wrongly, 1, folder, "save")
+    [message] = run_ranks(resume_wrongly, 1, folder, "global_step_9")
+    assert "global_step_9 is no folder" in message
+    write_sft_job(tmp_path, rows=17)
+    [message] = run_ranks(resume_wrongly, 1, folder, "global_step_1")
+    assert "prompts was 24 and is 17" in message
+    other = write_sft_job(tmp_path / "other", width=64)
+    (other / "run").mkdir()
+    (folder / "run" / "global_step_1").rename(other / "run" / "global_step_1")
+    [message] = run_ranks(resume_wrongly, 1, other, "global_step_1")
+    assert "does not fit this job" in message and "mismatch" in message

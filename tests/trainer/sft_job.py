@@ -1,0 +1,70 @@
+"""A tiny SFT job with everything random in it: dropout, shuffling, ragged conversations."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PhiConfig
+
+from hybridengine.config import SFTConfig, load_sft_config
+from tests.tiny_models import VOCAB, save_tiny
+
+__all__ = ["sft_settings", "start_run", "write_sft_job"]
+
+
+def write_sft_job(folder: Path, dropout: float = 0.0, rows: int = 24, width: int = 32) -> Path:
+    """Model and conversations in `folder`; the model knows dropout and ties no weights."""
+    save_tiny("llama", folder / "model")  # for its tokenizer
+    config = PhiConfig(
+        vocab_size=VOCAB, hidden_size=width, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=128, resid_pdrop=dropout,
+        embd_pdrop=dropout, attention_dropout=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    rng = random.Random(0)
+
+    def words(n: int) -> str:
+        return " ".join(f"w{rng.randrange(3, VOCAB)}" for _ in range(n))
+
+    lines = [
+        json.dumps({"prompt": words(rng.randrange(1, 9)), "response": words(rng.randrange(1, 14))})
+        for _ in range(rows)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def sft_settings(folder: Path, **overrides: object) -> list[str]:
+    """`key=value` of a job that takes one optimizer step per 8 conversations."""
+    settings = {
+        "model.path": folder / "model",
+        "model.fsdp_config.dtype": "float32",
+        "data.train_files": folder / "rows.jsonl",
+        "data.train_batch_size": 8,
+        "data.max_length": 32,
+        "data.max_token_len_per_gpu": 64,
+        "optim.lr": 3e-3,
+        "trainer.default_local_dir": folder / "run",
+        "trainer.logger": "[jsonl]",
+        **overrides,
+    }
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def start_run(rank: int, world_size: int, folder: Path, **overrides: object):
+    """The job of this rank, whose process group is there already."""
+    from hybridengine.distributed import PeerWatch, Session
+    from hybridengine.tracking.status import PhaseStatus
+    from hybridengine.trainer.sft import _Run
+
+    config: SFTConfig = load_sft_config(
+        None, sft_settings(folder, **{"trainer.n_gpus_per_node": world_size, **overrides})
+    )
+    watch = PeerWatch(rank, world_size)
+    session = Session(watch, PhaseStatus(config.trainer.default_local_dir, rank))
+    return _Run(config, session)
