@@ -13,10 +13,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from hybridengine.model.errors import ModelError
+from hybridengine.model.offload import Parking
 
 __all__ = ["SCHEDULES", "Optimizer", "clip_grad_norm_"]
 
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+
+# Loss scale of float16: halved by gradients that overflow, doubled after so many that did not.
+_FIRST_LOSS_SCALE = 2.0**16
+_GROWTH_INTERVAL = 400
 
 
 class Optimizer:
@@ -24,6 +29,10 @@ class Optimizer:
 
     schedule: linear warm-up from 0 over `warmup_steps`, then constant, or linear or cosine decay to
     0 at `total_steps`.
+
+    param_dtype: of the model's compute; float16 gradients need a loss multiplied by `loss_scale`,
+    which is 1 otherwise. offload: Adam's moments are on the device during `step()` only; whoever
+    else reads them does so inside `state.present()`.
     """
 
     def __init__(
@@ -37,10 +46,13 @@ class Optimizer:
         schedule: str = "constant",
         warmup_steps: int = 0,
         total_steps: int,
+        param_dtype: torch.dtype = torch.bfloat16,
+        offload: bool = False,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ModelError(f"schedule {schedule!r} is unknown; choose from {sorted(SCHEDULES)}")
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters, self._names = list(named.values()), list(named)
         self.adamw = torch.optim.AdamW(
             self.parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
@@ -51,26 +63,78 @@ class Optimizer:
             num_training_steps=total_steps,
         )
         self.last_lr = 0.0
+        self._scaling = param_dtype == torch.float16
+        self.loss_scale = _FIRST_LOSS_SCALE if self._scaling else 1.0
+        self._steps_at_scale = 0
+        self.state = Parking(self._moments, offload)
+
+    def _moments(self) -> Iterable[torch.Tensor]:
+        states = self.adamw.state.values()
+        return (x for state in states for x in state.values() if isinstance(x, torch.Tensor))
 
     def step(self, max_norm: float) -> torch.Tensor:
         """Clip, step, advance the schedule, drop the gradients; returns the norm before clipping.
 
         A gradient norm that is not finite skips the update, so that the weights survive it.
         """
-        norm = clip_grad_norm_(self.parameters, max_norm)
+        norm = clip_grad_norm_(self.parameters, max_norm, self.loss_scale)
         self.last_lr = float(self.schedule.get_last_lr()[0])
-        if norm.isfinite():
-            self.adamw.step()
-        with warnings.catch_warnings():  # a skipped first update is meant
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            self.schedule.step()
+        finite = bool(norm.isfinite())
+        if finite:
+            with self.state.present():
+                self.adamw.step()
+        if self._scaling:
+            self._adapt_loss_scale(finite)
+        self._advance()
         self.adamw.zero_grad(set_to_none=True)
         return norm
 
+    @torch.no_grad()
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Adam's live state by `<parameter>/<kind>`, to save or to load into; zeros at first."""
+        live = {}
+        for name, parameter in zip(self._names, self.parameters, strict=True):
+            state = self.adamw.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=_local(parameter).device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            live |= {f"{name}/{kind}": tensor for kind, tensor in state.items()}
+        return live
+
+    def state_dict(self) -> dict[str, float]:
+        """Where the schedule and the loss scale are; the moments are tensors, see `moments`."""
+        return {
+            "schedule_step": self.schedule.last_epoch,
+            "loss_scale": self.loss_scale,
+            "steps_at_scale": self._steps_at_scale,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.loss_scale, self._steps_at_scale = state["loss_scale"], int(state["steps_at_scale"])
+        self.schedule.last_epoch = int(state["schedule_step"]) - 1
+        self._advance()
+
+    def _advance(self) -> None:
+        with warnings.catch_warnings():  # a skipped first update is meant
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.schedule.step()
+
+    def _adapt_loss_scale(self, finite: bool) -> None:
+        self._steps_at_scale = self._steps_at_scale + 1 if finite else 0
+        if not finite:
+            self.loss_scale /= 2
+        elif self._steps_at_scale % _GROWTH_INTERVAL == 0:
+            self.loss_scale *= 2
+
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float, loss_scale: float = 1.0
+) -> torch.Tensor:
     """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before.
+
+    Gradients of a loss multiplied by `loss_scale` are divided by it first.
 
     The norm, float32 scalar, is that of the whole model's gradient and equal on all ranks: one
     all-reduce per group of ranks that shares shards. A norm that is not finite leaves the
@@ -91,8 +155,9 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torc
         for group in groups[key]:
             dist.all_reduce(squares, group=group)
         total += squares
-    norm = total.sqrt().float()
-    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+    norm = (total.sqrt() / loss_scale).float()
+    clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = torch.where(norm.isfinite(), clip, 1.0) / loss_scale
     for local in by_group.values():
         torch._foreach_mul_(local, scale)
     return norm
