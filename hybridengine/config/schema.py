@@ -25,14 +25,19 @@ _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class TrainedModelConfig:
     path: str = ""  # a Hugging Face folder, or a name in the local cache or the hub
     trust_remote_code: bool = False
-    external_lib: str | None = None  # Python file or module that registers estimators, rewards
     enable_gradient_checkpointing: bool = False
+    use_fused_kernels: bool = True  # log-probs straight from hidden states; false: whole logits
     lora_rank: int = _setting(0, at_least=0)  # 0: all weights are trained
     lora_alpha: float = _setting(16, above=0)  # adapters are scaled by lora_alpha / lora_rank
     target_modules: str | tuple[str, ...] = "all-linear"  # or names of linear layers
+
+
+@dataclass(frozen=True)
+class ModelConfig(TrainedModelConfig):
+    external_lib: str | None = None  # Python file or module that registers estimators, rewards
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridengine.config.loading import ConfigError, Rules, load_config
-from hybridengine.config.schema import FsdpConfig, ModelConfig, OptimConfig, RunConfig, _setting
+from hybridengine.config.schema import (
+    FsdpConfig,
+    OptimConfig,
+    RunConfig,
+    TrainedModelConfig,
+    _setting,
+)
 
 __all__ = ["SFT_ALIASES", "SFTConfig", "SFTDataConfig", "load_sft_config"]
 
 
 @dataclass(frozen=True)
-class SFTModelConfig(ModelConfig):
+class SFTModelConfig(TrainedModelConfig):
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
 
 

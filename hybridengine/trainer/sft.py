@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import config_to_yaml
@@ -37,6 +37,7 @@ from hybridengine.model import (
 )
 from hybridengine.model.export import save_config
 from hybridengine.model.forward import pack_targets
+from hybridengine.model.lora import apply_lora, save_adapter
 from hybridengine.tracking import (
     FlopCounter,
     MetricsLogger,
@@ -132,11 +133,17 @@ class _Run:
             shard_dim1=lambda name: False,
             param_dtype=getattr(torch, fsdp.dtype),
             gradient_checkpointing=model.enable_gradient_checkpointing,
+            use_fused_kernels=model.use_fused_kernels,
             trust_remote_code=model.trust_remote_code,
             reshard_after_forward=fsdp.reshard_after_forward,
             forward_prefetch=fsdp.forward_prefetch,
             min_num_params=fsdp.wrap_policy.min_num_params,
+            adapt=self._adapt if model.lora_rank else None,
         )
+
+    def _adapt(self, model: PreTrainedModel) -> None:
+        chosen = self.config.model
+        apply_lora(model, chosen.lora_rank, chosen.lora_alpha, chosen.target_modules)
 
     def _make_optimizer(self) -> Optimizer:
         optim, fsdp = self.config.optim, self.config.model.fsdp_config
@@ -249,15 +256,15 @@ class _Run:
         return float(value) / self.shared  # ranks that share a micro-batch each hold all its loss
 
     def _save(self, step: int, score: float | None) -> None:
-        def also(folder: Path) -> None:
-            out = folder / "huggingface"
-            if self.config.trainer.save_hf_model:
-                save_pretrained(self.model, self.tokenizer, out)
-            else:
-                save_config(self.model, self.tokenizer, out)
-
         with self.session.phase("save_checkpoint"):
-            self.checkpoints.save(step, score, also)
+            self.checkpoints.save(step, score, self._describe)
+
+    def _describe(self, folder: Path) -> None:
+        """What makes a checkpoint one of this model: its configuration and adapter."""
+        save = save_pretrained if self.config.trainer.save_hf_model else save_config
+        save(self.model, self.tokenizer, folder / "huggingface")
+        if self.config.model.lora_rank:
+            save_adapter(self.model, folder / "adapter")
 
 
 def _due(step: int, every: int) -> bool:
