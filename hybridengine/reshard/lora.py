@@ -6,18 +6,13 @@ rows (or columns) it holds, as much as fits a bucket at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from hybridengine.reshard.geometry import contiguous_strides, reach
-from hybridengine.reshard.plan import Bucket, Piece
-from hybridengine.reshard.shards import ShardSpec
-
-__all__ = ["Adapter", "Merger", "Slab"]
+__all__ = ["Adapter", "sums_of_bits"]
 
 _CHUNK = 1 << 18  # elements in float64 at a time
 
@@ -75,83 +70,19 @@ class Adapter:
         )
 
 
-class Slab(NamedTuple):
-    """[low, high) on the sharded dimension of `source`; this rank's shard begins at `origin`."""
+def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Per tensor the wrapping sum of its bits; one pass over the memory.
 
-    source: str
-    origin: int
-    low: int
-    high: int
-
-
-class Merger:
-    """Forms what this rank sends of the weights that have an adapter.
-
-    parameters, specs: every trained parameter and where its shards are. adapters: by parameter.
+    It tells a frozen parameter that was written to, which version counters do not: optimizers and
+    checkpoint loaders go past them.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        specs: Mapping[str, ShardSpec],
-        adapters: Mapping[str, Adapter],
-        rank: int,
-    ) -> None:
-        self.adapters = adapters
-        self._parameters, self._specs, self._rank = parameters, specs, rank
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        flat, size = tensor.reshape(-1), tensor.element_size()
+        words = flat.numel() * size // 8 * 8 // size
+        return flat[:words].view(torch.int64).sum() + flat[words:].view(torch.uint8).sum()
 
-    def slabs(self, bucket: Bucket) -> list[Slab]:
-        """What is merged for a bucket; as many entries on every rank."""
-        slabs = []
-        for unit in bucket.units if bucket.merged else ():
-            spec = self._specs[unit.source]
-            shard = spec.held_by(self._rank)
-            held = (0, 0, 0)
-            if shard is not None:
-                held = (spec.interval(shard)[0], *spec.part(shard, unit.part, unit.parts))
-            slabs.append(Slab(unit.source, *held))
-        return slabs
-
-    def form(
-        self, slabs: Sequence[Slab], adapters: Mapping[str, Adapter] | None = None
-    ) -> list[torch.Tensor]:
-        """The merged slabs; collective, unless the adapters given are whole."""
-        merged = []
-        for name, *place in slabs:
-            adapter = (adapters or self.adapters)[name]
-            merged.append(adapter.merge(self._parameters[name], self._specs[name].dim, *place))
-        return merged
-
-    def locate(self, piece: Piece, slabs: Sequence[Slab]) -> tuple[int, int, list[int]]:
-        """(index of the slab that holds `piece`, offset in it, strides)."""
-        spec = self._specs[piece.source]
-        first = reach(piece.block, spec.dim)[0]
-        index = next(
-            i
-            for i, (name, _, low, high) in enumerate(slabs)
-            if name == piece.source and low <= first < high
-        )
-        _, _, low, high = slabs[index]
-        origin, shape = list(spec.origin(piece.shard)), list(spec.shape)
-        origin[spec.dim], shape[spec.dim] = low, high - low
-        return index, *piece.block.address(contiguous_strides(tuple(shape)), tuple(origin))
-
-    def bytes_gathered(self, slabs: Sequence[Slab]) -> int:
-        """What this rank receives of adapters to form `slabs`."""
-        return sum(
-            self.adapters[s.source].bytes_gathered(
-                self._parameters[s.source], self._specs[s.source].dim
-            )
-            for s in slabs
-        )
-
-    def frozen_state(self) -> list[int]:
-        """Changes when anything writes to a parameter that is not sent at every sync."""
-        return [
-            _local(self._parameters[name])._version
-            for name, spec in self._specs.items()
-            if spec.frozen
-        ]
+    return torch.stack([of(t) for t in tensors]).tolist() if tensors else []
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

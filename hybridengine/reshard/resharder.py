@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from hybridengine.reshard.exchange import Exchange, Slab, TableMaker
 from hybridengine.reshard.failures import FailureBoard, RankLostError, ReshardError
+from hybridengine.reshard.geometry import reach
 from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
+from hybridengine.reshard.lora import Adapter, sums_of_bits
 from hybridengine.reshard.plan import Piece, ReshardPlan, build_plan
 from hybridengine.reshard.shards import ShardSpec
 from hybridengine.reshard.verify import find_mismatches
@@ -34,7 +36,7 @@ Parameters = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync moved on this rank. Bytes are counted at the collective."""
+    """What one sync moved on this rank. Bytes are counted at the collective, adapters included."""
 
     version: int
     bytes_received: int
@@ -59,6 +61,8 @@ class Resharder:
       that returns them, asked at every sync, for a model whose tensors are replaced as it trains.
     engine: the rollout engine on this rank.
     bucket_bytes: staging memory (send + receive) of one all-to-all; two are alive at a time.
+    adapters: parameter → its adapter, merged as the parameter is packed. All others are frozen
+      then: they travel again only when their bits change.
 
     The plan is made once, agreed by digest across ranks, and reused by every `sync()`.
     Raises LayoutError on every rank for what any rank finds wrong.
@@ -69,10 +73,11 @@ class Resharder:
         parameters: Parameters | Callable[[], Parameters],
         engine: RolloutEngine,
         bucket_bytes: int = 64 << 20,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = engine
-        self._parameters = parameters
+        self._parameters, self._adapters = parameters, adapters or {}
         self._board = FailureBoard(self.rank, self.world_size)
         specs, problem = self._try(self._read_shards)
         self._agree(problem)
@@ -87,7 +92,7 @@ class Resharder:
         strides = {name: placement.local_stride for name, placement in self._planned.items()}
         maker = TableMaker(plan, self.rank, strides)
         self._exchanges = [maker.exchange(bucket) for bucket in plan.buckets]
-        self._settled = False  # whether what does not change is in the engine
+        self._settled: list[int] | None = None  # the frozen bits that are in the engine
 
     def _try(self, step: Callable) -> tuple:
         """(its result, None) or (None, what went wrong)."""
@@ -107,7 +112,10 @@ class Resharder:
     def _read_shards(self) -> dict[str, ShardSpec]:
         given = self._parameters
         self.parameters = dict(given() if callable(given) else given)
-        return {n: ShardSpec.of(n, t, self.world_size) for n, t in self.parameters.items()}
+        return {
+            name: ShardSpec.of(name, tensor, self.world_size, self._adapters)
+            for name, tensor in self.parameters.items()
+        }
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """The layout of every rank; each is sent once, by the first rank that has it."""
@@ -166,9 +174,10 @@ class Resharder:
         """
         started = time.perf_counter()
         with self._board.attempt(f"the sync to version {version}"), torch.no_grad():
-            self._start(version)
+            frozen = self._frozen_bits()
+            settled = self._start(version, frozen)
             with self.engine.weight_update(version):
-                settled, self._settled = self._settled, False
+                self._settled = None
                 received, sent = self._move(
                     [e for e in self._exchanges if not (e.once and settled)]
                 )
@@ -178,18 +187,26 @@ class Resharder:
                     self._verify()
                 with self._board.meeting("committing"):
                     dist.barrier()  # the version moves only when all ranks are in
-                self._settled = True
+                self._settled = frozen
         elapsed = (time.perf_counter() - started) * 1e3
         return SyncReport(version, received, sent, elapsed)
 
-    def _start(self, version: int) -> None:
-        """Look at model, engine and world again; every rank goes on only if all of them may."""
+    def _frozen_bits(self) -> list[int]:
+        frozen = [name for name, spec in self.plan.sources.items() if spec.frozen]
+        return sums_of_bits([_local(self.parameters[name]).detach() for name in frozen])
+
+    def _start(self, version: int, frozen: list[int]) -> bool:
+        """Look at model, engine and world again; every rank goes on only if all of them may.
+
+        Whether every engine has the parameters that do not change.
+        """
         problem = self._find_changes()
+        lost = self.engine.weight_version is None or frozen != self._settled
         device = next(iter(self._shards.values())).device if self._shards else "cpu"
-        word = torch.tensor([problem is not None, version, -version], device=device)
+        word = torch.tensor([problem is not None, version, -version, lost], device=device)
         with self._board.meeting("agreeing to start"):
             dist.all_reduce(word, dist.ReduceOp.MAX)
-            failed, highest, lowest = word.tolist()
+            failed, highest, lowest, lost = word.tolist()
             if failed:
                 self._agree(problem)
         if highest != -lowest:
@@ -197,6 +214,7 @@ class Resharder:
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "
                 f"{-lowest} and {highest}: every rank must call sync() with the same version"
             )
+        return not lost
 
     def _find_changes(self) -> str | None:
         if (place := (dist.get_rank(), dist.get_world_size())) != (self.rank, self.world_size):
@@ -220,7 +238,7 @@ class Resharder:
             weight.as_strided(sizes, strides, weight.storage_offset() + offset).fill_(value)
 
     def _move(self, exchanges: list[Exchange]) -> tuple[int, int]:
-        received = sent = 0
+        received = sent = self._gathered = 0
         last: _InFlight | None = None
         for i, exchange in enumerate(exchanges, 1):
             where = f"bucket {i} of {len(exchanges)}"
@@ -241,11 +259,20 @@ class Resharder:
             last = _InFlight(exchange, inbox, work, phase)
         if last is not None:
             self._arrive(last)
-        return received, sent
+        return received + self._gathered, sent
 
     def _source(self, slab: Slab) -> torch.Tensor:
-        """What a bucket packs from: this rank's shard."""
-        return self._shards[slab.name]
+        """What a bucket packs from: this rank's shard, or what an adapter makes of a part of it."""
+        adapter = self._adapters.get(slab.name)
+        if adapter is None:
+            return self._shards[slab.name]
+        spec = self.plan.sources[slab.name]
+        shard = spec.held_by(self.rank)
+        origin = 0 if shard is None else spec.interval(shard)[0]
+        with self._board.meeting(f"gathering the adapter of {slab.name!r}"):
+            base = self.parameters[slab.name].detach()
+            self._gathered += adapter.bytes_gathered(base, spec.dim)
+            return adapter.merge(base, spec.dim, origin, slab.low, slab.high)
 
     def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
         """(outbox, inbox), the halves of one buffer, which lives as long as either."""
@@ -278,6 +305,8 @@ class Resharder:
         """In memory of its own: some loaders zero in place what belongs to another rank."""
         tensor = self.parameters[name].detach()
         with self._board.meeting(f"gathering {name!r} whole"):
+            if name in self._adapters:
+                return self._adapters[name].merge_whole(tensor)
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         shared = whole.untyped_storage().data_ptr() == _local(tensor).untyped_storage().data_ptr()
         return whole.clone() if shared else whole
@@ -285,10 +314,18 @@ class Resharder:
     def _verify(self) -> None:
         planned, sources = self._planned, self.plan.sources
 
+        with self._board.meeting("gathering adapters to verify"):
+            adapters = {name: adapter.gathered() for name, adapter in self._adapters.items()}
+
         def of_shard(piece: Piece) -> torch.Tensor:
-            shard, block = self._shards[piece.source], piece.block
-            origin = sources[piece.source].origin(piece.shard)
-            offset, strides = block.address(planned[piece.source].local_stride, origin)
+            shard, block, spec = self._shards[piece.source], piece.block, sources[piece.source]
+            origin, strides = list(spec.origin(piece.shard)), planned[piece.source].local_stride
+            if piece.source in adapters:
+                base, held = self.parameters[piece.source].detach(), origin[spec.dim]
+                low, high = reach(block, spec.dim)
+                shard = adapters[piece.source].merge(base, spec.dim, held, low, high)
+                origin[spec.dim], strides = low, shard.stride()
+            offset, strides = block.address(strides, tuple(origin))
             return shard.as_strided(block.sizes, strides, shard.storage_offset() + offset)
 
         def of_engine(piece: Piece) -> torch.Tensor:

@@ -17,11 +17,12 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20, [97, 4]]
 
 
-def build(path: str, tp_size: int, dtype: torch.dtype, bucket_bytes: int):
+def build(path: str, tp_size: int, dtype: torch.dtype, bucket_bytes: int, adapt=None, **options):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     from hybridengine.model import check_model, checkpoint_layout, load_causal_lm, parameter_shards
+    from hybridengine.model.lora import adapter_shards
     from hybridengine.reshard import Resharder
     from hybridengine.rollout.vllm import VllmEngine
 
@@ -41,8 +42,11 @@ def build(path: str, tp_size: int, dtype: torch.dtype, bucket_bytes: int):
         path,
         mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
         shard_dim1=lambda name: sliced.get(name) == 1,
+        adapt=adapt,
+        **options,
     )
-    return engine, model, Resharder(parameter_shards(model), engine, bucket_bytes)
+    shards, adapters = parameter_shards(model), adapter_shards(model)
+    return engine, model, Resharder(shards, engine, bucket_bytes, adapters)
 
 
 class LargestAllocation(TorchDispatchMode):
