@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,9 @@ def load_data(
     return tokenizer, train, val, reward
 
 
+@cache
 def _import_external(name: str) -> None:
-    """A Python file or a module, for what it registers."""
+    """A Python file or a module, for what it registers; once in a process."""
     file = Path(name).expanduser()
     if file.suffix == ".py":
         if not file.is_file():
@@ -119,8 +120,10 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         seed=config.seed,
         kv_cache_bytes=None if torch.cuda.is_available() else int(rollout.kv_cache_gib * 2**30),
         memory_share=rollout.gpu_memory_utilization,
+        free_cache=rollout.free_cache_engine,
         engine_options={
             "enforce_eager": rollout.enforce_eager,
+            "enable_chunked_prefill": rollout.enable_chunked_prefill,
             "enable_prefix_caching": rollout.enable_prefix_caching,
             "max_num_seqs": rollout.max_num_seqs,
             "max_num_batched_tokens": rollout.max_num_batched_tokens,
@@ -206,6 +209,7 @@ def _load(
         mesh=init_device_mesh(session.device.type, (session.world_size,)),
         shard_dim1=shard_dim1,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        use_fused_kernels=config.model.use_fused_kernels,
         trust_remote_code=config.model.trust_remote_code,
         value_head=value_head,
     )

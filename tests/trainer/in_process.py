@@ -1,0 +1,129 @@
+"""Many small jobs one after another on the ranks of one process group: a third of a second each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+__all__ = ["Result", "run_jobs", "small_job"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job left: refused is the message of one that did not run."""
+
+    rows: list[dict[str, float]]  # of metrics.jsonl
+    rollouts: dict[str, list[dict[str, Any]]]  # of rollouts/, by step
+    files: set[str]
+    refused: str = ""
+
+    @property
+    def last(self) -> dict[str, float]:
+        return self.rows[-1]
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    words = [int(word[1:]) for word in solution_str.split() if word.startswith("w")]
+    low, high = ground_truth
+    inside = sum(low <= word < high for word in words) / max(1, len(words))
+    return {"score": inside, "even": sum(word % 2 == 0 for word in words) / 4}
+
+def shorter(data_source, solution_str, ground_truth, extra_info):
+    return -len(solution_str.split()) / 4
+"""
+
+
+def small_job(folder: Path) -> list[str]:
+    """Write model, data and reward to `folder`; returns the overrides of a job of one step."""
+    model = save_tiny("llama", folder / "model")
+    rows = [
+        {
+            "data_source": "toy",
+            "prompt": [{"role": "user", "content": f"w{5 + k} w{9 * k + 4}" + " w3" * (k % 3)}],
+            "reward_model": {"ground_truth": [3 + 20 * (k % 4), 43 + 20 * (k % 4)]},
+        }
+        for k in range(8)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    settings = {
+        "model.path": model,
+        "data.train_files": folder / "rows.jsonl",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 6,
+        "data.max_response_length": 4,
+        "actor.ppo_max_token_len_per_gpu": 64,
+        "actor.optim.lr": 1e-2,
+        "actor.fsdp_config.dtype": "float32",
+        "critic.optim.lr": 1e-2,
+        "rollout.name": "hf",
+        "rollout.dtype": "float32",
+        "rollout.n": 4,
+        "reward.custom_reward_function.path": folder / "reward.py",
+        "trainer.total_training_steps": 1,
+        "trainer.logger": "[jsonl]",
+        "trainer.resume_mode": "disable",
+        "trainer.default_local_dir": folder / "run",
+    }
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def run_jobs(
+    folder: Path, jobs: Sequence[Sequence[str]], world_size: int = 1, timeout_s: float = 200.0
+) -> list[Result]:
+    """Run jobs, each given as all of its overrides, on `world_size` ranks."""
+    return run_ranks(_jobs, world_size, folder, jobs, timeout_s=timeout_s)[0]
+
+
+def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]]) -> list[Result]:
+    import torch.distributed as dist
+
+    from hybridengine.distributed import PeerWatch, Session
+    from hybridengine.tracking import PhaseStatus
+    from hybridengine.trainer import report
+
+    report.plot_learning_curves = lambda *args, **options: None
+    watch = PeerWatch(rank, world_size)
+    results = []
+    for overrides in jobs:
+        if rank == 0:
+            shutil.rmtree(folder / "run", ignore_errors=True)
+        dist.barrier()
+        session = Session(watch, PhaseStatus(folder / "run", rank))
+        refused = _run(overrides, session)
+        dist.barrier()
+        results.append(_result(folder / "run", refused))
+    watch.close()
+    return results
+
+
+def _run(overrides: Sequence[str], session: Any) -> str:
+    from hybridengine.config import load_config
+    from hybridengine.launch import USER_ERRORS
+    from hybridengine.preflight import check_grpo
+    from hybridengine.trainer.rl import _Run
+
+    try:
+        config = load_config(None, overrides)
+        check_grpo(config)
+        _Run(config, session).train()
+    except USER_ERRORS as error:
+        return str(error)
+    return ""
+
+
+def _result(run: Path, refused: str) -> Result:
+    def rows(file: Path) -> list[dict[str, Any]]:
+        return [json.loads(row) for row in file.read_text().splitlines()] if file.is_file() else []
+
+    rollouts = {file.stem: rows(file) for file in (run / "rollouts").glob("*.jsonl")}
+    files = {str(file.relative_to(run)) for file in run.rglob("*") if ".status" not in file.parts}
+    return Result(rows(run / "metrics.jsonl"), rollouts, files, refused)
