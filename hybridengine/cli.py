@@ -120,6 +120,7 @@ def export(
     ],
     out: Annotated[Path, typer.Option(help="The Hugging Face folder to write.")],
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    as_adapter: Annotated[bool, typer.Option(help="Of a LoRA run: the adapter alone.")] = False,
     trust_remote_code: Annotated[bool, typer.Option()] = False,
 ) -> None:
     """Write a checkpoint's model as a Hugging Face folder, on one CPU, and read it back."""
@@ -132,11 +133,13 @@ def export(
     try:
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ConfigError(f"--dtype is {dtype!r}, expected bfloat16, float16 or float32")
-        source = export_checkpoint(checkpoint, out, getattr(torch, dtype), trust_remote_code)
+        source = export_checkpoint(
+            checkpoint, out, getattr(torch, dtype), trust_remote_code, as_adapter
+        )
     except USER_ERRORS as error:
         print_error(error)
         raise typer.Exit(EXIT_USER_ERROR) from None
-    Console().print(f"{source} → {out}, read back and equal", soft_wrap=True)
+    Console().print(f"{source} → {out}", soft_wrap=True)
 
 
 @app.command()

@@ -7,6 +7,7 @@ only: nothing in them is executed.
 from __future__ import annotations
 
 import re
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from hybridengine.model.parameters import stored_tensors
 
 __all__ = ["export_checkpoint"]
 
+_ADAPTER = "adapter"  # the folder of a LoRA run's checkpoint
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
@@ -32,16 +34,23 @@ def export_checkpoint(
     out: str | Path,
     dtype: torch.dtype = torch.bfloat16,
     trust_remote_code: bool = False,
+    as_adapter: bool = False,
 ) -> Path:
     """Write the model of a checkpoint to `out`, and read it back to compare.
 
     path: a checkpoint, or a run's folder, whose newest checkpoint is taken. Returns the checkpoint.
+    as_adapter: of a LoRA run, write the adapter as PEFT loads it; else it is merged into its base.
 
     Raises:
         CheckpointError: no whole checkpoint there, or one that does not fit its own config.
         ModelError: `out` cannot be written, or does not read back as it was written.
     """
     folder = _locate(Path(path))
+    if as_adapter:
+        if not (folder / _ADAPTER).is_dir():
+            raise CheckpointError(f"checkpoint {folder} holds no adapter: all weights were trained")
+        shutil.copytree(folder / _ADAPTER, out, dirs_exist_ok=True)
+        return folder
     described = folder / "huggingface"
     if not (described / "config.json").is_file():
         raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
@@ -51,11 +60,13 @@ def export_checkpoint(
     wanted = stored_tensors(model)
     out = Path(out).absolute()
     check_disk_space(out, sum(tensor.numel() for tensor in wanted.values()) * dtype.itemsize)
-    read = _read_verl if any(folder.glob("model_world_size_*")) else _read_dcp
-    tensors = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in read(folder, wanted, dtype).items()
-    }
+    if any(folder.glob("model_world_size_*")):
+        found = _read_verl(folder, wanted)
+    elif (folder / _ADAPTER).is_dir():
+        found = _merge_adapter(folder, trust_remote_code)
+    else:
+        found = _read_dcp(folder, wanted, dtype)
+    tensors = {n: x.to(dtype) if x.is_floating_point() else x for n, x in found.items()}
     tokenizer = AutoTokenizer.from_pretrained(described, trust_remote_code=trust_remote_code)
     generation = None
     if (described / "generation_config.json").is_file():
@@ -94,9 +105,22 @@ def _read_dcp(
     return tensors
 
 
-def _read_verl(
-    folder: Path, wanted: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _merge_adapter(folder: Path, trust_remote_code: bool) -> dict[str, torch.Tensor]:
+    from peft import PeftConfig, PeftModel
+
+    path = PeftConfig.from_pretrained(str(folder / _ADAPTER)).base_model_name_or_path
+    try:
+        base = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} adapts the model {path!r}, which cannot be read: {error}"
+        ) from None
+    return stored_tensors(PeftModel.from_pretrained(base, folder / _ADAPTER).merge_and_unload())
+
+
+def _read_verl(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     files = {}
     for file in folder.glob("model_world_size_*_rank_*.pt"):
         world, rank = map(int, _SHARD.fullmatch(file.name).groups())

@@ -113,6 +113,7 @@ def adapter_config(model: nn.Module) -> dict:
     described = config.to_dict()
     described["peft_type"], described["task_type"] = "LORA", "CAUSAL_LM"
     described["target_modules"] = sorted(name for name, _ in _layers(model))
+    described["base_model_name_or_path"] = model.config.name_or_path
     return described | {"inference_mode": True}
 
 

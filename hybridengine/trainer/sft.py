@@ -183,6 +183,8 @@ class _Run:
                 self.checkpoints.check()
             with session.phase("save_checkpoint"):
                 save_pretrained(self.model, self.tokenizer, self.dir / "final")
+                if self.config.model.lora_rank:
+                    save_adapter(self.model, self.dir / "final_adapter")
                 self.checkpoints.wait()
             report.finish(round(time.perf_counter() - self.started, 1))
         dist.barrier()
