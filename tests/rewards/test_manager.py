@@ -1,0 +1,155 @@
+"""Managers: several functions, batches, DAPO's overlong punishment, time-outs, a user's own."""
+
+import time
+
+import pytest
+
+from hybridengine.config import ConfigError
+from hybridengine.config.schema import OverlongBufferConfig, RewardConfig, RewardManagerConfig
+from hybridengine.data import PromptSample
+from hybridengine.rewards import (
+    RewardError,
+    RewardManager,
+    RewardResult,
+    build_reward_manager,
+    load_reward_function,
+    register_manager,
+)
+
+SAMPLES = [PromptSample(i, [1, 2], f"prompt {i}", "sums", str(i), {}) for i in range(3)]
+NAMES = "data_source, solution_str, ground_truth, extra_info"
+PLURAL = "data_sources, solution_strs, ground_truths, extra_infos"
+
+
+def manager(tmp_path, sources, name="naive", **settings):
+    """A manager over the functions whose bodies are given, by file stem."""
+    functions = []
+    for stem, body in sources.items():
+        file = tmp_path / f"{stem}.py"
+        arguments = PLURAL if name == "batch" else NAMES
+        file.write_text(f"def compute_score({arguments}):\n    {body}\n")
+        functions.append((str(file), "compute_score"))
+    config = RewardConfig(reward_manager=RewardManagerConfig(name), **settings)
+    return build_reward_manager(config, functions, max_response_length=10)
+
+
+def score(built, lengths=(1, 1, 1)):
+    return built.score(SAMPLES, ["0", "5", "2"], list(lengths))
+
+
+def test_several_functions_with_weights(tmp_path):
+    sources = {
+        "right": "return solution_str == ground_truth",
+        "long": "return {'score': 4, 'x': int(ground_truth)}",
+    }
+    result = score(manager(tmp_path, sources, weights=(1.0, 0.25)))
+    assert result.scores == [2.0, 1.0, 2.0]
+    assert result.extras == {
+        "right": [1.0, 0.0, 1.0],
+        "long": [4.0, 4.0, 4.0],
+        "x": [0.0, 1.0, 2.0],
+    }
+
+
+def test_extras_of_the_same_name_are_told_apart(tmp_path):
+    both = {"a": "return {'score': 1, 'x': 1}", "b": "return {'score': 2, 'x': 2}"}
+    result = score(manager(tmp_path, both))
+    assert (result.extras["x"], result.extras["b/x"]) == ([1.0] * 3, [2.0] * 3)
+
+
+def test_batch_gets_lists(tmp_path):
+    body = "return [float(s == g) for s, g in zip(solution_strs, ground_truths, strict=True)]"
+    assert score(manager(tmp_path, {"b": body}, "batch")).scores == [1.0, 0.0, 1.0]
+    assert manager(tmp_path, {"b": body}, "batch").score([], [], []).scores == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1.0]", "gave 1 results for 3 responses"),
+        ("return 1.0", "gave <class 'float'> for 3 responses"),
+        ("return [1, 2, None]", "its result is None .*prompt 'prompt 2', response '2'"),
+        ("raise KeyError('x')", "raised KeyError: 'x' at .*py:2; first of 3: prompt 'prompt 0'"),
+    ],
+)
+def test_faults_of_a_batch(tmp_path, body, message):
+    with pytest.raises(RewardError, match=message):
+        score(manager(tmp_path, {"b": body}, "batch"))
+
+
+def test_a_batch_function_must_take_lists(tmp_path):
+    (tmp_path / "one.py").write_text(f"def compute_score({NAMES}): return 1")
+    config = RewardConfig(reward_manager=RewardManagerConfig("batch"))
+    with pytest.raises(RewardError, match="must accept data_sources, solution_strs"):
+        build_reward_manager(config, [(str(tmp_path / "one.py"), "compute_score")], 10)
+
+
+def test_dapos_overlong_punishment(tmp_path):
+    """arXiv 2503.14476, eq. 13 with L_max 10, L_cache 4: 0 up to 6, then linear to -1 at 10."""
+    buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=1.0)
+    built = manager(tmp_path, {"r": "return 1"}, "dapo", overlong_buffer=buffer)
+    result = score(built, (6, 7, 10))
+    assert result.scores == [1.0, 0.75, 0.0]
+    assert result.extras == {"overlong_penalty": [0.0, -0.25, -1.0]}
+    off = OverlongBufferConfig(enable=False, len=4)
+    assert (
+        score(manager(tmp_path, {"r": "return 1"}, "dapo", overlong_buffer=off)).scores == [1] * 3
+    )
+
+
+def test_a_function_that_hangs_is_ended_with_its_sample(tmp_path):
+    body = "\n    ".join(["import time", "while solution_str == '5': time.sleep(0.01)", "return 1"])
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"no result within reward\.timeout_s = 0\.2 s.*'prompt 1'"):
+        score(manager(tmp_path, {"slow": body}, timeout_s=0.2))
+    assert time.monotonic() - started < 10
+
+
+def test_a_users_own_manager(tmp_path, monkeypatch):
+    class Longest(RewardManager):
+        def score(self, samples, responses, lengths):
+            return RewardResult([float(n == max(lengths)) for n in lengths], {})
+
+    register_manager("longest_for_this_test")(Longest)
+    assert score(manager(tmp_path, {}, "longest_for_this_test"), (1, 3, 2)).scores == [0, 1, 0]
+    with pytest.raises(ValueError, match="already registered"):
+        register_manager("longest_for_this_test")(RewardManager)
+    (tmp_path / "users_module_for_this_test.py").write_text(
+        "from hybridengine.rewards import RewardManager, RewardResult\n"
+        "class Own(RewardManager):\n"
+        "    def score(self, samples, responses, lengths):\n"
+        "        return RewardResult([7.0] * len(samples), {})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    built = manager(tmp_path, {}, "users_module_for_this_test.Own")
+    assert score(built).scores == [7.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("naiv", "expected one of naive, batch, dapo"),
+        ("no_such_package.Manager", "cannot be imported: No module named"),
+        ("hybridengine.rewards.NoManager", "cannot be imported: .*no attribute"),
+        ("hybridengine.rewards.RewardError", "expected one of"),
+    ],
+)
+def test_managers_that_are_none(tmp_path, name, message):
+    with pytest.raises(ConfigError, match=message):
+        manager(tmp_path, {}, name)
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        (r"so it is \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"Hence \boxed{\frac{2}{3}}", "0.5", 0.0),
+        ("The answer is 7", "7", 1.0),
+        (r"$x = \sqrt{8}$", r"2\sqrt{2}", 1.0),
+        ("no answer at all", "3", 0.0),
+        ("", "3", 0.0),
+    ],
+)
+def test_the_built_in_math_rule(response, truth, expected):
+    rule = load_reward_function("math_verify")
+    assert rule.call("math", response, truth, None) == expected
