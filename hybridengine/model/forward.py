@@ -1,6 +1,7 @@
 """Log-probs of response tokens from one packed, padding-free forward pass.
 
-Logits are computed only where the next token is a response token: [R, V], never [T, V].
+Logits are computed only where the next token is a response token: [R, V], never [T, V], and for
+log-probs only a chunk of rows at a time (`hybridengine.model.head`).
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hybridengine.model.errors import ModelError
+from hybridengine.model.head import LogProbsOf, gives_log_probs
 from hybridengine.model.ulysses import SequencePart, gather_rows, split_sequence
 
 __all__ = ["PackedBatch", "pack_rollouts", "pack_targets", "packed_log_probs", "packed_logits"]
@@ -88,15 +91,10 @@ def pack_targets(
     return batch if sequence_parallel is None else split_sequence(batch, sequence_parallel)
 
 
-def packed_logits(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Logits [R, V], float32, at `batch.logit_positions` (of this rank's part)."""
-    options: dict[str, object] = {}
+def _run(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
     if batch.part is not None:
         options["sequence_parallel"] = batch.part.group
-    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-    if keeps:
-        options["logits_to_keep"] = batch.logit_positions
-    logits = model(
+    return model(
         input_ids=batch.input_ids[None],
         position_ids=batch.position_ids[None],
         cu_seq_lens_q=batch.cu_seqlens,
@@ -105,8 +103,20 @@ def packed_logits(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
         max_length_k=batch.max_seqlen,
         use_cache=False,
         **options,
-    ).logits[0]
-    if not keeps:
+    )
+
+
+def _kept(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
+    """Only some logits, where the model can be told so."""
+    known = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": batch.logit_positions} if known else {}
+
+
+def packed_logits(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Logits [R, V], float32, at `batch.logit_positions` (of this rank's part)."""
+    kept = _kept(model, batch)
+    logits = _run(model, batch, **kept).logits[0]
+    if not kept:
         logits = logits[batch.logit_positions]
     if logits.shape[0] != batch.logit_positions.shape[0]:
         raise ModelError(
@@ -121,10 +131,17 @@ def packed_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of every response token and entropy of its distribution: float32 [R] each.
 
-    Both are of softmax(logits / temperature) and differentiable in the model's parameters.
+    Both are of softmax(logits / temperature) and differentiable in the model's parameters. Where
+    the model `gives_log_probs`, its logits never exist as a whole.
     """
     from hybridengine.kernels import token_log_probs
 
-    logits = packed_logits(model, batch)  # nobody else reads them: their memory takes the gradient
-    rows = token_log_probs(logits, batch.target_ids, temperature, inplace_backward=True)
+    if gives_log_probs(model):
+        kept = _kept(model, batch)
+        positions = None if kept else batch.logit_positions
+        asked = LogProbsOf(batch.target_ids, temperature, positions)
+        rows = _run(model, batch, log_probs_of=asked, **kept)
+    else:
+        logits = packed_logits(model, batch)  # read by nobody else: the gradient takes their memory
+        rows = token_log_probs(logits, batch.target_ids, temperature, inplace_backward=True)
     return rows if batch.part is None else gather_rows(*rows, part=batch.part)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.checking import check_model
 from hybridengine.model.errors import ModelError
-from hybridengine.model.head import use_float32_head
+from hybridengine.model.head import prepare_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
 from hybridengine.model.value import put_value_head, read_value_model
@@ -53,6 +53,7 @@ def load_causal_lm(
     forward_prefetch: bool = False,
     min_num_params: int = 0,
     value_head: bool = False,
+    use_fused_kernels: bool = True,
 ) -> PreTrainedModel:
     """The model at `path` (folder or hub name) on `mesh` (`sharding_mesh`); all ranks call.
 
@@ -65,6 +66,7 @@ def load_causal_lm(
     after its forward, unless `reshard_after_forward` is off. With `forward_prefetch` the next one
     is gathered before this one's forward, not after.
 
+    With `use_fused_kernels` log-probs come straight from hidden states (`hybridengine.model.head`).
     With `value_head` its logits are one value per position, see `hybridengine.model.value`; `path`
     may then be a sequence classifier.
 
@@ -102,6 +104,7 @@ def load_causal_lm(
     if adapt is not None:
         adapt(model)
         run_on_rank0(lambda: adapt(weights), "adapting the model")
+    prepare_head(model, use_fused_kernels)
     layers = _decoder_layers(model)
     groups = _modules_of_size(model, min_num_params) if min_num_params else layers
     _shard(model, groups, mesh, shard_dim1, param_dtype, reshard_after_forward)
@@ -109,7 +112,6 @@ def load_causal_lm(
         for group, following in pairwise(groups):
             group.set_modules_to_forward_prefetch([following])
     _fill(model, weights, mesh)
-    use_float32_head(model)
     model.eval()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -140,7 +142,7 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def _modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Module]:
     """The smallest modules with `min_num_params` parameters outside of those inside them."""
-    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}  # may be tied
     chosen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
@@ -148,7 +150,7 @@ def _modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Mod
         left = sum(p.numel() for p in module.parameters(recurse=False))
         left += sum(visit(child) for child in module.children())
         runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)  # else FSDP2 has no hook
-        if left < min_num_params or not runs or module is model or module in embeddings:
+        if left < min_num_params or not runs or embeddings & set(module.modules()):
             return left
         chosen.add(module)
         return 0
