@@ -6,6 +6,7 @@ and cast (float32 master to bfloat16, say) in one launch, whatever the number of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,26 +22,24 @@ TABLE_COLUMNS = 16
 class CopyTable:
     """A table of slices for many copies: checked once and, on CUDA, uploaded once.
 
-    `copy` does what `strided_copy` does with `table` (see there for its columns and the errors).
-    From the second copy between tensors at the same addresses on, it is one launch and nothing
-    else, so it can be captured in a CUDA graph. One table serves one stream.
+    `copy` does what `strided_copy` does with `table` (see there for its columns and the errors)
+    between tensors on `device`. From the second copy between the same addresses on it is one launch
+    and nothing else, so it can be captured in a CUDA graph. One table serves one stream.
     """
 
-    def __init__(self, table: Tensor) -> None:
-        self._table = table
-        self._native = native().CopyTable(table) if native() else None
+    def __init__(self, table: Tensor, device: torch.device) -> None:
+        self._rows = len(table)
+        if choose_backend("strided_copy", device) == "reference":
+            self._copy = functools.partial(_reference, table)
+        else:
+            self._copy = native().CopyTable(table).copy
 
     def __len__(self) -> int:
-        return len(self._table)
+        return self._rows
 
     def copy(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        if not len(self):
-            return
-        device = sources[0].device if sources else torch.device("cpu")
-        if self._native is None or choose_backend("strided_copy", device) == "reference":
-            _reference(list(sources), list(destinations), self._table)
-        else:
-            self._native.copy(sources, destinations)
+        if self._rows:
+            self._copy(sources, destinations)
 
 
 def strided_copy(
@@ -84,7 +83,7 @@ def _strided_copy(
 ) -> None:
     device = sources[0].device if sources else torch.device("cpu")
     if choose_backend("strided_copy", device, backend) == "reference":
-        _reference(sources, destinations, table)
+        _reference(table, sources, destinations)
     else:
         native().strided_copy(sources, destinations, table)
 
@@ -94,7 +93,7 @@ def _(sources, destinations, table, backend):
     return None
 
 
-def _reference(sources: list[Tensor], destinations: list[Tensor], table: Tensor) -> None:
+def _reference(table: Tensor, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     """The specification: as_strided on both sides, then copy_."""
     for row in table.tolist():
         src_index, dst_index, src_offset, dst_offset = row[:4]

@@ -61,13 +61,17 @@ class _Rows(NamedTuple):
 class TableMaker:
     """Makes the exchanges of one rank.
 
-    strides: source → strides of this rank's shard of it, in elements.
+    strides: source → strides of this rank's shard of it, in elements. device: of shards and engine.
     """
 
     def __init__(
-        self, plan: ReshardPlan, rank: int, strides: Mapping[str, tuple[int, ...]]
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        strides: Mapping[str, tuple[int, ...]],
+        device: torch.device,
     ) -> None:
-        self._plan, self._rank, self._strides = plan, rank, strides
+        self._plan, self._rank, self._strides, self._device = plan, rank, strides, device
         self._rows: dict[tuple, _Rows] = {}
 
     def exchange(self, bucket: Bucket) -> Exchange:
@@ -165,7 +169,7 @@ class TableMaker:
             slices = np.concatenate([p.slice_of + b for p, b in zip(parts, before, strict=True)])
             table[:, dense] += place[slices]
             np.add.at(counts, peers, numel)
-        return CopyTable(torch.from_numpy(table)), counts.tolist()
+        return CopyTable(torch.from_numpy(table), self._device), counts.tolist()
 
 
 def _rows_of(slices: Sequence[Slice], sides: Sequence[_Sides], to_peers: bool) -> _Rows:

@@ -10,8 +10,10 @@ listed in `EngineLayout.fallback` with its reason.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -28,6 +30,8 @@ __all__ = [
     "identity_layout",
     "record_checkpoint",
     "record_layout",
+    "split_layer",
+    "without_aliases",
 ]
 
 Shape = tuple[int, ...]
@@ -138,6 +142,26 @@ class Checkpoint:
     tensors: dict[str, Shape]
     copies: dict[str, list[Copy]]
 
+    @cached_property
+    def layer_traits(self) -> dict[int, list[tuple]]:
+        """Layer number → all that its parameters and checkpoint tensors are, without the number."""
+        traits: dict[int, list[tuple]] = defaultdict(list)
+        for name, shape in self.parameters.items():
+            plain, number = split_layer(name)
+            if number is not None:
+                traits[number].append((plain, "parameter", shape))
+        for name, shape in self.tensors.items():
+            plain, number = split_layer(name)
+            if number is None:
+                continue
+            cuts = [plain, shape]
+            for c in self.copies[name]:
+                source, source_number = split_layer(c.source)
+                cuts.append(source if source_number == number else c.source)
+                cuts += (c.source_offset, c.sizes, c.source_strides, c.destination_strides)
+            traits[number].append(tuple(cuts))
+        return traits
+
     def assemble(
         self, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -200,12 +224,14 @@ def record_layout(
     load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
     checkpoint_shapes: Mapping[str, Shape],
     dtype: torch.dtype,
+    expected: Callable[[str], bool] = lambda name: True,
 ) -> EngineLayout:
     """Run `load_weights` over meta checkpoint tensors and write down what it copies where.
 
     model: the engine's module, of which nothing is read; on the meta device it takes no memory.
     checkpoint_shapes: checkpoint name → global shape, as `load_weights` expects them.
     dtype: the dtype in which the engine receives its weights.
+    expected: which of the engine's parameters those tensors must write.
 
     The layout's sources are checkpoint tensors; `EngineLayout.of_parameters` goes on from there.
     Raises LayoutError when a parameter of the engine is written by no checkpoint tensor.
@@ -216,7 +242,7 @@ def record_layout(
         for name, shape in checkpoint_shapes.items()
     }
     # Parameters must be loaded; buffers (a router's bias correction) are where the loader does.
-    destinations = _without_aliases({**parameters, **dict(model.named_buffers())})
+    destinations = without_aliases({**parameters, **dict(model.named_buffers())})
     specs = {name: TensorSpec.of(t) for name, t in destinations.items()}
     storages = {name: t.untyped_storage() for name, t in destinations.items()}
     recorder = CopyRecorder(checkpoint, destinations)
@@ -227,7 +253,7 @@ def record_layout(
     missing: list[str] = []
     impure: dict[str, str] = {}  # checkpoint name → why
     known = {storage._cdata for storage in storages.values()}
-    current = _without_aliases({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    current = without_aliases({**dict(model.named_parameters()), **dict(model.named_buffers())})
     for name, tensor in current.items():
         if name in storages and tensor.untyped_storage()._cdata == storages[name]._cdata:
             continue
@@ -243,7 +269,7 @@ def record_layout(
         elif contents is not None:
             layout.destinations[name] = specs[name]
             impure |= _note_contents(layout, name, contents, checkpoint_shapes)
-        elif name in parameters:
+        elif name in parameters and expected(name):
             missing.append(name)
     if missing:
         raise LayoutError(
@@ -273,7 +299,7 @@ def _note_contents(
     return {source: f"{name}: {reason}" for source in contents.origins}
 
 
-def _without_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def without_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One name per storage: tied weights are written once."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
@@ -296,6 +322,16 @@ def _last_writes(copies: list[Copy]) -> list[Copy]:
         (c.destination, c.destination_offset, c.sizes, c.destination_strides): c for c in copies
     }
     return list(last.values())
+
+
+def split_layer(name: str) -> tuple[str, int | None]:
+    """(name without the number of its layer, that number): the first part that is a number."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            parts[i] = "*"
+            return ".".join(parts), int(part)
+    return name, None
 
 
 def identity_layout(parameters: Mapping[str, torch.Tensor]) -> EngineLayout:

@@ -80,6 +80,7 @@ class Resharder:
         self._parameters, self._adapters = parameters, adapters or {}
         self._board = FailureBoard(self.rank, self.world_size)
         specs, problem = self._try(self._read_shards)
+        self._device = next((t.device for t in self.parameters.values()), torch.device("cpu"))
         self._agree(problem)
         layouts = self._gather_layouts()
         plan, problem = self._try(lambda: build_plan(specs, layouts, bucket_bytes))
@@ -90,7 +91,7 @@ class Resharder:
         _, problem = self._try(self._live_weights)
         self._agree(problem)
         strides = {name: placement.local_stride for name, placement in self._planned.items()}
-        maker = TableMaker(plan, self.rank, strides)
+        maker = TableMaker(plan, self.rank, strides, self._device)
         self._exchanges = [maker.exchange(bucket) for bucket in plan.buckets]
         self._settled: list[int] | None = None  # the frozen bits that are in the engine
 
@@ -174,8 +175,7 @@ class Resharder:
         """
         started = time.perf_counter()
         with self._board.attempt(f"the sync to version {version}"), torch.no_grad():
-            frozen = self._frozen_bits()
-            settled = self._start(version, frozen)
+            settled, frozen = self._start(version)
             with self.engine.weight_update(version):
                 self._settled = None
                 received, sent = self._move(
@@ -193,17 +193,17 @@ class Resharder:
 
     def _frozen_bits(self) -> list[int]:
         frozen = [name for name, spec in self.plan.sources.items() if spec.frozen]
-        return sums_of_bits([_local(self.parameters[name]).detach() for name in frozen])
+        return sums_of_bits([self._shards[name] for name in frozen])
 
-    def _start(self, version: int, frozen: list[int]) -> bool:
+    def _start(self, version: int) -> tuple[bool, list[int]]:
         """Look at model, engine and world again; every rank goes on only if all of them may.
 
-        Whether every engine has the parameters that do not change.
+        (Whether every engine has the parameters that do not change, the bits of these.)
         """
         problem = self._find_changes()
+        frozen = [] if problem else self._frozen_bits()
         lost = self.engine.weight_version is None or frozen != self._settled
-        device = next(iter(self._shards.values())).device if self._shards else "cpu"
-        word = torch.tensor([problem is not None, version, -version, lost], device=device)
+        word = torch.tensor([problem is not None, version, -version, lost], device=self._device)
         with self._board.meeting("agreeing to start"):
             dist.all_reduce(word, dist.ReduceOp.MAX)
             failed, highest, lowest, lost = word.tolist()
@@ -214,7 +214,7 @@ class Resharder:
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "
                 f"{-lowest} and {highest}: every rank must call sync() with the same version"
             )
-        return not lost
+        return not lost, frozen
 
     def _find_changes(self) -> str | None:
         if (place := (dist.get_rank(), dist.get_world_size())) != (self.rank, self.world_size):
@@ -276,10 +276,10 @@ class Resharder:
 
     def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
         """(outbox, inbox), the halves of one buffer, which lives as long as either."""
-        dtype, device = exchange.engine_dtype, next(iter(self._shards.values())).device
+        dtype = exchange.engine_dtype
         out, into = sum(exchange.send_counts), sum(exchange.receive_counts)
         start = -(-out * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
-        buffer = torch.empty(start + into, dtype=dtype, device=device)
+        buffer = torch.empty(start + into, dtype=dtype, device=self._device)
         return buffer[:out], buffer[start:]
 
     def _targets(self, exchange: Exchange) -> list[torch.Tensor]:

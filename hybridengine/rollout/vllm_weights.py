@@ -14,13 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hybridengine.reshard.layout import (
-    Checkpoint,
-    EngineLayout,
-    LayoutError,
-    TensorSpec,
-    record_layout,
-)
+from hybridengine.reshard.layers import record_engine
+from hybridengine.reshard.layout import Checkpoint, EngineLayout, LayoutError, TensorSpec
 
 __all__ = ["WeightsInPlace", "live_weights", "record_vllm", "replaced"]
 
@@ -58,8 +53,7 @@ def record_vllm(vllm_config: Any, checkpoint: Checkpoint, dtype: torch.dtype) ->
     device = config.device_config.device  # as vLLM's own loader; _Unallocated goes before it
     with set_default_torch_dtype(dtype), torch.device(device), _Unallocated():
         model = initialize_model(vllm_config=config)
-        layout = record_layout(model, model.load_weights, checkpoint.tensors, dtype)
-    return layout.of_parameters(checkpoint)
+        return record_engine(model, model.load_weights, checkpoint, dtype)
 
 
 class WeightsInPlace:
