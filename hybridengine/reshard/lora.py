@@ -64,10 +64,14 @@ class Adapter:
     def bytes_gathered(self, base: torch.Tensor, dim: int) -> int:
         """What `merge` receives from other ranks."""
         return sum(
-            (factor.numel() - _local(factor).numel()) * factor.element_size()
+            _bytes_elsewhere(factor)
             for axis, factor in enumerate((self.left, self.right))
             if not _split_alike(factor, base, axis, dim)
         )
+
+    def bytes_elsewhere(self) -> int:
+        """What `gathered` receives from other ranks."""
+        return _bytes_elsewhere(self.left) + _bytes_elsewhere(self.right)
 
 
 def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -91,6 +95,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes_elsewhere(tensor: torch.Tensor) -> int:
+    return (tensor.numel() - _local(tensor).numel()) * tensor.element_size()
 
 
 def _split_alike(factor: torch.Tensor, base: torch.Tensor, axis: int, dim: int) -> bool:

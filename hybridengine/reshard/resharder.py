@@ -61,8 +61,8 @@ class Resharder:
       that returns them, asked at every sync, for a model whose tensors are replaced as it trains.
     engine: the rollout engine on this rank.
     bucket_bytes: staging memory (send + receive) of one all-to-all; two are alive at a time.
-    adapters: parameter → its adapter, merged as the parameter is packed. All others are frozen
-      then: they travel again only when their bits change.
+    adapters: parameter → its adapter, merged as the parameter is packed, or with `merge` off given
+      to the engine beside it. All others are frozen: they travel again only if their bits change.
 
     The plan is made once, agreed by digest across ranks, and reused by every `sync()`.
     Raises LayoutError on every rank for what any rank finds wrong.
@@ -74,10 +74,12 @@ class Resharder:
         engine: RolloutEngine,
         bucket_bytes: int = 64 << 20,
         adapters: Mapping[str, Adapter] | None = None,
+        merge: bool = True,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = engine
-        self._parameters, self._adapters = parameters, adapters or {}
+        self._parameters, adapters = parameters, adapters or {}
+        self._adapters, self._beside = (adapters, {}) if merge else ({}, adapters)
         self._board = FailureBoard(self.rank, self.world_size)
         specs, problem = self._try(self._read_shards)
         self._device = next((t.device for t in self.parameters.values()), torch.device("cpu"))
@@ -114,7 +116,9 @@ class Resharder:
         given = self._parameters
         self.parameters = dict(given() if callable(given) else given)
         return {
-            name: ShardSpec.of(name, tensor, self.world_size, self._adapters)
+            name: ShardSpec.of(
+                name, tensor, self.world_size, self._adapters, frozen=bool(self._beside)
+            )
             for name, tensor in self.parameters.items()
         }
 
@@ -183,6 +187,7 @@ class Resharder:
                 )
                 self._write_constants()
                 self._gather_fallback(settled)
+                received += self._give_adapters(version)
                 if verify:
                     self._verify()
                 with self._board.meeting("committing"):
@@ -290,6 +295,16 @@ class Resharder:
             sent.work.wait()
         self._board.phase = sent.phase.replace("exchanging", "unpacking")
         sent.exchange.unpack.copy([sent.inbox], self._targets(sent.exchange))
+
+    def _give_adapters(self, version: int) -> int:
+        """Give the engine what is not merged, whole; returns the bytes received."""
+        if not self._beside:
+            return 0
+        with self._board.meeting("gathering the adapters"):
+            self.engine.load_adapters(
+                ((name, adapter.gathered()) for name, adapter in self._beside.items()), version
+            )
+        return sum(adapter.bytes_elsewhere() for adapter in self._beside.values())
 
     def _gather_fallback(self, settled: bool) -> None:
         """Gather the few parameters that are no pure copy, one at a time, for the engine's loader.

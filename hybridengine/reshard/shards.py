@@ -33,15 +33,21 @@ class ShardSpec:
 
     @classmethod
     def of(
-        cls, name: str, tensor: torch.Tensor, world_size: int, adapters: Container[str] = ()
+        cls,
+        name: str,
+        tensor: torch.Tensor,
+        world_size: int,
+        adapters: Container[str] = (),
+        frozen: bool = False,
     ) -> ShardSpec:
         """Read the placement of an FSDP2 parameter (a DTensor) or of a replicated tensor.
 
-        adapters: names of the parameters that have one; where any has, the others are frozen.
+        adapters: names of the parameters that an adapter is merged into; where any has one, or if
+        `frozen`, the others do not change.
         """
         spec = cls._of(name, tensor, world_size)
         merged = name in adapters
-        return replace(spec, merged=merged, frozen=bool(adapters) and not merged)
+        return replace(spec, merged=merged, frozen=(frozen or bool(adapters)) and not merged)
 
     @classmethod
     def _of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridengine.reshard.layout import EngineLayout
+from hybridengine.reshard.layout import EngineLayout, LayoutError
+from hybridengine.reshard.lora import Adapter
 
 __all__ = ["Completion", "RolloutEngine", "SamplingSpec", "StaleWeightsError", "tp_groups"]
 
@@ -93,6 +94,13 @@ class RolloutEngine(ABC):
     @abstractmethod
     def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load whole checkpoint tensors through the engine's own loader (reshard fallback)."""
+
+    def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
+        """Use whole adapters, by parameter name, beside the weights from `version` on."""
+        raise LayoutError(
+            f"{type(self).__name__} holds no adapters beside its weights; merge them "
+            "(reshard.lora=merged)"
+        )
 
     @abstractmethod
     def _generate(

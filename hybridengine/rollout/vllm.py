@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.layout import Checkpoint
+from hybridengine.reshard.layout import Checkpoint, LayoutError
+from hybridengine.reshard.lora import Adapter
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec, tp_groups
+from hybridengine.rollout.vllm_lora import LoraSlot, slot_options
 from hybridengine.rollout.vllm_weights import WeightsInPlace, record_vllm, replaced
 
 __all__ = ["VllmEngine", "vllm_available"]
@@ -50,6 +52,7 @@ class VllmEngine(RolloutEngine):
     tp_size: tensor-parallel size, a divisor of the world size and of the attention heads.
     max_model_len: longest prompt + response, in tokens.
     stop_token_ids: tokens that end a response (kept as its last token).
+    lora_rank: adapters of up to this rank can be held beside the weights (`load_adapters`).
     kv_cache_bytes: size of the key-value cache; None takes `memory_share` of the GPU.
     engine_options: further keyword arguments of `vllm.LLM`.
     """
@@ -63,6 +66,7 @@ class VllmEngine(RolloutEngine):
         max_model_len: int,
         stop_token_ids: Sequence[int],
         dtype: torch.dtype = torch.bfloat16,
+        lora_rank: int = 0,
         seed: int = 0,
         kv_cache_bytes: int | None = None,
         memory_share: float = 0.5,
@@ -84,6 +88,7 @@ class VllmEngine(RolloutEngine):
                 load_format="dummy",
                 dtype=str(dtype).removeprefix("torch."),
                 tensor_parallel_size=tp_size,
+                **slot_options(lora_rank),
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_model_len,
                 seed=seed,
@@ -99,14 +104,26 @@ class VllmEngine(RolloutEngine):
         self._checkpoint = checkpoint
         self.layout = record_vllm(engine.vllm_config, checkpoint, dtype)
         self._in_place.check(self._model, self.layout)
+        runner = engine.model_executor.driver_worker.worker.model_runner
+        self._slot = LoraSlot(runner) if lora_rank else None
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._in_place.weights(self._model, self.layout)
 
     def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._slot is not None:
+            raise LayoutError(
+                "some weights of this model go through vLLM's own loader, which does not know them "
+                "under LoRA slots; merge the adapters (reshard.lora=merged)"
+            )
         self._in_place.unpack()
         self._model.load_weights(self._checkpoint.assemble(weights))
         self._in_place.derive(self._model, self.dtype)
+
+    def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
+        if self._slot is None:
+            raise LayoutError("this engine was built without LoRA slots; give it lora_rank")
+        self._slot.fill(adapters, version, self.dtype)
 
     def _forget_cached_prefixes(self) -> None:
         self._in_place.derive(self._model, self.dtype)
@@ -131,7 +148,9 @@ class VllmEngine(RolloutEngine):
         # One generator state for all ranks of the replica: they must sample the same tokens.
         with torch.random.fork_rng():
             torch.manual_seed(seed * self.replicas + self.replica)
-            outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+            outputs = self._llm.generate(
+                requests, sampling, use_tqdm=False, lora_request=self._slot and self._slot.request
+            )
         return [[_completion(o) for o in output.outputs] for output in outputs]
 
     def shutdown(self) -> None:

@@ -23,6 +23,7 @@ __all__ = ["WeightsInPlace", "live_weights", "record_vllm", "replaced"]
 def live_weights(model: torch.nn.Module, layout: EngineLayout) -> dict[str, torch.Tensor]:
     """The tensors of `model` that `layout` writes, by name."""
     own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    own = {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}  # LoRA slots
     return {name: own[name].data for name in layout.destinations if name in own}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.reshard.test_vllm_sync import LargestAllocation, build
+from tests.reshard.test_vllm_sync import PROMPTS, LargestAllocation, build
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.multirank
@@ -91,3 +91,49 @@ def test_merged_weights_and_a_base_that_moves_once(
         assert result["largest"] <= 2 * BUCKET  # the float64 sums of a float32 slab
     saved = sum(r["received"][0] - r["received"][1] for r in results)
     assert saved > 0, "embeddings, norms and biases were moved again"
+
+
+def rollout_body(rank: int, world_size: int, path: str, beside: bool) -> dict:
+    from hybridengine.model import pack_rollouts, packed_log_probs
+    from hybridengine.model.lora import adapters_disabled, apply_lora
+    from hybridengine.rollout import SamplingSpec
+
+    engine, model, resharder = build(
+        path,
+        2,
+        torch.float32,
+        BUCKET,
+        lambda m: apply_lora(m, 3, 6.0),
+        lora_rank=3 if beside else 0,
+        param_dtype=torch.float32,
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    greedy, gaps, received = [], [], []
+    for version in range(3):
+        received.append(resharder.sync(version).bytes_received)
+        rollouts = engine.generate(PROMPTS, SamplingSpec(temperature=0, max_tokens=6), seed=0)
+        tokens = [c[0].token_ids for c in rollouts]
+        theirs = torch.tensor([lp for c in rollouts for lp in c[0].log_probs])
+        batch = pack_rollouts(list(zip(PROMPTS, tokens, strict=True)))
+        with torch.no_grad():
+            ours = packed_log_probs(model, batch)[0]
+            with adapters_disabled(model):
+                of_base = packed_log_probs(model, batch)[0]
+            for p in trained:  # a step of the adapters
+                p.mul_(1.5).add_(0.05)
+        gaps.append([(x - theirs).abs().max().item() for x in (ours, of_base)])
+        greedy.append(tokens)
+    return {"greedy": greedy, "gaps": gaps, "received": received}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["merged", "adapters"])
+def test_rollouts_follow_every_step_of_the_adapters(tmp_path: Path, beside: bool) -> None:
+    """The same prompts each time: a stale adapter or a cached prefix would repeat itself."""
+    path = save_tiny("qwen2", tmp_path)
+    for result in run_ranks(rollout_body, 2, path, beside, timeout_s=240):
+        for version, (gap, gap_of_base) in enumerate(result["gaps"]):
+            assert gap < 1e-4  # float32 on both sides, sums in another order
+            assert (gap_of_base > 1e-2) == (version > 0), "adapters begin at zero, then count"
+        first, second, third = result["greedy"]
+        assert first != second != third
+        assert result["received"][0] > result["received"][1] == result["received"][2] > 0

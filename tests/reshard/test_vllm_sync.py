@@ -17,7 +17,15 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20, [97, 4]]
 
 
-def build(path: str, tp_size: int, dtype: torch.dtype, bucket_bytes: int, adapt=None, **options):
+def build(
+    path: str,
+    tp_size: int,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    adapt=None,
+    lora_rank=0,
+    **options,
+):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,6 +43,7 @@ def build(path: str, tp_size: int, dtype: torch.dtype, bucket_bytes: int, adapt=
         stop_token_ids=[],
         dtype=dtype,
         kv_cache_bytes=64 << 20,
+        lora_rank=lora_rank,
         engine_options={"enforce_eager": True},
     )
     sliced = engine.layout.sliced_dims(checkpoint.parameters)
@@ -46,7 +55,7 @@ def build(path: str, tp_size: int, dtype: torch.dtype, bucket_bytes: int, adapt=
         **options,
     )
     shards, adapters = parameter_shards(model), adapter_shards(model)
-    return engine, model, Resharder(shards, engine, bucket_bytes, adapters)
+    return engine, model, Resharder(shards, engine, bucket_bytes, adapters, merge=not lora_rank)
 
 
 class LargestAllocation(TorchDispatchMode):
