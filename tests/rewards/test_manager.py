@@ -100,7 +100,7 @@ def test_dapos_overlong_punishment(tmp_path):
 def test_a_function_that_hangs_is_ended_with_its_sample(tmp_path):
     body = "\n    ".join(["import time", "while solution_str == '5': time.sleep(0.01)", "return 1"])
     started = time.monotonic()
-    with pytest.raises(RewardError, match=r"no result within reward\.timeout_s = 0\.2 s.*'prompt 1'"):
+    with pytest.raises(RewardError, match=r"no result within reward\.timeout_s = 0\.2 s.*prompt 1"):
         score(manager(tmp_path, {"slow": body}, timeout_s=0.2))
     assert time.monotonic() - started < 10
 
