@@ -75,7 +75,7 @@ class RolloutEngine(ABC):
     tp_rank, tp_size: place in the tensor-parallel group. replica, replicas: which of the N/t
     engines this rank belongs to (ranks of one replica pass the same prompts to `generate`).
     layout: how its weights derive from the checkpoint. dtype: of the weights. weight_version: the
-    last committed version, None before the first sync.
+    last committed version, None before the first sync. free_cache: whether `sleep()` does anything.
     """
 
     tp_rank: int
@@ -85,7 +85,9 @@ class RolloutEngine(ABC):
     layout: EngineLayout
     dtype: torch.dtype
     weight_version: int | None = None
+    free_cache: bool = True
     _updating: int | None = None
+    _asleep: tuple[str, ...] = ()  # which of weights and kv_cache are not in memory
 
     @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:
@@ -129,16 +131,39 @@ class RolloutEngine(ABC):
             raise StaleWeightsError("the engine has no weights yet. Run sync() before generate().")
         if not prompts:
             return []
+        self._wake("weights", "kv_cache")
         return self._generate(prompts, spec, seed)
 
     @contextmanager
     def weight_update(self, version: int) -> Iterator[None]:
         """While it is open, and after it failed, the engine refuses to generate."""
         self._updating = version
+        self._wake("weights")
         yield
         self._forget_cached_prefixes()
         self.weight_version = version
         self._updating = None
+
+    def sleep(self) -> None:
+        """Leave the device's memory to the trainer.
+
+        The next sync takes back what the weights need, the next `generate` the rest.
+        """
+        if self.free_cache and not self._asleep:
+            self._suspend()
+            self._asleep = ("weights", "kv_cache")
+
+    def _wake(self, *parts: str) -> None:
+        for part in parts:
+            if part in self._asleep:
+                self._resume(part)
+        self._asleep = tuple(part for part in self._asleep if part not in parts)
+
+    def _suspend(self) -> None:  # noqa: B027, an engine need not be able to
+        """Free what can be freed; weights must keep their values and addresses."""
+
+    def _resume(self, part: str) -> None:  # noqa: B027
+        """Undo `_suspend` for "weights" or "kv_cache"."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -54,6 +54,7 @@ class VllmEngine(RolloutEngine):
     stop_token_ids: tokens that end a response (kept as its last token).
     lora_rank: adapters of up to this rank can be held beside the weights (`load_adapters`).
     kv_cache_bytes: size of the key-value cache; None takes `memory_share` of the GPU.
+    free_cache: `sleep()` frees weights and cache on a GPU, the cache alone on a CPU.
     engine_options: further keyword arguments of `vllm.LLM`.
     """
 
@@ -70,6 +71,7 @@ class VllmEngine(RolloutEngine):
         seed: int = 0,
         kv_cache_bytes: int | None = None,
         memory_share: float = 0.5,
+        free_cache: bool = True,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
         prepare_environment()
@@ -80,7 +82,7 @@ class VllmEngine(RolloutEngine):
         self.tp_size, self.replicas = tp_size, len(groups)
         self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
         self.tp_rank = groups[self.replica].index(dist.get_rank())
-        self.dtype = dtype
+        self.dtype, self.free_cache = dtype, free_cache
         self._stop_token_ids = list(stop_token_ids)
         with _strided_groups(groups), WeightsInPlace() as self._in_place, _own_shared_memory():
             self._llm = LLM(
@@ -97,10 +99,12 @@ class VllmEngine(RolloutEngine):
                 disable_log_stats=True,
                 kv_cache_memory_bytes=kv_cache_bytes,
                 gpu_memory_utilization=memory_share,
+                enable_sleep_mode=free_cache and torch.cuda.is_available(),
                 **(engine_options or {}),
             )
         engine = self._llm.llm_engine
-        self._model = engine.model_executor.driver_worker.worker.model_runner.model
+        self._runner = engine.model_executor.driver_worker.worker.model_runner
+        self._model = self._runner.model
         self._checkpoint = checkpoint
         self.layout = record_vllm(engine.vllm_config, checkpoint, dtype)
         self._in_place.check(self._model, self.layout)
@@ -152,6 +156,24 @@ class VllmEngine(RolloutEngine):
                 requests, sampling, use_tqdm=False, lora_request=self._slot and self._slot.request
             )
         return [[_completion(o) for o in output.outputs] for output in outputs]
+
+    def _suspend(self) -> None:
+        if torch.cuda.is_available():
+            self._llm.sleep(level=1)  # weights wait in host memory: not all are written by a sync
+            return
+        self._llm.reset_prefix_cache()
+        caches = (cache.untyped_storage() for cache in self._runner.kv_caches)
+        self._freed = {s.data_ptr(): (s, s.nbytes()) for s in caches}
+        for storage, _ in self._freed.values():
+            storage.resize_(0)
+
+    def _resume(self, part: str) -> None:
+        if torch.cuda.is_available():
+            self._llm.wake_up(tags=[part])
+        elif part == "kv_cache":
+            for storage, num_bytes in self._freed.values():
+                storage.resize_(num_bytes)
+                storage.fill_(0)  # a masked entry may be multiplied by zero, so no NaN
 
     def shutdown(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

@@ -1,0 +1,74 @@
+"""The engine's memory between generations, and a sync from replicated, parked shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.multirank
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20]
+
+
+def body(rank: int, world_size: int, path: str) -> None:
+    from hybridengine.model import (
+        check_model,
+        checkpoint_layout,
+        load_causal_lm,
+        parameter_shards,
+        sharding_mesh,
+    )
+    from hybridengine.model.offload import Parking
+    from hybridengine.reshard import Resharder
+    from hybridengine.rollout import SamplingSpec
+    from hybridengine.rollout.vllm import VllmEngine
+
+    checkpoint = checkpoint_layout(check_model(path))
+    engine = VllmEngine(
+        path, checkpoint, tp_size=2, max_model_len=64, stop_token_ids=[], dtype=torch.float32,
+        kv_cache_bytes=8 << 20, engine_options={"enforce_eager": True},
+    )  # fmt: skip
+    sliced = engine.layout.sliced_dims(checkpoint.parameters)
+    model = load_causal_lm(
+        path,
+        mesh=sharding_mesh("cpu", world_size, fsdp_size=1),
+        shard_dim1=lambda name: sliced.get(name) == 1,
+    )
+    shards = parameter_shards(model)
+    parking = Parking(lambda: shards.values())
+    with parking.present():
+        resharder = Resharder(shards, engine, 1 << 20)
+        whole = {n: p.full_tensor().clone() for n, p in shards.items()}
+
+    def cache_bytes() -> int:
+        return sum(cache.untyped_storage().nbytes() for cache in engine._runner.kv_caches)
+
+    def generate() -> list:
+        return engine.generate(PROMPTS, SamplingSpec(max_tokens=12, temperature=0.0), seed=0)
+
+    engine.sleep()
+    assert cache_bytes() == 0
+    with parking.present():
+        resharder.sync(1, verify=True)
+    assert cache_bytes() == 0, "a sync needs the weights only"
+    for name, live in engine.weights().items():
+        if name in whole and live.shape == whole[name].shape:
+            assert torch.equal(live, whole[name]), name
+    first = generate()
+    assert cache_bytes() > 0
+    engine.sleep()
+    assert cache_bytes() == 0
+    assert generate() == first, "sleep lost weights, or kept a cached prefix"
+    engine.free_cache = False
+    engine.sleep()
+    assert cache_bytes() > 0
+
+
+def test_sleep_frees_the_cache_and_loses_nothing(tmp_path: Path) -> None:
+    run_ranks(body, 2, save_tiny("llama", tmp_path), timeout_s=240)
