@@ -266,7 +266,7 @@ def _token_slopes(found, per_token, plan, numbers, backend) -> tuple[Tensor, Ten
     """d loss / d log_prob and d loss / d entropy of a chunk's tokens, by the policy-loss op."""
     advantages, old, mask, selected, ref, is_weights, weights = per_token
     ones = torch.ones(2, dtype=torch.float64, device=weights.device)
-    _, by_log_prob, by_entropy = torch.ops.hybridengine.policy_loss(
+    *_, by_log_prob, by_entropy = torch.ops.hybridengine.policy_loss(
         found[0], found[1], old, advantages, mask, selected, ref, is_weights, None, ones, plan,
         numbers, backend,
     )  # fmt: skip

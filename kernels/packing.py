@@ -348,6 +348,7 @@ def _move_reference(source, index, position_ids, leading, out_shape, fill, shift
 
 def _setup_move(ctx, inputs, output):
     sources, index, inverse, _, leading, out_shape, _, _, backend = inputs
+    ctx.set_materialize_grads(False)  # tensors that nobody differentiates are not moved back
     ctx.save_for_backward(index, inverse)
     ctx.shape, ctx.leading_out = list(sources[0].shape[:leading]), len(out_shape)
     ctx.backend = backend

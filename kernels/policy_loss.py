@@ -146,7 +146,7 @@ def policy_loss(
         loss, sums = _reference(log_probs, per_token, cu_seqlens, counted, plan, options)
     else:
         loss, sums = _kernel(backend, log_probs, per_token, cu_seqlens, counted, plan, options)
-    metrics = dict(zip(_METRICS, sums.detach().unbind(), strict=True))
+    metrics = dict(zip(_METRICS, sums.unbind(), strict=True))
     if ref_log_probs is None:
         del metrics["kl_loss"]
     if entropy is None:
@@ -268,9 +268,8 @@ def _kernel(backend, log_probs, per_token, cu_seqlens, counted, plan, options):
 
     entropy = per_token["entropy"]
     enabled = torch.is_grad_enabled()
-    wants_entropy = enabled and entropy is not None and entropy.requires_grad
     base = plan.kl_type.removesuffix("+")
-    sums, _, _ = torch.ops.hybridengine.policy_loss(
+    loss, sums, *_ = torch.ops.hybridengine.policy_loss(
         log_probs.float().contiguous(),
         None if entropy is None else entropy.float().contiguous(),
         floats("old_log_probs"),
@@ -281,17 +280,18 @@ def _kernel(backend, log_probs, per_token, cu_seqlens, counted, plan, options):
         floats("rollout_is_weights"),
         None if cu_seqlens is None else cu_seqlens.int().contiguous(),
         counted,
-        LOSS_MODES.index(plan.loss_mode),
-        LOSS_AGG_MODES.index(plan.loss_agg_mode),
-        KL_TYPES.index(KL_ALIASES.get(base, base)),
-        plan.kl_type.endswith("+"),
-        list(options),
-        [plan.kl_coef, plan.entropy_coeff, plan.loss_scale_factor or 1.0],
-        enabled and log_probs.requires_grad,
-        wants_entropy,
+        [
+            LOSS_MODES.index(plan.loss_mode),
+            LOSS_AGG_MODES.index(plan.loss_agg_mode),
+            KL_TYPES.index(KL_ALIASES.get(base, base)),
+            plan.kl_type.endswith("+"),
+            enabled and log_probs.requires_grad,
+            enabled and entropy is not None and entropy.requires_grad,
+        ],
+        [*options, plan.kl_coef, plan.entropy_coeff, plan.loss_scale_factor or 1.0],
         backend,
     )
-    return sums[0], sums[1:]
+    return loss, sums
 
 
 @torch.library.custom_op("hybridengine::policy_loss", mutates_args=())
@@ -306,22 +306,22 @@ def _policy_loss(
     is_weights: Tensor | None,
     cu_seqlens: Tensor | None,
     denominators: Tensor,
-    mode: int,
-    agg_mode: int,
-    kl_type: int,
-    kl_straight_through: bool,
-    options: list[float],
-    coefficients: list[float],
-    wants_gradient: bool,
-    wants_entropy_gradient: bool,
+    plan: list[int],
+    numbers: list[float],
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss and metrics [9], d loss / d log_probs, d loss / d entropy; those empty if unwanted)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, metrics [8], d loss / d log_probs, d loss / d entropy; those empty if unwanted).
+
+    plan: loss mode, aggregation mode, KL type, its straight-through form or not, whether each of
+    the two gradients is wanted. numbers: LossOptions, kl_coef, entropy_coeff, loss_scale_factor.
+    Few arguments on purpose: torch.library's time per call grows with the square of their number.
+    """
     if backend == "triton":
         from .policy_loss_triton import policy_loss_triton as run
     else:
         run = native().policy_loss
-    return run(
+    *modes, straight_through, wants_gradient, wants_entropy_gradient = plan
+    sums, gradient, entropy_gradient = run(
         log_probs,
         old_log_probs,
         advantages,
@@ -332,39 +332,48 @@ def _policy_loss(
         is_weights,
         cu_seqlens,
         denominators,
-        mode,
-        agg_mode,
-        kl_type,
-        kl_straight_through,
-        options,
-        coefficients,
-        wants_gradient,
-        wants_entropy_gradient,
+        *modes,
+        bool(straight_through),
+        numbers[:-3],
+        numbers[-3:],
+        bool(wants_gradient),
+        bool(wants_entropy_gradient),
     )
+    return sums[0].clone(), sums[1:].clone(), gradient, entropy_gradient
 
 
 @_policy_loss.register_fake
 def _(log_probs, *args):
-    wants_gradient, wants_entropy_gradient, _ = args[-3:]
+    *_, wants_gradient, wants_entropy_gradient = args[-3]
     num_tokens = log_probs.size(0)
     return (
-        log_probs.new_empty(1 + len(_METRICS)),
+        log_probs.new_empty(()),
+        log_probs.new_empty(len(_METRICS)),
         log_probs.new_empty(num_tokens if wants_gradient else 0),
         log_probs.new_empty(num_tokens if wants_entropy_gradient else 0),
     )
 
 
 def _setup_policy_loss(ctx, inputs, output):
-    _, gradient, entropy_gradient = output
-    ctx.mark_non_differentiable(gradient, entropy_gradient)
+    _, sums, gradient, entropy_gradient = output
+    ctx.set_materialize_grads(False)  # else zeros as large as the gradients, for nobody
+    ctx.mark_non_differentiable(sums, gradient, entropy_gradient)
     ctx.save_for_backward(gradient, entropy_gradient)
 
 
-def _backward_policy_loss(ctx, grad_sums, *_):
+def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    # On the CPU looking costs nothing, and the usual scale of 1 saves a pass; a traced tensor (a
+    # subclass) has no value to look at.
+    if type(scale) is Tensor and scale.device.type == "cpu" and scale == 1:
+        return gradient
+    return gradient * scale
+
+
+def _backward_policy_loss(ctx, grad_loss, *_):
     gradient, entropy_gradient = ctx.saved_tensors
-    for_log_probs = gradient * grad_sums[0] if ctx.needs_input_grad[0] else None
-    for_entropy = entropy_gradient * grad_sums[0] if ctx.needs_input_grad[1] else None
-    return for_log_probs, for_entropy, *[None] * 17
+    for_log_probs = _scaled(gradient, grad_loss) if ctx.needs_input_grad[0] else None
+    for_entropy = _scaled(entropy_gradient, grad_loss) if ctx.needs_input_grad[1] else None
+    return for_log_probs, for_entropy, *[None] * 11
 
 
 _policy_loss.register_autograd(_backward_policy_loss, setup_context=_setup_policy_loss)

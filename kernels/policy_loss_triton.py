@@ -106,9 +106,10 @@ def _token_loss(
         loss = gradient * log_prob
     elif MODE == "sapo":
         tau = tl.where(advantage > 0, tau_pos, tau_neg)
-        gate = 1 / (1 + tl.exp(tau * (1 - ratio)))
+        rest = tl.exp(tau * (1 - ratio))
+        gate = 1 / (1 + rest)
         loss = -advantage * gate * (4.0 / tau)
-        gradient = -4.0 * advantage * gate * (1 - gate) * ratio * slope
+        gradient = -4.0 * advantage * gate * (rest * gate) * ratio * slope
     elif MODE == "clip_cov":
         loss, gradient, _ = _clip_terms(ratio, advantage, slope, low, high)
         clipped = selected

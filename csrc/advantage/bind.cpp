@@ -5,6 +5,7 @@
 
 #include "advantage/params.h"
 #include "common/binding.h"
+#include "common/page_pool.h"
 #include "common/sequences.h"
 
 namespace hybridengine {
@@ -63,7 +64,7 @@ std::tuple<at::Tensor, at::Tensor> group_advantage(
   }
   if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, num_tokens);
   at::Tensor advantages = at::empty({rows}, rewards.options());
-  at::Tensor tokens = at::empty({num_tokens}, rewards.options());
+  at::Tensor tokens = empty_pooled({num_tokens}, rewards.options());
   GroupAdvantageParams params{};
   params.rewards = rewards.const_data_ptr<float>();
   params.group_ids = group_ids.const_data_ptr<int64_t>();
@@ -100,8 +101,8 @@ std::tuple<at::Tensor, at::Tensor> gae(const at::Tensor& rewards, const Optional
   check_cu_seqlens(cu_seqlens, tokens, "gae");
   if (values) check_vector(*values, "values", at::kFloat, tokens);
   if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, tokens);
-  at::Tensor advantages = at::empty({tokens}, rewards.options());
-  at::Tensor returns = at::empty({tokens}, rewards.options());
+  at::Tensor advantages = empty_pooled({tokens}, rewards.options());
+  at::Tensor returns = empty_pooled({tokens}, rewards.options());
   GaeParams params{};
   params.rewards = rewards.const_data_ptr<float>();
   params.values = optional_data<float>(values);

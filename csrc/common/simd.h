@@ -131,6 +131,17 @@ HE_SIMD VecF at_least(float least, VecF x) {
 #endif
 }
 
+// The smaller of x and `most`; NaN in x stays NaN.
+HE_SIMD VecF at_most(float most, VecF x) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_min_ps((__m512)splat(most), (__m512)x);
+#elif defined(__AVX2__)
+  return (VecF)_mm256_min_ps((__m256)splat(most), (__m256)x);
+#else
+  return most < x ? splat(most) : x;
+#endif
+}
+
 // 2^x for -150 <= x < 128 (NaN stays NaN), 0 at -150. The polynomial is 2^r on [0, 1), minimax of
 // degree 6 with 2^0 exactly 1: relative error 2e-9 before rounding, 2^-24 after.
 HE_SIMD VecF exp2(VecF x) {
@@ -159,6 +170,26 @@ HE_SIMD VecF exp2(VecF x) {
 }
 
 HE_SIMD VecF exp(VecF x) { return exp2(at_least(-150.0f, x * 1.44269504f)); }
+
+// Natural logarithm of normal x > 0 (relative error about 1e-7); NaN for negative x and for NaN.
+HE_SIMD VecF log(VecF x) {
+  const VecI exponent = ((VecI)x - 0x3F3504F3) >> 23;  // x = m 2^exponent, sqrt(1/2) <= m < sqrt(2)
+  const VecF r = (VecF)((VecI)x - (exponent << 23)) - 1.0f;
+  const VecF e = __builtin_convertvector(exponent, VecF);
+  VecF p = splat(7.0376836292e-2f);  // Cephes logf
+  p = p * r - 1.1514610310e-1f;
+  p = p * r + 1.1676998740e-1f;
+  p = p * r - 1.2420140846e-1f;
+  p = p * r + 1.4249322787e-1f;
+  p = p * r - 1.6668057665e-1f;
+  p = p * r + 2.0000714765e-1f;
+  p = p * r - 2.4999993993e-1f;
+  p = p * r + 3.3333331174e-1f;
+  const VecF square = r * r;
+  const VecF small = square * r * p - 2.12194440e-4f * e - 0.5f * square;
+  const VecF value = (r + small) + 0.693359375f * e;
+  return x > 0.0f ? value : splat(__builtin_nanf(""));
+}
 
 HE_SIMD VecF tanh(VecF x) {
   const VecF magnitude = (VecF)((VecI)x & 0x7FFFFFFF);

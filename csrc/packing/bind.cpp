@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/binding.h"
+#include "common/page_pool.h"
 #include "packing/params.h"
 
 namespace hybridengine {
@@ -156,7 +157,7 @@ std::vector<at::Tensor> move_rows(const std::vector<at::Tensor>& sources, const 
     kept_alive.push_back(source);
     std::vector<int64_t> shape(out_shape);
     shape.insert(shape.end(), source.sizes().begin() + leading, source.sizes().end());
-    results.push_back(at::empty(shape, source.options()));
+    results.push_back(empty_pooled(shape, source.options()));
     const int64_t bytes = source.element_size();
     TORCH_CHECK_VALUE(bytes <= 8, "pack: tensors[", i, "] has dtype ", source.scalar_type(),
                       ", which is not supported; view it as a real type");

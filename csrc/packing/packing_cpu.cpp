@@ -3,13 +3,15 @@
 #include <vector>
 
 #include "common/parallel.h"
+#include "common/streaming.h"
 #include "packing/params.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
 namespace {
 
-constexpr int64_t kLayoutGrain = 16384;     // mask elements per task
-constexpr int64_t kMoveGrainBytes = 65536;  // bytes per task
+constexpr int64_t kLayoutGrain = 16384;       // mask elements per task
+constexpr int64_t kMoveGrainBytes = 65536;    // bytes per task
+constexpr int64_t kStreamedBytes = 16 << 20;  // a result of that size goes around the caches
 
 template <typename Mask>
 int64_t count_row(const Mask* row, int64_t seqlen) {
@@ -95,8 +97,10 @@ void fill_as(char* destination, int64_t bytes, uint64_t bits) {
   for (int64_t i = 0; i < bytes; i += sizeof(T)) std::memcpy(destination + i, &value, sizeof(T));
 }
 
-void fill(char* destination, int64_t bytes, uint64_t bits, int element_size) {
-  if (bits == 0)
+void fill(char* destination, int64_t bytes, uint64_t bits, int element_size, bool streamed) {
+  if (bits == 0 && streamed && bytes >= kShortestStream)
+    stream_zeros(destination, bytes);
+  else if (bits == 0)
     std::memset(destination, 0, bytes);
   else if (element_size == 1)
     fill_as<uint8_t>(destination, bytes, bits);
@@ -115,11 +119,18 @@ void copy_narrow(char* destination, const char* source, int64_t rows, int64_t st
     std::memcpy(destination + i * kBytes, source + i * stride, kBytes);
 }
 
+void copy_bytes(char* destination, const char* source, int64_t bytes, bool streamed) {
+  if (streamed && bytes >= kShortestStream)
+    stream_copy(destination, source, bytes);
+  else
+    std::memcpy(destination, source, bytes);
+}
+
 void copy_rows(char* destination, const char* source, int64_t rows, int64_t stride,
-               int64_t row_bytes) {
+               int64_t row_bytes, bool streamed) {
   const bool contiguous = stride == row_bytes;
   if (contiguous && (rows > 16 || row_bytes > 8)) {
-    std::memcpy(destination, source, rows * row_bytes);
+    copy_bytes(destination, source, rows * row_bytes, streamed);
   } else if (row_bytes == 8) {
     copy_narrow<8>(destination, source, rows, stride);
   } else if (row_bytes == 4) {
@@ -130,14 +141,18 @@ void copy_rows(char* destination, const char* source, int64_t rows, int64_t stri
     copy_narrow<1>(destination, source, rows, stride);
   } else {
     for (int64_t i = 0; i < rows; ++i)
-      std::memcpy(destination + i * row_bytes, source + i * stride, row_bytes);
+      copy_bytes(destination + i * row_bytes, source + i * stride, row_bytes, streamed);
   }
 }
 
-void move_run(const MoveRowsParams& p, const RowTensor& tensor, const Run& run) {
+bool is_streamed(const MoveRowsParams& p, const RowTensor& tensor) {
+  return p.rows * tensor.row_bytes >= kStreamedBytes;
+}
+
+void move_run(const MoveRowsParams& p, const RowTensor& tensor, const Run& run, bool streamed) {
   char* destination = tensor.destination + run.row * tensor.row_bytes;
   if (run.source < 0) {
-    fill(destination, run.length * tensor.row_bytes, tensor.fill, tensor.element_size);
+    fill(destination, run.length * tensor.row_bytes, tensor.fill, tensor.element_size, streamed);
     return;
   }
   for (int64_t done = 0; done < run.length;) {  // one turn per outer step of the source
@@ -146,7 +161,7 @@ void move_run(const MoveRowsParams& p, const RowTensor& tensor, const Run& run) 
     const int64_t rows = std::min(run.length - done, p.source_inner - inner);
     copy_rows(destination + done * tensor.row_bytes,
               tensor.source + outer * tensor.outer_stride + inner * tensor.inner_stride, rows,
-              tensor.inner_stride, tensor.row_bytes);
+              tensor.inner_stride, tensor.row_bytes, streamed);
     done += rows;
   }
 }
@@ -183,9 +198,10 @@ void move_rows_cpu(const MoveRowsParams& p) {
         if (p.tensors[i].shift != shift) continue;
         if (!collected) collect_runs(p, begin, end, shift, runs);
         collected = true;
-        for (const Run& run : runs) move_run(p, p.tensors[i], run);
+        for (const Run& run : runs) move_run(p, p.tensors[i], run, is_streamed(p, p.tensors[i]));
       }
     }
+    stream_fence();
   });
 }
 

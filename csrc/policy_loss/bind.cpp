@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "common/binding.h"
+#include "common/page_pool.h"
 #include "common/sequences.h"
 #include "policy_loss/params.h"
 
@@ -75,8 +76,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
   const int64_t stats_bytes = needs_segments(params) ? sizeof(SegmentStats) : 0;
   const auto& floats = log_probs.options();
   at::Tensor sums = at::empty({1 + kNumSums}, floats);
-  at::Tensor gradient = at::empty({wants_gradient ? tokens : 0}, floats);
-  at::Tensor entropy_gradient = at::empty({wants_entropy_gradient ? tokens : 0}, floats);
+  at::Tensor gradient = empty_pooled({wants_gradient ? tokens : 0}, floats);
+  at::Tensor entropy_gradient = empty_pooled({wants_entropy_gradient ? tokens : 0}, floats);
   at::Tensor segments = at::empty({params.num_sequences * stats_bytes}, floats.dtype(at::kByte));
   at::Tensor partials =
       at::empty({(tokens + chunk - 1) / chunk, kNumSums}, floats.dtype(at::kDouble));

@@ -18,14 +18,23 @@ struct VectorOps {
   using M = VecI;
   static F set(float x) { return splat(x); }
   static F select(M mask, F yes, F no) { return mask ? yes : no; }
+  static F clamp(F x, float low, float high) { return at_least(low, at_most(high, x)); }
   static F exp(F x) { return HYBRIDENGINE_ISA::exp(x); }
-  static F log(F x) {
-    for (int i = 0; i < kWidth; ++i) x[i] = std::log(x[i]);
-    return x;
-  }
+  static F log(F x) { return HYBRIDENGINE_ISA::log(x); }
 };
 
 typedef uint8_t VecB __attribute__((vector_size(kWidth)));
+
+// GCC widens bytes one at a time.
+VecI widened(VecB bytes) {
+#if defined(__AVX512F__)
+  return (VecI)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif defined(__AVX2__)
+  return (VecI)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&bytes)));
+#else
+  return __builtin_convertvector(bytes, VecI);
+#endif
+}
 
 // `whole`: all kWidth lanes, known to the compiler; else the `count` tokens that end a run.
 template <bool whole>
@@ -43,7 +52,7 @@ template <bool whole>
 VecI load_mask(const bool* p, int64_t count) {
   VecB bytes{};
   std::memcpy(&bytes, p, whole ? kWidth : count);
-  return __builtin_convertvector(bytes, VecI) != 0;
+  return widened(bytes) != 0;
 }
 
 VecI first_lanes(int64_t count) {
@@ -60,7 +69,8 @@ struct Run {
 };
 
 struct Lanes {
-  VecF clipped, clipped_lower, ppo_kl, ratio, pg, kl, entropy;
+  VecI minus_clipped, minus_clipped_lower;  // a mask is -1 where it holds
+  VecF ppo_kl, ratio, pg, kl, entropy;
 };
 
 template <LossMode mode, bool whole>
@@ -85,25 +95,24 @@ VecI kept_lanes(const PolicyLossParams& p, int64_t t, int64_t count) {
 }
 
 template <LossMode mode, bool whole>
-void visit(const PolicyLossParams& p, const Run& run, int64_t t, int64_t count, Lanes& lanes,
-           VecF& ratio_max) {
+void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run& run, int64_t t,
+           int64_t count, Lanes& lanes, VecF& ratio_max) {
   const VecF zero = splat(0), one = splat(1);
   const VecI keep = kept_lanes<whole>(p, t, count);
   const Token<VectorOps> token = load_token<mode, whole>(p, t, count, keep, run.segment);
-  const TokenTerms<VectorOps> terms = token_loss<mode, VectorOps>(token, p.options);
+  const TokenTerms<VectorOps> terms = token_loss<mode, VectorOps>(token, options);
   VecF is_weight = one;
   if (p.is_weights)
     is_weight = mode == LossMode::gmpo
                     ? splat(run.segment.is_weight)
                     : select(keep, load_some<whole>(p.is_weights + t, count), zero);
   lanes.pg += select(keep, terms.loss * is_weight, zero);
-  lanes.clipped += select(keep & terms.clipped, one, zero);
-  lanes.clipped_lower += select(keep & terms.clipped_lower, one, zero);
+  lanes.minus_clipped += keep & terms.clipped;
+  lanes.minus_clipped_lower += keep & terms.clipped_lower;
   lanes.ppo_kl -= select(keep, terms.log_ratio, zero);
   const VecF ratio = select(keep, terms.ratio, zero);
   lanes.ratio += ratio;
-  const VecF candidate = select(keep, terms.ratio, splat(-INFINITY));
-  ratio_max = candidate > ratio_max || candidate != candidate ? candidate : ratio_max;
+  ratio_max = max(ratio, ratio_max);
   VecF gradient = terms.gradient * is_weight;
   if (p.ref_log_probs) {
     const VecF ref = select(keep, load_some<whole>(p.ref_log_probs + t, count), zero);
@@ -122,23 +131,27 @@ void visit(const PolicyLossParams& p, const Run& run, int64_t t, int64_t count, 
 
 template <LossMode mode>
 void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
-  VecF ratio_max = splat(-INFINITY);
+  const TokenLossOptions options = p.options;  // a copy that no store of a gradient can change
+  VecF ratio_max{};
   for (int64_t block = run.begin; block < run.end; block += kBlock) {
     const int64_t end = block + kBlock < run.end ? block + kBlock : run.end;
     Lanes lanes{};
     int64_t t = block;
-    for (; t + kWidth <= end; t += kWidth) visit<mode, true>(p, run, t, kWidth, lanes, ratio_max);
-    if (t < end) visit<mode, false>(p, run, t, end - t, lanes, ratio_max);
+    for (; t + kWidth <= end; t += kWidth)
+      visit<mode, true>(p, options, run, t, kWidth, lanes, ratio_max);
+    if (t < end) visit<mode, false>(p, options, run, t, end - t, lanes, ratio_max);
     totals[kPgLoss] += run.weight * sum(lanes.pg);
     totals[kKlLoss] += run.weight * sum(lanes.kl);
     totals[kEntropy] += run.weight * sum(lanes.entropy);
-    totals[kClipped] += sum(lanes.clipped);
-    totals[kClippedLower] += sum(lanes.clipped_lower);
+    totals[kClipped] -= sum(__builtin_convertvector(lanes.minus_clipped, VecF));
+    totals[kClippedLower] -= sum(__builtin_convertvector(lanes.minus_clipped_lower, VecF));
     totals[kPpoKl] += sum(lanes.ppo_kl);
     totals[kRatio] += sum(lanes.ratio);
   }
-  for (int i = 0; i < kWidth; ++i)
-    if (!(ratio_max[i] <= totals[kRatioMax])) totals[kRatioMax] = ratio_max[i];
+  // Ratios are positive, so a zero is a masked token's; a NaN is in the sum.
+  const float most = largest(ratio_max);
+  if (most > totals[kRatioMax] && most > 0) totals[kRatioMax] = most;
+  if (std::isnan(totals[kRatio])) totals[kRatioMax] = NAN;
 }
 
 // The first sequence that ends after token t.
@@ -172,36 +185,45 @@ void visit_chunk(const PolicyLossParams& p, int64_t begin, int64_t end, double* 
   }
 }
 
-struct SegmentSums {
-  double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
+struct SegmentLanes {
+  VecI minus_count;
+  VecF log_ratio, advantage, log_weight;
 };
 
 template <LossMode mode, bool whole>
-void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SegmentSums& sums) {
+void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SegmentLanes& lanes) {
   const VecI keep = kept_lanes<whole>(p, t, left);
-  sums.count -= sum(__builtin_convertvector(keep, VecF));
+  lanes.minus_count += keep;
   if (mode != LossMode::gspo && mode != LossMode::gmpo) return;
   const auto token = load_token<mode, whole>(p, t, left, keep, SegmentStats{});
   const VecF x =
       mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
-  sums.log_ratio += sum(select(keep, x, splat(0)));
+  lanes.log_ratio += select(keep, x, splat(0));
   if (mode != LossMode::gmpo) return;
-  sums.advantage += sum(token.advantage);
+  lanes.advantage += token.advantage;
   if (!p.is_weights) return;
   const VecF weight = select(keep, load_some<whole>(p.is_weights + t, left), splat(1));
-  sums.log_weight += sum(select(keep, VectorOps::log(weight + 1e-10f), splat(0)));
+  lanes.log_weight += select(keep, VectorOps::log(weight + 1e-10f), splat(0));
 }
 
 template <LossMode mode>
 SegmentStats segment_stats(const PolicyLossParams& p, int64_t begin, int64_t end) {
-  SegmentSums sums;
-  int64_t t = begin;
-  for (; t + kWidth <= end; t += kWidth) add_tokens<mode, true>(p, t, kWidth, sums);
-  if (t < end) add_tokens<mode, false>(p, t, end - t, sums);
-  const double n = sums.count > 1 ? sums.count : 1;
-  return SegmentStats{static_cast<float>(sums.count), static_cast<float>(sums.log_ratio / n),
-                      static_cast<float>(sums.advantage / n),
-                      static_cast<float>(std::exp(sums.log_weight / n))};
+  double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
+  for (int64_t block = begin; block < end; block += kBlock) {
+    const int64_t stop = block + kBlock < end ? block + kBlock : end;
+    SegmentLanes lanes{};
+    int64_t t = block;
+    for (; t + kWidth <= stop; t += kWidth) add_tokens<mode, true>(p, t, kWidth, lanes);
+    if (t < stop) add_tokens<mode, false>(p, t, stop - t, lanes);
+    count -= sum(__builtin_convertvector(lanes.minus_count, VecF));
+    log_ratio += sum(lanes.log_ratio);
+    advantage += sum(lanes.advantage);
+    log_weight += sum(lanes.log_weight);
+  }
+  const double n = count > 1 ? count : 1;
+  return SegmentStats{static_cast<float>(count), static_cast<float>(log_ratio / n),
+                      static_cast<float>(advantage / n),
+                      static_cast<float>(std::exp(log_weight / n))};
 }
 
 template <LossMode mode>

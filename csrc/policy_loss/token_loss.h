@@ -38,6 +38,10 @@ struct ScalarOps {
   using M = bool;
   static HE_HOST_DEVICE F set(float x) { return x; }
   static HE_HOST_DEVICE F select(M mask, F yes, F no) { return mask ? yes : no; }
+  static HE_HOST_DEVICE F clamp(F x, float low, float high) {  // NaN stays NaN
+    x = x > high ? high : x;
+    return x < low ? low : x;
+  }
   static HE_HOST_DEVICE F exp(F x) { return expf(x); }
   static HE_HOST_DEVICE F log(F x) { return logf(x); }
 };
@@ -62,16 +66,9 @@ struct KlTerms {
   typename Ops::F value, gradient;
 };
 
-// NaN goes through, as it does in torch.clamp.
-template <class Ops, class F>
-HE_HOST_DEVICE F clamped(F x, float low, float high) {
-  x = Ops::select(x > Ops::set(high), Ops::set(high), x);
-  return Ops::select(x < Ops::set(low), Ops::set(low), x);
-}
-
 template <class Ops>
 HE_HOST_DEVICE typename Ops::F clamped_log_ratio(const Token<Ops>& t) {
-  return clamped<Ops>(t.log_prob - t.old_log_prob, -20.0f, 20.0f);
+  return Ops::clamp(t.log_prob - t.old_log_prob, -20.0f, 20.0f);
 }
 
 // The log-ratio that gmpo averages: clipped only where moving on would raise the objective.
@@ -91,7 +88,7 @@ HE_HOST_DEVICE void clip_terms(TokenTerms<Ops>& terms, typename Ops::F advantage
                                typename Ops::F slope, const TokenLossOptions& o) {
   const auto unclipped = -advantage * terms.ratio;
   const auto bounded =
-      -advantage * clamped<Ops>(terms.ratio, 1 - o.clip_ratio_low, 1 + o.clip_ratio_high);
+      -advantage * Ops::clamp(terms.ratio, 1 - o.clip_ratio_low, 1 + o.clip_ratio_high);
   terms.clipped = bounded > unclipped;
   terms.loss = Ops::select(terms.clipped, bounded, unclipped);
   terms.gradient = Ops::select(terms.clipped, Ops::set(0), unclipped * slope);
@@ -119,11 +116,11 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
   const F zero = Ops::set(0), one = Ops::set(1), advantage = t.advantage;
   const F difference = t.log_prob - t.old_log_prob;
   TokenTerms<Ops> terms;
-  terms.log_ratio = clamped<Ops>(difference, -20.0f, 20.0f);
+  terms.log_ratio = Ops::clamp(difference, -20.0f, 20.0f);
   terms.clipped = terms.clipped_lower = zero > zero;
   const F slope = Ops::select(terms.log_ratio == difference, one, zero);  // 0 where clamped
   if constexpr (mode == LossMode::gspo) {
-    terms.ratio = Ops::exp(clamped<Ops>(t.segment_log_ratio, -20.0f, 10.0f));
+    terms.ratio = Ops::exp(Ops::clamp(t.segment_log_ratio, -20.0f, 10.0f));
     clip_terms<Ops>(terms, advantage, Ops::select(t.segment_log_ratio <= Ops::set(10), one, zero),
                     o);
     return terms;
@@ -158,13 +155,14 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
     terms.gradient = (-advantage * terms.ratio + coef * sign) * slope;
   } else if constexpr (mode == LossMode::sapo) {
     const F tau = Ops::select(advantage > zero, Ops::set(o.tau_pos), Ops::set(o.tau_neg));
-    const F gate = one / (one + Ops::exp(tau * (one - terms.ratio)));
+    const F rest = Ops::exp(tau * (one - terms.ratio));
+    const F gate = one / (one + rest);  // 1 - gate is rest * gate, without cancellation
     terms.loss = -advantage * gate * (4.0f / tau);
-    terms.gradient = -4.0f * advantage * gate * (one - gate) * terms.ratio * slope;
+    terms.gradient = -4.0f * advantage * gate * (rest * gate) * terms.ratio * slope;
   } else {  // -weight * A * log_prob with a constant weight
     F weight = one;
     if constexpr (mode == LossMode::cispo) {
-      weight = clamped<Ops>(terms.ratio, 1 - o.clip_ratio_low, 1 + o.clip_ratio_high);
+      weight = Ops::clamp(terms.ratio, 1 - o.clip_ratio_low, 1 + o.clip_ratio_high);
       terms.clipped = terms.ratio != weight;
     } else if constexpr (mode == LossMode::dppo_tv || mode == LossMode::dppo_kl) {
       const auto allowed = dppo_allows<mode, Ops>(t, o);
@@ -195,7 +193,7 @@ HE_HOST_DEVICE KlTerms<Ops> token_kl(KlType type, bool straight_through, typenam
   } else if (type == KlType::k2) {
     kl = {0.5f * d * d, d};
   } else {
-    const F n = clamped<Ops>(-d, -20.0f, 20.0f);
+    const F n = Ops::clamp(-d, -20.0f, 20.0f);
     // exp(n) - 1 - n loses everything for small n; there its series does not.
     const F series =
         n * n *
