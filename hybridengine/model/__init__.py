@@ -6,6 +6,7 @@ from hybridengine.model.errors import ModelError
 from hybridengine.model.export import check_disk_space, save_pretrained
 from hybridengine.model.forward import PackedBatch, pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.loading import load_causal_lm, sharding_mesh
+from hybridengine.model.offload import on_device
 from hybridengine.model.optim import SCHEDULES, Optimizer, clip_grad_norm_
 from hybridengine.model.parameters import (
     checkpoint_layout,
@@ -32,6 +33,7 @@ __all__ = [
     "gather_rows",
     "is_sequence_classifier",
     "load_causal_lm",
+    "on_device",
     "pack_rollouts",
     "packed_log_probs",
     "packed_logits",

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Parking"]
+__all__ = ["Parking", "on_device"]
 
 
 class Parking:
@@ -55,6 +56,13 @@ class Parking:
             storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # for the engine, which has an allocator of its own
+
+
+@contextmanager
+def on_device(model: nn.Module) -> Iterator[nn.Module]:
+    """`model` (of `load_causal_lm`) with its weights on their device, where they may be parked."""
+    with model.parking.present():  # type: ignore[operator, union-attr]
+        yield model
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

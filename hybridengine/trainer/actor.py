@@ -188,7 +188,7 @@ class Actor:
                 rollout_is_weights=weights,
             )
             # FSDP2 averages gradients over the ranks; the loss is already a global mean.
-            (loss * self._session.world_size).backward()
+            (loss * self._session.world_size * self.optimizer.loss_scale).backward()
             sums.add({f"actor/{name}": value for name, value in metrics.items()})
         reduced = sums.reduced()
         reduced["actor/grad_norm"] = self.optimizer.step(actor.grad_clip)

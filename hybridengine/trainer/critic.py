@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridengine.config import GRPOConfig
 from hybridengine.kernels import value_loss
-from hybridengine.model import Optimizer, packed_values
+from hybridengine.model import Optimizer, on_device, packed_values
 from hybridengine.trainer.batching import Batch, Mini, Replicas
 
 __all__ = ["Critic"]
@@ -27,7 +27,7 @@ class Critic:
 
     def begin(self, batch: Batch, minis: list[Mini]) -> None:
         """Values of every response token into `batch`."""
-        with self._session.phase("values"):
+        with self._session.phase("values"), on_device(self.model):
             batch.values = self._replicas.per_token(
                 minis, lambda packed: packed_values(self.model, packed)
             )
@@ -35,7 +35,7 @@ class Critic:
     def update(self, batch: Batch, minis: list[Mini]) -> dict[str, float]:
         """Optimizer steps towards batch.returns; metrics by dashboard names."""
         assert batch.values is not None and batch.returns is not None
-        with self._session.phase("update_critic"):
+        with self._session.phase("update_critic"), on_device(self.model):
             epochs = self._config.actor.ppo_epochs
             steps = [self._step(batch, mini) for _ in range(epochs) for mini in minis]
         metrics = {name: float(sum(s[name] for s in steps)) / len(steps) for name in steps[0]}
@@ -60,7 +60,8 @@ class Critic:
                 global_num_tokens=num_tokens,
                 global_num_seqs=num_seqs,
             )
-            (loss * self._session.world_size).backward()  # FSDP2 averages over the ranks
+            # FSDP2 averages over the ranks; the loss is already a global mean.
+            (loss * self._session.world_size * self.optimizer.loss_scale).backward()
             sums.add({f"critic/{name}": value for name, value in metrics.items()})
         reduced = sums.reduced()
         reduced["critic/grad_norm"] = self.optimizer.step(self._config.critic.grad_clip)

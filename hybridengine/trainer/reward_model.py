@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from hybridengine.distributed import Session
-from hybridengine.model import pack_rollouts, packed_values
+from hybridengine.model import on_device, pack_rollouts, packed_values
 from hybridengine.trainer.batching import split_micro_batches
 from hybridengine.trainer.rollouts import Rollout
 
@@ -45,12 +45,13 @@ class RewardModel:
         session = self._session
         split = split_micro_batches([len(i) for i in ids], session.world_size, self._max_tokens)
         scores = torch.zeros(len(ids), device=session.device)
-        for micro in split[session.rank]:
-            batch = pack_rollouts([(ids[i], []) for i in micro.indices], session.device)
-            batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
-            values = packed_values(self._model, batch)
-            if micro.counted:
-                scores[micro.indices] = values
+        with on_device(self._model) as model:
+            for micro in split[session.rank]:
+                batch = pack_rollouts([(ids[i], []) for i in micro.indices], session.device)
+                batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
+                values = packed_values(model, batch)
+                if micro.counted:
+                    scores[micro.indices] = values
         dist.all_reduce(scores)
         return scores.tolist()
 

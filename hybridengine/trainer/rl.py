@@ -15,7 +15,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,13 @@ from hybridengine.algorithms import (
     Responses,
     advantages,
 )
+from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptLoader
 from hybridengine.distributed import Session, run_rank
 from hybridengine.kernels import token_kl
-from hybridengine.model import parameter_shards, save_pretrained
+from hybridengine.model import on_device, parameter_shards, save_pretrained
+from hybridengine.model.export import save_description
 from hybridengine.reshard import Resharder, SyncReport
 from hybridengine.rollout import SamplingSpec
 from hybridengine.trainer.batching import Batch
@@ -81,6 +83,7 @@ class _Run:
         with session.phase("start_engine"):
             self.engine = build_engine(config, self.tokenizer)
         with session.phase("load_model"):
+            self.engine.sleep()
             updates = self.steps * self.mini_batches * config.actor.ppo_epochs
             self.replicas = build_replicas(config, session)
             self.actor = build_actor(config, self.engine, self.replicas, updates)
@@ -99,6 +102,15 @@ class _Run:
             )
         self.maker = RolloutMaker(self.engine, self.tokenizer, reward, session, reward_model)
         self.kl = _kl_controller(config)
+        trained = {"actor": (self.actor.model, self.actor.optimizer)}
+        if self.critic is not None:
+            trained["critic"] = (self.critic.model, self.critic.optimizer)
+        self.checkpoints = Checkpointer(
+            self.dir,
+            trained,
+            {"loader": self.loader} | ({"kl": self.kl} if self.kl else {}),
+            keep=config.trainer.max_actor_ckpt_to_keep,
+        )
         self.alone, _ = dist.new_subgroups(1)  # every rank holds the whole batch
         self.syncs: list[SyncReport] = []
         r, v = config.rollout, config.rollout.val_kwargs
@@ -112,19 +124,26 @@ class _Run:
         )
 
     def train(self) -> None:
+        trainer = self.config.trainer
+        with self.session.phase("resume"):
+            first = self.checkpoints.resume(trainer.resume_mode, trainer.resume_from_path)
         with ExitStack() as stack:
-            report = stack.enter_context(Reporter(self.config, self.session, self.steps))
+            report = stack.enter_context(Reporter(self.config, self.session, self.steps, first))
             report.plan(self.resharder.plan, self.prompts, self.val, type(self.engine).__name__)
-            self._sync(0)
-            if self.val is not None and self.config.trainer.val_before_train:
+            self._sync(first)
+            if self.val is not None and trainer.val_before_train and not first:
                 self._validate(report, 0)
-            for step in range(1, self.steps + 1):
+            for step in range(first + 1, self.steps + 1):
                 self._step(report, step)
-                last = step == self.steps
-                if self.val is not None and (last or _due(step, self.config.trainer.test_freq)):
-                    self._validate(report, step)
-                if last or _due(step, self.config.trainer.save_freq):
-                    self._save(step)
+                last, score = step == self.steps, None
+                if self.val is not None and (last or _due(step, trainer.test_freq)):
+                    score = self._validate(report, step)
+                if trainer.save_freq > 0 and (last or _due(step, trainer.save_freq)):
+                    self._save(report, step, score)
+                self.checkpoints.check()
+            with self.session.phase("save_checkpoint"), on_device(self.actor.model):
+                save_pretrained(self.actor.model, self.tokenizer, self.dir / "final")
+                self.checkpoints.wait()
             with self.session.phase("summary"):
                 report.finish(self._facts(time.perf_counter() - self.started))
         dist.barrier()
@@ -136,19 +155,11 @@ class _Run:
         started = time.perf_counter()
         epoch = self.loader.epoch
         rollouts, metrics = self._rollouts(step)
-        batch = Batch.of(rollouts, self.session.device)
-        minis = self.replicas.cut(batch, self.mini_batches)
-        warming_up = self.critic is not None and step <= self.config.trainer.critic_warmup
-        metrics |= self.actor.begin(batch, minis, needs_old=warming_up)
-        if self.critic is not None:
-            self.critic.begin(batch, minis)
-        metrics |= self._advantages(batch, step)
-        metrics |= self.actor.correct(batch)
-        if self.critic is not None:
-            metrics |= self.critic.update(batch, minis)
-        if not warming_up:
-            metrics |= self.actor.update(batch, minis)
-        sync = self._sync(step)
+        self.engine.sleep()
+        with on_device(self.actor.model):
+            batch, trained = self._train(rollouts, step)
+            sync = self._sync(step)
+        metrics |= trained
         seconds = time.perf_counter() - started
         metrics |= step_metrics(batch, self.session, seconds)
         metrics |= {
@@ -158,6 +169,22 @@ class _Run:
             "reshard/ms": sync.milliseconds,
         }
         report.step(step, metrics, rollouts)
+
+    def _train(self, rollouts: list[Rollout], step: int) -> tuple[Batch, dict[str, float]]:
+        """From scored rollouts to stepped models."""
+        batch = Batch.of(rollouts, self.session.device)
+        minis = self.replicas.cut(batch, self.mini_batches)
+        warming_up = self.critic is not None and step <= self.config.trainer.critic_warmup
+        metrics = self.actor.begin(batch, minis, needs_old=warming_up)
+        if self.critic is not None:
+            self.critic.begin(batch, minis)
+        metrics |= self._advantages(batch, step)
+        metrics |= self.actor.correct(batch)
+        if self.critic is not None:
+            metrics |= self.critic.update(batch, minis)
+        if not warming_up:
+            metrics |= self.actor.update(batch, minis)
+        return batch, metrics
 
     def _rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
         """Scored responses to one batch of prompts; with filter_groups, to prompts with signal."""
@@ -226,6 +253,7 @@ class _Run:
         """[N], the score of the greedy response to the same prompt (ReMax)."""
         groups = {r.group: r.sample for r in batch.rollouts}
         greedy = self.maker.make(list(groups.values()), self.greedy, self.config.seed + step)
+        self.engine.sleep()
         scores = dict(zip(groups, (r.score for r in greedy), strict=True))
         return batch.rollout_log_probs.new_tensor([scores[r.group] for r in batch.rollouts])
 
@@ -236,26 +264,28 @@ class _Run:
         return batch.rollout_log_probs.new_tensor([[e[key] for key in keys] for e in extras])
 
     def _sync(self, version: int) -> SyncReport:
-        with self.session.phase("update_weights"):
+        with self.session.phase("update_weights"), on_device(self.actor.model):
             self.syncs.append(self.resharder.sync(version))
         return self.syncs[-1]
 
-    def _validate(self, report: Reporter, step: int) -> None:
+    def _validate(self, report: Reporter, step: int) -> float:
+        """Returns the mean score."""
         assert self.val is not None
         started = time.perf_counter()
         rollouts: list[Rollout] = []
         for batch in self.val.batches(self.config.data.val_batch_size):
             rollouts += self.maker.make(batch, self.val_sampling, seed=self.config.seed)
         report.validation(step, rollouts, time.perf_counter() - started)
+        return fmean(r.score for r in rollouts)
 
-    def _save(self, step: int) -> None:
-        last = step == self.steps
+    def _save(self, report: Reporter, step: int, score: float | None) -> None:
+        started, whole = time.perf_counter(), self.config.trainer.save_hf_model
+        model = self.actor.model
         with self.session.phase("save_checkpoint"):
-            save_pretrained(
-                self.actor.model,
-                self.tokenizer,
-                self.dir / ("final" if last else f"step_{step}"),
+            self.checkpoints.save(
+                step, score, lambda f: save_description(model, self.tokenizer, f, whole)
             )
+        report.saved(step, time.perf_counter() - started)
 
     def _facts(self, seconds: float) -> dict[str, float | int | list[int]]:
         """What the summary says of the whole run; collective."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridengine.algorithms import check_estimator
@@ -18,7 +16,14 @@ from hybridengine.config import ConfigError, GRPOConfig
 from hybridengine.config.schema import OptimConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
-from hybridengine.model import Optimizer, check_model, checkpoint_layout, load_causal_lm
+from hybridengine.model import (
+    Optimizer,
+    check_model,
+    checkpoint_layout,
+    load_causal_lm,
+    on_device,
+    sharding_mesh,
+)
 from hybridengine.reshard import Checkpoint
 from hybridengine.rewards import RewardManager, build_reward_manager, import_file
 from hybridengine.rollout import RolloutEngine
@@ -168,18 +173,18 @@ def build_actor(
     reference = None
     if config.uses_reference:
         copy = load().requires_grad_(False)
-        reference = partial(nullcontext, copy)
+        reference = partial(on_device, copy)
     model = load()
-    return Actor(
-        config, model, reference, _optimizer(model, config.actor.optim, total_steps), replicas
-    )
+    optimizer = _optimizer(config, model, config.actor.optim, total_steps)
+    return Actor(config, model, reference, optimizer, replicas)
 
 
 def build_critic(config: GRPOConfig, replicas: Replicas, total_steps: int) -> Critic:
     """The value model with an FSDP2 group of its own over all ranks."""
     path = config.critic.model.path or config.model.path
     model = _load(config, path, replicas.session, value_head=True)
-    return Critic(config, model, _optimizer(model, config.critic.optim, total_steps), replicas)
+    optimizer = _optimizer(config, model, config.critic.optim, total_steps)
+    return Critic(config, model, optimizer, replicas)
 
 
 def build_reward_model(
@@ -204,10 +209,17 @@ def _load(
     shard_dim1: Callable[[str], bool] = lambda name: False,
     value_head: bool = False,
 ) -> torch.nn.Module:
+    """One model of the job; `actor.fsdp_config` is for all of them."""
+    fsdp = config.actor.fsdp_config
     return load_causal_lm(
         path,
-        mesh=init_device_mesh(session.device.type, (session.world_size,)),
+        mesh=sharding_mesh(session.device.type, session.world_size, fsdp.fsdp_size),
         shard_dim1=shard_dim1,
+        param_dtype=getattr(torch, fsdp.dtype),
+        param_offload=fsdp.param_offload,
+        reshard_after_forward=fsdp.reshard_after_forward,
+        forward_prefetch=fsdp.forward_prefetch,
+        min_num_params=fsdp.wrap_policy.min_num_params,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         use_fused_kernels=config.model.use_fused_kernels,
         trust_remote_code=config.model.trust_remote_code,
@@ -215,7 +227,9 @@ def _load(
     )
 
 
-def _optimizer(model: torch.nn.Module, optim: OptimConfig, total_steps: int) -> Optimizer:
+def _optimizer(
+    config: GRPOConfig, model: torch.nn.Module, optim: OptimConfig, total_steps: int
+) -> Optimizer:
     return Optimizer(
         model,
         lr=optim.lr,
@@ -224,4 +238,6 @@ def _optimizer(model: torch.nn.Module, optim: OptimConfig, total_steps: int) -> 
         schedule=optim.lr_scheduler_type,
         warmup_steps=optim.lr_warmup_steps,
         total_steps=total_steps,
+        param_dtype=getattr(torch, config.actor.fsdp_config.dtype),
+        offload=config.actor.fsdp_config.optimizer_offload,
     )
