@@ -6,14 +6,19 @@ scatters it parameter by parameter, so no other rank holds more than one whole p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -22,6 +27,8 @@ from hybridengine.model.checking import check_model
 from hybridengine.model.errors import ModelError
 from hybridengine.model.head import prepare_head
 from hybridengine.model.lora import columns_of
+from hybridengine.model.offload import Parking
+from hybridengine.model.parameters import stored_tensors
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
 from hybridengine.model.value import put_value_head, read_value_model
 
@@ -54,6 +61,8 @@ def load_causal_lm(
     min_num_params: int = 0,
     value_head: bool = False,
     use_fused_kernels: bool = True,
+    cpu_offload: bool = False,
+    param_offload: bool = False,
 ) -> PreTrainedModel:
     """The model at `path` (folder or hub name) on `mesh` (`sharding_mesh`); all ranks call.
 
@@ -64,11 +73,14 @@ def load_causal_lm(
     A decoder layer is gathered at once or, with `min_num_params`, the smallest modules that have so
     many parameters; what remains (the embeddings among it) belongs to the root. It is sharded again
     after its forward, unless `reshard_after_forward` is off. With `forward_prefetch` the next one
-    is gathered before this one's forward, not after.
+    is gathered before this one's forward, not after. With `cpu_offload` the shards and their
+    gradients live in host memory, and an optimizer steps there.
 
     With `use_fused_kernels` log-probs come straight from hidden states (`hybridengine.model.head`).
     With `value_head` its logits are one value per position, see `hybridengine.model.value`; `path`
     may then be a sequence classifier.
+
+    With `param_offload` its weights are on their device inside `on_device(model)` only.
 
     adapt: changes the model before it is sharded (`apply_lora`), the same way on every rank.
 
@@ -107,16 +119,17 @@ def load_causal_lm(
     prepare_head(model, use_fused_kernels)
     layers = _decoder_layers(model)
     groups = _modules_of_size(model, min_num_params) if min_num_params else layers
-    _shard(model, groups, mesh, shard_dim1, param_dtype, reshard_after_forward)
+    _shard(model, groups, mesh, shard_dim1, param_dtype, reshard_after_forward, cpu_offload)
     if forward_prefetch:
         for group, following in pairwise(groups):
             group.set_modules_to_forward_prefetch([following])
-    _fill(model, weights, mesh)
+    _fill(model, weights, mesh, cpu_offload)
     model.eval()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in layers:
             layer.training = True
+    model.parking = Parking(lambda: stored_tensors(model).values(), param_offload)
     return model
 
 
@@ -166,6 +179,7 @@ def _shard(
     shard_dim1: Callable[[str], bool],
     param_dtype: torch.dtype,
     reshard_after_forward: bool,
+    cpu_offload: bool,
 ) -> None:
     names = {id(p): columns_of(name) for name, p in model.named_parameters()}
     shard_size = mesh.size(mesh.ndim - 1)
@@ -175,6 +189,8 @@ def _shard(
         return Shard(1) if divides and shard_dim1(names[id(param)]) else None
 
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    pinned = torch.cuda.is_available()
+    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     for group in reversed(groups):  # FSDP2 wants the inner of nested modules first
         fully_shard(
             group,
@@ -182,12 +198,15 @@ def _shard(
             mp_policy=policy,
             shard_placement_fn=placement,
             reshard_after_forward=reshard_after_forward,
+            offload_policy=offload,
         )
     # The root's own parameters are needed again as soon as backward begins: FSDP2's default.
-    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+    fully_shard(
+        model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
+    )
 
 
-def _fill(model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh) -> None:
+def _fill(model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh, cpu_offload: bool) -> None:
     """Give the meta model its shards and buffers; `weights` is the whole model on rank 0."""
     device = torch.device(mesh.device_type)
     whole = None if weights is None else dict(weights.named_parameters())
@@ -204,14 +223,24 @@ def _fill(model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh) -> None
             source = whole[name].detach()
             whole[name].data = torch.empty(0)  # rank 0 lets go of what it has handed out
         filled = distribute_tensor(source, mesh, param.placements)
+        filled = filled.cpu() if cpu_offload else filled
         filled = nn.Parameter(filled, requires_grad=param.requires_grad)
         for module, attribute in owners[id(param)]:  # several where weights are tied
             setattr(module, attribute, filled)
     # Buffers that are computed, not stored (rotary frequencies), are real on rank 0 only.
     buffers = broadcast_from_rank0(None if weights is None else dict(weights.named_buffers()))
     assert buffers is not None
+    # `to` lets FSDP2 take note of the new parameters; where those are offloaded, buffers are not.
+    home = torch.device("cpu") if cpu_offload else device
+    _put_buffers(model, buffers, home)
+    model.to(home)
+    _put_buffers(model, buffers, device)
+    dist.barrier()
+
+
+def _put_buffers(
+    model: nn.Module, buffers: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
     for name, buffer in buffers.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, buffer.to(device))
-    model.to(device)  # FSDP2 takes note of the new parameters
-    dist.barrier()
