@@ -268,6 +268,7 @@ def _check_together(config: GRPOConfig) -> None:
             f"data.train_batch_size {data.train_batch_size}; choose a divisor"
         )
     _check_parallel(config)
+    _check_adapters(config)
     sharing = actor.ulysses_sequence_parallel_size
     if actor.ppo_max_token_len_per_gpu * sharing < longest:
         raise ConfigError(
@@ -298,6 +299,19 @@ def _check_together(config: GRPOConfig) -> None:
         raise ConfigError(
             f"rollout.val_kwargs.n is {rollout.val_kwargs.n}, but greedy responses are all equal; "
             "set rollout.val_kwargs.do_sample=true, or n=1"
+        )
+
+
+def _check_adapters(config: GRPOConfig) -> None:
+    if config.reshard.lora == "adapters" and not config.model.lora_rank:
+        raise ConfigError(
+            "reshard.lora is 'adapters', but no adapter is trained; set model.lora_rank, or leave "
+            "reshard.lora at 'merged'"
+        )
+    if config.reshard.lora == "adapters" and config.rollout.name == "hf":
+        raise ConfigError(
+            "reshard.lora=adapters needs rollout.name=vllm; plain generate has no LoRA slots, set "
+            "reshard.lora=merged"
         )
 
 

@@ -6,6 +6,12 @@ from hybridengine.model.errors import ModelError
 from hybridengine.model.export import check_disk_space, save_pretrained
 from hybridengine.model.forward import PackedBatch, pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.loading import load_causal_lm, sharding_mesh
+from hybridengine.model.lora import (
+    adapter_shards,
+    adapters_disabled,
+    apply_lora,
+    save_adapter,
+)
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import SCHEDULES, Optimizer, clip_grad_norm_
 from hybridengine.model.parameters import (
@@ -23,6 +29,9 @@ __all__ = [
     "ModelError",
     "Optimizer",
     "PackedBatch",
+    "adapter_shards",
+    "adapters_disabled",
+    "apply_lora",
     "check_disk_space",
     "check_model",
     "check_sequence_parallel",
@@ -39,6 +48,7 @@ __all__ = [
     "packed_logits",
     "packed_values",
     "parameter_shards",
+    "save_adapter",
     "save_pretrained",
     "sharding_mesh",
 ]

@@ -95,16 +95,16 @@ def columns_of(name: str) -> str:
 
 
 @contextmanager
-def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as its frozen base: the reference of a LoRA run."""
+def adapters_disabled(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, the model (given) computes as its frozen base: the reference of a LoRA run."""
     layers = [layer for _, layer in _layers(model)]
-    for layer in layers:
-        layer.enable_adapters(False)
+    for layer in layers:  # enable_adapters() would set requires_grad, which FSDP2 reads only once
+        layer._disable_adapters = True
     try:
-        yield
+        yield model
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 def adapter_config(model: nn.Module) -> dict:

@@ -33,9 +33,9 @@ from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptLoader
 from hybridengine.distributed import Session, run_rank
 from hybridengine.kernels import token_kl
-from hybridengine.model import on_device, parameter_shards, save_pretrained
+from hybridengine.model import on_device, save_pretrained
 from hybridengine.model.export import save_description
-from hybridengine.reshard import Resharder, SyncReport
+from hybridengine.reshard import SyncReport
 from hybridengine.rollout import SamplingSpec
 from hybridengine.trainer.batching import Batch
 from hybridengine.trainer.report import Reporter, spread, step_metrics
@@ -45,6 +45,7 @@ from hybridengine.trainer.setup import (
     build_critic,
     build_engine,
     build_replicas,
+    build_resharder,
     build_reward_model,
     load_data,
 )
@@ -97,9 +98,7 @@ class _Run:
                 else None
             )
         with session.phase("plan_reshard"):
-            self.resharder = Resharder(
-                parameter_shards(self.actor.model), self.engine, config.reshard.bucket_bytes
-            )
+            self.resharder = build_resharder(config, self.actor, self.engine)
         self.maker = RolloutMaker(self.engine, self.tokenizer, reward, session, reward_model)
         self.kl = _kl_controller(config)
         trained = {"actor": (self.actor.model, self.actor.optimizer)}

@@ -18,13 +18,17 @@ from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
 from hybridengine.model import (
     Optimizer,
+    adapter_shards,
+    adapters_disabled,
+    apply_lora,
     check_model,
     checkpoint_layout,
     load_causal_lm,
     on_device,
+    parameter_shards,
     sharding_mesh,
 )
-from hybridengine.reshard import Checkpoint
+from hybridengine.reshard import Checkpoint, Resharder
 from hybridengine.rewards import RewardManager, build_reward_manager, import_file
 from hybridengine.rollout import RolloutEngine
 from hybridengine.trainer.actor import Actor
@@ -37,6 +41,7 @@ __all__ = [
     "build_critic",
     "build_engine",
     "build_replicas",
+    "build_resharder",
     "build_reward_model",
     "engine_name",
     "load_data",
@@ -122,6 +127,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         max_model_len=config.max_model_len,
         stop_token_ids=stop,
         dtype=dtype,
+        lora_rank=model.lora_rank if config.reshard.lora == "adapters" else 0,
         seed=config.seed,
         kv_cache_bytes=None if torch.cuda.is_available() else int(rollout.kv_cache_gib * 2**30),
         memory_share=rollout.gpu_memory_utilization,
@@ -164,19 +170,37 @@ def build_replicas(config: GRPOConfig, session: Session) -> Replicas:
 def build_actor(
     config: GRPOConfig, engine: RolloutEngine, replicas: Replicas, total_steps: int
 ) -> Actor:
-    """FSDP2 policy over all ranks, sharded so that row-parallel weights stay in their TP slice."""
-    sliced = engine.layout.sliced_dims(_checkpoint(config).parameters)
+    """FSDP2 policy over all ranks, sharded so that row-parallel weights stay in their TP slice.
 
-    def load() -> torch.nn.Module:
-        return _load(config, config.model.path, replicas.session, lambda n: sliced.get(n) == 1)
+    The reference is a copy of it, or under LoRA the policy without its adapters.
+    """
+    lora, sliced = config.model, engine.layout.sliced_dims(_checkpoint(config).parameters)
+
+    def load(adapt: Callable | None = None) -> torch.nn.Module:
+        by_columns = lambda name: sliced.get(name) == 1  # noqa: E731
+        return _load(config, lora.path, replicas.session, by_columns, adapt=adapt)
 
     reference = None
-    if config.uses_reference:
-        copy = load().requires_grad_(False)
-        reference = partial(on_device, copy)
-    model = load()
+    if lora.lora_rank:
+        options = (lora.lora_rank, lora.lora_alpha, lora.target_modules)
+        model = load(lambda plain: apply_lora(plain, *options))
+        reference = partial(adapters_disabled, model) if config.uses_reference else None
+    else:
+        if config.uses_reference:
+            reference = partial(on_device, load().requires_grad_(False))
+        model = load()
     optimizer = _optimizer(config, model, config.actor.optim, total_steps)
     return Actor(config, model, reference, optimizer, replicas)
+
+
+def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
+    return Resharder(
+        parameter_shards(actor.model),
+        engine,
+        config.reshard.bucket_bytes,
+        adapter_shards(actor.model),
+        merge=config.reshard.lora == "merged",
+    )
 
 
 def build_critic(config: GRPOConfig, replicas: Replicas, total_steps: int) -> Critic:
@@ -208,6 +232,7 @@ def _load(
     session: Session,
     shard_dim1: Callable[[str], bool] = lambda name: False,
     value_head: bool = False,
+    adapt: Callable | None = None,
 ) -> torch.nn.Module:
     """One model of the job; `actor.fsdp_config` is for all of them."""
     fsdp = config.actor.fsdp_config
@@ -224,6 +249,7 @@ def _load(
         use_fused_kernels=config.model.use_fused_kernels,
         trust_remote_code=config.model.trust_remote_code,
         value_head=value_head,
+        adapt=adapt,
     )
 
 
