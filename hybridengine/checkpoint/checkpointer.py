@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from hybridengine.checkpoint import folders
 from hybridengine.checkpoint.folders import CheckpointError, SavedCheckpoint
 from hybridengine.model.export import check_disk_space
+from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer
 from hybridengine.model.parameters import stored_tensors
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
@@ -146,6 +147,7 @@ class Checkpointer:
         tensors = {}
         with ExitStack() as stack:
             for part, (model, optimizer) in self._models.items():
+                stack.enter_context(on_device(model))
                 for name, tensor in _changing(model).items():
                     tensors[f"{part}/model/{name}"] = tensor
                 if optimizer:

@@ -71,14 +71,18 @@ class WrapPolicyConfig:
 
 
 @dataclass(frozen=True)
-class FsdpConfig:
+class ShardingConfig:
     fsdp_size: int = _setting(-1, at_least=-1)  # ranks that share one copy of the model; -1: all
     dtype: str = _setting("bfloat16", choices=("bfloat16", "float16", "float32"))  # of the compute
-    param_offload: bool = False  # weights wait in host memory while the engine generates
     optimizer_offload: bool = False  # Adam's moments are on the device during the step only
     reshard_after_forward: bool = True  # false: keep gathered weights until their backward
     forward_prefetch: bool = False  # gather the next layer's weights during this one's forward
     wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+
+
+@dataclass(frozen=True)
+class FsdpConfig(ShardingConfig):
+    param_offload: bool = False  # weights wait in host memory while the engine generates
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hybridengine.config.loading import ConfigError, Rules, load_config
 from hybridengine.config.schema import (
-    FsdpConfig,
     OptimConfig,
     RunConfig,
+    ShardingConfig,
     TrainedModelConfig,
     _setting,
 )
@@ -19,8 +19,13 @@ __all__ = ["SFT_ALIASES", "SFTConfig", "SFTDataConfig", "load_sft_config"]
 
 
 @dataclass(frozen=True)
+class SFTFsdpConfig(ShardingConfig):
+    offload_policy: bool = False  # weights, gradients and moments live, and step, in host memory
+
+
+@dataclass(frozen=True)
 class SFTModelConfig(TrainedModelConfig):
-    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    fsdp_config: SFTFsdpConfig = field(default_factory=SFTFsdpConfig)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class SFTConfig:
 SFT_ALIASES = {
     "model.partial_pretrain": "model.path",
     "engine": "model.fsdp_config",
+    "model.fsdp_config.cpu_offload": "model.fsdp_config.offload_policy",
     "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
     "data.multiturn.messages_key": "data.messages_key",
     "data.micro_batch_size": "data.micro_batch_size_per_gpu",
@@ -97,8 +103,8 @@ _REPLACED = {
     "data.pad_mode": "sequences are always packed; remove this key",
     "data.multiturn.enable": "set data.messages_key for whole chats; remove this key",
     "model.use_liger": "fused kernels are always used; remove this key",
-    "model.fsdp_config.offload_params": "set model.fsdp_config.param_offload",
-    "model.fsdp_config.cpu_offload": "set model.fsdp_config.param_offload",
+    "model.fsdp_config.offload_params": "set model.fsdp_config.offload_policy",
+    "model.fsdp_config.param_offload": "set model.fsdp_config.offload_policy",
     "checkpoint.save_contents": "a checkpoint is always whole; trainer.save_hf_model adds the "
     "Hugging Face folder",
 }

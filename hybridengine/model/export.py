@@ -19,12 +19,12 @@ from transformers import (
 )
 
 from hybridengine.model.errors import ModelError
-from hybridengine.model.lora import adapter_shards
+from hybridengine.model.lora import adapter_shards, save_adapter
 from hybridengine.model.parameters import original_class, stored_tensors
 from hybridengine.model.rank_zero import run_on_rank0
 from hybridengine.reshard.lora import Adapter
 
-__all__ = ["check_disk_space", "save_config", "save_pretrained", "write_pretrained"]
+__all__ = ["check_disk_space", "save_description", "save_pretrained", "write_pretrained"]
 
 
 def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
@@ -71,7 +71,7 @@ def save_pretrained(
     )
 
 
-def save_config(
+def _save_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path
 ) -> None:
     """All that `save_pretrained` writes but the weights; all ranks call."""
@@ -83,6 +83,16 @@ def save_config(
         tokenizer.save_pretrained(out_dir)
 
     run_on_rank0(write, f"saving the model's configuration to {str(out_dir)!r}")
+
+
+def save_description(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, weights: bool
+) -> None:
+    """What makes a checkpoint in `folder` one of this model: `huggingface`, with `weights` or
+    without, and `adapter` if it has one; all ranks call."""
+    (save_pretrained if weights else _save_config)(model, tokenizer, folder / "huggingface")
+    if hasattr(model, "peft_config"):
+        save_adapter(model, folder / "adapter")
 
 
 def _generation(model: PreTrainedModel) -> GenerationConfig | None:

@@ -107,15 +107,18 @@ class MetricsLogger:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(values, step=step)
-        if self._console is not None:
-            self._console.print(self._line(step, values), soft_wrap=True)
+        line = self._line(step, values)
+        if self._console is not None and line is not None:
+            self._console.print(line, soft_wrap=True)
 
-    def _line(self, step: int, values: Mapping[str, float]) -> Text:
-        parts = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"]
-        parts += [f"{label} {form.format(values[n])}" for n, label, form in _CONSOLE if n in values]
+    def _line(self, step: int, values: Mapping[str, float]) -> Text | None:
+        parts = [f"{label} {form.format(values[n])}" for n, label, form in _CONSOLE if n in values]
         validation = [(n, v) for n, v in values.items() if n.startswith("val/")]
         parts += [f"{name} {value:.3f}" for name, value in validation]
-        return Text("  ".join(parts), style="bold green" if validation else "")
+        if not parts:  # a part of a step that nobody watches, such as the time of its save
+            return None
+        head = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
+        return Text("  ".join([head, *parts]), style="bold green" if validation else "")
 
     def close(self) -> None:
         if self._jsonl is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 
-import psutil
 import torch
 from rich.console import Console
 
@@ -22,6 +22,7 @@ from hybridengine.tracking import (
     RolloutWriter,
     accuracy_interval,
     gain_interval,
+    performance_metrics,
     plot_learning_curves,
     write_summary,
 )
@@ -50,18 +51,12 @@ def step_metrics(batch: Batch, session: Session, seconds: float) -> dict[str, fl
         "frac_reward_zero_std": fmean(len(s) == 1 for s in by_group.values()),
         **{f"timing_s/{name}": t for name, t in session.take_timings().items()},
         "timing_s/step": seconds,
-        "perf/total_num_tokens": tokens,
-        "perf/time_per_step": seconds,
-        "perf/throughput": tokens / seconds / session.world_size,
-        "perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
+        **performance_metrics(tokens, seconds, session.world_size, session.device),
     }
     if batch.values is not None:
         metrics |= spread("critic/values", batch.values)
     for name in rollouts[0].extras:
         metrics[f"reward/{name}"] = fmean(r.extras[name] for r in rollouts)
-    if session.device.type == "cuda":
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     return metrics
 
 
@@ -78,7 +73,9 @@ _SHOWN = 3
 class Reporter:
     """Console, metric files, rollouts, curves and summary of one run."""
 
-    def __init__(self, config: GRPOConfig, session: Session, total_steps: int) -> None:
+    def __init__(
+        self, config: GRPOConfig, session: Session, total_steps: int, first_step: int = 0
+    ) -> None:
         self._config, self._session, self._steps = config, session, total_steps
         self._dir = Path(config.trainer.default_local_dir)
         # Validation results by name (score and the reward's extras), per problem, in order.
@@ -91,11 +88,19 @@ class Reporter:
         self._dir.mkdir(parents=True, exist_ok=True)
         (self._dir / "config.yaml").write_text(config_to_yaml(config))
         self._console = Console()
-        loggers = config.trainer.logger
+        if first_step:
+            self._console.print(f"resumed after step {first_step}")
         self._logger = MetricsLogger(
-            self._dir, loggers, total_steps=total_steps, console=self._console
+            self._dir,
+            config.trainer.logger,
+            total_steps=total_steps,
+            console=self._console,
+            first_step=first_step,
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name,
+            config=asdict(config),
         )
-        self._progress = Progress(total_steps, console=self._console)
+        self._progress = Progress(total_steps - first_step, console=self._console)
         self._rollouts = RolloutWriter(config.trainer.rollout_data_dir or self._dir / "rollouts")
 
     def __enter__(self) -> Reporter:
@@ -152,6 +157,10 @@ class Reporter:
             self._logger.log(step, means | {"timing_s/testing": seconds})
             self._write(f"val_{step}", rollouts)
 
+    def saved(self, step: int, seconds: float) -> None:
+        if self._session.is_main:
+            self._logger.log(step, {"timing_s/save_checkpoint": seconds})
+
     def _write(self, name: str, rollouts: Sequence[Rollout]) -> None:
         self._show_first(rollouts)
         extras = rollouts[0].extras
@@ -198,8 +207,9 @@ class Reporter:
                 summary[f"val_{name}_end_ci95"] = list(accuracy_interval(fmean(end), len(end)))
         if self._first:
             summary["val_problems"] = len(self._first["score"])
-        summary["rollout_probs_diff_mean_first"] = self._probs_diff[0]
-        summary["rollout_probs_diff_mean_max"] = max(self._probs_diff)
+        if self._probs_diff:  # none of a run resumed at its end
+            summary["rollout_probs_diff_mean_first"] = self._probs_diff[0]
+            summary["rollout_probs_diff_mean_max"] = max(self._probs_diff)
         trainer = self._config.trainer
         title = f"{trainer.project_name}: {trainer.experiment_name}"
         plot_learning_curves(self._logger.history, self._dir / "curves.png", title=title)

@@ -35,7 +35,7 @@ from hybridengine.model import (
     save_pretrained,
     sharding_mesh,
 )
-from hybridengine.model.export import save_config
+from hybridengine.model.export import save_description
 from hybridengine.model.forward import pack_targets
 from hybridengine.model.lora import apply_lora, save_adapter
 from hybridengine.tracking import (
@@ -138,6 +138,7 @@ class _Run:
             reshard_after_forward=fsdp.reshard_after_forward,
             forward_prefetch=fsdp.forward_prefetch,
             min_num_params=fsdp.wrap_policy.min_num_params,
+            cpu_offload=fsdp.offload_policy,
             adapt=self._adapt if model.lora_rank else None,
         )
 
@@ -258,15 +259,11 @@ class _Run:
         return float(value) / self.shared  # ranks that share a micro-batch each hold all its loss
 
     def _save(self, step: int, score: float | None) -> None:
+        whole = self.config.trainer.save_hf_model
         with self.session.phase("save_checkpoint"):
-            self.checkpoints.save(step, score, self._describe)
-
-    def _describe(self, folder: Path) -> None:
-        """What makes a checkpoint one of this model: its configuration and adapter."""
-        save = save_pretrained if self.config.trainer.save_hf_model else save_config
-        save(self.model, self.tokenizer, folder / "huggingface")
-        if self.config.model.lora_rank:
-            save_adapter(self.model, folder / "adapter")
+            self.checkpoints.save(
+                step, score, lambda f: save_description(self.model, self.tokenizer, f, whole)
+            )
 
 
 def _due(step: int, every: int) -> bool:

@@ -85,7 +85,7 @@ def test_fallbacks():
         ("model.trust_remote_code=1", "expected true or false"),
         ("data.truncation=middle", "expected one of error, left, right"),
         ("rollout.name=vlm", "did you mean vllm"),
-        ("trainer.logger=[console,wandb]", "trainer.logger is 'wandb', expected one of"),
+        ("trainer.logger=[console,mlflow]", "trainer.logger is 'mlflow', expected one of"),
         ("data=null", "data .* is a group of keys, not None"),
         ("actor.optim.betas=[0.9]", "expected a list of two numbers"),
         ("actor.optim.betas=[0.9, 1.5]", "actor.optim.betas is 1.5, expected at most 1"),

@@ -1,0 +1,140 @@
+"""Checkpoints as Hugging Face folders: ours and verl's, on one process without a group."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from hybridengine import cli
+from hybridengine.checkpoint import CheckpointError
+from hybridengine.checkpoint.export import export_checkpoint
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+from tests.trainer.sft_job import start_run, write_sft_job
+
+pytestmark = pytest.mark.multirank
+
+
+def save_and_export(rank: int, world_size: int, folder: Path, overrides: dict) -> None:
+    """A trained step, its checkpoint, and the model as the run itself writes it, in float32."""
+    from hybridengine.model import save_pretrained
+
+    run = start_run(rank, world_size, folder, **overrides)
+    run._step(1)
+    run._save(1, None)
+    run.checkpoints.wait()
+    save_pretrained(run.model, run.tokenizer, folder / "online", torch.float32)
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return dict(model.named_parameters())
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    first, second = parameters(one), parameters(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
+def test_offline_equals_online(tmp_path: Path, kind: str) -> None:
+    folder = write_sft_job(tmp_path)  # untied
+    if kind == "tied":
+        save_tiny("llama", folder / "model")
+    run_ranks(save_and_export, 2, folder, {"model.lora_rank": 2} if kind == "lora" else {})
+    source = export_checkpoint(folder / "run", tmp_path / "out", torch.float32)
+    assert source.name == "global_step_1"
+    assert_equal(tmp_path / "out", folder / "online")
+    start = parameters(folder / "model")
+    assert any(not torch.equal(p, start[name]) for name, p in parameters(tmp_path / "out").items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.tie_word_embeddings == (kind == "tied")
+    if kind == "lora":
+        adapter = tmp_path / "adapter"
+        export_checkpoint(folder / "run", adapter, as_adapter=True)
+        from peft import PeftModel
+
+        base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        merged = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+        for name, p in merged.named_parameters():
+            torch.testing.assert_close(p.data, parameters(tmp_path / "out")[name].data)
+
+
+def write_verl_shards(rank: int, world_size: int, model_folder: str, out: Path, mesh_shape) -> None:
+    """As verl's FSDP checkpoint manager writes a sharded state dict."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    names = ("ddp", "fsdp")[-len(mesh_shape) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", mesh_shape, mesh_dim_names=names))
+    out.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), out / f"model_world_size_{world_size}_rank_{rank}.pt")
+    if rank == 0:
+        model.config.save_pretrained(out / "huggingface")
+        AutoTokenizer.from_pretrained(model_folder).save_pretrained(out / "huggingface")
+
+
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)])
+def test_verl_shards(tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
+    """Three ranks divide no dimension evenly; two by two is HSDP."""
+    model = save_tiny("llama", tmp_path / "model")
+    world_size = torch.tensor(mesh_shape).prod().item()
+    actor = tmp_path / "run" / "global_step_7" / "actor"
+    run_ranks(write_verl_shards, world_size, model, actor, mesh_shape)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
+    result = CliRunner().invoke(
+        cli.app, ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"),
+                  "--dtype", "float32"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert_equal(tmp_path / "out", Path(model))
+
+
+def test_plain_shards(tmp_path: Path) -> None:
+    """Pieces along dim 0, and tensors that every rank holds whole."""
+    model = save_tiny("qwen2", tmp_path / "model")
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    whole.config.save_pretrained(tmp_path / "shards" / "huggingface")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "shards" / "huggingface")
+    for rank in range(2):
+        pieces = {
+            name: (tensor if tensor.ndim == 1 else tensor.chunk(2)[rank]).clone()
+            for name, tensor in whole.state_dict().items()
+        }
+        torch.save(pieces, tmp_path / "shards" / f"model_world_size_2_rank_{rank}.pt")
+    export_checkpoint(tmp_path / "shards", tmp_path / "out", torch.float32)
+    assert_equal(tmp_path / "out", Path(model))
+    (tmp_path / "shards" / "model_world_size_2_rank_0.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"shards of ranks \[1\] of 2"):
+        export_checkpoint(tmp_path / "shards", tmp_path / "out", torch.float32)
+
+
+class _Bomb:
+    def __reduce__(self):
+        return Path.touch, (Path("exploded"),)
+
+
+def test_a_shard_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny("llama", tmp_path / "shards" / "huggingface")
+    torch.save({"lm_head.weight": _Bomb()}, tmp_path / "shards" / "model_world_size_1_rank_0.pt")
+    with pytest.raises(CheckpointError, match="shard"):
+        export_checkpoint(tmp_path / "shards", tmp_path / "out")
+    (tmp_path / "shards" / "model_world_size_1_rank_0.pt").write_bytes(pickle.dumps(_Bomb()))
+    with pytest.raises(CheckpointError, match="shard"):
+        export_checkpoint(tmp_path / "shards", tmp_path / "out")
+    assert not (tmp_path / "exploded").exists() and not (tmp_path / "out").exists()
+
+
+def test_nothing_to_export(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["export", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2 and "never completed" in result.stderr
