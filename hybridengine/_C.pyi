@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 cpu_isa: str
@@ -40,6 +41,7 @@ def group_advantage(
     token_mask: Tensor | None,
     num_tokens: int,
 ) -> tuple[Tensor, Tensor]: ...
+def empty_pooled(shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 def has_mixed_product(like: Tensor) -> bool: ...
 def log_prob_forward(
     logits: Tensor,

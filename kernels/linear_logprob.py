@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._backend import register_backends
+from ._backend import native, register_backends
 from ._mixed_product import WIDENED_BYTES, mixed_product
 from .logprob import ROW_SCHEMA, RowOptions, row_options, rows_backward, rows_forward
 
@@ -139,9 +139,7 @@ class Chunks:
             self.size = _DETERMINISTIC_ROWS
         rows = self.size if deterministic else min(self.size, hidden.shape[0])
         self._logits = hidden.new_empty(rows, weight.shape[0], dtype=wide)
-        self._gradient = torch.empty_like(self._logits, dtype=hidden.dtype) if narrow else None
-        if not backward:
-            self._gradient = None
+        self.gradient = hidden.new_empty(self._logits.shape) if narrow and backward else None
 
     def slices(self) -> Iterator[slice]:
         for begin in range(0, self.hidden.shape[0], self.size):
@@ -154,15 +152,12 @@ class Chunks:
         mixed_product(out, hidden, self.weight, self.bias)
         return out[: rows.stop - rows.start]
 
-    def room_for_gradient(self, logits: Tensor) -> Tensor:
-        return logits if self._gradient is None else self._gradient[: logits.shape[0]]
-
     def hidden_grad(self, grad_logits: Tensor) -> Tensor:
         return (self._padded(grad_logits) @ self.weight)[: grad_logits.shape[0]]
 
-    def add_weight_grad(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-        """total [V, H] float32 (float64 for float64) += grad_logits.T @ hidden."""
-        mixed_product(total, grad_logits.t(), hidden.t(), accumulate=True)
+    def weight_grad(self, total: Tensor, grad_logits: Tensor, hidden: Tensor, add: bool) -> None:
+        """total [V, H] float32 (float64 for float64) = grad_logits.T @ hidden, or += with `add`."""
+        mixed_product(total, grad_logits.t(), hidden.t(), accumulate=add)
 
     def _padded(self, rows: Tensor) -> Tensor:
         if not self.pad or rows.shape[0] == self.size:
@@ -187,8 +182,11 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _accumulator(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=wide_dtype(like))
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """On a CPU its pages outlive it: new ones would cost as much as the product that fills them."""
+    if like.is_cpu and native() is not None:
+        return native().empty_pooled(like.shape, dtype)
+    return torch.empty_like(like, dtype=dtype)
 
 
 def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:
@@ -232,51 +230,89 @@ def _linear_backward_op(hidden, weight, bias, token_ids, *arguments):
     options, rest = split_row_options(arguments)
     budget_bytes, deterministic, main_grad, backend, row_results, *by_row, wanted = rest
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, True)
-    grads = LinearGrads(hidden, weight, bias, wanted, main_grad)
+    grads = LinearGrads(chunks, wanted, main_grad)
     for rows in chunks.slices():
         logits = chunks.logits(rows)
-        grad_logits = chunks.room_for_gradient(logits)
+        grad_logits = grads.room(logits)
         rows_backward(
             logits, grad_logits, token_ids[rows], options.rows(rows),
             [result[rows] for result in row_results],
             *(None if grad is None else grad[rows] for grad in by_row), backend,
         )  # fmt: skip
-        grads.add(chunks, grad_logits, hidden[rows], rows)
+        grads.add(grad_logits, rows)
     return grads.finished(options.group)
 
 
 class LinearGrads:
-    """The three gradients of a linear layer, filled chunk by chunk."""
+    """The three gradients of a linear layer, from the gradients of its results, chunk by chunk."""
 
-    def __init__(self, hidden, weight, bias, wanted, main_grad=None):
-        self.like = hidden
-        self.main_grad = main_grad
+    def __init__(self, chunks: Chunks, wanted, main_grad=None):
+        hidden, weight, bias = chunks.hidden, chunks.weight, chunks.bias
+        self.chunks, self.main_grad = chunks, main_grad
         # Rows that no chunk brings (compacted away) stay 0.
         self.hidden = torch.zeros_like(hidden) if wanted[0] else None
+        self.bias = None
+        if bias is not None and wanted[2]:
+            self.bias = torch.zeros_like(bias, dtype=wide_dtype(bias))
         self.weight = None
         if wanted[1]:
-            self.weight = _accumulator(weight) if main_grad is None else main_grad
-        self.bias = _accumulator(bias) if bias is not None and wanted[2] else None
+            self.weight = _empty(weight, wide_dtype(weight)) if main_grad is None else main_grad
+        self.has_weight = main_grad is not None  # else the first product is not added, but stored
+        self.pending: list[tuple[Tensor, slice | Tensor]] = []
 
-    def add(self, chunks: Chunks, grad_logits: Tensor, hidden: Tensor, rows) -> None:
-        """`rows`: where in T these rows lie, a slice or an index tensor."""
+    def room(self, logits: Tensor) -> Tensor:
+        """Where the gradient of these logits goes; `add` it then."""
+        buffer = self.chunks.gradient
+        if buffer is None:
+            return logits
+        filled = sum(grad.shape[0] for grad, _ in self.pending)
+        if filled + logits.shape[0] > buffer.shape[0]:
+            self._multiply()
+            filled = 0
+        return buffer[filled : filled + logits.shape[0]]
+
+    def add(self, grad_logits: Tensor, rows: slice | Tensor) -> None:
+        """`rows`: where in T these rows lie. They are multiplied once the buffer is full."""
+        self.pending.append((grad_logits, rows))
+        if self.chunks.gradient is None:
+            self._multiply()
+
+    def _multiply(self) -> None:
+        if not self.pending:
+            return
+        (grad_logits, rows), *more = self.pending
+        if more:
+            device = grad_logits.device
+            parts = [
+                torch.arange(part.start, part.stop, device=device) if type(part) is slice else part
+                for _, part in self.pending
+            ]
+            rows = torch.cat(parts)
+            grad_logits = self.chunks.gradient[: rows.shape[0]]
+        self.pending = []
         if self.hidden is not None:
-            self.hidden[rows] = chunks.hidden_grad(grad_logits)
+            self.hidden[rows] = self.chunks.hidden_grad(grad_logits)
         if self.weight is not None:
-            chunks.add_weight_grad(self.weight, grad_logits, hidden)
+            hidden = self.chunks.hidden[rows]
+            self.chunks.weight_grad(self.weight, grad_logits, hidden, add=self.has_weight)
+            self.has_weight = True
         if self.bias is not None:
             self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
 
     def finished(self, group: str, wide_weight: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """In the dtypes of their tensors, summed over the ranks where that is due."""
+        self._multiply()
+        like = self.chunks.hidden
         hidden = weight = bias = None
         if self.hidden is not None:
             hidden = sum_over_ranks(self.hidden, group)
         if self.weight is not None and self.main_grad is None:
-            weight = self.weight if wide_weight else self.weight.to(self.like.dtype)
+            weight = self.weight if self.has_weight else self.weight.zero_()
+            if not wide_weight and weight.dtype != like.dtype:
+                weight = _empty(weight, like.dtype).copy_(weight)
         if self.bias is not None:
-            bias = self.bias.to(self.like.dtype)
-        return tuple(self.like.new_empty(0) if g is None else g for g in (hidden, weight, bias))
+            bias = self.bias.to(like.dtype)
+        return tuple(like.new_empty(0) if g is None else g for g in (hidden, weight, bias))
 
 
 @_linear_backward_op.register_fake

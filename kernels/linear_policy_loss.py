@@ -222,7 +222,7 @@ def _linear_policy_gradient(hidden, weight, bias, token_ids, *arguments):
     options, rest = split_row_options(arguments)
     budget_bytes, deterministic, *per_token, plan, numbers, wide_weight_grad, wanted, backend = rest
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, any(wanted))
-    grads = LinearGrads(hidden, weight, bias, wanted)
+    grads = LinearGrads(chunks, wanted)
     log_probs, entropy = (torch.empty_like(per_token[-1]) for _ in range(2))
     for rows in chunks.slices():
         logits = chunks.logits(rows)
@@ -240,12 +240,12 @@ def _linear_policy_gradient(hidden, weight, bias, token_ids, *arguments):
             logits = logits[: alive.numel()]
             found, slopes = ([value[alive] for value in values] for values in (found, slopes))
             where = alive + rows.start
-        grad_logits = chunks.room_for_gradient(logits)
+        grad_logits = grads.room(logits)
         rows_backward(
             logits, grad_logits, token_ids[where], options.rows(where), list(found), *slopes,
             backend,
         )  # fmt: skip
-        grads.add(chunks, grad_logits, hidden[where], where)
+        grads.add(grad_logits, where)
     return log_probs, entropy, *grads.finished(options.group, wide_weight_grad)
 
 

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "common/binding.h"
+#include "common/page_pool.h"
 #include "linear/params.h"
 
 namespace hybridengine {
@@ -100,6 +101,12 @@ void mixed_product(const at::Tensor& a, const at::Tensor& b, const std::optional
 }  // namespace
 
 void register_linear(py::module_& m) {
+  m.def(
+      "empty_pooled",
+      [](const std::vector<int64_t>& shape, at::ScalarType dtype) {
+        return empty_pooled(shape, at::TensorOptions().dtype(dtype));
+      },
+      py::arg("shape"), py::arg("dtype"));
   m.def("has_mixed_product", &has_mixed_product, py::arg("like"));
   m.def("mixed_product", &mixed_product, py::arg("a"), py::arg("b"), py::arg("bias"),
         py::arg("out"), py::arg("accumulate"));

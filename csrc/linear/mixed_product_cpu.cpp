@@ -5,6 +5,7 @@
 
 #include "common/parallel.h"
 #include "common/simd.h"
+#include "common/streaming.h"
 #include "linear/params.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
@@ -110,7 +111,10 @@ void pack_columns(const Operand& x, int64_t begin, int64_t count, int64_t k, uin
   }
 }
 
+constexpr int64_t kCachedBytes = 16 << 20;  // a larger result is not in the cache when it is read
+
 void write_tile(const MixedProduct& p, int64_t row, int64_t column, const float* tile) {
+  const bool around_cache = p.m * p.n * static_cast<int64_t>(sizeof(float)) > kCachedBytes;
   const int64_t rows = std::min(kTileRows, p.m - row);
   const int64_t columns = std::min(kTileColumns, p.n - column);
   for (int64_t i = 0; i < rows; ++i, tile += kTileColumns) {
@@ -119,6 +123,10 @@ void write_tile(const MixedProduct& p, int64_t row, int64_t column, const float*
       for (int64_t j = 0; j < columns; ++j) out[j] += tile[j];
     } else if (p.bias) {
       for (int64_t j = 0; j < columns; ++j) out[j] = tile[j] + p.bias[column + j];
+    } else if (around_cache && columns == kTileColumns &&
+               bytes_to_line(reinterpret_cast<char*>(out)) == 0) {
+      stream_copy(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(tile),
+                  kTileColumns * sizeof(float));
     } else {
       std::memcpy(out, tile, columns * sizeof(float));
     }
@@ -158,6 +166,7 @@ void mixed_product_cpu(const MixedProduct& p) {
         write_tile(p, (p.share_a ? j : i) * kTileRows, (p.share_a ? i : j) * kTileColumns, tile);
       }
     }
+    stream_fence();
     p.release();
   });
 }

@@ -93,7 +93,7 @@ def test_what_is_frozen_costs_nothing(frozen, monkeypatch):
     if 0 in frozen:
         monkeypatch.setattr(Chunks, "hidden_grad", None)
     if 1 in frozen:
-        monkeypatch.setattr(Chunks, "add_weight_grad", None)
+        monkeypatch.setattr(Chunks, "weight_grad", None)
     leaves = [t.requires_grad_(i not in frozen) for i, t in enumerate(tensors)]
     log_probs, entropy = fused(*leaves, token_ids)
     ((log_probs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
@@ -202,13 +202,13 @@ def test_dead_rows_do_not_reach_the_gradient_products(monkeypatch):
     tensors, token_ids, _ = problem(40, 16, 101)
     arguments = loss_inputs(40)
     seen = []
-    original = Chunks.add_weight_grad
+    original = Chunks.weight_grad
 
-    def counting(self, total, grad_logits, hidden):
+    def counting(self, total, grad_logits, hidden, add):
         seen.append(grad_logits.shape[0])
-        original(self, total, grad_logits, hidden)
+        original(self, total, grad_logits, hidden, add)
 
-    monkeypatch.setattr(Chunks, "add_weight_grad", counting)
+    monkeypatch.setattr(Chunks, "weight_grad", counting)
     _, metrics = loss_and_gradients(tensors, token_ids, arguments, torch.float32)
     could_live = arguments["response_mask"] & (arguments["advantages"] != 0)
     assert sum(seen) <= could_live.sum()
