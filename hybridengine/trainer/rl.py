@@ -154,9 +154,10 @@ class _Run:
         started = time.perf_counter()
         epoch = self.loader.epoch
         rollouts, metrics = self._rollouts(step)
+        baselines = self._greedy_scores(rollouts) if "reward_baselines" in self.needs else None
         self.engine.sleep()
         with on_device(self.actor.model):
-            batch, trained = self._train(rollouts, step)
+            batch, trained = self._train(rollouts, baselines, step)
             sync = self._sync(step)
         metrics |= trained
         seconds = time.perf_counter() - started
@@ -169,7 +170,9 @@ class _Run:
         }
         report.step(step, metrics, rollouts)
 
-    def _train(self, rollouts: list[Rollout], step: int) -> tuple[Batch, dict[str, float]]:
+    def _train(
+        self, rollouts: list[Rollout], baselines: list[float] | None, step: int
+    ) -> tuple[Batch, dict[str, float]]:
         """From scored rollouts to stepped models."""
         batch = Batch.of(rollouts, self.session.device)
         minis = self.replicas.cut(batch, self.mini_batches)
@@ -177,7 +180,7 @@ class _Run:
         metrics = self.actor.begin(batch, minis, needs_old=warming_up)
         if self.critic is not None:
             self.critic.begin(batch, minis)
-        metrics |= self._advantages(batch, step)
+        metrics |= self._advantages(batch, baselines)
         metrics |= self.actor.correct(batch)
         if self.critic is not None:
             metrics |= self.critic.update(batch, minis)
@@ -202,10 +205,9 @@ class _Run:
                     "training/groups_without_signal": wanted - with_signal,
                 }
 
-    def _advantages(self, batch: Batch, step: int) -> dict[str, float]:
+    def _advantages(self, batch: Batch, baselines: list[float] | None) -> dict[str, float]:
         """Advantages and returns into `batch`, from which truncated responses may be masked."""
         algorithm, rollouts = self.config.algorithm, batch.rollouts
-        baselines = self._greedy_scores(batch, step) if "reward_baselines" in self.needs else None
         with self.session.phase("adv"):
             token_rewards, metrics = self._token_rewards(batch)
             responses = Responses(
@@ -215,7 +217,7 @@ class _Run:
                 response_mask=batch.response_mask,
                 token_rewards=token_rewards,
                 values=batch.values,
-                reward_baselines=baselines,
+                reward_baselines=None if baselines is None else token_rewards.new_tensor(baselines),
                 reward_parts=self._reward_parts(batch) if "reward_parts" in self.needs else None,
             )
             options = AdvantageOptions(
@@ -248,13 +250,12 @@ class _Run:
         self.kl.update(mean, len(batch.rollouts))
         return rewards, metrics
 
-    def _greedy_scores(self, batch: Batch, step: int) -> Tensor:
-        """[N], the score of the greedy response to the same prompt (ReMax)."""
-        groups = {r.group: r.sample for r in batch.rollouts}
-        greedy = self.maker.make(list(groups.values()), self.greedy, self.config.seed + step)
-        self.engine.sleep()
-        scores = dict(zip(groups, (r.score for r in greedy), strict=True))
-        return batch.rollout_log_probs.new_tensor([scores[r.group] for r in batch.rollouts])
+    def _greedy_scores(self, rollouts: list[Rollout]) -> list[float]:
+        """Per rollout, the score of the greedy response to the same prompt (ReMax)."""
+        samples = {r.group: r.sample for r in rollouts}
+        greedy = self.maker.make(list(samples.values()), self.greedy, self.config.seed)
+        scores = dict(zip(samples, (r.score for r in greedy), strict=True))
+        return [scores[r.group] for r in rollouts]
 
     def _reward_parts(self, batch: Batch) -> Tensor:
         """[N, K], the further results of the reward that GDPO normalises each by itself."""
