@@ -11,7 +11,7 @@ from hybridengine.reshard.layout import (
     record_layout,
 )
 from hybridengine.reshard.plan import ReshardPlan, build_plan
-from hybridengine.reshard.resharder import Resharder, ReshardError, SyncReport
+from hybridengine.reshard.resharder import RankLostError, Resharder, ReshardError, SyncReport
 from hybridengine.reshard.shards import ShardSpec
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Copy",
     "EngineLayout",
     "LayoutError",
+    "RankLostError",
     "ReshardError",
     "ReshardPlan",
     "Resharder",

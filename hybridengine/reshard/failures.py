@@ -68,7 +68,7 @@ class FailureBoard:
         return f"in {self._what} while {self.phase}"
 
     def _tell(self, word: str) -> None:
-        with suppress(RuntimeError):  # without a store there is nobody to tell
+        with suppress(RuntimeError, ValueError):  # without a store there is nobody to tell
             self._store().set(str(self._rank), word)
 
     def _store(self) -> dist.Store:

@@ -26,8 +26,6 @@ from hybridengine.reshard.shards import ShardSpec
 
 __all__ = ["Bucket", "Piece", "ReshardPlan", "Slice", "Unit", "build_plan"]
 
-_ALIGNMENT = 16  # of the two halves of a staging buffer
-
 
 class Slice(NamedTuple):
     """One strided slice, in any source of a kind. need: which of the layout's blocks it is of."""
@@ -205,10 +203,9 @@ def build_plan(
         if source in fallback:
             continue
         sort = (spec.dtype, dtype, spec.frozen, spec.merged)
-        room = bucket_bytes - _ALIGNMENT
-        for share, staging in flows.shares(source, kind, dtype.itemsize, room):
+        for share, staging in flows.shares(source, kind, dtype.itemsize, bucket_bytes):
             bucket, used = filling.get(sort, (None, None))
-            if bucket is None or (used + staging).max() > room:
+            if bucket is None or (used + staging).max() > bucket_bytes:
                 bucket, used = Bucket(*sort), np.zeros(len(layouts), np.int64)
                 buckets.append(bucket)
             bucket.units.append(Unit(source, share))

@@ -284,6 +284,8 @@ class Resharder:
         dtype = exchange.engine_dtype
         out, into = sum(exchange.send_counts), sum(exchange.receive_counts)
         start = -(-out * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
+        if (start + into) * dtype.itemsize > self.plan.staging_bytes:
+            start = out  # no room to align: rather slow than larger
         buffer = torch.empty(start + into, dtype=dtype, device=self._device)
         return buffer[:out], buffer[start:]
 
@@ -295,6 +297,7 @@ class Resharder:
             sent.work.wait()
         self._board.phase = sent.phase.replace("exchanging", "unpacking")
         sent.exchange.unpack.copy([sent.inbox], self._targets(sent.exchange))
+        sent.inbox.untyped_storage().resize_(0)  # now: gloo's thread may hold the tensor longer
 
     def _give_adapters(self, version: int) -> int:
         """Give the engine what is not merged, whole; returns the bytes received."""

@@ -7,7 +7,7 @@ copy kernels shows as well as one of the wire.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from hybridengine.reshard.plan import Piece, ReshardPlan
 __all__ = ["find_mismatches"]
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 20  # elements summed at a time: a checksum needs little memory
+_CHUNK = 1 << 18  # elements summed at a time: a checksum takes a few MiB
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: elements that change places change the sum
 
 
@@ -39,7 +39,7 @@ def find_mismatches(
         leaving = [*plan.departures(bucket, rank), *own]
         leaving.sort(key=lambda p: p.receiver)
         device = slice_of_engine(arrivals[0]).device if arrivals else torch.device("cpu")
-        sent = _checksums([slice_of_shard(p).to(bucket.engine_dtype) for p in leaving], device)
+        sent = _checksums(map(slice_of_shard, leaving), bucket.engine_dtype, device)
         expected = torch.empty(len(arrivals), dtype=torch.int64, device=device)
         dist.all_to_all_single(
             expected,
@@ -47,7 +47,7 @@ def find_mismatches(
             _counts([p.sender for p in arrivals], plan.world_size),
             _counts([p.receiver for p in leaving], plan.world_size),
         )
-        there = _checksums([slice_of_engine(p) for p in arrivals], device)
+        there = _checksums(map(slice_of_engine, arrivals), bucket.engine_dtype, device)
         for i in (expected != there).nonzero().flatten().tolist():
             found.append((rank, arrivals[i].destination, arrivals[i].source))
     everywhere: list[list[tuple[int, str, str]]] = [[] for _ in range(plan.world_size)]
@@ -62,17 +62,30 @@ def _counts(peers: Sequence[int], world_size: int) -> list[int]:
     return counts
 
 
-def _checksums(slices: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """int64 [len(slices)], wrapping: the sum of each element's bits times its odd place number."""
-    sums = [_checksum(s) for s in slices]
+def _checksums(
+    slices: Iterable[torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """int64, wrapping: per slice, cast to dtype, the sum of its bits times odd place numbers."""
+    sums = [_checksum(s, dtype) for s in slices]
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def _checksum(values: torch.Tensor) -> torch.Tensor:
-    bits = values.contiguous().view(-1).view(_BITS[values.element_size()])
+def _checksum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        chunk = bits[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start, start + chunk.numel(), device=values.device)
-        total += (chunk * (place * _MIX * 2 + 1)).sum()
+    start = 0
+    for part in _chunks(values):
+        bits = part.to(dtype).contiguous().view(-1).view(_BITS[dtype.itemsize]).to(torch.int64)
+        place = torch.arange(start, start + bits.numel(), device=values.device)
+        total += bits.mul_(place.mul_(_MIX).mul_(2).add_(1)).sum()
+        start += bits.numel()
     return total
+
+
+def _chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Parts of at most _CHUNK elements, in an order that depends on the shape alone."""
+    if values.numel() <= _CHUNK:
+        yield values
+        return
+    dim = next(d for d, size in enumerate(values.shape) if size > 1)
+    for part in values.split(max(1, values.shape[dim] * _CHUNK // values.numel()), dim):
+        yield from _chunks(part)

@@ -1,0 +1,105 @@
+"""An engine that is nothing but tensors, and models sharded for it: reshards without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from hybridengine.reshard import EngineLayout, Resharder
+from hybridengine.rollout import tp_groups
+from hybridengine.rollout.engine import RolloutEngine
+from tests.reshard.test_plan import fused_layout
+
+__all__ = ["MemoryEngine", "Shapes", "build", "expected", "values"]
+
+Shapes = Mapping[
+    str, tuple[str, tuple[int, ...]]
+]  # name → ("column" | "row" | "replicated", shape)
+
+
+class MemoryEngine(RolloutEngine):
+    """Holds the tensors of a layout, NaN at first. Its loader doubles what is gathered whole."""
+
+    def __init__(self, layout: EngineLayout, tp_rank: int, tp_size: int) -> None:
+        self.layout, self.tp_rank, self.tp_size = layout, tp_rank, tp_size
+        self.tensors = {
+            name: torch.full(spec.shape, float("nan"), dtype=spec.dtype)
+            for name, spec in layout.destinations.items()
+        }
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, whole in weights:
+            self.tensors[name].copy_(whole.mul_(2))
+
+    def _forget_cached_prefixes(self) -> None: ...
+
+    def _generate(self, prompts, spec, seed):
+        return [[] for _ in prompts]
+
+    def shutdown(self) -> None: ...
+
+
+def values(shapes: Shapes, dtype: torch.dtype = torch.float32, seed: int = 0):
+    """The whole parameters, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=generator).to(dtype) for n, (_, s) in shapes.items()}
+
+
+def build(
+    shapes: Shapes,
+    tp_size: int,
+    *,
+    whole: Mapping[str, torch.Tensor],
+    bucket_bytes: int = 4096,
+    replicas: int = 1,
+    rows_on_dim1: bool = True,
+    by_loader: tuple[str, ...] = (),
+) -> tuple[MemoryEngine, dict[str, torch.Tensor], Resharder]:
+    """This rank's engine, its shards (HSDP where replicas > 1), and the reshard between them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    groups = tp_groups(world_size, tp_size)
+    group = next(g for g in groups if rank in g)
+    layout = fused_layout(shapes, group.index(rank), tp_size)
+    layout.fallback = {name: f"{name}: computed by mul" for name in by_loader}
+    layout.by_loader = set(by_loader)
+    layout.copies = [c for c in layout.copies if c.source not in by_loader]
+    engine = MemoryEngine(layout, group.index(rank), tp_size)
+    shards = {
+        name: shard(whole[name], mesh_of(world_size, replicas), int(kind == "row" and rows_on_dim1))
+        for name, (kind, _) in shapes.items()
+    }
+    return engine, shards, Resharder(shards, engine, bucket_bytes)
+
+
+def mesh_of(world_size: int, replicas: int) -> DeviceMesh:
+    if replicas == 1:
+        return init_device_mesh("cpu", (world_size,))
+    return init_device_mesh(
+        "cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def shard(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def expected(engine: MemoryEngine, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the layout makes of whole parameters, one copy at a time."""
+    made = {n: torch.full_like(t, float("nan")) for n, t in engine.tensors.items()}
+    for c in engine.layout.copies:
+        target = made[c.destination]
+        source = whole[c.source].contiguous()
+        target.as_strided(c.sizes, c.destination_strides, c.destination_offset).copy_(
+            source.as_strided(c.sizes, c.source_strides, c.source_offset)
+        )
+    for name in engine.layout.fallback:
+        made[name].copy_(whole[name] * 2)
+    return made
