@@ -2,8 +2,11 @@
 
 Peers, on the same ranks, model and engine:
   verl            full_tensor() of every float32 parameter on every rank, then the engine's
-                  load_weights (verl's FSDP workers; TRL and AReaL's FSDP paths do the same)
+                  load_weights (verl's FSDP workers; TRL and AReaL's FSDP paths do the same). Its
+                  copy into a transfer bucket is left out, in its favour.
   gather_bf16     the same, cast to the engine's dtype before the gather
+
+A full run also draws benchmarks/results/reshard.png.
 """
 
 from __future__ import annotations
@@ -15,17 +18,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.frame import KEYS, OURS, Bench, line
+from benchmarks.frame import KEYS, OURS, ROOT, Bench, line
 from tests.ranks import run_ranks
 
-CASES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
-ROUNDS = 5
+CASES = ((2, 2), (4, 2), (8, 2), (4, 4), (8, 4))
+ROUNDS = 3
 
 
 def run(bench: Bench) -> None:
     if bench.device.type == "cuda" and torch.cuda.device_count() < 2:
         print("# reshard: needs several GPUs; measured over gloo ranks on the CPU", flush=True)
-    for ranks, tp_size in CASES[1:2] if bench.quick else CASES:
+    for ranks, tp_size in CASES[:1] if bench.quick else CASES:
         with tempfile.TemporaryDirectory() as folder:
             million = _write_config(Path(folder), bench.quick)
             results = run_ranks(_rank, ranks, folder, tp_size, timeout_s=580)
@@ -51,6 +54,38 @@ def run(bench: Bench) -> None:
             if name == OURS:
                 verl = results[0]["verl"][0]
                 print(f"# {verl[len(verl) // 2] / p50:.1f}x verl's way", flush=True)
+    if not bench.quick:
+        plot(bench.rows, ROOT / "benchmarks" / "results" / "reshard.png")
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Bars per case, on a logarithmic axis, with how many times verl's way takes longer."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    taken = {(r["shape"], r["impl"]): r["ms_p50"] for r in rows if r["op"] == "reshard"}
+    shapes = list(dict.fromkeys(shape for shape, _ in taken))
+    figure = Figure(figsize=(9, 4.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    kinds = ((OURS, "#2563eb"), ("gather_bf16", "#868e96"), ("verl", "#d9480f"))
+    for i, (impl, colour) in enumerate(kinds):
+        places = [n + (i - 1) * 0.27 for n in range(len(shapes))]
+        bars = axes.bar(places, [taken[s, impl] for s in shapes], 0.25, color=colour, label=impl)
+        if impl == OURS:
+            ratios = [f"{taken[s, 'verl'] / taken[s, OURS]:.1f}×" for s in shapes]
+            axes.bar_label(bars, ratios, padding=3, fontweight="bold", color=colour)
+    axes.set_yscale("log")
+    axes.set_ylabel("ms per sync, slowest rank")
+    axes.set_xticks(range(len(shapes)), [s.split(" ", 1)[1] for s in shapes])
+    axes.set_title(
+        f"Weight sync into vLLM, {shapes[0].split()[0]} parameters; × = verl's time over ours",
+        loc="left",
+        fontweight="bold",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    figure.savefig(path)
 
 
 def _write_config(folder: Path, quick: bool) -> int:

@@ -1,46 +1,133 @@
-"""The local moves of a reshard: many strided slices with a cast, against one torch call each."""
+"""The moves of a reshard on one rank: pack, local and unpack tables of a 7B model's plan, N=8 t=4.
+
+Peer: the same slices, one torch call each.
+"""
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from unittest import mock
+
 import torch
-from hybridengine.kernels import strided_copy
+from hybridengine.kernels.strided_copy import CopyTable, strided_copy
 
 from benchmarks.frame import OURS, Bench
+from hybridengine.reshard import Copy, EngineLayout, ShardSpec, TensorSpec, build_plan
+from hybridengine.reshard.exchange import Exchange, TableMaker
+from hybridengine.reshard.geometry import contiguous_strides
+
+RANKS, TP, RANK = 8, 4, 1
+Shape = tuple[int, int]
+
+
+class _WithRows(CopyTable):
+    """Keeps the rows for the peer."""
+
+    def __init__(self, table: torch.Tensor, device: torch.device) -> None:
+        super().__init__(table, device)
+        self.rows = table
 
 
 def run(bench: Bench) -> None:
-    hidden = 256 if bench.quick else 4096 if bench.device.type == "cuda" else 1024
-    for source_dtype in (torch.float32, torch.bfloat16):
-        layers(bench, hidden, 24, source_dtype)
+    hidden, inner, vocab = (256, 512, 1000) if bench.quick else (4096, 11008, 32000)
+    count = 32 if bench.device.type == "cuda" and not bench.quick else 4  # layers repeat
+    shapes, layouts = llama(hidden, inner, vocab, count)
+    holders = tuple((rank,) for rank in range(RANKS))
+    rows = {n for n in shapes if n.endswith(("o", "down"))}
+    sources = {n: ShardSpec(s, torch.float32, int(n in rows), holders) for n, s in shapes.items()}
+    plan = build_plan(sources, [layouts[rank * TP // RANKS] for rank in range(RANKS)])
+    local = {n: local_shape(spec) for n, spec in sources.items()}
+    strides = {n: contiguous_strides(shape) for n, shape in local.items()}
+    maker = TableMaker(plan, RANK, strides, bench.device)
+    with mock.patch("hybridengine.reshard.exchange.CopyTable", _WithRows):
+        exchanges = [maker.exchange(bucket) for bucket in plan.buckets]
+    # Random bits would be NaNs; zeros would be one page of memory.
+    shards = {n: torch.randn(shape, device=bench.device) for n, shape in local.items()}
+    layout = layouts[RANK * TP // RANKS]
+    engine = {
+        n: torch.randn(spec.shape, device=bench.device).to(spec.dtype)
+        for n, spec in layout.destinations.items()
+    }
+    largest = max(max(sum(e.send_counts), sum(e.receive_counts)) for e in exchanges)
+    buffer = torch.randn(largest, device=bench.device).to(torch.bfloat16)
+    for way in ("pack", "local", "unpack"):
+        measure(bench, way, exchanges, shards, engine, buffer)
 
 
-def layers(bench: Bench, hidden: int, count: int, source_dtype: torch.dtype) -> None:
-    """Row-parallel weights of `count` layers: the left half of the columns of each goes over."""
-    target_dtype = torch.bfloat16
-    sources = [
-        torch.randn(hidden, hidden, device=bench.device).to(source_dtype) for _ in range(count)
-    ]
-    half = hidden // 2
-    bucket = torch.empty(count * hidden * half, device=bench.device, dtype=target_dtype)
-    table = torch.tensor(
-        [
-            [i, 0, 0, i * hidden * half, 1, 1, hidden, half, 0, 0, hidden, 1, 0, 0, half, 1]
-            for i in range(count)
-        ]
-    )
+def measure(bench: Bench, way: str, exchanges: list[Exchange], shards, engine, buffer) -> None:
+    """All tables of one way, one after the other, as a sync runs them."""
+    calls, slow, bytes_moved, num_rows = [], [], 0, 0
+    for exchange in exchanges:
+        table: _WithRows = getattr(exchange, way)
+        if not len(table):
+            continue
+        read = [buffer] if way == "unpack" else [shards[slab.name] for slab in exchange.slabs]
+        write = [buffer] if way == "pack" else [engine[name] for name in exchange.destinations]
+        calls.append(partial(table.copy, read, write))
+        slow.append(partial(strided_copy, read, write, table.rows, backend="reference"))
+        numel = int(table.rows[:, 4:8].prod(1).sum())
+        bytes_moved += numel * (read[0].element_size() + write[0].element_size())
+        num_rows += len(table)
 
-    def eager():
-        views = bucket.view(count, hidden, half)
-        for source, view in zip(sources, views, strict=True):
-            view.copy_(source[:, :half])
+    def all_of(steps):
+        return lambda: [step() for step in steps]
 
-    moved = bucket.numel() * (sources[0].element_size() + bucket.element_size())
     bench.compare(
         "strided_copy",
-        "pack",
-        f"{count}x[{hidden},{half}]",
-        source_dtype,
-        {OURS: lambda: strided_copy(sources, [bucket], table), "eager": eager},
-        bytes_moved=moved,
+        way,
+        f"{num_rows} slices {bytes_moved >> 20} MiB",
+        torch.bfloat16 if way == "unpack" else torch.float32,
+        {OURS: all_of(calls), "eager": all_of(slow)},
+        bytes_moved=bytes_moved,
         limit="copy",
     )
+
+
+def local_shape(spec: ShardSpec) -> tuple[int, ...]:
+    shape = list(spec.shape)
+    low, high = spec.interval(RANK)
+    shape[spec.dim] = high - low
+    return tuple(shape)
+
+
+def llama(
+    hidden: int, inner: int, vocab: int, count: int
+) -> tuple[dict[str, tuple[int, ...]], list[EngineLayout]]:
+    """Parameter shapes, and what each TP rank of an engine makes of them: fused qkv and gate_up."""
+    shapes: dict[str, tuple[int, ...]] = {"embed": (vocab, hidden), "head": (vocab, hidden)}
+    fused: dict[str, list[str]] = {"embed": ["embed"], "head": ["head"]}
+    for i in range(count):
+        square = dict.fromkeys("qkvo", (hidden, hidden))
+        shapes |= {f"{i}.{n}": s for n, s in square.items()}
+        shapes |= {f"{i}.gate": (inner, hidden), f"{i}.up": (inner, hidden)}
+        shapes |= {f"{i}.down": (hidden, inner), f"{i}.norm": (hidden, 1)}
+        fused |= {f"{i}.qkv": [f"{i}.{n}" for n in "qkv"], f"{i}.gate_up": [f"{i}.gate", f"{i}.up"]}
+    return shapes, [layout_of(shapes, fused, tp_rank) for tp_rank in range(TP)]
+
+
+def layout_of(
+    shapes: dict[str, tuple[int, ...]], fused: dict[str, list[str]], tp_rank: int
+) -> EngineLayout:
+    copies, destinations = [], {}
+
+    def take(name: str, destination: str, at: int, sizes: Shape, start: int) -> None:
+        width = shapes[name][1]
+        copies.append(Copy(name, destination, start, at, sizes, (width, 1), (sizes[1], 1)))
+
+    for destination, names in fused.items():
+        at = 0
+        for name in names:
+            rows, width = shapes[name][0] // TP, shapes[name][1]
+            take(name, destination, at, (rows, width), tp_rank * rows * width)
+            at += rows * width
+        shape = (at // shapes[names[0]][1], shapes[names[0]][1])
+        destinations[destination] = TensorSpec(shape, (shape[1], 1), torch.bfloat16)
+    for name in shapes.keys() - {n for names in fused.values() for n in names}:
+        whole = shapes[name]
+        part = (whole[0], whole[1] // (1 if name.endswith("norm") else TP))
+        start = 0 if part == whole else tp_rank * part[1]
+        take(name, name, 0, part, start)
+        destinations[name] = TensorSpec(part, contiguous_strides(part), torch.bfloat16)
+    assert sum(math.prod(s.shape) for s in destinations.values()) == sum(c.numel for c in copies)
+    return EngineLayout(destinations, copies)
