@@ -1,7 +1,8 @@
 """Ranks that watch each other, so that a lost rank ends the run with a name and a phase.
 
 Each rank publishes (phase, step, a counter) to the rendezvous store every second, from a thread and
-a connection of its own. A peer whose counter stands still is dead or stuck in native code.
+a connection of its own. A peer whose counter stands still is dead or stuck in native code. A rank
+whose collective timed out asks the others where they are: they print their stacks, and answer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +26,7 @@ EXIT_PEER_LOST = 75  # the exit code of a rank that is well but lost another one
 _BEAT_S = 1.0
 _SILENT_S = 20.0  # a rank silent this long has no running Python thread left
 _DIAGNOSIS_S = 6 * _BEAT_S
+_NAMED = 4  # ranks in one message
 
 
 class PeerLost(RuntimeError):
@@ -50,6 +53,7 @@ class PeerWatch:
         self.rank = rank
         self._peers = {r: _Peer(heard=time.monotonic()) for r in range(world_size) if r != rank}
         self._phase = "starting"
+        self._asked = False
         self._count = 0
         self._stop = threading.Event()
         self._store = dist.PrefixStore(
@@ -95,6 +99,38 @@ class PeerWatch:
                 return f"rank {rank} died or hangs; it was last heard in {peer.phase}"
         return None
 
+    def whereabouts(self) -> str:
+        """Where the other ranks are while this one has waited in vain, those elsewhere first.
+
+        They print the stacks of all their threads; one without an answer is stuck in native code.
+        """
+        found: dict[int, str] = {}
+        with self._lock, suppress(dist.DistError):
+            self._asked = True
+            self._store.set(f"here/{self.rank}", f"{self._phase}, and waits too")
+            self._store.set("where?", str(self.rank))
+        deadline = time.monotonic() + _DIAGNOSIS_S
+        while len(found) < len(self._peers) and time.monotonic() < deadline:
+            time.sleep(_BEAT_S / 4)
+            for rank in self._peers.keys() - found.keys():
+                with self._lock, suppress(dist.DistError):
+                    if self._store.check([f"here/{rank}"]):
+                        found[rank] = self._store.get(f"here/{rank}").decode()
+        silent = {r: f"{p.phase}, but does not answer" for r, p in self._peers.items()}
+        places = sorted((silent | found).items(), key=lambda item: self._phase in item[1])
+        named = "; ".join(f"rank {rank} is in {place}" for rank, place in places[:_NAMED])
+        return named + (f"; and {len(places) - _NAMED} more" if len(places) > _NAMED else "")
+
+    def _answer(self) -> None:
+        """Once, when a rank has asked: where this one is."""
+        with self._lock:
+            if self._asked or not self._store.check(["where?"]):
+                return
+            self._asked = True
+            self._store.set(f"here/{self.rank}", f"{self._phase}, at {_line_of_main_thread()}")
+        print(f"rank {self.rank}, in {self._phase}, is waited for; its stacks:", file=sys.stderr)
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+
     def close(self) -> None:
         self._stop.set()
         self._thread.join(timeout=5)
@@ -115,6 +151,7 @@ class PeerWatch:
             try:
                 self._publish()
                 self._listen()
+                self._answer()
             except dist.DistError:
                 self._end("the rendezvous store is gone: its host, rank 0's node or agent, ended")
             for rank, peer in self._peers.items():
@@ -145,3 +182,13 @@ class PeerWatch:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _line_of_main_thread() -> str:
+    """The innermost line that is not torch's or Python's own, as file:line in function."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    calls = traceback.extract_stack(frame)
+    foreign = (os.path.dirname(os.__file__), "site-packages")
+    own = [c for c in calls if not any(part in c.filename for part in foreign)]
+    call = (own or calls)[-1]
+    return f"{call.filename}:{call.lineno} in {call.name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -69,8 +70,10 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
 
     A failure ends in one line on stderr that names the rank at fault and the phase; the exception
     is raised on for the launcher to see. SIGTERM (the launcher stopping the rank because another
-    one failed) is such a failure.
+    one failed) is such a failure. After a time-out, or a fatal signal (as of NCCL's watchdog),
+    stacks are on stderr too.
     """
+    faulthandler.enable()
     device = _device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -84,15 +87,17 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         main(Session(watch, status))
     except BaseException as error:
+        late = _is_timeout(error)
+        waiting = f"; meanwhile {watch.whereabouts()}" if late and world_size > 1 else ""
         watch.fail(error)
-        cause = watch.diagnose() if _may_be_a_peers_fault(error) else None
-        blame = f"; the cause: {cause}" if cause else ""
+        cause = watch.diagnose() if not late and _may_be_a_peers_fault(error) else None
+        blame = f"; the cause: {cause}" if cause else waiting
         kind = f"{type(error).__name__}: " if not isinstance(error, PeerLost) else ""
         print(f"rank {rank} failed in {watch.phase}: {kind}{error}{blame}", file=sys.stderr)
         sys.stderr.flush()
         if not cause and not isinstance(error, PeerLost):
-            status.fail(f"{kind}{error}")
-        if cause:
+            status.fail(f"{kind}{error}{waiting}")
+        if cause or late:
             os._exit(EXIT_PEER_LOST)  # connections to a lost rank would make an orderly exit wait
         raise
     finally:
@@ -104,6 +109,12 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
 def _may_be_a_peers_fault(error: BaseException) -> bool:
     """Gloo and NCCL report a lost peer as a plain RuntimeError or a DistError."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError | PeerLost)
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Of a collective; gloo, NCCL and the store each have words of their own for it."""
+    words = str(error).lower()
+    return _may_be_a_peers_fault(error) and ("timed out" in words or "timeout" in words)
 
 
 def _is_one_machine() -> bool:

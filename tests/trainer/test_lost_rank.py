@@ -47,3 +47,30 @@ def pid_of_training_rank(folder: Path, rank: int) -> int:
             return status.pid
         time.sleep(0.05)
     raise AssertionError("the run did not reach step 2 within 120 s")
+
+
+def test_a_hang_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:
+    """Rank 1 loops in its reward; rank 0 waits for it in the next collective."""
+    settings = {"rollout.name": "hf", "trainer.timeout_s": 4, "reward.timeout_s": 99}
+    job = toy_job(tmp_path, **settings)
+    (tmp_path / "reward.py").write_text(
+        "import os, time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    while os.environ.get('RANK') == '1' and solution_str:\n"
+        "        time.sleep(0.01)\n"
+        "    return 0.5\n"
+    )
+    run = start_toy(job)
+    try:
+        output, _ = run.communicate(timeout=WITHIN_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert last.startswith("error: rank 0 (pid "), output
+    assert "in phase 'gather_rollouts' of step 1" in last
+    assert "meanwhile rank 1 is in phase 'reward' of step 1" in last
+    assert f"{tmp_path}/reward.py:4 in compute_score" in last
+    stacks = output.index("rank 1, in phase 'reward' of step 1, is waited for; its stacks:")
+    assert "line 4 in compute_score" in output[stacks:]
