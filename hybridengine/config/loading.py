@@ -281,6 +281,12 @@ def _check_together(config: GRPOConfig) -> None:
             f"rollout.max_model_len is {config.max_model_len}, less than max_prompt_length + "
             f"max_response_length = {longest}; raise it, or leave it null"
         )
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < config.max_model_len:
+        raise ConfigError(
+            f"rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, less than one "
+            f"prompt may have ({config.max_model_len}, max_model_len), and "
+            "rollout.enable_chunked_prefill is false; raise it, or allow chunks"
+        )
     if world % rollout.tensor_model_parallel_size:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}, which "

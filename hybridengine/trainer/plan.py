@@ -100,10 +100,11 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
     model = check_model(config.model.path, trust)
     text = model.get_text_config()
     numel = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).parameters.values())
+    longest = config.data.max_prompt_length + config.data.max_response_length
     per_token = 2 if config.model.enable_gradient_checkpointing else 34
     tokens = max(
         config.actor.ppo_max_token_len_per_gpu,
-        config.data.max_prompt_length + config.data.max_response_length,
+        -(-longest // config.actor.ulysses_sequence_parallel_size),
     )
     parts = {"policy": 16.0 * numel / _shards(config)}
     if config.uses_reference:

@@ -150,6 +150,25 @@ def test_offloading_empties_the_device_and_changes_no_bit(tmp_path: Path) -> Non
     run_ranks(offload_body, 2, save_tiny("qwen2", tmp_path))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_views_of_parked_tensors_come_back(device: str) -> None:
+    from hybridengine.model.offload import Parking
+
+    flat = torch.arange(1 << 20, dtype=torch.float32, device=device)
+    view, expected = flat[7:].view(-1)[::2], flat[7:].clone()[::2]
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    parking = Parking(lambda: [view, flat])
+    assert flat.untyped_storage().nbytes() == 0
+    if device == "cuda":
+        assert torch.cuda.memory_allocated() <= before - (1 << 22)
+    with parking.present():
+        assert torch.equal(view, expected)
+        flat += 1
+    assert flat.untyped_storage().nbytes() == 0
+    with parking.present():
+        assert torch.equal(view, expected + 1)
+
+
 def float16_body(rank: int, world_size: int, path: str) -> None:
     from hybridengine.model import Optimizer
 

@@ -1,0 +1,62 @@
+"""Options of scale and memory, through whole PPO steps on four ranks: the results stay."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.in_process import Result, run_jobs, small_job
+
+pytestmark = pytest.mark.multirank
+
+FSDP = "actor.fsdp_config"
+VARIANTS = {
+    "plain": [],
+    "hsdp": [f"{FSDP}.fsdp_size=2"],
+    "replicated": [f"{FSDP}.fsdp_size=1"],
+    "shared_by_2": ["actor.ulysses_sequence_parallel_size=2"],
+    "shared_by_4": ["actor.ulysses_sequence_parallel_size=4", f"{FSDP}.fsdp_size=2"],
+    "offloaded": [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"],
+    "traffic": [f"{FSDP}.reshard_after_forward=false", f"{FSDP}.forward_prefetch=true"],
+    "by_size": [f"{FSDP}.wrap_policy.min_num_params=30000"],
+    "float16": [f"{FSDP}.dtype=float16"],
+}
+# A second step samples from weights that Adam moved: it divides gradients by their own size, so
+# rounding in small ones (float32 sums in another order, or float16) comes back larger.
+REL = {"plain": 0.0, "offloaded": 0.0, "float16": 0.1}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("scale")
+    base = [
+        *small_job(folder),
+        "algorithm.adv_estimator=gae",
+        "actor.use_kl_loss=true",
+        "actor.optim.lr=1e-3",
+        "critic.optim.lr=1e-3",
+        "trainer.n_gpus_per_node=4",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+    ]
+    jobs = [[*base, *variant] for variant in VARIANTS.values()]
+    return dict(zip(VARIANTS, run_jobs(folder, jobs, world_size=4), strict=True))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_steps_are_those_of_plain_sharding(results: dict[str, Result], name: str) -> None:
+    assert not results[name].refused
+    plain, rows = (
+        [row for row in results[job].rows if "actor/grad_norm" in row] for job in ("plain", name)
+    )
+    assert len(rows) == len(plain) == 2
+    for row, expected in zip(rows, plain, strict=True):
+        compared = [k for k in expected if k.startswith(("actor/", "critic/", "response_length/"))]
+        assert {"actor/grad_norm", "actor/kl_loss", "critic/vf_loss"} <= set(compared)
+        for key in compared:
+            want = pytest.approx(expected[key], rel=REL.get(name, 2e-3), abs=REL.get(name, 1e-5))
+            assert row[key] == want, key
+
+
+def test_float16_is_not_float32(results: dict[str, Result]) -> None:
+    norms = {name: results[name].rows[0]["actor/grad_norm"] for name in ("plain", "float16")}
+    assert norms["plain"] != norms["float16"]
