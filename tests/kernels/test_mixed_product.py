@@ -1,0 +1,92 @@
+"""16-bit products into float32, native and widened, against float64."""
+
+import pytest
+import torch
+from hybridengine.kernels import _mixed_product
+from hybridengine.kernels._backend import native
+from hybridengine.kernels._mixed_product import mixed_product
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+# Sums of at most 200 products of normal numbers in float32.
+CLOSE = {"rtol": 0, "atol": 1e-4}
+
+
+def stored(x: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return x.t().contiguous().t() if transposed else x
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@settings(deadline=None, max_examples=60)
+@given(
+    m=st.integers(0, 140),
+    n=st.integers(0, 140),
+    k=st.integers(1, 200),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+    bias=st.booleans(),
+)
+def test_against_float64(dtype, m, n, k, transposed, bias):
+    generator = torch.Generator().manual_seed(m * n + k)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    a, b = stored(draw(m, k), transposed[0]), stored(draw(n, k), transposed[1])
+    added = draw(n) if bias else None
+    expected = a.double() @ b.double().t()
+    whole = torch.full((m, n + 7), 5.0)
+    out = whole[:, 3 : 3 + n]  # a strided result, and nothing beside it is touched
+    mixed_product(out, a, b, added)
+    torch.testing.assert_close(out.double(), expected + (0 if added is None else added), **CLOSE)
+    mixed_product(out, a, b, accumulate=True)
+    torch.testing.assert_close(
+        out.double(), 2 * expected + (0 if added is None else added), **CLOSE
+    )
+    assert (whole[:, :3] == 5).all() and (whole[:, 3 + n :] == 5).all()
+
+
+@pytest.mark.skipif(
+    not native().has_mixed_product(torch.zeros(1, dtype=torch.bfloat16)),
+    reason="oneDNN has no 16-bit kernel for this CPU: the widened form runs instead",
+)
+def test_a_row_does_not_depend_on_the_others():
+    a, b = torch.randn(100, 1500).bfloat16(), torch.randn(130, 1500).bfloat16()
+    whole = torch.empty(100, 130)
+    mixed_product(whole, a, b)
+    for rows in (slice(0, 1), slice(17, 60), slice(99, 100)):
+        part = torch.empty(rows.stop - rows.start, 130)
+        mixed_product(part, a[rows], b)
+        assert torch.equal(part, whole[rows])
+
+
+@pytest.mark.parametrize("sizes", ((5, 40), (40, 5)))
+def test_widened_blocks(monkeypatch, sizes):
+    """What a CPU without 16-bit products runs, the larger operand in blocks."""
+    monkeypatch.setattr(_mixed_product, "native", lambda: None)
+    monkeypatch.setattr(_mixed_product, "WIDENED_BYTES", 7 * 4 * 16)
+    a, b = (torch.randn(n, 16).bfloat16() for n in sizes)
+    bias = torch.randn(sizes[1]).bfloat16()
+    out = torch.empty(sizes)
+    mixed_product(out, a, b, bias)
+    expected = a.double() @ b.double().t() + bias
+    torch.testing.assert_close(out.double(), expected, **CLOSE)
+    mixed_product(out, a, b, accumulate=True)
+    torch.testing.assert_close(out.double(), 2 * expected - bias.double(), **CLOSE)
+
+
+def test_refusals():
+    a = torch.zeros(4, 6, dtype=torch.bfloat16)
+    product = native().mixed_product
+    with pytest.raises(RuntimeError, match="no 16-bit product into float32 for Float on cpu"):
+        product(a.float(), a.float(), None, torch.zeros(4, 4), False)
+    if not native().has_mixed_product(a):
+        return
+    for b, bias, out, accumulate in (
+        (a.half(), None, torch.zeros(4, 4), False),
+        (a[:, :5], None, torch.zeros(4, 4), False),
+        (a, None, torch.zeros(4, 5), False),
+        (a, None, torch.zeros(4, 4, dtype=torch.bfloat16), False),
+        (a, None, torch.zeros(4, 4).t()[::2], False),
+        (a, torch.zeros(3), torch.zeros(4, 4), False),
+        (a, torch.zeros(4), torch.zeros(4, 4), True),
+        (a.repeat(2, 2)[::2, ::2], None, torch.zeros(4, 4), False),
+    ):
+        with pytest.raises(ValueError, match=r"mixed_product|bias"):
+            product(a, b, bias, out, accumulate)
