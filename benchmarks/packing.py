@@ -60,6 +60,22 @@ def compare(bench: Bench, tensors: list[Tensor], mask: Tensor, shape: str, dtype
     packed = pack(tensors, mask)
     values, indices = list(packed.values), packed.indices
     in_rows = sum(value.nbytes for value in values)
+    # The layout is written with the mask's pass and read again by the rows'.
+    layout = sum(x.nbytes for x in (packed.indices, packed.position_ids, packed.inverse))
+    if len(tensors) == 1:
+        there = torch.empty_like(values[0])
+        bench.compare(
+            "packing",
+            "copy",
+            shape,
+            dtype,
+            {
+                "copy_ into memory there": lambda: there.copy_(values[0]),
+                "clone (fresh memory)": values[0].clone,
+            },
+            bytes_moved=2 * in_rows,
+            limit="copy",
+        )
     bench.compare(
         "packing",
         "pack",
@@ -69,7 +85,7 @@ def compare(bench: Bench, tensors: list[Tensor], mask: Tensor, shape: str, dtype
             OURS: lambda: pack(tensors, mask),
             "flash_attn_algorithm": lambda: flash_attn_unpad(tensors, mask),
         },
-        bytes_moved=2 * in_rows + mask.nbytes,
+        bytes_moved=2 * in_rows + mask.nbytes + layout + indices.nbytes,
         limit="copy",
     )
     bench.compare(
@@ -81,6 +97,6 @@ def compare(bench: Bench, tensors: list[Tensor], mask: Tensor, shape: str, dtype
             OURS: lambda: unpack(values, packed),
             "flash_attn_algorithm": lambda: flash_attn_pad(values, indices, *mask.shape),
         },
-        bytes_moved=in_rows + sum(tensor.nbytes for tensor in tensors),
+        bytes_moved=in_rows + sum(tensor.nbytes for tensor in tensors) + packed.inverse.nbytes,
         limit="copy",
     )

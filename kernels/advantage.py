@@ -123,7 +123,9 @@ def gae(
         (advantages, returns), [T] float32, returns = advantages + values; not whitened.
 
     Raises:
-        ValueError: shapes that do not match, cu_seqlens not ascending or past T (CPU).
+        ValueError: shapes that do not match, cu_seqlens not ascending or past T (CPU), an unmasked
+            reward that is NaN or infinite (the message names it; on a GPU it spreads instead to
+            the tokens before it).
     """
     for name, tensor in (("values", values), ("response_mask", response_mask)):
         if tensor is not None and tensor.shape != rewards.shape:
@@ -235,15 +237,19 @@ def _(rewards, group_ids, estimator, norm_by_std, epsilon, lengths, cu_seqlens, 
     return torch.empty_like(rewards), rewards.new_empty(num_tokens)
 
 
-def _group_reference(rewards, group_ids, estimator, norm_by_std, epsilon, lengths):
-    """The specification, a group at a time."""
-    bad = (~rewards.isfinite()).nonzero()
+def _check_finite(op: str, rewards: Tensor, mask: Tensor) -> None:
+    bad = (mask & ~rewards.isfinite()).nonzero()
     if bad.numel():
         row = int(bad[0])
         raise ValueError(
-            f"group_advantage: rewards[{row}] is {rewards[row]}; expected finite rewards: check "
-            "what the reward function returned for it"
+            f"{op}: rewards[{row}] is {rewards[row]}; expected finite rewards: check what the "
+            "reward function returned for it"
         )
+
+
+def _group_reference(rewards, group_ids, estimator, norm_by_std, epsilon, lengths):
+    """The specification, a group at a time."""
+    _check_finite("group_advantage", rewards, torch.ones_like(rewards, dtype=torch.bool))
     advantages = torch.zeros_like(rewards)
     for group in group_ids.unique():
         rows = (group_ids == group).nonzero().squeeze(1)
@@ -280,6 +286,8 @@ def _gae(
 ) -> tuple[Tensor, Tensor]:
     if backend != "reference":
         return native().gae(rewards, values, cu_seqlens, response_mask, gamma, lam)
+    inside = torch.arange(rewards.numel(), device=rewards.device) < cu_seqlens[-1]
+    _check_finite("gae", rewards, inside if response_mask is None else inside & response_mask)
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
         next_value = next_advantage = 0

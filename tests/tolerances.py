@@ -29,3 +29,8 @@ VERL = {"rtol": 2e-5, "atol": 2e-6}
 # linear_*: the logits themselves come from a float32 matrix product over H; its rounding, about
 # sqrt(H) 2^-24 of their size, is in log-probs and gradients alike.
 LINEAR = {"rtol": 1e-4, "atol": 2e-5}
+
+# Against TRL, float32 throughout as verl is.
+TRL = VERL
+# TRL divides by std + 1e-4, ours by sqrt(var + 1e-8), for values of size 1.
+TRL_EPSILON = {"rtol": 2e-4, "atol": 1e-5}

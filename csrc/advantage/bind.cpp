@@ -26,6 +26,11 @@ int64_t table_size_for(int64_t rows) {
   return size;
 }
 
+void check_finite(const char* op, const float* rewards, int64_t bad) {
+  TORCH_CHECK_VALUE(bad < 0, op, ": rewards[", bad, "] is ", bad < 0 ? 0.0f : rewards[bad],
+                    "; expected finite rewards: check what the reward function returned for it");
+}
+
 void run_on_cpu(GroupAdvantageParams& params) {
   const auto longs = at::TensorOptions(at::kLong);
   const int64_t rows = params.num_rows;
@@ -43,9 +48,7 @@ void run_on_cpu(GroupAdvantageParams& params) {
     py::gil_scoped_release no_gil;
     group_advantage_cpu(params);
   }
-  TORCH_CHECK_VALUE(bad_row < 0, "group_advantage: rewards[", bad_row, "] is ",
-                    bad_row < 0 ? 0.0f : params.rewards[bad_row],
-                    "; expected finite rewards: check what the reward function returned for it");
+  check_finite("group_advantage", params.rewards, bad_row);
 }
 
 std::tuple<at::Tensor, at::Tensor> group_advantage(
@@ -119,8 +122,13 @@ std::tuple<at::Tensor, at::Tensor> gae(const at::Tensor& rewards, const Optional
     advantages.zero_();
     returns.zero_();
   } else if (device.is_cpu()) {
-    py::gil_scoped_release no_gil;
-    gae_cpu(params);
+    int64_t bad_token = -1;
+    params.bad_token = &bad_token;
+    {
+      py::gil_scoped_release no_gil;
+      gae_cpu(params);
+    }
+    check_finite("gae", params.rewards, bad_token);
 #ifdef HYBRIDENGINE_WITH_CUDA
   } else if (device.is_cuda()) {
     check_cuda(gae_cuda(params, current_stream(device)), "gae");

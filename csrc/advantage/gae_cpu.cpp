@@ -1,4 +1,6 @@
 // GAE: every sequence is one serial scan from its end; threads take sequences.
+#include <cmath>
+
 #include "advantage/params.h"
 #include "common/parallel.h"
 
@@ -13,11 +15,13 @@ template <bool kHasValues, bool kHasMask>
 void scan_sequence(const GaeParams& p, int64_t begin, int64_t end) {
   const double decay = p.gamma * p.lam;
   double next_value = 0, advantage = 0;
+  int64_t bad = -1;
   for (int64_t t = end - 1; t >= begin; --t) {
     if (kHasMask && !p.token_mask[t]) {
       p.advantages[t] = p.returns[t] = 0;
       continue;
     }
+    if (!std::isfinite(p.rewards[t])) bad = t;
     const double value = kHasValues ? p.values[t] : 0;
     const double delta = p.rewards[t] - value + p.gamma * next_value;
     advantage = delta + decay * advantage;
@@ -25,6 +29,9 @@ void scan_sequence(const GaeParams& p, int64_t begin, int64_t end) {
     p.advantages[t] = static_cast<float>(advantage);
     p.returns[t] = static_cast<float>(advantage + value);
   }
+  if (bad < 0) return;
+#pragma omp critical(gae_bad_token)
+  if (*p.bad_token < 0 || bad < *p.bad_token) *p.bad_token = bad;
 }
 
 template <bool kHasValues, bool kHasMask>

@@ -38,6 +38,7 @@ struct GaeParams {
   int64_t num_sequences;
   double gamma;
   double lam;
+  int64_t* bad_token;  // CPU: the first unmasked token whose reward is not finite
   int num_threads;
 };
 

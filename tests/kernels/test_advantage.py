@@ -69,6 +69,22 @@ def test_spread_to_tokens(backend):
     assert out.tolist() == [0, 0, 1, 1, 1, 0]
 
 
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+def test_responses_of_70000_tokens_of_one_and_of_none(backend):
+    ends = torch.tensor([0, 70_000, 70_001, 70_001, 70_004], dtype=torch.int32)
+    mask = torch.ones(70_004, dtype=torch.bool)
+    mask[70_001:] = False  # the last response is masked whole
+    out = group_advantage(
+        torch.tensor([1.0, 3.0, 5.0, 7.0]),
+        torch.tensor([4, 4, 4, 4]),
+        estimator="mean",
+        cu_seqlens=ends,
+        response_mask=mask,
+        backend=backend,
+    )
+    assert out[:70_000].eq(-3).all() and out[70_000] == -1 and out[70_001:].eq(0).all()
+
+
 def test_groups_do_not_depend_on_order_or_on_other_groups():
     rewards, ids = random_groups(300, 12, 0, False)
     order = torch.randperm(300)
@@ -155,6 +171,17 @@ def test_gae_equals_the_reference(lengths, seed, gamma, lam, with_values, with_m
     exact = gae(rewards.double(), doubles, cu_seqlens, backend="reference", **options)
     for got, want in zip(ours, exact, strict=True):
         torch.testing.assert_close(got.double(), want, **ADVANTAGE)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_token_reward_is_named_unless_it_is_masked(backend, bad):
+    rewards, ends = torch.zeros(40_000), torch.tensor([0, 3, 9, 40_000], dtype=torch.int32)
+    rewards[[5, 30_000]] = bad
+    with pytest.raises(ValueError, match=r"gae: rewards\[5\] is -?(nan|inf)"):
+        gae(rewards, None, ends, backend=backend)
+    mask = rewards == 0
+    assert gae(rewards, None, ends, response_mask=mask, backend="cpp")[0].eq(0).all()
 
 
 def test_gae_on_a_long_sequence_is_the_discounted_sum():

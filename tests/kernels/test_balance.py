@@ -63,6 +63,12 @@ def test_budget_is_kept(lengths, budget, min_bins, multiple_of):
     assert len(bins) >= min_bins and len(bins) % multiple_of == 0
 
 
+def test_totals_beyond_int32():
+    lengths = [2**33, 2**32, 2**32, 5]
+    bins = balance(lengths, 2)
+    assert bins == [[0], [1, 2, 3]] and imbalance(lengths, bins).largest == 2**33 + 5
+
+
 def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match="num_bins is 0"):
         balance([1], 0)

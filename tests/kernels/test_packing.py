@@ -184,6 +184,37 @@ def test_one_long_sequence_beside_short_ones():
     assert torch.equal(unpack(packed.values[0], packed), source * mask)
 
 
+@pytest.mark.parametrize("kind", ["prefix", "scattered"])
+def test_results_that_go_around_the_caches(kind):
+    """From 16 MiB on; rows of odd widths begin and end anywhere in a cache line."""
+    mask = random_mask(9, 900, 4, kind)
+    for dtype, width in ((torch.float32, 1237), (torch.bfloat16, 2051), (torch.int8, 5003)):
+        source = torch.randint(-99, 99, (9, 900, width), dtype=torch.int8).to(dtype)
+        packed = pack([source], mask, capacity=9 * 900)
+        total = int(mask.sum())
+        assert torch.equal(packed.values[0][:total], source[mask])
+        assert packed.values[0][total:].eq(0).all()
+        padded = unpack(packed.values[0], packed)
+        assert torch.equal(padded, torch.where(mask[..., None], source, 0))
+        part = pack([source[..., 1:-1]], mask)  # rows that do not touch
+        assert torch.equal(part.values[0], source[..., 1:-1][mask])
+
+
+def test_large_results_are_ordinary_tensors():
+    mask = torch.ones(1, 3000, dtype=torch.bool)
+    source = torch.randn(1, 3000, 512)
+    kept = pack([source], mask).values[0]
+    place = kept.data_ptr()
+    other = pack([source * 2], mask).values[0]
+    assert torch.equal(kept, source[0]) and torch.equal(other, source[0] * 2)
+    del kept
+    again = pack([source * 3], mask).values[0]
+    assert again.data_ptr() == place and torch.equal(again, source[0] * 3)  # its memory is reused
+    grown = again.resize_(6000, 512)
+    assert torch.equal(grown[:3000], source[0] * 3)
+    assert torch.equal(torch.utils.data.default_convert(other).share_memory_(), source[0] * 2)
+
+
 def test_more_tokens_than_int32_is_an_error():
     mask = torch.ones(1, 70_000, dtype=torch.bool).expand(40_000, 70_000)
     with pytest.raises(ValueError, match="2800000000 tokens do not fit cu_seqlens"):

@@ -181,6 +181,28 @@ def test_any_split_gives_the_same_loss_and_gradient(backend, loss_mode, loss_agg
     close(gradient, whole[2], tolerance)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_padding_does_not_change_the_loss(backend, loss_mode):
+    """Padded rows laid end to end, padding masked, against the same tokens packed."""
+    lengths, width = [5, 17, 1, 33, 16], 40
+    packed = batch(lengths) if backend == "cpp" else doubled(batch(lengths))
+    where = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    padded = {"cu_seqlens": torch.arange(0, 5 * width + 1, width, dtype=torch.int32)}
+    for name, value in packed.items():
+        if name != "cu_seqlens":
+            fill = torch.nan if value.is_floating_point() else False
+            padded[name] = value.new_full((5 * width,), fill)
+            padded[name][where.flatten()] = value
+    for loss_agg_mode in LOSS_AGG_MODES:
+        options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode, "backend": backend}
+        got, want = run(padded, **options), run(packed, **options)
+        tolerance = POLICY_LOSS_SPLIT if backend == "reference" else POLICY_LOSS
+        close(got[0], want[0], tolerance)
+        close(got[2][where.flatten()], want[2], tolerance)
+        assert got[2][~where.flatten()].eq(0).all()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("loss_mode", LOSS_MODES)
 def test_one_sequence_of_70000_tokens(backend, loss_mode):
@@ -201,6 +223,17 @@ def test_ratios_far_from_one_stay_finite(backend):
         exact = run(doubled(inputs), backend="reference", loss_mode=loss_mode)
         assert ours[2].isfinite().all()
         same(ours, exact, {"rtol": 1e-4, "atol": 1e-4})
+
+
+def test_a_second_backward_and_a_scaled_one():
+    inputs = batch([30])
+    log_probs = inputs["log_probs"].requires_grad_()
+    loss, _ = policy_loss(log_probs, inputs["old_log_probs"], inputs["advantages"])
+    first = torch.autograd.grad(loss, log_probs, retain_graph=True)[0].clone()
+    torch.autograd.backward(loss, retain_graph=True)
+    log_probs.grad.mul_(5)  # what a user does to a gradient stays with the user
+    assert torch.equal(torch.autograd.grad(loss, log_probs, retain_graph=True)[0], first)
+    assert torch.equal(torch.autograd.grad(loss * 4, log_probs)[0], first * 4)
 
 
 def test_no_gradient_is_computed_that_nobody_asked_for():

@@ -1,0 +1,156 @@
+"""rollout_correction: against its formulas in plain Python, any split, hostile input."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hybridengine.kernels import REJECTION_CRITERIA, rollout_correction
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.test_policy_loss import batch
+
+BOUNDS = {"k1": (0.7, 1.5), "k2": 0.05, "k3": 0.05}
+
+
+def run(inputs, **options):
+    return rollout_correction(
+        inputs["old_log_probs"],
+        inputs["ref_log_probs"],
+        cu_seqlens=inputs["cu_seqlens"],
+        response_mask=inputs["response_mask"],
+        **options,
+    )
+
+
+def sequences(inputs):
+    """Per sequence the rows of its unmasked tokens and their log rho."""
+    ends, mask = inputs["cu_seqlens"].tolist(), inputs["response_mask"].tolist()
+    log_rho = (inputs["old_log_probs"] - inputs["ref_log_probs"]).tolist()
+    for a, b in pairwise(ends):
+        rows = [t for t in range(a, b) if mask[t]]
+        yield rows, [log_rho[t] for t in rows]
+
+
+def divergence(kind, x):
+    return {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[kind]
+
+
+def accepted(criterion, threshold, xs):
+    """Whether each token of a sequence stays."""
+    level, _, kind = criterion.rpartition("_")
+    values = [divergence(kind, x) for x in xs]
+    if level != "token" and values:
+        one = {
+            "seq_sum": sum(values),
+            "seq_mean": sum(values) / len(values),
+            "seq_max": max(values),
+        }
+        values = [one[level]] * len(values)
+    if kind == "k1":
+        return [threshold[0] <= math.exp(v) <= threshold[1] for v in values]
+    return [v <= threshold for v in values]
+
+
+lengths_lists = st.lists(st.integers(0, 12), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=lengths_lists,
+    seed=st.integers(0, 2**16),
+    level=st.sampled_from(["token", "sequence"]),
+    lower=st.sampled_from([None, 0.6]),
+    criterion=st.sampled_from(REJECTION_CRITERIA),
+)
+def test_formulas(lengths, seed, level, lower, criterion):
+    inputs = batch(lengths, seed, dtype=torch.float64)
+    bound = BOUNDS[criterion[-2:]]
+    got = run(
+        inputs,
+        rollout_is=level,
+        rollout_is_threshold=1.4,
+        rollout_is_lower=lower,
+        rejection={criterion: bound},
+    )
+    weights, keep = [0.0] * sum(lengths), [False] * sum(lengths)
+    clipped, kl, tokens = 0, 0.0, 0
+    for rows, xs in sequences(inputs):
+        stay = accepted(criterion, bound, xs)
+        for i, (row, x) in enumerate(zip(rows, xs, strict=True)):
+            raw = math.exp(x if level == "token" else sum(xs))
+            outside = raw > 1.4 or (lower is not None and raw < lower)
+            weights[row] = min(raw, 1.4) if lower is None else raw * (not outside)
+            keep[row] = stay[i]
+            clipped, kl, tokens = clipped + outside, kl - x, tokens + 1
+    assert got.weights.tolist() == pytest.approx(weights)
+    assert got.response_mask.tolist() == keep
+    tokens = max(tokens, 1)
+    assert got.metrics["kl"].item() == pytest.approx(kl / tokens)
+    assert got.metrics["is_clipped_fraction"].item() == pytest.approx(clipped / tokens)
+    assert got.metrics["is_weight_mean"].item() == pytest.approx(sum(weights) / tokens)
+    rejected = int(inputs["response_mask"].sum()) - sum(keep)
+    assert got.metrics["rejected_fraction"].item() == pytest.approx(rejected / tokens)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_sequences_do_not_see_each_other(level):
+    """Any split into micro-batches or ranks gives every token the same weight and verdict."""
+    lengths = [5, 17, 70, 1, 33]
+    inputs = batch(lengths)
+    ends = inputs["cu_seqlens"]
+    options = {
+        "rollout_is": level,
+        "rejection": {"seq_mean_k3": 0.06, "token_k1": (0.5, 2.0)},
+        "global_num_tokens": int(inputs["response_mask"].sum()),
+    }
+    whole = run(inputs, **options)
+    sums = dict.fromkeys(whole.metrics, 0.0)
+    for part in ([3], [4, 0], [2, 1]):
+        rows = torch.cat([torch.arange(ends[n], ends[n + 1]) for n in part])
+        piece = {name: value[rows] for name, value in inputs.items() if name != "cu_seqlens"}
+        piece["cu_seqlens"] = torch.tensor([0] + [lengths[n] for n in part]).cumsum(0).int()
+        got = run(piece, **options)
+        torch.testing.assert_close(got.weights, whole.weights[rows], rtol=1e-6, atol=0)
+        assert torch.equal(got.response_mask, whole.response_mask[rows])
+        for name, value in got.metrics.items():
+            join = max if name == "is_weight_max" else float.__add__
+            sums[name] = join(sums[name], value.item())
+    for name, value in whole.metrics.items():
+        assert sums[name] == pytest.approx(value.item(), rel=1e-5), name
+
+
+def test_hostile_input():
+    inputs = batch([1, 70_000, 0, 9])
+    spoiled = dict(inputs)
+    for name in ("old_log_probs", "ref_log_probs"):
+        spoiled[name] = inputs[name].masked_fill(~inputs["response_mask"], torch.nan)
+    options = {"rollout_is": "sequence", "rejection": {"seq_mean_k3": 1.0}}
+    got, want = run(spoiled, **options), run(inputs, **options)
+    assert torch.equal(got.weights, want.weights) and got.weights.isfinite().all()
+    assert got.metrics == want.metrics
+    strided = {
+        k: v if k == "cu_seqlens" else v.repeat_interleave(2)[::2] for k, v in inputs.items()
+    }
+    assert torch.equal(run(strided, **options).weights, want.weights)
+    inputs["response_mask"] = torch.zeros_like(inputs["response_mask"])
+    for nothing in (inputs, batch([])):
+        out = run(nothing, **options)
+        assert out.weights.eq(0).all() and not out.response_mask.any()
+        assert all(value == 0 for value in out.metrics.values())
+
+
+def test_errors_name_what_is_wrong():
+    x, ends = torch.zeros(4), torch.tensor([0, 4], dtype=torch.int32)
+    for options, message in (
+        ({"rollout_is": "tokens"}, "rollout_is is 'tokens'"),
+        ({"rollout_is_threshold": 0.0}, "rollout_is_threshold 0.0"),
+        ({"rollout_is_lower": 3.0}, "rollout_is_lower 3.0"),
+        ({"rejection": {"token_k4": 1.0}}, "unknown criterion 'token_k4'"),
+        ({"rejection": {"token_k1": 1.0}}, "expected a pair"),
+        ({"rejection": {"token_k3": -1.0}}, "expected a positive"),
+        ({"response_mask": torch.ones(3)}, r"response_mask has shape \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rollout_correction(x, x, cu_seqlens=ends, **options)
