@@ -129,7 +129,7 @@ class Bench:
         return 2 * n**3 / self._measure(lambda: a @ b)[0] / 1e9
 
     def _stream_bytes(self) -> int:
-        return 2**26 if self.quick else 2**30 if self.device.type == "cuda" else 2**28
+        return 2**26 if self.quick else 2**30 if self.device.type == "cuda" else 2**29
 
     def _measure(self, call: Callable[[], object]) -> tuple[float, float, float, float]:
         """-> ms p20, p50, p80 and the MiB that a call needs at its peak."""
