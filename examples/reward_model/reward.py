@@ -1,0 +1,8 @@
+"""A small rule beside the reward model: responses that only repeat themselves lose up to 1."""
+
+from itertools import pairwise
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    pairs = list(pairwise(solution_str.split()))
+    return len(set(pairs)) / len(pairs) - 1 if pairs else 0.0

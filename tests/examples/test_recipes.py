@@ -1,0 +1,91 @@
+"""Every recipe runs as written, but for the model, the data and the sizes."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hybridengine.config import load_config
+from tests.model.test_value import save_classifier
+from tests.trainer.in_process import Result, run_jobs, small_job
+
+pytestmark = pytest.mark.multirank
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = ("grpo", "dapo", "dr_grpo", "gspo", "ppo", "reward_model", "custom_reward")
+
+TINY = (
+    "data.val_files=null",
+    "data.max_response_length=8",
+    "rollout.tensor_model_parallel_size=1",
+    "trainer.n_gpus_per_node=1",
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=-1",
+)
+TINY_OF = {
+    "dapo": ("actor.ppo_mini_batch_size=2", "reward.overlong_buffer.len=4", "rollout.n=2"),
+    "grpo": ("actor.ppo_mini_batch_size=2",),
+    "gspo": ("actor.ppo_mini_batch_size=2",),
+    "ppo": ("actor.ppo_mini_batch_size=2", "critic.model.path={dir}/model", "rollout.n=1",
+            "trainer.critic_warmup=1"),
+    "reward_model": ("actor.ppo_mini_batch_size=2",
+                     "reward.reward_model.model_path={dir}/classifier"),
+}  # fmt: skip
+KEPT = ("reward.", "rollout.n=", "actor.fsdp_config", "critic.")  # of the recipe, not the toy job
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("recipes")
+    base = [o for o in small_job(folder) if not o.startswith(KEPT)]
+    rows = (folder / "rows.jsonl").read_text()
+    (folder / "rows.jsonl").write_text(rows.replace('{"ground_truth": [3, 43]}', NUMBER))
+    save_classifier("llama", folder / "classifier")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "model" / name, folder / "classifier")
+    jobs = []
+    for recipe in RECIPES:
+        tiny = [o.format(dir=folder) for o in (*TINY, *TINY_OF.get(recipe, ()))]
+        jobs.append([str(EXAMPLES / recipe / "config.yaml"), *base, *tiny])
+    return dict(zip(RECIPES, run_jobs(folder, jobs), strict=True))
+
+
+NUMBER = '{"ground_truth": "7"}'
+EXPECTED = {  # a metric that only the recipe's own settings make
+    "grpo": "actor/kl_loss",
+    "dapo": "training/num_gen_batches",
+    "dr_grpo": "actor/pg_loss",
+    "gspo": "actor/pg_clipfrac",
+    "ppo": "critic/vf_explained_var",
+    "reward_model": "reward/reward_model",
+    "custom_reward": "reward/well_formed",
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_runs(results, recipe) -> None:
+    assert not results[recipe].refused
+    assert len(results[recipe].rows) == 2
+    assert EXPECTED[recipe] in results[recipe].last
+    assert results[recipe].last["actor/grad_norm"] >= 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_is_whole_at_its_real_size(recipe) -> None:
+    config = load_config(EXAMPLES / recipe / "config.yaml")
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert config.world_size >= 4 and config.actor.ppo_max_token_len_per_gpu >= longest
+    own = [config.model.external_lib or "", *(path for path, _ in config.reward_functions)]
+    for path in own:
+        assert not path.endswith(".py") or (EXAMPLES.parent / path).is_file()
+
+
+def test_gsm8k_rows() -> None:
+    row = runpy.run_path(str(EXAMPLES / "gsm8k.py"))["row"]
+    made = row({"question": "How many?", "answer": "First 3.\n#### 1,234"}, "train", 5)
+    assert made["reward_model"] == {"ground_truth": "1234"}
+    assert made["prompt"][0]["content"].startswith("How many? Let's think")
+    assert made["data_source"] == "openai/gsm8k" and made["extra_info"]["index"] == 5
