@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -28,8 +29,8 @@ class Rollout:
     group: int
     sample: PromptSample
     response_text: str
-    response_ids: list[int]
-    log_probs: list[float]
+    response_ids: Sequence[int]
+    log_probs: Sequence[float]
     score: float
     extras: dict[str, float]
     finish_reason: str
@@ -82,8 +83,8 @@ class RolloutMaker:
                             group=i,
                             sample=samples[i],
                             response_text=texts[k],
-                            response_ids=c.token_ids,
-                            log_probs=c.log_probs,
+                            response_ids=array("i", c.token_ids),  # lists take 8 times the memory
+                            log_probs=array("f", c.log_probs),
                             score=result.scores[k],
                             extras={name: v[k] for name, v in result.extras.items()},
                             finish_reason=c.finish_reason,
