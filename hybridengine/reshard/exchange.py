@@ -19,6 +19,7 @@ from hybridengine.reshard.plan import Bucket, ReshardPlan, Slice, Unit
 
 __all__ = ["Exchange", "Slab", "TableMaker"]
 
+_ALIGNMENT = 16  # bytes
 _AXES = 4  # axes of one row of the strided_copy table
 _Sides = tuple[int, Sequence[int], int, Sequence[int]]  # offset and strides of source, destination
 
@@ -47,6 +48,18 @@ class Exchange:
     unpack: CopyTable
     send_counts: list[int]
     receive_counts: list[int]
+
+    def halves(self, limit: int) -> tuple[int, int, int]:
+        """Bytes at which the outbox ends, the inbox begins and ends in a staging buffer.
+
+        The inbox is aligned for vector accesses unless the buffer would be larger than `limit`.
+        """
+        size = self.engine_dtype.itemsize
+        out, into = sum(self.send_counts) * size, sum(self.receive_counts) * size
+        start = -(-out // _ALIGNMENT) * _ALIGNMENT
+        if start + into > limit:
+            start = out
+        return out, start, start + into
 
 
 class _Rows(NamedTuple):

@@ -22,7 +22,7 @@ from hybridengine.reshard.geometry import reach
 from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
 from hybridengine.reshard.lora import Adapter, sums_of_bits
 from hybridengine.reshard.plan import Piece, ReshardPlan, build_plan
-from hybridengine.reshard.shards import ShardSpec
+from hybridengine.reshard.shards import Placement, ShardSpec, find_change, local_shard
 from hybridengine.reshard.verify import find_mismatches
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RankLostError", "ReshardError", "Resharder", "SyncReport"]
 
-_ALIGNMENT = 16  # bytes: vector accesses on both halves of a staging buffer
 Parameters = Mapping[str, torch.Tensor]
 
 
@@ -46,9 +45,10 @@ class SyncReport:
 
 @dataclass
 class _InFlight:
-    """A bucket on its way; the staging buffer lives as long as this."""
+    """A bucket on its way in its staging buffer."""
 
     exchange: Exchange
+    buffer: torch.Tensor
     inbox: torch.Tensor
     work: dist.Work
     phase: str
@@ -89,12 +89,14 @@ class Resharder:
         self._agree(problem)
         self.plan: ReshardPlan = plan
         self._agree_on_digest()
-        self._planned = {name: _Placement.of(t) for name, t in self.parameters.items()}
+        self._planned = {name: Placement.of(t) for name, t in self.parameters.items()}
         _, problem = self._try(self._live_weights)
         self._agree(problem)
         strides = {name: placement.local_stride for name, placement in self._planned.items()}
         maker = TableMaker(plan, self.rank, strides, self._device)
         self._exchanges = [maker.exchange(bucket) for bucket in plan.buckets]
+        ends = (e.halves(plan.staging_bytes)[2] for e in self._exchanges)
+        self._largest = max(ends, default=0)
         self._settled: list[int] | None = None  # the frozen bits that are in the engine
 
     def _try(self, step: Callable) -> tuple:
@@ -230,8 +232,8 @@ class Resharder:
         given = self._parameters
         if callable(given):
             self.parameters = dict(given())
-        self._shards = {n: _local(t).detach() for n, t in self.parameters.items()}
-        changed = _find_change(self._planned, self.parameters)
+        self._shards = {n: local_shard(t).detach() for n, t in self.parameters.items()}
+        changed = find_change(self._planned, self.parameters)
         if changed:
             return f"{changed} since the reshard was planned: make a new Resharder"
         self._weights, problem = self._try(self._live_weights)
@@ -244,12 +246,13 @@ class Resharder:
 
     def _move(self, exchanges: list[Exchange]) -> tuple[int, int]:
         received = sent = self._gathered = 0
+        self._spare: list[torch.Tensor] = []
         last: _InFlight | None = None
         for i, exchange in enumerate(exchanges, 1):
             where = f"bucket {i} of {len(exchanges)}"
             self._board.phase = f"packing {where}"
             sources = [self._source(slab) for slab in exchange.slabs]
-            outbox, inbox = self._stage(exchange)
+            buffer, outbox, inbox = self._stage(exchange)
             exchange.pack.copy(sources, [outbox])
             phase = f"exchanging {where}"
             with self._board.meeting(phase):
@@ -261,9 +264,11 @@ class Resharder:
             del sources, outbox
             if last is not None:
                 self._arrive(last)
-            last = _InFlight(exchange, inbox, work, phase)
+            last = _InFlight(exchange, buffer, inbox, work, phase)
         if last is not None:
             self._arrive(last)
+        while self._spare:
+            self._spare.pop().untyped_storage().resize_(0)  # gloo's threads may hold it longer
         return received + self._gathered, sent
 
     def _source(self, slab: Slab) -> torch.Tensor:
@@ -279,15 +284,19 @@ class Resharder:
             self._gathered += adapter.bytes_gathered(base, spec.dim)
             return adapter.merge(base, spec.dim, origin, slab.low, slab.high)
 
-    def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
-        """(outbox, inbox), the halves of one buffer, which lives as long as either."""
+    def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(buffer, its outbox, its inbox). Two buffers serve all buckets: fresh memory is slow.
+
+        Not so with adapters: what is merged takes its part of a bucket, so each gets its own size.
+        """
+        out, start, stop = exchange.halves(self.plan.staging_bytes)
+        if self._spare:
+            buffer = self._spare.pop()
+        else:
+            size = stop if self._adapters else self._largest
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         dtype = exchange.engine_dtype
-        out, into = sum(exchange.send_counts), sum(exchange.receive_counts)
-        start = -(-out * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
-        if (start + into) * dtype.itemsize > self.plan.staging_bytes:
-            start = out  # no room to align: rather slow than larger
-        buffer = torch.empty(start + into, dtype=dtype, device=self._device)
-        return buffer[:out], buffer[start:]
+        return buffer, buffer[:out].view(dtype), buffer[start:stop].view(dtype)
 
     def _targets(self, exchange: Exchange) -> list[torch.Tensor]:
         return [self._weights[name] for name in exchange.destinations]
@@ -297,7 +306,10 @@ class Resharder:
             sent.work.wait()
         self._board.phase = sent.phase.replace("exchanging", "unpacking")
         sent.exchange.unpack.copy([sent.inbox], self._targets(sent.exchange))
-        sent.inbox.untyped_storage().resize_(0)  # now: gloo's thread may hold the tensor longer
+        if self._adapters:
+            sent.buffer.untyped_storage().resize_(0)
+        else:
+            self._spare.append(sent.buffer)
 
     def _give_adapters(self, version: int) -> int:
         """Give the engine what is not merged, whole; returns the bytes received."""
@@ -326,8 +338,8 @@ class Resharder:
             if name in self._adapters:
                 return self._adapters[name].merge_whole(tensor)
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        shared = whole.untyped_storage().data_ptr() == _local(tensor).untyped_storage().data_ptr()
-        return whole.clone() if shared else whole
+        here, own = (t.untyped_storage().data_ptr() for t in (whole, local_shard(tensor)))
+        return whole.clone() if here == own else whole
 
     def _verify(self) -> None:
         planned, sources = self._planned, self.plan.sources
@@ -360,51 +372,6 @@ class Resharder:
                 f"source {source!r} ({len(wrong)} slices differ in all): bytes were damaged on the "
                 "way, or something else wrote to the engine. Sync again."
             )
-
-
-@dataclass(frozen=True)
-class _Placement:
-    """What the plan relies on of one parameter on this rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    placements: tuple | None
-    mesh: object
-    local_shape: tuple[int, ...]
-    local_stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Placement:
-        local, sharded = _local(tensor), isinstance(tensor, DTensor)
-        return cls(
-            tuple(tensor.shape),
-            tensor.dtype,
-            tuple(tensor.placements) if sharded else None,
-            tensor.device_mesh if sharded else None,
-            tuple(local.shape),
-            tuple(local.stride()),
-        )
-
-
-def _find_change(planned: Mapping[str, _Placement], parameters: Parameters) -> str | None:
-    if planned.keys() != parameters.keys():
-        gone, new = (
-            sorted(a.keys() - b.keys()) for a, b in ((planned, parameters), (parameters, planned))
-        )
-        return f"parameter {(gone or new)[0]!r} was {'removed' if gone else 'added'}"
-    for name, tensor in parameters.items():
-        now, then = _Placement.of(tensor), planned[name]
-        if now != then:
-            what = next(f for f in vars(then) if getattr(now, f) != getattr(then, f))
-            return (
-                f"parameter {name!r} changed its {what} from {getattr(then, what)} to "
-                f"{getattr(now, what)}"
-            )
-    return None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _all_to_all(inbox: torch.Tensor, outbox: torch.Tensor, exchange: Exchange) -> dist.Work:

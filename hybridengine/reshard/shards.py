@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hybridengine.reshard.geometry import Block, reach
 from hybridengine.reshard.layout import LayoutError
 
-__all__ = ["ShardSpec"]
+__all__ = ["Placement", "ShardSpec", "find_change", "local_shard"]
 
 
 @dataclass(frozen=True)
@@ -107,3 +107,52 @@ class ShardSpec:
         """Which holder serves `receiver`: itself if it can, else the replicas in turn."""
         ranks = self.holders[shard]
         return receiver if receiver in ranks else ranks[receiver % len(ranks)]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the plan relies on of one parameter on this rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: tuple | None
+    mesh: object
+    local_shape: tuple[int, ...]
+    local_stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Placement:
+        local, sharded = local_shard(tensor), isinstance(tensor, DTensor)
+        return cls(
+            tuple(tensor.shape),
+            tensor.dtype,
+            tuple(tensor.placements) if sharded else None,
+            tensor.device_mesh if sharded else None,
+            tuple(local.shape),
+            tuple(local.stride()),
+        )
+
+
+def find_change(
+    planned: Mapping[str, Placement], parameters: Mapping[str, torch.Tensor]
+) -> str | None:
+    """How a parameter differs from what was planned for; None if all are as they were."""
+    if planned.keys() != parameters.keys():
+        gone, new = (
+            sorted(a.keys() - b.keys()) for a, b in ((planned, parameters), (parameters, planned))
+        )
+        return f"parameter {(gone or new)[0]!r} was {'removed' if gone else 'added'}"
+    for name, tensor in parameters.items():
+        now, then = Placement.of(tensor), planned[name]
+        if now != then:
+            what = next(f for f in vars(then) if getattr(now, f) != getattr(then, f))
+            return (
+                f"parameter {name!r} changed its {what} from {getattr(then, what)} to "
+                f"{getattr(now, what)}"
+            )
+    return None
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, no copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
