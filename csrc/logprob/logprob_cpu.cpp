@@ -9,6 +9,7 @@
 #include "common/parallel.h"
 #include "common/simd.h"
 #include "logprob/params.h"
+#include "logprob/plain_row.h"
 #include "logprob/row_math.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
@@ -162,6 +163,15 @@ RowSums reduce_row(const Row<T, general>& row, int64_t vocab, int64_t token, flo
   return sums;
 }
 
+template <typename T>
+bool plain_forward(const Row<T, false>& row, int64_t vocab, int64_t token, float factor,
+                   RowSums& sums, RowResult& result) {
+  const auto block_max = [&](int64_t begin, int64_t end) { return range_max(row, begin, end); };
+  if (!reduce_plain(row.logits, vocab, token, kBlock, factor, block_max, sums)) return false;
+  result = finish_row(sums, row.y(token), factor);
+  return good_enough(sums, result);
+}
+
 template <typename T, bool general>
 void forward_row(const LogProbForward& p, int64_t r) {
   const int64_t local = p.token_ids[r] - p.vocab_start;
@@ -173,9 +183,15 @@ void forward_row(const LogProbForward& p, int64_t r) {
   if (!ignored) {
     const Row<T, general> row(p, r);
     const float factor = row_factor(p, r);
-    sums = reduce_row(row, p.vocab, here ? local : -1, factor);
-    if (here) token_y = row.y(local);
-    if (!p.partial) result = finish_row(sums, token_y, factor);
+    bool done = false;
+    if constexpr (kFused && !general) {
+      done = here && plain_forward(row, p.vocab, local, factor, sums, result);
+    }
+    if (!done) {
+      sums = reduce_row(row, p.vocab, here ? local : -1, factor);
+      if (here) token_y = row.y(local);
+      if (!p.partial) result = finish_row(sums, token_y, factor);
+    }
   }
   if (p.partial) {
     float* out = p.partial + r * 5;

@@ -36,8 +36,8 @@ struct LogitRows {
 struct LogProbForward : LogitRows {
   float* log_probs;  // [rows]
   float* entropy;
-  float* row_max;        // max of y
-  float* log_sum;        // log sum exp(z - max z)
+  float* row_max;        // max of y; a reference near it in a row without options (plain_row.h)
+  float* log_sum;        // log sum exp(z - that)
   float* sum_p_squared;  // or null
   // Vocabulary-parallel: where not null only this is written, [rows, 5]:
   // max y, sum e, sum e*d, y of the token (-inf: not in this slice), sum e^2, with

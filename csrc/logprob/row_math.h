@@ -33,7 +33,8 @@ HE_HOST_DEVICE RowResult finish_row(const RowSums& sums, float token_y, float fa
   const double log_sum = d == 0 ? log1p(sums.e) : log(total);
   const double e_d = sums.e_d + (e > 0 ? e * d : 0.0);
   RowResult result;
-  result.log_prob = static_cast<float>(d - log_sum);
+  // The ratio keeps 1 - p also where d is not 0; far below, e is subnormal.
+  result.log_prob = static_cast<float>(d > -600 ? 0.0 - log1p(sums.e / e) : d - log_sum);
   result.entropy = static_cast<float>(log_sum - e_d / total);
   result.log_sum = static_cast<float>(log_sum);
   result.sum_p_squared = static_cast<float>((sums.e_e + e * e) / (total * total));

@@ -73,7 +73,34 @@ def test_rows_far_from_zero_are_as_exact_as_others(level, device):
     near = run(base, token_ids, device, gradients=(1.0, 1.0))
     far = run(base + level, token_ids, device, gradients=(1.0, 1.0))
     for n, f in zip(near, far, strict=True):
-        assert torch.equal(n, f)
+        torch.testing.assert_close(f, n, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    "late",
+    [
+        [8.0, 12.0],  # the largest come late: everything before them is relative to less
+        [1e4],
+        [30.0, 28.5],  # a peaked row whose peak is neither the token nor where the row begins
+        [-INF, 20.0],
+        [torch.finfo(torch.bfloat16).min, -1e9],
+    ],
+)
+def test_where_the_large_and_the_removed_entries_stand_does_not_matter(late, dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 9001, generator=generator)
+    logits[:, 8000 : 8000 + len(late)] = torch.tensor(late)
+    logits, token_ids = logits.to(dtype), torch.randint(0, 8000, (6,), generator=generator)
+    log_probs, entropy, grad = run(logits, token_ids, device, gradients=(1.0, 1.0))
+    exact = run(logits.double(), token_ids, gradients=(1.0, 1.0), backend="reference")
+    for got, want in zip((log_probs, entropy), exact, strict=False):
+        torch.testing.assert_close(got.double(), want, **tolerances.LOG_PROB)
+    rounding = tolerances.GRAD_ROUNDING[str(dtype).removeprefix("torch.")]
+    torch.testing.assert_close(
+        grad.double(), exact[2], rtol=tolerances.LOG_PROB_GRAD["rtol"] + rounding, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
