@@ -1,4 +1,4 @@
-"""GSM8K as prompts for RL: data/gsm8k/{train,test}.parquet in the row schema of this package.
+"""GSM8K for SFT and RL: data/gsm8k/{train,test}.parquet in the row schema of this package.
 
 python examples/gsm8k.py [--out data/gsm8k]        (needs `pip install datasets` and the hub)
 """
@@ -14,14 +14,18 @@ INSTRUCTION = "Let's think step by step and put the final answer within \\boxed{
 
 
 def row(example: Mapping[str, str], split: str, index: int) -> dict[str, Any]:
-    """One problem; the part of `answer` behind #### is the number that the rule looks for."""
+    """One problem; the part of `answer` behind #### is the number that the rule looks for.
+
+    RL takes the prompt and the ground truth, SFT the prompt and the response.
+    """
+    solution, _, number = example["answer"].partition("####")
+    number = number.strip().replace(",", "")
     return {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": f"{example['question']} {INSTRUCTION}"}],
         "ability": "math",
-        "reward_model": {
-            "ground_truth": example["answer"].split("####")[-1].strip().replace(",", "")
-        },
+        "response": f"{solution.strip()}\n\\boxed{{{number}}}",
+        "reward_model": {"ground_truth": number},
         "extra_info": {"split": split, "index": index},
     }
 

@@ -78,10 +78,10 @@ def test_sft(tmp_path: Path) -> None:
             **{
                 "trainer.default_local_dir": folder,
                 "trainer.n_gpus_per_node": 2,
-                "trainer.total_epochs": 30,
+                "trainer.total_epochs": 12,
                 "trainer.save_freq": 4,
                 "trainer.max_actor_ckpt_to_keep": 2,
-                "trainer.test_freq": 20,
+                "trainer.test_freq": 12,
                 "data.val_files": job / "rows.jsonl",
                 "optim.lr_scheduler_type": "cosine",
                 "optim.lr_warmup_steps": 5,
@@ -101,8 +101,8 @@ def test_grpo(tmp_path: Path) -> None:
             tmp_path,
             **{
                 "trainer.default_local_dir": folder,
-                "trainer.total_training_steps": 24,
-                "trainer.save_freq": 3,
+                "trainer.total_training_steps": 12,
+                "trainer.save_freq": 2,
                 "rollout.name": "hf",
                 "data.train_batch_size": 8,
                 "rollout.n": 4,
@@ -116,4 +116,4 @@ def test_grpo(tmp_path: Path) -> None:
             },
         )
 
-    assert_resume_is_exact(tmp_path, command, step=6)
+    assert_resume_is_exact(tmp_path, command, step=4)

@@ -33,7 +33,7 @@ def train(rank: int, world_size: int, example: Path, overrides: list[str]) -> No
 def test_recipe(tmp_path: Path, name: str) -> None:
     job = write_sft_job(tmp_path)
     rows = [json.loads(line) for line in (job / "rows.jsonl").read_text().splitlines()]
-    table = pa.Table.from_pylist([{"question": r["prompt"], "answer": r["response"]} for r in rows])
+    table = pa.Table.from_pylist(rows)
     pq.write_table(table, job / "rows.parquet")
     overrides = [
         f"model.path={job / 'model'}",
