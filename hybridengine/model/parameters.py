@@ -19,6 +19,7 @@ __all__ = [
     "original_class",
     "parameter_shards",
     "stored_tensors",
+    "without_peft",
 ]
 
 
@@ -45,6 +46,12 @@ def stored_tensors(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 stored[_plain(f"{prefix}.{name}" if prefix else name)] = buffer
     return stored
+
+
+def without_peft(model: nn.Module) -> nn.Module:
+    """The Hugging Face model itself, sharded again by every FSDP2 module around or inside it."""
+    stored_tensors(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _plain(name: str) -> str:

@@ -1,5 +1,6 @@
 """Zero-redundancy reshard from FSDP2 shards to the engine's tensor-parallel weights."""
 
+from hybridengine.reshard.api import connect, reshard
 from hybridengine.reshard.layout import (
     Checkpoint,
     Copy,
@@ -27,7 +28,9 @@ __all__ = [
     "SyncReport",
     "TensorSpec",
     "build_plan",
+    "connect",
     "identity_layout",
     "record_checkpoint",
     "record_layout",
+    "reshard",
 ]

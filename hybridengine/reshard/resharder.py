@@ -26,7 +26,7 @@ from hybridengine.reshard.shards import Placement, ShardSpec, find_change, local
 from hybridengine.reshard.verify import find_mismatches
 
 if TYPE_CHECKING:
-    from hybridengine.rollout.engine import RolloutEngine
+    from hybridengine.rollout.engine import WeightTarget
 
 __all__ = ["RankLostError", "ReshardError", "Resharder", "SyncReport"]
 
@@ -71,7 +71,7 @@ class Resharder:
     def __init__(
         self,
         parameters: Parameters | Callable[[], Parameters],
-        engine: RolloutEngine,
+        engine: WeightTarget,
         bucket_bytes: int = 64 << 20,
         adapters: Mapping[str, Adapter] | None = None,
         merge: bool = True,
@@ -168,7 +168,7 @@ class Resharder:
                 )
         return weights
 
-    def sync(self, version: int, *, verify: bool = False) -> SyncReport:
+    def sync(self, version: int | None = None, *, verify: bool = False) -> SyncReport:
         """Write the current parameters into the engine and set its weight version.
 
         Collective: every rank calls it. On return every rank's engine generates from `version`.
@@ -180,6 +180,8 @@ class Resharder:
         an error in the middle the engine refuses to generate until the next whole sync.
         """
         started = time.perf_counter()
+        if version is None:
+            version = (self.engine.weight_version or 0) + 1
         with self._board.attempt(f"the sync to version {version}"), torch.no_grad():
             settled, frozen = self._start(version)
             with self.engine.weight_update(version):

@@ -12,7 +12,14 @@ import torch
 from hybridengine.reshard.layout import EngineLayout, LayoutError
 from hybridengine.reshard.lora import Adapter
 
-__all__ = ["Completion", "RolloutEngine", "SamplingSpec", "StaleWeightsError", "tp_groups"]
+__all__ = [
+    "Completion",
+    "RolloutEngine",
+    "SamplingSpec",
+    "StaleWeightsError",
+    "WeightTarget",
+    "tp_groups",
+]
 
 
 class StaleWeightsError(RuntimeError):
@@ -69,25 +76,17 @@ def tp_groups(world_size: int, tp_size: int, ranks_per_node: int | None = None) 
     ]
 
 
-class RolloutEngine(ABC):
-    """A generator whose weights the reshard writes in place.
+class WeightTarget(ABC):
+    """One rank's weights of an engine, which the reshard writes in place.
 
-    tp_rank, tp_size: place in the tensor-parallel group. replica, replicas: which of the N/t
-    engines this rank belongs to (ranks of one replica pass the same prompts to `generate`).
-    layout: how its weights derive from the checkpoint. dtype: of the weights. weight_version: the
-    last committed version, None before the first sync. free_cache: whether `sleep()` does anything.
+    tp_rank: place in the tensor-parallel group. layout: how the weights derive from the checkpoint.
+    weight_version: the last committed version, None before the first sync.
     """
 
     tp_rank: int
-    tp_size: int
-    replica: int
-    replicas: int
     layout: EngineLayout
-    dtype: torch.dtype
     weight_version: int | None = None
-    free_cache: bool = True
     _updating: int | None = None
-    _asleep: tuple[str, ...] = ()  # which of weights and kv_cache are not in memory
 
     @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:
@@ -104,14 +103,52 @@ class RolloutEngine(ABC):
             "(reshard.lora=merged)"
         )
 
-    @abstractmethod
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
-    ) -> list[list[Completion]]: ...
+    def _take_memory(self) -> None:  # noqa: B027, most never give it away
+        """Make sure the weights are in memory."""
 
     @abstractmethod
     def _forget_cached_prefixes(self) -> None:
         """Drop everything computed from older weights."""
+
+    def refuse_if_torn(self) -> None:
+        """Raise StaleWeightsError after a sync that failed half-way, until the next whole one."""
+        if self._updating is not None:
+            raise StaleWeightsError(
+                f"the sync to weight version {self._updating} did not finish, so the engine's "
+                f"weights are a mixture (last whole version: {self.weight_version}). "
+                "Run a whole sync() first."
+            )
+
+    @contextmanager
+    def weight_update(self, version: int) -> Iterator[None]:
+        """While it is open, and after it failed, the engine refuses to generate."""
+        self._updating = version
+        self._take_memory()
+        yield
+        self._forget_cached_prefixes()
+        self.weight_version = version
+        self._updating = None
+
+
+class RolloutEngine(WeightTarget):
+    """A generator whose weights the reshard writes in place.
+
+    tp_size: tensor-parallel size. replica, replicas: which of the N/t engines this rank belongs to
+    (ranks of one replica pass the same prompts to `generate`). dtype: of the weights. free_cache:
+    whether `sleep()` does anything.
+    """
+
+    tp_size: int
+    replica: int
+    replicas: int
+    dtype: torch.dtype
+    free_cache: bool = True
+    _asleep: tuple[str, ...] = ()  # which of weights and kv_cache are not in memory
+
+    @abstractmethod
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+    ) -> list[list[Completion]]: ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
@@ -121,12 +158,7 @@ class RolloutEngine(ABC):
         Every rank of a replica calls it with the same arguments. Raises StaleWeightsError before
         the first sync and after a sync that failed half-way, until the next whole one.
         """
-        if self._updating is not None:
-            raise StaleWeightsError(
-                f"the sync to weight version {self._updating} did not finish, so the engine's "
-                f"weights are a mixture (last whole version: {self.weight_version}). "
-                "Run a whole sync() first."
-            )
+        self.refuse_if_torn()
         if self.weight_version is None:
             raise StaleWeightsError("the engine has no weights yet. Run sync() before generate().")
         if not prompts:
@@ -134,15 +166,8 @@ class RolloutEngine(ABC):
         self._wake("weights", "kv_cache")
         return self._generate(prompts, spec, seed)
 
-    @contextmanager
-    def weight_update(self, version: int) -> Iterator[None]:
-        """While it is open, and after it failed, the engine refuses to generate."""
-        self._updating = version
+    def _take_memory(self) -> None:
         self._wake("weights")
-        yield
-        self._forget_cached_prefixes()
-        self.weight_version = version
-        self._updating = None
 
     def sleep(self) -> None:
         """Leave the device's memory to the trainer.
@@ -159,10 +184,10 @@ class RolloutEngine(ABC):
                 self._resume(part)
         self._asleep = tuple(part for part in self._asleep if part not in parts)
 
-    def _suspend(self) -> None:  # noqa: B027, an engine need not be able to
+    def _suspend(self) -> None:
         """Free what can be freed; weights must keep their values and addresses."""
 
-    def _resume(self, part: str) -> None:  # noqa: B027
+    def _resume(self, part: str) -> None:
         """Undo `_suspend` for "weights" or "kv_cache"."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ import logging
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.layout import Checkpoint, LayoutError
-from hybridengine.reshard.lora import Adapter
+from hybridengine.reshard.layout import Checkpoint
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec, tp_groups
 from hybridengine.rollout.vllm_lora import LoraSlot, slot_options
-from hybridengine.rollout.vllm_weights import WeightsInPlace, record_vllm, replaced
+from hybridengine.rollout.vllm_weights import VllmWeights, WeightsInPlace, replaced
 
 __all__ = ["VllmEngine", "vllm_available"]
 
@@ -44,7 +43,7 @@ def prepare_environment() -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM reads its own level
 
 
-class VllmEngine(RolloutEngine):
+class VllmEngine(VllmWeights, RolloutEngine):
     """A vLLM engine whose weights are written in place by the reshard.
 
     model_path: folder or name with config and tokenizer; its weights are not read.
@@ -81,10 +80,8 @@ class VllmEngine(RolloutEngine):
         groups = tp_groups(dist.get_world_size(), tp_size, ranks_per_node)
         self.tp_size, self.replicas = tp_size, len(groups)
         self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
-        self.tp_rank = groups[self.replica].index(dist.get_rank())
-        self.dtype, self.free_cache = dtype, free_cache
-        self._stop_token_ids = list(stop_token_ids)
-        with _strided_groups(groups), WeightsInPlace() as self._in_place, _own_shared_memory():
+        self._stop_token_ids, self.free_cache = list(stop_token_ids), free_cache
+        with _strided_groups(groups), WeightsInPlace() as in_place, _own_shared_memory():
             self._llm = LLM(
                 model=str(model_path),
                 load_format="dummy",
@@ -104,33 +101,11 @@ class VllmEngine(RolloutEngine):
             )
         engine = self._llm.llm_engine
         self._runner = engine.model_executor.driver_worker.worker.model_runner
-        self._model = self._runner.model
-        self._checkpoint = checkpoint
-        self.layout = record_vllm(engine.vllm_config, checkpoint, dtype)
-        self._in_place.check(self._model, self.layout)
-        runner = engine.model_executor.driver_worker.worker.model_runner
-        self._slot = LoraSlot(runner) if lora_rank else None
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self._in_place.weights(self._model, self.layout)
-
-    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if self._slot is not None:
-            raise LayoutError(
-                "some weights of this model go through vLLM's own loader, which does not know them "
-                "under LoRA slots; merge the adapters (reshard.lora=merged)"
-            )
-        self._in_place.unpack()
-        self._model.load_weights(self._checkpoint.assemble(weights))
-        self._in_place.derive(self._model, self.dtype)
-
-    def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
-        if self._slot is None:
-            raise LayoutError("this engine was built without LoRA slots; give it lora_rank")
-        self._slot.fill(adapters, version, self.dtype)
+        super().__init__(self._runner.model, engine.vllm_config, checkpoint, in_place)
+        self._slot = LoraSlot(self._runner) if lora_rank else None
 
     def _forget_cached_prefixes(self) -> None:
-        self._in_place.derive(self._model, self.dtype)
+        super()._forget_cached_prefixes()
         self._llm.reset_prefix_cache()
 
     def _generate(

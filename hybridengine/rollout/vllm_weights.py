@@ -7,8 +7,9 @@ are made again after every update; a weight that vLLM itself no longer reads is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from hybridengine.reshard.layers import record_engine
 from hybridengine.reshard.layout import Checkpoint, EngineLayout, LayoutError, TensorSpec
+from hybridengine.reshard.lora import Adapter
+from hybridengine.rollout.engine import WeightTarget
+from hybridengine.rollout.vllm_lora import LoraSlot
 
-__all__ = ["WeightsInPlace", "live_weights", "record_vllm", "replaced"]
+__all__ = ["VllmWeights", "WeightsInPlace", "live_weights", "record_vllm", "replaced"]
 
 
 def live_weights(model: torch.nn.Module, layout: EngineLayout) -> dict[str, torch.Tensor]:
@@ -57,6 +61,55 @@ def record_vllm(vllm_config: Any, checkpoint: Checkpoint, dtype: torch.dtype) ->
         return record_engine(model, model.load_weights, checkpoint, dtype)
 
 
+class VllmWeights(WeightTarget):
+    """The weights of one worker of vLLM, in this process.
+
+    in_place: what was open, or ran, as vLLM loaded `model`. checkpoint: what the trained model's
+    checkpoint is made of.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        checkpoint: Checkpoint,
+        in_place: WeightsInPlace,
+    ) -> None:
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+        if get_pp_group().world_size > 1:
+            raise LayoutError(
+                "pipeline_parallel_size: the reshard knows tensor and expert parallel engines only"
+            )
+        self.tp_rank = get_tensor_model_parallel_rank()
+        self.dtype = vllm_config.model_config.dtype
+        self._model, self._checkpoint, self._in_place = model, checkpoint, in_place
+        self._slot: LoraSlot | None = None
+        self.layout = record_vllm(vllm_config, checkpoint, self.dtype)
+        in_place.check(model, self.layout)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self._in_place.weights(self._model, self.layout)
+
+    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._slot is not None:
+            raise LayoutError(
+                "some weights of this model go through vLLM's own loader, which does not know them "
+                "under LoRA slots; merge the adapters (reshard.lora=merged)"
+            )
+        self._in_place.unpack()
+        self._model.load_weights(self._checkpoint.assemble(weights))
+        self._in_place.derive(self._model, self.dtype)
+
+    def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
+        if self._slot is None:
+            raise LayoutError("this engine was built without LoRA slots; give it lora_rank")
+        self._slot.fill(adapters, version, self.dtype)
+
+    def _forget_cached_prefixes(self) -> None:
+        self._in_place.derive(self._model, self.dtype)
+
+
 class WeightsInPlace:
     """Open while vLLM loads a model; keeps its weights writable in place, then follows them.
 
@@ -67,38 +120,38 @@ class WeightsInPlace:
     def __init__(self) -> None:
         self._experts: list[tuple[Any, torch.nn.Module, dict[str, torch.nn.Parameter]]] = []
         self._before: dict[str, torch.Tensor] = {}
-        self._patches = ExitStack()
 
     def __enter__(self) -> WeightsInPlace:
-        from vllm.model_executor.layers import utils
-        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
         from vllm.model_executor.model_loader import base_loader
 
-        process = base_loader.process_weights_after_loading
-        pack = cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
+        process = partial(self.process, base_loader.process_weights_after_loading)
+        self._loading = replaced(base_loader, "process_weights_after_loading", process)
+        self._loading.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loading.__exit__(None, None, None)
+
+    def process(self, process: Callable, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Run what vLLM does to `model` after loading, with its weights kept."""
+        from vllm.model_executor.layers import utils
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        self._pack = cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
 
         def use_live_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
             layer.cpu_linear = torch.nn.functional.linear
 
         def keep_and_pack(experts: Any, layer: torch.nn.Module) -> None:
             self._experts.append((experts, layer, dict(layer.named_parameters(recurse=False))))
-            pack(experts, layer)
+            self._pack(experts, layer)
 
-        def note_and_process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            self._before |= {name: p.data for name, p in model.named_parameters()}
-            process(model, *args, **kwargs)
-
-        for owner, name, value in (
-            (utils, "dispatch_cpu_unquantized_gemm", use_live_weight),
-            (cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", keep_and_pack),
-            (base_loader, "process_weights_after_loading", note_and_process),
+        self._before |= {name: p.data for name, p in model.named_parameters()}
+        with (
+            replaced(utils, "dispatch_cpu_unquantized_gemm", use_live_weight),
+            replaced(cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", keep_and_pack),
         ):
-            self._patches.enter_context(replaced(owner, name, value))
-        self._pack = pack
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patches.close()
+            process(model, *args, **kwargs)
 
     def check(self, model: torch.nn.Module, layout: EngineLayout) -> None:
         """Raise LayoutError for a weight that vLLM replaced after loading by something else."""
