@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hybridengine.kernels import gae, group_advantage
+from hybridengine.kernels import gae, group_advantage, whiten
 
 from benchmarks.frame import OURS, Bench, rms_error
 
@@ -58,7 +58,11 @@ def token_level(bench: Bench, core) -> None:
     rewards, values = (torch.randn(batch, seqlen, device=bench.device) for _ in range(2))
     ends = torch.arange(0, batch * seqlen + 1, seqlen, device=bench.device, dtype=torch.int32)
     flat_rewards, flat_values = rewards.flatten(), values.flatten()
-    implementations = {OURS: lambda: gae(flat_rewards, flat_values, ends, gamma=0.99, lam=0.95)}
+
+    def ours():
+        return gae(flat_rewards, flat_values, ends, gamma=0.99, lam=0.95)
+
+    implementations = {OURS: ours, f"{OURS} (with whitening)": lambda: whiten(ours()[0])}
     if core is not None:
         ones = torch.ones_like(rewards)
         implementations["verl (with whitening)"] = lambda: core.compute_gae_advantage_return(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import subprocess
 import time
@@ -213,7 +214,15 @@ def versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
+        **{name: _installed(name) for name in ("triton", "verl", "trl")},
     }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def rms_error(got: torch.Tensor, exact: torch.Tensor) -> float:

@@ -236,10 +236,9 @@ def _reference_terms(loss_mode, log_probs, per_token, mask, segments, options):
 
 
 def _check_needs(loss_mode, loss_agg_mode, cu_seqlens, selected, scale, clip_ratio_c) -> None:
-    if cu_seqlens is None and (loss_mode in SEQUENCE_MODES or loss_agg_mode.startswith("seq")):
+    if cu_seqlens is None and loss_mode in SEQUENCE_MODES:
         raise ValueError(
-            f"policy_loss: loss_mode {loss_mode!r} with loss_agg_mode {loss_agg_mode!r} works on "
-            "sequences; give cu_seqlens"
+            f"policy_loss: loss_mode {loss_mode!r} works on sequences; give cu_seqlens"
         )
     if loss_mode in SELECTION_MODES and selected is None:
         raise ValueError(
