@@ -35,13 +35,23 @@ ALIASES = {
 }
 
 # verl's keys that mean nothing here, with what to do instead (shown in the error).
+_TOKENS = "set actor.ppo_max_token_len_per_gpu, in tokens"
 _REPLACED = {
     "model.use_remove_padding": "sequences are always packed; remove this key",
     "actor.use_dynamic_bsz": "micro-batches are always filled by tokens; remove this key",
-    "actor.ppo_micro_batch_size_per_gpu": "set actor.ppo_max_token_len_per_gpu, in tokens",
-    "actor.ppo_micro_batch_size": "set actor.ppo_max_token_len_per_gpu, in tokens",
+    "actor.ppo_micro_batch_size_per_gpu": _TOKENS,
+    "actor.ppo_micro_batch_size": _TOKENS,
+    "actor.strategy": "it is FSDP2; remove this key",
     "actor.fsdp_config.offload_policy": "set actor.fsdp_config.param_offload",
-    "rollout.log_prob_micro_batch_size_per_gpu": "set actor.ppo_max_token_len_per_gpu, in tokens",
+    "rollout.log_prob_micro_batch_size_per_gpu": _TOKENS,
+    "critic.ppo_micro_batch_size_per_gpu": _TOKENS,
+    "critic.ppo_max_token_len_per_gpu": _TOKENS,
+    "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size is the critic's too",
+    "critic.ppo_epochs": "actor.ppo_epochs is the critic's too",
+    "critic.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing is for both",
+    "actor_rollout_ref.hybrid_engine": "engine and trainer always share ranks; remove this key",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _TOKENS,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "set actor.fsdp_config.param_offload",
 }
 
 

@@ -106,8 +106,9 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
         config.actor.ppo_max_token_len_per_gpu,
         -(-longest // config.actor.ulysses_sequence_parallel_size),
     )
-    parts = {"policy": 16.0 * numel / _shards(config)}
-    if config.uses_reference:
+    lora = config.model.lora_rank > 0  # frozen weights have neither gradients nor moments
+    parts = {"policy": (4.0 if lora else 16.0) * numel / _shards(config)}
+    if config.uses_reference and not lora:
         parts["reference"] = 4.0 * numel / _shards(config)
     if "values" in NEEDS.get(config.algorithm.adv_estimator, ()):
         parts["critic"] = 16.0 * numel / _shards(config)

@@ -33,7 +33,9 @@ from hybridengine.trainer.rollouts import Rollout
 __all__ = ["Reporter", "spread", "step_metrics"]
 
 
-def step_metrics(batch: Batch, session: Session, seconds: float) -> dict[str, float]:
+def step_metrics(
+    batch: Batch, session: Session, timings: Mapping[str, float], seconds: float
+) -> dict[str, float]:
     """Metrics of one step that follow from its batch and timings, by their dashboard names."""
     rollouts = batch.rollouts
     clipped = [r.finish_reason == "length" for r in rollouts]
@@ -49,7 +51,7 @@ def step_metrics(batch: Batch, session: Session, seconds: float) -> dict[str, fl
         **spread("prompt_length", torch.tensor([len(r.sample.prompt_ids) for r in rollouts])),
         "response_length/clip_ratio": fmean(clipped),
         "frac_reward_zero_std": fmean(len(s) == 1 for s in by_group.values()),
-        **{f"timing_s/{name}": t for name, t in session.take_timings().items()},
+        **{f"timing_s/{name}": t for name, t in timings.items()},
         "timing_s/step": seconds,
         **performance_metrics(tokens, seconds, session.world_size, session.device),
     }

@@ -37,6 +37,7 @@ from hybridengine.model import on_device, save_pretrained
 from hybridengine.model.export import save_description
 from hybridengine.reshard import SyncReport
 from hybridengine.rollout import SamplingSpec
+from hybridengine.tracking import FlopCounter
 from hybridengine.trainer.batching import Batch
 from hybridengine.trainer.report import Reporter, spread, step_metrics
 from hybridengine.trainer.rollouts import Rollout, RolloutMaker, select_groups
@@ -97,6 +98,7 @@ class _Run:
                 if config.reward.reward_model.enable
                 else None
             )
+        self.flops = FlopCounter(self.actor.model, session.device, session.world_size)
         with session.phase("plan_reshard"):
             self.resharder = build_resharder(config, self.actor, self.engine)
         self.maker = RolloutMaker(self.engine, self.tokenizer, reward, session, reward_model)
@@ -161,7 +163,11 @@ class _Run:
             sync = self._sync(step)
         metrics |= trained
         seconds = time.perf_counter() - started
-        metrics |= step_metrics(batch, self.session, seconds)
+        timings = self.session.take_timings()
+        metrics |= step_metrics(batch, self.session, timings, seconds)
+        if "update_actor" in timings:
+            lengths = [r.num_tokens for r in rollouts] * self.config.actor.ppo_epochs
+            metrics["perf/mfu/actor"] = self.flops.utilisation(lengths, timings["update_actor"])
         metrics |= {
             "training/global_step": step,
             "training/epoch": epoch,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import ALIASES, ConfigError, GRPOConfig, config_to_yaml, load_config
+from hybridengine.config import ALIASES, PPO, ConfigError, GRPOConfig, config_to_yaml, load_config
 
 NEEDED = [
     "model.path=model",
@@ -96,6 +96,17 @@ def test_fallbacks():
         ("rollout.tensor_model_parallel_size=2", "does not divide the 1 ranks"),
         ("rollout.val_kwargs.n=4", "greedy responses are all equal"),
         ("rollout.val_kwargs.do_sample=true", "give a temperature above 0"),
+        ("reward.weights=[1,2]", "2 numbers for 1 reward functions"),
+        ("reward.custom_reward_function.name=[a,b]", "has 2 names for the"),
+        ("reward.reward_model.enable=true", "give both or neither"),
+        ("reward.reward_model.model_path=m", "give both or neither"),
+        ("reward_model.reward_manger=dapo", "not a known key"),
+        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5", "0.55 is below 1; quote"),
+        ("algorithm.rollout_correction.rollout_is_threshold=a", "could not convert"),
+        ("algorithm.rollout_correction.rollout_rs=token_k2", "rollout_rs_threshold"),
+        ("algorithm.rollout_correction.rollout_is=tokens", "expected one of token, sequence"),
+        ("algorithm.kl_ctrl.type=adaptiv", "did you mean adaptive"),
+        ("actor.policy_loss.loss_mode=gpso", "did you mean gspo"),
     ],
 )
 def test_refusals(override, message):
@@ -141,3 +152,40 @@ def test_bad_files(tmp_path, content, message):
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "none.yaml")
+
+
+def test_ppo_is_grpo_with_gae():
+    assert load_config(None, NEEDED, PPO).algorithm.adv_estimator == "gae"
+    chosen = load_config(None, [*NEEDED, "algorithm.adv_estimator=rloo"], PPO)
+    assert chosen.algorithm.adv_estimator == "rloo"
+    assert load().algorithm.adv_estimator == "grpo" and load().critic.optim.lr == 1e-5
+
+
+def test_verls_reward_keys():
+    config = load(
+        "reward_model.reward_manager=dapo",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len=64",
+        "custom_reward_function.name=score",
+    )
+    assert config.reward.reward_manager.name == "dapo"
+    assert config.reward.overlong_buffer.enable and config.reward.overlong_buffer.len == 64
+    assert config.reward_functions == [("reward.py", "score")]
+
+
+def test_an_overlong_buffer_longer_than_a_response():
+    with pytest.raises(
+        ConfigError, match=r"overlong_buffer\.len is 513, more than .* 512; lower it"
+    ):
+        load("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=513")
+
+
+def test_bounds_of_the_rollout_correction():
+    correction = load(
+        "algorithm.rollout_correction.rollout_is_threshold='0.5_5'",
+        "algorithm.rollout_correction.rollout_rs='token_k1,seq_mean_k3'",
+        "algorithm.rollout_correction.rollout_rs_threshold='0.5_2,0.1'",
+    ).algorithm.rollout_correction
+    assert correction.is_bounds == (0.5, 5.0)
+    assert correction.rejection == {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.1}
+    assert load().algorithm.rollout_correction.is_bounds == (None, 2.0)
