@@ -1,0 +1,114 @@
+"""LoRA on FSDP2 shards against PEFT on one process: gradients, merged export, adapter export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridengine.model import ModelError, adapter_shards, apply_lora
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+IDS = torch.tensor([[5, 9, 33, 2, 7, 7, 61]])
+
+
+def train_and_save(rank: int, world_size: int, path: str, out: str) -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoTokenizer
+
+    from hybridengine.model import (
+        adapters_disabled,
+        load_causal_lm,
+        pack_rollouts,
+        packed_log_probs,
+        packed_logits,
+        save_adapter,
+        save_pretrained,
+    )
+
+    model = load_causal_lm(
+        path,
+        mesh=init_device_mesh("cpu", (world_size,)),
+        shard_dim1=lambda name: "o_proj" in name or "down_proj" in name,
+        param_dtype=torch.float32,
+        gradient_checkpointing=True,
+        adapt=lambda m: apply_lora(m, 3, 5.0, ["q_proj", "o_proj", "down_proj"]),
+    )
+    placed = {n: p.placements[0].dim for n, p in model.named_parameters() if "layers.0" in n}
+    batch = pack_rollouts([(IDS[0, :1].tolist(), IDS[0, 1:].tolist())])
+    for _ in range(2):  # the first step moves B alone: A's gradient is zero while B is
+        (-packed_log_probs(model, batch)[0].sum()).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                assert (p.grad is not None) == p.requires_grad
+                if p.requires_grad:
+                    p.sub_(p.grad, alpha=0.05)
+                    p.grad = None
+    with torch.no_grad():
+        logits = packed_logits(model, batch)
+        with adapters_disabled(model):
+            of_base = packed_logits(model, batch)
+    save_pretrained(model, AutoTokenizer.from_pretrained(path), f"{out}/merged", torch.float32)
+    save_adapter(model, f"{out}/adapter")
+    return {"logits": logits, "of_base": of_base, "placed": placed}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_exports_load_as_peft_and_transformers_load_them(tmp_path: Path, architecture: str) -> None:
+    from peft import PeftModel
+
+    path = save_tiny(architecture, tmp_path / "base")
+    result = run_ranks(train_and_save, 2, path, str(tmp_path), timeout_s=200)[0]
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        tolerance = dict(atol=1e-4, rtol=0)  # float32, another order of sums
+        torch.testing.assert_close(adapted(IDS).logits[0, :-1], result["logits"], **tolerance)
+        torch.testing.assert_close(merged(IDS).logits[0, :-1], result["logits"], **tolerance)
+        with adapted.disable_adapter():
+            torch.testing.assert_close(adapted(IDS).logits[0, :-1], result["of_base"], **tolerance)
+    assert (result["logits"] - result["of_base"]).abs().max() > 0.05
+    after = merged.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    adapters = adapter_shards(base)
+    assert changed == adapters.keys() and len(changed) == 6
+    for name, adapter in adapters.items():
+        delta = adapter.scale * (adapter.left.double() @ adapter.right.double())
+        assert torch.equal(after[name], (before[name].double() + delta).float())
+    # o_proj's columns are sharded, and so are its adapter's; the other factor goes by rows
+    o_proj = "model.layers.0.self_attn.o_proj"
+    assert result["placed"][f"{o_proj}.base_layer.weight"] == 1
+    assert result["placed"][f"{o_proj}.lora_A.default.weight"] == 1
+    assert result["placed"][f"{o_proj}.lora_B.default.weight"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "message"),
+    [
+        (0, "all-linear", "expected at least 1"),
+        (4, ["k_pro"], "k_pro"),
+        (4, ["lm_head"], "shares its weight with, the embedding"),
+        (4, ["embed_tokens"], "embedding"),
+        (4, ["input_layernorm"], "not supported"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_bad_targets_are_named(tmp_path: Path, rank: int, targets: object, message: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny("llama", tmp_path))
+    with pytest.raises(ModelError, match=message):
+        apply_lora(model, rank, 8, targets)
+
+
+def test_more_than_plain_lora_is_refused(tmp_path: Path) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = AutoModelForCausalLM.from_pretrained(save_tiny("llama", tmp_path))
+    inject_adapter_in_model(LoraConfig(r=4, use_dora=True, target_modules=["q_proj"]), model)
+    with pytest.raises(ModelError, match="DoRA"):
+        adapter_shards(model)
