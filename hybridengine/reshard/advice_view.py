@@ -67,6 +67,8 @@ def _reason(best: Option, others: list[Option]) -> str:
             "generation reduces over them twice per layer and token."
         )
     other = others[0]
+    if other.seconds < best.seconds * 1.01:
+        return f"It hardly matters here: with {_name(other)} a sync takes as long."
     return (
         f"More of what an engine rank needs is in its own shards: a sync takes "
         f"{other.seconds / max(best.seconds, 1e-9):.2f} times as long with {_name(other)}."
@@ -84,12 +86,13 @@ def draw_advice(advice: Advice, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), dpi=120, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12)  # type: ignore[union-attr]
     FigureCanvasAgg(figure)
     heat, bars = figure.subplots(1, 2, width_ratios=(1, 1.2))
     best = advice.options[0]
     mib = np.ma.masked_equal(best.traffic, 0) / _MIB
     image = heat.imshow(mib, norm=LogNorm() if mib.count() else None, cmap="viridis")
-    heat.set_title(f"Who sends to whom: {best.grouping} groups", loc="left", fontweight="bold")
+    heat.set_title(f"Who sends to whom, TP groups {best.grouping}", loc="left", fontweight="bold")
     heat.set_xlabel("receiving rank")
     heat.set_ylabel("sending rank")
     heat.set_facecolor("#f1f3f5")
@@ -104,16 +107,17 @@ def draw_advice(advice: Advice, path: Path) -> None:
         ("verl: gather all,\nfloat32", advice.verl_bytes, "#d9480f"),
     ]
     labels, sizes, colours = zip(*named, strict=True)
-    drawn = bars.barh(range(len(named)), np.array(sizes) / _MIB, color=colours)
+    unit, name = (_MIB * 1024, "GiB") if max(sizes) >= _MIB * 1024 else (_MIB, "MiB")
+    drawn = bars.barh(range(len(named)), np.array(sizes) / unit, color=colours)
     bars.set_yticks(range(len(named)), labels, fontsize=9)
     bars.invert_yaxis()
     bars.bar_label(drawn, [_size(s) for s in sizes], padding=4, fontsize=9)
     bars.set_title("Received per rank and sync", loc="left", fontweight="bold")
-    bars.set_xlabel("MiB")
-    bars.set_xlim(right=max(sizes) / _MIB * 1.25 or 1)
+    bars.set_xlabel(name)
+    bars.set_xlim(right=max(sizes) / unit * 1.25 or 1)
     bars.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"{advice.num_parameters / 1e9:.2f}B parameters, {advice.world_size} ranks, "
-        f"TP {advice.tp_size}, {advice.nodes} nodes"
+        f"TP {advice.tp_size}, {advice.nodes} node{'s' if advice.nodes > 1 else ''}"
     )
     figure.savefig(path)
