@@ -147,7 +147,12 @@ class PeerWatch:
             self._store.set(f"beat/{self.rank}", f"{self._phase}|{self._count}")
 
     def _watch(self) -> None:
+        now = time.monotonic()
         while not self._stop.wait(_BEAT_S):
+            before, now = now, time.monotonic()
+            if now - before > _DIAGNOSIS_S:  # stopped ourselves, the others perhaps with us
+                for peer in self._peers.values():
+                    peer.heard = now
             try:
                 self._publish()
                 self._listen()
@@ -155,7 +160,7 @@ class PeerWatch:
             except dist.DistError:
                 self._end("the rendezvous store is gone: its host, rank 0's node or agent, ended")
             for rank, peer in self._peers.items():
-                silent = time.monotonic() - peer.heard
+                silent = now - peer.heard
                 if silent > _SILENT_S:
                     self._end(
                         f"rank {rank} has been silent for {silent:.0f} s; "
