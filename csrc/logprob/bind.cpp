@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "common/binding.h"
+#include "common/huge_pages.h"
 #include "logprob/params.h"
 #include "logprob/row_math.h"
 
@@ -149,6 +150,9 @@ void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
   p.grad_stride = grad_logits.stride(0);
   if (logits.device().is_cpu()) {
     py::gil_scoped_release no_gil;
+    if (p.grad_logits != p.logits && grad_logits.is_contiguous()) {
+      prefer_huge_pages(p.grad_logits, static_cast<int64_t>(grad_logits.nbytes()));
+    }
     return log_prob_backward_cpu(p);
   }
 #ifdef HYBRIDENGINE_WITH_CUDA

@@ -195,6 +195,18 @@ def test_in_place_gradient_is_written_over_the_logits(device):
     assert torch.equal(leaf.grad.cpu(), expected)
 
 
+@pytest.mark.parametrize("offset", (0, 3))
+def test_a_large_gradient_on_pages_of_its_own(offset):
+    """From 32 MiB on the CPU kernel asks for huge pages; what it writes is the same."""
+    logits = torch.randn(33, 2**18 + offset, generator=torch.Generator().manual_seed(0))
+    token_ids = torch.arange(33)
+    ones = torch.ones(2, 33)
+    whole = value_and_gradient(token_log_probs, logits, token_ids, ones)[2]
+    part = value_and_gradient(token_log_probs, logits[30:], token_ids[30:], ones[:, 30:])[2]
+    assert whole.nbytes > 2**25 > part.nbytes
+    assert torch.equal(whole[30:], part)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_stats(device):
     logits, token_ids, _ = problem(5, 301, torch.float32, seed=4)
