@@ -86,6 +86,17 @@ std::tuple<at::Tensor, at::Tensor> group_advantage(
     run_on_cpu(params);
 #ifdef HYBRIDENGINE_WITH_CUDA
   } else if (device.is_cuda()) {
+    const auto bytes = rewards.options().dtype(at::kByte);
+    const int64_t table_size = table_size_for(rows);
+    const at::Tensor slots =
+        at::empty({table_size * static_cast<int64_t>(sizeof(GroupSlot))}, bytes);
+    const at::Tensor slot_of = at::empty({rows}, bytes.dtype(at::kLong));
+    params.rows = {params.rewards,
+                   params.group_ids,
+                   params.lengths,
+                   static_cast<GroupSlot*>(slots.mutable_data_ptr()),
+                   slot_of.mutable_data_ptr<int64_t>(),
+                   table_size};
     check_cuda(group_advantage_cuda(params, current_stream(device)), "group_advantage");
 #endif
   } else {

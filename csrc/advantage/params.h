@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "advantage/estimator.h"
+#include "advantage/group_slots.h"
 #include "common/isa.h"
 
 namespace hybridengine {
@@ -24,6 +24,7 @@ struct GroupAdvantageParams {
   int64_t* group_of;   // CPU scratch [num_rows]
   GroupStats* groups;  // CPU scratch [num_rows]
   int64_t* bad_row;    // CPU: the first row whose reward is not finite
+  GroupRows rows;      // CUDA: rewards, ids and lengths again, with the scratch of group_slots.h
   int num_threads;
 };
 

@@ -78,6 +78,19 @@ def test_advantages_as_on_the_cpu(estimator):
     torch.testing.assert_close(got.cpu(), want, **ADVANTAGE)
 
 
+def test_group_advantages_are_the_same_bits_on_every_run():
+    rewards, ids = torch.randn(100_000).cuda(), torch.randint(0, 5000, (100_000,)).cuda()
+    ids[50_000:] = -1  # and one large group
+    first = group_advantage(rewards, ids)
+    want = group_advantage(rewards.cpu(), ids.cpu())
+    torch.testing.assert_close(first.cpu(), want, **ADVANTAGE)
+    for _ in range(5):
+        assert torch.equal(group_advantage(rewards, ids), first)
+    rewards[0] = torch.nan
+    spoiled = group_advantage(rewards, ids)
+    assert torch.equal(spoiled.isnan(), ids == ids[0])
+
+
 @pytest.mark.parametrize("lengths", [[1], [3, 0, 5000, 17], [70_000]])
 def test_gae_as_on_the_cpu(lengths):
     ends = torch.tensor([0, *lengths]).cumsum(0).int()

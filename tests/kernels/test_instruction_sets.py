@@ -1,0 +1,31 @@
+"""The narrower CPU paths pass what the machine's widest one passes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = ["policy_loss", "packing", "advantage"]
+CASES = (
+    "every_mode_and_aggregation or random_batches or go_around_the_caches or "
+    "survives_both_ways or equals_the_reference"
+)
+
+
+@pytest.mark.parametrize("limit", ["avx2", "portable"])
+def test_kernels_on_a_narrower_instruction_set(limit):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", CASES),
+            *(f"tests/kernels/test_{name}.py" for name in FILES),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "HYBRIDENGINE_ISA_LIMIT": limit},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
