@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -42,7 +43,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("recipes")
     base = [o for o in small_job(folder) if not o.startswith(KEPT)]
     rows = (folder / "rows.jsonl").read_text()
-    (folder / "rows.jsonl").write_text(rows.replace('{"ground_truth": [3, 43]}', NUMBER))
+    (folder / "rows.jsonl").write_text(re.sub(r'"ground_truth": \[[^]]*\]', NUMBER, rows))
     save_classifier("llama", folder / "classifier")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "model" / name, folder / "classifier")
@@ -53,7 +54,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
     return dict(zip(RECIPES, run_jobs(folder, jobs), strict=True))
 
 
-NUMBER = '{"ground_truth": "7"}'
+NUMBER = '"ground_truth": "7"'
 EXPECTED = {  # a metric that only the recipe's own settings make
     "grpo": "actor/kl_loss",
     "dapo": "training/num_gen_batches",
