@@ -55,7 +55,9 @@ def test_recipe(tmp_path: Path, name: str) -> None:
         if "val/loss" in row
     ]
     assert losses[-1] < losses[0]
-    assert len(list(run.glob("global_step_*"))) == {"full": 3, "lora": 3}[name]
+    assert (
+        len(list(run.glob("global_step_*"))) == {"full": 2, "lora": 3}[name]
+    )  # the best is the last
     assert list((run / "tensorboard").glob("events*"))
     assert (run / "final_adapter").is_dir() == (name == "lora")
     if name == "lora":
