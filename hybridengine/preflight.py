@@ -107,6 +107,12 @@ def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
             f"trainer.n_gpus_per_node is {ranks} but this machine has {devices} GPUs; lower it"
         )
     check_loggers(trainer.logger)
+    by_path = trainer.resume_mode in ("path", "resume_path")
+    if by_path != (trainer.resume_from_path is not None):
+        raise ConfigError(
+            f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "
+            f"{trainer.resume_from_path}; resume_mode=path and a folder go together"
+        )
     chosen_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
     model = check_model(config.model.path, trust)
     weights = sum(math.prod(shape) for shape in checkpoint_shapes(model, trust).values())

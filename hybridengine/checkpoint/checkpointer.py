@@ -54,9 +54,7 @@ def chosen_checkpoint(
         return None
     if mode == "auto":
         return max(folders.find_checkpoints(root), key=lambda c: c.step, default=None)
-    if path is None:
-        raise CheckpointError("resume_mode path needs the folder of a checkpoint")
-    return folders.open_checkpoint(path)
+    return folders.open_checkpoint(path or root)
 
 
 class Checkpointer:

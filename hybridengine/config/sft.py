@@ -130,17 +130,6 @@ def _check_together(config: SFTConfig) -> None:
         )
     if config.optim.lr_warmup_steps and config.optim.lr_warmup_steps_ratio:
         raise ConfigError("optim.lr_warmup_steps and optim.lr_warmup_steps_ratio: give one of them")
-    check_resume(config.trainer)
-
-
-def check_resume(trainer: RunConfig) -> None:
-    """Raise ConfigError where resume_mode and resume_from_path do not fit each other."""
-    by_path = trainer.resume_mode in ("path", "resume_path")
-    if by_path != (trainer.resume_from_path is not None):
-        raise ConfigError(
-            f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "
-            f"{trainer.resume_from_path}; resume_mode=path and a folder go together"
-        )
 
 
 _RULES = Rules(
