@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
-from hybridengine.data.prompts import DataError, PromptDataset, PromptSample
+from hybridengine.data.prompts import DataError
 
 __all__ = ["PromptLoader"]
 
@@ -18,7 +19,7 @@ class PromptLoader:
     """
 
     def __init__(
-        self, dataset: PromptDataset, batch_size: int, *, seed: int, shuffle: bool = True
+        self, dataset: Sequence[Any], batch_size: int, *, seed: int, shuffle: bool = True
     ) -> None:
         if len(dataset) < batch_size:
             raise DataError(
@@ -40,7 +41,7 @@ class PromptLoader:
         """Of the next batch, counted from 0."""
         return self._batch // len(self)
 
-    def next_batch(self) -> list[PromptSample]:
+    def next_batch(self) -> list[Any]:
         start = self._batch % len(self) * self._batch_size
         order = self._order(self.epoch)[start : start + self._batch_size]
         self._batch += 1

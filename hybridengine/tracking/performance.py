@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 __all__ = ["FlopCounter", "performance_metrics"]
 
@@ -43,7 +43,7 @@ class FlopCounter:
     is the data sheet's; of a CPU or an unknown GPU it is a matrix product's measured rate.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, world_size: int) -> None:
+    def __init__(self, model: Any, device: torch.device, world_size: int) -> None:
         config = model.config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0)
         visited = getattr(config, "num_experts_per_tok", None) or 1
