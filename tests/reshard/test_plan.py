@@ -269,3 +269,80 @@ def test_tp_groups_are_strided_and_checked() -> None:
     assert tp_groups(8, 4) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     with pytest.raises(ValueError, match="tensor_model_parallel_size: got 3, expected a divisor"):
         tp_groups(4, 3)
+
+
+def experts(world: int, tp: int) -> tuple[dict[str, ShardSpec], list[EngineLayout]]:
+    """Four fused experts on more ranks than experts: most shards are empty, each row is large."""
+    shape, local = (4, 2 * tp, 512), (4, 2, 512)
+    copies = [
+        [Copy("w", "w13", r * 2 * 512, 0, local, (2 * tp * 512, 512, 1), (2 * 512, 512, 1))]
+        for r in range(tp)
+    ]
+    spec = TensorSpec(local, (2 * 512, 512, 1), torch.bfloat16)
+    layouts = [EngineLayout({"w13": spec}, c) for c in copies]
+    holders = tuple((rank,) for rank in range(world))
+    by_rank = [layouts[rank * tp // world] for rank in range(world)]
+    return {"w": ShardSpec(shape, torch.float32, 0, holders)}, by_rank
+
+
+@pytest.mark.parametrize(("world", "tp"), [(8, 2), (8, 4), (16, 2)])
+@pytest.mark.parametrize("bucket_bytes", [4096, 8192, 1 << 20])
+def test_large_rows_are_divided_by_pairs_then_along_other_dimensions(
+    world: int, tp: int, bucket_bytes: int
+) -> None:
+    sources, layouts = experts(world, tp)
+    plan = build_plan(sources, layouts, bucket_bytes)
+    assert plan.staging_bytes <= bucket_bytes
+    assert plan.bytes_received == plan.lower_bound == brute_force_bound(sources, layouts)
+    for rank, layout in enumerate(layouts):
+        assert_delivers(plan, rank, layout, sources)
+    assert_both_sides_agree(plan)
+    shares = [unit.share for bucket in plan.buckets for unit in bucket.units]
+    whole = build_plan(sources, layouts, 1 << 20)
+    pieces = [sum(1 for b in p.buckets for _ in p.arrivals(b, 0)) for p in (plan, whole)]
+    if all(share.parts == 1 for share in shares):
+        assert pieces[0] == pieces[1], "division by pairs made more slices"
+    elif bucket_bytes == 4096:
+        assert {share.dim for share in shares} == {2}, "the dimension that TP does not cut"
+
+
+def test_a_bucket_that_holds_no_row_is_an_error_that_names_the_parameter() -> None:
+    holders = tuple((rank,) for rank in range(64))
+    layout = EngineLayout(
+        {"e": TensorSpec((64, 3000), (3000, 1), torch.float64)},
+        [Copy("wide", "e", 0, 0, (64, 3000), (3000, 1), (3000, 1))],
+    )
+    merged = ShardSpec((64, 3000), torch.float32, 0, holders, merged=True)
+    with pytest.raises(LayoutError, match=r"bucket_bytes: parameter 'wide' of shape \(64, 3000\)"):
+        build_plan({"wide": merged}, [layout] * 64, 4096)
+
+
+def test_structurally_equal_layers_share_their_slices() -> None:
+    """What is worked out per layer does not grow with the number of layers."""
+    shapes = {f"layers.{i}.{n}": s for i in range(50) for n, s in (
+        ("q", ("column", (16, 8))), ("out", ("row", (8, 16))))}  # fmt: skip
+    layouts = []
+    for rank in range(4):
+        parts = [
+            fused_layout({n: s for n, s in shapes.items() if f".{i}." in n}, rank // 2, 2)
+            for i in range(50)
+        ]
+        layout = EngineLayout({}, [])
+        for i, part in enumerate(parts):
+            for name, spec in part.destinations.items():
+                layout.destinations[f"layers.{i}.fused" if name == "fused" else name] = spec
+            for c in part.copies:
+                to = f"layers.{i}.fused" if c.destination == "fused" else c.destination
+                layout.copies.append(
+                    Copy(c.source, to, *(getattr(c, f) for f in list(vars(c))[2:]))
+                )
+        layouts.append(layout)
+    holders = ((0,), (1,), (2,), (3,))
+    sources = {n: ShardSpec(s, torch.float32, 0, holders) for n, (_, s) in shapes.items()}
+    plan = build_plan(sources, layouts, 4096)
+    assert len(set(plan._kinds.values())) == 2
+    bucket = plan.buckets[0]
+    lists = {id(plan.incoming(bucket, unit, 1)) for b in plan.buckets for unit in b.units}
+    assert len(lists) == 2
+    for rank, layout in enumerate(layouts):
+        assert_delivers(plan, rank, layout, sources)
