@@ -16,7 +16,7 @@ from tests.trainer.in_process import Result, run_jobs, small_job
 pytestmark = pytest.mark.multirank
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = ("grpo", "dapo", "dr_grpo", "gspo", "ppo", "reward_model", "custom_reward")
+RECIPES = ("grpo", "lora_grpo", "dapo", "dr_grpo", "gspo", "ppo", "reward_model", "custom_reward")
 
 TINY = (
     "data.val_files=null",
@@ -29,6 +29,7 @@ TINY = (
 TINY_OF = {
     "dapo": ("actor.ppo_mini_batch_size=2", "reward.overlong_buffer.len=4", "rollout.n=2"),
     "grpo": ("actor.ppo_mini_batch_size=2",),
+    "lora_grpo": ("actor.ppo_mini_batch_size=2",),
     "gspo": ("actor.ppo_mini_batch_size=2",),
     "ppo": ("actor.ppo_mini_batch_size=2", "critic.model.path={dir}/model", "rollout.n=1",
             "trainer.critic_warmup=1"),
@@ -57,6 +58,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
 NUMBER = '"ground_truth": "7"'
 EXPECTED = {  # a metric that only the recipe's own settings make
     "grpo": "actor/kl_loss",
+    "lora_grpo": "actor/kl_loss",
     "dapo": "training/num_gen_batches",
     "dr_grpo": "actor/pg_loss",
     "gspo": "actor/pg_clipfrac",
