@@ -191,7 +191,7 @@ def record_engine_layouts(
     from vllm.engine.arg_utils import EngineArgs
 
     from hybridengine.model import checkpoint_layout
-    from hybridengine.rollout.vllm import record_vllm
+    from hybridengine.rollout.vllm_weights import record_vllm
 
     hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     checkpoint = checkpoint_layout(hf_config, trust_remote_code)
