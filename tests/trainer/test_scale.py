@@ -11,18 +11,19 @@ pytestmark = pytest.mark.multirank
 FSDP = "actor.fsdp_config"
 VARIANTS = {
     "plain": [],
-    "hsdp": [f"{FSDP}.fsdp_size=2"],
     "replicated": [f"{FSDP}.fsdp_size=1"],
-    "shared_by_2": ["actor.ulysses_sequence_parallel_size=2"],
-    "shared_by_4": ["actor.ulysses_sequence_parallel_size=4", f"{FSDP}.fsdp_size=2"],
+    "shared": ["actor.ulysses_sequence_parallel_size=2", f"{FSDP}.fsdp_size=2"],
     "offloaded": [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"],
-    "traffic": [f"{FSDP}.reshard_after_forward=false", f"{FSDP}.forward_prefetch=true"],
-    "by_size": [f"{FSDP}.wrap_policy.min_num_params=30000"],
+    "traffic": [
+        f"{FSDP}.reshard_after_forward=false",
+        f"{FSDP}.forward_prefetch=true",
+        f"{FSDP}.wrap_policy.min_num_params=30000",
+    ],
     "float16": [f"{FSDP}.dtype=float16"],
 }
 # A second step samples from weights that Adam moved: it divides gradients by their own size, so
-# rounding in small ones (float32 sums in another order, or float16) comes back larger.
-REL = {"plain": 0.0, "offloaded": 0.0, "float16": 0.1}
+# rounding in small ones (float32 sums in another order) comes back larger.
+REL = {"plain": 0.0, "offloaded": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,14 @@ def results(tmp_path_factory) -> dict[str, Result]:
     return dict(zip(VARIANTS, run_jobs(folder, jobs, world_size=4), strict=True))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def trained(result: Result) -> list[dict[str, float]]:
+    assert not result.refused
+    return [row for row in result.rows if "actor/grad_norm" in row]
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "float16"])
 def test_two_steps_are_those_of_plain_sharding(results: dict[str, Result], name: str) -> None:
-    assert not results[name].refused
-    plain, rows = (
-        [row for row in results[job].rows if "actor/grad_norm" in row] for job in ("plain", name)
-    )
+    plain, rows = trained(results["plain"]), trained(results[name])
     assert len(rows) == len(plain) == 2
     for row, expected in zip(rows, plain, strict=True):
         compared = [k for k in expected if k.startswith(("actor/", "critic/", "response_length/"))]
@@ -57,6 +60,9 @@ def test_two_steps_are_those_of_plain_sharding(results: dict[str, Result], name:
             assert row[key] == want, key
 
 
-def test_float16_is_not_float32(results: dict[str, Result]) -> None:
-    norms = {name: results[name].rows[0]["actor/grad_norm"] for name in ("plain", "float16")}
-    assert norms["plain"] != norms["float16"]
+def test_float16_computes_the_same_otherwise(results: dict[str, Result]) -> None:
+    """The first loss scale is too large for 64 tokens: such a step is skipped, its norm is none."""
+    plain, half = trained(results["plain"])[0], trained(results["float16"])[0]
+    assert half["actor/entropy"] != plain["actor/entropy"]
+    assert half["actor/entropy"] == pytest.approx(plain["actor/entropy"], rel=1e-2)
+    assert half["actor/grad_norm"] is None
