@@ -134,21 +134,25 @@ class Chunks:
             wide.itemsize + (hidden.dtype.itemsize if narrow and backward else 0)
         )
         spare = min(WIDENED_BYTES, budget_bytes // 8) if narrow else 0
-        self.size = _chunk_rows(hidden.shape[0], (budget_bytes - spare) // row_bytes)
+        rows, self.size = _buffer_rows(hidden.shape[0], (budget_bytes - spare) // row_bytes)
         if deterministic:
-            self.size = _DETERMINISTIC_ROWS
-        rows = self.size if deterministic else min(self.size, hidden.shape[0])
+            rows = self.size = _DETERMINISTIC_ROWS
+        elif not backward:
+            rows = min(rows, self.size)
         self._logits = hidden.new_empty(rows, weight.shape[0], dtype=wide)
-        self.gradient = hidden.new_empty(self._logits.shape) if narrow and backward else None
+        self.separate = narrow and backward  # gradients do not take the place of logits
+        self.gradient = self._logits
+        if self.separate:
+            self.gradient = hidden.new_empty(self._logits.shape)
 
     def slices(self) -> Iterator[slice]:
         for begin in range(0, self.hidden.shape[0], self.size):
             yield slice(begin, min(begin + self.size, self.hidden.shape[0]))
 
-    def logits(self, rows: slice) -> Tensor:
-        """[rows, V], in the buffer: valid until the next call."""
+    def logits(self, rows: slice, offset: int = 0) -> Tensor:
+        """[rows, V], in the buffer from `offset` on: valid until the next call."""
         hidden = self._padded(self.hidden[rows])
-        out = self._logits[: hidden.shape[0]]
+        out = self._logits[offset : offset + hidden.shape[0]]
         mixed_product(out, hidden, self.weight, self.bias)
         return out[: rows.stop - rows.start]
 
@@ -167,14 +171,16 @@ class Chunks:
         return padded
 
 
-def _chunk_rows(rows: int, most: int) -> int:
-    """Equal chunks of at most `most` rows, in whole tiles of the matrix products."""
+def _buffer_rows(rows: int, most: int) -> tuple[int, int]:
+    """(rows of the buffer, of a chunk): equal chunks, in whole tiles of the matrix products."""
     most = max(1, most)
-    if most < 128:
-        return most
-    most -= most % 128
-    equal = rows / -(-rows // most) if rows else most
-    return min(most, -int(-equal // 128) * 128)
+    if most >= 128:
+        most -= most % 128
+    size = most
+    if most >= 128 and rows:
+        equal = rows / -(-rows // most)
+        size = min(most, -int(-equal // 128) * 128)
+    return min(most, rows), size
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
@@ -232,7 +238,7 @@ def _linear_backward_op(hidden, weight, bias, token_ids, *arguments):
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, True)
     grads = LinearGrads(chunks, wanted, main_grad)
     for rows in chunks.slices():
-        logits = chunks.logits(rows)
+        logits = grads.logits(rows)
         grad_logits = grads.room(logits)
         rows_backward(
             logits, grad_logits, token_ids[rows], options.rows(rows),
@@ -260,22 +266,31 @@ class LinearGrads:
         self.has_weight = main_grad is not None  # else the first product is not added, but stored
         self.pending: list[tuple[Tensor, slice | Tensor]] = []
 
+    def logits(self, rows: slice) -> Tensor:
+        """Those of the chunk, beside the gradients that wait where both share a buffer."""
+        if self.chunks.separate:
+            return self.chunks.logits(rows)
+        return self.chunks.logits(rows, self._room_for(rows.stop - rows.start))
+
     def room(self, logits: Tensor) -> Tensor:
         """Where the gradient of these logits goes; `add` it then."""
-        buffer = self.chunks.gradient
-        if buffer is None:
+        if not self.chunks.separate:
             return logits
-        filled = sum(grad.shape[0] for grad, _ in self.pending)
-        if filled + logits.shape[0] > buffer.shape[0]:
-            self._multiply()
-            filled = 0
-        return buffer[filled : filled + logits.shape[0]]
+        begin = self._room_for(logits.shape[0])
+        return self.chunks.gradient[begin : begin + logits.shape[0]]
 
     def add(self, grad_logits: Tensor, rows: slice | Tensor) -> None:
         """`rows`: where in T these rows lie. They are multiplied once the buffer is full."""
         self.pending.append((grad_logits, rows))
-        if self.chunks.gradient is None:
+
+    def _room_for(self, count: int) -> int:
+        """The first free row of the buffer, `count` of them being free."""
+        count = self.chunks.gradient.shape[0] if self.chunks.pad else count
+        filled = sum(grad.shape[0] for grad, _ in self.pending)
+        if filled + count > self.chunks.gradient.shape[0]:
             self._multiply()
+            return 0
+        return filled
 
     def _multiply(self) -> None:
         if not self.pending:

@@ -225,7 +225,7 @@ def _linear_policy_gradient(hidden, weight, bias, token_ids, *arguments):
     grads = LinearGrads(chunks, wanted)
     log_probs, entropy = (torch.empty_like(per_token[-1]) for _ in range(2))
     for rows in chunks.slices():
-        logits = chunks.logits(rows)
+        logits = grads.logits(rows)
         found = rows_forward(logits, token_ids[rows], options.rows(rows), False, backend)[:4]
         log_probs[rows], entropy[rows] = found[0], found[1]
         if not any(wanted):
