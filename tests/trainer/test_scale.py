@@ -61,8 +61,8 @@ def test_two_steps_are_those_of_plain_sharding(results: dict[str, Result], name:
 
 
 def test_float16_computes_the_same_otherwise(results: dict[str, Result]) -> None:
-    """The first loss scale is too large for 64 tokens: such a step is skipped, its norm is none."""
+    """The first step; a later one may overflow the first loss scale, and is then skipped."""
     plain, half = trained(results["plain"])[0], trained(results["float16"])[0]
     assert half["actor/entropy"] != plain["actor/entropy"]
-    assert half["actor/entropy"] == pytest.approx(plain["actor/entropy"], rel=1e-2)
-    assert half["actor/grad_norm"] is None
+    for key in ("actor/entropy", "actor/grad_norm"):
+        assert half[key] == pytest.approx(plain[key], rel=2e-2), key
