@@ -1,0 +1,133 @@
+"""Whole GRPO steps against TRL's GRPOTrainer: tokens per second, peak memory, and where time goes.
+
+Same model (SmolLM2-135M), prompts, reward, batch, hyper-parameters and engine (vLLM, eager, plain
+linears on a CPU), one rank, each in a process of its own. Prompts and answers differ much in
+length. First both are given the same rollouts in float32: loss and advantages must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from benchmarks._end_to_end_data import write
+from benchmarks.frame import KEYS, OURS, ROOT, Bench, line
+
+MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
+STEPS = 3  # after one that warms up
+PROMPTS, N, MAX_PROMPT, MAX_RESPONSE, MICRO_BATCH = 4, 8, 384, 64, 8
+PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
+
+
+def run(bench: Bench) -> None:
+    if bench.quick or not MODEL.exists():
+        print("# end_to_end: needs the demo's model: `python examples/demo/prepare.py`", flush=True)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder / "train.parquet", PROMPTS * (STEPS + 1))
+        job = {
+            "train": str(folder / "train.parquet"),
+            "model": str(MODEL),
+            "micro_batch": MICRO_BATCH,
+            "responses": PROMPTS * N,
+            "n": N,
+            "max_response_length": MAX_RESPONSE,
+            "max_model_len": MAX_PROMPT + MAX_RESPONSE,
+            "kv_cache_bytes": 2**28,
+            "lr": 1e-6,
+        }
+        agreement = _worker("trl", folder / "agree", job | {"steps": 1, "rollouts": True})
+        for what, difference in _worker("ours", folder / "agree", agreement).items():
+            print(f"# same rollouts, float32: {what} differs from TRL's by {difference:.1e}")
+        trl = _worker("trl", folder / "trl", job | {"steps": STEPS + 1})
+        ours = _ours(folder / "ours", job)
+    rates = {}
+    for impl, result in (("trl", trl), (OURS, ours)):
+        seconds = [p["step"] for p in result["phases"][1:]]
+        rates[impl] = sum(result["tokens"][1:]) / sum(seconds)
+        for phase in ("step", *PHASES):
+            times = sorted(p.get(phase, 0.0) * 1e3 for p in result["phases"][1:])
+            row = dict.fromkeys(KEYS) | {
+                "op": "end_to_end",
+                "pass": phase,
+                "impl": impl,
+                "shape": f"{PROMPTS}x{N} responses",
+                "dtype": "float32→bf16",
+                "device": bench.device_name,
+                "ms_p20": times[0],
+                "ms_p50": median(times),
+                "ms_p80": times[-1],
+            }
+            if phase == "step":
+                row["peak_mib"] = result["peak_rss_gib"] * 1024
+                row["ratio_to_best_peer"] = rates[impl] / rates["trl"] if impl == OURS else None
+            bench.rows.append(row)
+            print(line(row), flush=True)
+        print(f"# {impl}: {rates[impl]:.0f} tokens/s, {result['peak_rss_gib']:.2f} GiB", flush=True)
+    share = ours["peak_rss_gib"] / trl["peak_rss_gib"]
+    print(f"# {rates[OURS] / rates['trl']:.2f}x TRL's tokens/s in {share:.0%} of its memory")
+
+
+def _worker(side: str, folder: Path, job: dict) -> dict:
+    """Run one side in a process of its own; what it wrote."""
+    folder.mkdir(exist_ok=True)
+    job |= {"out": str(folder), "result": str(folder / f"{side}.json")}
+    (folder / "job.json").write_text(json.dumps(job))
+    module = f"benchmarks._end_to_end_{side}"
+    _program([sys.executable, "-m", module, str(folder / "job.json")], folder / f"{side}.log")
+    return json.loads(Path(job["result"]).read_text())
+
+
+def _ours(folder: Path, job: dict) -> dict:
+    settings = {
+        "model.path": job["model"],
+        "data.train_files": job["train"],
+        "data.train_batch_size": PROMPTS,
+        "data.max_prompt_length": MAX_PROMPT,
+        "data.max_response_length": MAX_RESPONSE,
+        "data.shuffle": False,
+        "actor.ppo_max_token_len_per_gpu": MICRO_BATCH * job["max_model_len"] // 2,
+        "actor.optim.lr": job["lr"],
+        "rollout.n": N,
+        "rollout.enforce_eager": True,
+        "rollout.kv_cache_gib": job["kv_cache_bytes"] / 2**30,
+        "reward.custom_reward_function.path": str(ROOT / "benchmarks/_end_to_end_data.py"),
+        "trainer.total_training_steps": STEPS + 1,
+        "trainer.default_local_dir": str(folder),
+        "trainer.logger": "[jsonl]",
+    }
+    folder.mkdir()
+    (folder / "config.yaml").write_text("")
+    pairs = [f"{key}={value}" for key, value in settings.items()]
+    cli = [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "config.yaml"), *pairs]
+    _program(cli, folder / "log")
+    steps = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    return {
+        "phases": [{p: s.get(f"timing_s/{p}", 0.0) for p in ("step", *PHASES)} for s in steps],
+        "tokens": [s["perf/total_num_tokens"] for s in steps],
+        "peak_rss_gib": summary["peak_rss_gib"],
+    }
+
+
+def _program(command: list[str], log: Path) -> None:
+    with log.open("w") as out:
+        done = subprocess.run(
+            command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=_environment(), timeout=900
+        )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:3])} ended with {done.returncode}:\n{_tail(log)}")
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text().splitlines()[-15:])
