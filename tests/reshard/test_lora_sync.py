@@ -73,13 +73,10 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     }
 
 
-@pytest.mark.parametrize(("architecture", "world_size"), [("llama", 4), ("qwen2", 2)])
-def test_merged_weights_and_a_base_that_moves_once(
-    tmp_path: Path, architecture: str, world_size: int
-) -> None:
-    """Row- and column-sharded weights, tied and untied embeddings, biases."""
-    path = save_tiny(architecture, tmp_path)
-    results = run_ranks(sync_body, world_size, path, 2, timeout_s=240)
+def test_merged_weights_and_a_base_that_moves_once(tmp_path: Path) -> None:
+    """Row- and column-sharded weights into two engines, tied embeddings."""
+    path = save_tiny("llama", tmp_path)
+    results = run_ranks(sync_body, 4, path, 2, timeout_s=400)
     for result in results:
         assert result["wrong"] == [[], [], [], []]
         assert result["adapted"] == result["adapters"] == 14
@@ -130,7 +127,7 @@ def rollout_body(rank: int, world_size: int, path: str, beside: bool) -> dict:
 def test_rollouts_follow_every_step_of_the_adapters(tmp_path: Path, beside: bool) -> None:
     """The same prompts each time: a stale adapter or a cached prefix would repeat itself."""
     path = save_tiny("qwen2", tmp_path)
-    for result in run_ranks(rollout_body, 2, path, beside, timeout_s=240):
+    for result in run_ranks(rollout_body, 2, path, beside, timeout_s=400):
         for version, (gap, gap_of_base) in enumerate(result["gaps"]):
             assert gap < 1e-4  # float32 on both sides, sums in another order
             assert (gap_of_base > 1e-2) == (version > 0), "adapters begin at zero, then count"

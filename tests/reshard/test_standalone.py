@@ -142,7 +142,7 @@ def standalone_body(rank: int, world_size: int, path: str) -> dict:
 
 def test_plain_model_and_plain_vllm(tmp_path: Path) -> None:
     path = save_tiny("qwen2", tmp_path)
-    for result in run_ranks(standalone_body, 2, path, timeout_s=240):
+    for result in run_ranks(standalone_body, 2, path, timeout_s=400):
         assert result["wrong"] == []
         before, after, again = result["tokens"]
         assert before == again != after
@@ -160,7 +160,7 @@ def test_the_example_runs_and_its_log_probs_agree(tmp_path: Path) -> None:
         [sys.executable, *command, str(script), path],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         cwd=root,
     )
     assert run.returncode == 0, run.stdout + run.stderr
