@@ -34,3 +34,6 @@ LINEAR = {"rtol": 1e-4, "atol": 2e-5}
 TRL = VERL
 # TRL divides by std + 1e-4, ours by sqrt(var + 1e-8), for values of size 1.
 TRL_EPSILON = {"rtol": 2e-4, "atol": 1e-5}
+
+# An adapter merged by PEFT and by us: W + s (B A) against W + (s B) A in float32, weights below 1.
+MERGED = {"rtol": 1e-6, "atol": 1e-7}

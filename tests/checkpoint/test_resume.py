@@ -78,7 +78,7 @@ def test_sft(tmp_path: Path) -> None:
             **{
                 "trainer.default_local_dir": folder,
                 "trainer.n_gpus_per_node": 2,
-                "trainer.total_epochs": 12,
+                "trainer.total_epochs": 24,
                 "trainer.save_freq": 4,
                 "trainer.max_actor_ckpt_to_keep": 2,
                 "trainer.test_freq": 12,
