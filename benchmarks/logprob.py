@@ -8,6 +8,11 @@ from hybridengine.kernels import logprob, token_log_probs
 from benchmarks import peers
 from benchmarks.frame import OURS, Bench, rms_error
 
+NOT_COMPARED = {
+    "liger": "its log-softmax of given logits is a Triton kernel, without entropy",
+    "cut_cross_entropy": "takes hidden states, not logits: see linear_logprob",
+}
+
 
 def shapes(bench: Bench) -> list[tuple[int, int]]:
     if bench.quick:
@@ -18,6 +23,8 @@ def shapes(bench: Bench) -> list[tuple[int, int]]:
 
 
 def run(bench: Bench) -> None:
+    for name, why in NOT_COMPARED.items():
+        print(f"# {name}: {why}")
     for rows, vocab in shapes(bench):
         for dtype in (torch.float32, torch.bfloat16):
             one_shape(bench, rows, vocab, dtype)
