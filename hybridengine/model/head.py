@@ -108,7 +108,7 @@ def _give_log_probs(model: nn.Module, head: nn.Linear, scale: float, softcap: fl
             whole(*args, **kwargs)
         finally:
             asked, result, found = None, found, None
-        return result[..., 0], result[..., 1]
+        return result
 
     def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
         nonlocal found
@@ -122,14 +122,11 @@ def _give_log_probs(model: nn.Module, head: nn.Linear, scale: float, softcap: fl
             )
         dtype = torch.promote_types(rows.dtype, self.weight.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        results = torch.stack(
-            linear_token_log_probs(
-                rows.to(dtype), self.weight.to(dtype), asked.target_ids, bias, asked.temperature,
-                logit_scale=scale, softcap=softcap,
-            ), dim=-1,
+        found = linear_token_log_probs(
+            rows.to(dtype), self.weight.to(dtype), asked.target_ids, bias, asked.temperature,
+            logit_scale=scale, softcap=softcap,
         )  # fmt: skip
-        found = results.clone()  # what the model does to its "logits" meets the other one
-        return results[None]
+        return found[0].detach().clone()[None, :, None]  # its "logits", for the model to go on with
 
     forward.gives_log_probs = True
     model.forward = forward
