@@ -29,7 +29,11 @@ class Result:
         return self.rows[-1]
 
 
+# picky tells the responses to two of the eight prompts apart, and to the others never: a batch of
+# four prompts can then not be full of signal, whatever was sampled.
 REWARD = """
+from zlib import crc32
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     words = [int(word[1:]) for word in solution_str.split() if word.startswith("w")]
     low, high = ground_truth
@@ -38,6 +42,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def shorter(data_source, solution_str, ground_truth, extra_info):
     return -len(solution_str.split()) / 4
+
+def picky(data_source, solution_str, ground_truth, extra_info):
+    apart = ground_truth[0] == 3
+    return {"score": crc32(solution_str.encode()) / 2**32 if apart else 0.5, "never": 0.0}
 """
 
 

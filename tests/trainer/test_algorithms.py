@@ -50,7 +50,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
     jobs["kl_loss"] = ["actor.use_kl_loss=true", "trainer.total_training_steps=2"]
     jobs["filtered"] = [
         "algorithm.filter_groups.enable=true",
-        "algorithm.filter_groups.metric=even",
+        "reward.custom_reward_function.name=picky",
         "algorithm.filter_groups.max_num_gen_batches=3",
         "rollout.n=2",
     ]
@@ -146,7 +146,7 @@ def test_dynamic_sampling_is_bounded(results) -> None:
     rows = results["filtered"].rollouts["step_1"]
     assert len(rows) == 4 * 2
     assert 1 < last["training/num_gen_batches"] <= 3
-    flat = [len({row["even"] for row in rows[i : i + 2]}) == 1 for i in range(0, 8, 2)]
+    flat = [len({row["reward"] for row in rows[i : i + 2]}) == 1 for i in range(0, 8, 2)]
     assert sum(flat) == last["training/groups_without_signal"]
 
 

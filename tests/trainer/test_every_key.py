@@ -42,6 +42,12 @@ CRITIC = ("algorithm.adv_estimator=gae", TWO_STEPS)
 KL_LOSS = ("actor.use_kl_loss=true", "actor.ppo_epochs=2")
 KL_REWARD = ("algorithm.use_kl_in_reward=true", TWO_STEPS)
 ADAPTIVE = (*KL_REWARD, "algorithm.kl_ctrl.type=adaptive")
+FAR_KL = (  # far above the default target: low_var_kl is never negative, and the step is huge
+    *ADAPTIVE,
+    "algorithm.kl_penalty=low_var_kl",
+    "actor.optim.lr=0.1",
+    "trainer.total_training_steps=3",
+)
 CLIP_COV = (
     "actor.policy_loss.loss_mode=clip_cov",
     "actor.policy_loss.clip_cov_ratio=0.5",
@@ -54,7 +60,12 @@ TWO_REWARDS = (
     "reward.custom_reward_function.name=[compute_score,shorter]",
 )
 GDPO = (*TWO_REWARDS, "algorithm.adv_estimator=gdpo")
-FILTERED = ("algorithm.filter_groups.enable=true", "rollout.n=2")
+FILTERED = (
+    "algorithm.filter_groups.enable=true",
+    "algorithm.filter_groups.max_num_gen_batches=2",
+    "reward.custom_reward_function.name=picky",
+    "rollout.n=2",
+)
 REJECTED = (
     "rollout.dtype=bfloat16",
     "algorithm.rollout_correction.rollout_rs=token_k2",
@@ -136,12 +147,9 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "algorithm.kl_ctrl.type": ("adaptive", KL_REWARD),
     "algorithm.kl_ctrl.kl_coef": ("0.5", KL_REWARD),
     "algorithm.kl_ctrl.horizon": ("100", ADAPTIVE),
-    "algorithm.kl_ctrl.target_kl": ("1e9", (*ADAPTIVE, "trainer.total_training_steps=3")),
-    "algorithm.filter_groups.metric": ("even", FILTERED),
-    "algorithm.filter_groups.max_num_gen_batches": (
-        "1",
-        (*FILTERED, "algorithm.filter_groups.metric=even"),
-    ),
+    "algorithm.kl_ctrl.target_kl": ("1e9", FAR_KL),
+    "algorithm.filter_groups.metric": ("never", FILTERED),
+    "algorithm.filter_groups.max_num_gen_batches": ("1", FILTERED),
     "algorithm.rollout_correction.rollout_is": ("null", ("rollout.dtype=bfloat16",)),
     "algorithm.rollout_correction.rollout_is_threshold": ("1.0", ("rollout.dtype=bfloat16",)),
     "algorithm.rollout_correction.rollout_rs": ("seq_max_k2", REJECTED),
