@@ -1,0 +1,80 @@
+"""Models of 70B and 671B parameters, planned from their configurations: nothing is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.multirank
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+
+def plan_one(folder: str, config, world_size: int, tp_size: int) -> dict[str, object]:
+    """What recording one model loaded, and its plan at `world_size` ranks."""
+    from hybridengine.reshard import ShardSpec, build_plan, layers
+    from hybridengine.reshard.advisor import record_engine_layouts
+
+    path = Path(folder) / type(config).__name__
+    config.save_pretrained(path)
+    loaded, record = [], layers.record_layout
+
+    def counted(model, load_weights, tensors, *args):
+        loaded.append({layers.split_layer(name)[1] for name in tensors} - {None})
+        return record(model, load_weights, tensors, *args)
+
+    layers.record_layout = counted
+    try:
+        shapes, layouts = record_engine_layouts(str(path), tp_size)
+    finally:
+        layers.record_layout = record
+    holders = tuple((rank,) for rank in range(world_size))
+    sources = {n: ShardSpec(s, torch.float32, 0, holders) for n, s in shapes.items()}
+    plan = build_plan(sources, [layouts[r * tp_size // world_size] for r in range(world_size)])
+    kinds = {id(kind) for kind in plan._kinds.values()}
+    return {
+        "loaded": loaded,
+        "exact": plan.bytes_received == plan.lower_bound,
+        "needed": sum(plan.bytes_needed) * tp_size // world_size,
+        "engine": 2 * sum(torch.Size(s).numel() for s in shapes.values()),
+        "sources": len(shapes),
+        "kinds": len(kinds),
+        "staged": plan.staging_bytes,
+        "fallback": plan.fallback,
+    }
+
+
+def plan_both(rank: int, world_size: int, folder: str) -> dict[str, dict[str, object]]:
+    import torch.distributed as dist
+    from transformers import DeepseekV3Config, LlamaConfig
+
+    dist.destroy_process_group()  # the advisor makes a world of its own
+    llama = LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    deepseek = DeepseekV3Config(  # 3 dense layers, then experts: 12 of the 61 layers
+        num_hidden_layers=12, topk_method="noaux_tc", scoring_func="sigmoid",
+        architectures=["DeepseekV3ForCausalLM"],
+    )  # fmt: skip
+    return {
+        "llama": plan_one(folder, llama, 64, 2),
+        "deepseek": plan_one(folder, deepseek, 1024, 2),
+    }
+
+
+def test_three_layers_of_each_kind_are_loaded_and_the_plan_is_exact(tmp_path: Path) -> None:
+    (plans,) = run_ranks(plan_both, 1, str(tmp_path), timeout_s=300)
+    llama, deepseek = plans["llama"], plans["deepseek"]
+    # The first layer is a kind of its own: it owns the rotary table that all of them use.
+    assert llama["loaded"] == [{0, 1, 2, 79}] * 2, "once per TP rank, three of equal layers"
+    assert deepseek["loaded"] == [{0, 1, 2, 3, 4, 11}] * 2, "three dense ones, three with experts"
+    assert llama["engine"] > 140e9 and deepseek["engine"] > 210e9
+    for name, plan in plans.items():
+        assert plan["exact"] and plan["fallback"] == {}, name
+        assert plan["needed"] >= plan["engine"], name  # replicated norms on top
+        assert plan["staged"] <= 64 << 20, name
+        assert plan["kinds"] < 30 < plan["sources"], (name, "worked out once per kind of layer")
