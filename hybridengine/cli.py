@@ -14,11 +14,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybridengine.config import PPO, ConfigError, SFTConfig, load_config, load_sft_config
+from hybridengine.config import (
+    PPO,
+    ConfigError,
+    GRPOConfig,
+    JobConfig,
+    SFTConfig,
+    load_config,
+    load_sft_config,
+)
 from hybridengine.launch import (
     EXIT_USER_ERROR,
     USER_ERRORS,
-    JobConfig,
     launch_ranks,
     print_error,
     run_rank,
@@ -91,13 +98,12 @@ def _run(config: JobConfig, dry_run: bool) -> int:
 
 def _plan(config: JobConfig, dry_run: bool) -> Table:
     from hybridengine.preflight import check_grpo, check_sft
+    from hybridengine.trainer.plan import plan_table, sync_volume
+    from hybridengine.trainer.sft import sft_plan
 
     if isinstance(config, SFTConfig):
-        from hybridengine.trainer.sft import sft_plan
-
         return sft_plan(config, *check_sft(config))
-    from hybridengine.trainer.plan import plan_table, sync_volume
-
+    assert isinstance(config, GRPOConfig)
     table = plan_table(config, *check_grpo(config))
     if dry_run:  # the run itself prints what it has planned
         table.add_row("[bold]weight sync", sync_volume(config))

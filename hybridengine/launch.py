@@ -18,6 +18,7 @@ from hybridengine.checkpoint.folders import CheckpointError
 from hybridengine.config import (
     ConfigError,
     GRPOConfig,
+    JobConfig,
     SFTConfig,
     config_to_yaml,
     load_config,
@@ -33,7 +34,6 @@ from hybridengine.tracking.status import clear_status, read_status
 __all__ = [
     "EXIT_USER_ERROR",
     "USER_ERRORS",
-    "JobConfig",
     "launch_ranks",
     "print_error",
     "run_rank",
@@ -41,9 +41,6 @@ __all__ = [
 
 USER_ERRORS = (CheckpointError, ConfigError, DataError, ModelError, RewardError)
 EXIT_USER_ERROR = 2
-
-JobConfig = GRPOConfig | SFTConfig
-_LOADERS = {GRPOConfig: load_config, SFTConfig: load_sft_config}
 
 
 def launch_ranks(config: JobConfig) -> str | None:
@@ -124,7 +121,7 @@ def run_rank(config: JobConfig) -> int:
     try:
         if isinstance(config, SFTConfig):
             train_sft(config)
-        else:
+        elif isinstance(config, GRPOConfig):
             train_grpo(config)
     except USER_ERRORS:  # the rank has said it, with its phase; a traceback would bury that
         return EXIT_USER_ERROR
@@ -139,5 +136,5 @@ def print_error(error: Exception | str) -> None:
 
 
 if __name__ == "__main__":
-    [load] = [load for schema, load in _LOADERS.items() if schema.__name__ == sys.argv[1]]
+    load = load_sft_config if sys.argv[1] == SFTConfig.__name__ else load_config
     sys.exit(run_rank(load(sys.argv[2])))

@@ -56,20 +56,11 @@ def _check_reward_names(config: GRPOConfig, extras: list[str]) -> None:
     wanted = {}
     if algorithm.filter_groups.enable:
         wanted["filter_groups.metric"] = [algorithm.filter_groups.metric]
-    if "reward_parts" in NEEDS[algorithm.adv_estimator]:
-        keys = algorithm.gdpo_reward_keys
-        wanted["gdpo_reward_keys"] = there if keys is None else list(keys)
-        weights = algorithm.gdpo_reward_weights
-        if weights is not None and len(weights) != len(wanted["gdpo_reward_keys"]):
-            raise ConfigError(
-                f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the rewards "
-                f"{wanted['gdpo_reward_keys']}; give one for each"
-            )
-        if not there:
-            raise ConfigError(
-                f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, but the reward gives one "
-                "number; let it return a dict of several, or give several functions"
-            )
+    if "reward_parts" in NEEDS[algorithm.adv_estimator] and not there:
+        raise ConfigError(
+            f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, but the reward gives one "
+            "number; let it return a dict of several, or give several functions"
+        )
     for key, names in wanted.items():
         if missing := sorted(set(names) - set(there) - set(SCORE_NAMES)):
             raise ConfigError(

@@ -7,9 +7,16 @@ the one table of them.
     config = load_config("examples/demo/config.yaml", ["actor.optim.lr=1e-6"])
 """
 
-from hybridengine.config.loading import ALIASES, PPO, ConfigError, config_to_yaml, load_config
-from hybridengine.config.schema import GRPOConfig
-from hybridengine.config.sft import SFT_ALIASES, SFTConfig, load_sft_config
+from hybridengine.config.aliases import ALIASES, SFT_ALIASES
+from hybridengine.config.loading import (
+    PPO,
+    ConfigError,
+    config_to_yaml,
+    keys_of,
+    load_config,
+    load_sft_config,
+)
+from hybridengine.config.schema import GRPOConfig, JobConfig, SFTConfig
 
 __all__ = [
     "ALIASES",
@@ -17,8 +24,10 @@ __all__ = [
     "SFT_ALIASES",
     "ConfigError",
     "GRPOConfig",
+    "JobConfig",
     "SFTConfig",
     "config_to_yaml",
+    "keys_of",
     "load_config",
     "load_sft_config",
 ]

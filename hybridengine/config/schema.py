@@ -1,37 +1,45 @@
-"""Every key of a GRPO run, its type, its default and its limits."""
+"""Every key of a run, its type, its limits and its default."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-__all__ = ["GRPOConfig"]
+from pydantic import BeforeValidator, Field
+
+__all__ = ["GRPOConfig", "JobConfig", "SFTConfig"]
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+Natural = Annotated[int, Field(ge=0, strict=True)]
+OrOff = Annotated[int, Field(ge=-1, strict=True)]  # -1: off, or all
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
+NotNegative = Annotated[float, Field(ge=0, strict=True)]
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+Discount = Annotated[float, Field(ge=0, le=1, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
-def _setting(
-    default: Any,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    """A config field with the limits that `_check_limits` enforces."""
-    limits = {"at_least": at_least, "above": above, "at_most": at_most, "choices": choices}
-    return field(default=default, metadata=limits)
+def _listed(given: Any) -> Any:
+    """A text alone is a list of one."""
+    return ((given,) if given else ()) if isinstance(given, str) else given
 
 
-_KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Truncation = Literal["error", "left", "right"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KLLossType = Literal[KLType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
 
 @dataclass(frozen=True)
 class TrainedModelConfig:
     path: str = ""  # a Hugging Face folder, or a name in the local cache or the hub
-    trust_remote_code: bool = False
-    enable_gradient_checkpointing: bool = False
-    use_fused_kernels: bool = True  # log-probs straight from hidden states; false: whole logits
-    lora_rank: int = _setting(0, at_least=0)  # 0: all weights are trained
-    lora_alpha: float = _setting(16, above=0)  # adapters are scaled by lora_alpha / lora_rank
+    trust_remote_code: Flag = False
+    enable_gradient_checkpointing: Flag = False
+    use_fused_kernels: Flag = True  # log-probs straight from hidden states; false: whole logits
+    lora_rank: Natural = 0  # 0: all weights are trained
+    lora_alpha: Positive = 16.0  # adapters are scaled by lora_alpha / lora_rank
     target_modules: str | tuple[str, ...] = "all-linear"  # or names of linear layers
 
 
@@ -42,138 +50,115 @@ class ModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class DataConfig:
-    train_files: str | tuple[str, ...] = ""
-    val_files: str | tuple[str, ...] | None = None  # null: no validation at all
+    train_files: Texts = ()
+    val_files: Texts | None = None  # null: no validation at all
     prompt_key: str = "prompt"
     reward_fn_key: str = "data_source"
-    train_batch_size: int = _setting(64, at_least=1)  # prompts per step
-    val_batch_size: int | None = _setting(None, at_least=1)  # prompts per call; null: all at once
-    max_prompt_length: int = _setting(512, at_least=1)  # tokens
-    max_response_length: int = _setting(512, at_least=1)  # tokens
-    truncation: str = _setting("error", choices=("error", "left", "right"))
-    filter_overlong_prompts: bool = False  # drop, and count, prompts above max_prompt_length
-    shuffle: bool = True
+    train_batch_size: Count = 64  # prompts per step
+    val_batch_size: Count | None = None  # prompts per call; null: all at once
+    max_prompt_length: Count = 512  # tokens
+    max_response_length: Count = 512  # tokens
+    truncation: Truncation = "error"
+    filter_overlong_prompts: Flag = False  # drop, and count, prompts above max_prompt_length
+    shuffle: Flag = True
     chat_template: str | None = None  # Jinja text or a file; null: the tokenizer's own
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    lr: float = _setting(1e-6, above=0)
-    lr_warmup_steps: int = _setting(0, at_least=0)
-    weight_decay: float = _setting(0.01, at_least=0)
-    betas: tuple[float, float] = _setting((0.9, 0.999), at_least=0, at_most=1)
-    lr_scheduler_type: str = _setting("constant", choices=("constant", "linear", "cosine"))
+class RateConfig:
+    lr: Positive = 1e-6
+    lr_warmup_steps: Natural = 0
+
+
+@dataclass(frozen=True)
+class OptimConfig(RateConfig):
+    weight_decay: NotNegative = 0.01
+    betas: tuple[Discount, Discount] = (0.9, 0.999)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
 
 
 @dataclass(frozen=True)
 class WrapPolicyConfig:
-    min_num_params: int = _setting(0, at_least=0)  # of an FSDP group; 0: one per decoder layer
+    min_num_params: Natural = 0  # of an FSDP group; 0: one per decoder layer
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    fsdp_size: int = _setting(-1, at_least=-1)  # ranks that share one copy of the model; -1: all
-    dtype: str = _setting("bfloat16", choices=("bfloat16", "float16", "float32"))  # of the compute
-    optimizer_offload: bool = False  # Adam's moments are on the device during the step only
-    reshard_after_forward: bool = True  # false: keep gathered weights until their backward
-    forward_prefetch: bool = False  # gather the next layer's weights during this one's forward
-    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+    fsdp_size: OrOff = -1  # ranks that share one copy of the model; -1: all
+    dtype: Dtype = "bfloat16"  # of the compute
+    optimizer_offload: Flag = False  # Adam's moments are on the device during the step only
+    reshard_after_forward: Flag = True  # false: keep gathered weights until their backward
+    forward_prefetch: Flag = False  # gather the next layer's weights during this one's forward
+    wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
 
 
 @dataclass(frozen=True)
 class FsdpConfig(ShardingConfig):
-    param_offload: bool = False  # weights wait in host memory while the engine generates
+    param_offload: Flag = False  # weights wait in host memory while the engine generates
 
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    loss_mode: str = _setting(
-        "vanilla",
-        choices=(
-            "vanilla",
-            "gspo",
-            "geo_mean",
-            "cispo",
-            "sapo",
-            "dppo_tv",
-            "dppo_kl",
-            "gpg",
-            "clip_cov",
-            "kl_cov",
-        ),
-    )
-    clip_cov_ratio: float = _setting(2e-4, above=0, at_most=1)  # clip_cov: share of the tokens
-    clip_cov_lb: float = 1.0  # clip_cov: from those whose covariance is between lb and ub
-    clip_cov_ub: float = 5.0
-    kl_cov_ratio: float = _setting(2e-4, above=0, at_most=1)  # kl_cov: share of the tokens
-    ppo_kl_coef: float = _setting(0.1, at_least=0)  # kl_cov: weight of their KL
+    loss_mode: Literal[
+        "vanilla", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "gpg",
+        "clip_cov", "kl_cov",
+    ] = "vanilla"  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ActorConfig:
-    ppo_mini_batch_size: int | None = _setting(None, at_least=1)  # prompts per optimizer step
-    ppo_epochs: int = _setting(1, at_least=1)
-    ppo_max_token_len_per_gpu: int = _setting(16384, at_least=1)  # tokens in one micro-batch
-    clip_ratio: float = _setting(0.2, above=0)
-    clip_ratio_low: float | None = _setting(None, above=0, at_most=1)  # null: clip_ratio
-    clip_ratio_high: float | None = _setting(None, above=0)  # null: clip_ratio
-    clip_ratio_c: float = _setting(3.0, above=1)  # dual clip, for negative advantages
-    loss_agg_mode: str = _setting(
-        "token-mean",
-        choices=(
-            "token-mean",
-            "token-sum",
-            "seq-mean-token-sum",
-            "seq-mean-token-mean",
-            "seq-mean-token-sum-norm",  # Dr.GRPO: divided by loss_scale_factor
-        ),
-    )
-    loss_scale_factor: float | None = _setting(None, above=0)  # null: data.max_response_length
-    tau_pos: float = _setting(1.0, above=0)  # sapo: temperature for positive advantages
-    tau_neg: float = _setting(1.05, above=0)
-    entropy_coeff: float = 0.0
-    use_kl_loss: bool = False
-    kl_loss_coef: float = _setting(0.001, at_least=0)
-    kl_loss_type: str = _setting(
-        "low_var_kl", choices=(*_KL_TYPES, *(f"{kind}+" for kind in _KL_TYPES))
-    )
-    grad_clip: float = _setting(1.0, above=0)
-    ulysses_sequence_parallel_size: int = _setting(1, at_least=1)  # ranks that share a micro-batch
-    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    ppo_mini_batch_size: Count | None = None  # prompts per optimizer step; null: all
+    ppo_epochs: Count = 1
+    ppo_max_token_len_per_gpu: Count = 16384  # tokens in one micro-batch
+    clip_ratio: Positive = 0.2
+    clip_ratio_low: Share | None = None  # null: clip_ratio
+    clip_ratio_high: Positive | None = None  # null: clip_ratio
+    clip_ratio_c: Annotated[float, Field(gt=1, strict=True)] = 3.0  # for negative advantages
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",  # Dr.GRPO: divided by data.max_response_length
+    ] = "token-mean"  # fmt: skip
+    entropy_coeff: Number = 0.0
+    use_kl_loss: Flag = False
+    kl_loss_coef: NotNegative = 0.001
+    kl_loss_type: KLLossType = "low_var_kl"
+    grad_clip: Positive = 1.0  # the critic's too
+    ulysses_sequence_parallel_size: Count = 1  # ranks that share a micro-batch
+    fsdp_config: FsdpConfig = FsdpConfig()
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    optim: OptimConfig = OptimConfig()
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
     """How validation samples; `do_sample: false` is greedy decoding."""
 
-    n: int = _setting(1, at_least=1)
-    temperature: float = _setting(0.0, at_least=0)
-    top_p: float = _setting(1.0, above=0, at_most=1)
-    top_k: int = _setting(-1, at_least=-1)
-    do_sample: bool = False
+    n: Count = 1
+    temperature: NotNegative = 0.0
+    top_p: Share = 1.0
+    top_k: OrOff = -1
+    do_sample: Flag = False
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: str = _setting("auto", choices=("auto", "vllm", "hf"))  # auto: vllm where installed
-    n: int = _setting(8, at_least=1)  # responses per prompt: the group
-    temperature: float = _setting(1.0, above=0)
-    top_p: float = _setting(1.0, above=0, at_most=1)
-    top_k: int = _setting(-1, at_least=-1)  # -1: off
-    tensor_model_parallel_size: int = _setting(1, at_least=1)
-    gpu_memory_utilization: float = _setting(0.5, above=0, at_most=1)
-    kv_cache_gib: float = _setting(1.0, above=0)  # per rank, on a CPU only
-    max_num_seqs: int = _setting(256, at_least=1)
-    max_num_batched_tokens: int = _setting(8192, at_least=1)
-    max_model_len: int | None = _setting(None, at_least=2)  # null: prompt + response limit
-    enforce_eager: bool = False
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    free_cache_engine: bool = True  # on a GPU the engine's memory is the trainer's while it trains
-    dtype: str = _setting("bfloat16", choices=("bfloat16", "float16", "float32"))
-    val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+    name: Literal["auto", "vllm", "hf"] = "auto"  # auto: vllm where installed
+    n: Count = 8  # responses per prompt: the group
+    temperature: Positive = 1.0
+    top_p: Share = 1.0
+    top_k: OrOff = -1
+    tensor_model_parallel_size: Count = 1
+    gpu_memory_utilization: Share = 0.5
+    kv_cache_gib: Positive = 1.0  # per rank, on a CPU only
+    max_num_seqs: Count = 256
+    max_num_batched_tokens: Count = 8192
+    max_model_len: Count | None = None  # null: prompt + response limit
+    enforce_eager: Flag = False
+    enable_prefix_caching: Flag = True
+    enable_chunked_prefill: Flag = True
+    free_cache_engine: Flag = True  # on a GPU the engine's memory is the trainer's while it trains
+    dtype: Dtype = "bfloat16"
+    val_kwargs: SamplingConfig = SamplingConfig()
 
 
 @dataclass(frozen=True)
@@ -183,36 +168,35 @@ class CriticModelConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The value model of `adv_estimator: gae`; mini-batches and epochs are the actor's."""
+    """The value model of `adv_estimator: gae`; whatever is not here is as the actor's."""
 
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    cliprange_value: float = _setting(0.5, above=0)
-    grad_clip: float = _setting(1.0, above=0)
+    model: CriticModelConfig = CriticModelConfig()
+    optim: RateConfig = RateConfig(lr=1e-5)
+    cliprange_value: Positive = 0.5
 
 
 @dataclass(frozen=True)
 class KLControlConfig:
-    type: str = _setting("fixed", choices=("fixed", "adaptive"))
-    kl_coef: float = _setting(0.001, at_least=0)
-    horizon: float = _setting(10_000.0, above=0)  # adaptive: responses until the coefficient acts
-    target_kl: float = _setting(0.1, above=0)  # adaptive: nats per token
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: NotNegative = 0.001
+    horizon: Positive = 10_000.0  # adaptive: responses until the coefficient acts
+    target_kl: Positive = 0.1  # adaptive: nats per token
 
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
     """DAPO's dynamic sampling: groups whose responses all score alike are sampled anew."""
 
-    enable: bool = False
+    enable: Flag = False
     metric: str = "score"  # or a further result of the reward, such as acc
-    max_num_gen_batches: int = _setting(10, at_least=1)  # then filled with groups without signal
+    max_num_gen_batches: Count = 10  # then filled with groups without signal
 
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
     """Importance weights and rejection against the gap between engine and trainer."""
 
-    rollout_is: str | None = _setting("token", choices=("token", "sequence"))
+    rollout_is: Literal["token", "sequence"] | None = "token"
     rollout_is_threshold: float | str = 2.0  # truncation; "0.5_5": weights outside become 0
     rollout_rs: str | None = None  # criteria such as "seq_mean_k3", several separated by commas
     rollout_rs_threshold: float | str | None = None  # one per criterion; k1: "lower_upper"
@@ -246,23 +230,21 @@ def _numbers(text: float | str) -> list[float]:
 @dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"  # a name of hybridengine.algorithms, or one of your own
-    norm_adv_by_std_in_grpo: bool = True
-    gamma: float = _setting(1.0, at_least=0, at_most=1)
-    lam: float = _setting(1.0, at_least=0, at_most=1)
-    gdpo_reward_keys: tuple[str, ...] | None = None  # null: every numeric result of the reward
-    gdpo_reward_weights: tuple[float, ...] | None = None  # null: all 1
-    use_kl_in_reward: bool = False
-    kl_penalty: str = _setting("kl", choices=_KL_TYPES)
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    mask_truncated_completions: bool = False  # responses cut at the limit are not trained on
+    norm_adv_by_std_in_grpo: Flag = True
+    gamma: Discount = 1.0
+    lam: Discount = 1.0
+    use_kl_in_reward: Flag = False
+    kl_penalty: KLType = "kl"
+    kl_ctrl: KLControlConfig = KLControlConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    mask_truncated_completions: Flag = False  # responses cut at the limit are not trained on
 
 
 @dataclass(frozen=True)
 class CustomRewardConfig:
-    path: str | tuple[str, ...] = ""  # Python files, or "math_verify", the built-in rule
-    name: str | tuple[str, ...] = "compute_score"
+    path: Texts = ()  # Python files, or "math_verify", the built-in rule
+    name: Texts = ("compute_score",)
 
 
 @dataclass(frozen=True)
@@ -272,82 +254,91 @@ class RewardManagerConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    enable: bool = False
+    enable: Flag = False
     model_path: str = ""  # a sequence classifier with one label
-    weight: float = 1.0  # of its score beside the functions'
 
 
 @dataclass(frozen=True)
 class OverlongBufferConfig:
     """DAPO's soft punishment (arXiv 2503.14476, eq. 13) over the last `len` tokens allowed."""
 
-    enable: bool = False
-    len: int = _setting(128, at_least=1)
-    penalty_factor: float = _setting(1.0, at_least=0)
+    enable: Flag = False
+    len: Count = 128
+    penalty_factor: NotNegative = 1.0
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
-    weights: tuple[float, ...] | None = None  # one per function; null: all 1
-    timeout_s: float = _setting(60.0, above=0)  # for one call of a function
-    reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    custom_reward_function: CustomRewardConfig = CustomRewardConfig()
+    weights: tuple[Number, ...] | None = None  # of the functions, then of the model; null: all 1
+    timeout_s: Positive = 60.0  # for one call of a function
+    reward_manager: RewardManagerConfig = RewardManagerConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+    @property
+    def functions(self) -> list[tuple[str, str]]:
+        """(file, function name) of every reward function; one name stands for all files."""
+        paths, names = self.custom_reward_function.path, self.custom_reward_function.name
+        return list(zip(paths, names * len(paths) if len(names) == 1 else names, strict=True))
+
+    @property
+    def all_weights(self) -> tuple[float, ...]:
+        return self.weights or (1.0,) * (len(self.functions) + self.reward_model.enable)
 
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    # Staging memory of one all-to-all of a weight sync; at most two are alive at a time.
-    bucket_bytes: int = _setting(64 * 2**20, at_least=4096)
     # LoRA: the engine gets weights with the adapters merged in, or the adapters beside the base.
-    lora: str = _setting("merged", choices=("merged", "adapters"))
+    lora: Literal["merged", "adapters"] = "merged"
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """What every kind of training says about its run."""
 
-    total_epochs: int = _setting(1, at_least=1)
-    total_training_steps: int | None = _setting(None, at_least=1)  # null: from total_epochs
-    test_freq: int = _setting(-1, at_least=-1)  # validate every so many steps; -1: only at the end
-    val_before_train: bool = True
-    save_freq: int = _setting(-1, at_least=-1)  # checkpoint every so many steps; -1: none
-    save_hf_model: bool = False  # with every checkpoint also a Hugging Face folder
-    max_actor_ckpt_to_keep: int | None = _setting(None, at_least=1)  # the newest, and the best
-    resume_mode: str = _setting("auto", choices=("auto", "disable", "path", "resume_path"))
+    total_epochs: Count = 1
+    total_training_steps: Count | None = None  # null: from total_epochs
+    test_freq: OrOff = -1  # validate every so many steps; -1: only at the end
+    val_before_train: Flag = True
+    save_freq: OrOff = -1  # checkpoint every so many steps; -1: none
+    save_hf_model: Flag = False  # with every checkpoint also a Hugging Face folder
+    max_actor_ckpt_to_keep: Count | None = None  # the newest, and the best
+    resume_mode: Literal["auto", "disable", "path", "resume_path"] = "auto"
     resume_from_path: str | None = None  # a checkpoint folder, for resume_mode path
     default_local_dir: str = "runs/train"
-    logger: tuple[str, ...] = _setting(
-        ("console", "jsonl"), choices=("console", "jsonl", "tensorboard", "wandb")
-    )
+    logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
     project_name: str = "hybridengine"
     experiment_name: str = "train"
-    n_gpus_per_node: int = _setting(1, at_least=1)  # ranks on this machine, CPU or GPU
-    nnodes: int = _setting(1, at_least=1)
-    timeout_s: float = _setting(600.0, above=0)  # a collective slower than this ends the run
+    n_gpus_per_node: Count = 1  # ranks on this machine, CPU or GPU
+    nnodes: Count = 1
+    timeout_s: Positive = 600.0  # a collective slower than this ends the run
+
+    def steps(self, per_epoch: int) -> int:
+        """Of the whole run."""
+        return self.total_training_steps or self.total_epochs * per_epoch
 
 
 @dataclass(frozen=True)
 class TrainerConfig(RunConfig):
-    default_local_dir: str = "runs/grpo"
-    experiment_name: str = "grpo"
-    critic_warmup: int = _setting(0, at_least=0)  # steps that train the critic alone
+    critic_warmup: Natural = 0  # steps that train the critic alone
     rollout_data_dir: str | None = None  # null: <default_local_dir>/rollouts
 
 
-@dataclass(frozen=True)
-class GRPOConfig:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    reshard: ReshardConfig = field(default_factory=ReshardConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    seed: int = _setting(1, at_least=0)
+class JobConfig:
+    """What the kinds of jobs have in common."""
+
+    model: TrainedModelConfig
+    trainer: RunConfig
+    seed: int
+
+    @property
+    def sharding(self) -> ShardingConfig:
+        raise NotImplementedError
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        raise NotImplementedError
 
     @property
     def world_size(self) -> int:
@@ -356,31 +347,44 @@ class GRPOConfig:
     @property
     def data_parallel_size(self) -> int:
         """How many different micro-batches run at once; the ranks of one share its sequences."""
-        return self.world_size // self.actor.ulysses_sequence_parallel_size
+        return self.world_size // self.sequence_parallel_size
+
+
+@dataclass(frozen=True)
+class GRPOConfig(JobConfig):
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    actor: ActorConfig = ActorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    critic: CriticConfig = CriticConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    reshard: ReshardConfig = ReshardConfig()
+    trainer: TrainerConfig = TrainerConfig(default_local_dir="runs/grpo", experiment_name="grpo")
+    seed: Natural = 1
+
+    @property
+    def sharding(self) -> ShardingConfig:
+        return self.actor.fsdp_config
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        return self.actor.ulysses_sequence_parallel_size
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt and its response."""
+        return self.data.max_prompt_length + self.data.max_response_length
 
     @property
     def max_model_len(self) -> int:
         """The longest sequence, in tokens, that the engine is built for."""
-        longest = self.data.max_prompt_length + self.data.max_response_length
-        return self.rollout.max_model_len or longest
+        return self.rollout.max_model_len or self.longest
 
     @property
     def ppo_mini_batch_size(self) -> int:
         """Prompts per optimizer step; the whole batch where the config leaves it null."""
         return self.actor.ppo_mini_batch_size or self.data.train_batch_size
-
-    @property
-    def reward_functions(self) -> list[tuple[str, str]]:
-        """(file, function name) of every reward function; one name stands for all files."""
-        chosen = self.reward.custom_reward_function
-        paths = (chosen.path,) if isinstance(chosen.path, str) else chosen.path
-        names = (chosen.name,) * len(paths) if isinstance(chosen.name, str) else chosen.name
-        return [(path, name) for path, name in zip(paths, names, strict=True) if path]
-
-    @property
-    def loss_scale_factor(self) -> float:
-        """What seq-mean-token-sum-norm divides by."""
-        return self.actor.loss_scale_factor or float(self.data.max_response_length)
 
     @property
     def uses_reference(self) -> bool:
@@ -390,5 +394,58 @@ class GRPOConfig:
     def clip_ratios(self) -> tuple[float, float]:
         """(low, high), each falling back to `actor.clip_ratio`."""
         a = self.actor
-        low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
-        return low, a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
+        return a.clip_ratio_low or a.clip_ratio, a.clip_ratio_high or a.clip_ratio
+
+
+@dataclass(frozen=True)
+class SFTFsdpConfig(ShardingConfig):
+    offload_policy: Flag = False  # weights, gradients and moments live, and step, in host memory
+
+
+@dataclass(frozen=True)
+class SFTModelConfig(TrainedModelConfig):
+    fsdp_config: SFTFsdpConfig = SFTFsdpConfig()
+
+
+@dataclass(frozen=True)
+class SFTDataConfig:
+    train_files: Texts = ()
+    val_files: Texts | None = None  # null: no validation at all
+    messages_key: str | None = None  # column of whole chats; null: prompt_key and response_key
+    prompt_key: str = "prompt"  # text, or a chat
+    response_key: str = "response"
+    max_length: Count = 1024  # tokens of a conversation
+    truncation: Truncation = "error"
+    train_batch_size: Count = 256  # conversations per optimizer step, all ranks
+    micro_batch_size_per_gpu: Count | None = None  # null: by tokens
+    max_token_len_per_gpu: Count = 8192  # in one micro-batch
+    shuffle: Flag = True
+    chat_template: str | None = None  # Jinja text or a file; null: the tokenizer's own
+
+
+@dataclass(frozen=True)
+class SFTOptimConfig(OptimConfig):
+    lr_warmup_steps_ratio: Discount = 0.0  # of all steps
+    clip_grad: Positive = 1.0
+
+
+@dataclass(frozen=True)
+class SFTConfig(JobConfig):
+    model: SFTModelConfig = SFTModelConfig()
+    data: SFTDataConfig = SFTDataConfig()
+    optim: SFTOptimConfig = SFTOptimConfig(lr=1e-5)
+    trainer: RunConfig = RunConfig(default_local_dir="runs/sft", experiment_name="sft")
+    ulysses_sequence_parallel_size: Count = 1  # ranks that share a micro-batch
+    seed: Natural = 1
+
+    @property
+    def sharding(self) -> ShardingConfig:
+        return self.model.fsdp_config
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        return self.ulysses_sequence_parallel_size
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """In optimizer steps: `lr_warmup_steps`, else the ratio's share of all."""
+        return self.optim.lr_warmup_steps or round(self.optim.lr_warmup_steps_ratio * total_steps)

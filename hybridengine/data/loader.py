@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from hybridengine.data.prompts import DataError
+from hybridengine.data.files import DataError
 
 __all__ = ["PromptLoader"]
 
@@ -26,10 +26,8 @@ class PromptLoader:
                 f"data.train_batch_size is {batch_size} but there are only {len(dataset)} training "
                 "prompts; lower it or give more data"
             )
-        self._dataset = dataset
-        self._batch_size = batch_size
-        self._seed = seed
-        self._shuffle = shuffle
+        self._dataset, self._batch_size = dataset, batch_size
+        self._seed, self._shuffle = seed, shuffle
         self._batch = 0  # batches given since the start, over all epochs
 
     def __len__(self) -> int:

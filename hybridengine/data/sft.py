@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridengine.config.sft import SFTDataConfig
-from hybridengine.data.files import DataError, read_rows
-from hybridengine.data.prompts import _chat_template, _is_message, _short
+from hybridengine.config.schema import SFTDataConfig
+from hybridengine.data.chats import chat_of, find_template, render, require, rows_of, short
+from hybridengine.data.files import DataError
 
 __all__ = ["SFTDataset", "SFTSample"]
 
@@ -37,63 +37,33 @@ class _Rendered:
     spans: list[tuple[int, int]]  # of characters that the assistant says
 
 
-class SFTDataset(Sequence[SFTSample]):
+class SFTDataset(list[SFTSample]):
     """All conversations of one or more files, tokenised once.
 
     Raises DataError, before any training, for every fault of a file, a row or a template.
     """
 
     def __init__(self, files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig) -> None:
-        names = [files] if isinstance(files, str) else list(files)
-        template = _chat_template(tokenizer, data.chat_template)
-        rows = [
-            _render(where, row, tokenizer, template, data)
-            for name in names
-            for where, row in read_rows(name)
-        ]
-        if not rows:
-            raise DataError(f"no rows in {', '.join(names)}; the data file is empty")
+        template = find_template(tokenizer, data.chat_template)
+        rows = [_render(where, row, tokenizer, template, data) for where, row in rows_of(files)]
         if not tokenizer.is_fast:
             raise DataError("SFT needs to know where tokens lie: use a model with a fast tokenizer")
-        encoded = tokenizer(
-            [row.text for row in rows], add_special_tokens=False, return_offsets_mapping=True
-        )
-        special = set(tokenizer.all_special_ids)
-        self._samples = [
-            _sample(row, ids, offsets, special, tokenizer.eos_token_id, data)
-            for row, ids, offsets in zip(
-                rows, encoded["input_ids"], encoded["offset_mapping"], strict=True
-            )
-        ]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self._samples[index]
+        texts = [row.text for row in rows]
+        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = zip(rows, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        super().__init__(_sample(row, ids, at, tokenizer, data) for row, ids, at in tokens)
 
 
 def _render(
     where: str, row: Mapping[str, Any], tokenizer: Any, template: str, data: SFTDataConfig
 ) -> _Rendered:
-    def render(chat: list[dict[str, Any]], prompt: bool) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return str(
-                tokenizer.apply_chat_template(
-                    chat, chat_template=template, tokenize=False, add_generation_prompt=prompt
-                )
-            )
-        except TemplateError as error:
-            raise DataError(f"{where}: the chat template refuses this chat: {error}") from None
-
     chat = _chat(where, row, data)
-    text, spans = render(chat, False), []
+    text, spans = render(where, tokenizer, template, chat, False), []
     for turn, message in enumerate(chat):
         if message["role"] != "assistant" or not (data.messages_key or turn == len(chat) - 1):
             continue  # the prompt of a response may hold solved examples
-        before, with_turn = render(chat[:turn], True), render(chat[: turn + 1], False)
+        before = render(where, tokenizer, template, chat[:turn], True)
+        with_turn = render(where, tokenizer, template, chat[: turn + 1], False)
         if not (with_turn.startswith(before) and text.startswith(with_turn)):
             raise DataError(
                 f"{where}: the chat template changes turn {turn} when other turns are there, so "
@@ -107,24 +77,16 @@ def _render(
 
 
 def _chat(where: str, row: Mapping[str, Any], data: SFTDataConfig) -> list[dict[str, Any]]:
-    keys = (data.messages_key,) if data.messages_key else (data.prompt_key, data.response_key)
-    for key in keys:
-        if key not in row:
-            there = ", ".join(row) or "none"
-            raise DataError(f"{where} has no column {key!r}; columns there: {there}")
-    chat = row[keys[0]]
-    if not data.messages_key and isinstance(chat, str):
-        chat = [{"role": "user", "content": chat}]
-    if not isinstance(chat, list) or not chat or not all(_is_message(turn) for turn in chat):
-        raise DataError(
-            f"{where}: {keys[0]} is {_short(chat)}, expected a chat, a list like "
-            '[{"role": "user", "content": "…"}]'
-        )
     if data.messages_key:
-        return chat
-    response = row[data.response_key]
+        require(where, row, data.messages_key)
+        return chat_of(where, row, data.messages_key)
+    require(where, row, data.prompt_key, data.response_key)
+    prompt, response = row[data.prompt_key], row[data.response_key]
+    if isinstance(prompt, str):
+        row = {data.prompt_key: [{"role": "user", "content": prompt}]}
     if not isinstance(response, str):
-        raise DataError(f"{where}: {data.response_key} is {_short(response)}, expected text")
+        raise DataError(f"{where}: {data.response_key} is {short(response)}, expected text")
+    chat = chat_of(where, row, data.prompt_key)
     return [*chat, {"role": "assistant", "content": response}]
 
 
@@ -132,10 +94,10 @@ def _sample(
     row: _Rendered,
     ids: list[int],
     offsets: list[tuple[int, int]],
-    special: set[int],
-    eos: int | None,
+    tokenizer: Any,
     data: SFTDataConfig,
 ) -> SFTSample:
+    special, eos = set(tokenizer.all_special_ids), tokenizer.eos_token_id
     targets = bytearray(len(ids))
     for start, end in row.spans:
         inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > start]

@@ -57,7 +57,7 @@ class RewardManager:
         """
         call = score_batch if self.batched else score_responses
         parts = [call(f, samples, responses, self.reward.timeout_s) for f in self.functions]
-        weights = self.reward.weights or (1.0,) * len(parts)
+        weights = self.reward.all_weights[: len(parts)]
         scores = [0.0] * len(samples)
         extras: dict[str, list[float]] = {}
         for function, part, weight in zip(self.functions, parts, weights, strict=True):
@@ -94,10 +94,8 @@ class DapoRewardManager(RewardManager):
         return RewardResult(scores, {**result.extras, "overlong_penalty": penalties})
 
 
-def build_reward_manager(
-    reward: RewardConfig, functions: Sequence[tuple[str, str]], max_response_length: int
-) -> RewardManager:
-    """The manager that `reward.reward_manager.name` names, over (file, name) reward functions.
+def build_reward_manager(reward: RewardConfig, max_response_length: int) -> RewardManager:
+    """The manager that `reward.reward_manager.name` names, over the functions of the run.
 
     Raises ConfigError for a name that is neither registered nor a class; RewardError for a function
     that cannot be loaded.
@@ -105,7 +103,7 @@ def build_reward_manager(
     name = reward.reward_manager.name
     manager = MANAGERS.get(name) or _import_class(name)
     options = {"arguments": BATCH_ARGUMENTS} if manager.batched else {}
-    loaded = [load_reward_function(Path(path), own, **options) for path, own in functions]
+    loaded = [load_reward_function(Path(path), own, **options) for path, own in reward.functions]
     return manager(loaded, reward, max_response_length)
 
 

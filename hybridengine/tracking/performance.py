@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import psutil
@@ -70,6 +71,7 @@ class FlopCounter:
         return self.training_flops(lengths) / seconds / self._peak
 
 
+@cache
 def _peak_flops(device: torch.device) -> float:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

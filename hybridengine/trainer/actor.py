@@ -25,6 +25,7 @@ from hybridengine.trainer.probs_diff import ProbsDiff
 
 __all__ = ["Actor"]
 
+_COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
 _CORRECTION_NAMES = {  # the kernel's -> verl's
     "is_weight_mean": "rollout_is_mean",
     "is_weight_max": "rollout_is_max",
@@ -112,7 +113,7 @@ class Actor:
 
     def _select(self, batch: Batch, minis: list[Mini]) -> Tensor:
         """Tokens of each mini-batch by covariance; all ranks and micro-batches choose the same."""
-        options = self._config.actor.policy_loss
+        loss_mode = self._config.actor.policy_loss.loss_mode
         generator = torch.Generator(self._session.device)
         generator.manual_seed(self._config.seed + self._session.step)
         selected = torch.zeros_like(batch.response_mask)
@@ -121,11 +122,8 @@ class Actor:
             selected[mini.places] = select_by_covariance(
                 batch.old_log_probs[mini.places],
                 batch.advantages[mini.places],
-                loss_mode=options.loss_mode,
-                ratio=getattr(options, f"{options.loss_mode}_ratio"),
+                loss_mode=loss_mode,
                 response_mask=batch.response_mask[mini.places],
-                lower=options.clip_cov_lb,
-                upper=options.clip_cov_ub,
                 generator=generator,
             )
         return selected
@@ -171,12 +169,10 @@ class Actor:
                 clip_ratio_low=low,
                 clip_ratio_high=high,
                 clip_ratio_c=actor.clip_ratio_c,
-                tau_pos=actor.tau_pos,
-                tau_neg=actor.tau_neg,
                 selected=micro.of(batch.selected),
-                cov_kl_coef=actor.policy_loss.ppo_kl_coef,
+                cov_kl_coef=_COV_KL_COEF,
                 loss_agg_mode=actor.loss_agg_mode,
-                loss_scale_factor=self._config.loss_scale_factor,
+                loss_scale_factor=self._config.data.max_response_length,
                 cu_seqlens=micro.cu_seqlens,
                 global_num_tokens=num_tokens,
                 global_num_seqs=num_seqs,

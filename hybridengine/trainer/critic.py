@@ -55,7 +55,7 @@ class Critic:
                 response_mask=micro.mask(batch),
                 cliprange_value=self._config.critic.cliprange_value,
                 loss_agg_mode=self._config.actor.loss_agg_mode,
-                loss_scale_factor=self._config.loss_scale_factor,
+                loss_scale_factor=self._config.data.max_response_length,
                 cu_seqlens=micro.cu_seqlens,
                 global_num_tokens=num_tokens,
                 global_num_seqs=num_seqs,
@@ -64,6 +64,6 @@ class Critic:
             (loss * self._session.world_size * self.optimizer.loss_scale).backward()
             sums.add({f"critic/{name}": value for name, value in metrics.items()})
         reduced = sums.reduced()
-        reduced["critic/grad_norm"] = self.optimizer.step(self._config.critic.grad_clip)
+        reduced["critic/grad_norm"] = self.optimizer.step(self._config.actor.grad_clip)
         reduced["critic/lr"] = torch.tensor(self.optimizer.last_lr)
         return reduced

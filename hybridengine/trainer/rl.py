@@ -230,7 +230,6 @@ class _Run:
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
                 norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-                part_weights=algorithm.gdpo_reward_weights,
                 process_group=self.alone,
             )
             batch.advantages, batch.returns = advantages(
@@ -266,8 +265,7 @@ class _Run:
     def _reward_parts(self, batch: Batch) -> Tensor:
         """[N, K], the further results of the reward that GDPO normalises each by itself."""
         extras = [r.extras for r in batch.rollouts]
-        keys = self.config.algorithm.gdpo_reward_keys or tuple(extras[0])
-        return batch.rollout_log_probs.new_tensor([[e[key] for key in keys] for e in extras])
+        return batch.rollout_log_probs.new_tensor([list(e.values()) for e in extras])
 
     def _sync(self, version: int) -> SyncReport:
         with self.session.phase("update_weights"), on_device(self.actor.model):
@@ -279,7 +277,9 @@ class _Run:
         assert self.val is not None
         started = time.perf_counter()
         rollouts: list[Rollout] = []
-        for batch in self.val.batches(self.config.data.val_batch_size):
+        size = self.config.data.val_batch_size or len(self.val)
+        for at in range(0, len(self.val), size):
+            batch = self.val[at : at + size]
             rollouts += self.maker.make(batch, self.val_sampling, seed=self.config.seed)
         report.validation(step, rollouts, time.perf_counter() - started)
         return fmean(r.score for r in rollouts)

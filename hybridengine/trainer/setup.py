@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from hybridengine.algorithms import check_estimator
 from hybridengine.config import ConfigError, GRPOConfig
-from hybridengine.config.schema import OptimConfig
+from hybridengine.config.schema import RateConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
 from hybridengine.model import (
@@ -67,7 +67,7 @@ def load_data(
     data = config.data
     train = PromptDataset(data.train_files, tokenizer, data)
     val = PromptDataset(data.val_files, tokenizer, data) if data.val_files else None
-    reward = build_reward_manager(config.reward, config.reward_functions, data.max_response_length)
+    reward = build_reward_manager(config.reward, data.max_response_length)
     return tokenizer, train, val, reward
 
 
@@ -197,8 +197,7 @@ def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> 
     return Resharder(
         parameter_shards(actor.model),
         engine,
-        config.reshard.bucket_bytes,
-        adapter_shards(actor.model),
+        adapters=adapter_shards(actor.model),
         merge=config.reshard.lora == "merged",
     )
 
@@ -222,7 +221,7 @@ def build_reward_model(
         None if own.get_vocab() == tokenizer.get_vocab() else own,
         session,
         config.actor.ppo_max_token_len_per_gpu,
-        config.reward.reward_model.weight,
+        config.reward.all_weights[-1],
     )
 
 
@@ -254,15 +253,16 @@ def _load(
 
 
 def _optimizer(
-    config: GRPOConfig, model: torch.nn.Module, optim: OptimConfig, total_steps: int
+    config: GRPOConfig, model: torch.nn.Module, rate: RateConfig, total_steps: int
 ) -> Optimizer:
+    optim = config.actor.optim
     return Optimizer(
         model,
-        lr=optim.lr,
+        lr=rate.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,
         schedule=optim.lr_scheduler_type,
-        warmup_steps=optim.lr_warmup_steps,
+        warmup_steps=rate.lr_warmup_steps,
         total_steps=total_steps,
         param_dtype=getattr(torch, config.actor.fsdp_config.dtype),
         offload=config.actor.fsdp_config.optimizer_offload,

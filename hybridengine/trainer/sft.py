@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hybridengine.checkpoint import Checkpointer
-from hybridengine.config import config_to_yaml
-from hybridengine.config.sft import SFTConfig
+from hybridengine.config import SFTConfig, config_to_yaml
 from hybridengine.data import PromptLoader
 from hybridengine.data.sft import SFTDataset, SFTSample
 from hybridengine.distributed import Session, run_rank

@@ -64,14 +64,6 @@ def test_overlong_prompts_are_dropped_and_counted(tokenizer, tmp_path):
     assert dataset.dropped == 2
 
 
-def test_batches_cover_every_sample_once(tokenizer, tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", [row(str(i)) for i in range(7)])
-    dataset = PromptDataset(file, tokenizer, DataConfig())
-    sizes = [[s.index for s in batch] for batch in dataset.batches(3)]
-    assert sizes == [[0, 1, 2], [3, 4, 5], [6]]
-    assert [len(batch) for batch in dataset.batches(None)] == [7]
-
-
 def without(column: str) -> dict:
     return {k: v for k, v in row().items() if k != column}
 
@@ -129,7 +121,7 @@ def test_all_prompts_overlong(tokenizer, tmp_path):
     ("template", "message"),
     [
         ("no_such_template.jinja", "neither a Jinja text nor a file"),
-        ("{{ raise_exception('no system role') }}", "refuses this prompt: no system role"),
+        ("{{ raise_exception('no system role') }}", "refuses this chat: no system role"),
         ("{% for m in messages %}{% endfor %}", "made an empty prompt"),
     ],
 )

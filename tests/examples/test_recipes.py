@@ -81,7 +81,7 @@ def test_recipe_is_whole_at_its_real_size(recipe) -> None:
     config = load_config(EXAMPLES / recipe / "config.yaml")
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert config.world_size >= 4 and config.actor.ppo_max_token_len_per_gpu >= longest
-    own = [config.model.external_lib or "", *(path for path, _ in config.reward_functions)]
+    own = [config.model.external_lib or "", *(path for path, _ in config.reward.functions)]
     for path in own:
         assert not path.endswith(".py") or (EXAMPLES.parent / path).is_file()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import typing
 from contextlib import nullcontext
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -151,10 +151,9 @@ def modes_body(rank: int, world_size: int, path: str, losses: list[tuple[str, st
 def test_every_configured_loss_reaches_the_update(tmp_path: Path) -> None:
     from hybridengine.config import schema
 
-    modes = fields(schema.PolicyLossConfig)[0].metadata["choices"]
-    (aggregations,) = (
-        f.metadata["choices"] for f in fields(schema.ActorConfig) if f.name == "loss_agg_mode"
-    )
+    hints = typing.get_type_hints(schema.ActorConfig)
+    modes = typing.get_args(typing.get_type_hints(schema.PolicyLossConfig)["loss_mode"])
+    aggregations = typing.get_args(hints["loss_agg_mode"])
     losses = [(mode, "token-mean") for mode in modes]
     losses += [("vanilla", aggregation) for aggregation in aggregations[1:]]
     (gradients,) = run_ranks(modes_body, 1, save_tiny("llama", tmp_path), losses)

@@ -43,7 +43,7 @@ def test_scores_are_the_classifiers(tmp_path, shift, world_size) -> None:
         *base,
         "reward.reward_model.enable=true",
         f"reward.reward_model.model_path={path}",
-        "reward.reward_model.weight=0.5",
+        "reward.weights=[1,0.5]",
         f"trainer.n_gpus_per_node={world_size}",
     ]
     [result] = run_jobs(tmp_path, [job], world_size)

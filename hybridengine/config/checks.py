@@ -1,0 +1,142 @@
+"""Settings that are each right and wrong together, as one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridengine.config.schema import GRPOConfig, JobConfig, SFTConfig
+
+__all__ = ["faults"]
+
+_RANKS = "ranks (trainer.n_gpus_per_node * trainer.nnodes)"
+
+
+def faults(config: JobConfig) -> Iterator[str]:
+    """What is wrong with `config`; the first one is shown."""
+    if isinstance(config, SFTConfig):
+        yield from _sft(config)
+    elif isinstance(config, GRPOConfig):
+        yield from _ranks(config)
+        yield from _lengths(config)
+        yield from _rollout(config)
+        yield from _rewards(config)
+
+
+def _sft(config: SFTConfig) -> Iterator[str]:
+    data, optim = config.data, config.optim
+    yield from _divisors(config, ulysses_sequence_parallel_size=config.sequence_parallel_size)
+    if data.micro_batch_size_per_gpu is None and data.max_token_len_per_gpu < data.max_length:
+        yield (
+            f"data.max_token_len_per_gpu is {data.max_token_len_per_gpu}, less than one longest "
+            f"conversation of data.max_length {data.max_length}; raise it"
+        )
+    if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
+        yield "optim.lr_warmup_steps and optim.lr_warmup_steps_ratio: give one of them"
+
+
+def _divisors(config: JobConfig, **sizes: int) -> Iterator[str]:
+    for key, size in sizes.items():
+        if size == 0 or (size > 0 and config.world_size % size):
+            yield f"{key} is {size}, which does not divide the {config.world_size} {_RANKS}"
+
+
+def _ranks(config: GRPOConfig) -> Iterator[str]:
+    batch, mini = config.data.train_batch_size, config.ppo_mini_batch_size
+    yield from _divisors(
+        config,
+        **{
+            "rollout.tensor_model_parallel_size": config.rollout.tensor_model_parallel_size,
+            "actor.fsdp_config.fsdp_size": config.sharding.fsdp_size,
+            "actor.ulysses_sequence_parallel_size": config.sequence_parallel_size,
+        },
+    )
+    if batch % mini:
+        yield (
+            f"actor.ppo_mini_batch_size is {mini}, which does not divide data.train_batch_size "
+            f"{batch}; choose a divisor"
+        )
+    if mini * config.rollout.n < config.data_parallel_size:
+        yield (
+            f"one optimizer step sees {mini * config.rollout.n} responses (ppo_mini_batch_size * "
+            f"rollout.n) but {config.data_parallel_size} ranks want some; raise one of the two"
+        )
+
+
+def _lengths(config: GRPOConfig) -> Iterator[str]:
+    rollout, sharing = config.rollout, config.sequence_parallel_size
+    longest, most = config.longest, config.actor.ppo_max_token_len_per_gpu
+    if most * sharing < longest:
+        yield (
+            f"actor.ppo_max_token_len_per_gpu is {most} on each of the {sharing} ranks that share "
+            f"a micro-batch (ulysses_sequence_parallel_size), less than one longest sequence of "
+            f"{longest} tokens (max_prompt_length + max_response_length)"
+        )
+    if config.max_model_len < longest:
+        yield (
+            f"rollout.max_model_len is {config.max_model_len}, less than max_prompt_length + "
+            f"max_response_length = {longest}; raise it, or leave it null"
+        )
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < config.max_model_len:
+        yield (
+            f"rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, less than one "
+            f"prompt may have ({config.max_model_len}, max_model_len), and "
+            "rollout.enable_chunked_prefill is false; raise it, or allow chunks"
+        )
+
+
+def _rollout(config: GRPOConfig) -> Iterator[str]:
+    rollout, sampling = config.rollout, config.rollout.val_kwargs
+    adapters = config.reshard.lora == "adapters"
+    if adapters and not config.model.lora_rank:
+        yield "reshard.lora is 'adapters', but no adapter is trained; set model.lora_rank"
+    if rollout.name == "hf" and (adapters or rollout.tensor_model_parallel_size > 1):
+        key = "reshard.lora=adapters" if adapters else "rollout.tensor_model_parallel_size above 1"
+        yield f"{key} needs rollout.name=vllm; plain generate has no such thing"
+    if sampling.do_sample and sampling.temperature == 0:
+        yield "rollout.val_kwargs.temperature is 0 with do_sample=true; give a temperature above 0"
+    if not sampling.do_sample and sampling.n > 1:
+        yield (
+            f"rollout.val_kwargs.n is {sampling.n}, but greedy responses are all equal; "
+            "set rollout.val_kwargs.do_sample=true, or n=1"
+        )
+    try:
+        _ = config.algorithm.rollout_correction.is_bounds
+        _ = config.algorithm.rollout_correction.rejection
+    except ValueError as error:
+        yield (
+            f"algorithm.rollout_correction: {error}; rollout_is_threshold is a number or "
+            '"lower_upper", rollout_rs_threshold one of these per criterion of rollout_rs, '
+            "separated by commas"
+        )
+
+
+def _rewards(config: GRPOConfig) -> Iterator[str]:
+    reward, limit = config.reward, config.data.max_response_length
+    files, names = reward.custom_reward_function.path, reward.custom_reward_function.name
+    model, buffer = reward.reward_model, reward.overlong_buffer
+    if len(names) not in (1, len(files)):
+        yield (
+            f"reward.custom_reward_function.name has {len(names)} names for the {len(files)} files "
+            "of path; give one for each, or one for all"
+        )
+    if not files and not model.enable:
+        yield (
+            "reward.custom_reward_function.path is required and was not given; set it (or set "
+            "reward.reward_model.enable=true)"
+        )
+    if model.enable != bool(model.model_path):
+        yield (
+            f"reward.reward_model.enable is {model.enable} and model_path is "
+            f"{model.model_path!r}; give both or neither"
+        )
+    wanted = len(files) + model.enable
+    if reward.weights is not None and len(reward.weights) != wanted:
+        yield (
+            f"reward.weights has {len(reward.weights)} numbers for {len(files)} reward functions "
+            f"and {int(model.enable)} reward models; give one for each"
+        )
+    if buffer.enable and buffer.len > limit:
+        yield (
+            f"reward.overlong_buffer.len is {buffer.len}, more than data.max_response_length "
+            f"{limit}; lower it"
+        )
