@@ -17,7 +17,7 @@ from hybridengine.reshard.geometry import Block, NotABlock, cut, factor
 __all__ = ["Copy", "compose", "merge"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Copy:
     """One strided copy: checkpoint tensor `source` → engine tensor `destination`.
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hybridengine.reshard.geometry import NotABlock, contiguous_strides, factor
 from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
 
 __all__ = ["check_coverage"]
 
 _Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides, in elements
-_Box = tuple[tuple[int, int], ...]  # [low, high) per dimension
 
 
 def check_coverage(layout: EngineLayout) -> None:
@@ -41,13 +39,22 @@ def check_coverage(layout: EngineLayout) -> None:
 def _check_tensor(
     name: str, spec: TensorSpec, copies: Sequence[_Region], constants: Sequence[_Region]
 ) -> None:
-    boxes = _boxes(spec, copies)
-    if boxes is None or constants:
-        missing, twice = _by_counting(spec, copies, constants)
-    else:
-        twice = any(_meet(a, b) for i, a in enumerate(boxes) for b in boxes[:i])
-        volume = sum(math.prod(high - low for low, high in box) for box in boxes)
-        missing = math.prod(spec.shape) - volume
+    """Counts the writes of every grain: a run of elements that no region cuts."""
+    whole = (0, spec.shape, spec.stride)
+    grain = math.gcd(*(n for region in (whole, *copies, *constants) for n in _borders(region)))
+    last = sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
+    count = np.zeros(last // grain + 1, np.uint8)
+
+    def view(region: _Region) -> np.ndarray:
+        offset, sizes, strides = _coarse(region, grain)
+        return np.lib.stride_tricks.as_strided(count[offset:], sizes, strides)
+
+    for region in copies:
+        view(region)[...] += 1
+    twice = bool(count.max() > 1)
+    for region in constants:
+        view(region)[...] = 1
+    missing = int((view(whole) == 0).sum()) * grain
     if twice:
         raise LayoutError(f"engine tensor {name!r}: some elements would be written twice")
     if missing:
@@ -57,41 +64,20 @@ def _check_tensor(
         )
 
 
-def _boxes(spec: TensorSpec, copies: Sequence[_Region]) -> list[_Box] | None:
-    """The copies as boxes of a contiguous tensor; None where one is not a box."""
-    if spec.stride != contiguous_strides(spec.shape):
-        return None
-    boxes = []
-    for offset, sizes, strides in copies:
-        try:
-            block = factor(spec.shape, offset, sizes, strides, 0, strides)
-        except NotABlock:
-            return None
-        dims = [dim for dim, _ in block.axes]
-        if any(step != 1 for _, step in block.axes) or len(set(dims)) < len(dims):
-            return None
-        extent = dict(zip(dims, block.sizes, strict=True))
-        boxes.append(tuple((low, low + extent.get(d, 1)) for d, low in enumerate(block.start)))
-    return boxes
+def _borders(region: _Region) -> Iterator[int]:
+    """Numbers that a run has to divide for the region to be made of whole runs."""
+    offset, sizes, strides = region
+    axes = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1]
+    yield offset
+    yield from (s for _, s in axes if s != 1)
+    yield next((n for n, s in axes if s == 1), 1)
 
 
-def _meet(a: _Box, b: _Box) -> bool:
-    return all(max(p[0], q[0]) < min(p[1], q[1]) for p, q in zip(a, b, strict=True))
-
-
-def _by_counting(
-    spec: TensorSpec, copies: Sequence[_Region], constants: Sequence[_Region]
-) -> tuple[int, bool]:
-    """(elements written by nothing, whether any is written twice), one counter per element."""
-    span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
-    count = np.zeros(span, np.uint8)
-
-    def view(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-        return np.lib.stride_tricks.as_strided(count[offset:], sizes, strides)
-
-    for region in copies:
-        view(*region)[...] += 1
-    twice = bool(count.max() > 1)
-    for region in constants:
-        view(*region)[...] = 1
-    return int((view(0, spec.shape, spec.stride) == 0).sum()), twice
+def _coarse(region: _Region, grain: int) -> _Region:
+    """The region in runs of `grain` elements instead of elements."""
+    offset, sizes, strides = region
+    axes = [
+        (n // grain, 1) if s == 1 and n != 1 else (n, s // grain)
+        for n, s in zip(sizes, strides, strict=True)
+    ]
+    return offset // grain, tuple(n for n, _ in axes), tuple(s for _, s in axes)

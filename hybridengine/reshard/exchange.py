@@ -134,8 +134,7 @@ class TableMaker:
         slab, spec = self._slab(bucket, unit), self._plan.sources[unit.source]
         origin = [0] * len(spec.shape)
         strides = self._strides[unit.source]
-        if spec.shape:
-            origin[spec.dim] = slab.low
+        origin[spec.dim] = slab.low
         if bucket.merged:
             held = list(spec.shape)
             held[spec.dim] = slab.high - slab.low

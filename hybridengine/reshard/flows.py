@@ -45,7 +45,7 @@ class Kind:
 
     def __init__(self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]]) -> None:
         self.spec, self.blocks = spec, blocks
-        size = spec.shape[spec.dim] if spec.shape else 1
+        size = spec.shape[spec.dim]
         shards = np.arange(len(spec.holders) + 1)
         self._edges = np.minimum(shards * max(1, -(-size // len(spec.holders))), size)
         self.longest = int((self._edges[1:] - self._edges[:-1]).max())
@@ -68,9 +68,6 @@ class Kind:
 
     def cut(self, block: Block, shard: int, share: Share) -> Iterator[Block]:
         """What of `block` lies in a shard's part of a share."""
-        if not self.spec.shape:
-            yield block
-            return
         low, high = (int(edge[shard]) for edge in self.edges(share))
         if low < high:
             for part in self.windowed(block, share):
@@ -78,8 +75,6 @@ class Kind:
 
     def elements(self, blocks: Sequence[Block], share: Share) -> np.ndarray:
         """How many elements of `blocks` lie in each shard's part of a share: int64 [S]."""
-        if not self.spec.shape:
-            return np.array([sum(b.numel for b in blocks)])
         low, high = self.edges(share)
         total = np.zeros(len(low), np.int64)
         for block in (part for b in blocks for part in self.windowed(b, share)):

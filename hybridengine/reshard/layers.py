@@ -9,7 +9,7 @@ layers between get theirs by renaming; else every layer is recorded.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -48,7 +48,7 @@ def record_engine(
             layout = None
     if layout is None:
         layout = _record(model, load_weights, checkpoint, dtype, None)
-    return _ordered(layout, model, checkpoint)
+    return layout.ordered()
 
 
 def _record(
@@ -104,95 +104,18 @@ def _with_all_layers(layout: EngineLayout, kinds: list[list[int]]) -> EngineLayo
     for source, reason in layout.fallback.items():
         if split_layer(source)[1] != split_layer(reason.split(": ")[0])[1]:
             return None
-    whole = replace(
-        layout,
-        destinations=dict(layout.destinations),
-        copies=list(layout.copies),
-        constants=list(layout.constants),
-        fallback=dict(layout.fallback),
-        by_loader=set(layout.by_loader),
-    )
+    parts = [layout]
     for first, *others in kinds:
-        part = _layer(layout, first)
         for number in others:
-            made = _renamed(part, number)
-            if number in _samples([first, *others]):
-                if _canonical(made) != _canonical(_layer(layout, number)):
-                    return None
-                continue
-            whole.destinations |= made.destinations
-            whole.copies += made.copies
-            whole.constants += made.constants
-            whole.fallback |= made.fallback
-            whole.by_loader |= made.by_loader
-    return whole
-
-
-def _layer(layout: EngineLayout, number: int) -> EngineLayout:
-    """What of a layout belongs to one layer."""
-
-    def here(name: str) -> bool:
-        return split_layer(name)[1] == number
-
+            part = layout.layer(first, number)
+            if number not in _samples([first, *others]):
+                parts.append(part)
+            elif part != layout.layer(number, number):
+                return None
     return EngineLayout(
-        {n: spec for n, spec in layout.destinations.items() if here(n)},
-        [c for c in layout.copies if here(c.destination)],
-        [c for c in layout.constants if here(c[0])],
-        {n: why for n, why in layout.fallback.items() if here(n)},
-        {n for n in layout.by_loader if here(n)},
-    )
-
-
-def _renamed(part: EngineLayout, number: int) -> EngineLayout:
-    """One layer's part of a layout as that of another layer."""
-
-    def to(name: str) -> str:
-        return split_layer(name)[0].replace("*", str(number), 1)
-
-    def reason(text: str) -> str:
-        name, rest = text.split(": ", 1)
-        return f"{to(name)}: {rest}"
-
-    return EngineLayout(
-        {to(n): spec for n, spec in part.destinations.items()},
-        [replace(c, source=to(c.source), destination=to(c.destination)) for c in part.copies],
-        [(to(n), *rest) for n, *rest in part.constants],  # type: ignore[misc]
-        {to(n): reason(why) for n, why in part.fallback.items()},
-        {to(n) for n in part.by_loader},
-    )
-
-
-def _canonical(layout: EngineLayout) -> tuple:
-    return (
-        layout.destinations,
-        sorted(map(repr, layout.copies)),
-        sorted(map(repr, layout.constants)),
-        layout.fallback,
-        layout.by_loader,
-    )
-
-
-def _ordered(layout: EngineLayout, model: torch.nn.Module, checkpoint: Checkpoint) -> EngineLayout:
-    """The layout in the order of the model, however it was recorded."""
-
-    def by(place: Mapping[str, int], name: str) -> int:
-        return place.get(name, len(place))
-
-    sources = {name: i for i, name in enumerate(checkpoint.parameters)}
-    engine = {name: i for i, name in enumerate(_tensors(model))}
-    return replace(
-        layout,
-        destinations=dict(sorted(layout.destinations.items(), key=lambda d: by(engine, d[0]))),
-        copies=sorted(
-            layout.copies,
-            key=lambda c: (
-                sources[c.source],
-                by(engine, c.destination),
-                c.source_offset,
-                c.destination_offset,
-                c.sizes,
-            ),
-        ),
-        constants=sorted(layout.constants, key=lambda c: (by(engine, c[0]), c[1])),
-        fallback=dict(sorted(layout.fallback.items(), key=lambda f: by(sources, f[0]))),
+        {n: spec for part in parts for n, spec in part.destinations.items()},
+        [c for part in parts for c in part.copies],
+        [c for part in parts for c in part.constants],
+        {n: why for part in parts for n, why in part.fallback.items()},
+        {n for part in parts for n in part.by_loader},
     )

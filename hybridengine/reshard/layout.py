@@ -74,6 +74,41 @@ class EngineLayout:
         fields = (self.destinations, self.copies, self.constants, self.fallback)
         return hashlib.sha256(repr((fields, sorted(self.by_loader))).encode()).hexdigest()
 
+    def ordered(self) -> EngineLayout:
+        """This layout in an order that does not depend on how it was recorded."""
+        return EngineLayout(
+            dict(sorted(self.destinations.items())),
+            sorted(self.copies),
+            sorted(self.constants),
+            dict(sorted(self.fallback.items())),
+            self.by_loader,
+        )
+
+    def layer(self, number: int, to: int) -> EngineLayout:
+        """What belongs to layer `number`, as that of layer `to`."""
+
+        def here(name: str) -> bool:
+            return split_layer(name)[1] == number
+
+        def new(name: str) -> str:
+            return split_layer(name)[0].replace("*", str(to), 1)
+
+        return EngineLayout(
+            {new(n): spec for n, spec in self.destinations.items() if here(n)},
+            [
+                replace(c, source=new(c.source), destination=new(c.destination))
+                for c in self.copies
+                if here(c.destination)
+            ],
+            [(new(n), *rest) for n, *rest in self.constants if here(n)],  # type: ignore[misc]
+            {
+                new(n): ": ".join((new(why.partition(": ")[0]), why.partition(": ")[2]))
+                for n, why in self.fallback.items()
+                if here(n)
+            },
+            {new(n) for n in self.by_loader if here(n)},
+        ).ordered()
+
     def of_parameters(self, checkpoint: Checkpoint) -> EngineLayout:
         """This layout, whose sources are checkpoint tensors, with trained parameters as sources."""
         composed: dict[str, list[Copy]] = {name: [] for name in checkpoint.tensors}

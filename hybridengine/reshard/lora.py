@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Adapter", "sums_of_bits"]
+from hybridengine.reshard.shards import local_shard
+
+__all__ = ["Adapter", "gathered", "sums_of_bits"]
 
 _CHUNK = 1 << 18  # elements in float64 at a time
 
@@ -35,11 +37,11 @@ class Adapter:
         base: the frozen weight, of which this rank holds `dim` from `origin` on. Every element is
         the float64 sum rounded once, so it does not depend on how the weight is cut.
         """
-        slab = _local(base).narrow(dim, low - origin, high - low)
+        slab = local_shard(base).narrow(dim, low - origin, high - low)
         left, right = (
-            _local(factor).narrow(dim, low - origin, high - low)
+            local_shard(factor).narrow(dim, low - origin, high - low)
             if _split_alike(factor, base, axis, dim)
-            else _whole(factor).narrow(
+            else gathered(factor).narrow(
                 axis, *((low, high - low) if axis == dim else (0, factor.shape[axis]))
             )
             for axis, factor in enumerate((self.left, self.right))
@@ -54,24 +56,20 @@ class Adapter:
 
     def merge_whole(self, base: torch.Tensor) -> torch.Tensor:
         """The whole merged weight on every rank; collective."""
-        whole = _whole(base)
+        whole = gathered(base)
         return self.gathered().merge(whole, 0, 0, 0, whole.shape[0])
 
     def gathered(self) -> Adapter:
         """The same adapter, whole on every rank; collective."""
-        return Adapter(_whole(self.left), _whole(self.right), self.scale)
+        return Adapter(gathered(self.left), gathered(self.right), self.scale)
 
     def bytes_gathered(self, base: torch.Tensor, dim: int) -> int:
         """What `merge` receives from other ranks."""
         return sum(
-            _bytes_elsewhere(factor)
+            (factor.numel() - local_shard(factor).numel()) * factor.element_size()
             for axis, factor in enumerate((self.left, self.right))
             if not _split_alike(factor, base, axis, dim)
         )
-
-    def bytes_elsewhere(self) -> int:
-        """What `gathered` receives from other ranks."""
-        return _bytes_elsewhere(self.left) + _bytes_elsewhere(self.right)
 
 
 def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -89,16 +87,9 @@ def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
     return torch.stack([of(t) for t in tensors]).tolist() if tensors else []
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole parameter on every rank; collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _bytes_elsewhere(tensor: torch.Tensor) -> int:
-    return (tensor.numel() - _local(tensor).numel()) * tensor.element_size()
 
 
 def _split_alike(factor: torch.Tensor, base: torch.Tensor, axis: int, dim: int) -> bool:

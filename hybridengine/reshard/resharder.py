@@ -8,19 +8,18 @@ is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from hybridengine.reshard.exchange import Exchange, Slab, TableMaker
 from hybridengine.reshard.failures import FailureBoard, RankLostError, ReshardError
 from hybridengine.reshard.geometry import reach
-from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
-from hybridengine.reshard.lora import Adapter, sums_of_bits
+from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec, identity_layout
+from hybridengine.reshard.lora import Adapter, gathered, sums_of_bits
 from hybridengine.reshard.plan import Piece, ReshardPlan, build_plan
 from hybridengine.reshard.shards import Placement, ShardSpec, find_change, local_shard
 from hybridengine.reshard.verify import find_mismatches
@@ -78,85 +77,95 @@ class Resharder:
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = engine
-        self._parameters, adapters = parameters, adapters or {}
-        self._adapters, self._beside = (adapters, {}) if merge else ({}, adapters)
+        self._given = parameters
+        self._adapters: Mapping[str, Adapter] = (adapters or {}) if merge else {}
+        self._beside: Mapping[str, Adapter] = {} if merge else (adapters or {})
+        self._factors = {
+            f"{name}.{side}": getattr(adapter, side).detach()
+            for name, adapter in self._beside.items()
+            for side in ("left", "right")
+        }
         self._board = FailureBoard(self.rank, self.world_size)
-        specs, problem = self._try(self._read_shards)
+        specs = self._agreed(self._read_shards)
         self._device = next((t.device for t in self.parameters.values()), torch.device("cpu"))
-        self._agree(problem)
+        self._layout = _beside(engine.layout, self._factors)
         layouts = self._gather_layouts()
-        plan, problem = self._try(lambda: build_plan(specs, layouts, bucket_bytes))
-        self._agree(problem)
-        self.plan: ReshardPlan = plan
-        self._agree_on_digest()
+        self.plan: ReshardPlan = self._agreed(lambda: build_plan(specs, layouts, bucket_bytes))
+        digests = self._everyones(self.plan.digest)
+        if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise LayoutError(
+                f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
+                "bucket size differs. Start every rank with the same configuration."
+            )
         self._planned = {name: Placement.of(t) for name, t in self.parameters.items()}
-        _, problem = self._try(self._live_weights)
-        self._agree(problem)
+        self._agreed(self._live_weights)
         strides = {name: placement.local_stride for name, placement in self._planned.items()}
-        maker = TableMaker(plan, self.rank, strides, self._device)
-        self._exchanges = [maker.exchange(bucket) for bucket in plan.buckets]
-        ends = (e.halves(plan.staging_bytes)[2] for e in self._exchanges)
+        maker = TableMaker(self.plan, self.rank, strides, self._device)
+        self._exchanges = [maker.exchange(bucket) for bucket in self.plan.buckets]
+        ends = (e.halves(self.plan.staging_bytes)[2] for e in self._exchanges)
         self._largest = max(ends, default=0)
         self._settled: list[int] | None = None  # the frozen bits that are in the engine
 
-    def _try(self, step: Callable) -> tuple:
-        """(its result, None) or (None, what went wrong)."""
+    def _everyones(self, value: Any) -> list:
+        values: list = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def _agreed(self, step: Callable[[], Any]) -> Any:
+        """What `step` returns. LayoutError on every rank for what any rank finds wrong."""
+        result, problem = None, None
         try:
-            return step(), None
+            result = step()
         except (LayoutError, ValueError) as error:
-            return None, str(error)
+            problem = str(error)
+        self._agree(problem)
+        return result
 
     def _agree(self, problem: str | None) -> None:
-        """Raise on every rank what any rank found wrong."""
-        problems: list = [None] * self.world_size
-        dist.all_gather_object(problems, problem)
-        found = {text: rank for rank, text in reversed(list(enumerate(problems))) if text}
+        found: dict[str, int] = {}
+        for rank, text in enumerate(self._everyones(problem)):
+            if text:
+                found.setdefault(text, rank)
         if found:
             raise LayoutError("; ".join(f"on rank {rank}: {text}" for text, rank in found.items()))
 
+    def _read_parameters(self) -> None:
+        given = self._given() if callable(self._given) else self._given
+        self.parameters = {**given, **self._factors}
+
     def _read_shards(self) -> dict[str, ShardSpec]:
-        given = self._parameters
-        self.parameters = dict(given() if callable(given) else given)
+        self._read_parameters()
+        changing = self._adapters.keys() | self._factors.keys()
         return {
-            name: ShardSpec.of(
-                name, tensor, self.world_size, self._adapters, frozen=bool(self._beside)
+            name: replace(
+                ShardSpec.of(name, tensor, self.world_size),
+                merged=name in self._adapters,
+                frozen=bool(changing) and name not in changing,
             )
             for name, tensor in self.parameters.items()
         }
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """The layout of every rank; each is sent once, by the first rank that has it."""
-        seats: list = [None] * self.world_size
-        dist.all_gather_object(seats, (self.engine.tp_rank, self.engine.layout.digest()))
-        owners: dict = {}
+        seats = self._everyones((self.engine.tp_rank, self._layout.digest()))
+        layouts: dict[tuple, EngineLayout] = {}
+        first: dict[int, int] = {}  # TP rank → the first rank that has it
         for rank, seat in enumerate(seats):
-            owners.setdefault(seat, rank)
-        layouts = {}
-        for seat, owner in owners.items():
-            box = [self.engine.layout if owner == self.rank else None]
-            dist.broadcast_object_list(box, owner)
+            if seat in layouts:
+                continue
+            box: list = [self._layout if rank == self.rank else None]
+            dist.broadcast_object_list(box, rank)
             layouts[seat] = box[0]
-        for seat, owner in owners.items():
-            other = next(o for s, o in owners.items() if s[0] == seat[0])
-            if other != owner:
+            if (other := first.setdefault(seat[0], rank)) != rank:
                 raise LayoutError(
-                    f"the engines of ranks {other} and {owner} are both TP rank {seat[0]}, but "
+                    f"the engines of ranks {other} and {rank} are both TP rank {seat[0]}, but "
                     "their weights are laid out differently. Build every engine from one model "
                     "with the same options."
                 )
         return [layouts[seat] for seat in seats]
 
-    def _agree_on_digest(self) -> None:
-        digests: list = [None] * self.world_size
-        dist.all_gather_object(digests, self.plan.digest)
-        odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
-        if odd:
-            raise LayoutError(
-                f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
-                "bucket size differs. Start every rank with the same configuration."
-            )
-
     def _live_weights(self) -> dict[str, torch.Tensor]:
+        """The engine's tensors, and room for whole adapters beside them."""
         weights = self.engine.weights()
         for name, spec in self.engine.layout.destinations.items():
             live = weights.get(name)
@@ -166,7 +175,10 @@ class Resharder:
                     f"engine tensor {name!r} was recorded as {spec} but is {found}; the engine "
                     "changed it after loading: it cannot be written in place"
                 )
-        return weights
+        return weights | {
+            name: torch.empty(t.shape, dtype=t.dtype, device=self._device)
+            for name, t in self._factors.items()
+        }
 
     def sync(self, version: int | None = None, *, verify: bool = False) -> SyncReport:
         """Write the current parameters into the engine and set its weight version.
@@ -191,9 +203,10 @@ class Resharder:
                 )
                 self._write_constants()
                 self._gather_fallback(settled)
-                received += self._give_adapters(version)
                 if verify:
                     self._verify()
+                if self._beside:
+                    self.engine.load_adapters(self._arrived_adapters(), version)
                 with self._board.meeting("committing"):
                     dist.barrier()  # the version moves only when all ranks are in
                 self._settled = frozen
@@ -231,15 +244,16 @@ class Resharder:
                 f"planned as rank {self.rank} of {self.world_size}, now rank {place[0]} of "
                 f"{place[1]}: make a new Resharder for the new world"
             )
-        given = self._parameters
-        if callable(given):
-            self.parameters = dict(given())
+        self._read_parameters()
         self._shards = {n: local_shard(t).detach() for n, t in self.parameters.items()}
         changed = find_change(self._planned, self.parameters)
         if changed:
             return f"{changed} since the reshard was planned: make a new Resharder"
-        self._weights, problem = self._try(self._live_weights)
-        return problem
+        try:
+            self._weights = self._live_weights()
+        except LayoutError as error:
+            return str(error)
+        return None
 
     def _write_constants(self) -> None:
         for name, offset, sizes, strides, value in self.engine.layout.constants:
@@ -313,15 +327,10 @@ class Resharder:
         else:
             self._spare.append(sent.buffer)
 
-    def _give_adapters(self, version: int) -> int:
-        """Give the engine what is not merged, whole; returns the bytes received."""
-        if not self._beside:
-            return 0
-        with self._board.meeting("gathering the adapters"):
-            self.engine.load_adapters(
-                ((name, adapter.gathered()) for name, adapter in self._beside.items()), version
-            )
-        return sum(adapter.bytes_elsewhere() for adapter in self._beside.values())
+    def _arrived_adapters(self) -> Iterator[tuple[str, Adapter]]:
+        for name, adapter in self._beside.items():
+            left, right = (self._weights.pop(f"{name}.{side}") for side in ("left", "right"))
+            yield name, Adapter(left, right, adapter.scale)
 
     def _gather_fallback(self, settled: bool) -> None:
         """Gather the few parameters that are no pure copy, one at a time, for the engine's loader.
@@ -339,7 +348,7 @@ class Resharder:
         with self._board.meeting(f"gathering {name!r} whole"):
             if name in self._adapters:
                 return self._adapters[name].merge_whole(tensor)
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = gathered(tensor)
         here, own = (t.untyped_storage().data_ptr() for t in (whole, local_shard(tensor)))
         return whole.clone() if here == own else whole
 
@@ -374,6 +383,17 @@ class Resharder:
                 f"source {source!r} ({len(wrong)} slices differ in all): bytes were damaged on the "
                 "way, or something else wrote to the engine. Sync again."
             )
+
+
+def _beside(layout: EngineLayout, factors: Parameters) -> EngineLayout:
+    """The engine's layout, and every factor of an adapter whole, next to it."""
+    whole = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in factors.items()}
+    own = identity_layout(whole)
+    return replace(
+        layout,
+        destinations=layout.destinations | own.destinations,
+        copies=layout.copies + own.copies,
+    )
 
 
 def _all_to_all(inbox: torch.Tensor, outbox: torch.Tensor, exchange: Exchange) -> dist.Work:

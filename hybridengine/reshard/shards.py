@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,7 +19,8 @@ __all__ = ["Placement", "ShardSpec", "find_change", "local_shard"]
 class ShardSpec:
     """One checkpoint tensor on the training ranks.
 
-    dim: the sharded dimension, split as torch.chunk does (the last shards may be short or empty).
+    shape: (1,) for a scalar. dim: the sharded dimension, split as torch.chunk does (the last shards
+    may be short or empty).
     holders: for each shard the ranks that hold it (several under HSDP or replication).
     frozen: it is sent once. merged: what is sent is formed at every sync from it and an adapter,
     which takes a bucket's memory as well.
@@ -32,26 +34,9 @@ class ShardSpec:
     merged: bool = False
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        tensor: torch.Tensor,
-        world_size: int,
-        adapters: Container[str] = (),
-        frozen: bool = False,
-    ) -> ShardSpec:
-        """Read the placement of an FSDP2 parameter (a DTensor) or of a replicated tensor.
-
-        adapters: names of the parameters that an adapter is merged into; where any has one, or if
-        `frozen`, the others do not change.
-        """
-        spec = cls._of(name, tensor, world_size)
-        merged = name in adapters
-        return replace(spec, merged=merged, frozen=(frozen or bool(adapters)) and not merged)
-
-    @classmethod
-    def _of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:
-        shape = tuple(tensor.shape)
+    def of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:
+        """Read the placement of an FSDP2 parameter (a DTensor) or of a replicated tensor."""
+        shape = tuple(tensor.shape) or (1,)
         if not isinstance(tensor, DTensor):
             return cls(shape, tensor.dtype, 0, (tuple(range(world_size)),))
         sharded = [
@@ -73,12 +58,11 @@ class ShardSpec:
     @property
     def _chunk(self) -> int:
         """Positions on `dim` per shard."""
-        size = self.shape[self.dim] if self.shape else 1
-        return max(1, -(-size // len(self.holders)))
+        return max(1, -(-self.shape[self.dim] // len(self.holders)))
 
     def interval(self, shard: int) -> tuple[int, int]:
         """[low, high) on `dim` that this shard holds."""
-        size = self.shape[self.dim] if self.shape else 1
+        size = self.shape[self.dim]
         return min(shard * self._chunk, size), min((shard + 1) * self._chunk, size)
 
     def part(self, shard: int, part: int, parts: int) -> tuple[int, int]:
@@ -88,16 +72,13 @@ class ShardSpec:
 
     def shards_touched(self, block: Block) -> range:
         """The shards that hold some of `block`."""
-        if not self.shape:
-            return range(1)
         low, high = reach(block, self.dim)
         return range(low // self._chunk, (high - 1) // self._chunk + 1)
 
     def origin(self, shard: int) -> tuple[int, ...]:
         """The global coordinate of the shard's first element."""
         origin = [0] * len(self.shape)
-        if self.shape:
-            origin[self.dim] = self.interval(shard)[0]
+        origin[self.dim] = self.interval(shard)[0]
         return tuple(origin)
 
     def held_by(self, rank: int) -> int | None:
@@ -109,8 +90,7 @@ class ShardSpec:
         return receiver if receiver in ranks else ranks[receiver % len(ranks)]
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """What the plan relies on of one parameter on this rank."""
 
     shape: tuple[int, ...]
@@ -122,34 +102,25 @@ class Placement:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Placement:
-        local, sharded = local_shard(tensor), isinstance(tensor, DTensor)
-        return cls(
-            tuple(tensor.shape),
-            tensor.dtype,
-            tuple(tensor.placements) if sharded else None,
-            tensor.device_mesh if sharded else None,
-            tuple(local.shape),
-            tuple(local.stride()),
-        )
+        local, mesh = local_shard(tensor), getattr(tensor, "device_mesh", None)
+        placements = getattr(tensor, "placements", None)
+        sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, local.stride()))
+        shape, local_shape, stride = sizes
+        return cls(shape, tensor.dtype, placements, mesh, local_shape, stride)
 
 
 def find_change(
     planned: Mapping[str, Placement], parameters: Mapping[str, torch.Tensor]
 ) -> str | None:
     """How a parameter differs from what was planned for; None if all are as they were."""
-    if planned.keys() != parameters.keys():
-        gone, new = (
-            sorted(a.keys() - b.keys()) for a, b in ((planned, parameters), (parameters, planned))
-        )
-        return f"parameter {(gone or new)[0]!r} was {'removed' if gone else 'added'}"
+    for name in planned.keys() ^ parameters.keys():
+        return f"parameter {name!r} was {'removed' if name in planned else 'added'}"
     for name, tensor in parameters.items():
-        now, then = Placement.of(tensor), planned[name]
-        if now != then:
-            what = next(f for f in vars(then) if getattr(now, f) != getattr(then, f))
-            return (
-                f"parameter {name!r} changed its {what} from {getattr(then, what)} to "
-                f"{getattr(now, what)}"
-            )
+        for what, then, now in zip(
+            Placement._fields, planned[name], Placement.of(tensor), strict=True
+        ):
+            if now != then:
+                return f"parameter {name!r} changed its {what} from {then} to {now}"
     return None
 
 

@@ -35,7 +35,7 @@ def message_of(call) -> str:
 def changed_body(rank: int, world_size: int) -> dict[str, str]:
     """Changes on rank 1 alone: every rank must end, and know where it was."""
     engine, shards, resharder = build(SHAPES, 2, whole=values(SHAPES))
-    resharder._parameters = lambda: shards
+    resharder._given = lambda: shards
     resharder.sync(1)
     live = dict(engine.tensors)
     before = {n: t.clone() for n, t in live.items()}
