@@ -19,7 +19,7 @@ from benchmarks._end_to_end_data import write
 from benchmarks.frame import KEYS, OURS, ROOT, Bench, line
 
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
-STEPS = 3  # after one that warms up
+STEPS = 2  # after one that warms up
 PROMPTS, N, MAX_PROMPT, MAX_RESPONSE, MICRO_BATCH = 4, 8, 384, 64, 8
 PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
 
