@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from hybridengine.reshard.layout import Checkpoint, identity_layout
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
@@ -50,8 +51,8 @@ class HfEngine(RolloutEngine):
         self.layout = identity_layout({name: own[name] for name in checkpoint.parameters})
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        buffers = dict(self._model.named_buffers())
-        return {n: t.detach() for n, t in [*self._model.named_parameters(), *buffers.items()]}
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: tensor.detach() for name, tensor in named}
 
     def weights(self) -> dict[str, torch.Tensor]:
         own = self._stored()
@@ -75,60 +76,44 @@ class HfEngine(RolloutEngine):
         repeated = [list(ids) for ids in prompts for _ in range(spec.n)]
         # Neighbours in length share a batch, so little is padded.
         order = sorted(range(len(repeated)), key=lambda i: len(repeated[i]))
-        done: list[Completion | None] = [None] * len(repeated)
+        done: dict[int, Completion] = {}
         with torch.random.fork_rng():
             torch.manual_seed(seed * self.replicas + self.replica)
             for at in range(0, len(order), self._max_num_seqs):
                 chosen = order[at : at + self._max_num_seqs]
                 batch = self._generate_batch([repeated[i] for i in chosen], spec)
-                for i, completion in zip(chosen, batch, strict=True):
-                    done[i] = completion
-        flat = [c for c in done if c is not None]
-        return [flat[i : i + spec.n] for i in range(0, len(flat), spec.n)]
+                done |= zip(chosen, batch, strict=True)
+        return [[done[i + j] for j in range(spec.n)] for i in range(0, len(done), spec.n)]
 
     def _generate_batch(self, prompts: list[list[int]], spec: SamplingSpec) -> list[Completion]:
-        device = self._model.device
-        width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        greedy = spec.temperature == 0
-        sampled = (
-            {}
-            if greedy
-            else {
-                "temperature": spec.temperature,
-                "top_p": spec.top_p,
-                "top_k": max(spec.top_k, 0),
-            }
-        )
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        left = {"batch_first": True, "padding_side": "left"}
+        ids = pad_sequence(rows, **left).to(self._model.device)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], **left).to(ids.device)
+        sampled = {
+            "temperature": spec.temperature,
+            "top_p": spec.top_p,
+            "top_k": max(spec.top_k, 0),
+        }
         out = self._model.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            do_sample=not greedy,
+            ids,
+            attention_mask=mask,
             max_new_tokens=spec.max_tokens,
             eos_token_id=self._stop_token_ids,
             pad_token_id=0,
             return_dict_in_generate=True,
             output_scores=True,
-            **sampled,
+            do_sample=spec.temperature != 0,
+            **(sampled if spec.temperature else {}),
         )
-        new = out.sequences[:, width:]
-        log_probs = torch.stack(
-            [
-                torch.log_softmax(scores.float(), -1).gather(-1, new[:, step : step + 1])[:, 0]
-                for step, scores in enumerate(out.scores)
-            ],
-            dim=1,
+        log_probs = self._model.compute_transition_scores(
+            out.sequences, out.scores, normalize_logits=True
         )
-        return [
-            self._trim(row.tolist(), lp.tolist()) for row, lp in zip(new, log_probs, strict=True)
-        ]
+        new = out.sequences[:, ids.shape[1] :].tolist()
+        return [self._trim(row, lp) for row, lp in zip(new, log_probs.tolist(), strict=True)]
 
     def _trim(self, ids: list[int], log_probs: list[float]) -> Completion:
-        end = next((i for i, token in enumerate(ids) if token in self._stop_token_ids), None)
-        if end is None:
-            return Completion(ids, log_probs, "length")
-        return Completion(ids[: end + 1], log_probs[: end + 1], "stop")
+        for end, token in enumerate(ids, 1):
+            if token in self._stop_token_ids:
+                return Completion(ids[:end], log_probs[:end], "stop")
+        return Completion(ids, log_probs, "length")
