@@ -22,27 +22,9 @@ def print_advice(advice: Advice, console: Console) -> None:
         f"[bold]{advice.num_parameters / 1e9:.2f}B parameters, {n} ranks on {advice.nodes} "
         f"node{'s' if advice.nodes > 1 else ''}, {n // t} engines of TP {t}; per rank and sync:"
     )
-    table = Table(
-        "TP groups, row-parallel shards",
-        "TP traffic",
-        "received",
-        "sent",
-        "lower bound",
-        "across nodes",
-        "staging",
-        "sync time",
-    )
+    table = Table(*_row(advice.options[0]))
     for option in advice.options:
-        table.add_row(
-            _name(option),
-            "inside nodes" if option.tp_in_node else "across nodes",
-            _size(option.received_bytes),
-            _size(option.sent_bytes),
-            _size(option.lower_bound_bytes),
-            f"{option.inter_bytes / max(1, option.received_bytes):.0%}",
-            f"2 × {_size(option.staging_bytes)}",
-            f"{option.seconds * 1e3:.1f} ms",
-        )
+        table.add_row(*_row(option).values())
     table.add_section()
     table.add_row("HybridFlow's formula", "", _size(advice.hybridflow_bytes))
     table.add_row("verl: gather all, float32", "", _size(advice.verl_bytes))
@@ -51,6 +33,20 @@ def print_advice(advice: Advice, console: Console) -> None:
     console.print(f"Recommended: [bold]{_name(best)}[/bold]. {_reason(best, others)}")
     for name, why in advice.fallback.items():
         console.print(f"gathered whole: {name} ({why})", markup=False)
+
+
+def _row(option: Option) -> dict[str, str]:
+    plan = option.plan
+    return {
+        "TP groups, row-parallel shards": _name(option),
+        "TP traffic": "inside nodes" if option.tp_in_node else "across nodes",
+        "received": _size(option.received_bytes),
+        "sent": _size(max(plan.bytes_sent)),
+        "lower bound": _size(option.lower_bound_bytes),
+        "across nodes": f"{option.inter_bytes / max(1, option.received_bytes):.0%}",
+        "staging": f"2 × {_size(plan.staging_bytes)}",
+        "sync time": f"{option.seconds * 1e3:.1f} ms",
+    }
 
 
 def _name(option: Option) -> str:

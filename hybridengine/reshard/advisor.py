@@ -33,19 +33,25 @@ class Option:
     grouping: TP groups "strided" over all ranks ({j, j+N/t, …}), "strided in nodes" or "neighbours"
     ({jt, jt+1, …}). tp_in_node: whether no TP group crosses nodes. row_dim: dimension on which
     row-parallel weights are sharded. inter_bytes: the part of received_bytes, on the busiest rank,
-    that crosses nodes. seconds: of the busiest rank at the given link speeds.
+    that crosses nodes. seconds: of the busiest rank at the given link speeds. traffic: bytes from
+    sender to receiver [N, N].
     """
 
     grouping: str
     tp_in_node: bool
     row_dim: int
-    received_bytes: int
-    sent_bytes: int
-    lower_bound_bytes: int
+    plan: ReshardPlan
     inter_bytes: int
-    staging_bytes: int
     seconds: float
     traffic: np.ndarray
+
+    @property
+    def received_bytes(self) -> int:
+        return max(self.plan.bytes_received)
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        return max(self.plan.lower_bound)
 
 
 @dataclass(frozen=True)
@@ -86,13 +92,22 @@ def advise(
         raise ValueError(f"tp: got {tp_size}, expected a divisor of the {world_size} ranks")
     if world_size % nodes:
         raise ValueError(f"nodes: got {nodes}, expected a divisor of the {world_size} ranks")
+    node = np.arange(world_size) * nodes // world_size
+    sliced = layouts[0].sliced_dims(shapes)
     options = []
     for grouping, groups in _groupings(world_size, tp_size, nodes).items():
         for row_dim in (1, 0) if tp_size > 1 else (0,):
-            plan = _plan(shapes, layouts, groups, row_dim, bucket_bytes)
-            options.append(
-                _option(plan, grouping, groups, row_dim, nodes, intra_gb_per_s, inter_gb_per_s)
-            )
+            columns = {n for n, s in shapes.items() if row_dim == 1 == sliced.get(n)}
+            plan = _plan(shapes, layouts, groups, columns, bucket_bytes)
+            traffic = plan.traffic()
+            crossing = np.where(node[:, None] != node, traffic, 0)
+            across = np.maximum(crossing.sum(0), crossing.sum(1)) / (inter_gb_per_s * 1e9)
+            within = traffic - crossing
+            within = np.maximum(within.sum(0), within.sum(1)) / (intra_gb_per_s * 1e9)
+            in_node = all(len({node[rank] for rank in group}) == 1 for group in groups)
+            inter_bytes = int(crossing.sum(0).max())
+            seconds = float((across + within).max())
+            options.append(Option(grouping, in_node, row_dim, plan, inter_bytes, seconds, traffic))
     options.sort(key=lambda o: (not o.tp_in_node, o.seconds, o.received_bytes))
     numel = sum(math.prod(shape) for shape in shapes.values())
     engine_bytes = numel * torch.bfloat16.itemsize
@@ -110,67 +125,37 @@ def advise(
 
 def _groupings(world_size: int, tp_size: int, nodes: int) -> dict[str, list[list[int]]]:
     """Ways to choose TP groups, equal ones once, under the first name."""
-    ranks = range(0, world_size, tp_size)
+    ranks = list(range(world_size))
     ways = {
         "strided": tp_groups(world_size, tp_size),
         "strided in nodes": tp_groups(world_size, tp_size, world_size // nodes),
-        "neighbours": [list(range(first, first + tp_size)) for first in ranks],
+        "neighbours": [ranks[first : first + tp_size] for first in ranks[::tp_size]],
     }
-    return {name: way for name, way in ways.items() if name == _first_name(ways, way)}
-
-
-def _first_name(ways: Mapping[str, list[list[int]]], way: list[list[int]]) -> str:
-    return next(name for name, other in ways.items() if other == way)
+    first = {repr(way): name for name, way in reversed(ways.items())}
+    return {name: way for name, way in ways.items() if first[repr(way)] == name}
 
 
 def _plan(
     shapes: Mapping[str, tuple[int, ...]],
     layouts: Sequence[EngineLayout],
     groups: list[list[int]],
-    row_dim: int,
+    columns: set[str],
     bucket_bytes: int,
 ) -> ReshardPlan:
-    world_size = sum(map(len, groups))
-    sliced = layouts[0].sliced_dims(shapes) if row_dim == 1 else {}
-    holders = tuple((rank,) for rank in range(world_size))
-
-    def dim(name: str) -> int:
-        wanted = sliced.get(name) == 1
-        return 1 if wanted and shapes[name][1] % world_size == 0 else 0  # as FSDP2 allows
-
-    sources = {n: ShardSpec(s, torch.float32, dim(n), holders) for n, s in shapes.items()}
+    """columns: which parameters are sharded on dim 1, where it divides (else FSDP2 refuses)."""
+    ranks = range(sum(map(len, groups)))
+    holders = tuple((rank,) for rank in ranks)
+    sources = {
+        name: ShardSpec(
+            shape or (1,),
+            torch.float32,
+            int(name in columns and shape[1] % len(ranks) == 0),
+            holders,
+        )
+        for name, shape in shapes.items()
+    }
     tp_rank = {rank: place for group in groups for place, rank in enumerate(group)}
-    by_rank = [layouts[tp_rank[rank]] for rank in range(world_size)]
-    return build_plan(sources, by_rank, bucket_bytes)
-
-
-def _option(
-    plan: ReshardPlan,
-    grouping: str,
-    groups: list[list[int]],
-    row_dim: int,
-    nodes: int,
-    intra: float,
-    inter: float,
-) -> Option:
-    traffic = plan.traffic()
-    node = np.arange(plan.world_size) * nodes // plan.world_size
-    crossing = np.where(node[:, None] != node[None, :], traffic, 0)
-    across = np.maximum(crossing.sum(0), crossing.sum(1))
-    within = np.maximum((traffic - crossing).sum(0), (traffic - crossing).sum(1))
-    seconds = (across / (inter * 1e9) + within / (intra * 1e9)).max()
-    return Option(
-        grouping=grouping,
-        tp_in_node=all(len({node[rank] for rank in group}) == 1 for group in groups),
-        row_dim=row_dim,
-        received_bytes=max(plan.bytes_received),
-        sent_bytes=max(plan.bytes_sent),
-        lower_bound_bytes=max(plan.lower_bound),
-        inter_bytes=int(crossing.sum(0).max()),
-        staging_bytes=plan.staging_bytes,
-        seconds=float(seconds),
-        traffic=traffic,
-    )
+    return build_plan(sources, [layouts[tp_rank[rank]] for rank in ranks], bucket_bytes)
 
 
 def record_engine_layouts(
