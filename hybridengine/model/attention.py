@@ -95,8 +95,8 @@ def varlen_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = _Scores(scaling, sliding_window, softcap)
     if cu_seq_lens_q is None:
-        out = _rows(module, query, key, value, attention_mask, position_ids, how)
-        return out.transpose(1, 2).contiguous(), None
+        rows = _rows(module, query, key, value, attention_mask, position_ids, how)
+        return rows.transpose(1, 2).contiguous(), None
     shapes = f"packed query {tuple(query.shape)} with key {tuple(key.shape)}"
     one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2]
     alike = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Parking
 from hybridengine.model.parameters import stored_tensors
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
-from hybridengine.model.value import put_value_head, read_value_model
+from hybridengine.model.value import put_value_head, read_model
 
 __all__ = ["load_causal_lm", "sharding_mesh"]
 
@@ -92,12 +93,7 @@ def load_causal_lm(
     """
     config = check_model(path, trust_remote_code)
     weights = run_on_rank0(
-        lambda: (
-            read_value_model(path, config, trust_remote_code)
-            if value_head
-            else _read(path, trust_remote_code)
-        ),
-        f"loading model {path!r}",
+        lambda: read_model(path, config, trust_remote_code, value_head), f"loading model {path!r}"
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -119,7 +115,11 @@ def load_causal_lm(
     prepare_head(model, use_fused_kernels)
     layers = _decoder_layers(model)
     groups = _modules_of_size(model, min_num_params) if min_num_params else layers
-    _shard(model, groups, mesh, shard_dim1, param_dtype, reshard_after_forward, cpu_offload)
+    options = _fsdp_options(model, mesh, shard_dim1, param_dtype, cpu_offload)
+    for group in reversed(groups):  # FSDP2 wants the inner of nested modules first
+        fully_shard(group, reshard_after_forward=reshard_after_forward, **options)
+    # The root's own parameters are needed again as soon as backward begins: FSDP2's default.
+    fully_shard(model, **options)
     if forward_prefetch:
         for group, following in pairwise(groups):
             group.set_modules_to_forward_prefetch([following])
@@ -130,21 +130,6 @@ def load_causal_lm(
         for layer in layers:
             layer.training = True
     model.parking = Parking(lambda: stored_tensors(model).values(), param_offload)
-    return model
-
-
-def _read(path: str, trust_remote_code: bool) -> PreTrainedModel:
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=torch.float32,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-    )
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(
-            f"the checkpoint lacks {len(missing)} weights of {type(model).__name__}, "
-            f"such as {missing[0]!r}; use a complete checkpoint"
-        )
     return model
 
 
@@ -172,15 +157,14 @@ def _modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Mod
     return [module for module in model.modules() if module in chosen]
 
 
-def _shard(
+def _fsdp_options(
     model: nn.Module,
-    groups: list[nn.Module],
     mesh: DeviceMesh,
     shard_dim1: Callable[[str], bool],
     param_dtype: torch.dtype,
-    reshard_after_forward: bool,
     cpu_offload: bool,
-) -> None:
+) -> dict[str, Any]:
+    """What `fully_shard` is told about every group of parameters alike."""
     names = {id(p): columns_of(name) for name, p in model.named_parameters()}
     shard_size = mesh.size(mesh.ndim - 1)
 
@@ -188,22 +172,13 @@ def _shard(
         divides = param.ndim > 1 and param.shape[1] % shard_size == 0
         return Shard(1) if divides and shard_dim1(names[id(param)]) else None
 
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     pinned = torch.cuda.is_available()
-    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
-    for group in reversed(groups):  # FSDP2 wants the inner of nested modules first
-        fully_shard(
-            group,
-            mesh=mesh,
-            mp_policy=policy,
-            shard_placement_fn=placement,
-            reshard_after_forward=reshard_after_forward,
-            offload_policy=offload,
-        )
-    # The root's own parameters are needed again as soon as backward begins: FSDP2's default.
-    fully_shard(
-        model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
-    )
+    return {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "shard_placement_fn": placement,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy(),
+    }
 
 
 def _fill(model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh, cpu_offload: bool) -> None:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from hybridengine.reshard.shards import local_shard
 
 __all__ = ["Parking", "on_device"]
 
@@ -44,8 +45,8 @@ class Parking:
         self._parked.clear()
 
     def _park(self) -> None:
-        local = (t.to_local() if isinstance(t, DTensor) else t for t in self._tensors())
-        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in local) if s.nbytes()}
+        all_storages = (local_shard(tensor).untyped_storage() for tensor in self._tensors())
+        storages = {s.data_ptr(): s for s in all_storages if s.nbytes()}
         for storage in storages.values():
             on_device = _bytes_of(storage)
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_device.is_cuda)

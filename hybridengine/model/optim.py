@@ -6,14 +6,15 @@ import warnings
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from hybridengine.model.errors import ModelError
 from hybridengine.model.offload import Parking
+from hybridengine.reshard.lora import gathered
+from hybridengine.reshard.shards import local_shard
 
 __all__ = ["SCHEDULES", "Optimizer", "clip_grad_norm_"]
 
@@ -96,7 +97,7 @@ class Optimizer:
         for name, parameter in zip(self._names, self.parameters, strict=True):
             state = self.adamw.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), device=_local(parameter).device)
+                state["step"] = torch.zeros((), device=local_shard(parameter).device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             live |= {f"{name}/{kind}": tensor for kind, tensor in state.items()}
@@ -136,43 +137,15 @@ def clip_grad_norm_(
 
     Gradients of a loss multiplied by `loss_scale` are divided by it first.
 
-    The norm, float32 scalar, is that of the whole model's gradient and equal on all ranks: one
-    all-reduce per group of ranks that shares shards. A norm that is not finite leaves the
-    gradients alone, so that the caller can drop the step.
+    The norm, float32 scalar, is that of the whole model's gradient and equal on all ranks. One that
+    is not finite leaves the gradients alone, so that the caller can drop the step.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    by_group: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    groups: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
-    for grad in grads:
-        shared = _sharding_groups(grad)
-        key = tuple(str(group.group_name) for group in shared)
-        groups[key] = shared
-        by_group.setdefault(key, []).append(_local(grad))
-    total = torch.zeros((), dtype=torch.float64, device=_local(grads[0]).device if grads else None)
-    for key, local in by_group.items():
-        norms = torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32))
-        squares = norms.double().square().sum()
-        for group in groups[key]:
-            dist.all_reduce(squares, group=group)
-        total += squares
-    norm = (total.sqrt() / loss_scale).float()
+    kinds = ([g for g in grads if isinstance(g, DTensor) == sharded] for sharded in (True, False))
+    norms = [gathered(torch.nn.utils.get_total_norm(kind)) for kind in kinds if kind]
+    norm = torch.nn.utils.get_total_norm(norms) / loss_scale
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     scale = torch.where(norm.isfinite(), clip, 1.0) / loss_scale
-    for local in by_group.values():
-        torch._foreach_mul_(local, scale)
+    if grads:
+        torch._foreach_mul_([local_shard(grad) for grad in grads], scale)
     return norm
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def _sharding_groups(grad: torch.Tensor) -> list[dist.ProcessGroup]:
-    """The groups over which `grad` is split; replicas are not counted twice."""
-    if not isinstance(grad, DTensor):
-        return []
-    return [
-        grad.device_mesh.get_group(dim)
-        for dim, placement in enumerate(grad.placements)
-        if isinstance(placement, Shard)
-    ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from transformers import PretrainedConfig
 
 from hybridengine.model.errors import ModelError
@@ -136,7 +137,7 @@ def heads_for_tokens(
     shapes = [part.shape[2:] for part in parts]
     widths = [shape.numel() for shape in shapes]
     sent = torch.cat([part.flatten(2) for part in parts], dim=-1).transpose(0, 1)
-    received = _Exchange.apply(sent, group).flatten(0, 1)
+    received = _exchange(sent, group).flatten(0, 1)
     whole = (x.unflatten(1, s) for x, s in zip(received.split(widths, -1), shapes, strict=True))
     q, k, v = whole
     return q, k, v
@@ -145,20 +146,9 @@ def heads_for_tokens(
 def tokens_for_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All T tokens of this rank's heads, [T, H/s, D] -> T / s tokens of all heads, [T/s, H, D]."""
     sent = out.unflatten(0, (group.size(), -1))
-    return _Exchange.apply(sent, group).transpose(0, 1).flatten(1, 2)
+    return _exchange(sent, group).transpose(0, 1).flatten(1, 2)
 
 
-class _Exchange(torch.autograd.Function):
-    """[s, ...]: entry i goes to rank i, and comes from it; its own adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        sent = sent.contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(grad, ctx.group), None
+def _exchange(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[s, ...]: entry i goes to rank i, and comes from it; differentiable, its own adjoint."""
+    return all_to_all_single_autograd(sent.contiguous(), None, None, group)

@@ -21,7 +21,7 @@ from hybridengine.model.errors import ModelError
 from hybridengine.model.forward import PackedBatch, packed_logits
 from hybridengine.model.ulysses import gather_rows
 
-__all__ = ["is_sequence_classifier", "packed_values", "put_value_head", "read_value_model"]
+__all__ = ["is_sequence_classifier", "packed_values", "put_value_head", "read_model"]
 
 
 def is_sequence_classifier(config: PretrainedConfig) -> bool:
@@ -50,14 +50,17 @@ def put_value_head(model: PreTrainedModel) -> None:
             config.final_logit_softcapping = None
 
 
-def read_value_model(path: str, config: PretrainedConfig, trust_remote_code: bool) -> nn.Module:
-    """The whole model at `path` in float32, its parameters named as `put_value_head` leaves them.
+def read_model(
+    path: str, config: PretrainedConfig, trust_remote_code: bool, value_head: bool
+) -> PreTrainedModel:
+    """The whole causal LM at `path` in float32; with `value_head` as `put_value_head` leaves it.
 
     Raises:
         ModelError: a classifier with several labels, or weights that are missing.
     """
     kind: Any = AutoModelForCausalLM
-    if is_sequence_classifier(config):
+    classifies = value_head and is_sequence_classifier(config)
+    if classifies:
         kind = AutoModelForSequenceClassification
         if config.num_labels != 1:
             raise ModelError(
@@ -66,19 +69,19 @@ def read_value_model(path: str, config: PretrainedConfig, trust_remote_code: boo
     model, report = kind.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
     )
-    if kind is AutoModelForCausalLM:
-        put_value_head(model)
-    else:
+    if classifies:
         with torch.device("meta"):
             causal = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         head = causal.get_output_embeddings()
         name = next(n for n, module in causal.named_modules() if module is head)
         model.set_submodule(name, model.score)
         del model.score
+    elif value_head:
+        put_value_head(model)
     there = {name for name, _ in model.named_parameters()}
     if missing := sorted(there & set(report["missing_keys"])):
         raise ModelError(
-            f"the checkpoint {path!r} lacks {len(missing)} weights, such as {missing[0]!r}; use a "
-            "complete checkpoint"
+            f"the checkpoint {path!r} lacks {len(missing)} weights of {type(model).__name__}, "
+            f"such as {missing[0]!r}; use a complete checkpoint"
         )
     return model
