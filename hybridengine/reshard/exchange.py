@@ -107,17 +107,8 @@ class TableMaker:
         pack, send_counts = self._table(parts["pack"], dense=3)
         unpack, receive_counts = self._table(parts["unpack"], dense=2)
         local, _ = self._table(parts["local"])
-        return Exchange(
-            bucket.engine_dtype,
-            bucket.frozen,
-            slabs,
-            list(places),
-            pack,
-            local,
-            unpack,
-            send_counts,
-            receive_counts,
-        )
+        tables, counts = (pack, local, unpack), (send_counts, receive_counts)
+        return Exchange(bucket.engine_dtype, bucket.frozen, slabs, list(places), *tables, *counts)
 
     def _slab(self, bucket: Bucket, unit: Unit) -> Slab:
         """The whole shard, or the rows that are merged for this unit."""
@@ -126,7 +117,7 @@ class TableMaker:
         if shard is None:
             return Slab(unit.source, 0, 0)
         if bucket.merged:
-            return Slab(unit.source, *spec.part(shard, unit.share.part, unit.share.parts))
+            return Slab(unit.source, *spec.interval(shard, unit.share.part, unit.share.parts))
         return Slab(unit.source, *spec.interval(shard))
 
     def _unit_rows(self, bucket: Bucket, unit: Unit) -> dict[str, _Rows]:

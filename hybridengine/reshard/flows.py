@@ -17,7 +17,7 @@ from hybridengine.reshard.geometry import Block, count_below, cut
 from hybridengine.reshard.layout import LayoutError
 from hybridengine.reshard.shards import ShardSpec
 
-__all__ = ["Flow", "Flows", "Kind", "Share"]
+__all__ = ["Flows", "Kind", "Share"]
 
 Shares = list[tuple["Share", np.ndarray]]
 
@@ -45,17 +45,11 @@ class Kind:
 
     def __init__(self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]]) -> None:
         self.spec, self.blocks = spec, blocks
-        size = spec.shape[spec.dim]
-        shards = np.arange(len(spec.holders) + 1)
-        self._edges = np.minimum(shards * max(1, -(-size // len(spec.holders))), size)
-        self.longest = int((self._edges[1:] - self._edges[:-1]).max())
 
-    def edges(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        """Per shard [low, high) on the sharded dimension: int64 [S] each."""
-        low, high = self._edges[:-1], self._edges[1:]
-        if share.dim != self.spec.dim:
-            return low, high
-        return tuple(low + (high - low) * p // share.parts for p in (share.part, share.part + 1))  # type: ignore[return-value]
+    def edges(self, share: Share) -> np.ndarray:
+        """[low, high) on the sharded dimension, per shard: int64 [2, S]."""
+        mine = share.dim == self.spec.dim
+        return self.spec.intervals(*((share.part, share.parts) if mine else ()))
 
     def windowed(self, block: Block, share: Share) -> Iterator[Block]:
         """What of `block` lies in the share's part of a dimension that is not sharded."""
@@ -68,7 +62,7 @@ class Kind:
 
     def cut(self, block: Block, shard: int, share: Share) -> Iterator[Block]:
         """What of `block` lies in a shard's part of a share."""
-        low, high = (int(edge[shard]) for edge in self.edges(share))
+        low, high = self.edges(share)[:, shard].tolist()
         if low < high:
             for part in self.windowed(block, share):
                 yield from cut(part, self.spec.dim, low, high)
@@ -83,35 +77,25 @@ class Kind:
         return total
 
 
-@dataclass(frozen=True)
-class Flow:
-    """Elements per rank for one source: received, sent, needed, the lower bound."""
-
-    received: np.ndarray
-    sent: np.ndarray
-    needed: np.ndarray
-    lower_bound: np.ndarray
-
-
 class Flows:
     """Counts elements that move, vectorised over ranks, once per kind of source."""
 
     def __init__(self, layout_of: Sequence[int]) -> None:
         self._layout_of = np.array(layout_of)
         self._ranks = np.arange(len(layout_of))
-        self._counted: dict[Kind, Flow] = {}
+        self._counted: dict[Kind, np.ndarray] = {}
         self._shared: dict[Kind, Shares] = {}
 
-    def count(self, kind: Kind) -> Flow:
+    def count(self, kind: Kind) -> np.ndarray:
+        """int64 [4, N]: elements each rank receives, sends, needs, and the least it can receive."""
         if kind not in self._counted:
             moved, senders = self._moves(kind, Share())
             sent = np.bincount(senders.ravel(), moved.ravel(), len(self._ranks))
             distinct = [tuple({b.region: b for b in group}.values()) for group in kind.blocks]
             once, _ = self._moves(Kind(kind.spec, distinct), Share())
             needed = np.array([sum(b.numel for b in group) for group in kind.blocks])
-            self._counted[kind] = Flow(
-                moved.sum(0), sent.astype(np.int64), needed[self._layout_of], once.sum(0)
-            )
+            counts = (moved.sum(0), sent, needed[self._layout_of], once.sum(0))
+            self._counted[kind] = np.stack(counts).astype(np.int64)
         return self._counted[kind]
 
     def traffic(self, kind: Kind) -> np.ndarray:
@@ -144,7 +128,7 @@ class Flows:
         for dim in (
             [spec.dim] if spec.merged else sorted(range(len(spec.shape)), key=spec.dim.__ne__)
         ):
-            size = kind.longest if dim == spec.dim else spec.shape[dim]
+            size = spec.interval(0)[1] if dim == spec.dim else spec.shape[dim]
             parts, found, at_most = 1, [], worst
             while at_most > limit and parts < size:
                 parts = min(size, max(parts + 1, -(-at_most * parts // limit)))

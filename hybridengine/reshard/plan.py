@@ -190,18 +190,15 @@ def build_plan(
     kinds, destinations = _kinds(sources, distinct)
 
     flows = Flows(layout_of)
-    received, sent, needed, bound = (np.zeros(len(layouts), np.int64) for _ in range(4))
+    totals = np.zeros((4, len(layouts)), np.int64)
     buckets: list[Bucket] = []
     filling: dict[tuple, tuple[Bucket, np.ndarray]] = {}
     staging_bytes = 0
     for (source, dtype), kind in kinds.items():
-        total, spec = flows.count(kind), kind.spec
-        received += total.received * dtype.itemsize
-        sent += total.sent * dtype.itemsize
-        needed += total.needed * dtype.itemsize
-        bound += total.lower_bound * dtype.itemsize
+        totals += flows.count(kind) * dtype.itemsize
         if source in fallback:
             continue
+        spec = kind.spec
         sort = (spec.dtype, dtype, spec.frozen, spec.merged)
         for share, staging in flows.shares(source, kind, dtype.itemsize, bucket_bytes):
             bucket, used = filling.get(sort, (None, None))
@@ -211,21 +208,10 @@ def build_plan(
             bucket.units.append(Unit(source, share))
             filling[sort] = (bucket, used + staging)
             staging_bytes = max(staging_bytes, int((used + staging).max()))
-    return ReshardPlan(
-        world_size=len(layouts),
-        sources=sources,
-        buckets=buckets,
-        bytes_received=received.tolist(),
-        bytes_sent=sent.tolist(),
-        bytes_needed=needed.tolist(),
-        lower_bound=bound.tolist(),
-        staging_bytes=staging_bytes,
-        fallback=fallback,
-        digest=_digest(sources, distinct, layout_of, bucket_bytes),
-        _layout_of=layout_of,
-        _kinds=kinds,
-        _destinations=destinations,
-    )
+    described = (bucket_bytes, layout_of, list(sources.items()), [la.digest() for la in distinct])
+    digest = hashlib.sha256(repr(described).encode()).hexdigest()
+    summed = (*totals.tolist(), staging_bytes, fallback, digest)
+    return ReshardPlan(len(layouts), sources, buckets, *summed, layout_of, kinds, destinations)
 
 
 def _kinds(
@@ -254,13 +240,3 @@ def _kinds(
         kind = known.setdefault((spec, dtype, *blocks), Kind(spec, blocks))
         kinds[source, dtype] = kind
     return kinds, {key: [[name for name, _ in group] for group in needs[key]] for key in ordered}
-
-
-def _digest(
-    sources: Mapping[str, ShardSpec],
-    layouts: Sequence[EngineLayout],
-    layout_of: Sequence[int],
-    bucket_bytes: int,
-) -> str:
-    described = (bucket_bytes, layout_of, list(sources.items()), [la.digest() for la in layouts])
-    return hashlib.sha256(repr(described).encode()).hexdigest()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -60,15 +61,15 @@ class ShardSpec:
         """Positions on `dim` per shard."""
         return max(1, -(-self.shape[self.dim] // len(self.holders)))
 
-    def interval(self, shard: int) -> tuple[int, int]:
-        """[low, high) on `dim` that this shard holds."""
-        size = self.shape[self.dim]
-        return min(shard * self._chunk, size), min((shard + 1) * self._chunk, size)
+    def intervals(self, part: int = 0, parts: int = 1) -> np.ndarray:
+        """[low, high) on `dim` of one of `parts` nearly equal parts of each shard: int64 [2, S]."""
+        edges = np.minimum(np.arange(len(self.holders) + 1) * self._chunk, self.shape[self.dim])
+        return np.array([edges[:-1] + np.diff(edges) * p // parts for p in (part, part + 1)])
 
-    def part(self, shard: int, part: int, parts: int) -> tuple[int, int]:
-        """[low, high) on `dim` of one of `parts` nearly equal parts of a shard."""
-        low, high = self.interval(shard)
-        return low + (high - low) * part // parts, low + (high - low) * (part + 1) // parts
+    def interval(self, shard: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
+        """[low, high) on `dim` that this shard holds, or of a part of it."""
+        low, high = self.intervals(part, parts)[:, shard].tolist()
+        return low, high
 
     def shards_touched(self, block: Block) -> range:
         """The shards that hold some of `block`."""
