@@ -86,11 +86,7 @@ def varlen_attention(
         (dropout > 0, f"attention dropout {dropout}", "set attention_dropout to 0"),
         (not causal, "bidirectional attention", "use a causal language model"),
         (kwargs.get("output_attentions"), "output_attentions", eager),
-        (
-            unknown,
-            ", ".join(map(repr, unknown)),
-            "use a model without it, or attn_implementation='sdpa'",
-        ),
+        (unknown, unknown, "use a model without it, or attn_implementation='sdpa'"),
     )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = _Scores(scaling, sliding_window, softcap)

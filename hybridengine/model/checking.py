@@ -33,14 +33,35 @@ def check_model(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
         _check_folder(local)
     elif local.exists():
         raise ModelError(f"model path {path!r} is a file; expected a folder with config.json")
-    else:
-        _check_hub(path)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as e:
-        raise ModelError(f"model {path!r}: config.json cannot be used: {e}") from e
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelError(f"model {path!r} is no folder here; check the path")
+    config = _read_config(path, trust_remote_code)
     _check_config(path, config, trust_remote_code)
     return config
+
+
+def _read_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
+    outcome: list[PretrainedConfig | Exception] = []
+
+    def read() -> None:
+        try:
+            outcome.append(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+        except Exception as error:
+            outcome.append(error)
+
+    # A thread bounds what a time-out cannot: name resolution of the hub.
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(None if Path(path).is_dir() else _HUB_SECONDS)
+    found = outcome[0] if outcome else TimeoutError(f"no answer in {_HUB_SECONDS:g} s")
+    if not isinstance(found, Exception):
+        return found
+    if Path(path).is_dir():
+        raise ModelError(f"model {path!r}: config.json cannot be used: {found}") from found
+    raise ModelError(
+        f"model {path!r} is no folder here, and the Hugging Face hub gives no such model "
+        f"({found}); check the name, give a local folder, or download the model first"
+    ) from found
 
 
 def _check_folder(folder: Path) -> None:
@@ -60,37 +81,6 @@ def _check_folder(folder: Path) -> None:
             f"model path {str(folder)!r} has config.json but no weights; expected *.safetensors or "
             "pytorch_model.bin (a GGUF file has to be converted first)"
         )
-
-
-def _check_hub(name: str) -> None:
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    missing = f"model {name!r} is no folder here"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"{missing}; check the path")
-    outcome: list[Exception | None] = []
-
-    def ask() -> None:
-        try:
-            if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-                HfApi().model_info(name, timeout=_HUB_SECONDS / 2)
-            outcome.append(None)
-        except Exception as e:
-            outcome.append(e)
-
-    # A thread bounds what a time-out cannot: name resolution.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_HUB_SECONDS)
-    error = outcome[0] if outcome else TimeoutError(f"no answer in {_HUB_SECONDS:g} s")
-    if isinstance(error, RepositoryNotFoundError | HFValidationError):
-        raise ModelError(f"{missing} and no model on the hub; check the name") from error
-    if error is not None:
-        raise ModelError(
-            f"{missing} and the Hugging Face hub cannot be reached ({error}); "
-            "give a local folder, or download the model first"
-        ) from error
 
 
 def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) -> None:

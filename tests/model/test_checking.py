@@ -35,21 +35,22 @@ def test_no_such_folder():
 def test_unreachable_hub_is_said_at_once(name, monkeypatch):
     import huggingface_hub.constants as constants
 
+    from hybridengine.model import checking
+
+    monkeypatch.setattr(checking, "_HUB_SECONDS", 2.0)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     start = time.monotonic()
-    with pytest.raises(ModelError, match=r"is no folder here and the Hugging Face hub cannot be"):
+    with pytest.raises(ModelError, match="is no folder here, and the Hugging Face hub gives no"):
         check_model(name)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 4
 
 
 def test_hub_that_never_answers_is_given_up(monkeypatch):
-    import huggingface_hub
-
     from hybridengine.model import checking
 
     monkeypatch.setattr(checking, "_HUB_SECONDS", 0.5)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: time.sleep(30))
-    with pytest.raises(ModelError, match=r"cannot be reached \(no answer in 0.5 s\)"):
+    monkeypatch.setattr(checking.AutoConfig, "from_pretrained", lambda *a, **k: time.sleep(30))
+    with pytest.raises(ModelError, match=r"no such model \(no answer in 0.5 s\)"):
         check_model("some-org/some-model")
 
 
