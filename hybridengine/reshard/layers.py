@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -19,50 +20,44 @@ from hybridengine.reshard.layout import (
     EngineLayout,
     LayoutError,
     TensorSpec,
+    engine_tensors,
     record_layout,
     split_layer,
-    without_aliases,
 )
 
 __all__ = ["record_engine"]
 
-_Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-
 
 def record_engine(
-    model: torch.nn.Module, load_weights: _Loader, checkpoint: Checkpoint, dtype: torch.dtype
+    model: torch.nn.Module,
+    load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
 ) -> EngineLayout:
     """The layout of the engine's `model`, its sources the trained parameters of `checkpoint`.
 
     As `record_layout(...).of_parameters(checkpoint)`, whose errors it raises, in the time that the
     different layers of the model take.
     """
+
+    def record(loaded: set[int]) -> EngineLayout:
+        here = (loaded | {None}).__contains__
+        tensors = {n: s for n, s in checkpoint.tensors.items() if here(split_layer(n)[1])}
+        copies = {name: checkpoint.copies[name] for name in tensors}
+        part = replace(checkpoint, tensors=tensors, copies=copies)
+        recorded = record_layout(
+            model, load_weights, tensors, dtype, lambda name: here(split_layer(name)[1])
+        )
+        return recorded.of_parameters(part)
+
     kinds = _layer_kinds(model, checkpoint)
-    loaded = {number for layers in kinds for number in _samples(layers)}
-    layout = None
-    if len(loaded) < sum(map(len, kinds)):
-        try:
-            layout = _record(model, load_weights, _only(checkpoint, loaded), dtype, loaded)
-            layout = _with_all_layers(layout, kinds)
-        except LayoutError:  # loading a part is our idea: the loader may not go along
-            layout = None
-    if layout is None:
-        layout = _record(model, load_weights, checkpoint, dtype, None)
-    return layout.ordered()
-
-
-def _record(
-    model: torch.nn.Module,
-    load_weights: _Loader,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    loaded: set[int] | None,
-) -> EngineLayout:
-    def expected(name: str) -> bool:
-        return loaded is None or (k := split_layer(name)[1]) is None or k in loaded
-
-    recorded = record_layout(model, load_weights, checkpoint.tensors, dtype, expected)
-    return recorded.of_parameters(checkpoint)
+    every = {number for layers in kinds for number in layers}
+    some = {number for layers in kinds for number in _samples(layers)}
+    if some < every:
+        with suppress(LayoutError):  # loading a part is our idea: the loader may not go along
+            if layout := _with_all_layers(record(some), kinds):
+                return layout.ordered()
+    return record(every).ordered()
 
 
 def _samples(layers: list[int]) -> list[int]:
@@ -73,7 +68,7 @@ def _samples(layers: list[int]) -> list[int]:
 def _layer_kinds(model: torch.nn.Module, checkpoint: Checkpoint) -> list[list[int]]:
     """The numbers of all layers, equal ones together."""
     traits = {number: list(known) for number, known in checkpoint.layer_traits.items()}
-    for name, tensor in without_aliases(_tensors(model)).items():
+    for name, tensor in engine_tensors(model).items():
         plain, number = split_layer(name)
         if number is not None:
             spec = TensorSpec.of(tensor)
@@ -82,19 +77,6 @@ def _layer_kinds(model: torch.nn.Module, checkpoint: Checkpoint) -> list[list[in
     for number in sorted(traits):
         kinds[frozenset(traits[number])].append(number)
     return list(kinds.values())
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _only(checkpoint: Checkpoint, loaded: set[int]) -> Checkpoint:
-    kept = [n for n in checkpoint.tensors if (k := split_layer(n)[1]) is None or k in loaded]
-    return replace(
-        checkpoint,
-        tensors={n: checkpoint.tensors[n] for n in kept},
-        copies={n: checkpoint.copies[n] for n in kept},
-    )
 
 
 def _with_all_layers(layout: EngineLayout, kinds: list[list[int]]) -> EngineLayout | None:

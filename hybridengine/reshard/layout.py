@@ -27,11 +27,11 @@ __all__ = [
     "EngineLayout",
     "LayoutError",
     "TensorSpec",
+    "engine_tensors",
     "identity_layout",
     "record_checkpoint",
     "record_layout",
     "split_layer",
-    "without_aliases",
 ]
 
 Shape = tuple[int, ...]
@@ -123,18 +123,16 @@ class EngineLayout:
                 impure[copy.source] = f"{copy.destination}: reordered: {error}"
         # A parameter is moved or gathered: what else is cut from a gathered one goes with it.
         gathered: dict[str, str] = {}
-        while True:
-            for name, reason in impure.items():
-                gathered |= {c.source: reason for c in checkpoint.copies[name]}
-            also = {
+        spread = impure
+        while spread:
+            gathered |= {c.source: why for n, why in spread.items() for c in checkpoint.copies[n]}
+            impure |= spread
+            spread = {
                 name: gathered[c.source]
                 for name, copies in checkpoint.copies.items()
                 for c in copies
                 if c.source in gathered and name not in impure
             }
-            if not also:
-                break
-            impure |= also
         by_loader = {c.destination for c in self.copies if c.source in impure}
         kept = [c for name, copies in composed.items() if name not in impure for c in copies]
         shapes = {name: spec.shape for name, spec in self.destinations.items()}
@@ -151,17 +149,15 @@ class EngineLayout:
         A row-parallel weight answers 1: sharding it on that dimension keeps a rank's rows inside
         its own engine slice.
         """
-        reached: dict[str, list[set[tuple[int, int]]]] = {}
+        reached: dict[tuple[str, int], set[tuple[int, int]]] = defaultdict(set)
         for copy in self.copies:
             block = copy.block(shapes[copy.source])
-            spans = reached.setdefault(copy.source, [set() for _ in block.start])
-            for dim, span in enumerate(spans):
-                span.add(reach(block, dim))
+            for dim in range(len(block.start)):
+                reached[copy.source, dim].add(reach(block, dim))
         sliced: dict[str, int] = {}
-        for source, spans in reached.items():
-            for dim, span in enumerate(spans):
-                if sum(high - low for low, high in span) < shapes[source][dim]:
-                    sliced.setdefault(source, dim)
+        for (source, dim), spans in reached.items():
+            if sum(high - low for low, high in spans) < shapes[source][dim]:
+                sliced.setdefault(source, dim)
         return sliced
 
 
@@ -202,18 +198,13 @@ class Checkpoint:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint tensors out of whole parameters, each as soon as all of its own have come."""
         missing = {name: {c.source for c in copies} for name, copies in self.copies.items()}
-        fed: dict[str, list[str]] = {}
-        for name, sources in missing.items():
-            for source in sources:
-                fed.setdefault(source, []).append(name)
         held: dict[str, torch.Tensor] = {}
         for parameter, whole in parameters:
             held[parameter] = whole.contiguous()
-            for name in fed.get(parameter, ()):
-                if missing[name] <= held.keys():
-                    yield name, self._fill(name, held)
-                    del missing[name]
-            held = {n: t for n, t in held.items() if any(f in missing for f in fed.get(n, ()))}
+            for name in [n for n, sources in missing.items() if sources <= held.keys()]:
+                yield name, self._fill(name, held)
+                del missing[name]
+            held = {n: held[n] for n in held.keys() & set().union(*missing.values())}
 
     def _fill(self, name: str, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """One checkpoint tensor, contiguous; a view of its parameter where it can be."""
@@ -271,13 +262,12 @@ def record_layout(
     The layout's sources are checkpoint tensors; `EngineLayout.of_parameters` goes on from there.
     Raises LayoutError when a parameter of the engine is written by no checkpoint tensor.
     """
-    parameters = dict(model.named_parameters())
     checkpoint = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in checkpoint_shapes.items()
     }
     # Parameters must be loaded; buffers (a router's bias correction) are where the loader does.
-    destinations = without_aliases({**parameters, **dict(model.named_buffers())})
+    destinations = engine_tensors(model)
     specs = {name: TensorSpec.of(t) for name, t in destinations.items()}
     storages = {name: t.untyped_storage() for name, t in destinations.items()}
     recorder = CopyRecorder(checkpoint, destinations)
@@ -288,8 +278,7 @@ def record_layout(
     missing: list[str] = []
     impure: dict[str, str] = {}  # checkpoint name → why
     known = {storage._cdata for storage in storages.values()}
-    current = without_aliases({**dict(model.named_parameters()), **dict(model.named_buffers())})
-    for name, tensor in current.items():
+    for name, tensor in engine_tensors(model).items():
         if name in storages and tensor.untyped_storage()._cdata == storages[name]._cdata:
             continue
         if name in storages or tensor.untyped_storage()._cdata not in known:
@@ -304,7 +293,7 @@ def record_layout(
         elif contents is not None:
             layout.destinations[name] = specs[name]
             impure |= _note_contents(layout, name, contents, checkpoint_shapes)
-        elif name in parameters and expected(name):
+        elif isinstance(destinations[name], torch.nn.Parameter) and expected(name):
             missing.append(name)
     if missing:
         raise LayoutError(
@@ -334,12 +323,12 @@ def _note_contents(
     return {source: f"{name}: {reason}" for source in contents.origins}
 
 
-def without_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One name per storage: tied weights are written once."""
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(tensor.untyped_storage()._cdata, name)
-    return {name: tensors[name] for name in first.values()}
+def engine_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, one name per storage: tied weights are written once."""
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        first.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
+    return dict(first.values())
 
 
 def _not_blocks(copies: Iterable[Copy], shapes: Mapping[str, Shape]) -> str | None:
