@@ -61,6 +61,7 @@ def log_prob_backward(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
+    places: Tensor | None,
 ) -> None: ...
 def mixed_product(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool

@@ -1,7 +1,7 @@
 """Ahead-of-time builds of the Triton kernels, for `make cuda-check`: no GPU is needed.
 
-`builds()` maps a name to a function of the compute capability (90, say) that compiles that
-specialisation and returns (registers, shared bytes, spilled bytes) as cuobjdump reports them.
+`builds(capability)` maps a name to a function that compiles that specialisation for the compute
+capability (90, say) and returns (registers, shared bytes, spilled bytes) as cuobjdump reports them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import logprob_triton, policy_loss_triton
+from . import linear_live_rows, logprob_triton, policy_loss_triton
 from .token_loss import LOSS_MODES, SEQUENCE_MODES
 
-Build = Callable[[int], tuple[int, int, int]]
+Usage = tuple[int, int, int]
+Build = Callable[[int], Usage]
 
 
-def builds() -> dict[str, Build]:
-    """One entry per specialisation worth reading."""
+def builds(capability: int) -> dict[str, Callable[[], Usage]]:
+    """One entry per specialisation worth reading, of those that run there."""
     found: dict[str, Build] = {}
     for mode in LOSS_MODES:
         found[f"policy_loss_token_{mode}"] = partial(_policy_loss_token, mode)
@@ -35,18 +36,25 @@ def builds() -> dict[str, Build]:
             name = f"{dtype}_{'every_option' if general else 'plain'}"
             found[f"logprob_forward_{name}"] = partial(_logprob, True, dtype, general)
             found[f"logprob_backward_{name}"] = partial(_logprob, False, dtype, general)
-    return found
+        if capability >= 90:
+            for name in ("place", "gather", "hidden", "scatter", "weight", "bias"):
+                found[f"live_rows_{name}_{dtype}"] = partial(_live_rows, name, dtype)
+    return {name: partial(build, capability) for name, build in found.items()}
 
 
 def compile_kernel(
-    kernel, types: Mapping[str, str], constants: Mapping[str, object], capability: int
-) -> tuple[int, int, int]:
+    kernel,
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    capability: int,
+    options: Mapping[str, int] | None = None,
+) -> Usage:
     """types: argument name -> Triton type; what `constants` names is a constexpr."""
     signature = {
         name: "constexpr" if name in constants else types[name] for name in kernel.arg_names
     }
     source = ASTSource(kernel, signature, dict(constants))
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -54,8 +62,8 @@ def compile_kernel(
         report = subprocess.run(
             [str(tool), "-res-usage", cubin.name], capture_output=True, text=True, check=True
         ).stdout
-    usage = dict(re.findall(r"(REG|SHARED|LOCAL):(\d+)", report))
-    return int(usage["REG"]), compiled.metadata.shared, int(usage["LOCAL"])
+    usage = dict(re.findall(r"(REG|STACK):(\d+)", report))  # spills are on the stack
+    return int(usage["REG"]), compiled.metadata.shared, int(usage["STACK"])
 
 
 _FLOATS = (
@@ -71,7 +79,7 @@ _TYPES = {
 }
 
 
-def _policy_loss_token(mode: str, capability: int) -> tuple[int, int, int]:
+def _policy_loss_token(mode: str, capability: int) -> Usage:
     constants = {
         **{"MODE": mode, "BY_COUNT": True, "KL": 3, "STRAIGHT": False},
         **dict.fromkeys(("HAS_MASK", "HAS_SELECTED", "HAS_REF", "HAS_ENTROPY"), True),
@@ -81,17 +89,17 @@ def _policy_loss_token(mode: str, capability: int) -> tuple[int, int, int]:
     return compile_kernel(policy_loss_triton._token_kernel, _TYPES, constants, capability)
 
 
-def _policy_loss_segment(mode: str, capability: int) -> tuple[int, int, int]:
+def _policy_loss_segment(mode: str, capability: int) -> Usage:
     constants = {"MODE": mode, "HAS_MASK": True, "HAS_WEIGHTS": True}
     constants["BLOCK"] = policy_loss_triton.BLOCK
     return compile_kernel(policy_loss_triton._segment_kernel, _TYPES, constants, capability)
 
 
-def _logprob(forward: bool, dtype: str, general: bool, capability: int) -> tuple[int, int, int]:
+def _logprob(forward: bool, dtype: str, general: bool, capability: int) -> Usage:
     kernel = logprob_triton.forward_kernel if forward else logprob_triton.backward_kernel
     types = dict.fromkeys(kernel.arg_names, "*fp32")
     types |= dict.fromkeys(("logits", "out"), f"*{dtype}")
-    types |= {"keep": "*u8", "token_ids": "*i64", "bad_label": "*i32"}
+    types |= {"keep": "*u8", "token_ids": "*i64", "bad_label": "*i32", "places": "*i32"}
     types |= dict.fromkeys(("row_stride", "keep_stride", "out_stride", "ignore_index"), "i64")
     types |= dict.fromkeys(("vocab", "vocab_start", "vocab_total"), "i32")
     types |= dict.fromkeys(("temperature", "scale", "softcap"), "fp32")
@@ -100,5 +108,28 @@ def _logprob(forward: bool, dtype: str, general: bool, capability: int) -> tuple
         constants |= {"WANT_SQUARES": general, "PARTIAL": False}
         constants["BLOCK"] = logprob_triton.FORWARD_BLOCK
     else:
-        constants |= {"HAS_G": True, "HAS_H": True, "BLOCK": logprob_triton.BACKWARD_BLOCK}
+        constants |= {"HAS_G": True, "HAS_H": True, "HAS_PLACES": general}
+        constants["BLOCK"] = logprob_triton.BACKWARD_BLOCK
     return compile_kernel(kernel, types, constants, capability)
+
+
+def _live_rows(name: str, dtype: str, capability: int) -> Usage:
+    kernel = getattr(linear_live_rows, f"{name}_kernel")
+    tiles = dict(linear_live_rows.TILES[4 if dtype == "fp32" else 2])
+    options = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
+    m, n, k = tiles.values()
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("state", "places", "origins"), "*i32")
+    types |= dict.fromkeys(("by_log_prob", "by_entropy", "partial", "total"), "*fp32")
+    types |= dict.fromkeys(("hidden", "live_hidden", "grad_logits", "hidden_grad"), f"*{dtype}")
+    if name in ("hidden", "weight"):
+        of_logits, other = ((m, k), "weight") if name == "hidden" else ((k, m), "live_hidden")
+        types["grad_logits"] = f"tensordesc<{dtype}[{of_logits[0]}, {of_logits[1]}]>"
+        types[other] = f"tensordesc<{dtype}[{k}, {n}]>"
+    if name == "weight":
+        types["total"] = f"tensordesc<fp32[{m}, {n // 2}]>"
+    constants = {"SPLITS": linear_live_rows.SPLITS, "LAST": True, "BLOCK": 1024, **tiles}
+    if name == "bias":
+        constants["BLOCK"] = 128
+    constants = {key: constants[key] for key in constants if key in kernel.arg_names}
+    return compile_kernel(kernel, types, constants, capability, options)

@@ -19,7 +19,9 @@ from ._backend import native, register_backends
 from ._mixed_product import WIDENED_BYTES, mixed_product
 from .logprob import ROW_SCHEMA, RowOptions, row_options, rows_backward, rows_forward
 
-register_backends("linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+register_backends(
+    "linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
+)
 
 # What the operators over hidden states begin with.
 LINEAR_SCHEMA = (
@@ -29,6 +31,10 @@ LINEAR_SCHEMA = (
 
 # Rows of a matrix product in the deterministic mode: the product then always has the same shape.
 _DETERMINISTIC_ROWS = 128
+# How many chunks of 16-bit gradients a GPU gathers for one product.
+_CHUNKS_PER_PRODUCT = 4
+# Rows that tiles are copied from begin at multiples of 16 bytes.
+_PITCH = 8
 
 
 def linear_token_log_probs(
@@ -121,29 +127,36 @@ class Chunks:
     """The chunked matrix products of a [T, H] x [V, H] problem, in reused buffers.
 
     Logits are float32 whatever the inputs are. The gradient of a chunk takes the place of its
-    logits, or, for 16-bit inputs, a buffer of their dtype: the gradient products are 16-bit ones.
+    logits, or, for 16-bit inputs or if `compact`, a buffer of the inputs' dtype: the gradient
+    products are 16-bit ones. On a GPU that buffer holds several chunks, for each product reads and
+    writes the whole weight gradient.
     """
 
-    def __init__(self, hidden, weight, bias, budget_bytes, deterministic, backward):
+    def __init__(self, hidden, weight, bias, budget_bytes, deterministic, backward, compact=False):
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.pad = deterministic
         wide = wide_dtype(hidden)
         narrow = wide != hidden.dtype
-        width_bytes = 8 * hidden.shape[1]  # a row of hidden, packed or widened, and its gradient
-        row_bytes = width_bytes + weight.shape[0] * (
-            wide.itemsize + (hidden.dtype.itemsize if narrow and backward else 0)
+        self.separate = backward and (narrow or compact)
+        shared = _CHUNKS_PER_PRODUCT if self.separate and hidden.is_cuda else 1
+        (rows, width), vocab = hidden.shape, weight.shape[0]
+        # A row of hidden, packed or widened, and its gradient (in parts, if rows are compacted).
+        width_bytes = width * (8 if not compact else hidden.dtype.itemsize + 16)
+        row_bytes = shared * width_bytes + vocab * (
+            wide.itemsize + (shared * hidden.dtype.itemsize if self.separate else 0)
         )
         spare = min(WIDENED_BYTES, budget_bytes // 8) if narrow else 0
-        rows, self.size = _buffer_rows(hidden.shape[0], (budget_bytes - spare) // row_bytes)
+        most, self.size = _buffer_rows(rows, (budget_bytes - spare) // row_bytes)
         if deterministic:
-            rows = self.size = _DETERMINISTIC_ROWS
-        elif not backward:
-            rows = min(rows, self.size)
-        self._logits = hidden.new_empty(rows, weight.shape[0], dtype=wide)
-        self.separate = narrow and backward  # gradients do not take the place of logits
+            most = self.size = _DETERMINISTIC_ROWS
+        in_place = backward and not self.separate
+        self._logits = hidden.new_empty(
+            most if in_place else min(most, self.size), vocab, dtype=wide
+        )
         self.gradient = self._logits
         if self.separate:
-            self.gradient = hidden.new_empty(self._logits.shape)
+            pitch = vocab + (-vocab % _PITCH if compact else 0)
+            self.gradient = hidden.new_empty(min(most * shared, rows), pitch)[:, :vocab]
 
     def slices(self) -> Iterator[slice]:
         for begin in range(0, self.hidden.shape[0], self.size):

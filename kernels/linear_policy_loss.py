@@ -9,6 +9,8 @@ compacted away before the two gradient products. docs/linear_policy_loss.md has 
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,7 +37,9 @@ from .token_loss import (
     LossOptions,
 )
 
-register_backends("linear_policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+register_backends(
+    "linear_policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
+)
 
 
 def linear_policy_loss(
@@ -73,7 +77,7 @@ def linear_policy_loss(
             cu_seqlens, global denominators, ref_log_probs and the KL, rollout_is_weights, ...).
         main_grad: [V, H] float32; the backward adds the weight gradient into it and leaves
             weight.grad None.
-        backend: `cpp`, `cuda` or `reference`; None takes the best one.
+        backend: `cpp`, `cuda`, `triton` or `reference`; None takes the best one.
 
     Returns:
         (loss, log_probs [T], entropy [T], metrics): loss is differentiable in hidden, weight and
@@ -123,6 +127,8 @@ def linear_policy_loss(
     nothing = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
     with torch.no_grad():
         policy_loss(nothing, old_log_probs, advantages, entropy=nothing, **loss_arguments)
+    # Where every row has an entropy or KL term and none is masked, none can be without a gradient.
+    terms = entropy_coeff or loss_arguments.get("kl_coef", 0.0)
     recording = torch.is_grad_enabled()
     wanted = [t is not None and recording and t.requires_grad for t in (hidden, weight, bias)]
     log_probs, entropy, *grads = torch.ops.hybridengine.linear_policy_gradient(
@@ -130,7 +136,7 @@ def linear_policy_loss(
         *row_options(op, ids.shape, temperature, **row_arguments),
         budget(hidden, budget_bytes), deterministic,
         *_for_the_op(nothing, advantages, old_log_probs, mode, loss_arguments),
-        main_grad is not None, wanted, backend,
+        response_mask is not None or not terms, main_grad is not None, wanted, backend,
     )  # fmt: skip
     with torch.no_grad():
         loss, metrics = policy_loss(
@@ -210,19 +216,25 @@ def _for_the_op(like, advantages, old_log_probs, mode, arguments):
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor old_log_probs, Tensor mask, "
     "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor weights, int[] plan, "
-    "float[] numbers, bool wide_weight_grad, bool[] wanted, str backend) "
+    "float[] numbers, bool dead_rows, bool wide_weight_grad, bool[] wanted, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _linear_policy_gradient(hidden, weight, bias, token_ids, *arguments):
     """log_probs, entropy and the gradients of hidden, weight and bias (empty if not wanted).
 
     weights: what the terms of each token are multiplied by in the loss. plan, numbers: those of
-    the op policy_loss.
+    the op policy_loss. dead_rows: whether rows without a gradient are to be expected.
     """
     options, rest = split_row_options(arguments)
-    budget_bytes, deterministic, *per_token, plan, numbers, wide_weight_grad, wanted, backend = rest
-    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, any(wanted))
-    grads = LinearGrads(chunks, wanted)
+    budget_bytes, deterministic, *per_token, plan, numbers = rest[:-4]
+    dead_rows, wide_weight_grad, wanted, backend = rest[-4:]
+    on_device = dead_rows and backend in ("cuda", "triton") and _can_compact(hidden, weight)
+    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, any(wanted), on_device)
+    if on_device:
+        from .linear_live_rows import LiveRowGrads as Grads
+    else:
+        Grads = LinearGrads
+    grads = Grads(chunks, wanted)
     log_probs, entropy = (torch.empty_like(per_token[-1]) for _ in range(2))
     for rows in chunks.slices():
         logits = grads.logits(rows)
@@ -233,6 +245,9 @@ def _linear_policy_gradient(hidden, weight, bias, token_ids, *arguments):
         slopes = _token_slopes(
             found, [None if t is None else t[rows] for t in per_token], plan, numbers, backend
         )
+        if on_device:
+            grads.take(logits, rows, token_ids, options, found, slopes, backend)
+            continue
         where, alive = rows, _alive_rows(logits, *slopes)
         if alive is not None:
             if alive.numel() == 0:
@@ -273,12 +288,21 @@ def _token_slopes(found, per_token, plan, numbers, backend) -> tuple[Tensor, Ten
     return by_log_prob * weights, by_entropy * weights
 
 
+def _can_compact(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the products over live rows take these; if not, all rows are multiplied."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from .linear_live_rows import fits
+
+    return fits(hidden, weight)
+
+
 def _alive_rows(logits: Tensor, by_log_prob: Tensor, by_entropy: Tensor) -> Tensor | None:
     """Moves the rows that have a gradient to the front; their numbers, or None for "all".
 
-    On a GPU the count would have to come to the host, so nothing is compacted there.
+    On a GPU the count would have to come to the host: there `LiveRowGrads` counts on the device.
     """
-    if logits.is_cuda:
+    if not logits.is_cpu:
         return None
     alive = ((by_log_prob != 0) | (by_entropy != 0)).nonzero().squeeze(1)
     if alive.numel() == logits.shape[0]:

@@ -262,9 +262,11 @@ def rows_backward(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     backend: str | None,
+    places: Tensor | None = None,
 ) -> None:
     """Write the gradient of the logits into `out`: `logits` itself, one that looks like it, or a
-    16-bit one beside float32 logits."""
+    16-bit one beside float32 logits. With `places` ([T] int32) into these rows of `out`, nowhere
+    where it is -1; not by the reference."""
     backend = _backend_for(logits, backend)
     if backend == "reference":
         out.copy_(reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy))
@@ -279,11 +281,11 @@ def rows_backward(
 
         start = rank_and_size(options.group)[0] * logits.shape[1]
         logprob_triton.backward(
-            logits, out, token_ids, options, start, list(row_results), *gradients
+            logits, out, token_ids, options, start, list(row_results), *gradients, places
         )
     else:
         native().log_prob_backward(
-            logits, token_ids, options.native(logits), row_results, *gradients, out
+            logits, token_ids, options.native(logits), row_results, *gradients, out, places
         )
 
 

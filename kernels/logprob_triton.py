@@ -140,11 +140,15 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     logits, keep, token_ids, temperatures, log_probs, entropy, row_max, log_sum, grad_log_probs,
-    grad_entropy, out, row_stride, keep_stride, out_stride, vocab, vocab_start, ignore_index,
-    temperature, scale, softcap, HAS_KEEP: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_TEMPERATURES: tl.constexpr, HAS_G: tl.constexpr, HAS_H: tl.constexpr, BLOCK: tl.constexpr,
+    grad_entropy, places, out, row_stride, keep_stride, out_stride, vocab, vocab_start,
+    ignore_index, temperature, scale, softcap, HAS_KEEP: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr, HAS_G: tl.constexpr, HAS_H: tl.constexpr,
+    HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + row).to(tl.int64) if HAS_PLACES else row
+    if place < 0:
+        return
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < vocab
     label = tl.load(token_ids + row)
@@ -176,7 +180,7 @@ def backward_kernel(
     if HAS_KEEP or HAS_CAP:
         grad = tl.where(y == -float("inf"), 0.0, grad)
     grad = tl.where(alive, grad, 0.0)
-    tl.store(out + row * out_stride + offsets, grad.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place * out_stride + offsets, grad.to(out.dtype.element_ty), mask=inside)
 
 
 def _common(logits: Tensor, token_ids: Tensor, options) -> tuple[list, dict]:
@@ -221,6 +225,7 @@ def forward(
 def backward(
     logits: Tensor, out: Tensor, token_ids: Tensor, options, vocab_start: int,
     row_results: list[Tensor], grad_log_probs: Tensor | None, grad_entropy: Tensor | None,
+    places: Tensor | None,
 ) -> None:  # fmt: skip
     rows, vocab = logits.shape
     pointers, flags = _common(logits, token_ids, options)
@@ -228,8 +233,9 @@ def backward(
     grads = [row_results[0] if g is None else g for g in (grad_log_probs, grad_entropy)]
     if rows and vocab:
         backward_kernel[(rows, triton.cdiv(vocab, BACKWARD_BLOCK))](
-            *pointers, *row_results, *grads, out, logits.stride(0), keep_stride, out.stride(0),
-            vocab, vocab_start, options.ignore_index, options.temperature, options.logit_scale,
-            options.softcap, **flags, HAS_G=grad_log_probs is not None,
-            HAS_H=grad_entropy is not None, BLOCK=BACKWARD_BLOCK, num_warps=8,
+            *pointers, *row_results, *grads, token_ids if places is None else places, out,
+            logits.stride(0), keep_stride, out.stride(0), vocab, vocab_start, options.ignore_index,
+            options.temperature, options.logit_scale, options.softcap, **flags,
+            HAS_G=grad_log_probs is not None, HAS_H=grad_entropy is not None,
+            HAS_PLACES=places is not None, BLOCK=BACKWARD_BLOCK, num_warps=8,
         )  # fmt: skip

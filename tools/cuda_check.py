@@ -105,10 +105,10 @@ def compile_triton(architectures: list[str]) -> tuple[list[str], list[Kernel]]:
     from hybridengine.kernels import _triton_builds
 
     problems, kernels = [], []
-    for name, build in _triton_builds.builds().items():
-        for architecture in architectures:
+    for architecture in architectures:
+        for name, build in _triton_builds.builds(int(architecture.rstrip("a"))).items():
             try:
-                registers, shared, spills = build(int(architecture.rstrip("a")))
+                registers, shared, spills = build()
             except Exception as error:
                 problems.append(f"triton kernel {name} for sm_{architecture}: {error}")
                 continue

@@ -122,18 +122,20 @@ at::Tensor log_prob_partial(const at::Tensor& logits, const at::Tensor& token_id
   return partial;
 }
 
-// Writes d(loss)/d(logits) into grad_logits, which may be logits itself.
+// Writes d(loss)/d(logits) into grad_logits, which may be logits itself; with `places` into those of
+// its rows.
 void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
                        const Options& options, const std::vector<at::Tensor>& row_results,
                        const OptionalTensor& grad_log_probs, const OptionalTensor& grad_entropy,
-                       at::Tensor& grad_logits) {
+                       at::Tensor& grad_logits, const OptionalTensor& places) {
   LogProbBackward p{};
   fill(p, logits, token_ids, options);
   TORCH_CHECK_VALUE(row_results.size() == 4,
                     "token_log_probs backward: expected log_probs, entropy, row_max and log_sum");
   p.grad_dtype = float_dtype(grad_logits, "grad_logits");
   TORCH_CHECK_VALUE(
-      grad_logits.sizes() == logits.sizes() &&
+      grad_logits.dim() == 2 && grad_logits.size(1) == p.vocab &&
+          (places || grad_logits.size(0) == p.rows) &&
           (p.grad_dtype == p.dtype || (p.dtype == DType::f32 && p.grad_dtype != DType::f64)) &&
           (p.vocab <= 1 || grad_logits.stride(1) == 1),
       "token_log_probs backward: grad_logits must look like logits, or have a "
@@ -148,6 +150,10 @@ void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
   p.grad_entropy = optional_row_vector(grad_entropy, "grad_entropy", p.rows);
   p.grad_logits = grad_logits.mutable_data_ptr();
   p.grad_stride = grad_logits.stride(0);
+  if (places) {
+    check_vector(*places, "places", at::kInt, p.rows);
+    p.places = places->const_data_ptr<int32_t>();
+  }
   if (logits.device().is_cpu()) {
     py::gil_scoped_release no_gil;
     if (p.grad_logits != p.logits && grad_logits.is_contiguous()) {
@@ -180,7 +186,7 @@ void register_logprob(py::module_& m) {
         py::arg("options"), py::arg("bad_label"));
   m.def("log_prob_backward", &log_prob_backward, py::arg("logits"), py::arg("token_ids"),
         py::arg("options"), py::arg("row_results"), py::arg("grad_log_probs"),
-        py::arg("grad_entropy"), py::arg("grad_logits"));
+        py::arg("grad_entropy"), py::arg("grad_logits"), py::arg("places"));
 }
 
 }  // namespace hybridengine

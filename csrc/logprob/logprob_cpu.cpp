@@ -211,7 +211,9 @@ void forward_row(const LogProbForward& p, int64_t r) {
 
 template <typename T, typename Out, bool general>
 void backward_row(const LogProbBackward& p, int64_t r) {
-  Out* out = static_cast<Out*>(p.grad_logits) + r * p.grad_stride;
+  const int64_t place = place_of(p, r);
+  if (place < 0) return;
+  Out* out = static_cast<Out*>(p.grad_logits) + place * p.grad_stride;
   const float factor = row_factor(p, r);
   const RowGradient gradient = row_gradient(p, r, factor);
   if (gradient.zero) {

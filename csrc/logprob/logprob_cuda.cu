@@ -204,7 +204,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   struct alignas(kSize * sizeof(Out)) Gradients {
     Out values[kSize];
   };
-  Out* out = static_cast<Out*>(p.grad_logits) + r * p.grad_stride;
+  const int64_t place = place_of(p, r);
+  if (place < 0) return;
+  Out* out = static_cast<Out*>(p.grad_logits) + place * p.grad_stride;
   const float factor = row_factor(p, r);
   const RowGradient gradient = row_gradient(p, r, factor);
   const Row<T, general> row(p, r);

@@ -56,6 +56,7 @@ struct LogProbBackward : LogitRows {
   void* grad_logits;            // may be logits itself
   DType grad_dtype;             // that of logits, or 16-bit beside float32 logits
   int64_t grad_stride;
+  const int32_t* places;  // [rows] of grad_logits, -1 for a row that is not written; or null
 };
 
 HE_CPU_KERNEL(log_prob_forward_cpu, LogProbForward)

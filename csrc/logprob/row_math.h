@@ -63,6 +63,11 @@ HE_HOST_DEVICE bool label_is_bad(const LogitRows& rows, int64_t row) {
   return label != rows.ignore_index && (label < 0 || label >= rows.vocab_total);
 }
 
+// The row of grad_logits that row r's gradient goes to; negative: none.
+HE_HOST_DEVICE int64_t place_of(const LogProbBackward& rows, int64_t r) {
+  return rows.places ? rows.places[r] : r;
+}
+
 // d(loss)/d(y_j) = p_j * (constant + slope * log p_j) for j other than the token; the token's own
 // entry is `token`, with 1 - p taken as -expm1(log p), which is right to rounding as p -> 1.
 struct RowGradient {

@@ -49,6 +49,10 @@ def test_hostile_rows():
         hostile.test_no_distribution_gives_nan(row, "cpu", None)
 
 
+def test_places():
+    plain.test_gradients_go_to_the_places_given(torch.float16, "cpu")
+
+
 def test_stats_and_single_gradients():
     plain.test_stats("cpu")
     plain.test_only_the_gradients_asked_for("cpu")

@@ -345,8 +345,8 @@ def test_policy_gradient_op_contract(wide_weight_grad):
         torch.ops.hybridengine.linear_policy_gradient.default,
         (hidden, weight, bias, token_ids, 1.0, None, 1.0, 0.0, -100, None, "", 2**20, False,
          vectors[0], vectors[1], mask, None, None, None, weights,
-         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, True, True], numbers, wide_weight_grad,
-         [True, True, True], "cpp"),
+         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, True, True], numbers, True,
+         wide_weight_grad, [True, True, True], "cpp"),
     )  # fmt: skip
 
 

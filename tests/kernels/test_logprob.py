@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from hybridengine.kernels import token_log_probs
 from hybridengine.kernels._logprob_reference import reference_token_log_probs
-from hybridengine.kernels.logprob import RowOptions
+from hybridengine.kernels.logprob import RowOptions, row_options, rows_backward, rows_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -266,3 +266,21 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_thread_count(device):
                 assert torch.equal(w[begin:end], p)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_go_to_the_places_given(dtype, device):
+    """What linear_policy_loss compacts with: rows in another order, and some nowhere."""
+    logits, token_ids, gradients = (t.to(device) for t in problem(5, 301, dtype, seed=9))
+    expected = value_and_gradient(token_log_probs, logits, token_ids, gradients)[2]
+    options = row_options("test", token_ids.shape, 1.0, 1.0, None, -100, None, None)
+    found = list(rows_forward(logits, token_ids, options, False, None)[:4])
+    places = torch.tensor([3, -1, 0, 6, -1], dtype=torch.int32, device=device)
+    out = torch.full((8, 304), 7.0, dtype=dtype, device=device)[:, :301]
+    rows_backward(logits, out, token_ids, options, found, *gradients, None, places)
+    for place in range(8):
+        row = places.tolist().index(place) if place in (0, 3, 6) else None
+        assert torch.equal(
+            out[place], torch.full_like(out[0], 7.0) if row is None else expected[row]
+        )
