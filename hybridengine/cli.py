@@ -98,8 +98,7 @@ def _run(config: JobConfig, dry_run: bool) -> int:
 
 def _plan(config: JobConfig, dry_run: bool) -> Table:
     from hybridengine.preflight import check_grpo, check_sft
-    from hybridengine.trainer.plan import plan_table, sync_volume
-    from hybridengine.trainer.sft import sft_plan
+    from hybridengine.trainer.plan import plan_table, sft_plan, sync_volume
 
     if isinstance(config, SFTConfig):
         return sft_plan(config, *check_sft(config))

@@ -20,8 +20,8 @@ from hybridengine.kernels import (
     select_by_covariance,
 )
 from hybridengine.model import Optimizer, packed_log_probs
-from hybridengine.trainer.batching import Batch, Mini, Replicas
-from hybridengine.trainer.probs_diff import ProbsDiff
+from hybridengine.trainer.batching import Batch, Micro, Mini, Replicas, means
+from hybridengine.trainer.step_metrics import probs_diff
 
 __all__ = ["Actor"]
 
@@ -65,10 +65,7 @@ class Actor:
             return {}
         with self._session.phase("old_log_prob"):
             batch.old_log_probs = self._frozen_log_probs(self.model, minis)
-        diff = ProbsDiff(self._session.device)
-        if self._session.is_main:  # every rank holds the whole batch
-            diff.add(batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
-        return diff.metrics()
+        return probs_diff(batch)
 
     def _wants_old(self, mini_batches: int) -> bool:
         algorithm, loss = self._config.algorithm, self._config.actor.policy_loss.loss_mode
@@ -95,16 +92,21 @@ class Actor:
 
     def update(self, batch: Batch, minis: list[Mini]) -> dict[str, float]:
         """Optimizer steps over all rollouts, by batch.advantages; metrics by dashboard names."""
-        diff = ProbsDiff(self._session.device)
-        steps = []
         with self._session.phase("update_actor"):
             if self._config.actor.policy_loss.loss_mode in ("clip_cov", "kl_cov"):
                 batch.selected = self._select(batch, minis)
-            for _ in range(self._config.actor.ppo_epochs):
-                for mini in minis:
-                    steps.append(self._step(batch, mini, diff))
-        metrics = {name: float(sum(s[name] for s in steps)) / len(steps) for name in steps[0]}
-        return metrics | (diff.metrics() if batch.old_log_probs is None else {})
+            if batch.old_log_probs is None:
+                return self._only_step(batch, minis)
+            epochs = range(self._config.actor.ppo_epochs)
+            return means([self._step(batch, mini) for _ in epochs for mini in minis])
+
+    def _only_step(self, batch: Batch, minis: list[Mini]) -> dict[str, float]:
+        """The old log-probs are found on the way: the policy is still the old one."""
+        [mini] = minis
+        found = torch.zeros_like(batch.rollout_log_probs)
+        metrics = means([self._step(batch, mini, found)])
+        batch.old_log_probs = self._replicas.joined(found)
+        return metrics | probs_diff(batch)
 
     def _frozen_log_probs(self, model: nn.Module, minis: list[Mini]) -> Tensor:
         return self._replicas.per_token(
@@ -145,21 +147,22 @@ class Actor:
             global_num_tokens=num_tokens,
         )
 
-    def _step(self, batch: Batch, mini: Mini, diff: ProbsDiff) -> dict[str, Tensor]:
+    def _step(self, batch: Batch, mini: Mini, found: Tensor | None = None) -> dict[str, Tensor]:
+        """found: [R], where this rank's old log-probs go if they are not known yet."""
         actor = self._config.actor
         low, high = self._config.clip_ratios
         num_tokens, num_seqs = mini.counts(batch)
-        sums = self._replicas.sums()
-        for micro in mini.micros:
+
+        def loss_of(micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
             log_probs, entropy = packed_log_probs(self.model, micro.packed, self._temperature)
             mask, weights = micro.mask(batch), micro.of(batch.is_weights)
-            old = micro.of(batch.old_log_probs)
-            if old is None:  # the only step on these rollouts: the policy is still the old one
+            old, corrected = micro.of(batch.old_log_probs), {}
+            if found is not None:
                 old, rollout = log_probs.detach(), batch.rollout_log_probs[micro.places]
-                diff.add(old, rollout, mask)
-                found = self._correction(old, rollout, micro.cu_seqlens, mask, num_tokens)
-                weights = found.weights
-                sums.add(_named(found.metrics))
+                if micro.counted:
+                    found[micro.places] = old
+                correction = self._correction(old, rollout, micro.cu_seqlens, mask, num_tokens)
+                weights, corrected = correction.weights, _named(correction.metrics)
             loss, metrics = policy_loss(
                 log_probs,
                 old,
@@ -183,12 +186,9 @@ class Actor:
                 entropy_coeff=actor.entropy_coeff,
                 rollout_is_weights=weights,
             )
-            # FSDP2 averages gradients over the ranks; the loss is already a global mean.
-            (loss * self._session.world_size * self.optimizer.loss_scale).backward()
-            sums.add({f"actor/{name}": value for name, value in metrics.items()})
-        reduced = sums.reduced()
-        reduced["actor/grad_norm"] = self.optimizer.step(actor.grad_clip)
-        reduced["actor/lr"] = torch.tensor(self.optimizer.last_lr)
+            return loss, corrected | {f"actor/{name}": value for name, value in metrics.items()}
+
+        reduced = self._replicas.update("actor", mini, self.optimizer, actor.grad_clip, loss_of)
         if actor.use_kl_loss:
             reduced["actor/kl_coef"] = torch.tensor(actor.kl_loss_coef)
         return reduced

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hybridengine.distributed import Session
 from hybridengine.kernels import balance
-from hybridengine.model import PackedBatch, pack_rollouts
+from hybridengine.model import Optimizer, PackedBatch, pack_rollouts
 from hybridengine.trainer.rollouts import Rollout
 
-__all__ = ["Batch", "Micro", "MicroBatch", "Mini", "Replicas", "Sums", "split_micro_batches"]
+__all__ = ["Batch", "Micro", "MicroBatch", "Mini", "Replicas", "means", "split_micro_batches"]
 
 
 @dataclass
@@ -147,13 +147,36 @@ class Replicas:
         whole = torch.zeros(size, device=self.session.device)
         for micro in micros:
             values = forward(micro.packed)
-            if micro.counted and self.session.rank % self._size == 0:
+            if micro.counted:
                 whole[micro.places] = values
-        dist.all_reduce(whole)  # every token is one rank's, plus zeros
-        return whole
+        return self.joined(whole)
 
-    def sums(self) -> Sums:
-        return Sums(self._size)
+    def joined(self, mine: Tensor) -> Tensor:
+        """[R], what this rank has and zeros elsewhere -> what all ranks have; collective."""
+        if self.session.rank % self._size:  # its neighbour has the same
+            mine.zero_()
+        dist.all_reduce(mine)
+        return mine
+
+    def update(
+        self,
+        name: str,
+        mini: Mini,
+        optimizer: Optimizer,
+        grad_clip: float,
+        loss_of: Callable[[Micro], tuple[Tensor, dict[str, Tensor]]],
+    ) -> dict[str, Tensor]:
+        """One optimizer step on parts of a loss that is a mean over all ranks; its metrics."""
+        sums = Sums(self._size)
+        for micro in mini.micros:
+            loss, metrics = loss_of(micro)
+            # FSDP2 averages gradients over the ranks; the loss is already a global mean.
+            (loss * self.session.world_size * optimizer.loss_scale).backward()
+            sums.add(metrics)
+        reduced = sums.reduced()
+        reduced[f"{name}/grad_norm"] = optimizer.step(grad_clip)
+        reduced[f"{name}/lr"] = torch.tensor(optimizer.last_lr)
+        return reduced
 
 
 class Sums:
@@ -182,6 +205,11 @@ class Sums:
         values[:count] /= self._copies
         dist.all_reduce(values[count:], dist.ReduceOp.MAX)
         return dict(zip(names, values.unbind(), strict=True))
+
+
+def means(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Of the metrics of several optimizer steps."""
+    return {name: float(sum(s[name] for s in steps)) / len(steps) for name in steps[0]}
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ A value belongs to the state before a token: it is read where the policy's logit
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from hybridengine.config import GRPOConfig
 from hybridengine.kernels import value_loss
 from hybridengine.model import Optimizer, on_device, packed_values
-from hybridengine.trainer.batching import Batch, Mini, Replicas
+from hybridengine.trainer.batching import Batch, Micro, Mini, Replicas, means
 
 __all__ = ["Critic"]
 
@@ -38,7 +37,7 @@ class Critic:
         with self._session.phase("update_critic"), on_device(self.model):
             epochs = self._config.actor.ppo_epochs
             steps = [self._step(batch, mini) for _ in range(epochs) for mini in minis]
-        metrics = {name: float(sum(s[name] for s in steps)) / len(steps) for name in steps[0]}
+        metrics = means(steps)
         residual = (batch.returns - batch.values).var(correction=0)
         spread = batch.returns.var(correction=0).clamp(min=1e-8)
         metrics["critic/vf_explained_var"] = float(1 - residual / spread)
@@ -46,8 +45,8 @@ class Critic:
 
     def _step(self, batch: Batch, mini: Mini) -> dict[str, Tensor]:
         num_tokens, num_seqs = mini.counts(batch)
-        sums = self._replicas.sums()
-        for micro in mini.micros:
+
+        def loss_of(micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
             loss, metrics = value_loss(
                 packed_values(self.model, micro.packed),
                 micro.of(batch.values),
@@ -60,10 +59,7 @@ class Critic:
                 global_num_tokens=num_tokens,
                 global_num_seqs=num_seqs,
             )
-            # FSDP2 averages over the ranks; the loss is already a global mean.
-            (loss * self._session.world_size * self.optimizer.loss_scale).backward()
-            sums.add({f"critic/{name}": value for name, value in metrics.items()})
-        reduced = sums.reduced()
-        reduced["critic/grad_norm"] = self.optimizer.step(self._config.actor.grad_clip)
-        reduced["critic/lr"] = torch.tensor(self.optimizer.last_lr)
-        return reduced
+            return loss, {f"critic/{name}": value for name, value in metrics.items()}
+
+        clip = self._config.actor.grad_clip
+        return self._replicas.update("critic", mini, self.optimizer, clip, loss_of)

@@ -8,12 +8,13 @@ import torch
 from rich.table import Table
 
 from hybridengine.algorithms import NEEDS
-from hybridengine.config import GRPOConfig
+from hybridengine.config import GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset
+from hybridengine.data.sft import SFTDataset
 from hybridengine.model import check_model, checkpoint_layout
 from hybridengine.trainer.setup import engine_name
 
-__all__ = ["plan_table", "sync_volume"]
+__all__ = ["plan_table", "sft_plan", "sync_volume"]
 
 _GIB = 2.0**30
 
@@ -21,15 +22,19 @@ _GIB = 2.0**30
 def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | None) -> Table:
     data, trainer, tp_size = config.data, config.trainer, config.rollout.tensor_model_parallel_size
     per_epoch = len(train) // data.train_batch_size
-    steps = trainer.total_training_steps or trainer.total_epochs * per_epoch
     responses = data.train_batch_size * config.rollout.n
     updates = config.actor.ppo_epochs * (data.train_batch_size // config.ppo_mini_batch_size)
     dropped = f", {train.dropped} overlong ones dropped" if train.dropped else ""
-    longest = data.max_prompt_length + data.max_response_length
     sharing = config.actor.ulysses_sequence_parallel_size
     budget = config.actor.ppo_max_token_len_per_gpu * sharing
     shared = f" shared by {sharing} ranks" if sharing > 1 else " on each rank"
-    most = -(-responses * longest // updates * config.actor.ppo_epochs // config.data_parallel_size)
+    most = -(
+        -responses
+        * config.longest
+        // updates
+        * config.actor.ppo_epochs
+        // config.data_parallel_size
+    )
     rows = {
         "model": config.model.path,
         "algorithm": f"{config.algorithm.adv_estimator}, {config.actor.policy_loss.loss_mode}, "
@@ -37,7 +42,8 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
         "ranks": f"{config.world_size}; engine: {config.world_size // tp_size} replicas, "
         f"tensor parallel over {tp_size}",
         "mesh": _mesh(config),
-        "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, {steps} in all",
+        "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, "
+        f"{trainer.steps(per_epoch)} in all",
         "validation": f"{len(val)} prompts" if val is not None else "none",
         "per step": f"{data.train_batch_size} prompts, {responses} responses, "
         f"{updates} optimizer step{'s' if updates > 1 else ''}",
@@ -49,6 +55,32 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
         + " GiB per rank, estimated",
         "written to": trainer.default_local_dir,
     }
+    return _table(rows)
+
+
+def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Table:
+    data, trainer = config.data, config.trainer
+    per_epoch = len(train) // data.train_batch_size
+    tokens, learnt = sum(len(s.ids) for s in train), sum(s.num_targets for s in train)
+    micro = (
+        f"{data.micro_batch_size_per_gpu} conversations"
+        if data.micro_batch_size_per_gpu
+        else f"up to {data.max_token_len_per_gpu} tokens"
+    )
+    rows = {
+        "model": config.model.path,
+        "ranks": f"{config.world_size}, {config.data_parallel_size} data parallel",
+        "training": f"{len(train)} conversations, {tokens} tokens, {learnt} of them learnt",
+        "validation": f"{len(val)} conversations" if val is not None else "none",
+        "steps": f"{per_epoch} per epoch, {trainer.steps(per_epoch)} in all, "
+        f"{data.train_batch_size} conversations each",
+        "micro-batch": f"{micro} per rank",
+        "written to": trainer.default_local_dir,
+    }
+    return _table(rows)
+
+
+def _table(rows: dict[str, str]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
@@ -100,11 +132,10 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
     model = check_model(config.model.path, trust)
     text = model.get_text_config()
     numel = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).parameters.values())
-    longest = config.data.max_prompt_length + config.data.max_response_length
     per_token = 2 if config.model.enable_gradient_checkpointing else 34
     tokens = max(
         config.actor.ppo_max_token_len_per_gpu,
-        -(-longest // config.actor.ulysses_sequence_parallel_size),
+        -(-config.longest // config.actor.ulysses_sequence_parallel_size),
     )
     lora = config.model.lora_rank > 0  # frozen weights have neither gradients nor moments
     parts = {"policy": (4.0 if lora else 16.0) * numel / _shards(config)}

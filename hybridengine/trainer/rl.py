@@ -11,170 +11,138 @@ gap between engine and trainer is corrected by truncated importance weights by d
 from __future__ import annotations
 
 import resource
-import time
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
-from hybridengine.algorithms import (
-    NEEDS,
-    AdvantageOptions,
-    KLController,
-    Responses,
-    advantages,
-)
+from hybridengine.algorithms import NEEDS, AdvantageOptions, KLController, Responses, advantages
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptLoader
 from hybridengine.distributed import Session, run_rank
 from hybridengine.kernels import token_kl
-from hybridengine.model import on_device, save_pretrained
-from hybridengine.model.export import save_description
+from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
 from hybridengine.rollout import SamplingSpec
-from hybridengine.tracking import FlopCounter
-from hybridengine.trainer.batching import Batch
-from hybridengine.trainer.report import Reporter, spread, step_metrics
-from hybridengine.trainer.rollouts import Rollout, RolloutMaker, select_groups
+from hybridengine.tracking import plot_learning_curves, write_rollouts
+from hybridengine.trainer.batching import Batch, Replicas
+from hybridengine.trainer.held_out import HeldOut
+from hybridengine.trainer.job import Job
+from hybridengine.trainer.plan import plan_table
+from hybridengine.trainer.rollouts import Rollout, RolloutMaker, scored_sample, select_groups
 from hybridengine.trainer.setup import (
     build_actor,
     build_critic,
     build_engine,
-    build_replicas,
     build_resharder,
     build_reward_model,
     load_data,
 )
+from hybridengine.trainer.step_metrics import spread, step_metrics
 
 __all__ = ["train_grpo"]
+
+_SHOWN = 3  # scored samples on the screen
 
 
 def train_grpo(config: GRPOConfig) -> None:
     """Run one rank of a GRPO job; under torchrun, or started by `hybridengine grpo`."""
-    run_rank(
-        lambda session: _Run(config, session).train(),
-        config.trainer.default_local_dir,
-        config.trainer.timeout_s,
-    )
+    trainer = config.trainer
+    run_rank(lambda s: _Run(config, s).train(), trainer.default_local_dir, trainer.timeout_s)
 
 
-class _Run:
+class _Run(Job):
     """Everything one rank holds during a job."""
 
     def __init__(self, config: GRPOConfig, session: Session) -> None:
-        self.started = time.perf_counter()
-        self.config, self.session = config, session
-        self.dir = Path(config.trainer.default_local_dir)
+        super().__init__(config, session)
+        self.config, data, algorithm = config, config.data, config.algorithm
         torch.manual_seed(config.seed)
         if session.is_main:  # until the progress bar takes over
             session.on_phase = lambda phase: print(f"… {phase.replace('_', ' ')}", flush=True)
         with session.phase("load_data"):
             self.tokenizer, self.prompts, self.val, reward = load_data(config)
-            data = config.data
             self.loader = PromptLoader(
                 self.prompts, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
             )
+        self.epochs = config.actor.ppo_epochs
         self.mini_batches = data.train_batch_size // config.ppo_mini_batch_size
-        epochs = config.trainer.total_epochs
-        self.steps = config.trainer.total_training_steps or epochs * len(self.loader)
+        self.needs, self.critic, reward_model = NEEDS[algorithm.adv_estimator], None, None
         with session.phase("start_engine"):
             self.engine = build_engine(config, self.tokenizer)
         with session.phase("load_model"):
             self.engine.sleep()
-            updates = self.steps * self.mini_batches * config.actor.ppo_epochs
-            self.replicas = build_replicas(config, session)
+            updates = self.steps * self.mini_batches * self.epochs
+            self.replicas = Replicas(
+                session, config.sequence_parallel_size, config.actor.ppo_max_token_len_per_gpu
+            )
             self.actor = build_actor(config, self.engine, self.replicas, updates)
-            self.needs = NEEDS[config.algorithm.adv_estimator]
-            self.critic = (
-                build_critic(config, self.replicas, updates) if "values" in self.needs else None
-            )
-            reward_model = (
-                build_reward_model(config, self.tokenizer, session)
-                if config.reward.reward_model.enable
-                else None
-            )
-        self.flops = FlopCounter(self.actor.model, session.device, session.world_size)
+            self.model, trained = self.actor.model, {"actor": self.actor}
+            if "values" in self.needs:
+                self.critic = trained["critic"] = build_critic(config, self.replicas, updates)
+            if config.reward.reward_model.enable:
+                reward_model = build_reward_model(config, self.tokenizer, session)
         with session.phase("plan_reshard"):
             self.resharder = build_resharder(config, self.actor, self.engine)
         self.maker = RolloutMaker(self.engine, self.tokenizer, reward, session, reward_model)
-        self.kl = _kl_controller(config)
-        trained = {"actor": (self.actor.model, self.actor.optimizer)}
-        if self.critic is not None:
-            trained["critic"] = (self.critic.model, self.critic.optimizer)
+        control = algorithm.kl_ctrl
+        self.kl = algorithm.use_kl_in_reward and KLController(
+            control.kl_coef, control.target_kl, control.horizon, control.type == "adaptive"
+        )
         self.checkpoints = Checkpointer(
             self.dir,
-            trained,
+            {name: (part.model, part.optimizer) for name, part in trained.items()},
             {"loader": self.loader} | ({"kl": self.kl} if self.kl else {}),
             keep=config.trainer.max_actor_ckpt_to_keep,
         )
         self.alone, _ = dist.new_subgroups(1)  # every rank holds the whole batch
         self.syncs: list[SyncReport] = []
-        r, v = config.rollout, config.rollout.val_kwargs
-        self.sampling = SamplingSpec(
-            r.n, r.temperature, r.top_p, r.top_k, config.data.max_response_length
-        )
-        temperature = v.temperature if v.do_sample else 0.0
+        self.held_out, self.probs_diffs = HeldOut(), list[float]()
+        self.shown: list[Rollout] = []
+        r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
+        self.sampling = SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit)
         self.greedy = replace(self.sampling, n=1, temperature=0.0)
-        self.val_sampling = SamplingSpec(
-            v.n, temperature, v.top_p, v.top_k, config.data.max_response_length
-        )
+        warmth = v.temperature if v.do_sample else 0.0
+        self.val_sampling = SamplingSpec(v.n, warmth, v.top_p, v.top_k, limit)
 
     def train(self) -> None:
-        trainer = self.config.trainer
-        with self.session.phase("resume"):
-            first = self.checkpoints.resume(trainer.resume_mode, trainer.resume_from_path)
-        with ExitStack() as stack:
-            report = stack.enter_context(Reporter(self.config, self.session, self.steps, first))
-            report.plan(self.resharder.plan, self.prompts, self.val, type(self.engine).__name__)
-            self._sync(first)
-            if self.val is not None and trainer.val_before_train and not first:
-                self._validate(report, 0)
-            for step in range(first + 1, self.steps + 1):
-                self._step(report, step)
-                last, score = step == self.steps, None
-                if self.val is not None and (last or _due(step, trainer.test_freq)):
-                    score = self._validate(report, step)
-                if trainer.save_freq > 0 and (last or _due(step, trainer.save_freq)):
-                    self._save(report, step, score)
-                self.checkpoints.check()
-            with self.session.phase("save_checkpoint"), on_device(self.actor.model):
-                save_pretrained(self.actor.model, self.tokenizer, self.dir / "final")
-                self.checkpoints.wait()
-            with self.session.phase("summary"):
-                report.finish(self._facts(time.perf_counter() - self.started))
-        dist.barrier()
+        super().train()
         self.engine.shutdown()
 
-    def _step(self, report: Reporter, step: int) -> None:
-        self.session.step = step
-        self.session.take_timings()
-        started = time.perf_counter()
-        epoch = self.loader.epoch
+    def plan(self) -> Table:
+        plan, mib = self.resharder.plan, 2.0**20
+        table = plan_table(self.config, self.prompts, self.val)
+        table.add_row(
+            "[bold]weight sync",
+            f"into {type(self.engine).__name__}: {max(plan.bytes_received) / mib:.1f} MiB received "
+            f"per rank and step (lower bound {max(plan.lower_bound) / mib:.1f}), "
+            f"{len(plan.buckets)} buckets of up to {plan.staging_bytes / mib:.1f} MiB",
+        )
+        if plan.fallback:
+            table.add_row("[bold]gathered whole", ", ".join(plan.fallback))
+        return table
+
+    def begin(self, step: int) -> None:
+        self._sync(step)
+
+    def step(self, step: int) -> tuple[dict[str, float], list[int]]:
         rollouts, metrics = self._rollouts(step)
         baselines = self._greedy_scores(rollouts) if "reward_baselines" in self.needs else None
         self.engine.sleep()
-        with on_device(self.actor.model):
+        with on_device(self.model):
             batch, trained = self._train(rollouts, baselines, step)
             sync = self._sync(step)
-        metrics |= trained
-        seconds = time.perf_counter() - started
-        timings = self.session.take_timings()
-        metrics |= step_metrics(batch, self.session, timings, seconds)
-        if "update_actor" in timings:
-            lengths = [r.num_tokens for r in rollouts] * self.config.actor.ppo_epochs
-            metrics["perf/mfu/actor"] = self.flops.utilisation(lengths, timings["update_actor"])
-        metrics |= {
-            "training/global_step": step,
-            "training/epoch": epoch,
-            "reshard/bytes_received": sync.bytes_received,
-            "reshard/ms": sync.milliseconds,
-        }
-        report.step(step, metrics, rollouts)
+        metrics |= trained | step_metrics(batch)
+        metrics |= {"reshard/bytes_received": sync.bytes_received, "reshard/ms": sync.milliseconds}
+        self.probs_diffs.append(metrics["training/rollout_probs_diff_mean"])
+        self._write(f"step_{step}", rollouts)
+        return metrics, [r.num_tokens for r in rollouts]
 
     def _train(
         self, rollouts: list[Rollout], baselines: list[float] | None, step: int
@@ -197,7 +165,6 @@ class _Run:
     def _rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
         """Scored responses to one batch of prompts; with filter_groups, to prompts with signal."""
         chosen, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        tries = chosen.max_num_gen_batches if chosen.enable else 1
         batches: list[list[Rollout]] = []
         while True:
             seed = self.config.seed + step + len(batches) * self.steps
@@ -205,7 +172,7 @@ class _Run:
             if not chosen.enable:
                 return batches[0], {}
             rollouts, with_signal = select_groups(batches, chosen.metric, wanted)
-            if with_signal == wanted or len(batches) == tries:
+            if with_signal == wanted or len(batches) == chosen.max_num_gen_batches:
                 return rollouts, {
                     "training/num_gen_batches": len(batches),
                     "training/groups_without_signal": wanted - with_signal,
@@ -216,15 +183,16 @@ class _Run:
         algorithm, rollouts = self.config.algorithm, batch.rollouts
         with self.session.phase("adv"):
             token_rewards, metrics = self._token_rewards(batch)
+            number = token_rewards.new_tensor
             responses = Responses(
                 rewards=batch.sequence_sums(token_rewards),
-                group_ids=torch.tensor([r.group for r in rollouts], device=token_rewards.device),
+                group_ids=number([r.group for r in rollouts]).long(),
                 cu_seqlens=batch.cu_seqlens,
                 response_mask=batch.response_mask,
                 token_rewards=token_rewards,
                 values=batch.values,
-                reward_baselines=None if baselines is None else token_rewards.new_tensor(baselines),
-                reward_parts=self._reward_parts(batch) if "reward_parts" in self.needs else None,
+                reward_baselines=None if baselines is None else number(baselines),
+                reward_parts=number([list(r.extras.values()) for r in rollouts]),
             )
             options = AdvantageOptions(
                 gamma=algorithm.gamma,
@@ -236,8 +204,8 @@ class _Run:
                 algorithm.adv_estimator, responses, options
             )
             if algorithm.mask_truncated_completions:
-                whole = [r.finish_reason != "length" for r in rollouts]
-                batch.response_mask &= batch.advantages.new_tensor(whole)[batch.sequence_ids].bool()
+                whole = number([r.finish_reason != "length" for r in rollouts]).bool()
+                batch.response_mask &= whole[batch.sequence_ids]
         return metrics | spread("critic/rewards", responses.rewards)
 
     def _token_rewards(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
@@ -245,7 +213,7 @@ class _Run:
         rewards = torch.zeros_like(batch.rollout_log_probs)
         scores = [r.score for r in batch.rollouts]
         rewards[batch.cu_seqlens[1:].long() - 1] = rewards.new_tensor(scores)
-        if self.kl is None:
+        if not self.kl:
             return rewards, {}
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         kl = token_kl(self.config.algorithm.kl_penalty, batch.old_log_probs, batch.ref_log_probs)
@@ -262,65 +230,51 @@ class _Run:
         scores = dict(zip(samples, (r.score for r in greedy), strict=True))
         return [scores[r.group] for r in rollouts]
 
-    def _reward_parts(self, batch: Batch) -> Tensor:
-        """[N, K], the further results of the reward that GDPO normalises each by itself."""
-        extras = [r.extras for r in batch.rollouts]
-        return batch.rollout_log_probs.new_tensor([list(e.values()) for e in extras])
-
     def _sync(self, version: int) -> SyncReport:
-        with self.session.phase("update_weights"), on_device(self.actor.model):
+        with self.session.phase("update_weights"), on_device(self.model):
             self.syncs.append(self.resharder.sync(version))
         return self.syncs[-1]
 
-    def _validate(self, report: Reporter, step: int) -> float:
-        """Returns the mean score."""
+    def validate(self, step: int) -> tuple[float, dict[str, float]]:
         assert self.val is not None
-        started = time.perf_counter()
-        rollouts: list[Rollout] = []
-        size = self.config.data.val_batch_size or len(self.val)
+        size, rollouts = self.config.data.val_batch_size or len(self.val), list[Rollout]()
         for at in range(0, len(self.val), size):
             batch = self.val[at : at + size]
             rollouts += self.maker.make(batch, self.val_sampling, seed=self.config.seed)
-        report.validation(step, rollouts, time.perf_counter() - started)
-        return fmean(r.score for r in rollouts)
+        self._write(f"val_{step}", rollouts)
+        return fmean(r.score for r in rollouts), self.held_out.add(rollouts)
 
-    def _save(self, report: Reporter, step: int, score: float | None) -> None:
-        started, whole = time.perf_counter(), self.config.trainer.save_hf_model
-        model = self.actor.model
-        with self.session.phase("save_checkpoint"):
-            self.checkpoints.save(
-                step, score, lambda f: save_description(model, self.tokenizer, f, whole)
-            )
-        report.saved(step, time.perf_counter() - started)
+    def _write(self, name: str, rollouts: list[Rollout]) -> None:
+        """All rollouts to a file; some of the run's first ones, before it learns, to the screen."""
+        if not self.session.is_main:
+            return
+        folder = Path(self.config.trainer.rollout_data_dir or self.dir / "rollouts")
+        write_rollouts(folder / f"{name}.jsonl", rollouts)
+        if not self.shown:
+            apart = max(1, len(rollouts) // _SHOWN)
+            self.shown = rollouts[::apart][:_SHOWN]
+            for r in self.shown:
+                self.report.say(scored_sample(r))
 
-    def _facts(self, seconds: float) -> dict[str, float | int | list[int]]:
-        """What the summary says of the whole run; collective."""
-        plan = self.resharder.plan
+    def summary(self) -> dict[str, Any]:
         peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
         dist.all_reduce(peak)  # GiB, all ranks together
         received: list[int] = [0] * self.session.world_size
         dist.all_gather_object(received, self.syncs[-1].bytes_received)
-        return {
-            "seconds": round(seconds, 1),
-            "steps": self.steps,
-            "world_size": self.session.world_size,
+        if self.session.is_main:
+            title = f"{self.trainer.project_name}: {self.trainer.experiment_name}"
+            plot_learning_curves(self.report.logger.history, self.dir / "curves.png", title=title)
+            for line in self.held_out.lines():
+                self.report.say(line)
+        found = {
             "tp_size": self.engine.tp_size,
             "reshard_bytes_received_per_rank": received,
-            "reshard_bytes_lower_bound_per_rank": plan.lower_bound,
+            "reshard_bytes_lower_bound_per_rank": self.resharder.plan.lower_bound,
             "reshard_ms_p50": round(median(s.milliseconds for s in self.syncs), 2),
             "peak_rss_gib": round(float(peak), 2),
-            "seed": self.config.seed,
+            **self.held_out.summary(),
         }
-
-
-def _kl_controller(config: GRPOConfig) -> KLController | None:
-    algorithm = config.algorithm
-    if not algorithm.use_kl_in_reward:
-        return None
-    control = algorithm.kl_ctrl
-    adaptive = control.type == "adaptive"
-    return KLController(control.kl_coef, control.target_kl, control.horizon, adaptive)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+        if self.probs_diffs:  # none of a run resumed at its end
+            found["rollout_probs_diff_mean_first"] = self.probs_diffs[0]
+            found["rollout_probs_diff_mean_max"] = max(self.probs_diffs)
+        return found

@@ -14,7 +14,14 @@ from hybridengine.distributed import Session
 from hybridengine.rewards import RewardError, RewardManager
 from hybridengine.rollout import RolloutEngine, SamplingSpec
 
-__all__ = ["SCORE_NAMES", "Rollout", "RolloutMaker", "RolloutScorer", "select_groups"]
+__all__ = [
+    "SCORE_NAMES",
+    "Rollout",
+    "RolloutMaker",
+    "RolloutScorer",
+    "scored_sample",
+    "select_groups",
+]
 
 SCORE_NAMES = ("score", "reward", "seq_reward")  # the score itself, under verl's names too
 
@@ -34,6 +41,10 @@ class Rollout:
     score: float
     extras: dict[str, float]
     finish_reason: str
+
+    @property
+    def results(self) -> dict[str, float]:
+        return {"score": self.score, **self.extras}
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +121,16 @@ class RolloutMaker:
         ]
 
 
+def scored_sample(r: Rollout) -> str:
+    """What the reward makes of a response, for a person to read."""
+    results = ", ".join(f"{name} {value:g}" for name, value in r.results.items())
+    return (
+        f"scored sample: prompt {r.sample.prompt_text[-200:]!r}\n"
+        f"  response {r.response_text[:300]!r}, ground truth {r.sample.ground_truth!r}\n"
+        f"  {results}"
+    )
+
+
 def select_groups(
     batches: Sequence[Sequence[Rollout]], metric: str, wanted: int
 ) -> tuple[list[Rollout], int]:
@@ -126,17 +147,13 @@ def select_groups(
         for r in batch:
             groups.setdefault((number, r.group), []).append(r)
 
-    def value(r: Rollout) -> float:
-        if metric in SCORE_NAMES:
-            return r.score
-        if metric not in r.extras:
-            raise RewardError(
-                f"algorithm.filter_groups.metric is {metric!r}, which the reward does not give; "
-                f"it gives {', '.join(['score', *r.extras])}"
-            )
-        return r.extras[metric]
-
-    has_signal = [len(g) == 1 or len({value(r) for r in g}) > 1 for g in groups.values()]
+    name, results = "score" if metric in SCORE_NAMES else metric, batches[0][0].results
+    if name not in results:
+        raise RewardError(
+            f"algorithm.filter_groups.metric is {metric!r}, which the reward does not give; "
+            f"it gives {', '.join(results)}"
+        )
+    has_signal = [len(g) == 1 or len({r.results[name] for r in g}) > 1 for g in groups.values()]
     ordered = sorted(zip(has_signal, groups.values(), strict=True), key=lambda pair: not pair[0])
     chosen = ordered[:wanted]
     renumbered = [replace(r, group=i) for i, (_, group) in enumerate(chosen) for r in group]

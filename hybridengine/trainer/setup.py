@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridengine.algorithms import check_estimator
-from hybridengine.config import ConfigError, GRPOConfig
-from hybridengine.config.schema import RateConfig
+from hybridengine.config import ConfigError, GRPOConfig, JobConfig
+from hybridengine.config.schema import OptimConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
 from hybridengine.model import (
@@ -40,12 +40,19 @@ __all__ = [
     "build_actor",
     "build_critic",
     "build_engine",
-    "build_replicas",
+    "build_optimizer",
     "build_resharder",
     "build_reward_model",
     "engine_name",
     "load_data",
+    "load_model",
+    "load_tokenizer",
 ]
+
+
+def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
+    trust = config.model.trust_remote_code
+    return AutoTokenizer.from_pretrained(path or config.model.path, trust_remote_code=trust)
 
 
 def load_data(
@@ -61,10 +68,7 @@ def load_data(
         check_estimator(config.algorithm.adv_estimator)
     except ValueError as error:
         raise ConfigError(f"algorithm.adv_estimator: {error}") from None
-    tokenizer = AutoTokenizer.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
-    data = config.data
+    tokenizer, data = load_tokenizer(config), config.data
     train = PromptDataset(data.train_files, tokenizer, data)
     val = PromptDataset(data.val_files, tokenizer, data) if data.val_files else None
     reward = build_reward_manager(config.reward, data.max_response_length)
@@ -104,41 +108,37 @@ def engine_name(config: GRPOConfig) -> str:
 def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The rollout engine on this rank, without weights."""
     model, rollout = config.model, config.rollout
-    checkpoint = _checkpoint(config)
-    stop = _stop_token_ids(model.path, tokenizer)
-    dtype = getattr(torch, rollout.dtype)
+    common = {
+        "stop_token_ids": _stop_token_ids(model.path, tokenizer),
+        "dtype": getattr(torch, rollout.dtype),
+    }
+    own = {
+        "max_num_seqs": rollout.max_num_seqs,
+        "trust_remote_code": model.trust_remote_code,
+    }
     if engine_name(config) == "hf":
         from hybridengine.rollout.hf import HfEngine
 
-        return HfEngine(
-            model.path,
-            checkpoint,
-            stop_token_ids=stop,
-            dtype=dtype,
-            max_num_seqs=rollout.max_num_seqs,
-            trust_remote_code=model.trust_remote_code,
-        )
+        return HfEngine(model.path, _checkpoint(config), **common, **own)
     from hybridengine.rollout.vllm import VllmEngine
 
     return VllmEngine(
         model.path,
-        checkpoint,
+        _checkpoint(config),
+        **common,
         tp_size=rollout.tensor_model_parallel_size,
         max_model_len=config.max_model_len,
-        stop_token_ids=stop,
-        dtype=dtype,
         lora_rank=model.lora_rank if config.reshard.lora == "adapters" else 0,
         seed=config.seed,
         kv_cache_bytes=None if torch.cuda.is_available() else int(rollout.kv_cache_gib * 2**30),
         memory_share=rollout.gpu_memory_utilization,
         free_cache=rollout.free_cache_engine,
         engine_options={
+            **own,
             "enforce_eager": rollout.enforce_eager,
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
             "enable_prefix_caching": rollout.enable_prefix_caching,
-            "max_num_seqs": rollout.max_num_seqs,
             "max_num_batched_tokens": rollout.max_num_batched_tokens,
-            "trust_remote_code": model.trust_remote_code,
             # bf16 logits alone would move probabilities by more than all other layers together
             "hf_overrides": {"head_dtype": "float32"},
         },
@@ -161,35 +161,76 @@ def _stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> lis
     return sorted(token for token in found if token is not None)
 
 
-def build_replicas(config: GRPOConfig, session: Session) -> Replicas:
-    """All ranks call."""
-    actor = config.actor
-    return Replicas(session, actor.ulysses_sequence_parallel_size, actor.ppo_max_token_len_per_gpu)
+def load_model(
+    config: JobConfig,
+    session: Session,
+    path: str = "",
+    *,
+    adapters: bool = False,
+    shard_dim1: Callable[[str], bool] = lambda name: False,
+    **own: bool,
+) -> Any:
+    """One model of the job, with adapters where the job trains some; `config.sharding` is for all
+    of them. own: further options of `load_causal_lm`."""
+    fsdp, model = config.sharding, config.model
+    lora = partial(
+        apply_lora,
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=model.target_modules,
+    )
+    return load_causal_lm(
+        path or model.path,
+        mesh=sharding_mesh(session.device.type, session.world_size, fsdp.fsdp_size),
+        shard_dim1=shard_dim1,
+        param_dtype=getattr(torch, fsdp.dtype),
+        reshard_after_forward=fsdp.reshard_after_forward,
+        forward_prefetch=fsdp.forward_prefetch,
+        min_num_params=fsdp.wrap_policy.min_num_params,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        use_fused_kernels=model.use_fused_kernels,
+        trust_remote_code=model.trust_remote_code,
+        adapt=lora if adapters and model.lora_rank else None,
+        **own,
+    )
 
 
-def build_actor(
-    config: GRPOConfig, engine: RolloutEngine, replicas: Replicas, total_steps: int
-) -> Actor:
+def build_optimizer(
+    config: JobConfig, model: Any, optim: OptimConfig, lr: float, warmup_steps: int, steps: int
+) -> Optimizer:
+    return Optimizer(
+        model,
+        lr=lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=warmup_steps,
+        total_steps=steps,
+        param_dtype=getattr(torch, config.sharding.dtype),
+        offload=config.sharding.optimizer_offload,
+    )
+
+
+def build_actor(config: GRPOConfig, engine: RolloutEngine, replicas: Replicas, steps: int) -> Actor:
     """FSDP2 policy over all ranks, sharded so that row-parallel weights stay in their TP slice.
 
     The reference is a copy of it, or under LoRA the policy without its adapters.
     """
-    lora, sliced = config.model, engine.layout.sliced_dims(_checkpoint(config).parameters)
-
-    def load(adapt: Callable | None = None) -> torch.nn.Module:
-        by_columns = lambda name: sliced.get(name) == 1  # noqa: E731
-        return _load(config, lora.path, replicas.session, by_columns, adapt=adapt)
-
-    reference = None
-    if lora.lora_rank:
-        options = (lora.lora_rank, lora.lora_alpha, lora.target_modules)
-        model = load(lambda plain: apply_lora(plain, *options))
-        reference = partial(adapters_disabled, model) if config.uses_reference else None
-    else:
-        if config.uses_reference:
-            reference = partial(on_device, load().requires_grad_(False))
-        model = load()
-    optimizer = _optimizer(config, model, config.actor.optim, total_steps)
+    sliced, optim = engine.layout.sliced_dims(_checkpoint(config).parameters), config.actor.optim
+    load = partial(
+        load_model,
+        config,
+        replicas.session,
+        shard_dim1=lambda name: sliced.get(name) == 1,
+        param_offload=config.actor.fsdp_config.param_offload,
+    )
+    reference: Any = None
+    if config.uses_reference and not config.model.lora_rank:
+        reference = partial(on_device, load().requires_grad_(False))
+    model = load(adapters=True)
+    if config.uses_reference and config.model.lora_rank:
+        reference = partial(adapters_disabled, model)
+    optimizer = build_optimizer(config, model, optim, optim.lr, optim.lr_warmup_steps, steps)
     return Actor(config, model, reference, optimizer, replicas)
 
 
@@ -202,22 +243,23 @@ def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> 
     )
 
 
-def build_critic(config: GRPOConfig, replicas: Replicas, total_steps: int) -> Critic:
+def build_critic(config: GRPOConfig, replicas: Replicas, steps: int) -> Critic:
     """The value model with an FSDP2 group of its own over all ranks."""
-    path = config.critic.model.path or config.model.path
-    model = _load(config, path, replicas.session, value_head=True)
-    optimizer = _optimizer(config, model, config.critic.optim, total_steps)
+    path, rate = config.critic.model.path or config.model.path, config.critic.optim
+    model = _value_model(config, replicas.session, path)
+    optimizer = build_optimizer(
+        config, model, config.actor.optim, rate.lr, rate.lr_warmup_steps, steps
+    )
     return Critic(config, model, optimizer, replicas)
 
 
 def build_reward_model(
     config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, session: Session
 ) -> RewardModel:
-    path, trust = config.reward.reward_model.model_path, config.model.trust_remote_code
-    model = _load(config, path, session, value_head=True).requires_grad_(False)
-    own = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    path = config.reward.reward_model.model_path
+    own = load_tokenizer(config, path)
     return RewardModel(
-        model,
+        _value_model(config, session, path).requires_grad_(False),
         None if own.get_vocab() == tokenizer.get_vocab() else own,
         session,
         config.actor.ppo_max_token_len_per_gpu,
@@ -225,45 +267,6 @@ def build_reward_model(
     )
 
 
-def _load(
-    config: GRPOConfig,
-    path: str,
-    session: Session,
-    shard_dim1: Callable[[str], bool] = lambda name: False,
-    value_head: bool = False,
-    adapt: Callable | None = None,
-) -> torch.nn.Module:
-    """One model of the job; `actor.fsdp_config` is for all of them."""
-    fsdp = config.actor.fsdp_config
-    return load_causal_lm(
-        path,
-        mesh=sharding_mesh(session.device.type, session.world_size, fsdp.fsdp_size),
-        shard_dim1=shard_dim1,
-        param_dtype=getattr(torch, fsdp.dtype),
-        param_offload=fsdp.param_offload,
-        reshard_after_forward=fsdp.reshard_after_forward,
-        forward_prefetch=fsdp.forward_prefetch,
-        min_num_params=fsdp.wrap_policy.min_num_params,
-        gradient_checkpointing=config.model.enable_gradient_checkpointing,
-        use_fused_kernels=config.model.use_fused_kernels,
-        trust_remote_code=config.model.trust_remote_code,
-        value_head=value_head,
-        adapt=adapt,
-    )
-
-
-def _optimizer(
-    config: GRPOConfig, model: torch.nn.Module, rate: RateConfig, total_steps: int
-) -> Optimizer:
-    optim = config.actor.optim
-    return Optimizer(
-        model,
-        lr=rate.lr,
-        betas=optim.betas,
-        weight_decay=optim.weight_decay,
-        schedule=optim.lr_scheduler_type,
-        warmup_steps=rate.lr_warmup_steps,
-        total_steps=total_steps,
-        param_dtype=getattr(torch, config.actor.fsdp_config.dtype),
-        offload=config.actor.fsdp_config.optimizer_offload,
-    )
+def _value_model(config: GRPOConfig, session: Session, path: str) -> Any:
+    offload = config.actor.fsdp_config.param_offload
+    return load_model(config, session, path, value_head=True, param_offload=offload)

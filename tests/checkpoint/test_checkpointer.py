@@ -33,7 +33,7 @@ def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
 
     run = start_run(rank, world_size, folder, **{"trainer.max_actor_ckpt_to_keep": 1})
     for step in (1, 2):
-        run._step(step)
+        run.step(step)
     may_write, write = threading.Event(), filesystem.FileSystemWriter.write_data
 
     def slow(*args, **kwargs):
@@ -45,7 +45,7 @@ def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
     torch.manual_seed(7), random.seed(7), np.random.seed(7)
     run._save(2, score=0.5)
     draws = torch.rand(3).tolist(), random.random(), np.random.rand()
-    straight = [run._step(step)["train/loss"] for step in (3, 4)]
+    straight = [run.step(step)[0]["train/loss"] for step in (3, 4)]
     assert not (folder / "run" / "global_step_2").exists()
     may_write.set()
     run.checkpoints.wait()
@@ -58,7 +58,7 @@ def resume(rank: int, world_size: int, folder: Path, steps: int) -> dict:
     assert run.checkpoints.resume("auto") == 2
     weights, moments = weights_of(run), moments_of(run)
     draws = torch.rand(3).tolist(), random.random(), np.random.rand()
-    losses = [run._step(step)["train/loss"] for step in range(3, 3 + steps)]
+    losses = [run.step(step)[0]["train/loss"] for step in range(3, 3 + steps)]
     return {"weights": weights, "moments": moments, "draws": draws, "losses": losses,
             "loader": run.loader.state_dict()}  # fmt: skip
 

@@ -26,7 +26,7 @@ def save_and_export(rank: int, world_size: int, folder: Path, overrides: dict) -
     from hybridengine.model import save_pretrained
 
     run = start_run(rank, world_size, folder, **overrides)
-    run._step(1)
+    run.step(1)
     run._save(1, None)
     run.checkpoints.wait()
     save_pretrained(run.model, run.tokenizer, folder / "online", torch.float32)

@@ -13,15 +13,16 @@ from hybridengine.tracking import (
     MetricsLogger,
     PhaseStatus,
     Progress,
-    RolloutWriter,
     accuracy_interval,
     gain_interval,
     plot_learning_curves,
     read_status,
+    write_rollouts,
     write_summary,
 )
 from hybridengine.tracking.atomic import atomic_file
 from hybridengine.tracking.status import clear_status
+from hybridengine.trainer.rollouts import Rollout
 
 STEP = {"critic/score/mean": 0.25, "response_length/mean": 4.0, "timing_s/step": 9.5}
 
@@ -82,15 +83,17 @@ def test_progress_on_a_terminal_shows_phase_and_rate():
         progress.enter("update_actor", 2)
     shown = console.file.getvalue()
     assert "step 2 update_actor" in shown
-    assert "tokens/s" in shown and "left" in shown and "1/3" in shown
+    assert "tokens/s" in shown and "1/3" in shown
+
+
+def rollout(**extras):
+    sample = PromptSample(7, [5, 6], "1 + 1 =", "sums", "2", {})
+    return Rollout(0, sample, " 2", [9, 2], [-0.5, -0.25], 1.0, extras, "stop")
 
 
 def test_rollouts_keep_the_generated_ids(tmp_path):
-    sample = PromptSample(7, [5, 6], "1 + 1 =", "sums", "2", {})
-    file = RolloutWriter(tmp_path).write(
-        "step_3", [sample], [" 2"], [[9, 2]], [1.0], [[-0.5, -0.25]], {"strict": [1.0]}
-    )
-    [line] = file.read_text().splitlines()
+    write_rollouts(tmp_path / "step_3.jsonl", [rollout(strict=1.0)])
+    [line] = (tmp_path / "step_3.jsonl").read_text().splitlines()
     assert json.loads(line) == {
         "index": 7,
         "prompt": "1 + 1 =",
@@ -105,9 +108,8 @@ def test_rollouts_keep_the_generated_ids(tmp_path):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
-    sample = PromptSample(7, [5], "p", "s", "2", {})
-    with pytest.raises(ValueError):  # one reward is missing
-        RolloutWriter(tmp_path).write("s", [sample] * 2, ["a", "b"], [[1]] * 2, [1.0], [[0.0]] * 2)
+    with pytest.raises(TypeError):  # no JSON of a set
+        write_rollouts(tmp_path / "s.jsonl", [rollout(), rollout(strict={1})])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,16 +31,13 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from hybridengine.distributed import PeerWatch, Session
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.tracking.status import PhaseStatus
-    from hybridengine.trainer.batching import Batch
+    from hybridengine.trainer.batching import Batch, Replicas
     from hybridengine.trainer.critic import Critic
-    from hybridengine.trainer.setup import build_replicas
 
     actor = schema.ActorConfig(
-        ppo_max_token_len_per_gpu=budget, ulysses_sequence_parallel_size=sp_size
+        ppo_max_token_len_per_gpu=budget, ulysses_sequence_parallel_size=sp_size, grad_clip=1e9
     )
-    config = GRPOConfig(
-        actor=actor, critic=schema.CriticConfig(cliprange_value=CLIP, grad_clip=1e9)
-    )
+    config = GRPOConfig(actor=actor, critic=schema.CriticConfig(cliprange_value=CLIP))
     mesh = init_device_mesh("cpu", (world_size,))
     model = load_causal_lm(
         path,
@@ -61,7 +58,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
 
     watch = PeerWatch(rank, world_size)
     session = Session(watch, PhaseStatus(Path(path) / "run", rank))
-    replicas = build_replicas(config, session)
+    replicas = Replicas(session, sp_size, budget)
     critic = Critic(config, model, Recording(model, lr=1e-3, total_steps=2), replicas)
     batch = Batch.of(rollouts_of(101)[0], session.device)
     minis = replicas.cut(batch, 1)

@@ -282,7 +282,7 @@ class Spy:
 
     def __init__(self) -> None:
         from hybridengine.rollout import vllm
-        from hybridengine.trainer import report, rl, setup
+        from hybridengine.trainer import job, rl, setup
 
         self.seen: list[str] = []
         watched = [
@@ -293,8 +293,8 @@ class Spy:
         ]
         for module, name in watched:
             self._watch(module, name)
-        report.plot_learning_curves = self._instead("plot_learning_curves")
-        rl.save_pretrained = self._instead("save_pretrained")
+        rl.plot_learning_curves = self._instead("plot_learning_curves")
+        job.save_pretrained = self._instead("save_pretrained")
         vllm.VllmEngine = self._instead("VllmEngine", Stopped)
 
     def _watch(self, module: Any, name: str) -> None:

@@ -54,8 +54,7 @@ def body(
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.tracking.status import PhaseStatus
     from hybridengine.trainer.actor import Actor
-    from hybridengine.trainer.batching import Batch
-    from hybridengine.trainer.setup import build_replicas
+    from hybridengine.trainer.batching import Batch, Replicas
 
     actor_config = schema.ActorConfig(
         ppo_max_token_len_per_gpu=token_budget,
@@ -93,7 +92,7 @@ def body(
     )  # the second pass clips some tokens, not all
     watch = PeerWatch(rank, world_size)
     session = Session(watch, PhaseStatus(Path(path) / "run", rank))
-    replicas = build_replicas(config, session)
+    replicas = Replicas(session, sp_size, token_budget)
     actor = Actor(config, model, partial(nullcontext, reference), optimizer, replicas)
     rollouts, advantages = rollouts_of(101, count)
     batch = Batch.of(rollouts, session.device)
