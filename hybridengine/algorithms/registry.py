@@ -28,10 +28,28 @@ class Responses:
     group_ids: Tensor  # [N] int64, equal for the responses to one prompt
     cu_seqlens: Tensor  # [N + 1] int32
     response_mask: Tensor  # [T] bool, the tokens that are trained on
-    token_rewards: Tensor | None = None  # [T]; None: the outcome reward at the last token
+    token_rewards: Tensor  # [T]: the outcome reward at the last token, and what tokens have beside
     values: Tensor | None = None  # [T], the critic's (gae)
     reward_baselines: Tensor | None = None  # [N], rewards of greedy responses (remax)
     reward_parts: Tensor | None = None  # [N, K], several rewards (gdpo)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """int64 [T], which response a token belongs to."""
+        lengths = self.cu_seqlens.diff().long()
+        return torch.repeat_interleave(lengths, output_size=self.response_mask.numel())
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [N], unmasked tokens."""
+        found = torch.zeros_like(self.group_ids)
+        return found.index_add(0, self.sequence_ids, self.response_mask.long())
+
+    def needed(self, name: str) -> Tensor:
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"this advantage estimator needs Responses.{name}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,9 @@ def advantages(
     return ESTIMATORS[name](responses, options or AdvantageOptions())
 
 
-def _group(estimator: str, responses: Responses, options: AdvantageOptions, rewards=None) -> Tensor:
+def _group(
+    estimator: str, responses: Responses, options: AdvantageOptions, rewards: Tensor | None = None
+) -> Tensor:
     """A group estimator of the kernel, spread to tokens."""
     return group_advantage(
         responses.rewards if rewards is None else rewards,
@@ -99,44 +119,27 @@ def _group(estimator: str, responses: Responses, options: AdvantageOptions, rewa
         estimator=estimator,
         norm_by_std=options.norm_by_std,
         epsilon=options.epsilon,
-        lengths=_lengths(responses) if estimator == "opo" else None,
+        lengths=responses.lengths if estimator == "opo" else None,
         cu_seqlens=responses.cu_seqlens,
         response_mask=responses.response_mask,
     )
 
 
-def _lengths(responses: Responses) -> Tensor:
-    """[N], unmasked tokens of every response."""
-    before = torch.nn.functional.pad(responses.response_mask.cumsum(0), (1, 0))
-    return before[responses.cu_seqlens.long()].diff()
-
-
-def _token_rewards(responses: Responses) -> Tensor:
-    """[T]; the outcome reward goes to the last unmasked token of its response."""
-    if responses.token_rewards is not None:
-        return responses.token_rewards
-    mask = responses.response_mask
-    seen = mask.cumsum(0)
-    ends = responses.cu_seqlens.long()
-    number = torch.searchsorted(
-        ends[1:], torch.arange(mask.numel(), device=mask.device), right=True
+def _gae(
+    responses: Responses, values: Tensor | None, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    return gae(
+        responses.token_rewards,
+        values,
+        responses.cu_seqlens,
+        gamma=gamma,
+        lam=lam,
+        response_mask=responses.response_mask,
     )
-    inside = number < ends.numel() - 1
-    number = number.clamp(max=max(ends.numel() - 2, 0))
-    last_seen = torch.nn.functional.pad(seen, (1, 0))[ends[1:]]
-    is_last = mask & inside & (seen == last_seen[number])
-    return torch.where(is_last, responses.rewards[number], 0)
 
 
 def _whiten(values: Tensor, responses: Responses, options: AdvantageOptions) -> Tensor:
     return whiten(values, responses.response_mask, group=options.process_group)
-
-
-def _needs(responses: Responses, field: str, name: str) -> Tensor:
-    value = getattr(responses, field)
-    if value is None:
-        raise ValueError(f"advantage estimator {name!r} needs Responses.{field}")
-    return value
 
 
 def _register_group_estimator(name: str, *others: str, kernel: str) -> None:
@@ -155,29 +158,17 @@ _register_group_estimator("opo", kernel="opo")
 
 
 @register_estimator("gae", needs=("values",))
-def _gae(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def _ppo(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """PPO (arXiv 1506.02438): token-level, whitened over all ranks."""
-    out, returns = gae(
-        _token_rewards(responses),
-        _needs(responses, "values", "gae"),
-        responses.cu_seqlens,
-        gamma=options.gamma,
-        lam=options.lam,
-        response_mask=responses.response_mask,
-    )
+    values = responses.needed("values")
+    out, returns = _gae(responses, values, options.gamma, options.lam)
     return _whiten(out, responses, options), returns
 
 
 @register_estimator("reinforce_plus_plus")
 def _reinforce_plus_plus(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (arXiv 2501.03262): discounted rewards to go, whitened."""
-    _, returns = gae(
-        _token_rewards(responses),
-        None,
-        responses.cu_seqlens,
-        gamma=options.gamma,
-        response_mask=responses.response_mask,
-    )
+    _, returns = _gae(responses, None, options.gamma)
     return _whiten(returns, responses, options), returns
 
 
@@ -193,29 +184,19 @@ def _reinforce_plus_plus_baseline(
 @register_estimator("remax", needs=("reward_baselines",))
 def _remax(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """ReMax (arXiv 2310.10505): rewards to go minus the reward of the greedy response."""
-    baselines = _needs(responses, "reward_baselines", "remax")
-    _, returns = gae(
-        _token_rewards(responses),
-        None,
-        responses.cu_seqlens,
-        response_mask=responses.response_mask,
-    )
-    places = torch.arange(returns.numel(), device=returns.device)
-    number = torch.searchsorted(responses.cu_seqlens[1:].long(), places, right=True)
-    baseline = torch.nn.functional.pad(baselines, (0, 1))[number]
-    return torch.where(responses.response_mask, returns - baseline, 0), returns
+    baselines = responses.needed("reward_baselines")[responses.sequence_ids]
+    _, returns = _gae(responses, None)
+    return torch.where(responses.response_mask, returns - baselines, 0), returns
 
 
 @register_estimator("gdpo", needs=("reward_parts",))
 def _gdpo(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """GDPO (arXiv 2601.05242): every reward normalised in its group by itself, summed, whitened."""
-    parts = _needs(responses, "reward_parts", "gdpo")
+    parts = responses.needed("reward_parts")
     weights = options.part_weights or (1.0,) * parts.size(1)
-    if len(weights) != parts.size(1):
-        raise ValueError(f"gdpo: {len(weights)} part_weights for {parts.size(1)} reward parts")
     total = sum(
-        weight * _group("grpo", responses, options, parts[:, k].contiguous())
-        for k, weight in enumerate(weights)
+        weight * _group("grpo", responses, options, part.contiguous())
+        for weight, part in zip(weights, parts.T, strict=True)
     )
     out = _whiten(total, responses, options)
     return out, out

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "ARGUMENTS",
     "BATCH_ARGUMENTS",
     "RewardError",
     "RewardFunction",
@@ -19,7 +20,7 @@ __all__ = [
     "load_reward_function",
 ]
 
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _BUILT_IN = {"math_verify": Path(__file__).with_name("math_rule.py")}
 
@@ -47,16 +48,11 @@ class RewardFunction:
 
     def error_line(self, error: BaseException) -> str:
         """`file:line` of the deepest frame of the user's file in the traceback of `error`."""
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename) == self.file
-        ]
-        return f"{self.file}:{lines[-1] if lines else self.line}"
+        return _error_line(error, self.file, self.line)
 
 
 def load_reward_function(
-    path: str | Path, name: str = "compute_score", arguments: Sequence[str] = _ARGUMENTS
+    path: str | Path, name: str = "compute_score", arguments: Sequence[str] = ARGUMENTS
 ) -> RewardFunction:
     """Import `name` from the file `path` and check that it takes `arguments`, as verl calls it.
 
@@ -103,9 +99,14 @@ def import_file(file: Path) -> Any:
             f"file {error.filename}:{error.lineno} is not Python: {error.msg}"
         ) from None
     except Exception as error:
-        lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
-        where = f"{file}:{lines[-1].lineno}" if lines else str(file)
+        where = _error_line(error, file, 1)
         raise RewardError(
             f"file {where} fails to import: {type(error).__name__}: {error}"
         ) from error
     return module
+
+
+def _error_line(error: BaseException, file: Path, default: int) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    return f"{file}:{lines[-1] if lines else default}"

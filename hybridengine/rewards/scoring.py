@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from hybridengine.data import PromptSample
-from hybridengine.rewards.function import RewardError, RewardFunction
+from hybridengine.rewards.function import ARGUMENTS, BATCH_ARGUMENTS, RewardError, RewardFunction
 
 __all__ = ["RewardResult", "score_batch", "score_responses"]
 
@@ -43,13 +43,8 @@ def score_responses(
     results = []
     for sample, response in zip(samples, responses, strict=True):
         with _blamed(function, _describe(sample, response), timeout_s):
-            result = function.call(
-                data_source=sample.data_source,
-                solution_str=response,
-                ground_truth=sample.ground_truth,
-                extra_info=sample.extra_info,
-            )
-        results.append(result)
+            values = _values(sample, response)
+            results.append(function.call(**dict(zip(ARGUMENTS, values, strict=True))))
     return _collect(function, samples, responses, results)
 
 
@@ -62,15 +57,10 @@ def score_batch(
     """As `score_responses`, in one call with lists (verl's batch manager), a result for each."""
     if not samples:
         return RewardResult([], {})
-    with _blamed(
-        function, f"first of {len(samples)}: {_describe(samples[0], responses[0])}", timeout_s
-    ):
-        results = function.call(
-            data_sources=[s.data_source for s in samples],
-            solution_strs=list(responses),
-            ground_truths=[s.ground_truth for s in samples],
-            extra_infos=[s.extra_info for s in samples],
-        )
+    about = f"first of {len(samples)}: {_describe(samples[0], responses[0])}"
+    with _blamed(function, about, timeout_s):
+        columns = map(list, zip(*map(_values, samples, responses), strict=True))
+        results = function.call(**dict(zip(BATCH_ARGUMENTS, columns, strict=True)))
     if not isinstance(results, Sequence) or len(results) != len(samples):
         given = f"{len(results)} results" if isinstance(results, Sequence) else f"{type(results)}"
         raise RewardError(
@@ -80,25 +70,45 @@ def score_batch(
     return _collect(function, samples, responses, results)
 
 
+def _values(sample: PromptSample, response: str) -> tuple[Any, ...]:
+    """As ARGUMENTS name them."""
+    return sample.data_source, response, sample.ground_truth, sample.extra_info
+
+
 def _collect(
     function: RewardFunction,
     samples: Sequence[PromptSample],
     responses: Sequence[str],
     results: Sequence[Any],
 ) -> RewardResult:
-    scores: list[float] = []
-    extras: list[dict[str, float]] = []
+    rows: list[dict[str, float]] = []
     for sample, response, result in zip(samples, responses, results, strict=True):
-        score, extra = _read(function, sample, response, result)
-        if extras and extra.keys() != extras[0].keys():
-            raise RewardError(
-                f"reward function {function} gave the extra results {sorted(extra)} where an "
-                f"earlier response had {sorted(extras[0])}; {_describe(sample, response)}"
-            )
-        scores.append(score)
-        extras.append(extra)
-    names = extras[0] if extras else ()
-    return RewardResult(scores, {name: [extra[name] for extra in extras] for name in names})
+        try:
+            rows.append(_numbers(result))
+            if rows[-1].keys() != rows[0].keys():
+                now, before = (sorted(row.keys() - {"score"}) for row in (rows[-1], rows[0]))
+                raise ValueError(f"extra results {now} where an earlier response had {before}")
+        except ValueError as fault:
+            about = _describe(sample, response)
+            raise RewardError(f"reward function {function}: {fault}; {about}") from None
+    columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+    return RewardResult(columns.pop("score", []), columns)
+
+
+def _numbers(result: Any) -> dict[str, float]:
+    """ "score" and further results as finite numbers, or a ValueError."""
+    given = result if isinstance(result, Mapping) else {"score": result}
+    if "score" not in given:
+        raise ValueError(f"gave a dict without 'score' (keys {sorted(map(str, given))})")
+    found = {}
+    for name, value in given.items():
+        if isinstance(value, Real) and math.isfinite(value):
+            found[str(name)] = float(value)
+        elif name == "score" or not isinstance(value, str):
+            what = repr(name) if given is result else "its result"
+            kind = type(value).__name__
+            raise ValueError(f"{what} is {value!r} ({kind}), expected a finite number")
+    return found
 
 
 @contextmanager
@@ -126,35 +136,6 @@ def _blamed(function: RewardFunction, sample: str, timeout_s: float) -> Iterator
         if limited:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-
-
-def _read(
-    function: RewardFunction, sample: PromptSample, response: str, result: Any
-) -> tuple[float, dict[str, float]]:
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise RewardError(
-                f"reward function {function} gave a dict without 'score' (keys "
-                f"{sorted(map(str, result))}); {_describe(sample, response)}"
-            )
-        extra = {
-            str(name): _number(function, value, f"{name!r}", sample, response)
-            for name, value in result.items()
-            if name != "score" and not isinstance(value, str)
-        }
-        return _number(function, result["score"], "'score'", sample, response), extra
-    return _number(function, result, "its result", sample, response), {}
-
-
-def _number(
-    function: RewardFunction, value: Any, name: str, sample: PromptSample, response: str
-) -> float:
-    if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
-    raise RewardError(
-        f"reward function {function}: {name} is {value!r} ({type(value).__name__}), expected a "
-        f"finite number; {_describe(sample, response)}"
-    )
 
 
 def _describe(sample: PromptSample, response: str) -> str:

@@ -5,7 +5,12 @@ import time
 import pytest
 
 from hybridengine.config import ConfigError
-from hybridengine.config.schema import OverlongBufferConfig, RewardConfig, RewardManagerConfig
+from hybridengine.config.schema import (
+    CustomRewardConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardManagerConfig,
+)
 from hybridengine.data import PromptSample
 from hybridengine.rewards import (
     RewardError,
@@ -23,14 +28,16 @@ PLURAL = "data_sources, solution_strs, ground_truths, extra_infos"
 
 def manager(tmp_path, sources, name="naive", **settings):
     """A manager over the functions whose bodies are given, by file stem."""
-    functions = []
+    files = []
     for stem, body in sources.items():
         file = tmp_path / f"{stem}.py"
         arguments = PLURAL if name == "batch" else NAMES
         file.write_text(f"def compute_score({arguments}):\n    {body}\n")
-        functions.append((str(file), "compute_score"))
-    config = RewardConfig(reward_manager=RewardManagerConfig(name), **settings)
-    return build_reward_manager(config, functions, max_response_length=10)
+        files.append(str(file))
+    config = RewardConfig(
+        CustomRewardConfig(tuple(files)), reward_manager=RewardManagerConfig(name), **settings
+    )
+    return build_reward_manager(config, max_response_length=10)
 
 
 def score(built, lengths=(1, 1, 1)):
@@ -79,9 +86,10 @@ def test_faults_of_a_batch(tmp_path, body, message):
 
 def test_a_batch_function_must_take_lists(tmp_path):
     (tmp_path / "one.py").write_text(f"def compute_score({NAMES}): return 1")
-    config = RewardConfig(reward_manager=RewardManagerConfig("batch"))
+    files = CustomRewardConfig((str(tmp_path / "one.py"),))
+    config = RewardConfig(files, reward_manager=RewardManagerConfig("batch"))
     with pytest.raises(RewardError, match="must accept data_sources, solution_strs"):
-        build_reward_manager(config, [(str(tmp_path / "one.py"), "compute_score")], 10)
+        build_reward_manager(config, 10)
 
 
 def test_dapos_overlong_punishment(tmp_path):
