@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-architectures lint bench gpu-report cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures lint bench gpu-report cuda-check clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -13,6 +13,19 @@ setup: ## Make .venv with everything and build the extension (once; later runs d
 demo: setup ## GRPO on a real 135M model, two ranks, under ten minutes on two cores
 	@$(PY) examples/demo/prepare.py
 	@$(BIN)/hybridengine grpo examples/demo/config.yaml
+
+SEED := 1
+LONG := runs/demo_long
+BASE := .cache/demo/smollm2-135m-instruct
+demo-long: setup ## SFT, then GRPO, and the curve over both (SEED=2: another seed)
+	@$(PY) examples/demo/prepare.py
+	@test -f $(LONG)/before/summary.json || $(BIN)/hybridengine grpo examples/demo_long/grpo.yaml \
+	  model.path=$(BASE) trainer.total_training_steps=1 trainer.default_local_dir=$(LONG)/before
+	@$(BIN)/hybridengine sft examples/demo_long/sft.yaml seed=$(SEED) \
+	  trainer.default_local_dir=$(LONG)/seed_$(SEED)/sft
+	@$(BIN)/hybridengine grpo examples/demo_long/grpo.yaml seed=$(SEED) \
+	  model.path=$(LONG)/seed_$(SEED)/sft/final trainer.default_local_dir=$(LONG)/seed_$(SEED)/grpo
+	@$(PY) examples/demo_long/draw.py $(LONG)
 
 test: setup ## All tests (GPU tests run where there is a GPU)
 	@$(PY) -m pytest -q

