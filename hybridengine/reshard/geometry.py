@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -157,26 +157,14 @@ def cut(block: Block, dim: int, low: int, high: int) -> Iterator[Block]:
     for i in range(touched_first, touched_last):
         if first <= i < last:
             continue
-        yield from cut(_without(_steps(block, outer, dim, i, i + 1), outer), dim, low, high)
+        yield from cut(_steps(block, outer, dim, i, i + 1), dim, low, high)
 
 
 def _steps(block: Block, axis: int, dim: int, first: int, last: int) -> Block:
-    """The block restricted to steps [first, last) of one axis."""
-    start = list(block.start)
+    """The block restricted to steps [first, last) of one axis, without it if that is one step."""
+    start, sizes = list(block.start), list(block.sizes)
     start[dim] += first * block.axes[axis][1]
-    sizes = list(block.sizes)
     sizes[axis] = last - first
-    return replace(
-        block,
-        start=tuple(start),
-        sizes=tuple(sizes),
-        offset=block.offset + first * block.strides[axis],
-    )
-
-
-def _without(block: Block, axis: int) -> Block:
-    """The block with an axis of one step removed."""
-    drop = lambda t: t[:axis] + t[axis + 1 :]  # noqa: E731
-    return replace(
-        block, sizes=drop(block.sizes), axes=drop(block.axes), strides=drop(block.strides)
-    )
+    kept = [i for i in range(len(sizes)) if i != axis or sizes[i] > 1]
+    sizes, axes, strides = (tuple(t[i] for i in kept) for t in (sizes, block.axes, block.strides))
+    return Block(tuple(start), sizes, axes, block.offset + first * block.strides[axis], strides)

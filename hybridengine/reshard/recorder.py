@@ -22,23 +22,12 @@ __all__ = ["Contents", "CopyRecorder", "Fill"]
 
 _aten = torch.ops.aten
 _Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides, in elements
-_CLONES = {_aten.clone.default, _aten._to_copy.default, _aten._pin_memory.default}
-_FILLS = {
-    _aten.zeros.default: 0.0,
-    _aten.zeros_like.default: 0.0,
-    _aten.new_zeros.default: 0.0,
-    _aten.ones.default: 1.0,
-    _aten.ones_like.default: 1.0,
-    _aten.new_ones.default: 1.0,
-}
-_EMPTY = {
-    _aten.empty.memory_format,
-    _aten.empty_like.default,
-    _aten.empty_strided.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-}
-_SCALAR_READS = (_aten._local_scalar_dense.default, _aten.item.default)
+_CLONES = {_aten.clone, _aten._to_copy, _aten._pin_memory}
+_FILLS = dict.fromkeys((_aten.zeros, _aten.zeros_like, _aten.new_zeros), 0.0)
+_FILLS |= dict.fromkeys((_aten.ones, _aten.ones_like, _aten.new_ones), 1.0)
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided}
+_EMPTY |= {_aten.new_empty, _aten.new_empty_strided}
+_SCALAR_READS = {_aten._local_scalar_dense, _aten.item}
 
 
 @dataclass(frozen=True)
@@ -108,15 +97,15 @@ class CopyRecorder(TorchDispatchMode):
         return whole
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        if func in _SCALAR_READS and self._origins(args[:1]):
+        kwargs, op = kwargs or {}, func.overloadpacket
+        if op in _SCALAR_READS and self._origins(args[:1]):
             stand_in = math.pi * (1 + len(self._scalars))  # no constant of a loader
             self._scalars[stand_in] = args[0]
             return stand_in
         known = {_key(t) for t in _tensors((args, kwargs))}
         if func is _aten.copy_.default and args[1].is_meta:
             result = args[0]  # nothing to copy; and a small destination may be real
-        elif func is _aten._to_copy.default and args[0].is_meta:
+        elif op is _aten._to_copy and args[0].is_meta:
             result = func(*args, **kwargs | {"device": "meta"})
         else:
             result = func(*args, **kwargs)
@@ -130,21 +119,20 @@ class CopyRecorder(TorchDispatchMode):
 
     def _note_creation(self, func, fresh, args, kwargs) -> None:  # type: ignore[no-untyped-def]
         self._alive += fresh
-        made = fresh[0]
-        if func in _CLONES:
+        made, op, dim = fresh[0], func.overloadpacket, args[1] if len(args) > 1 else 0
+        if op in _CLONES:
             self._note_copy(made, args[0])
-        elif func is _aten.cat.default:
-            dim, at = args[1] if len(args) > 1 else 0, 0
-            for part in args[0]:
-                self._note_copy(made.narrow(dim, at, part.shape[dim]), part)
-                at += part.shape[dim]
-        elif func is _aten.stack.default:
-            dim = args[1] if len(args) > 1 else 0
-            for i, part in enumerate(args[0]):
-                self._note_copy(made.select(dim, i), part)
-        elif func in _FILLS:
-            self._note_fill(made, _FILLS[func])
-        elif func not in _EMPTY:
+        elif op is _aten.cat:
+            for place, part in zip(
+                made.split([p.shape[dim] for p in args[0]], dim), args[0], strict=True
+            ):
+                self._note_copy(place, part)
+        elif op is _aten.stack:
+            for place, part in zip(made.unbind(dim), args[0], strict=True):
+                self._note_copy(place, part)
+        elif op in _FILLS:
+            self._note_fill(made, _FILLS[op])
+        elif op not in _EMPTY:
             for tensor in fresh:
                 self._note_computed(tensor, _name(func), (args, kwargs))
 
@@ -158,9 +146,8 @@ class CopyRecorder(TorchDispatchMode):
             self._note_fill(written, float(args[1]))
         elif func is _aten.zero_.default:
             self._note_fill(written, 0.0)
-        else:
-            if self._origins((args, kwargs)) or _key(written) in self._contents:
-                self._note_computed(written, _name(func), (args, kwargs))
+        elif self._origins((args, kwargs)) or _key(written) in self._contents:
+            self._note_computed(written, _name(func), (args, kwargs))
 
     def _note_fill(self, written: torch.Tensor, value: float) -> None:
         if value in self._scalars:
@@ -169,8 +156,7 @@ class CopyRecorder(TorchDispatchMode):
             read = list(self._scalars.values())
             self._note_computed(written, "Python from an element", read)
         else:
-            whole = written.untyped_storage().nbytes() == written.numel() * written.element_size()
-            if whole:
+            if written.untyped_storage().nbytes() == written.nbytes:
                 self._contents[_key(written)] = Contents(renewed=True)
             contents = self._contents.setdefault(_key(written), Contents())
             contents.fills.append(Fill(*_region(written), value))

@@ -7,8 +7,9 @@ copy kernels shows as well as one of the wire.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -44,8 +45,8 @@ def find_mismatches(
         dist.all_to_all_single(
             expected,
             sent,
-            _counts([p.sender for p in arrivals], plan.world_size),
-            _counts([p.receiver for p in leaving], plan.world_size),
+            np.bincount([p.sender for p in arrivals], minlength=plan.world_size).tolist(),
+            np.bincount([p.receiver for p in leaving], minlength=plan.world_size).tolist(),
         )
         there = _checksums(map(slice_of_engine, arrivals), bucket.engine_dtype, device)
         for i in (expected != there).nonzero().flatten().tolist():
@@ -53,13 +54,6 @@ def find_mismatches(
     everywhere: list[list[tuple[int, str, str]]] = [[] for _ in range(plan.world_size)]
     dist.all_gather_object(everywhere, found)
     return [entry for part in everywhere for entry in dict.fromkeys(part)]
-
-
-def _counts(peers: Sequence[int], world_size: int) -> list[int]:
-    counts = [0] * world_size
-    for peer in peers:
-        counts[peer] += 1
-    return counts
 
 
 def _checksums(
