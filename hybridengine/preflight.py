@@ -126,8 +126,10 @@ def _check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
             f"rollout.tensor_model_parallel_size is {tp_size}, which does not divide the model's "
             f"{heads} attention heads ({kv_heads} key-value heads); choose one of {fitting}"
         )
-    if engine_name(config) == "hf" and tp_size > 1:
+    adapters = config.reshard.lora == "adapters"
+    if engine_name(config) == "hf" and (tp_size > 1 or adapters):
+        key = "reshard.lora=adapters" if adapters else "rollout.tensor_model_parallel_size above 1"
         raise ConfigError(
-            f"rollout.tensor_model_parallel_size is {tp_size} but vLLM is not installed, and plain "
-            "generate has no tensor parallelism; run `make setup`, or set it to 1"
+            f"{key} needs vLLM, and the engine is plain generate; set rollout.name=vllm (`make "
+            "setup` installs it), or change the key"
         )

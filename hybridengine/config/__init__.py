@@ -16,7 +16,8 @@ from hybridengine.config.loading import (
     load_config,
     load_sft_config,
 )
-from hybridengine.config.schema import GRPOConfig, JobConfig, SFTConfig
+from hybridengine.config.schema import GRPOConfig, JobConfig
+from hybridengine.config.sft import SFTConfig
 
 __all__ = [
     "ALIASES",

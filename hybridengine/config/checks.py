@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridengine.config.schema import GRPOConfig, JobConfig, SFTConfig
+from hybridengine.config.schema import GRPOConfig, JobConfig
+from hybridengine.config.sft import SFTConfig
 
 __all__ = ["faults"]
 
@@ -24,7 +25,13 @@ def faults(config: JobConfig) -> Iterator[str]:
 
 def _sft(config: SFTConfig) -> Iterator[str]:
     data, optim = config.data, config.optim
-    yield from _divisors(config, ulysses_sequence_parallel_size=config.sequence_parallel_size)
+    yield from _divisors(
+        config,
+        **{
+            "model.fsdp_config.fsdp_size": config.sharding.fsdp_size,
+            "ulysses_sequence_parallel_size": config.sequence_parallel_size,
+        },
+    )
     if data.micro_batch_size_per_gpu is None and data.max_token_len_per_gpu < data.max_length:
         yield (
             f"data.max_token_len_per_gpu is {data.max_token_len_per_gpu}, less than one longest "
@@ -85,13 +92,9 @@ def _lengths(config: GRPOConfig) -> Iterator[str]:
 
 
 def _rollout(config: GRPOConfig) -> Iterator[str]:
-    rollout, sampling = config.rollout, config.rollout.val_kwargs
-    adapters = config.reshard.lora == "adapters"
-    if adapters and not config.model.lora_rank:
+    sampling = config.rollout.val_kwargs
+    if config.reshard.lora == "adapters" and not config.model.lora_rank:
         yield "reshard.lora is 'adapters', but no adapter is trained; set model.lora_rank"
-    if rollout.name == "hf" and (adapters or rollout.tensor_model_parallel_size > 1):
-        key = "reshard.lora=adapters" if adapters else "rollout.tensor_model_parallel_size above 1"
-        yield f"{key} needs rollout.name=vllm; plain generate has no such thing"
     if sampling.do_sample and sampling.temperature == 0:
         yield "rollout.val_kwargs.temperature is 0 with do_sample=true; give a temperature above 0"
     if not sampling.do_sample and sampling.n > 1:

@@ -19,7 +19,8 @@ from yaml import YAMLError
 
 from hybridengine.config.aliases import ALIASES, REPLACED, SFT_ALIASES, SFT_REPLACED
 from hybridengine.config.checks import faults
-from hybridengine.config.schema import GRPOConfig, JobConfig, SFTConfig
+from hybridengine.config.schema import GRPOConfig, JobConfig
+from hybridengine.config.sft import SFTConfig
 
 __all__ = ["PPO", "ConfigError", "config_to_yaml", "keys_of", "load_config", "load_sft_config"]
 

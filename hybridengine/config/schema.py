@@ -1,4 +1,4 @@
-"""Every key of a run, its type, its limits and its default."""
+"""Every key of an RL run, its type, its limits and its default."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-__all__ = ["GRPOConfig", "JobConfig", "SFTConfig"]
+__all__ = ["GRPOConfig", "JobConfig"]
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Natural = Annotated[int, Field(ge=0, strict=True)]
@@ -395,57 +395,3 @@ class GRPOConfig(JobConfig):
         """(low, high), each falling back to `actor.clip_ratio`."""
         a = self.actor
         return a.clip_ratio_low or a.clip_ratio, a.clip_ratio_high or a.clip_ratio
-
-
-@dataclass(frozen=True)
-class SFTFsdpConfig(ShardingConfig):
-    offload_policy: Flag = False  # weights, gradients and moments live, and step, in host memory
-
-
-@dataclass(frozen=True)
-class SFTModelConfig(TrainedModelConfig):
-    fsdp_config: SFTFsdpConfig = SFTFsdpConfig()
-
-
-@dataclass(frozen=True)
-class SFTDataConfig:
-    train_files: Texts = ()
-    val_files: Texts | None = None  # null: no validation at all
-    messages_key: str | None = None  # column of whole chats; null: prompt_key and response_key
-    prompt_key: str = "prompt"  # text, or a chat
-    response_key: str = "response"
-    max_length: Count = 1024  # tokens of a conversation
-    truncation: Truncation = "error"
-    train_batch_size: Count = 256  # conversations per optimizer step, all ranks
-    micro_batch_size_per_gpu: Count | None = None  # null: by tokens
-    max_token_len_per_gpu: Count = 8192  # in one micro-batch
-    shuffle: Flag = True
-    chat_template: str | None = None  # Jinja text or a file; null: the tokenizer's own
-
-
-@dataclass(frozen=True)
-class SFTOptimConfig(OptimConfig):
-    lr_warmup_steps_ratio: Discount = 0.0  # of all steps
-    clip_grad: Positive = 1.0
-
-
-@dataclass(frozen=True)
-class SFTConfig(JobConfig):
-    model: SFTModelConfig = SFTModelConfig()
-    data: SFTDataConfig = SFTDataConfig()
-    optim: SFTOptimConfig = SFTOptimConfig(lr=1e-5)
-    trainer: RunConfig = RunConfig(default_local_dir="runs/sft", experiment_name="sft")
-    ulysses_sequence_parallel_size: Count = 1  # ranks that share a micro-batch
-    seed: Natural = 1
-
-    @property
-    def sharding(self) -> ShardingConfig:
-        return self.model.fsdp_config
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        return self.ulysses_sequence_parallel_size
-
-    def warmup_steps(self, total_steps: int) -> int:
-        """In optimizer steps: `lr_warmup_steps`, else the ratio's share of all."""
-        return self.optim.lr_warmup_steps or round(self.optim.lr_warmup_steps_ratio * total_steps)

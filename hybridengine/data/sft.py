@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridengine.config.schema import SFTDataConfig
+from hybridengine.config.sft import SFTDataConfig
 from hybridengine.data.chats import chat_of, find_template, render, require, rows_of, short
 from hybridengine.data.files import DataError
 

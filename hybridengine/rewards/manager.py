@@ -10,7 +10,7 @@ and `reward.reward_manager.name=mine` takes it, if `model.external_lib` names it
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -108,9 +108,8 @@ def build_reward_manager(reward: RewardConfig, max_response_length: int) -> Rewa
 
 
 def _import_class(name: str) -> type[RewardManager]:
-    module, _, attribute = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute) if module else None
+        found = pkgutil.resolve_name(name) if "." in name else None
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"reward.reward_manager.name {name!r} cannot be imported: {error}"

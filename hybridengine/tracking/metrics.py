@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -41,7 +41,7 @@ def check_loggers(loggers: Sequence[str]) -> None:
         )
 
 
-class MetricsLogger:
+class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     """Sends metrics to each sink of `trainer.logger`; one rank owns it.
 
     Files are `<dir>/metrics.jsonl` (one object per `log`, non-finite numbers as null) and
@@ -128,13 +128,5 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def __enter__(self) -> MetricsLogger:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

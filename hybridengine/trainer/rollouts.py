@@ -5,20 +5,22 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from hybridengine.data import PromptSample
 from hybridengine.distributed import Session
 from hybridengine.rewards import RewardError, RewardManager
-from hybridengine.rollout import RolloutEngine, SamplingSpec
+from hybridengine.rollout import Completion, RolloutEngine, SamplingSpec
+
+if TYPE_CHECKING:
+    from hybridengine.trainer.reward_model import RewardModel
 
 __all__ = [
     "SCORE_NAMES",
     "Rollout",
     "RolloutMaker",
-    "RolloutScorer",
     "scored_sample",
     "select_groups",
 ]
@@ -51,14 +53,6 @@ class Rollout:
         return len(self.sample.prompt_ids) + len(self.response_ids)
 
 
-class RolloutScorer(Protocol):
-    """A reward that all ranks work out together, such as a sharded model's."""
-
-    weight: float
-
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]: ...
-
-
 class RolloutMaker:
     """Spreads a batch of prompts over the engine's replicas, scores, and gathers everything."""
 
@@ -68,7 +62,7 @@ class RolloutMaker:
         tokenizer: Any,
         reward: RewardManager,
         session: Session,
-        reward_model: RolloutScorer | None = None,
+        reward_model: RewardModel | None = None,
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._reward, self._session, self._reward_model = reward, session, reward_model
@@ -82,30 +76,35 @@ class RolloutMaker:
         rollouts: list[Rollout] = []
         if self._engine.tp_rank == 0:  # the other ranks of a replica hold the same completions
             with self._session.phase("reward"):
-                flat = [(i, c) for i, group in zip(mine, completions, strict=True) for c in group]
-                texts = self._tokenizer.batch_decode(
-                    [c.token_ids for _, c in flat], skip_special_tokens=True
+                groups = [i for i in mine for _ in range(spec.n)]
+                rollouts = self._scored(
+                    samples, groups, [c for group in completions for c in group]
                 )
-                lengths = [len(c.token_ids) for _, c in flat]
-                result = self._reward.score([samples[i] for i, _ in flat], texts, lengths)
-                for k, (i, c) in enumerate(flat):
-                    rollouts.append(
-                        Rollout(
-                            group=i,
-                            sample=samples[i],
-                            response_text=texts[k],
-                            response_ids=array("i", c.token_ids),  # lists take 8 times the memory
-                            log_probs=array("f", c.log_probs),
-                            score=result.scores[k],
-                            extras={name: v[k] for name, v in result.extras.items()},
-                            finish_reason=c.finish_reason,
-                        )
-                    )
         with self._session.phase("gather_rollouts"):
             gathered: list[list[Rollout]] = [[] for _ in range(self._session.world_size)]
             dist.all_gather_object(gathered, rollouts)
         rollouts = sorted((r for part in gathered for r in part), key=lambda r: r.group)
         return rollouts if self._reward_model is None else self._add_model_scores(rollouts)
+
+    def _scored(
+        self, samples: Sequence[PromptSample], groups: list[int], completions: list[Completion]
+    ) -> list[Rollout]:
+        ids, asked = [c.token_ids for c in completions], [samples[i] for i in groups]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        result = self._reward.score(asked, texts, list(map(len, ids)))
+        return [
+            Rollout(
+                group=i,
+                sample=samples[i],
+                response_text=texts[k],
+                response_ids=array("i", c.token_ids),  # lists take 8 times the memory
+                log_probs=array("f", c.log_probs),
+                score=result.scores[k],
+                extras={name: values[k] for name, values in result.extras.items()},
+                finish_reason=c.finish_reason,
+            )
+            for k, (i, c) in enumerate(zip(groups, completions, strict=True))
+        ]
 
     def _add_model_scores(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         assert self._reward_model is not None

@@ -87,6 +87,14 @@ def test_refused(job, tmp_path, override, words):
     assert not (tmp_path / "run").exists()
 
 
+def test_what_plain_generate_cannot_do(job):
+    plain = ["rollout.name=hf", "model.lora_rank=4", "reshard.lora=adapters"]
+    assert "reshard.lora=adapters needs vLLM" in refusal(job(*plain))
+    ranks = ["trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2"]
+    line = refusal(job("rollout.name=hf", *ranks))
+    assert "rollout.tensor_model_parallel_size above 1 needs vLLM" in line
+
+
 def test_tp_size_must_divide_the_heads(job):
     ranks = ["trainer.n_gpus_per_node=3", "rollout.tensor_model_parallel_size=3"]
     line = refusal(job(*ranks, "data.train_batch_size=3"))
@@ -157,4 +165,5 @@ def test_paths_of_the_demo_exist():
     demo = Path(__file__).parents[2] / "examples" / "demo"
     config = load_config(demo / "config.yaml")
     assert (demo / Path(config.data.chat_template).name).is_file()
-    assert (demo / Path(config.reward.custom_reward_function.path).name).is_file()
+    [(reward, _)] = config.reward.functions
+    assert (demo / Path(reward).name).is_file()

@@ -115,11 +115,6 @@ def test_refusals(override, message):
     assert "\n" not in str(error.value)
 
 
-def test_hf_rollout_has_no_tensor_parallelism():
-    with pytest.raises(ConfigError, match=r"needs rollout\.name=vllm"):
-        load("trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2", "rollout.name=hf")
-
-
 @pytest.mark.parametrize("key", [k.split("=")[0] for k in NEEDED])
 def test_required_keys(key):
     with pytest.raises(ConfigError, match=f"{re.escape(key)} is required"):

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridengine.config.schema import SFTDataConfig
+from hybridengine.config.sft import SFTDataConfig
 from hybridengine.data import DataError
 from hybridengine.data.sft import SFTDataset
 from tests.data.conftest import write_jsonl

@@ -1,30 +1,23 @@
 """Every key of the configuration has an effect: each is flipped, and a small job must change.
 
-What is compared: the plan, every metric that is not a time, the rollouts, the files, and what the
-models, optimizers, engine and reshard are built with; or the flip is refused. A key without a row
-in FLIPS is flipped by its type.
+A key without a row in the tables here is flipped by its type (`tests.trainer.effects`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import shutil
-import typing
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
-import torch
 
-from hybridengine.config import GRPOConfig, keys_of
+from hybridengine.config import GRPOConfig, SFTConfig
 from tests.model.test_value import save_classifier
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
+from tests.trainer.effects import Kind, effects_body, effects_of_flips, merged
 from tests.trainer.in_process import small_job
 
 pytestmark = pytest.mark.multirank
@@ -169,31 +162,10 @@ REFUSED_WITHOUT = {
     "data.filter_overlong_prompts",
     "trainer.resume_from_path",
 }
-NEED_VLLM = ("kv_cache_gib", "batched_tokens", "eager", "prefix_caching", "chunked", "free_cache")
-
-
-def flip(key: str, hint: Any, default: Any) -> tuple[str, tuple[str, ...]]:
-    """(another value, what must be set beside it)."""
-    if key in FLIPS and FLIPS[key][0]:
-        value, beside = FLIPS[key]
-        return value, tuple(beside)
-    beside = tuple(FLIPS.get(key, ("", ()))[1])
-    beside += VLLM if key.startswith("rollout.") and any(n in key for n in NEED_VLLM) else ()
-    beside += CRITIC if key.startswith("critic.") else ()
-    if typing.get_origin(hint) is Literal:
-        return next(c for c in typing.get_args(hint) if c != default), beside
-    if hint is bool:
-        return str(not default).lower(), beside
-    if isinstance(default, int | float):
-        return str(default + 1 if isinstance(default, int) else default * 1.5 + 1e-3), beside
-    return f"{default}_else", beside
-
-
-def default_of(key: str) -> Any:
-    node: Any = GRPOConfig()
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
+NEED_VLLM = (
+    "rollout.kv_cache_gib", "rollout.max_num_batched_tokens", "rollout.enforce_eager",
+    "rollout.enable_prefix_caching", "rollout.enable_chunked_prefill", "rollout.free_cache_engine",
+)  # fmt: skip
 
 
 def prepare(folder: Path) -> list[str]:
@@ -225,159 +197,105 @@ def save_head(folder: Path) -> None:
     save_file(weights, file, {"format": "pt"})
 
 
-def merged(base: Sequence[str], more: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """One override per key, the later ones winning; `{dir}` is the folder."""
-    pairs = dict(o.format(dir=folder).split("=", 1) for o in (*base, *more))
-    return tuple(f"{key}={value}" for key, value in pairs.items())
-
-
-def test_every_key_has_an_effect(tmp_path: Path) -> None:
-    keys = [key for key, _ in keys_of(GRPOConfig)]
-    assert set(FLIPS) <= set(keys), set(FLIPS) - set(keys)
-    with ThreadPoolExecutor(2) as threads:  # two processes, for the sake of time
-        halves = threads.map(effects_of, (tmp_path / "a", tmp_path / "b"), (keys[::2], keys[1::2]))
-        effects = {key: pair for half in halves for key, pair in half.items()}
-    refused = {key: before for key, (before, _) in effects.items() if before.startswith("refused")}
-    assert refused.keys() == REFUSED_WITHOUT, refused
-    without = [key for key, (before, after) in effects.items() if before == after]
-    assert not without, f"accepted and ignored: {without}"
-
-
-def effects_of(folder: Path, keys: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """For each key what a job does before and after its flip."""
-    folder.mkdir()
-    base, schema = prepare(folder), dict(keys_of(GRPOConfig))
-    jobs: list[tuple[str, ...]] = []
-    pairs: dict[str, tuple[int, int]] = {}
-    for key in keys:
-        value, beside = flip(key, schema[key], default_of(key))
-        before = merged(base, beside, folder)
-        after = merged(base, (*beside, f"{key}={value}"), folder)
-        assert before != after, f"{key}: {value} is what it was"
-        for job in (before, after):
-            if job not in jobs:
-                jobs.append(job)
-        pairs[key] = (jobs.index(before), jobs.index(after))
-    [texts] = run_ranks(effects_body, 1, folder, jobs, timeout_s=500.0)
-    return {key: (texts[before], texts[after]) for key, (before, after) in pairs.items()}
-
-
-def effects_body(rank: int, world_size: int, folder: Path, jobs: list) -> list[str]:
-    from hybridengine.distributed import PeerWatch
-
-    watch = PeerWatch(rank, world_size)
-    spy = Spy()
-    torch.set_num_threads(1)
-    results = [effect(folder, job, watch, spy) for job in jobs]
-    watch.close()
-    return results
-
-
-class Stopped(Exception):
-    """vLLM would be started now; what it would be started with is known."""
-
-
-class Spy:
-    """Notes what the parts of a run are built with."""
-
-    def __init__(self) -> None:
-        from hybridengine.rollout import vllm
-        from hybridengine.trainer import job, rl, setup
-
-        self.seen: list[str] = []
-        watched = [
-            (setup, "Resharder"),
-            (setup, "load_causal_lm"),
-            (setup, "Optimizer"),
-            (setup, "sharding_mesh"),
-        ]
-        for module, name in watched:
-            self._watch(module, name)
-        rl.plot_learning_curves = self._instead("plot_learning_curves")
-        job.save_pretrained = self._instead("save_pretrained")
-        vllm.VllmEngine = self._instead("VllmEngine", Stopped)
-
-    def _watch(self, module: Any, name: str) -> None:
-        real = getattr(module, name)
-
-        def noted(*args: Any, **options: Any) -> Any:
-            self.note(name, args, options)
-            return real(*args, **options)
-
-        setattr(module, name, noted)
-
-    def _instead(self, name: str, error: type[Exception] | None = None) -> Any:
-        def noted(*args: Any, **options: Any) -> None:
-            self.note(name, args, options)
-            if error is not None:
-                raise error
-
-        return noted
-
-    def note(self, name: str, args: Any, options: Any) -> None:
-        given = {str(i): arg for i, arg in enumerate(args)} | options
-        self.seen.append(f"{name} { {k: v for k, v in given.items() if is_plain(v)} }")
-
-
-def is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    return isinstance(value, int | float | str | bool | tuple | torch.dtype | None)
-
-
-def effect(folder: Path, overrides: Sequence[str], watch: Any, spy: Spy) -> str:
-    """All that can be seen of a job, as text."""
+def load_grpo(overrides: Sequence[str]):
+    """(module with run_rank, plan, what trains)."""
     from hybridengine.config import load_config
-    from hybridengine.distributed import Session
-    from hybridengine.launch import USER_ERRORS
     from hybridengine.preflight import check_grpo
-    from hybridengine.tracking import PhaseStatus
     from hybridengine.trainer import rl
     from hybridengine.trainer.plan import plan_table
 
-    for name in ("run", "elsewhere"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    spy.seen.clear()
-
-    def run_rank(main: Any, *settings: Any) -> None:
-        spy.note("run_rank", settings, {})
-        main(Session(watch, PhaseStatus(folder / "status", 0)))
-
-    rl.run_rank = run_rank
-    out = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out), contextlib.suppress(Stopped):
-            config = load_config(None, overrides)
-            plan = plan_table(config, *check_grpo(config))
-            spy.seen += [str(list(column.cells)) for column in plan.columns]
-            rl.train_grpo(config)
-    except USER_ERRORS as error:
-        return f"refused: {error}"
-    return "\n".join([*spy.seen, *left_behind(folder)])
+    config = load_config(None, overrides)
+    return rl, plan_table(config, *check_grpo(config)), lambda: rl.train_grpo(config)
 
 
-def left_behind(folder: Path) -> list[str]:
-    """Files, and what metrics and rollouts say that is not a time."""
-    seen = []
-    for top in ("run", "elsewhere"):
-        for path in sorted((folder / top).rglob("*")):
-            name = path.name if "events" not in path.name else "events"
-            seen.append(f"{path.parent.relative_to(folder)}/{name}")
-            if path.name.startswith(("step_", "val_")) and path.suffix == ".jsonl":
-                seen.append(path.read_text())
-            if path.name == "metrics.jsonl":
-                rows = [json.loads(row) for row in path.read_text().splitlines()]
-                seen += [str({k: v for k, v in row.items() if not is_a_time(k)}) for row in rows]
-    return seen
+def prepare_sft(folder: Path) -> list[str]:
+    model = save_tiny("llama", folder / "model")
+    save_tiny("llama", folder / "other", seed=1)
+    rows = [{"prompt": f"w{k + 3} w9", "response": " ".join(["w5", f"w{k + 20}"] * (1 + k % 3))}
+            for k in range(8)]  # fmt: skip
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "rows.jsonl").write_text("".join(lines))
+    (folder / "others.jsonl").write_text("".join(lines[3:]))
+    (folder / "template.jinja").write_text(
+        "{% for m in messages %}w50 {{ m.content }} {% endfor %}"
+    )
+    settings = {
+        "model.path": model,
+        "model.fsdp_config.dtype": "float32",
+        "data.train_files": folder / "rows.jsonl",
+        "data.train_batch_size": 4,
+        "data.max_length": 16,
+        "data.max_token_len_per_gpu": 32,
+        "optim.lr": 1e-2,
+        "trainer.total_training_steps": 1,
+        "trainer.logger": "[jsonl]",
+        "trainer.resume_mode": "disable",
+        "trainer.default_local_dir": folder / "run",
+    }
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
-def is_a_time(metric: str) -> bool:
-    return metric.startswith(("timing_s/", "perf/")) or metric == "reshard/ms"
+def load_sft(overrides: Sequence[str]):
+    from hybridengine.config import load_sft_config
+    from hybridengine.preflight import check_sft
+    from hybridengine.trainer import sft
+    from hybridengine.trainer.plan import sft_plan
+
+    config = load_sft_config(None, overrides)
+    return sft, sft_plan(config, *check_sft(config)), lambda: sft.train_sft(config)
+
+
+CUT = ("data.max_length=5", "data.truncation=right")
+WANDB = ("trainer.logger=[wandb]",)
+RUN_KEYS = [
+    key
+    for key in FLIPS
+    if key.startswith("trainer.")
+    and key not in ("trainer.critic_warmup", "trainer.rollout_data_dir")
+]
+SFT_FLIPS = {key: FLIPS[key] for key in (
+    "model.path", "model.lora_rank", "model.lora_alpha", "model.target_modules",
+    "data.train_files", "data.val_files", "data.train_batch_size", "data.chat_template",
+    *RUN_KEYS,
+)} | {
+    "trainer.test_freq": ("1", (VALIDATED[0], TWO_STEPS)),
+    "trainer.val_before_train": ("false", VALIDATED[:1]),
+    "trainer.project_name": ("mine", WANDB),
+    "trainer.experiment_name": ("mine", WANDB),
+    "model.fsdp_config.dtype": ("bfloat16", ()),
+    "model.fsdp_config.fsdp_size": ("2", ()),
+    "data.messages_key": ("chat", ()),
+    "data.max_length": ("6", CUT),
+    "data.truncation": ("left", CUT),
+    "data.micro_batch_size_per_gpu": ("1", ()),
+    "optim.betas": ("[0.5,0.9]", ()),
+    "optim.lr_warmup_steps_ratio": ("0.5", (TWO_STEPS,)),
+    "optim.clip_grad": ("0.01", (TWO_STEPS,)),
+    "ulysses_sequence_parallel_size": ("2", ()),
+}  # fmt: skip
+
+GRPO = Kind(
+    GRPOConfig, FLIPS, prepare, load_grpo, {"critic.": CRITIC} | dict.fromkeys(NEED_VLLM, VLLM)
+)
+SFT = Kind(SFTConfig, SFT_FLIPS, prepare_sft, load_sft)
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"), [(GRPO, REFUSED_WITHOUT), (SFT, {"trainer.resume_from_path"})]
+)
+def test_every_key_has_an_effect(tmp_path: Path, kind: Kind, refused: set[str]) -> None:
+    effects = effects_of_flips(kind, tmp_path)
+    before = {key: texts[0] for key, texts in effects.items() if texts[0].startswith("refused")}
+    assert before.keys() == refused, before
+    ill_typed = {key: texts[1] for key, texts in effects.items() if ": input should" in texts[1]}
+    assert not ill_typed, f"a flip that no type allows shows nothing: {ill_typed}"
+    without = [key for key, texts in effects.items() if texts[0] == texts[1]]
+    assert not without, f"accepted and ignored: {without}"
 
 
 def test_nothing_but_the_configuration_changes_the_effects(tmp_path: Path) -> None:
     """The comparison itself: the same job twice is the same."""
     job = merged(prepare(tmp_path), CRITIC, tmp_path)
-    [(first, second)] = run_ranks(effects_body, 1, tmp_path, [job, job])
+    [(first, second)] = run_ranks(effects_body, 1, GRPO, tmp_path, [job, job])
     assert first == second and "critic/vf_loss" in first
     assert os.fspath(tmp_path) in first
