@@ -104,6 +104,11 @@ def forward_kernel(
         e_e += value * value
     others = tl.sum(e.to(tl.float64), 0)
     others_d = tl.sum(e_d.to(tl.float64), 0) * _LN2
+    # factor2 is rounded, to the same side for all: `unbiased` in csrc/logprob/row_math.h.
+    off = factor.to(tl.float64) * _LOG2E / factor2.to(tl.float64) - 1.0
+    square = tl.where(others > 0, others_d * others_d / tl.where(others > 0, others, 1.0), 0.0)
+    others += off * others_d
+    others_d += off * (others_d + square)
     others_e = tl.sum(e_e.to(tl.float64), 0)
     token_y = _load_y(logits, keep, tl.where(here, token, 0), here, scale, softcap, HAS_KEEP,
                       HAS_CAP)  # fmt: skip

@@ -122,8 +122,8 @@ at::Tensor log_prob_partial(const at::Tensor& logits, const at::Tensor& token_id
   return partial;
 }
 
-// Writes d(loss)/d(logits) into grad_logits, which may be logits itself; with `places` into those of
-// its rows.
+// Writes d(loss)/d(logits) into grad_logits, which may be logits itself; with `places` into those
+// of its rows.
 void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
                        const Options& options, const std::vector<at::Tensor>& row_results,
                        const OptionalTensor& grad_log_probs, const OptionalTensor& grad_entropy,

@@ -97,7 +97,7 @@ template <typename T, bool general>
 void add_range(const Row<T, general>& row, int64_t begin, int64_t end, float shift_y, float factor,
                RowSums& sums) {
   Accumulators<general> a, b;
-  const VecF shift = splat(shift_y), factor2 = splat(static_cast<float>(factor * kLog2e));
+  const VecF shift = splat(shift_y), factor2 = splat(exp2_factor(factor));
   int64_t i = begin;
   for (; i + 2 * kWidth <= end; i += 2 * kWidth) {
     const VecPair x = row.raw_pair(i);
@@ -128,7 +128,7 @@ RowSums block_sums(const Row<T, general>& row, int64_t begin, int64_t end, int64
   } else {
     add_range(row, begin, end, shift, factor, sums);
   }
-  return sums;
+  return unbiased(sums, factor);
 }
 
 void raise_max(RowSums& sums, float value, float factor) {
@@ -224,7 +224,7 @@ void backward_row(const LogProbBackward& p, int64_t r) {
   const int64_t token = p.token_ids[r] - p.vocab_start;
   // log p in units of log 2: one exp2 without a range reduction of its own.
   const VecF shift = splat(p.row_max[r]);
-  const VecF factor2 = splat(static_cast<float>(factor * kLog2e));
+  const VecF factor2 = splat(exp2_factor(factor));
   const VecF log2_sum = splat(static_cast<float>(p.log_sum[r] * kLog2e));
   const VecF constant = splat(gradient.constant);
   const VecF slope2 = splat(static_cast<float>(gradient.slope * kLn2));

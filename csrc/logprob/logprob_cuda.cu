@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr float kLog2e = 1.44269504f;
-constexpr float kLn2 = 0.693147181f;
 
 template <typename T>
 struct alignas(16) Group {
@@ -131,7 +130,7 @@ __device__ RowSums shuffle_down(const RowSums& sums, int offset) {
 // The whole row's sums, in thread 0; lanes and warps join in a fixed order.
 __device__ RowSums reduce_block(const ThreadSums& mine, float factor) {
   __shared__ RowSums warps[kThreads / 32];
-  RowSums sums{mine.max, mine.e, double{mine.e_d} * double{kLn2}, mine.e_e};
+  RowSums sums = unbiased({mine.max, mine.e, mine.e_d * 0.6931471805599453, mine.e_e}, factor);
   for (int offset = 16; offset; offset /= 2) sums = join(sums, shuffle_down(sums, offset), factor);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sums;
   __syncthreads();
@@ -172,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t token = bad ? -1 : label - p.vocab_start;
   const Row<T, general> row(p, r);
   const float factor = row_factor(p, r);
-  const float factor2 = factor * kLog2e;
+  const float factor2 = exp2_factor(factor);
   ThreadSums mine;
   for_each_group(row.logits, p.vocab, [&](int64_t first, const Group<T>& group, int count) {
     float y[Group<T>::kSize];

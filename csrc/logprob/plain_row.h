@@ -135,7 +135,7 @@ struct PlainBlock {
 template <typename T, typename RangeMax>
 bool reduce_plain(const T* x, int64_t vocab, int64_t token, int64_t block_size, float factor,
                   const RangeMax& range_max, RowSums& sums) {
-  const float factor2 = static_cast<float>(factor * 1.4426950408889634);
+  const float factor2 = exp2_factor(factor);
   float reference = range_max(0, block_size < vocab ? block_size : vocab);
   if (token >= 0) reference = std::fmax(reference, to_float(x[token]));
   float c = reference * factor2;
@@ -176,13 +176,15 @@ bool reduce_plain(const T* x, int64_t vocab, int64_t token, int64_t block_size, 
   sums.max = reference;
   sums.e = sum(e) * scale;
   sums.e_d = (sum(e_d) * scale - residual * sums.e) * 0.6931471805599453;
+  sums = unbiased(sums, factor);
   return true;
 }
 
-// Whether the sums are as exact as those about the true maximum: they are where no other entry
-// stands above the reference, and where no single one makes up the row.
+// Whether the sums are as exact as those about the true maximum: they are where the token makes up
+// most of the row, and where no single entry does. An entry that does is 1 there, and here 1 to a
+// rounding, which is more than all the others where it leads by 30.
 inline bool good_enough(const RowSums& others, const RowResult& result) {
-  return std::isfinite(result.entropy) && (others.e <= 1.0 || result.entropy >= 0.5f);
+  return std::isfinite(result.entropy) && (others.e <= 0.5 || result.entropy >= 0.5f);
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -26,6 +26,22 @@ HE_HOST_DEVICE float row_factor(const LogitRows& rows, int64_t row) {
   return static_cast<float>((rows.softcap > 0 ? 1.0 : double{rows.logit_scale}) / temperature);
 }
 
+// The rows' factor in units of log 2, as the kernels multiply by it.
+HE_HOST_DEVICE float exp2_factor(float factor) {
+  return static_cast<float>(double{factor} * 1.4426950408889634);
+}
+
+// Sums of d that were all multiplied by that, a rounded number: 30 below the maximum, e is off by
+// 4e-7 of itself, and in every entry to the same side. e and e_d are corrected to first order, the
+// sum of e * d * d being taken for that of entries at one d: at its least, so never too much.
+HE_HOST_DEVICE RowSums unbiased(RowSums sums, float factor) {
+  const double off = double{factor} * 1.4426950408889634 / exp2_factor(factor) - 1.0;
+  const double e_d = sums.e_d;
+  if (sums.e > 0) sums.e_d += off * (e_d + e_d * e_d / sums.e);
+  sums.e += off * e_d;
+  return sums;
+}
+
 HE_HOST_DEVICE RowResult finish_row(const RowSums& sums, float token_y, float factor) {
   const double d = (double{token_y} - sums.max) * factor;
   const double e = exp(d);
