@@ -167,44 +167,31 @@ class Replicas:
         loss_of: Callable[[Micro], tuple[Tensor, dict[str, Tensor]]],
     ) -> dict[str, Tensor]:
         """One optimizer step on parts of a loss that is a mean over all ranks; its metrics."""
-        sums = Sums(self._size)
+        parts = []
         for micro in mini.micros:
             loss, metrics = loss_of(micro)
             # FSDP2 averages gradients over the ranks; the loss is already a global mean.
             (loss * self.session.world_size * optimizer.loss_scale).backward()
-            sums.add(metrics)
-        reduced = sums.reduced()
+            parts.append(metrics)
+        reduced = _reduced(parts, self._size)
         reduced[f"{name}/grad_norm"] = optimizer.step(grad_clip)
         reduced[f"{name}/lr"] = torch.tensor(optimizer.last_lr)
         return reduced
 
 
-class Sums:
-    """Metrics of one optimizer step, over its micro-batches and all ranks.
+def _reduced(parts: Sequence[Mapping[str, Tensor]], copies: int) -> dict[str, Tensor]:
+    """Metrics of an optimizer step from those of its micro-batches, over all ranks; collective.
 
     What ends in _max is a maximum; the rest are parts of a sum, which `copies` ranks each have.
     """
-
-    def __init__(self, copies: int) -> None:
-        self._copies = copies
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        for name, value in metrics.items():
-            value = value.detach().double()
-            before = self._sums.get(name, value)
-            joined = before + value if name in self._sums else value
-            self._sums[name] = torch.maximum(before, value) if name.endswith("_max") else joined
-
-    def reduced(self) -> dict[str, Tensor]:
-        """Collective."""
-        names = sorted(self._sums, key=lambda name: (name.endswith("_max"), name))
-        values = torch.stack([self._sums[name] for name in names])
-        count = sum(not name.endswith("_max") for name in names)
-        dist.all_reduce(values[:count])
-        values[:count] /= self._copies
-        dist.all_reduce(values[count:], dist.ReduceOp.MAX)
-        return dict(zip(names, values.unbind(), strict=True))
+    sums = sorted(name for name in parts[0] if not name.endswith("_max"))
+    maxima = sorted(parts[0].keys() - set(sums))
+    stacked = [torch.stack([part[n].detach().double() for n in sums + maxima]) for part in parts]
+    added, largest = torch.stack(stacked).split([len(sums), len(maxima)], dim=1)
+    added, largest = added.sum(0), largest.amax(0)
+    dist.all_reduce(added)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return dict(zip(sums + maxima, torch.cat([added / copies, largest]), strict=True))
 
 
 def means(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

@@ -25,16 +25,11 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
     responses = data.train_batch_size * config.rollout.n
     updates = config.actor.ppo_epochs * (data.train_batch_size // config.ppo_mini_batch_size)
     dropped = f", {train.dropped} overlong ones dropped" if train.dropped else ""
-    sharing = config.actor.ulysses_sequence_parallel_size
+    sharing = config.sequence_parallel_size
     budget = config.actor.ppo_max_token_len_per_gpu * sharing
     shared = f" shared by {sharing} ranks" if sharing > 1 else " on each rank"
-    most = -(
-        -responses
-        * config.longest
-        // updates
-        * config.actor.ppo_epochs
-        // config.data_parallel_size
-    )
+    tokens = config.ppo_mini_batch_size * config.rollout.n * config.longest
+    most = -(-tokens // config.data_parallel_size)
     rows = {
         "model": config.model.path,
         "algorithm": f"{config.algorithm.adv_estimator}, {config.actor.policy_loss.loss_mode}, "
@@ -111,14 +106,14 @@ def sync_volume(config: GRPOConfig) -> str:
 
 def _mesh(config: GRPOConfig) -> str:
     shards = _shards(config)
-    sharing = config.actor.ulysses_sequence_parallel_size
+    sharing = config.sequence_parallel_size
     copies = f"{config.world_size // shards} x " if shards < config.world_size else ""
     sequences = f", sequences over {sharing} neighbours" if sharing > 1 else ""
     return f"weights sharded over {copies}{shards}{sequences}"
 
 
 def _shards(config: GRPOConfig) -> int:
-    size = config.actor.fsdp_config.fsdp_size
+    size = config.sharding.fsdp_size
     return config.world_size if size == -1 else size
 
 
@@ -135,7 +130,7 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
     per_token = 2 if config.model.enable_gradient_checkpointing else 34
     tokens = max(
         config.actor.ppo_max_token_len_per_gpu,
-        -(-config.longest // config.actor.ulysses_sequence_parallel_size),
+        -(-config.longest // config.sequence_parallel_size),
     )
     lora = config.model.lora_rank > 0  # frozen weights have neither gradients nor moments
     parts = {"policy": (4.0 if lora else 16.0) * numel / _shards(config)}

@@ -91,10 +91,7 @@ class _Run(Job):
         with session.phase("plan_reshard"):
             self.resharder = build_resharder(config, self.actor, self.engine)
         self.maker = RolloutMaker(self.engine, self.tokenizer, reward, session, reward_model)
-        control = algorithm.kl_ctrl
-        self.kl = algorithm.use_kl_in_reward and KLController(
-            control.kl_coef, control.target_kl, control.horizon, control.type == "adaptive"
-        )
+        self.kl = _kl_controller(config) if algorithm.use_kl_in_reward else None
         self.checkpoints = Checkpointer(
             self.dir,
             {name: (part.model, part.optimizer) for name, part in trained.items()},
@@ -186,7 +183,7 @@ class _Run(Job):
             number = token_rewards.new_tensor
             responses = Responses(
                 rewards=batch.sequence_sums(token_rewards),
-                group_ids=number([r.group for r in rollouts]).long(),
+                group_ids=torch.tensor([r.group for r in rollouts], device=token_rewards.device),
                 cu_seqlens=batch.cu_seqlens,
                 response_mask=batch.response_mask,
                 token_rewards=token_rewards,
@@ -213,7 +210,7 @@ class _Run(Job):
         rewards = torch.zeros_like(batch.rollout_log_probs)
         scores = [r.score for r in batch.rollouts]
         rewards[batch.cu_seqlens[1:].long() - 1] = rewards.new_tensor(scores)
-        if not self.kl:
+        if self.kl is None:
             return rewards, {}
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         kl = token_kl(self.config.algorithm.kl_penalty, batch.old_log_probs, batch.ref_log_probs)
@@ -278,3 +275,9 @@ class _Run(Job):
             found["rollout_probs_diff_mean_first"] = self.probs_diffs[0]
             found["rollout_probs_diff_mean_max"] = max(self.probs_diffs)
         return found
+
+
+def _kl_controller(config: GRPOConfig) -> KLController:
+    control = config.algorithm.kl_ctrl
+    adaptive = control.type == "adaptive"
+    return KLController(control.kl_coef, control.target_kl, control.horizon, adaptive)

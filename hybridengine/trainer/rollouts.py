@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybridengine.data import PromptSample
 from hybridengine.distributed import Session
-from hybridengine.rewards import RewardError, RewardManager
+from hybridengine.rewards import RewardManager
 from hybridengine.rollout import Completion, RolloutEngine, SamplingSpec
 
 if TYPE_CHECKING:
@@ -138,20 +138,13 @@ def select_groups(
     A group has signal where `metric` ("score", or a further result of the reward) is not the same
     for all its responses, or where it has only one. Groups without it come last, in place of groups
     that are not there yet. batches: one list per generation; groups are numbered afresh.
-
-    Raises RewardError where the reward gives no such metric.
     """
     groups: dict[tuple[int, int], list[Rollout]] = {}
     for number, batch in enumerate(batches):
         for r in batch:
             groups.setdefault((number, r.group), []).append(r)
 
-    name, results = "score" if metric in SCORE_NAMES else metric, batches[0][0].results
-    if name not in results:
-        raise RewardError(
-            f"algorithm.filter_groups.metric is {metric!r}, which the reward does not give; "
-            f"it gives {', '.join(results)}"
-        )
+    name = "score" if metric in SCORE_NAMES else metric
     has_signal = [len(g) == 1 or len({r.results[name] for r in g}) > 1 for g in groups.values()]
     ordered = sorted(zip(has_signal, groups.values(), strict=True), key=lambda pair: not pair[0])
     chosen = ordered[:wanted]

@@ -29,8 +29,8 @@ class Result:
         return self.rows[-1]
 
 
-# picky tells the responses to two of the eight prompts apart, and to the others never: a batch of
-# four prompts can then not be full of signal, whatever was sampled.
+# hashed tells any two responses apart; picky those to two of the eight prompts, and never those to
+# the others: a batch of four prompts can then not be full of signal, whatever was sampled.
 REWARD = """
 from zlib import crc32
 
@@ -42,6 +42,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def shorter(data_source, solution_str, ground_truth, extra_info):
     return -len(solution_str.split()) / 4
+
+def hashed(data_source, solution_str, ground_truth, extra_info):
+    return crc32(solution_str.encode()) / 2**32
 
 def picky(data_source, solution_str, ground_truth, extra_info):
     apart = ground_truth[0] == 3

@@ -34,6 +34,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
         "    return out, 2 * out\n"
     )
     jobs = {name: [f"algorithm.adv_estimator={name}"] for name in ESTIMATORS}
+    jobs["remax"] += ["reward.custom_reward_function.name=hashed"]
     jobs["mine"] = [
         "algorithm.adv_estimator=my_estimator",
         f"model.external_lib={folder}/mine.py",
@@ -44,7 +45,9 @@ def results(tmp_path_factory) -> dict[str, Result]:
         "trainer.critic_warmup=1",
         "trainer.total_training_steps=2",
     ]
-    kl = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5"]
+    # low_var_kl is never negative, as other estimates of few tokens may be.
+    kl = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=low_var_kl"]
+    kl += ["algorithm.kl_ctrl.kl_coef=0.5"]
     jobs["kl"] = [*kl, "trainer.total_training_steps=3", "algorithm.kl_ctrl.type=adaptive"]
     jobs["kl"] += ["algorithm.kl_ctrl.horizon=16", "algorithm.kl_ctrl.target_kl=1e-4"]
     jobs["kl_loss"] = ["actor.use_kl_loss=true", "trainer.total_training_steps=2"]
@@ -54,7 +57,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
         "algorithm.filter_groups.max_num_gen_batches=3",
         "rollout.n=2",
     ]
-    longer = ["data.max_response_length=40"]
+    longer = ["data.max_response_length=40", "rollout.n=8"]  # some of 32 end, some do not
     jobs["long"], jobs["truncated"] = longer, [*longer, "algorithm.mask_truncated_completions=true"]
     jobs["off_policy"] = ["rollout.top_k=20", "algorithm.rollout_correction.rollout_is=sequence"]
     jobs["rejected"] = [
