@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 __all__ = ["TINY", "save_tiny", "tiny_config"]
@@ -47,6 +48,9 @@ TINY = {
         **_COMMON | {"num_key_value_heads": 1}, tie_word_embeddings=False
     ),
     "qwen3": lambda: Qwen3Config(**_COMMON, tie_word_embeddings=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+    ),
     "gemma2": lambda: Gemma2Config(
         **_COMMON, sliding_window=16, attn_logit_softcapping=5.0, final_logit_softcapping=8.0,
         query_pre_attn_scalar=48,

@@ -13,21 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from hybridengine.model.errors import ModelError
 from hybridengine.model.rank_zero import run_on_rank0
-from hybridengine.reshard.lora import Adapter
+from hybridengine.reshard.lora import Adapter, gathered
 
-__all__ = [
-    "adapter_config",
-    "adapter_shards",
-    "adapter_tensors",
-    "adapters_disabled",
-    "apply_lora",
-    "columns_of",
-    "save_adapter",
-]
+__all__ = ["adapter_shards", "adapters_disabled", "apply_lora", "columns_of", "save_adapter"]
 
 
 def apply_lora(
@@ -48,6 +40,9 @@ def apply_lora(
     if rank < 1:
         raise ModelError(f"lora_rank: got {rank}, expected at least 1")
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    if targets == "all-linear":  # PEFT would take fused experts as well
+        linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+        targets = [n for n, m in linear.items() if m is not model.get_output_embeddings()]
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
     )
@@ -55,15 +50,14 @@ def apply_lora(
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
     except ValueError as error:
-        raise ModelError(f"target_modules: got {targets!r}: {error}") from None
+        raise ModelError(f"target_modules: got {target_modules!r}: {error}") from None
+    adapter_shards(model)
     for name, layer in _layers(model):
-        base = layer.get_base_layer()
-        if base.weight is model.get_input_embeddings().weight:
+        if layer.get_base_layer().weight is model.get_input_embeddings().weight:
             raise ModelError(
                 f"target_modules: {name!r} is, or shares its weight with, the embedding, which an "
                 "adapter of a linear layer cannot follow; leave it out"
             )
-    adapter_shards(model)
 
 
 def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
@@ -75,12 +69,12 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
     adapters = {}
     for name, layer in _layers(model):
         key = layer.active_adapters[0] if len(layer.active_adapters) == 1 else None
-        plain = key in layer.lora_A and key not in layer.lora_variant and not layer.lora_bias[key]
-        if not plain or not hasattr(layer, "fan_in_fan_out"):
+        plain = type(layer).__name__ == "Linear" and key in layer.lora_A
+        if not plain or key in layer.lora_variant or layer.lora_bias[key]:
             raise ModelError(
                 f"the adapter of {name!r} is no plain LoRA of one linear layer "
                 f"({type(layer).__name__}, active: {layer.active_adapters}); expected one active "
-                "adapter without DoRA or bias"
+                "adapter without DoRA or bias, on neither fused experts nor an embedding"
             )
         left, right = layer.lora_B[key].weight.detach(), layer.lora_A[key].weight.detach()
         if layer.fan_in_fan_out:  # the weight is stored transposed
@@ -107,26 +101,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[nn.Module]:
             layer._disable_adapters = False
 
 
-def adapter_config(model: nn.Module) -> dict:
-    """PEFT's configuration of the model's adapter, as adapter_config.json holds it."""
-    (config,) = model.peft_config.values()
-    described = config.to_dict()
-    described["peft_type"], described["task_type"] = "LORA", "CAUSAL_LM"
-    described["target_modules"] = sorted(name for name, _ in _layers(model))
-    described["base_model_name_or_path"] = model.config.name_or_path
-    return described | {"inference_mode": True}
-
-
 @torch.no_grad()
-def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole adapter tensors by PEFT's checkpoint names, one at a time; all ranks iterate."""
-    for name, layer in _layers(model):
-        for part in ("lora_A", "lora_B"):
-            weight = getattr(layer, part)[layer.active_adapters[0]].weight.detach()
-            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            yield f"base_model.model.{name}.{part}.weight", whole
-
-
 def save_adapter(model: nn.Module, out_dir: str | Path) -> None:
     """Write the adapter, float32, as a folder that `peft.PeftModel.from_pretrained` loads.
 
@@ -137,15 +112,26 @@ def save_adapter(model: nn.Module, out_dir: str | Path) -> None:
     from safetensors.torch import save_file
 
     kept = {}
-    for name, tensor in adapter_tensors(model):
-        if dist.get_rank() == 0:
-            kept[name] = tensor.cpu().contiguous()
+    for name, layer in _layers(model):
+        for part in ("lora_A", "lora_B"):
+            whole = gathered(getattr(layer, part)[layer.active_adapters[0]].weight.detach())
+            if dist.get_rank() == 0:
+                kept[f"base_model.model.{name}.{part}.weight"] = whole.cpu().contiguous()
+
+    (config,) = model.peft_config.values()
+    described = config.to_dict() | {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "target_modules": sorted(name for name, _ in _layers(model)),
+        "base_model_name_or_path": model.config.name_or_path,
+        "inference_mode": True,
+    }
 
     def write() -> None:
         out = Path(out_dir)
         out.mkdir(parents=True, exist_ok=True)
         save_file(kept, out / "adapter_model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(adapter_config(model), indent=2, sort_keys=True, default=str)
+        text = json.dumps(described, indent=2, sort_keys=True, default=str)
         (out / "adapter_config.json").write_text(text)
 
     run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}")

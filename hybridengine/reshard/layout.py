@@ -314,7 +314,7 @@ def _note_contents(
     """Add one engine tensor's copies to `layout`; or which tensors it falls back for, and why."""
     reason = contents.computed or _not_blocks(contents.copies, shapes)
     if reason is None:
-        layout.constants += [(name, f.offset, f.sizes, f.strides, f.value) for f in contents.fills]
+        layout.constants += [(name, *region, value) for region, value in contents.fills]
         layout.copies += _last_writes(contents.copies)
         return {}
     if not contents.origins:

@@ -6,15 +6,16 @@ rows (or columns) it holds, as much as fits a bucket at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from hybridengine.reshard.layout import EngineLayout, identity_layout
 from hybridengine.reshard.shards import local_shard
 
-__all__ = ["Adapter", "gathered", "sums_of_bits"]
+__all__ = ["Adapter", "factors_of", "gathered", "sums_of_bits", "with_factors", "with_whole"]
 
 _CHUNK = 1 << 18  # elements in float64 at a time
 
@@ -70,6 +71,36 @@ class Adapter:
             for axis, factor in enumerate((self.left, self.right))
             if not _split_alike(factor, base, axis, dim)
         )
+
+
+def factors_of(adapters: Mapping[str, Adapter]) -> dict[str, torch.Tensor]:
+    """Every factor of adapters that travel beside the weights, by a name of its own."""
+    return {
+        f"{name}.{side}": getattr(adapter, side).detach()
+        for name, adapter in adapters.items()
+        for side in ("left", "right")
+    }
+
+
+def with_factors(layout: EngineLayout, factors: Mapping[str, torch.Tensor]) -> EngineLayout:
+    """The layout of an engine that has every factor whole beside its weights."""
+    own = identity_layout(
+        {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in factors.items()}
+    )
+    return replace(
+        layout,
+        destinations=layout.destinations | own.destinations,
+        copies=layout.copies + own.copies,
+    )
+
+
+def with_whole(
+    adapters: Mapping[str, Adapter], arrived: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, Adapter]]:
+    """The adapters, by parameter, made of the factors taken out of what `arrived`."""
+    for name, adapter in adapters.items():
+        left, right = (arrived.pop(f"{name}.{side}") for side in ("left", "right"))
+        yield name, Adapter(left, right, adapter.scale)
 
 
 def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hybridengine.reshard.copies import Copy, compose
 from hybridengine.reshard.geometry import NotABlock, contiguous_strides
 
-__all__ = ["Contents", "CopyRecorder", "Fill"]
+__all__ = ["Contents", "CopyRecorder"]
 
 _aten = torch.ops.aten
 _Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides, in elements
@@ -30,28 +30,18 @@ _EMPTY |= {_aten.new_empty, _aten.new_empty_strided}
 _SCALAR_READS = {_aten._local_scalar_dense, _aten.item}
 
 
-@dataclass(frozen=True)
-class Fill:
-    """A region of a tensor that is set to one value."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    value: float
-
-
 @dataclass
 class Contents:
     """What one storage holds.
 
-    copies: from named tensors, in the order they were made. fills: constants, overwritten by
+    copies: from named tensors, in the order they were made. fills: (region, value), overwritten by
     copies. computed: why some of it is neither, or None. origins: names of all tensors it
     depends on. rounded: a dtype it went through that holds less than what was copied. renewed: a
     fill has replaced everything that was there before.
     """
 
     copies: list[Copy] = field(default_factory=list)
-    fills: list[Fill] = field(default_factory=list)
+    fills: list[tuple[_Region, float]] = field(default_factory=list)
     computed: str | None = None
     origins: set[str] = field(default_factory=set)
     rounded: torch.dtype | None = None
@@ -159,7 +149,7 @@ class CopyRecorder(TorchDispatchMode):
             if written.untyped_storage().nbytes() == written.nbytes:
                 self._contents[_key(written)] = Contents(renewed=True)
             contents = self._contents.setdefault(_key(written), Contents())
-            contents.fills.append(Fill(*_region(written), value))
+            contents.fills.append((_region(written), value))
 
     def _note_computed(self, written: torch.Tensor, how: str, arguments: object) -> None:
         contents = self._contents.setdefault(_key(written), Contents())
@@ -210,11 +200,11 @@ class CopyRecorder(TorchDispatchMode):
             into.computed = into.computed or f"reordered: {error}"
             return
         if sum(c.numel for c in arrived) < copy.numel:
-            values = {fill.value for fill in held.fills}
+            values = {value for _, value in held.fills}
             if len(values) != 1:
                 into.computed = into.computed or "not wholly made of the checkpoint"
                 return
-            into.fills.append(Fill(offset, sizes, strides, values.pop()))
+            into.fills.append((region, values.pop()))
         into.copies += arrived
 
     def _origins(self, arguments: object) -> set[str]:

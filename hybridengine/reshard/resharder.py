@@ -8,7 +8,7 @@ is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,15 @@ import torch.distributed as dist
 from hybridengine.reshard.exchange import Exchange, Slab, TableMaker
 from hybridengine.reshard.failures import FailureBoard, RankLostError, ReshardError
 from hybridengine.reshard.geometry import reach
-from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec, identity_layout
-from hybridengine.reshard.lora import Adapter, gathered, sums_of_bits
+from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
+from hybridengine.reshard.lora import (
+    Adapter,
+    factors_of,
+    gathered,
+    sums_of_bits,
+    with_factors,
+    with_whole,
+)
 from hybridengine.reshard.plan import Piece, ReshardPlan, build_plan
 from hybridengine.reshard.shards import Placement, ShardSpec, find_change, local_shard
 from hybridengine.reshard.verify import find_mismatches
@@ -80,15 +87,11 @@ class Resharder:
         self._given = parameters
         self._adapters: Mapping[str, Adapter] = (adapters or {}) if merge else {}
         self._beside: Mapping[str, Adapter] = {} if merge else (adapters or {})
-        self._factors = {
-            f"{name}.{side}": getattr(adapter, side).detach()
-            for name, adapter in self._beside.items()
-            for side in ("left", "right")
-        }
+        self._factors = factors_of(self._beside)
         self._board = FailureBoard(self.rank, self.world_size)
         specs = self._agreed(self._read_shards)
         self._device = next((t.device for t in self.parameters.values()), torch.device("cpu"))
-        self._layout = _beside(engine.layout, self._factors)
+        self._layout = with_factors(engine.layout, self._factors)
         layouts = self._gather_layouts()
         self.plan: ReshardPlan = self._agreed(lambda: build_plan(specs, layouts, bucket_bytes))
         digests = self._everyones(self.plan.digest)
@@ -113,11 +116,7 @@ class Resharder:
 
     def _agreed(self, step: Callable[[], Any]) -> Any:
         """What `step` returns. LayoutError on every rank for what any rank finds wrong."""
-        result, problem = None, None
-        try:
-            result = step()
-        except (LayoutError, ValueError) as error:
-            problem = str(error)
+        result, problem = _try(step)
         self._agree(problem)
         return result
 
@@ -206,7 +205,7 @@ class Resharder:
                 if verify:
                     self._verify()
                 if self._beside:
-                    self.engine.load_adapters(self._arrived_adapters(), version)
+                    self.engine.load_adapters(with_whole(self._beside, self._weights), version)
                 with self._board.meeting("committing"):
                     dist.barrier()  # the version moves only when all ranks are in
                 self._settled = frozen
@@ -222,7 +221,7 @@ class Resharder:
 
         (Whether every engine has the parameters that do not change, the bits of these.)
         """
-        problem = self._find_changes()
+        _, problem = _try(self._look_again)
         frozen = [] if problem else self._frozen_bits()
         lost = self.engine.weight_version is None or frozen != self._settled
         word = torch.tensor([problem is not None, version, -version, lost], device=self._device)
@@ -238,22 +237,18 @@ class Resharder:
             )
         return not lost, frozen
 
-    def _find_changes(self) -> str | None:
+    def _look_again(self) -> None:
+        """Raise LayoutError for what is not as it was planned for."""
         if (place := (dist.get_rank(), dist.get_world_size())) != (self.rank, self.world_size):
-            return (
+            raise LayoutError(
                 f"planned as rank {self.rank} of {self.world_size}, now rank {place[0]} of "
                 f"{place[1]}: make a new Resharder for the new world"
             )
         self._read_parameters()
         self._shards = {n: local_shard(t).detach() for n, t in self.parameters.items()}
-        changed = find_change(self._planned, self.parameters)
-        if changed:
-            return f"{changed} since the reshard was planned: make a new Resharder"
-        try:
-            self._weights = self._live_weights()
-        except LayoutError as error:
-            return str(error)
-        return None
+        if changed := find_change(self._planned, self.parameters):
+            raise LayoutError(f"{changed} since the reshard was planned: make a new Resharder")
+        self._weights = self._live_weights()
 
     def _write_constants(self) -> None:
         for name, offset, sizes, strides, value in self.engine.layout.constants:
@@ -327,11 +322,6 @@ class Resharder:
         else:
             self._spare.append(sent.buffer)
 
-    def _arrived_adapters(self) -> Iterator[tuple[str, Adapter]]:
-        for name, adapter in self._beside.items():
-            left, right = (self._weights.pop(f"{name}.{side}") for side in ("left", "right"))
-            yield name, Adapter(left, right, adapter.scale)
-
     def _gather_fallback(self, settled: bool) -> None:
         """Gather the few parameters that are no pure copy, one at a time, for the engine's loader.
 
@@ -385,15 +375,12 @@ class Resharder:
             )
 
 
-def _beside(layout: EngineLayout, factors: Parameters) -> EngineLayout:
-    """The engine's layout, and every factor of an adapter whole, next to it."""
-    whole = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in factors.items()}
-    own = identity_layout(whole)
-    return replace(
-        layout,
-        destinations=layout.destinations | own.destinations,
-        copies=layout.copies + own.copies,
-    )
+def _try(step: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(its result, None) or (None, what is wrong)."""
+    try:
+        return step(), None
+    except (LayoutError, ValueError) as error:
+        return None, str(error)
 
 
 def _all_to_all(inbox: torch.Tensor, outbox: torch.Tensor, exchange: Exchange) -> dist.Work:

@@ -87,7 +87,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
                 load_format="dummy",
                 dtype=str(dtype).removeprefix("torch."),
                 tensor_parallel_size=tp_size,
-                **slot_options(lora_rank),
+                **slot_options(lora_rank, checkpoint.parameters),
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_model_len,
                 seed=seed,

@@ -6,7 +6,7 @@ each version is an adapter of its own, so neither a slot nor a cached prefix of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -17,8 +17,11 @@ from hybridengine.reshard.lora import Adapter
 __all__ = ["LoraSlot", "slot_options"]
 
 
-def slot_options(rank: int) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for one slot that holds adapters of up to `rank`."""
+def slot_options(rank: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for one slot that holds adapters of up to `rank`.
+
+    shapes: of the trained parameters. Raises LayoutError for a rank, or a model, without slots.
+    """
     from vllm.config.lora import MaxLoRARanks
 
     if not rank:
@@ -28,6 +31,11 @@ def slot_options(rank: int) -> dict[str, Any]:
         raise LayoutError(
             f"lora_rank: vLLM's slots hold at most rank {max(get_args(MaxLoRARanks))}, got {rank}; "
             "merge the adapters instead (reshard.lora=merged)"
+        )
+    if any(".experts." in name for name in shapes) and not torch.cuda.is_available():
+        raise LayoutError(
+            "vLLM has no CPU kernel for experts beside LoRA slots, whatever they adapt; merge the "
+            "adapters instead (reshard.lora=merged)"
         )
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(fits)}
 

@@ -105,6 +105,17 @@ def test_bad_targets_are_named(tmp_path: Path, rank: int, targets: object, messa
         apply_lora(model, rank, 8, targets)
 
 
+def test_fused_experts_stay_frozen_and_are_refused_by_name(tmp_path: Path) -> None:
+    """PEFT itself adapts experts and routers where a name fits; here all-linear is what it says."""
+    path = save_tiny("qwen3_moe", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    apply_lora(model, 4, 8, "all-linear")
+    assert len(adapter_shards(model)) == 8 and all("self_attn" in n for n in adapter_shards(model))
+    for target in ("down_proj", "gate"):
+        with pytest.raises(ModelError, match="no plain LoRA of one linear layer"):
+            apply_lora(AutoModelForCausalLM.from_pretrained(path), 4, 8, ["q_proj", target])
+
+
 def test_more_than_plain_lora_is_refused(tmp_path: Path) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -90,7 +90,7 @@ def test_merged_weights_and_a_base_that_moves_once(tmp_path: Path) -> None:
     assert saved > 0, "embeddings, norms and biases were moved again"
 
 
-def rollout_body(rank: int, world_size: int, path: str, beside: bool) -> dict:
+def rollout_body(rank: int, world_size: int, path: str, beside: bool, fsdp_size: int) -> dict:
     from hybridengine.model import pack_rollouts, packed_log_probs
     from hybridengine.model.lora import adapters_disabled, apply_lora
     from hybridengine.rollout import SamplingSpec
@@ -102,6 +102,7 @@ def rollout_body(rank: int, world_size: int, path: str, beside: bool) -> dict:
         BUCKET,
         lambda m: apply_lora(m, 3, 6.0),
         lora_rank=3 if beside else 0,
+        fsdp_size=fsdp_size,
         param_dtype=torch.float32,
     )
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -127,7 +128,30 @@ def rollout_body(rank: int, world_size: int, path: str, beside: bool) -> dict:
 def test_rollouts_follow_every_step_of_the_adapters(tmp_path: Path, beside: bool) -> None:
     """The same prompts each time: a stale adapter or a cached prefix would repeat itself."""
     path = save_tiny("qwen2", tmp_path)
-    for result in run_ranks(rollout_body, 2, path, beside, timeout_s=400):
+    follow(run_ranks(rollout_body, 2, path, beside, -1, timeout_s=400))
+
+
+def test_experts_and_replicated_shards(tmp_path: Path) -> None:
+    """Attention adapters of a mixture of experts on two replicas of two shards each (HSDP)."""
+    path = save_tiny("qwen3_moe", tmp_path)
+    follow(run_ranks(rollout_body, 4, path, False, 2, timeout_s=400))
+
+
+def test_what_has_no_slots_is_refused() -> None:
+    from hybridengine.reshard import LayoutError
+    from hybridengine.rollout.vllm_lora import slot_options
+
+    experts = {"model.layers.0.mlp.experts.gate_up_proj": (4, 128, 128)}
+    assert slot_options(0, experts) == {}
+    with pytest.raises(LayoutError, match="rank 512, got 513; merge"):
+        slot_options(513, {})
+    if not torch.cuda.is_available():
+        with pytest.raises(LayoutError, match="no CPU kernel for experts beside LoRA slots"):
+            slot_options(4, experts)
+
+
+def follow(results: list[dict]) -> None:
+    for result in results:
         for version, (gap, gap_of_base) in enumerate(result["gaps"]):
             assert gap < 1e-4  # float32 on both sides, sums in another order
             assert (gap_of_base > 1e-2) == (version > 0), "adapters begin at zero, then count"

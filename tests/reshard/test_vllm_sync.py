@@ -24,12 +24,18 @@ def build(
     bucket_bytes: int,
     adapt=None,
     lora_rank=0,
+    fsdp_size=-1,
     **options,
 ):
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.model import check_model, checkpoint_layout, load_causal_lm, parameter_shards
+    from hybridengine.model import (
+        check_model,
+        checkpoint_layout,
+        load_causal_lm,
+        parameter_shards,
+        sharding_mesh,
+    )
     from hybridengine.model.lora import adapter_shards
     from hybridengine.reshard import Resharder
     from hybridengine.rollout.vllm import VllmEngine
@@ -49,7 +55,7 @@ def build(
     sliced = engine.layout.sliced_dims(checkpoint.parameters)
     model = load_causal_lm(
         path,
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+        mesh=sharding_mesh("cpu", dist.get_world_size(), fsdp_size),
         shard_dim1=lambda name: sliced.get(name) == 1,
         adapt=adapt,
         **options,
