@@ -29,7 +29,7 @@ from hybridengine.checkpoint.folders import CheckpointError, SavedCheckpoint
 from hybridengine.model.export import check_disk_space
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer
-from hybridengine.model.parameters import stored_tensors
+from hybridengine.model.parameters import parameter_shards
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
 
 __all__ = ["TENSORS", "Checkpointer", "Resumable", "chosen_checkpoint"]
@@ -171,7 +171,7 @@ class Checkpointer:
 
 def _changing(model: nn.Module) -> dict[str, torch.Tensor]:
     """Trained parameters, and buffers; what is frozen is in the model's own folder."""
-    buffers = {n: x for n, x in stored_tensors(model).items() if not isinstance(x, DTensor)}
+    buffers = {n: x for n, x in parameter_shards(model).items() if not isinstance(x, DTensor)}
     return buffers | {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
 

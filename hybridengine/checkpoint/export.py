@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from hybridengine.checkpoint.checkpointer import TENSORS
 from hybridengine.checkpoint.folders import CheckpointError, find_checkpoints, open_checkpoint
 from hybridengine.model.export import check_disk_space, write_pretrained
-from hybridengine.model.parameters import stored_tensors
+from hybridengine.model.parameters import parameter_shards
 
 __all__ = ["export_checkpoint"]
 
@@ -57,7 +57,7 @@ def export_checkpoint(
     config = AutoConfig.from_pretrained(described, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    wanted = stored_tensors(model)
+    wanted = parameter_shards(model)
     out = Path(out).absolute()
     check_disk_space(out, sum(tensor.numel() for tensor in wanted.values()) * dtype.itemsize)
     if any(folder.glob("model_world_size_*")):
@@ -117,7 +117,7 @@ def _merge_adapter(folder: Path, trust_remote_code: bool) -> dict[str, torch.Ten
         raise CheckpointError(
             f"checkpoint {folder} adapts the model {path!r}, which cannot be read: {error}"
         ) from None
-    return stored_tensors(PeftModel.from_pretrained(base, folder / _ADAPTER).merge_and_unload())
+    return parameter_shards(PeftModel.from_pretrained(base, folder / _ADAPTER).merge_and_unload())
 
 
 def _read_verl(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridengine.model.export import give_name
+
 __all__ = ["CheckpointError", "SavedCheckpoint", "find_checkpoints", "open_checkpoint", "partial"]
 
 _MARKER = "complete.json"
@@ -26,10 +28,6 @@ class SavedCheckpoint:
     step: int
     path: Path
     score: float | None  # of the validation at that step, larger is better; None: not validated
-
-
-def folder(root: Path, step: int) -> Path:
-    return root / f"global_step_{step}"
 
 
 def partial(root: Path, step: int) -> Path:
@@ -75,12 +73,7 @@ def publish(root: Path, step: int, score: float | None) -> None:
     }
     marker: Mapping[str, object] = {"step": step, "score": score, "files": files}
     (written / _MARKER).write_text(json.dumps(marker, indent=1))
-    target, replaced = folder(root, step), root / f".global_step_{step}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
-        target.rename(replaced)
-    written.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
+    give_name(written, root / f"global_step_{step}")
 
 
 def prune(root: Path, keep: int | None) -> None:

@@ -125,30 +125,18 @@ def _refuse(module: torch.nn.Module, *cases: tuple[Any, str, str]) -> None:
             )
 
 
-def _varlen_mask(
-    q_length: int,
-    kv_length: int,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    **kwargs: Any,
-) -> Tensor | None:
+def _varlen_mask(use_vmap: bool = False, **given: Any) -> Tensor | None:
     """What transformers calls to build the mask: none at all unless padding or a cache needs it."""
     if use_vmap:
         raise ModelError(
             f"{ATTENTION}: the model overlays its own mask on the causal one, which is not "
             "supported: load it with attn_implementation='sdpa'"
         )
-    whole = q_length == kv_length
-    if whole and attention_mask is None:
+    whole = given["q_length"] == given["kv_length"]
+    if whole and given.get("attention_mask") is None:
         return None
-    return sdpa_mask(
-        q_length=q_length,
-        kv_length=kv_length,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip and whole,
-        **kwargs,
-    )
+    may_skip = given.get("allow_is_causal_skip", True) and whole
+    return sdpa_mask(**given | {"allow_is_causal_skip": may_skip})
 
 
 def _rows(

@@ -20,11 +20,17 @@ from transformers import (
 
 from hybridengine.model.errors import ModelError
 from hybridengine.model.lora import adapter_shards, save_adapter
-from hybridengine.model.parameters import original_class, stored_tensors
+from hybridengine.model.parameters import original_class, parameter_shards
 from hybridengine.model.rank_zero import run_on_rank0
 from hybridengine.reshard.lora import Adapter
 
-__all__ = ["check_disk_space", "save_description", "save_pretrained", "write_pretrained"]
+__all__ = [
+    "check_disk_space",
+    "give_name",
+    "save_description",
+    "save_pretrained",
+    "write_pretrained",
+]
 
 
 def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
@@ -58,7 +64,7 @@ def save_pretrained(
         ModelError: on every rank, if rank 0 cannot write; nothing that looks whole is left.
     """
     out = Path(out_dir).absolute()
-    stored = stored_tensors(model)
+    stored = parameter_shards(model)
     num_bytes = sum(tensor.numel() for tensor in stored.values()) * dtype.itemsize
     doing = f"saving the model to {str(out)!r}"
     run_on_rank0(lambda: check_disk_space(out, num_bytes), doing)
@@ -125,16 +131,14 @@ def write_pretrained(
     state_dict: Mapping[str, torch.Tensor],
     out: Path,
 ) -> None:
-    """Write whole tensors, named as `stored_tensors` names them, and read them back to compare.
+    """Write whole tensors, named as `parameter_shards` names them, and read them back to compare.
 
     Raises:
         ModelError: what transformers loads from the folder is not what was written; nothing is
             left then.
     """
     partial = out.with_name(f".{out.name}.partial")
-    replaced = out.with_name(f".{out.name}.replaced")
-    for leftover in (partial, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
     dtype = next(x.dtype for x in state_dict.values() if x.is_floating_point())
     with torch.device("meta"):
         skeleton = model_class(copy.deepcopy(config)).to(dtype)
@@ -145,11 +149,18 @@ def write_pretrained(
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         tokenizer.save_pretrained(partial)
         _compare(model_class, partial, state_dict, dtype)
-        if out.exists():
-            out.rename(replaced)
-        partial.rename(out)
+        give_name(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def give_name(written: Path, name: Path) -> None:
+    """Rename a folder that is whole, in place of what had the name before."""
+    replaced = name.with_name(f".{name.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if name.exists():
+        name.rename(replaced)
+    written.rename(name)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -160,7 +171,7 @@ def _compare(
     dtype: torch.dtype,
 ) -> None:
     model, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    loaded = stored_tensors(model)
+    loaded = parameter_shards(model)
     wrong = {name for name, x in loaded.items() if not torch.equal(x, written[name].to(x.dtype))}
     if found := sorted(wrong | set(report["missing_keys"]) | (set(written) - set(loaded))):
         raise ModelError(

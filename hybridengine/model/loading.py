@@ -29,7 +29,7 @@ from hybridengine.model.errors import ModelError
 from hybridengine.model.head import prepare_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Parking
-from hybridengine.model.parameters import stored_tensors
+from hybridengine.model.parameters import parameter_shards
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
 from hybridengine.model.value import put_value_head, read_model
 
@@ -129,7 +129,7 @@ def load_causal_lm(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in layers:
             layer.training = True
-    model.parking = Parking(lambda: stored_tensors(model).values(), param_offload)
+    model.parking = Parking(lambda: parameter_shards(model).values(), param_offload)
     return model
 
 
@@ -185,11 +185,6 @@ def _fill(model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh, cpu_off
     """Give the meta model its shards and buffers; `weights` is the whole model on rank 0."""
     device = torch.device(mesh.device_type)
     whole = None if weights is None else dict(weights.named_parameters())
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                owners.setdefault(id(param), []).append((module, name))
     for name, param in list(model.named_parameters()):
         assert isinstance(param, DTensor)
         if whole is None:
@@ -200,8 +195,7 @@ def _fill(model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh, cpu_off
         filled = distribute_tensor(source, mesh, param.placements)
         filled = filled.cpu() if cpu_offload else filled
         filled = nn.Parameter(filled, requires_grad=param.requires_grad)
-        for module, attribute in owners[id(param)]:  # several where weights are tied
-            setattr(module, attribute, filled)
+        torch.utils.swap_tensors(param, filled)  # wherever it is held: weights may be tied
     # Buffers that are computed, not stored (rotary frequencies), are real on rank 0 only.
     buffers = broadcast_from_rank0(None if weights is None else dict(weights.named_buffers()))
     assert buffers is not None

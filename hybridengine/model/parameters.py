@@ -18,7 +18,6 @@ __all__ = [
     "describe_checkpoint",
     "original_class",
     "parameter_shards",
-    "stored_tensors",
     "without_peft",
 ]
 
@@ -28,10 +27,12 @@ def original_class(model: nn.Module) -> type:
     return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
 
 
-def stored_tensors(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
-    """Parameters and persistent buffers by module name; tied ones once, under the first name.
+def parameter_shards(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
+    """Live parameters and persistent buffers by module name; tied ones once, under the first name.
 
-    Adapters are left out, and what they adapt has the name it has without them.
+    A DTensor is this rank's share of a parameter (a float32 master, no copy); a plain tensor is
+    whole on every rank. Adapters are left out, and what they adapt has the name it has without
+    them.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -50,7 +51,7 @@ def stored_tensors(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
 
 def without_peft(model: nn.Module) -> nn.Module:
     """The Hugging Face model itself, sharded again by every FSDP2 module around or inside it."""
-    stored_tensors(model)
+    parameter_shards(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -59,14 +60,6 @@ def _plain(name: str) -> str:
     for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer."):
         name = name.replace(wrapper, "")
     return name
-
-
-def parameter_shards(model: PreTrainedModel) -> dict[str, DTensor | torch.Tensor]:
-    """Live shards (float32 masters, no copy) by parameter name; see `checkpoint_layout`.
-
-    A DTensor is this rank's share of a parameter; a plain tensor is a buffer, whole on every rank.
-    """
-    return stored_tensors(model)
 
 
 def checkpoint_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> Checkpoint:
@@ -88,7 +81,7 @@ def describe_checkpoint(model: PreTrainedModel) -> Checkpoint:
     Raises:
         ModelError: as `checkpoint_layout`.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameter_shards(model).items()}
     try:
         return record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
     except LayoutError as error:
