@@ -95,9 +95,9 @@ def _held_out(axes: Any, curves: list[list[float]], run: dict[str, Any], switch:
         axes.annotate(
             f"{average[at]:.2f}",
             (steps[at], max(curve[at] for curve in curves)),
-            (4 if at == 0 else 0, 10),
+            (0, 10) if at else (6, -14),
             textcoords="offset points",
-            ha="left" if at == 0 else "center",
+            ha="center" if at else "left",
             color=INK,
             fontweight="bold",
         )
@@ -112,7 +112,7 @@ def _training(axes: Any, runs: list[dict[str, Any]], switch: int) -> None:
         right.plot(steps, run["reward"], color=BLUE, alpha=0.6, linewidth=1.2)
     axes.set_ylabel("SFT: loss, nats per token", color=ORANGE)
     right.set_ylabel("GRPO: mean reward", color=BLUE)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])  # room for the words
     right.set_ylim(0, 1)
     right.spines[["top", "left"]].set_visible(False)
 

