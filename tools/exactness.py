@@ -69,6 +69,23 @@ def from_logits(backend: str, device: str) -> None:
             print(f"| {' | '.join(cells)} |")
 
 
+def of_led_rows(backend: str, device: str) -> None:
+    """Rows that one entry leads: 1 - p and the entropy are sums of small numbers there."""
+    print("\n| leader, nats ahead | log-prob | entropy | gradient |\n|---|---|---|---|")
+    for gap in (5, 17, 30):
+        for leads in (True, False):
+            generator = torch.Generator().manual_seed(0)
+            logits = torch.randn(ROWS, VOCAB, generator=generator).to(device)
+            token_ids = torch.randint(1, VOCAB, (ROWS,), generator=generator).to(device)
+            leader = token_ids if leads else token_ids - 1
+            logits.scatter_(1, leader[:, None], logits.amax(1, keepdim=True) + gap)
+            exact = results(plain, [logits.double()], token_ids)
+            peer = results(plain, [logits], token_ids)
+            ours = results(token_log_probs, [logits], token_ids, backend=backend)
+            who = "the token" if leads else "another"
+            print(f"| {' | '.join([f'{who}, {gap}', *factors(exact, peer, ours)])} |")
+
+
 def from_hidden(backend: str, device: str) -> None:
     print("\n| dtype | log-prob | entropy | hidden gradient | weight gradient |")
     print("|---|---|---|---|---|")
@@ -114,6 +131,8 @@ def main() -> None:
         print(f"\n## Backend `{backend}`, torch {torch.__version__}")
         print("\n### `token_log_probs`")
         from_logits(backend, device)
+        print("\n### `token_log_probs` of rows that one entry leads, float32")
+        of_led_rows(backend, device)
         print("\n### `linear_token_log_probs`")
         from_hidden(backend, device)
     if len(backends) == 1:

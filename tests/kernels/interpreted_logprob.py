@@ -38,6 +38,13 @@ def test_far_rows(level):
     hostile.test_rows_far_from_zero_are_as_exact_as_others(level, "cpu")
 
 
+@pytest.mark.parametrize("token_leads", (False, True))
+def test_led_rows(token_leads):
+    hostile.test_led_rows_keep_to_the_error_of_plain_pytorch(
+        30.0, token_leads, torch.float32, "cpu"
+    )
+
+
 def test_hostile_rows():
     hostile.test_minus_infinity_is_a_removed_entry("cpu", None)
     hostile.test_a_removed_token_has_log_prob_minus_infinity("cpu", None)

@@ -7,6 +7,7 @@ import torch
 from hybridengine.kernels import check_labels, token_log_probs
 
 from tests import tolerances
+from tests.kernels.test_logprob import plain_pytorch, problem, value_and_gradient
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BACKENDS = (None, "reference")
@@ -73,7 +74,35 @@ def test_rows_far_from_zero_are_as_exact_as_others(level, device):
     near = run(base, token_ids, device, gradients=(1.0, 1.0))
     far = run(base + level, token_ids, device, gradients=(1.0, 1.0))
     for n, f in zip(near, far, strict=True):
-        torch.testing.assert_close(f, n, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(f, n, **tolerances.FAR_ROW)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("token_leads", (False, True))
+@pytest.mark.parametrize("gap", (1.0, 5.0, 17.0, 30.0))  # from 36 on float64 loses the others too
+def test_led_rows_keep_to_the_error_of_plain_pytorch(gap, token_leads, dtype, device):
+    """One entry `gap` above all others; for each gradient alone and both. Root mean square."""
+    logits, token_ids, _ = problem(32, 5003, torch.float32, seed=int(gap), scale=1.0)
+    leader = token_ids if token_leads else token_ids.flip(0) - 1  # of no row its token
+    leader = leader.where(leader >= 0, 5002)
+    logits.scatter_(1, leader[:, None], logits.amax(1, keepdim=True) + gap)
+    logits, token_ids = logits.to(dtype).to(device), token_ids.to(device)
+    for gradients in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+        exact, peer, ours = (
+            value_and_gradient(
+                function, x, token_ids, torch.tensor(gradients, device=device)[:, None]
+            )
+            for function, x in (
+                (plain_pytorch, logits.double()),
+                (plain_pytorch, logits),
+                (token_log_probs, logits),
+            )
+        )
+        for name, e, p, o in zip(("log_probs", "entropy", "grad"), exact, peer, ours, strict=True):
+            error, peer_error = ((v.double() - e).square().mean().sqrt() for v in (o, p))
+            floor = tolerances.ROUNDING * e.square().mean().sqrt()
+            assert error <= tolerances.ERROR_FACTOR * peer_error.clamp(min=floor), (name, gradients)
 
 
 @pytest.mark.parametrize("device", DEVICES)
