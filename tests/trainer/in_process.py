@@ -55,6 +55,7 @@ def picky(data_source, solution_str, ground_truth, extra_info):
 def small_job(folder: Path) -> list[str]:
     """Write model, data and reward to `folder`; returns the overrides of a job of one step."""
     model = save_tiny("llama", folder / "model")
+    save_stopping(folder)
     rows = [
         {
             "data_source": "toy",
@@ -85,6 +86,14 @@ def small_job(folder: Path) -> list[str]:
         "trainer.default_local_dir": folder / "run",
     }
     return [f"{key}={value}" for key, value in settings.items()]
+
+
+def save_stopping(folder: Path) -> None:
+    """The model of `folder`, a third of whose tokens end a response: short ones, of all lengths."""
+    shutil.copytree(folder / "model", folder / "stopping")
+    file = folder / "stopping" / "generation_config.json"
+    settings = json.loads(file.read_text()) | {"eos_token_id": [2, *range(70, 101)]}
+    file.write_text(json.dumps(settings))
 
 
 def run_jobs(

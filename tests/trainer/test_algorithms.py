@@ -57,7 +57,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
         "algorithm.filter_groups.max_num_gen_batches=3",
         "rollout.n=2",
     ]
-    longer = ["data.max_response_length=40", "rollout.n=8"]  # some of 32 end, some do not
+    longer = [f"model.path={folder}/stopping", "data.max_response_length=2", "rollout.n=8"]
     jobs["long"], jobs["truncated"] = longer, [*longer, "algorithm.mask_truncated_completions=true"]
     jobs["off_policy"] = ["rollout.top_k=20", "algorithm.rollout_correction.rollout_is=sequence"]
     jobs["rejected"] = [

@@ -127,7 +127,10 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "algorithm.rollout_correction.rollout_is_threshold": ("1.0", ("rollout.dtype=bfloat16",)),
     "algorithm.rollout_correction.rollout_rs": ("seq_max_k2", REJECTED),
     "algorithm.rollout_correction.rollout_rs_threshold": ("1e-3", REJECTED),
-    "algorithm.mask_truncated_completions": ("true", ("data.max_response_length=40",)),
+    "algorithm.mask_truncated_completions": (
+        "true",
+        ("model.path={dir}/stopping", "data.max_response_length=1"),
+    ),
     "reward.custom_reward_function.path": ("{dir}/other_reward.py", ()),
     "reward.custom_reward_function.name": ("shorter", ()),
     "reward.weights": ("[1,0.5]", TWO_REWARDS),
@@ -139,7 +142,10 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "reward.reward_model.enable": ("true", ()),
     "reward.reward_model.model_path": ("{dir}/other_classifier", CLASSIFIER),
     "reward.overlong_buffer.enable": ("false", OVERLONG),
-    "reward.overlong_buffer.len": ("30", (*OVERLONG, "data.max_response_length=40")),
+    "reward.overlong_buffer.len": (
+        "39",
+        (*OVERLONG, "data.max_response_length=40", "model.path={dir}/stopping"),
+    ),
     "reward.overlong_buffer.penalty_factor": ("0.5", OVERLONG),
     "reshard.lora": ("", LORA),
     "trainer.total_epochs": ("2", ("trainer.total_training_steps=null",)),
