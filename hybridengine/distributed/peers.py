@@ -91,7 +91,7 @@ class PeerWatch:
         deadline = time.monotonic() + _DIAGNOSIS_S
         while time.monotonic() < deadline:
             for rank in self._peers:
-                if reason := self._said(rank):
+                if reason := self._read(f"error/{rank}"):
                     return f"rank {rank} failed in {reason}"
             time.sleep(_BEAT_S / 4)
         for rank, peer in self._peers.items():
@@ -113,9 +113,8 @@ class PeerWatch:
         while len(found) < len(self._peers) and time.monotonic() < deadline:
             time.sleep(_BEAT_S / 4)
             for rank in self._peers.keys() - found.keys():
-                with self._lock, suppress(dist.DistError):
-                    if self._store.check([f"here/{rank}"]):
-                        found[rank] = self._store.get(f"here/{rank}").decode()
+                if place := self._read(f"here/{rank}"):
+                    found[rank] = place
         silent = {r: f"{p.phase}, but does not answer" for r, p in self._peers.items()}
         places = sorted((silent | found).items(), key=lambda item: self._phase in item[1])
         named = "; ".join(f"rank {rank} is in {place}" for rank, place in places[:_NAMED])
@@ -135,11 +134,10 @@ class PeerWatch:
         self._stop.set()
         self._thread.join(timeout=5)
 
-    def _said(self, rank: int) -> str | None:
+    def _read(self, key: str) -> str:
         with self._lock, suppress(dist.DistError):
-            key = f"error/{rank}"
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        return None
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        return ""
 
     def _publish(self) -> None:
         self._count += 1
@@ -169,10 +167,7 @@ class PeerWatch:
 
     def _listen(self) -> None:
         for rank, peer in self._peers.items():
-            key = f"beat/{rank}"
-            with self._lock:
-                beat = self._store.get(key).decode() if self._store.check([key]) else ""
-            if beat != peer.beat:
+            if (beat := self._read(f"beat/{rank}")) not in ("", peer.beat):
                 peer.beat, peer.heard = beat, time.monotonic()
 
     def _end(self, reason: str) -> None:
