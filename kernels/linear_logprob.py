@@ -83,7 +83,7 @@ def linear_token_log_probs(
         >>> [round(value, 4) for value in log_probs.tolist()]
         [-1.3863, -1.3863]
     """
-    check_linear("linear_token_log_probs", hidden, weight, token_ids, bias)
+    check_linear("linear_token_log_probs", hidden, weight, token_ids, bias, main_grad)
     options = row_options(
         "linear_token_log_probs", token_ids.shape, temperature, logit_scale, softcap, ignore_index,
         keep_mask, group,
@@ -94,7 +94,9 @@ def linear_token_log_probs(
     )[:2]  # fmt: skip
 
 
-def check_linear(op: str, hidden: Tensor, weight: Tensor, token_ids: Tensor, bias) -> None:
+def check_linear(
+    op: str, hidden: Tensor, weight: Tensor, token_ids: Tensor, bias, main_grad
+) -> None:
     rows, width = hidden.shape if hidden.dim() == 2 else (-1, -1)
     if weight.dim() != 2 or weight.shape[1] != width or weight.dtype != hidden.dtype:
         raise ValueError(
@@ -106,6 +108,12 @@ def check_linear(op: str, hidden: Tensor, weight: Tensor, token_ids: Tensor, bia
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
             f"{op}: bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)."
+        )
+    wide = wide_dtype(weight)
+    if main_grad is not None and (main_grad.shape != weight.shape or main_grad.dtype != wide):
+        raise ValueError(
+            f"{op}: main_grad is {tuple(main_grad.shape)} {main_grad.dtype}; expected "
+            f"{tuple(weight.shape)} {wide}."
         )
 
 
@@ -249,7 +257,9 @@ def _linear_backward_op(hidden, weight, bias, token_ids, *arguments):
     options, rest = split_row_options(arguments)
     budget_bytes, deterministic, main_grad, backend, row_results, *by_row, wanted = rest
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, True)
-    grads = LinearGrads(chunks, wanted, main_grad)
+    dead = token_ids == options.ignore_index
+    asked = sum(grad != 0 for grad in by_row if grad is not None) > 0
+    grads = LinearGrads(chunks, wanted, main_grad, dead | ~asked)
     for rows in chunks.slices():
         logits = grads.logits(rows)
         grad_logits = grads.room(logits)
@@ -263,11 +273,14 @@ def _linear_backward_op(hidden, weight, bias, token_ids, *arguments):
 
 
 class LinearGrads:
-    """The three gradients of a linear layer, from the gradients of its results, chunk by chunk."""
+    """The three gradients of a linear layer, from the gradients of its results, chunk by chunk.
 
-    def __init__(self, chunks: Chunks, wanted, main_grad=None):
+    dead: [T] bool, rows of hidden that may hold NaN: their gradients are 0, and 0 * NaN is not.
+    """
+
+    def __init__(self, chunks: Chunks, wanted, main_grad=None, dead=None):
         hidden, weight, bias = chunks.hidden, chunks.weight, chunks.bias
-        self.chunks, self.main_grad = chunks, main_grad
+        self.chunks, self.main_grad, self.dead = chunks, main_grad, dead
         # Rows that no chunk brings (compacted away) stay 0.
         self.hidden = torch.zeros_like(hidden) if wanted[0] else None
         self.bias = None
@@ -322,6 +335,8 @@ class LinearGrads:
             self.hidden[rows] = self.chunks.hidden_grad(grad_logits)
         if self.weight is not None:
             hidden = self.chunks.hidden[rows]
+            if self.dead is not None:
+                hidden = hidden.masked_fill(self.dead[rows].unsqueeze(1), 0)
             self.chunks.weight_grad(self.weight, grad_logits, hidden, add=self.has_weight)
             self.has_weight = True
         if self.bias is not None:

@@ -95,7 +95,7 @@ def linear_policy_loss(
         -1.5
     """
     op = "linear_policy_loss"
-    check_linear(op, hidden, weight, token_ids, bias)
+    check_linear(op, hidden, weight, token_ids, bias, main_grad)
     backend = choose_backend(op, hidden.device, backend)
     if hidden.dtype == torch.float64:
         backend = "reference"
@@ -112,7 +112,8 @@ def linear_policy_loss(
         # Log-probs, then the loss: the specification, and the form for the sequence-level modes.
         row_arguments |= {"temperature": temperature, "backend": backend}
         if backend == "reference" and main_grad is None and not deterministic:
-            logits = torch.nn.functional.linear(hidden, weight, bias)
+            unmasked = hidden.masked_fill((ids == -100).unsqueeze(1), 0)
+            logits = torch.nn.functional.linear(unmasked, weight, bias)
             log_probs, entropy = token_log_probs(logits, ids, **row_arguments)
         else:
             log_probs, entropy = linear_token_log_probs(
@@ -231,10 +232,11 @@ def _linear_policy_gradient(hidden, weight, bias, token_ids, *arguments):
     on_device = dead_rows and backend in ("cuda", "triton") and _can_compact(hidden, weight)
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, any(wanted), on_device)
     if on_device:
-        from .linear_live_rows import LiveRowGrads as Grads
+        from .linear_live_rows import LiveRowGrads
+
+        grads = LiveRowGrads(chunks, wanted)
     else:
-        Grads = LinearGrads
-    grads = Grads(chunks, wanted)
+        grads = LinearGrads(chunks, wanted, dead=~per_token[2])
     log_probs, entropy = (torch.empty_like(per_token[-1]) for _ in range(2))
     for rows in chunks.slices():
         logits = grads.logits(rows)

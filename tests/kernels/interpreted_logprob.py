@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from hybridengine.kernels import logprob, token_log_probs
+from hybridengine.kernels import logprob, logprob_triton, token_log_probs
 
+from tests import tolerances
 from tests.kernels import test_logprob as plain
 from tests.kernels import test_logprob_hostile as hostile
 
@@ -54,6 +55,19 @@ def test_hostile_rows():
     hostile.test_non_contiguous_and_unaligned_rows(torch.float32, "cpu")
     for row in ([torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf]):
         hostile.test_no_distribution_gives_nan(row, "cpu", None)
+
+
+def test_a_slice_of_the_vocabulary_sums_as_the_extension_does():
+    logits, token_ids, _ = plain.problem(3, 2100, torch.float32, seed=0)
+    keep = torch.rand(3, 2100, generator=torch.Generator().manual_seed(0)) < 0.5
+    options = logprob.row_options("test", (3,), 0.7, 1.0, None, -100, keep, None)
+    token_ids[1] += 2100  # another rank's
+    flag = torch.zeros(1, dtype=torch.int32)
+    (got,) = logprob_triton.forward(logits, token_ids, options, 0, 4200, False, flag, True)
+    native = logprob.native().LogProbOptions(0.7, None, 1.0, 0.0, -100, keep, 0, 4200)
+    expected = logprob.native().log_prob_partial(logits, token_ids, native, flag)
+    torch.testing.assert_close(got, expected, **tolerances.LOG_PROB)
+    assert got[1, 3] == -torch.inf
 
 
 def test_places():

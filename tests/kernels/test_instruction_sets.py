@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-FILES = ["policy_loss", "packing", "advantage"]
+FILES = ["policy_loss", "packing", "advantage", "logprob", "logprob_hostile"]
 CASES = (
     "every_mode_and_aggregation or random_batches or go_around_the_caches or "
-    "survives_both_ways or equals_the_reference"
+    "survives_both_ways or equals_the_reference or "
+    "at_most_twice or led_rows or removed or goes_to_one or does_not_matter or unaligned"
 )
 
 

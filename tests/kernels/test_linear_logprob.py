@@ -315,6 +315,64 @@ def test_policy_loss_of_nothing():
     assert all(not value.any() for value in got)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_nan_in_rows_left_out_stays_there(dtype, device):
+    """Their gradient of the logits is 0, and 0 * NaN must not reach that of the weight."""
+    tensors, token_ids, weights = problem(30, 16, 50, dtype=dtype)
+    tensors[0][[4, 9]] = torch.nan
+    token_ids[4], weights[:, 9] = -100, 0.0
+    log_probs, entropy, *grads = gradients(
+        fused, tensors, token_ids, weights, device, budget_bytes=7 * 50 * 6
+    )
+    assert log_probs[4] == entropy[4] == 0
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[0][[4, 9]].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", ({}, {"loss_mode": "gspo"}, {"backend": "reference"}))
+@pytest.mark.parametrize("extra", ({}, {"entropy_coeff": 0.01}))
+def test_nan_in_masked_tokens_stays_there(extra, options, device):
+    tensors, token_ids, _ = problem(40, 16, 101)
+    arguments = loss_inputs(40)
+    clean, _ = loss_and_gradients(
+        tensors, token_ids, arguments, torch.float32, device, **options, **extra
+    )
+    masked = ~arguments["response_mask"]
+    tensors = [t.detach() for t in tensors]
+    tensors[0][masked] = torch.nan
+    for name in ("advantages", "old_log_probs", "ref_log_probs"):
+        arguments[name][masked] = torch.nan
+    token_ids[masked] = 10**9
+    got, _ = loss_and_gradients(
+        tensors, token_ids, arguments, torch.float32, device, **options, **extra
+    )
+    assert_all_close(got, clean)
+
+
+def test_wrong_arguments_are_named():
+    (hidden, weight, bias), token_ids, vectors = problem(6, 8, 20)
+
+    def both(ids=token_ids, **changed):
+        inputs = {"hidden": hidden, "weight": weight, "token_ids": ids, "bias": bias, **changed}
+        yield lambda: linear_token_log_probs(**inputs)
+        yield lambda: linear_policy_loss(**inputs, advantages=vectors[0], old_log_probs=vectors[1])
+
+    for changed, error, named in (
+        ({"weight": weight[:, 1:]}, ValueError, r"weight \(20, 7\) .* expected \[T, H\] and"),
+        ({"ids": token_ids[1:]}, ValueError, r"token_ids has shape \(5,\); expected \(6,\)"),
+        ({"bias": bias[1:]}, ValueError, r"bias has shape \(19,\)"),
+        ({"budget_bytes": 0}, ValueError, "budget_bytes is 0; expected"),
+        ({"main_grad": weight.bfloat16()}, ValueError, r"main_grad is \(20, 8\) torch.bfloat16"),
+        ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
+        ({"ids": token_ids + 20}, IndexError, "outside the vocabulary of 20"),
+    ):
+        for call in both(**changed):
+            with pytest.raises(error, match=named):
+                call()
+
+
 def test_two_step_form_gives_the_same_loss():
     tensors, token_ids, _ = problem(40, 16, 101)
     arguments = loss_inputs(40)

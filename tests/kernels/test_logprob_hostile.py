@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from hybridengine.kernels import check_labels, token_log_probs
+from hybridengine.kernels.logprob import row_options, rows_backward, rows_forward
 
 from tests import tolerances
 from tests.kernels.test_logprob import plain_pytorch, problem, value_and_gradient
@@ -227,6 +228,12 @@ def test_offsets_beyond_two_to_the_31_elements():
         run_views(logits, token_ids), run_views(logits.contiguous(), token_ids), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+    options = row_options("test", token_ids.shape, 1.0, 1.0, None, -100, None, None)
+    found = list(rows_forward(logits, token_ids, options, False, None)[:4])
+    expected = torch.empty(rows, 16, dtype=torch.bfloat16)
+    for out in (expected, logits):  # in place, far out
+        rows_backward(logits, out, token_ids, options, found, torch.ones(rows), None, None)
+    assert torch.equal(logits, expected)
 
 
 def run_views(logits, token_ids):
