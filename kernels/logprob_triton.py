@@ -167,10 +167,11 @@ def backward_kernel(
     factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
     y = _load_y(logits + row * row_stride, keep + row * keep_stride, offsets, alive,
                 scale, softcap, HAS_KEEP, HAS_CAP)  # fmt: skip
-    log_p = (y - tl.load(row_max + row)) * factor - tl.load(log_sum + row)
-    log_p = tl.where(log_p < -104.0, -104.0, log_p)
-    p = tl.where(log_p == -104.0, 0.0, tl.exp2(log_p * _LOG2E))
-    grad = -factor * p * (g + h * (row_entropy + log_p))
+    # log p in units of log 2: rounded once less.
+    log2_p = (y - tl.load(row_max + row)) * (factor * _LOG2E) - tl.load(log_sum + row) * _LOG2E
+    log2_p = tl.where(log2_p < -150.0, -150.0, log2_p)
+    p = tl.where(log2_p == -150.0, 0.0, tl.exp2(log2_p))
+    grad = -factor * p * (g + h * (row_entropy + log2_p * _LN2))
     # 1 - p as -expm1(log p): right to rounding as p -> 1.
     wide = log_prob.to(tl.float64)
     small = wide * (1.0 + wide * (0.5 + wide / 6.0))
