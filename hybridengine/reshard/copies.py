@@ -76,20 +76,12 @@ def _through(read: Copy, write: Copy) -> Iterable[Copy]:
         )
         return
     # The write's own strides say into which dimensions the tensor falls: […, s1/s2, s2/s3, s3].
-    axes = sorted(
-        (
-            (stride, size, source_stride)
-            for size, stride, source_stride in zip(
-                write.sizes, write.destination_strides, write.source_strides, strict=True
-            )
-            if size > 1
-        ),
-        reverse=True,
-    )
+    walk = zip(write.destination_strides, write.sizes, write.source_strides, strict=True)
+    axes = sorted((axis for axis in walk if axis[1] > 1), reverse=True)
     steps = [stride for stride, _, _ in axes]
     outer = steps[0] if steps else 1
     end = max(last, write.destination_offset + outer * (axes[0][1] if axes else 1)) // outer + 1
-    shape, low, high = [end], [write.destination_offset // outer], []
+    shape, low = [end], [write.destination_offset // outer]
     for inner in [*steps[1:], 1] if steps else []:
         if outer % inner:
             raise NotABlock(f"a write with strides {write.destination_strides} is no lattice")
@@ -146,9 +138,10 @@ def merge(
                     source_strides=(source_step, *first.source_strides),
                     destination_strides=(destination_step, *first.destination_strides),
                 )
-                if _is_box(whole, source_shapes[first.source]) and _is_box(
-                    _reversed(whole), destination_shapes[first.destination]
-                ):
+                read = whole.source_offset, whole.sizes, whole.source_strides
+                write = whole.destination_offset, whole.sizes, whole.destination_strides
+                shapes = source_shapes[first.source], destination_shapes[first.destination]
+                if _is_box(shapes[0], *read) and _is_box(shapes[1], *write):
                     break
             else:
                 run, source_step, destination_step, whole = 1, 0, 0, first
@@ -182,23 +175,12 @@ def _runs(offsets: Iterable[tuple[int, int]]) -> list[tuple[int, tuple[int, int]
     return sorted(runs, reverse=True)
 
 
-def _is_box(copy: Copy, shape: tuple[int, ...]) -> bool:
-    """Whether the copy reads a box of its source of `shape`, each dimension along one axis."""
+def _is_box(
+    shape: tuple[int, ...], offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> bool:
+    """Whether a region of a tensor of `shape` is a box, each dimension along one axis."""
     try:
-        axes = copy.block(shape).axes
+        axes = factor(shape, offset, sizes, strides, 0, strides).axes
     except NotABlock:
         return False
     return all(step == 1 for _, step in axes) and len({dim for dim, _ in axes}) == len(axes)
-
-
-def _reversed(copy: Copy) -> Copy:
-    """The copy in the other direction."""
-    return Copy(
-        copy.destination,
-        copy.source,
-        copy.destination_offset,
-        copy.source_offset,
-        copy.sizes,
-        copy.destination_strides,
-        copy.source_strides,
-    )

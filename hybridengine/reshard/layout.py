@@ -360,10 +360,9 @@ def split_layer(name: str) -> tuple[str, int | None]:
 
 def identity_layout(parameters: Mapping[str, torch.Tensor]) -> EngineLayout:
     """The layout of an engine that keeps each checkpoint tensor whole under its own name."""
-    copies = []
-    for name, tensor in parameters.items():
-        shape = tuple(tensor.shape)
-        copies.append(
-            Copy(name, name, 0, 0, shape, contiguous_strides(shape), tuple(tensor.stride()))
-        )
-    return EngineLayout({name: TensorSpec.of(t) for name, t in parameters.items()}, copies)
+    specs = {name: TensorSpec.of(tensor) for name, tensor in parameters.items()}
+    copies = [
+        Copy(name, name, 0, 0, spec.shape, contiguous_strides(spec.shape), spec.stride)
+        for name, spec in specs.items()
+    ]
+    return EngineLayout(specs, copies)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -110,7 +110,7 @@ class VllmWeights(WeightTarget):
         self._in_place.derive(self._model, self.dtype)
 
 
-class WeightsInPlace:
+class WeightsInPlace(ExitStack):
     """Open while vLLM loads a model; keeps its weights writable in place, then follows them.
 
     The CPU linears stay on their `weight` (vLLM otherwise packs it away). The CPU expert kernels
@@ -118,6 +118,7 @@ class WeightsInPlace:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._experts: list[tuple[Any, torch.nn.Module, dict[str, torch.nn.Parameter]]] = []
         self._before: dict[str, torch.Tensor] = {}
 
@@ -125,12 +126,8 @@ class WeightsInPlace:
         from vllm.model_executor.model_loader import base_loader
 
         process = partial(self.process, base_loader.process_weights_after_loading)
-        self._loading = replaced(base_loader, "process_weights_after_loading", process)
-        self._loading.__enter__()
+        self.enter_context(replaced(base_loader, "process_weights_after_loading", process))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._loading.__exit__(None, None, None)
 
     def process(self, process: Callable, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         """Run what vLLM does to `model` after loading, with its weights kept."""
