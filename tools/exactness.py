@@ -137,9 +137,9 @@ def main() -> None:
         from_hidden(backend, device)
     if len(backends) == 1:
         print(
-            "\nBackends `cuda` and `triton`: not yet measured (no GPU on this machine). In Triton's "
-            "interpreter one case is above the factor of 2: float32 rows that the token leads by 30 "
-            "nats, gradient of log-prob and entropy together, 4.4e-18 beside 7.9e-19."
+            "\nBackends `cuda` and `triton`: not yet measured (no GPU on this machine). In "
+            "Triton's interpreter one case is above the factor of 2: float32 rows that the token "
+            "leads by 30 nats, gradient of log-prob and entropy together, 4.4e-18 beside 7.9e-19."
         )
 
 
