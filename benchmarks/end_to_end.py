@@ -107,7 +107,8 @@ def _ours(folder: Path, job: dict) -> dict:
     pairs = [f"{key}={value}" for key, value in settings.items()]
     cli = [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "config.yaml"), *pairs]
     _program(cli, folder / "log")
-    steps = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "timing_s/step" in row]
     summary = json.loads((folder / "summary.json").read_text())
     return {
         "phases": [{p: s.get(f"timing_s/{p}", 0.0) for p in ("step", *PHASES)} for s in steps],
