@@ -120,7 +120,8 @@ def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]
         session = Session(watch, PhaseStatus(folder / "run", rank))
         refused = _run(overrides, session)
         dist.barrier()
-        results.append(_result(folder / "run", refused))
+        if rank == 0:  # which removes the folder next, maybe before another rank had read it
+            results.append(_result(folder / "run", refused))
     watch.close()
     return results
 
