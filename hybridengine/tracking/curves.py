@@ -88,6 +88,8 @@ def _frame(ax: Any, title: str) -> None:
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(frameon=False, fontsize=9, loc="best")
+    bottom, top = min(0.0, ax.get_ylim()[0]), ax.get_ylim()[1]
+    named = len(ax.get_legend_handles_labels()[0])
+    ax.set_ylim(bottom, top + named * 0.09 * (top - bottom))  # room for the legend over the curves
+    if named:
+        ax.legend(frameon=False, fontsize=9, loc="upper left", labelspacing=0.25)
