@@ -18,13 +18,13 @@ WIDTH = 256
 
 def run(bench: Bench) -> None:
     scale = 16 if bench.device.type == "cuda" else 1
-    tokens = [64, 128] if bench.quick else [256 * scale * 2**i for i in range(5)]
-    vocabularies = [500, 1000] if bench.quick else [8192 * 2**i for i in range(5)]
+    tokens = [64, 128] if bench.quick else [256 * scale * 2**i for i in range(4)]
+    vocabularies = [500, 1000] if bench.quick else [8192 * 2**i for i in range(4)]
     first = len(bench.rows)
     for rows in tokens:
-        point(bench, "T", rows, vocabularies[-2])
+        point(bench, "T", rows, vocabularies[-1])
     for vocab in vocabularies:
-        point(bench, "V", tokens[-3] if len(tokens) > 2 else tokens[0], vocab)
+        point(bench, "V", tokens[-2], vocab)
     if not bench.quick:
         for axis in ("T", "V"):
             plot(bench.rows[first:], axis, bench.device_name)
