@@ -70,8 +70,8 @@ def plot(rows: list[dict], axis: str, device: str) -> None:
         time_axes.loglog(x, [r["ms_p50"] for r in chosen], "o-", label=name)
         memory_axes.semilogx(x, [r["peak_mib"] for r in chosen], "o-", label=name)
     for axes in (time_axes, memory_axes):
-        axes.set_xticks(x, labels=[f"{n:,}" for n in x], minor=False)
-        axes.minorticks_off()
+        axes.set_xticks(x, labels=[f"{n:,}" for n in x])
+        axes.set_xticks([], minor=True)
     time_axes.set(xlabel=axis, ylabel="ms, forward + backward")
     memory_axes.set(xlabel=axis, ylabel="peak MiB, gradients included")
     time_axes.legend()
