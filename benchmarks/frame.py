@@ -170,12 +170,12 @@ class Bench:
             return (torch.cuda.max_memory_allocated() - before) / 2**20
         _C.empty_pooled([2**30 + 2**22], torch.uint8)  # too large to keep: all that was kept goes
         Path("/proc/self/clear_refs").write_text("5")  # restarts the high-water mark
-        before = _status_kib("VmRSS")
+        before = status_kib("VmRSS")
         call()
-        return max(0.0, (_status_kib("VmHWM") - before) / 2**10)
+        return max(0.0, (status_kib("VmHWM") - before) / 2**10)
 
 
-def _status_kib(field: str) -> int:
+def status_kib(field: str) -> int:
     for text in Path("/proc/self/status").read_text().splitlines():
         if text.startswith(field):
             return int(text.split()[1])

@@ -15,7 +15,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.frame import KEYS, OURS, ROOT, Bench, _status_kib, line
+from benchmarks.frame import KEYS, OURS, ROOT, Bench, line, status_kib
 
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 SEQUENCES, SHORTEST, LONGEST = 12, 32, 384
@@ -71,7 +71,7 @@ def worker(device: str, options: dict) -> tuple[float, float, int]:
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     model_options, rank = options.get("load", {}), options.get("lora_rank")
-    before = _status_kib("VmRSS")
+    before = status_kib("VmRSS")
     model = load_causal_lm(
         str(MODEL),
         mesh=sharding_mesh(device, 1),
@@ -97,7 +97,7 @@ def worker(device: str, options: dict) -> tuple[float, float, int]:
     peak = (
         torch.cuda.max_memory_allocated() / 2**20
         if device == "cuda"
-        else (_status_kib("VmHWM") - before) / 2**10
+        else (status_kib("VmHWM") - before) / 2**10
     )
     return peak, seconds * 1e3, batch.input_ids.numel()
 

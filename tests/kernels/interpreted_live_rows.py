@@ -16,11 +16,10 @@ from tests.kernels.test_linear_logprob import (
     ROUNDED,
     assert_all_close,
     gradients,
-    loss_and_gradients,
-    loss_inputs,
     problem,
     two_steps,
 )
+from tests.kernels.test_linear_policy_loss import loss_and_gradients, loss_inputs
 
 ROWS, WIDTH, VOCAB = 150, 24, 197
 

@@ -1,29 +1,18 @@
 """The gradient products over live rows: in Triton's interpreter, and on a GPU if there is one."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hybridengine.kernels import linear_policy_loss
 
-from tests.kernels.test_linear_logprob import loss_inputs, problem
+from tests.kernels.interpreter import run_interpreted
+from tests.kernels.test_linear_logprob import problem
+from tests.kernels.test_linear_policy_loss import loss_inputs
 
 pytest.importorskip("triton")
 
 
 def test_in_the_interpreter():
-    tests = Path(__file__).parent / "interpreted_live_rows.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+    run_interpreted("live_rows")
 
 
 @pytest.mark.parametrize("capability", (90, 100))

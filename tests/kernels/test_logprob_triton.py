@@ -1,15 +1,11 @@
 """The Triton log-prob kernels: in Triton's interpreter here, and on a GPU where there is one."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hybridengine.kernels import token_log_probs
 
 from tests import tolerances
+from tests.kernels.interpreter import run_interpreted
 from tests.kernels.test_logprob import (
     OPTIONS,
     move,
@@ -23,15 +19,7 @@ pytest.importorskip("triton")
 
 
 def test_in_the_interpreter():
-    tests = Path(__file__).parent / "interpreted_logprob.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+    run_interpreted("logprob")
 
 
 @pytest.mark.gpu

@@ -1,28 +1,16 @@
 """The Triton policy loss: in Triton's interpreter on the CPU, and on a GPU where there is one."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
 
+from tests.kernels.interpreter import run_interpreted
 from tests.kernels.test_policy_loss import batch, doubled, run, same
 
 pytest.importorskip("triton")
 
 
 def test_in_the_interpreter():
-    tests = Path(__file__).parent / "interpreted_policy_loss.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+    run_interpreted("policy_loss")
 
 
 @pytest.mark.gpu
