@@ -16,7 +16,7 @@ from hybridengine.model import (
     check_disk_space,
     check_model,
     check_sequence_parallel,
-    checkpoint_shapes,
+    checkpoint_layout,
     is_sequence_classifier,
 )
 from hybridengine.tracking import check_loggers
@@ -106,7 +106,7 @@ def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
         )
     chosen_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
     model = check_model(config.model.path, trust)
-    weights = sum(math.prod(shape) for shape in checkpoint_shapes(model, trust).values())
+    weights = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).tensors.values())
     check_disk_space(trainer.default_local_dir, weights * torch.bfloat16.itemsize)
     return model
 

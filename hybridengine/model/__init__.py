@@ -16,7 +16,6 @@ from hybridengine.model.offload import on_device
 from hybridengine.model.optim import SCHEDULES, Optimizer, clip_grad_norm_
 from hybridengine.model.parameters import (
     checkpoint_layout,
-    checkpoint_shapes,
     describe_checkpoint,
     parameter_shards,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "check_model",
     "check_sequence_parallel",
     "checkpoint_layout",
-    "checkpoint_shapes",
     "clip_grad_norm_",
     "describe_checkpoint",
     "gather_rows",

@@ -14,7 +14,6 @@ from hybridengine.reshard.layout import Checkpoint, LayoutError, record_checkpoi
 
 __all__ = [
     "checkpoint_layout",
-    "checkpoint_shapes",
     "describe_checkpoint",
     "original_class",
     "parameter_shards",
@@ -86,14 +85,3 @@ def describe_checkpoint(model: PreTrainedModel) -> Checkpoint:
         return record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
     except LayoutError as error:
         raise ModelError(f"{original_class(model).__name__} cannot be resharded: {error}") from None
-
-
-def checkpoint_shapes(
-    config: PretrainedConfig, trust_remote_code: bool = False
-) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of what the checkpoint of the causal LM of `config` holds.
-
-    Raises:
-        ModelError: as `checkpoint_layout`.
-    """
-    return checkpoint_layout(config, trust_remote_code).tensors

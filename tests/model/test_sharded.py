@@ -111,13 +111,13 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
 def test_ranks_equal_one_process(tmp_path: Path, kind: str, world_size: int) -> None:
     from safetensors import safe_open
 
-    from hybridengine.model import check_model, checkpoint_shapes
+    from hybridengine.model import check_model, checkpoint_layout
 
     path = save_tiny(kind, tmp_path)
     results = run_ranks(step_body, world_size, path)
     with safe_open(f"{path}/model.safetensors", "pt") as stored:
         shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-    assert checkpoint_shapes(check_model(path)) == shapes
+    assert checkpoint_layout(check_model(path)).tensors == shapes
     for result in results:
         assert result["names"] == sorted(shapes)
         assert result["norm"] == results[0]["norm"]
