@@ -220,7 +220,8 @@ RL_NAMES = Names(
         "reward.reward_model.fsdp_config.*offload*": _PLACED,
         "ref.strategy ref.fsdp_config.* critic.model.fsdp_config.* "
         "reward.reward_model.fsdp_config.* *.ulysses_sequence_parallel_size "
-        "critic.model.enable_gradient_checkpointing critic.data_loader_seed actor.data_loader_seed": _ACTORS,
+        "critic.model.enable_gradient_checkpointing critic.data_loader_seed "
+        "actor.data_loader_seed": _ACTORS,
         "critic.model.external_lib reward.reward_model.external_lib": "model.external_lib is for "
         "all",
         "critic.model.custom_chat_template": "the critic gets the actor's tokens",
