@@ -40,6 +40,14 @@ inline void check_vector(const at::Tensor& tensor, const char* name, at::ScalarT
                     "; expected a contiguous [", size, "] tensor of ", dtype);
 }
 
+// The same, on the device of the operator's first tensor: a kernel must not see another's memory.
+inline void check_vector(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
+                         int64_t size, const at::Device& device) {
+  TORCH_CHECK_VALUE(tensor.device() == device, name, " is on ", tensor.device(), "; expected ",
+                    device, " like the other tensors");
+  check_vector(tensor, name, dtype, size);
+}
+
 inline void* current_stream(const at::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
