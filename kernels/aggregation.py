@@ -119,25 +119,28 @@ def denominator(
     device: torch.device,
     count: Callable[[], Tensor],
 ) -> Tensor:
-    """A 0-d float64 tensor on the device, at least 1; made there, so that nothing waits for it.
-
-    A negative count or one that is not finite is refused (of tensors: those on the CPU).
-    """
+    """A 0-d float64 tensor on the device, at least 1; made there, so that nothing waits for it."""
+    _check_count(op, name, given, device)
     if given is None:
         value = count()
     elif isinstance(given, Tensor):
+        value = given.detach().reshape(()).to(device)
+    else:
+        value = torch.full((), float(given), dtype=torch.float64, device=device)
+    return value.double().clamp(min=1)
+
+
+def _check_count(op: str, name: str, given: float | Tensor | None, device: torch.device) -> None:
+    """A finite number from 0 up, or a tensor with one (its value is looked at on the CPU only)."""
+    if isinstance(given, Tensor):
         if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
             raise ValueError(
                 f"{op}: {name} is a tensor of shape {list(given.shape)} on {given.device}; "
-                f"expected a number, or one element on {device} or the CPU."
+                f"expected a number, or a tensor with one element on {device} or the CPU."
             )
-        if check.readable(given):
-            check.number(op, name, given.item(), at_least=0)
-        value = given.detach().reshape(()).to(device)
-    else:
-        given = check.number(op, name, given, at_least=0)
-        value = torch.full((), given, dtype=torch.float64, device=device)
-    return value.double().clamp(min=1)
+        given = given.item() if check.readable(given) else None
+    if given is not None:
+        check.number(op, name, given, at_least=0)
 
 
 def token_weights(
@@ -176,12 +179,30 @@ def denominators(
     global_num_seqs: float | Tensor | None,
 ) -> Tensor:
     """float64 [2]: the global tokens and sequences, counted here where they are not given."""
-    num_tokens = denominator(op, "global_num_tokens", global_num_tokens, mask.device, mask.sum)
-    if cu_seqlens is None:  # nothing reads num_seqs then
-        if global_num_seqs is None:
-            return torch.stack([num_tokens, num_tokens])
-        return torch.stack([num_tokens, _num_seqs(op, global_num_seqs, mask, None)])
-    num_seqs = num_tokens
-    if loss_agg_mode.startswith("seq"):
-        num_seqs = _num_seqs(op, global_num_seqs, mask, cu_seqlens)
+    device = mask.device
+    num_tokens = denominator(op, "global_num_tokens", global_num_tokens, device, mask.sum)
+    if not loss_agg_mode.startswith("seq"):  # these modes do not read the sequences
+        _check_count(op, "global_num_seqs", global_num_seqs, device)
+        return torch.stack([num_tokens, num_tokens])
+    if cu_seqlens is None:
+        raise ValueError(
+            f"{op}: loss_agg_mode {loss_agg_mode!r} works on sequences; give cu_seqlens."
+        )
+
+    def count_sequences() -> Tensor:
+        return (Segments.of(cu_seqlens, mask).counts > 0).sum()
+
+    num_seqs = denominator(op, "global_num_seqs", global_num_seqs, device, count_sequences)
     return torch.stack([num_tokens, num_seqs])
+
+
+def check_aggregation(op: str, loss_agg_mode: str, loss_scale_factor: float | None) -> None:
+    """A known mode, and the scale factor where it needs one."""
+    check.choice(op, "loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
+    if loss_scale_factor is not None:
+        check.number(op, "loss_scale_factor", loss_scale_factor, above=0)
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        raise ValueError(
+            f"{op}: loss_agg_mode 'seq-mean-token-sum-norm' needs loss_scale_factor, "
+            "usually the longest response allowed."
+        )

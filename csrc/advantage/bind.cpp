@@ -57,15 +57,20 @@ std::tuple<at::Tensor, at::Tensor> group_advantage(
     const OptionalTensor& token_mask, int64_t num_tokens) {
   const int64_t rows = rewards.numel();
   const at::Device device = rewards.device();
+  check_same_device("group_advantage", {{"rewards", rewards},
+                                        {"group_ids", group_ids},
+                                        {"lengths", lengths},
+                                        {"cu_seqlens", cu_seqlens},
+                                        {"response_mask", token_mask}});
   const c10::DeviceGuard guard(device);
   check_vector(rewards, "rewards", at::kFloat, rows);
-  check_vector(group_ids, "group_ids", at::kLong, rows, device);
-  if (lengths) check_vector(*lengths, "lengths", at::kFloat, rows, device);
+  check_vector(group_ids, "group_ids", at::kLong, rows);
+  if (lengths) check_vector(*lengths, "lengths", at::kFloat, rows);
   if (cu_seqlens) {
-    check_vector(*cu_seqlens, "cu_seqlens", at::kInt, rows + 1, device);
-    check_cu_seqlens(*cu_seqlens, num_tokens, device, "group_advantage");
+    check_vector(*cu_seqlens, "cu_seqlens", at::kInt, rows + 1);
+    check_cu_seqlens(*cu_seqlens, num_tokens, "group_advantage");
   }
-  if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, num_tokens, device);
+  if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, num_tokens);
   at::Tensor advantages = at::empty({rows}, rewards.options());
   at::Tensor tokens = empty_pooled({num_tokens}, rewards.options());
   GroupAdvantageParams params{};
@@ -110,11 +115,15 @@ std::tuple<at::Tensor, at::Tensor> gae(const at::Tensor& rewards, const Optional
                                        const OptionalTensor& token_mask, double gamma, double lam) {
   const int64_t tokens = rewards.numel();
   const at::Device device = rewards.device();
+  check_same_device("gae", {{"rewards", rewards},
+                            {"values", values},
+                            {"cu_seqlens", cu_seqlens},
+                            {"response_mask", token_mask}});
   const c10::DeviceGuard guard(device);
   check_vector(rewards, "rewards", at::kFloat, tokens);
-  check_cu_seqlens(cu_seqlens, tokens, device, "gae");
-  if (values) check_vector(*values, "values", at::kFloat, tokens, device);
-  if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, tokens, device);
+  check_cu_seqlens(cu_seqlens, tokens, "gae");
+  if (values) check_vector(*values, "values", at::kFloat, tokens);
+  if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, tokens);
   at::Tensor advantages = empty_pooled({tokens}, rewards.options());
   at::Tensor returns = empty_pooled({tokens}, rewards.options());
   GaeParams params{};

@@ -5,12 +5,12 @@
 
 namespace hybridengine {
 
-// On a GPU reading the values would wait for the device; there kernels stay within the tokens.
-inline void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t num_tokens,
-                             const at::Device& device, const char* op) {
-  check_vector(cu_seqlens, "cu_seqlens", at::kInt, cu_seqlens.numel(), device);
+// On a GPU reading the values would wait for the device; there kernels stay within the tokens
+// (sequence_bounds.h).
+inline void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t num_tokens, const char* op) {
+  check_vector(cu_seqlens, "cu_seqlens", at::kInt, cu_seqlens.numel());
   TORCH_CHECK_VALUE(cu_seqlens.numel() > 0, op, ": cu_seqlens is empty; expected [N + 1] values");
-  if (!device.is_cpu()) return;
+  if (!cu_seqlens.device().is_cpu()) return;
   const int32_t* ends = cu_seqlens.const_data_ptr<int32_t>();
   const int64_t count = cu_seqlens.numel();
   TORCH_CHECK_VALUE(ends[0] == 0, op, ": cu_seqlens[0] is ", ends[0], "; expected 0");

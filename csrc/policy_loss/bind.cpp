@@ -15,16 +15,15 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-const float* optional_floats(const OptionalTensor& tensor, const char* name,
-                             const at::Tensor& like) {
+const float* optional_floats(const OptionalTensor& tensor, const char* name, int64_t size) {
   if (!tensor) return nullptr;
-  check_vector(*tensor, name, at::kFloat, like.numel(), like.device());
+  check_vector(*tensor, name, at::kFloat, size);
   return tensor->const_data_ptr<float>();
 }
 
-const bool* optional_bools(const OptionalTensor& tensor, const char* name, const at::Tensor& like) {
+const bool* optional_bools(const OptionalTensor& tensor, const char* name, int64_t size) {
   if (!tensor) return nullptr;
-  check_vector(*tensor, name, at::kBool, like.numel(), like.device());
+  check_vector(*tensor, name, at::kBool, size);
   return tensor->const_data_ptr<bool>();
 }
 
@@ -40,22 +39,32 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
     const std::vector<double>& coefficients, bool wants_gradient, bool wants_entropy_gradient) {
   const int64_t tokens = log_probs.numel();
   const at::Device device = log_probs.device();
+  check_same_device("policy_loss", {{"log_probs", log_probs},
+                                    {"old_log_probs", old_log_probs},
+                                    {"advantages", advantages},
+                                    {"response_mask", mask},
+                                    {"selected", selected},
+                                    {"ref_log_probs", ref_log_probs},
+                                    {"entropy", entropy},
+                                    {"rollout_is_weights", is_weights},
+                                    {"cu_seqlens", cu_seqlens},
+                                    {"denominators", denominators}});
   const c10::DeviceGuard guard(device);
   check_vector(log_probs, "log_probs", at::kFloat, tokens);
-  check_vector(old_log_probs, "old_log_probs", at::kFloat, tokens, device);
-  check_vector(advantages, "advantages", at::kFloat, tokens, device);
-  check_vector(denominators, "denominators", at::kDouble, 2, device);
+  check_vector(old_log_probs, "old_log_probs", at::kFloat, tokens);
+  check_vector(advantages, "advantages", at::kFloat, tokens);
+  check_vector(denominators, "denominators", at::kDouble, 2);
   PolicyLossParams params{};
   params.log_probs = log_probs.const_data_ptr<float>();
   params.old_log_probs = old_log_probs.const_data_ptr<float>();
   params.advantages = advantages.const_data_ptr<float>();
-  params.mask = optional_bools(mask, "response_mask", log_probs);
-  params.selected = optional_bools(selected, "selected", log_probs);
-  params.ref_log_probs = optional_floats(ref_log_probs, "ref_log_probs", log_probs);
-  params.entropy = optional_floats(entropy, "entropy", log_probs);
-  params.is_weights = optional_floats(is_weights, "rollout_is_weights", log_probs);
+  params.mask = optional_bools(mask, "response_mask", tokens);
+  params.selected = optional_bools(selected, "selected", tokens);
+  params.ref_log_probs = optional_floats(ref_log_probs, "ref_log_probs", tokens);
+  params.entropy = optional_floats(entropy, "entropy", tokens);
+  params.is_weights = optional_floats(is_weights, "rollout_is_weights", tokens);
   if (cu_seqlens) {
-    check_cu_seqlens(*cu_seqlens, tokens, device, "policy_loss");
+    check_cu_seqlens(*cu_seqlens, tokens, "policy_loss");
     params.cu_seqlens = cu_seqlens->const_data_ptr<int32_t>();
     params.num_sequences = cu_seqlens->numel() - 1;
   }

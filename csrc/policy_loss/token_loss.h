@@ -129,8 +129,11 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
   const F slope = Ops::select(x == t.log_prob - t.old_log_prob, one, zero);
   if constexpr (mode == LossMode::gspo) {
     terms.ratio = Ops::exp(Ops::clamp(t.segment_log_ratio, -20.0f, 10.0f));
-    clip_terms<Ops>(terms, advantage, Ops::select(t.segment_log_ratio <= Ops::set(10), one, zero),
-                    o);
+    clip_terms<Ops>(
+        terms, advantage,
+        Ops::select((t.segment_log_ratio <= Ops::set(10)) & !(t.log_prob == Ops::set(-INFINITY)),
+                    one, zero),
+        o);
     return terms;
   } else if constexpr (mode == LossMode::gmpo) {
     terms.ratio = Ops::exp(t.segment_log_ratio);
@@ -162,7 +165,8 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
     terms.gradient = (-advantage * terms.ratio + coef * sign) * slope;
   } else if constexpr (mode == LossMode::sapo) {
     const F tau = Ops::select(advantage > zero, Ops::set(o.tau_pos), Ops::set(o.tau_neg));
-    const F rest = Ops::exp(tau * (one - terms.ratio));
+    // exp stays finite for a large tau; the gate is 0 to float32 long before.
+    const F rest = Ops::exp(Ops::clamp(tau * (one - terms.ratio), -INFINITY, 80.0f));
     const F gate = one / (one + rest);  // 1 - gate is rest * gate, without cancellation
     terms.loss = -advantage * gate * (4.0f / tau);
     terms.gradient = -4.0f * advantage * gate * (rest * gate) * terms.ratio * slope;
