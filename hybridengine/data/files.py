@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridengine.errors import UserError
+
 __all__ = ["DataError", "read_rows"]
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """A data file or row that cannot be used; the message says which, and what was expected."""
 
 

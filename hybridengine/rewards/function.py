@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridengine.errors import UserError
+
 __all__ = [
     "ARGUMENTS",
     "BATCH_ARGUMENTS",
@@ -25,7 +27,7 @@ BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_info
 _BUILT_IN = {"math_verify": Path(__file__).with_name("math_rule.py")}
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError):
     """A reward function that cannot be loaded, raised, or gave no number."""
 
 
