@@ -117,22 +117,17 @@ def _rewards(config: GRPOConfig) -> Iterator[str]:
     reward, limit = config.reward, config.data.max_response_length
     files, names = reward.custom_reward_function.path, reward.custom_reward_function.name
     model, buffer = reward.reward_model, reward.overlong_buffer
-    if len(names) not in (1, len(files)):
+    if files and len(names) not in (1, len(files)):
         yield (
             f"reward.custom_reward_function.name has {len(names)} names for the {len(files)} files "
             "of path; give one for each, or one for all"
-        )
-    if not files and not model.enable:
-        yield (
-            "reward.custom_reward_function.path is required and was not given; set it (or set "
-            "reward.reward_model.enable=true)"
         )
     if model.enable != bool(model.model_path):
         yield (
             f"reward.reward_model.enable is {model.enable} and model_path is "
             f"{model.model_path!r}; give both or neither"
         )
-    wanted = len(files) + model.enable
+    wanted = max(1, len(files) + model.enable)  # without either, the rule of each data_source
     if reward.weights is not None and len(reward.weights) != wanted:
         yield (
             f"reward.weights has {len(reward.weights)} numbers for {len(files)} reward functions "
