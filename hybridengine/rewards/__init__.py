@@ -4,7 +4,12 @@ What goes wrong in a function is reported with the sample.
 """
 
 from hybridengine.reward_worker import RewardError, import_file, import_reward_function
-from hybridengine.rewards.manager import RewardManager, build_reward_manager, register_manager
+from hybridengine.rewards.manager import (
+    RewardManager,
+    build_reward_manager,
+    register_manager,
+    score_checked,
+)
 from hybridengine.rewards.scoring import RewardResult, score_batch, score_responses
 from hybridengine.rewards.workers import RewardFunction, RewardWorkers, load_reward_function
 
@@ -20,5 +25,6 @@ __all__ = [
     "load_reward_function",
     "register_manager",
     "score_batch",
+    "score_checked",
     "score_responses",
 ]

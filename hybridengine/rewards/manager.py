@@ -17,11 +17,17 @@ from collections.abc import Callable, Sequence
 from hybridengine.config import ConfigError
 from hybridengine.config.schema import RewardConfig
 from hybridengine.data import PromptSample
-from hybridengine.reward_worker import ARGUMENTS, BATCH_ARGUMENTS
+from hybridengine.reward_worker import ARGUMENTS, BATCH_ARGUMENTS, RewardError
 from hybridengine.rewards.scoring import RewardResult, score_batch, score_responses
 from hybridengine.rewards.workers import RewardFunction, RewardWorkers
 
-__all__ = ["MANAGERS", "RewardManager", "build_reward_manager", "register_manager"]
+__all__ = [
+    "MANAGERS",
+    "RewardManager",
+    "build_reward_manager",
+    "register_manager",
+    "score_checked",
+]
 
 MANAGERS: dict[str, type[RewardManager]] = {}
 
@@ -109,13 +115,34 @@ def build_reward_manager(reward: RewardConfig, max_response_length: int) -> Rewa
     return manager(loaded, reward, max_response_length)
 
 
+def score_checked(
+    manager: RewardManager,
+    samples: Sequence[PromptSample],
+    responses: Sequence[str],
+    lengths: Sequence[int],
+) -> RewardResult:
+    """Return `manager.score(...)`.
+
+    Raises RewardError where there is not a finite number for each response, and where a manager of
+    the user's own calls sys.exit, which must not look like the end of the run.
+    """
+    try:
+        result = manager.score(samples, responses, lengths)
+    except SystemExit as error:
+        raise RewardError(
+            f"reward manager {type(manager).__name__} raised SystemExit: {error}"
+        ) from error
+    result.check(len(samples))
+    return result
+
+
 def _import_class(name: str) -> type[RewardManager]:
     try:
         found = pkgutil.resolve_name(name) if "." in name else None
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"reward.reward_manager.name {name!r} cannot be imported: {error}"
-        ) from None
+        ) from error
     if not (isinstance(found, type) and issubclass(found, RewardManager)):
         raise ConfigError(
             f"reward.reward_manager.name is {name!r}, expected one of {', '.join(MANAGERS)}, or "

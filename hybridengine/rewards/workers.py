@@ -243,7 +243,7 @@ class _Worker:
     def __init__(self, index: int, threads: int) -> None:
         self.index, self.loaded = index, list[FunctionSource]()
         self._deadline = time.monotonic()
-        self._stack = tempfile.TemporaryFile()
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115, closed in kill()
         self.connection, theirs = Pipe()
         arguments = (theirs.fileno(), self._stack.fileno(), os.getpid(), index)
         self._process = subprocess.Popen(

@@ -1,5 +1,7 @@
 """Managers: several functions, batches, DAPO's overlong punishment, time-outs, a user's own."""
 
+import sys
+
 import pytest
 
 from hybridengine.config import ConfigError
@@ -16,6 +18,7 @@ from hybridengine.rewards import (
     RewardResult,
     build_reward_manager,
     register_manager,
+    score_checked,
 )
 
 SAMPLES = [PromptSample(i, [1, 2], f"prompt {i}", "sums", str(i), {}) for i in range(3)]
@@ -134,3 +137,20 @@ def test_a_users_own_manager(tmp_path, monkeypatch):
 def test_managers_that_are_none(tmp_path, name, message):
     with pytest.raises(ConfigError, match=message):
         manager(tmp_path, {}, name)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("sys.exit(0)", "reward manager Own raised SystemExit: 0"),
+        ("return RewardResult([1.0], {})", "gave 1 values of score for 3 responses"),
+        ("return RewardResult([1.0] * 3, {'x': [1.0]})", "gave 1 values of x for 3 responses"),
+        ("return RewardResult([1, 2, float('nan')], {})", "gave nan as score, expected a finite"),
+        ("return RewardResult([1, None, 2], {})", "gave None as score, expected a finite"),
+    ],
+)
+def test_what_a_users_own_manager_gives_is_checked(body, message):
+    space = {"RewardManager": RewardManager, "RewardResult": RewardResult, "sys": sys}
+    exec(f"class Own(RewardManager):\n  def score(self, *given):\n    {body}", space)
+    with pytest.raises(RewardError, match=message):
+        score_checked(space["Own"]([], RewardConfig(), 10), SAMPLES, ["0", "5", "2"], [1, 1, 1])

@@ -48,7 +48,7 @@ def test_what_is_no_number(value):
 
 def test_texts_are_left_out_and_the_score_is_needed():
     assert to_numbers({"score": 1, "pred": "x", 3: 4}) == {"score": 1.0, "3": 4.0}
-    with pytest.raises(ValueError, match="without 'score' .keys .'acc'"):
+    with pytest.raises(ValueError, match=r"without 'score' .keys .'acc'"):
         to_numbers({"acc": 1})
 
 
@@ -57,7 +57,7 @@ def test_a_value_whose_repr_raises():
         def __repr__(self):
             raise RuntimeError("no")
 
-    with pytest.raises(ValueError, match="<Odd: RuntimeError> .Odd."):
+    with pytest.raises(ValueError, match=r"<Odd: RuntimeError> .Odd."):
         to_numbers(Odd())
 
 

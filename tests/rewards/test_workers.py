@@ -135,7 +135,7 @@ def test_async_functions_run_together(pool):
     result = score_responses(judge, samples(4), ["0", "9", "2", "9"])
     assert result.scores == [1.0, 0.0, 1.0, 0.0]
     assert len(set(result.extras["pid"])) == 1
-    with pytest.raises(RewardError, match="judge raised ValueError: judged at .*; prompt 'prompt"):
+    with pytest.raises(RewardError, match=r"judge raised ValueError: judged at .*; prompt '"):
         score_responses(judge, samples(3), ["0", "raise", "2"])
     with pytest.raises(
         RewardError, match=r"judge gave no result within .* 1.5 s.*prompt 'prompt 2'"
@@ -155,7 +155,7 @@ def test_an_async_batch_function(pool):
         ("import sys\nsys.exit(0)", r"reward\.py:2 fails to import: SystemExit: 0"),
         (
             "import os\nos._exit(0)",
-            r"reward\.py ended its process with exit code 0 while it was im",
+            r"reward\.py ended its process with exit code 0 while it",
         ),
         (
             "import time\n\nwhile True:\n    time.sleep(0.01)",
