@@ -12,11 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from hybridengine.checkpoint.folders import CheckpointError
 from hybridengine.config import (
-    ConfigError,
     GRPOConfig,
     JobConfig,
     SFTConfig,
@@ -24,23 +20,12 @@ from hybridengine.config import (
     load_config,
     load_sft_config,
 )
-from hybridengine.data import DataError
 from hybridengine.distributed.peers import EXIT_PEER_LOST, PeerLost
-from hybridengine.model import ModelError
-from hybridengine.rewards import RewardError
+from hybridengine.errors import EXIT_USER_ERROR, UserError
 from hybridengine.tracking.atomic import atomic_file
 from hybridengine.tracking.status import clear_status, read_status
 
-__all__ = [
-    "EXIT_USER_ERROR",
-    "USER_ERRORS",
-    "launch_ranks",
-    "print_error",
-    "run_rank",
-]
-
-USER_ERRORS = (CheckpointError, ConfigError, DataError, ModelError, RewardError)
-EXIT_USER_ERROR = 2
+__all__ = ["launch_ranks", "run_rank"]
 
 
 def launch_ranks(config: JobConfig) -> str | None:
@@ -123,16 +108,11 @@ def run_rank(config: JobConfig) -> int:
             train_sft(config)
         elif isinstance(config, GRPOConfig):
             train_grpo(config)
-    except USER_ERRORS:  # the rank has said it, with its phase; a traceback would bury that
+    except UserError:  # the rank has said it, with its phase; a traceback would bury that
         return EXIT_USER_ERROR
     except (PeerLost, KeyboardInterrupt):  # likewise: the launcher stops this rank
         return EXIT_PEER_LOST
     return 0
-
-
-def print_error(error: Exception | str) -> None:
-    """One red sentence on stderr."""
-    Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="bold red", markup=False)
 
 
 if __name__ == "__main__":

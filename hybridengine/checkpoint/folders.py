@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridengine.errors import UserError
 from hybridengine.model.export import give_name
 
 __all__ = ["CheckpointError", "SavedCheckpoint", "find_checkpoints", "open_checkpoint", "partial"]
@@ -19,7 +20,7 @@ __all__ = ["CheckpointError", "SavedCheckpoint", "find_checkpoints", "open_check
 _MARKER = "complete.json"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be written, found or read; the message says which and why."""
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from hybridengine.config.schema import DataConfig
+from hybridengine.config.sft import SFTDataConfig
 from hybridengine.data.files import DataError, data_files, read_rows
 
 __all__ = ["ChatTemplate", "chat_of", "chunks", "require", "rows_of", "short"]
@@ -104,9 +106,9 @@ class ChatTemplate:
     apply_chat_template_kwargs are further variables of the template.
     """
 
-    def __init__(self, tokenizer: Any, data: Any) -> None:
+    def __init__(self, tokenizer: Any, data: DataConfig | SFTDataConfig) -> None:
         self._tokenizer = tokenizer
-        self.options = dict(getattr(data, "apply_chat_template_kwargs", None) or {})
+        self.options = dict(data.apply_chat_template_kwargs)
         self.text = _find(tokenizer, data.chat_template)
 
     def render(self, where: str, chat: Sequence[Mapping[str, Any]], prompt: bool) -> str:

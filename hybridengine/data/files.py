@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridengine.errors import UserError
+
 __all__ = ["DataError", "data_files", "read_rows"]
 
 _ENDINGS = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -18,7 +20,7 @@ _MAX_DEPTH = 100  # of lists and objects in each other
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """A data file or row that cannot be used; the message says which, and what was expected."""
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridengine.errors import UserError
+
 __all__ = [
     "ARGUMENTS",
     "BATCH_ARGUMENTS",
@@ -34,7 +36,7 @@ BUILT_IN = {
 }
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError):
     """A reward function that cannot be loaded, raised, took too long, or gave no number."""
 
 

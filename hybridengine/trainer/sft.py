@@ -60,10 +60,8 @@ class _Run(Job):
         self.group = dist.new_subgroups(self.shared)[0] if self.shared > 1 else None
         with session.phase("load_model"):
             self.model = load_model(config, session, adapters=True, cpu_offload=fsdp.offload_policy)
-            warmup = config.warmup_steps(self.steps)
-            self.optimizer = build_optimizer(
-                config, self.model, config.optim, config.optim.lr, warmup, self.steps
-            )
+            optim = config.optim
+            self.optimizer = build_optimizer(config, self.model, optim, optim, self.steps)
         self.checkpoints = Checkpointer(
             self.dir,
             {"actor": (self.model, self.optimizer)},

@@ -76,8 +76,7 @@ def test_what_is_no_chat(value, message):
 
 
 def render(tokenizer, template, **options):
-    data = DataConfig(chat_template=template)
-    object.__setattr__(data, "apply_chat_template_kwargs", options)
+    data = DataConfig(chat_template=template, apply_chat_template_kwargs=options)
     return ChatTemplate(tokenizer, data).render("here", [{"role": "user", "content": "1"}], True)
 
 
