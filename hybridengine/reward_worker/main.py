@@ -3,8 +3,8 @@
 Requests arrive over one connection, pickled:
 
     ("load", key, path, name, arguments)    → FunctionSource, or Fault
-    ("call", key, kwargs of N calls)        → (i, Outcome) as each ends
-    ("batch", key, kwargs with lists, N)    → (0, list of Outcome)
+    ("call", key, kwargs of N calls)        → (i, seconds, Outcome) as each ends
+    ("batch", key, kwargs with lists, N)    → (0, seconds, list of Outcome)
 
 The process ends when the connection is closed, and is killed when its parent is.
 """
@@ -17,6 +17,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -77,12 +78,16 @@ class _Worker:
             if kind == "load":
                 self._send(self._load(key, *request))
             elif kind == "batch":
-                self._send((0, self._batch(key, *request)))
+                started = time.perf_counter()
+                results = self._batch(key, *request)
+                self._send((0, time.perf_counter() - started, results))
             elif self._functions[key][1].is_async:
                 self._event_loop().run_until_complete(self._gather(key, *request))
             else:
                 for i, arguments in enumerate(*request):
-                    self._send((i, self._call(key, arguments)))
+                    started = time.perf_counter()
+                    outcome = self._call(key, arguments)
+                    self._send((i, time.perf_counter() - started, outcome))
 
     def _send(self, message: Any) -> None:
         for stream in (sys.stdout, sys.stderr):  # what the function printed comes first
@@ -124,13 +129,14 @@ class _Worker:
         import asyncio
 
         function, source = self._functions[key]
+        started = time.perf_counter()
 
         async def one(i: int, arguments: dict[str, Any]) -> None:
             try:
                 outcome = _outcome(await function(**arguments), source)
             except BaseException as error:
                 outcome = _raised(error, source)
-            self._send((i, outcome))
+            self._send((i, time.perf_counter() - started, outcome))
 
         await asyncio.gather(*(one(i, arguments) for i, arguments in enumerate(calls)))
 

@@ -190,6 +190,7 @@ class RewardWorkers:
         """Send `requests` and return the outcome of every index of `work`; both are by worker."""
         self._start(work)
         source, limit, results = function.source, self._timeout_s, dict[int, Any]()
+        late = f"gave no result within reward.timeout_s = {limit:g} s"
         pending = {self._workers[k]: list(indices) for k, indices in work.items()}
         worker = next(iter(pending), None)
         try:
@@ -197,21 +198,24 @@ class RewardWorkers:
                 worker = self._workers[k]
                 worker.send(request, limit)
             while pending:
-                wait([w.connection for w in pending], _POLL_S)
+                soonest = min(w.deadline for w in pending) - time.monotonic()
+                wait([w.connection for w in pending], min(_POLL_S, max(0.0, soonest)))
                 for worker in list(pending):
                     while pending[worker] and (message := worker.poll(source.file)) is not None:
-                        index = work[worker.index][message[0]]
+                        number, seconds, outcome = message
+                        index = work[worker.index][number]
                         pending[worker].remove(index)
-                        if isinstance(message[1], Fault):
-                            raise CallError(message[1].text, index, message[1].is_complete)
-                        results[index] = message[1]
+                        if seconds > limit:
+                            raise CallError(f"{late} at {source.file}:{source.line}", index)
+                        if isinstance(outcome, Fault):
+                            raise CallError(outcome.text, index, outcome.is_complete)
+                        results[index] = outcome
                         if not source.is_async:  # all async calls began at once
                             worker.expect(limit)
                     if not pending[worker]:
                         del pending[worker]
         except _Lost as lost:
             assert worker is not None
-            late = f"gave no result within reward.timeout_s = {limit:g} s"
             where = lost.where or f"{source.file}:{source.line}"
             text = f"{late if lost.is_late else lost.how} at {where}"
             raise CallError(text, pending[worker][0]) from None
@@ -237,12 +241,12 @@ class _Lost(Exception):
 class _Worker:
     """One process and the connection to it.
 
-    loaded: the functions it holds.
+    loaded: the functions it holds; deadline: of its next reply.
     """
 
     def __init__(self, index: int, threads: int) -> None:
         self.index, self.loaded = index, list[FunctionSource]()
-        self._deadline = time.monotonic()
+        self.deadline = time.monotonic()
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115, closed in kill()
         self.connection, theirs = Pipe()
         arguments = (theirs.fileno(), self._stack.fileno(), os.getpid(), index)
@@ -261,7 +265,7 @@ class _Worker:
 
     def expect(self, limit_s: float) -> None:
         """The next reply has `limit_s` from now."""
-        self._deadline = time.monotonic() + limit_s
+        self.deadline = time.monotonic() + limit_s
 
     def send(self, request: tuple[Any, ...], limit_s: float) -> None:
         self.expect(limit_s)
@@ -289,7 +293,7 @@ class _Worker:
             raise self._lost() from None
         if ended:
             raise self._lost()
-        if time.monotonic() > self._deadline:
+        if time.monotonic() > self.deadline:
             raise _Lost("gave no reply", self._where(file), is_late=True)
         return None
 
