@@ -19,6 +19,7 @@ from hybridengine.model import (
     checkpoint_layout,
     is_sequence_classifier,
 )
+from hybridengine.rewards import score_checked
 from hybridengine.tracking import check_loggers
 from hybridengine.trainer.rollouts import SCORE_NAMES
 from hybridengine.trainer.setup import engine_name, load_data
@@ -26,7 +27,9 @@ from hybridengine.trainer.sft import load_sft_data
 
 __all__ = ["check_grpo", "check_sft"]
 
-_PROBED_ROWS = 3  # the reward of an empty answer to the first prompts shows a broken function
+# The reward of an empty answer to the first prompts, and to the first of each data_source, shows a
+# broken function.
+_PROBED_ROWS = 3
 
 
 def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]:
@@ -42,8 +45,9 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     PromptLoader(train, config.data.train_batch_size, seed=config.seed)
     for dataset in (train, val):
         if dataset is not None:
-            probed = dataset[:_PROBED_ROWS]
-            result = reward.score(probed, [""] * len(probed), [0] * len(probed))
+            firsts = {sample.data_source: sample for sample in reversed(dataset)}
+            probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
+            result = score_checked(reward, probed, [""] * len(probed), [0] * len(probed))
             _check_reward_names(config, [*result.extras])
     _check_value_models(config)
     return train, val

@@ -284,7 +284,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class CustomRewardConfig:
-    path: PathTexts = ()  # Python files, or "math_verify", the built-in rule; none: by data_source
+    path: PathTexts = ()  # Python files, or built-in rules; none: by data_source
     name: Texts = ("compute_score",)  # of the functions in them
 
 
@@ -313,6 +313,7 @@ class RewardConfig:
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
     weights: tuple[Number, ...] | None = None  # of the functions, then of the model; null: all 1
     timeout_s: Positive = 60.0  # for one call of a function
+    num_workers: Count | None = None  # processes per rank; null: the machine's cores over its ranks
     reward_manager: RewardManagerConfig = RewardManagerConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
@@ -321,8 +322,8 @@ class RewardConfig:
     def functions(self) -> list[tuple[str, str]]:
         """(file, function name) of every reward function; one name stands for all files."""
         paths, names = self.custom_reward_function.path, self.custom_reward_function.name
-        if not paths:
-            return []
+        if not paths and not self.reward_model.enable:
+            return [("data_source", "compute_score")]
         return list(zip(paths, names * len(paths) if len(names) == 1 else names, strict=True))
 
     @property

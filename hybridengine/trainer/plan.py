@@ -56,7 +56,7 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
 def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Table:
     data, trainer = config.data, config.trainer
     per_epoch = len(train) // data.train_batch_size
-    tokens, learnt = sum(len(s.ids) for s in train), sum(s.num_targets for s in train)
+    tokens, learnt = map(sum, zip(*((len(s.ids), s.num_targets) for s in train), strict=True))
     micro = (
         f"{data.micro_batch_size_per_gpu} conversations"
         if data.micro_batch_size_per_gpu

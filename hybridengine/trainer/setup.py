@@ -86,8 +86,8 @@ def _import_external(name: str) -> None:
         return
     try:
         importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from error
 
 
 def engine_name(config: GRPOConfig) -> str:
