@@ -58,6 +58,13 @@ class ResumePlan:
     def step(self) -> int:
         return self.candidates[0].step if self.candidates else 0
 
+    def __str__(self) -> str:
+        if not self.candidates:
+            return "starts anew"
+        return "; ".join(
+            [f"resumes after step {self.step}, {self.candidates[0].path}", *self.skipped]
+        )
+
 
 def resume_plan(root: str | Path, mode: str, path: str | Path | None = None) -> ResumePlan:
     """What `resume_mode` means: auto takes the newest checkpoint of `root`, or starts anew where

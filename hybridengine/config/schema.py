@@ -323,6 +323,9 @@ class RunConfig:
 class TrainerConfig(RunConfig):
     critic_warmup: Natural = 0  # steps that train the critic alone
     rollout_data_dir: str | None = None  # null: <default_local_dir>/rollouts
+    rollout_freq: OrOff = (
+        1  # write the rollouts of every so many steps; -1: none, of validation too
+    )
 
 
 class JobConfig:
