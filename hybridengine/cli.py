@@ -134,11 +134,7 @@ def _run(config: JobConfig, dry_run: bool) -> int:
             f"trainer.nnodes is {config.trainer.nnodes}; start this command under torchrun "
             "--nnodes on every machine, which tells the ranks where to meet"
         )
-    failure = launch_ranks(config)
-    if failure is None:
-        return 0
-    print_error(failure)
-    return 1
+    return launch_ranks(config)
 
 
 def _plan(config: JobConfig, dry_run: bool) -> Table:

@@ -368,6 +368,7 @@ class TrainerConfig(RunConfig):
     experiment_name: str = "grpo"  # in wandb
     critic_warmup: Natural = 0  # steps that train the critic alone
     rollout_data_dir: PathText | None = None  # null: <default_local_dir>/rollouts
+    rollout_freq: OrOff = 1  # write the rollouts of every so many steps; -1: none
 
 
 class JobConfig:

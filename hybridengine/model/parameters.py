@@ -11,10 +11,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hybridengine.model.errors import ModelError
 from hybridengine.reshard.layout import Checkpoint, LayoutError, record_checkpoint
+from hybridengine.reshard.shards import local_shard
 
 __all__ = [
     "checkpoint_layout",
     "describe_checkpoint",
+    "is_finite",
     "original_class",
     "parameter_shards",
     "without_peft",
@@ -46,6 +48,14 @@ def parameter_shards(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 stored[_plain(f"{prefix}.{name}" if prefix else name)] = buffer
     return stored
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element (of a DTensor: of this rank's shard) is NaN or infinite."""
+    local = local_shard(tensor)
+    if not local.is_floating_point() or not local.numel():
+        return True
+    return bool(torch.stack(local.aminmax()).isfinite().all())  # in one pass, without a mask
 
 
 def without_peft(model: nn.Module) -> nn.Module:
