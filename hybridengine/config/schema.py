@@ -27,7 +27,7 @@ def _listed(given: Any) -> Any:
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Truncation = Literal["error", "left", "right"]
-Dtype = Literal["bfloat16", "float16", "float32"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KLLossType = Literal[KLType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
@@ -85,7 +85,7 @@ class WrapPolicyConfig:
 @dataclass(frozen=True)
 class ShardingConfig:
     fsdp_size: OrOff = -1  # ranks that share one copy of the model; -1: all
-    dtype: Dtype = "bfloat16"  # of the compute
+    dtype: Dtype = "auto"  # of the compute; auto: bfloat16 where it is fast, else float32
     optimizer_offload: Flag = False  # Adam's moments are on the device during the step only
     reshard_after_forward: Flag = True  # false: keep gathered weights until their backward
     forward_prefetch: Flag = False  # gather the next layer's weights during this one's forward
@@ -157,7 +157,7 @@ class RolloutConfig:
     enable_prefix_caching: Flag = True
     enable_chunked_prefill: Flag = True
     free_cache_engine: Flag = True  # on a GPU the engine's memory is the trainer's while it trains
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = "auto"  # as fsdp_config.dtype
     val_kwargs: SamplingConfig = SamplingConfig()
 
 

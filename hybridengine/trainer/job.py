@@ -70,6 +70,9 @@ class Job:
             first = self.checkpoints.resume(trainer.resume_mode, trainer.resume_from_path)
         with Reporter(self._config, session, self.steps, first) as self.report:
             self.report.say(self.plan())
+            dtype, trained_in = self._config.sharding.dtype, self.checkpoints.resumed_dtype
+            if trained_in not in (None, dtype):
+                self.report.say(f"computes in {dtype}; up to the checkpoint it was {trained_in}")
             self.begin(first)
             if trainer.val_before_train and not first:
                 self._validate(0)
@@ -131,5 +134,6 @@ class Job:
             "steps": self.steps,
             "world_size": self.session.world_size,
             "seed": self._config.seed,
+            "dtype": self._config.sharding.dtype,
             **self.summary(),
         }
