@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.isa import LIMITS
+
 ROOT = Path(__file__).parent.parent.parent
 FILES = [
     "policy_loss",
@@ -26,20 +28,10 @@ CASES = (
     "mixed_product or product_paths or 16_bit or error_is_at_most or main_grad or dead_rows or "
     "keep_to_the_budget or deterministic"
 )
-# Libraries read theirs when they are loaded.
-AVX2 = {
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    "ATEN_CPU_CAPABILITY": "avx2",
-}
-LIMITS = {
-    "avx2": AVX2 | {"HYBRIDENGINE_ISA": "avx2"},
-    "portable": AVX2 | {"HYBRIDENGINE_ISA": "portable"},
-    "avx512 without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-}
+ENVIRONMENTS = LIMITS | {"avx512 without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}}
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", ENVIRONMENTS)
 def test_kernels_on_a_narrower_instruction_set(limit):
     done = subprocess.run(
         [
@@ -47,7 +39,7 @@ def test_kernels_on_a_narrower_instruction_set(limit):
             *(f"tests/kernels/test_{name}.py" for name in FILES),
         ],
         cwd=ROOT,
-        env={**os.environ, **LIMITS[limit]},
+        env={**os.environ, **ENVIRONMENTS[limit]},
         capture_output=True,
         text=True,
     )
