@@ -23,9 +23,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="small shapes: does it run?")
-    parser.add_argument(
-        "--isa", choices=list(LIMITS), help="as on a CPU that has no more"
-    )
+    parser.add_argument("--isa", choices=list(LIMITS), help="as on a CPU that has no more")
     arguments = parser.parse_args()
     if arguments.isa:
         limit_isa(arguments.isa)
