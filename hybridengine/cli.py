@@ -140,7 +140,9 @@ def _run(config: JobConfig, dry_run: bool) -> int:
 def _plan(config: JobConfig, dry_run: bool) -> Table:
     from hybridengine.preflight import check_grpo, check_sft
     from hybridengine.trainer.plan import plan_table, sft_plan, sync_volume
+    from hybridengine.trainer.precision import resolve_dtypes
 
+    config = resolve_dtypes(config)
     if isinstance(config, SFTConfig):
         return sft_plan(config, *check_sft(config))
     assert isinstance(config, GRPOConfig)
@@ -197,7 +199,7 @@ def env() -> None:
     """Print versions, devices, and the backend every kernel takes here, with the reason."""
     import torch
 
-    from hybridengine.kernels import backend_table
+    from hybridengine.kernels import backend_table, has_fast_products
 
     console = Console()
     versions = Table("package", "version", title="Versions", title_justify="left")
@@ -213,7 +215,8 @@ def env() -> None:
     for row in backend_table():
         kernels.add_row(*row)
     console.print(versions)
-    console.print(f"CPU: {cores}")
+    fast = "" if has_fast_products(torch.bfloat16) else "no "
+    console.print(f"CPU: {cores}, {fast}fast bfloat16 products")
     console.print(f"GPU: {', '.join(devices) or 'none'}")
     console.print(kernels)
 
