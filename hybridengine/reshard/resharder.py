@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hybridengine.reshard.coverage import check_sources
 from hybridengine.reshard.exchange import Exchange, Slab, TableMaker
-from hybridengine.reshard.failures import FailureBoard, RankLostError, ReshardError
+from hybridengine.reshard.failures import (
+    FailureBoard,
+    PlanOutdatedError,
+    RankLostError,
+    ReshardError,
+)
 from hybridengine.reshard.geometry import reach
 from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
 from hybridengine.reshard.lora import (
@@ -34,7 +40,7 @@ from hybridengine.reshard.verify import find_mismatches
 if TYPE_CHECKING:
     from hybridengine.rollout.engine import WeightTarget
 
-__all__ = ["RankLostError", "ReshardError", "Resharder", "SyncReport"]
+__all__ = ["PlanOutdatedError", "RankLostError", "ReshardError", "Resharder", "SyncReport"]
 
 Parameters = Mapping[str, torch.Tensor]
 
@@ -63,12 +69,14 @@ class _InFlight:
 class Resharder:
     """Moves trained FSDP2 parameters into a rollout engine's weights, in place.
 
-    parameters: checkpoint name → DTensor (FSDP2) or replicated tensor, on every rank; or a function
-      that returns them, asked at every sync, for a model whose tensors are replaced as it trains.
+    parameters: function that returns checkpoint name → DTensor (FSDP2) or replicated tensor, on
+      every rank. It is called at every sync, because `model.cpu().cuda()`, a cast or
+      `load_state_dict(assign=True)` replaces the tensors of a model.
     engine: the rollout engine on this rank.
     bucket_bytes: staging memory (send + receive) of one all-to-all; two are alive at a time.
-    adapters: parameter → its adapter, merged as the parameter is packed, or with `merge` off given
-      to the engine beside it. All others are frozen: they travel again only if their bits change.
+    adapters: function that returns parameter → its adapter, merged as the parameter is packed, or
+      with `merge` off given to the engine beside it. All others are frozen: they travel again only
+      if their bits change.
 
     The plan is made once, agreed by digest across ranks, and reused by every `sync()`.
     Raises LayoutError on every rank for what any rank finds wrong.
@@ -76,31 +84,35 @@ class Resharder:
 
     def __init__(
         self,
-        parameters: Parameters | Callable[[], Parameters],
+        parameters: Callable[[], Parameters],
         engine: WeightTarget,
         bucket_bytes: int = 64 << 20,
-        adapters: Mapping[str, Adapter] | None = None,
+        adapters: Callable[[], Mapping[str, Adapter]] = dict,
         merge: bool = True,
     ) -> None:
+        for name, given in (("parameters", parameters), ("adapters", adapters)):
+            if not callable(given):
+                raise TypeError(
+                    f"{name}: got a {type(given).__name__}, expected a function that returns one "
+                    "(lambda: parameter_shards(model)): a model's tensors may be replaced, so it "
+                    "is asked at every sync"
+                )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = engine
-        self._given = parameters
-        self._adapters: Mapping[str, Adapter] = (adapters or {}) if merge else {}
-        self._beside: Mapping[str, Adapter] = {} if merge else (adapters or {})
-        self._factors = factors_of(self._beside)
+        self._given_parameters, self._given_adapters, self._merge = parameters, adapters, merge
         self._board = FailureBoard(self.rank, self.world_size)
         specs = self._agreed(self._read_shards)
         self._device = next((t.device for t in self.parameters.values()), torch.device("cpu"))
         self._layout = with_factors(engine.layout, self._factors)
         layouts = self._gather_layouts()
-        self.plan: ReshardPlan = self._agreed(lambda: build_plan(specs, layouts, bucket_bytes))
+        self.plan: ReshardPlan = self._agreed(lambda: self._plan(specs, layouts, bucket_bytes))
         digests = self._everyones(self.plan.digest)
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise LayoutError(
                 f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
                 "bucket size differs. Start every rank with the same configuration."
             )
-        self._planned = {name: Placement.of(t) for name, t in self.parameters.items()}
+        self._planned = {name: Placement.of(t) for name, t in self._tensors().items()}
         self._agreed(self._live_weights)
         strides = {name: placement.local_stride for name, placement in self._planned.items()}
         maker = TableMaker(self.plan, self.rank, strides, self._device)
@@ -120,17 +132,25 @@ class Resharder:
         self._agree(problem)
         return result
 
-    def _agree(self, problem: str | None) -> None:
+    def _agree(self, problem: str | None, error: type[LayoutError] = LayoutError) -> None:
         found: dict[str, int] = {}
         for rank, text in enumerate(self._everyones(problem)):
             if text:
                 found.setdefault(text, rank)
         if found:
-            raise LayoutError("; ".join(f"on rank {rank}: {text}" for text, rank in found.items()))
+            raise error("; ".join(f"on rank {rank}: {text}" for text, rank in found.items()))
 
     def _read_parameters(self) -> None:
-        given = self._given() if callable(self._given) else self._given
-        self.parameters = {**given, **self._factors}
+        """Ask the model for the tensors and adapters that it has now."""
+        adapters = self._given_adapters()
+        self._adapters: Mapping[str, Adapter] = adapters if self._merge else {}
+        self._beside: Mapping[str, Adapter] = {} if self._merge else adapters
+        self._factors = factors_of(self._beside)
+        self.parameters = {**self._given_parameters(), **self._factors}
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the trained model that a sync reads, merged adapters included."""
+        return {**self.parameters, **factors_of(self._adapters)}
 
     def _read_shards(self) -> dict[str, ShardSpec]:
         self._read_parameters()
@@ -163,6 +183,26 @@ class Resharder:
                 )
         return [layouts[seat] for seat in seats]
 
+    def _plan(
+        self, specs: dict[str, ShardSpec], layouts: list[EngineLayout], bucket_bytes: int
+    ) -> ReshardPlan:
+        try:
+            distinct = list({id(layout): layout for layout in layouts}.values())
+            shapes = {name: spec.shape for name, spec in specs.items()}
+            check_sources(shapes, distinct, self.engine.unused)
+        except LayoutError as error:
+            raise LayoutError(f"{error}{self.engine.differences}") from None
+        plan = build_plan(specs, layouts, bucket_bytes)
+        for bucket in plan.buckets:
+            source, engine = bucket.source_dtype, bucket.engine_dtype
+            if source != engine and not source.is_floating_point:
+                raise LayoutError(
+                    f"parameter {bucket.units[0].source!r} is {source}, which is no number that "
+                    f"the engine's {engine} can take as it is: a quantized model cannot be synced; "
+                    "train in a floating-point dtype"
+                )
+        return plan
+
     def _live_weights(self) -> dict[str, torch.Tensor]:
         """The engine's tensors, and room for whole adapters beside them."""
         weights = self.engine.weights()
@@ -185,8 +225,9 @@ class Resharder:
         Collective: every rank calls it. On return every rank's engine generates from `version`.
         verify: afterwards compare checksums of every slice, shards against engine weights.
 
-        Raises LayoutError on every rank, before anything moves, when the parameters or the engine
-        are not what was planned for; ReshardError on every rank when a checksum differs;
+        Raises LayoutError on every rank, before anything moves, when the engine is not what was
+        planned for or cannot take weights now (it runs requests, it sleeps), PlanOutdatedError when
+        the parameters are not; ReshardError on every rank when a checksum differs;
         RankLostError when another rank dies, fails or hangs for the process group's timeout. After
         an error in the middle the engine refuses to generate until the next whole sync.
         """
@@ -221,15 +262,16 @@ class Resharder:
 
         (Whether every engine has the parameters that do not change, the bits of these.)
         """
-        _, problem = _try(self._look_again)
-        frozen = [] if problem else self._frozen_bits()
+        changed, problem = _try(self._look_again)
+        frozen = [] if changed or problem else self._frozen_bits()
         lost = self.engine.weight_version is None or frozen != self._settled
-        word = torch.tensor([problem is not None, version, -version, lost], device=self._device)
+        state = [problem is not None, changed is not None, version, -version, lost]
+        word = torch.tensor(state, device=self._device)
         with self._board.meeting("agreeing to start"):
             dist.all_reduce(word, dist.ReduceOp.MAX)
-            failed, highest, lowest, lost = word.tolist()
-            if failed:
-                self._agree(problem)
+            failed, outdated, highest, lowest, lost = word.tolist()
+            if failed or outdated:
+                self._agree(problem or changed, PlanOutdatedError if outdated else LayoutError)
         if highest != -lowest:
             raise ReshardError(
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "
@@ -237,18 +279,23 @@ class Resharder:
             )
         return not lost, frozen
 
-    def _look_again(self) -> None:
-        """Raise LayoutError for what is not as it was planned for."""
+    def _look_again(self) -> str | None:
+        """How the parameters differ from the plan. LayoutError for an engine that is not ready."""
         if (place := (dist.get_rank(), dist.get_world_size())) != (self.rank, self.world_size):
             raise LayoutError(
                 f"planned as rank {self.rank} of {self.world_size}, now rank {place[0]} of "
                 f"{place[1]}: make a new Resharder for the new world"
             )
+        self.engine.check_ready()
         self._read_parameters()
         self._shards = {n: local_shard(t).detach() for n, t in self.parameters.items()}
-        if changed := find_change(self._planned, self.parameters):
-            raise LayoutError(f"{changed} since the reshard was planned: make a new Resharder")
+        if changed := find_change(self._planned, self._tensors()):
+            return (
+                f"{changed} since the reshard was planned: call connect() again, or make a new "
+                "Resharder"
+            )
         self._weights = self._live_weights()
+        return None
 
     def _write_constants(self) -> None:
         for name, offset, sizes, strides, value in self.engine.layout.constants:

@@ -96,6 +96,7 @@ class Placement(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     placements: tuple | None
     mesh: object
     local_shape: tuple[int, ...]
@@ -107,7 +108,7 @@ class Placement(NamedTuple):
         placements = getattr(tensor, "placements", None)
         sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, local.stride()))
         shape, local_shape, stride = sizes
-        return cls(shape, tensor.dtype, placements, mesh, local_shape, stride)
+        return cls(shape, tensor.dtype, local.device, placements, mesh, local_shape, stride)
 
 
 def find_change(

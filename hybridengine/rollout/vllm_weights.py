@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hybridengine.reshard.coverage import describe_differences
+from hybridengine.reshard.failures import ReshardError
 from hybridengine.reshard.layers import record_engine
 from hybridengine.reshard.layout import Checkpoint, EngineLayout, LayoutError, TensorSpec
 from hybridengine.reshard.lora import Adapter
@@ -64,29 +66,59 @@ def record_vllm(vllm_config: Any, checkpoint: Checkpoint, dtype: torch.dtype) ->
 class VllmWeights(WeightTarget):
     """The weights of one worker of vLLM, in this process.
 
-    in_place: what was open, or ran, as vLLM loaded `model`. checkpoint: what the trained model's
-    checkpoint is made of.
+    llm: a `vllm.LLM` whose worker is in this process. checkpoint: what the trained model's
+    checkpoint is made of. in_place: what was open, or ran, as vLLM loaded its model.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        vllm_config: Any,
-        checkpoint: Checkpoint,
-        in_place: WeightsInPlace,
-    ) -> None:
-        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+    def __init__(self, llm: Any, checkpoint: Checkpoint, in_place: WeightsInPlace) -> None:
+        from vllm.distributed import get_tensor_model_parallel_rank
 
-        if get_pp_group().world_size > 1:
-            raise LayoutError(
-                "pipeline_parallel_size: the reshard knows tensor and expert parallel engines only"
-            )
-        self.tp_rank = get_tensor_model_parallel_rank()
-        self.dtype = vllm_config.model_config.dtype
-        self._model, self._checkpoint, self._in_place = model, checkpoint, in_place
+        self._llm = llm
+        self._runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._model = self._runner.get_model()
+        self._checkpoint, self._in_place = checkpoint, in_place
         self._slot: LoraSlot | None = None
-        self.layout = record_vllm(vllm_config, checkpoint, self.dtype)
-        in_place.check(model, self.layout)
+        config = llm.llm_engine.vllm_config
+        self._check_parallelism()
+        self.tp_rank = get_tensor_model_parallel_rank()
+        self.dtype = config.model_config.dtype
+        self.unused = checkpoint.buffers
+        self.differences = describe_differences(
+            checkpoint.config, config.model_config.hf_config.to_dict()
+        )
+        try:
+            self.layout = record_vllm(config, checkpoint, self.dtype)
+        except LayoutError as error:
+            raise LayoutError(f"{error}{self.differences}") from error
+        in_place.check(self._model, self.layout)
+
+    def check_ready(self) -> None:
+        self._check_parallelism()
+        engine = self._llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        scheduled = sum(scheduler.get_request_counts())
+        if running := max(engine.get_num_unfinished_requests(), scheduled):
+            raise LayoutError(
+                f"the engine has {running} unfinished request{'s' * (running > 1)}, whose cached "
+                "keys and values belong to the current weights: let them finish, or abort them "
+                "(llm.llm_engine.abort_request), before the sync"
+            )
+
+    def _check_parallelism(self) -> None:
+        """Raise LayoutError for an engine whose ranks hold other weights than the plan assumes."""
+        parallel = self._llm.llm_engine.vllm_config.parallel_config
+        for key in ("pipeline_parallel_size", "data_parallel_size"):
+            if (size := getattr(parallel, key)) > 1:
+                raise LayoutError(
+                    f"{key}: got {size}, expected 1. The reshard knows tensor and expert parallel "
+                    "engines; for data parallelism build one engine per group of ranks"
+                )
+        if parallel.enable_eplb or getattr(self._runner, "eplb_state", None) is not None:
+            raise LayoutError(
+                "enable_eplb: vLLM's expert load balancing moves and copies experts between ranks "
+                "while it generates, so a sync would write experts where others are now. Build the "
+                "engine with enable_eplb=False"
+            )
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._in_place.weights(self._model, self.layout)
@@ -108,6 +140,16 @@ class VllmWeights(WeightTarget):
 
     def _forget_cached_prefixes(self) -> None:
         self._in_place.derive(self._model, self.dtype)
+        self._reset_caches()
+
+    def _reset_caches(self) -> None:
+        """Drop cached keys and values, here and in a connector, and cached image embeddings."""
+        if not self._llm.reset_prefix_cache(reset_connector=True):
+            raise ReshardError(
+                "vLLM did not drop its prefix cache: blocks of a request, or of a KV connector, "
+                "are still in use. Let all requests finish, or abort them, and sync again"
+            )
+        self._llm.llm_engine.reset_encoder_cache()
 
 
 class WeightsInPlace(ExitStack):
