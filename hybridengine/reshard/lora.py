@@ -115,8 +115,11 @@ def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor.reshape(-1).view(torch.uint8)
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
         words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-        table = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
+        rows = words.numel() // _ROW
+        table = words[: rows * _ROW].view(rows, _ROW)
         rest = (words[table.numel() :], flat[words.numel() * 8 :].to(torch.int64))
         return torch.stack([_weighted(t) for t in (table.sum(0), table.sum(1), *rest)]).sum()
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,26 +24,17 @@ from hybridengine.reshard.failures import (
     RankLostError,
     ReshardError,
 )
-from hybridengine.reshard.geometry import reach
 from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
-from hybridengine.reshard.lora import (
-    Adapter,
-    factors_of,
-    gathered,
-    sums_of_bits,
-    with_factors,
-    with_whole,
-)
+from hybridengine.reshard.lora import Adapter, sums_of_bits, with_factors, with_whole
 from hybridengine.reshard.plan import Piece, ReshardPlan, build_plan
-from hybridengine.reshard.shards import Placement, ShardSpec, find_change, local_shard
-from hybridengine.reshard.verify import find_mismatches
+from hybridengine.reshard.shards import ShardSpec
+from hybridengine.reshard.trained import Parameters, TrainedTensors
+from hybridengine.reshard.verify import find_mismatches, find_unstable, warn_of_nan
 
 if TYPE_CHECKING:
     from hybridengine.rollout.engine import WeightTarget
 
 __all__ = ["PlanOutdatedError", "RankLostError", "ReshardError", "Resharder", "SyncReport"]
-
-Parameters = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -90,20 +82,14 @@ class Resharder:
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         merge: bool = True,
     ) -> None:
-        for name, given in (("parameters", parameters), ("adapters", adapters)):
-            if not callable(given):
-                raise TypeError(
-                    f"{name}: got a {type(given).__name__}, expected a function that returns one "
-                    "(lambda: parameter_shards(model)): a model's tensors may be replaced, so it "
-                    "is asked at every sync"
-                )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = engine
-        self._given_parameters, self._given_adapters, self._merge = parameters, adapters, merge
+        self._trained = TrainedTensors(parameters, adapters, merge)
         self._board = FailureBoard(self.rank, self.world_size)
-        specs = self._agreed(self._read_shards)
-        self._device = next((t.device for t in self.parameters.values()), torch.device("cpu"))
-        self._layout = with_factors(engine.layout, self._factors)
+        specs = self._agreed(self._read_specs)
+        shards = self._trained.shards.values()
+        self._device = next((t.device for t in shards), torch.device("cpu"))
+        self._layout = with_factors(engine.layout, self._trained.factors)
         layouts = self._gather_layouts()
         self.plan: ReshardPlan = self._agreed(lambda: self._plan(specs, layouts, bucket_bytes))
         digests = self._everyones(self.plan.digest)
@@ -112,7 +98,7 @@ class Resharder:
                 f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
                 "bucket size differs. Start every rank with the same configuration."
             )
-        self._planned = {name: Placement.of(t) for name, t in self._tensors().items()}
+        self._planned = self._trained.placements
         self._agreed(self._live_weights)
         strides = {name: placement.local_stride for name, placement in self._planned.items()}
         maker = TableMaker(self.plan, self.rank, strides, self._device)
@@ -140,29 +126,9 @@ class Resharder:
         if found:
             raise error("; ".join(f"on rank {rank}: {text}" for text, rank in found.items()))
 
-    def _read_parameters(self) -> None:
-        """Ask the model for the tensors and adapters that it has now."""
-        adapters = self._given_adapters()
-        self._adapters: Mapping[str, Adapter] = adapters if self._merge else {}
-        self._beside: Mapping[str, Adapter] = {} if self._merge else adapters
-        self._factors = factors_of(self._beside)
-        self.parameters = {**self._given_parameters(), **self._factors}
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the trained model that a sync reads, merged adapters included."""
-        return {**self.parameters, **factors_of(self._adapters)}
-
-    def _read_shards(self) -> dict[str, ShardSpec]:
-        self._read_parameters()
-        changing = self._adapters.keys() | self._factors.keys()
-        return {
-            name: replace(
-                ShardSpec.of(name, tensor, self.world_size),
-                merged=name in self._adapters,
-                frozen=bool(changing) and name not in changing,
-            )
-            for name, tensor in self.parameters.items()
-        }
+    def _read_specs(self) -> dict[str, ShardSpec]:
+        self._trained.read()
+        return self._trained.specs(self.world_size)
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """The layout of every rank; each is sent once, by the first rank that has it."""
@@ -216,7 +182,7 @@ class Resharder:
                 )
         return weights | {
             name: torch.empty(t.shape, dtype=t.dtype, device=self._device)
-            for name, t in self._factors.items()
+            for name, t in self._trained.factors.items()
         }
 
     def sync(self, version: int | None = None, *, verify: bool = False) -> SyncReport:
@@ -245,8 +211,9 @@ class Resharder:
                 self._gather_fallback(settled)
                 if verify:
                     self._verify()
-                if self._beside:
-                    self.engine.load_adapters(with_whole(self._beside, self._weights), version)
+                if self._trained.unmerged:
+                    adapters = with_whole(self._trained.unmerged, self._weights)
+                    self.engine.load_adapters(adapters, version)
                 with self._board.meeting("committing"):
                     dist.barrier()  # the version moves only when all ranks are in
                 self._settled = frozen
@@ -255,7 +222,7 @@ class Resharder:
 
     def _frozen_bits(self) -> list[int]:
         frozen = [name for name, spec in self.plan.sources.items() if spec.frozen]
-        return sums_of_bits([self._shards[name] for name in frozen])
+        return sums_of_bits([self._trained.shards[name] for name in frozen])
 
     def _start(self, version: int) -> tuple[bool, list[int]]:
         """Look at model, engine and world again; every rank goes on only if all of them may.
@@ -287,9 +254,8 @@ class Resharder:
                 f"{place[1]}: make a new Resharder for the new world"
             )
         self.engine.check_ready()
-        self._read_parameters()
-        self._shards = {n: local_shard(t).detach() for n, t in self.parameters.items()}
-        if changed := find_change(self._planned, self._tensors()):
+        self._trained.read()
+        if changed := self._trained.find_change(self._planned):
             return (
                 f"{changed} since the reshard was planned: call connect() again, or make a new "
                 "Resharder"
@@ -331,16 +297,11 @@ class Resharder:
 
     def _source(self, slab: Slab) -> torch.Tensor:
         """What a bucket packs from: this rank's shard, or what an adapter makes of a part of it."""
-        adapter = self._adapters.get(slab.name)
-        if adapter is None:
-            return self._shards[slab.name]
         spec = self.plan.sources[slab.name]
-        shard = spec.held_by(self.rank)
-        origin = 0 if shard is None else spec.interval(shard)[0]
         with self._board.meeting(f"gathering the adapter of {slab.name!r}"):
-            base = self.parameters[slab.name].detach()
-            self._gathered += adapter.bytes_gathered(base, spec.dim)
-            return adapter.merge(base, spec.dim, origin, slab.low, slab.high)
+            rows = self._trained.rows(slab.name, spec, self.rank, slab.low, slab.high)
+        self._gathered += rows[1]
+        return rows[0]
 
     def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(buffer, its outbox, its inbox). Two buffers serve all buckets: fresh memory is slow.
@@ -351,7 +312,7 @@ class Resharder:
         if self._spare:
             buffer = self._spare.pop()
         else:
-            size = stop if self._adapters else self._largest
+            size = stop if self._trained.merged else self._largest
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         dtype = exchange.engine_dtype
         return buffer, buffer[:out].view(dtype), buffer[start:stop].view(dtype)
@@ -364,7 +325,7 @@ class Resharder:
             sent.work.wait()
         self._board.phase = sent.phase.replace("exchanging", "unpacking")
         sent.exchange.unpack.copy([sent.inbox], self._targets(sent.exchange))
-        if self._adapters:
+        if self._trained.merged:
             sent.buffer.untyped_storage().resize_(0)
         else:
             self._spare.append(sent.buffer)
@@ -377,34 +338,22 @@ class Resharder:
         sources = self.plan.sources
         names = [n for n in self.plan.fallback if not (sources[n].frozen and settled)]
         if names:
-            self.engine.load_whole((name, self._whole(name)) for name in names)
+            self.engine.load_whole((name, self._unsharded(name)) for name in names)
 
-    def _whole(self, name: str) -> torch.Tensor:
-        """In memory of its own: some loaders zero in place what belongs to another rank."""
-        tensor = self.parameters[name].detach()
+    def _unsharded(self, name: str) -> torch.Tensor:
         with self._board.meeting(f"gathering {name!r} whole"):
-            if name in self._adapters:
-                return self._adapters[name].merge_whole(tensor)
-            whole = gathered(tensor)
-        here, own = (t.untyped_storage().data_ptr() for t in (whole, local_shard(tensor)))
-        return whole.clone() if here == own else whole
+            return self._trained.unsharded(name)
 
     def _verify(self) -> None:
-        planned, sources = self._planned, self.plan.sources
-
+        """Raise ReshardError on every rank where an engine tensor is not what it was made of."""
+        trained, sources = self._trained, self.plan.sources
         with self._board.meeting("gathering adapters to verify"):
-            adapters = {name: adapter.gathered() for name, adapter in self._adapters.items()}
+            adapters = {name: adapter.gathered() for name, adapter in trained.merged.items()}
 
         def of_shard(piece: Piece) -> torch.Tensor:
-            shard, block, spec = self._shards[piece.source], piece.block, sources[piece.source]
-            origin, strides = list(spec.origin(piece.shard)), planned[piece.source].local_stride
-            if piece.source in adapters:
-                base, held = self.parameters[piece.source].detach(), origin[spec.dim]
-                low, high = reach(block, spec.dim)
-                shard = adapters[piece.source].merge(base, spec.dim, held, low, high)
-                origin[spec.dim], strides = low, shard.stride()
-            offset, strides = block.address(strides, tuple(origin))
-            return shard.as_strided(block.sizes, strides, shard.storage_offset() + offset)
+            name = piece.source
+            spec, adapter = sources[name], adapters.get(name)
+            return trained.slice(name, spec, piece.shard, piece.block, adapter)
 
         def of_engine(piece: Piece) -> torch.Tensor:
             weight, block = self._weights[piece.destination], piece.block
@@ -413,6 +362,12 @@ class Resharder:
 
         with self._board.meeting("verifying"):
             wrong = find_mismatches(self.plan, self.rank, of_shard, of_engine)
+            if self.plan.fallback:
+                loaded = self.engine.layout.by_loader & self._weights.keys()
+                tensors = {name: self._weights[name] for name in sorted(loaded)}
+                reload = partial(self._gather_fallback, settled=False)
+                wrong += find_unstable(self.rank, self._layout, tensors, reload)
+            warn_of_nan(trained.shards)
         if wrong:
             rank, destination, source = wrong[0]
             raise ReshardError(
