@@ -204,10 +204,10 @@ class Resharder:
             settled, frozen = self._start(version)
             with self.engine.weight_update(version):
                 self._settled = None
+                self._write_constants()  # copies go over them
                 received, sent = self._move(
                     [e for e in self._exchanges if not (e.once and settled)]
                 )
-                self._write_constants()
                 self._gather_fallback(settled)
                 if verify:
                     self._verify()
