@@ -98,7 +98,7 @@ def check_sources(
                 f"the engine reads {what} of the trained parameter {name!r} of shape {shape}: "
                 f"{unread} of its {total} elements are used by no engine tensor, so the engine is "
                 "smaller than, or built otherwise than, the trained model. Build both from one "
-                "configuration"
+                "configuration."
             )
         proved.add(case)
 
@@ -134,7 +134,7 @@ def describe_differences(trained: Mapping[str, Any], engine: Mapping[str, Any]) 
         for key, value in ours.items()
         if key in theirs and theirs[key] != value and not key.endswith(_INCIDENTAL)
     ]
-    return f". Their configurations differ in {', '.join(found[:5])}" if found else ""
+    return f" Their configurations differ in {', '.join(found[:5])}." if found else ""
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -59,9 +59,9 @@ class TensorSpec:
 class EngineLayout:
     """Everything the reshard needs to know about one rank's engine weights.
 
-    `constants` are regions the loader fills with one value (vocabulary padding) and partly writes
-    over with copies; every sync writes them before it moves anything. `fallback`: source name → why it is gathered whole and left
-    to the engine's loader, which then writes (some of) the tensors in `by_loader`.
+    `constants` are regions the loader fills with one value (vocabulary padding), written by every
+    sync before the copies, which may go over them. `fallback`: source name → why it is gathered
+    whole and left to the engine's loader, which then writes (some of) the tensors in `by_loader`.
     """
 
     destinations: dict[str, TensorSpec]

@@ -193,6 +193,8 @@ def _copies(name: str, tensor: torch.Tensor, digits: list[torch.Tensor]) -> list
                         *zip(*(outer + axes), strict=True),
                     )
                 )
+    if len(copies) > _MAX_COPIES:
+        raise NotABlock("its elements are permuted without a regular pattern")
     return copies
 
 

@@ -92,8 +92,8 @@ def warn_of_nan(shards: Mapping[str, torch.Tensor]) -> None:
     ]
     if found := sorted(set(_everywhere(names))):
         warnings.warn(
-            f"{len(found)} trained parameters contain NaN ({found[0]!r} for one), and so does the "
-            "engine now: the sync is correct, the training is not",
+            f"the trained parameter {found[0]!r} (and {len(found) - 1} more) contains NaN, and so "
+            "does the engine now: the sync is correct, the weights are not",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -14,7 +14,7 @@ from tests.tiny_models import save_tiny, tiny_config
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
-PROMPT = [5, 9, 33, 2] * 8  # two blocks of 16, so that its prefix is cached
+PROMPT = [5, 9, 33, 2] * 80  # more than a block, so that its prefix is cached
 
 
 def interleave(weight: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,6 @@ REORDERED = {"gate_up_proj": interleave, "o_proj": swap}
 def reorder_after_loading() -> None:
     """Let vLLM's linear layers permute weights after loading: one in place, one into new memory."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.utils import replace_parameter
 
     process = UnquantizedLinearMethod.process_weights_after_loading
 
@@ -43,8 +42,12 @@ def reorder_after_loading() -> None:
         if kind == "gate_up_proj":
             layer.weight.data.copy_(interleave(layer.weight.data))
         elif kind == "o_proj":
-            again, self.again = hasattr(self, "again"), True
-            replace_parameter(layer, "weight", swap(layer.weight.data), prefer_copy=again)
+            swapped = swap(layer.weight.data)
+            if hasattr(layer, "reordered_once"):
+                layer.weight.data.copy_(swapped)
+            else:
+                layer.weight.data = swapped
+            layer.reordered_once = True
 
     UnquantizedLinearMethod.process_weights_after_loading = reordering
 
@@ -65,7 +68,7 @@ def build_llm(path: str):
             distributed_executor_backend="external_launcher",
             weight_transfer_config={"backend": "hybridengine"},
             dtype="bfloat16",
-            max_model_len=64,
+            max_model_len=512,
             kv_cache_memory_bytes=16 << 20,
             enforce_eager=True,
             skip_tokenizer_init=True,
