@@ -65,7 +65,8 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
     """Base parameter's name → its adapter, of live shards; empty for a model without LoRA.
 
     Raises:
-        ModelError: an adapter that is more than W + scale · B A (DoRA, a bias, several at once).
+        ModelError: an adapter that is more than W + scale · B A (DoRA, a bias, several at once), or
+            that is merged into its weight.
     """
     adapters = {}
     for name, layer in _layers(model):
@@ -76,6 +77,11 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
                 f"the adapter of {name!r} is no plain LoRA of one linear layer "
                 f"({type(layer).__name__}, active: {layer.active_adapters}); expected one active "
                 "adapter without DoRA or bias, on neither fused experts nor an embedding"
+            )
+        if layer.merged:
+            raise ModelError(
+                f"the adapter of {name!r} is merged into its weight already, so a sync or an "
+                "export would add it twice; call unmerge_adapter() first"
             )
         left, right = layer.lora_B[key].weight.detach(), layer.lora_A[key].weight.detach()
         if layer.fan_in_fan_out:  # the weight is stored transposed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -92,6 +94,8 @@ def describe_checkpoint(model: PreTrainedModel) -> Checkpoint:
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in parameter_shards(model).items()}
     try:
-        return record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
+        checkpoint = record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
+        buffers = frozenset(shapes.keys() & {_plain(name) for name, _ in model.named_buffers()})
+        return replace(checkpoint, buffers=buffers, config=model.config.to_dict())
     except LayoutError as error:
         raise ModelError(f"{original_class(model).__name__} cannot be resharded: {error}") from None
