@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridengine.algorithms import NEEDS
-from hybridengine.checkpoint import chosen_checkpoint
+from hybridengine.checkpoint import check_resume
 from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset, PromptLoader
 from hybridengine.data.sft import SFTDataset
@@ -26,6 +26,7 @@ from hybridengine.model import (
     is_sequence_classifier,
     longest_sequence,
 )
+from hybridengine.rewards import score_checked
 from hybridengine.rollout.vllm import check_engine_options
 from hybridengine.tracking import check_loggers
 from hybridengine.trainer.rollouts import SCORE_NAMES
@@ -34,7 +35,9 @@ from hybridengine.trainer.sft import load_sft_data
 
 __all__ = ["check_grpo", "check_sft"]
 
-_PROBED_ROWS = 3  # the reward of an empty answer to the first prompts shows a broken function
+# The reward of an empty answer to the first prompts, and to the first of each data_source, shows a
+# broken function.
+_PROBED_ROWS = 3
 
 
 def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]:
@@ -50,11 +53,12 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     _check_adapters(config, model)
     _, train, val, reward = load_data(config)
     _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
-    PromptLoader(train, config.data.train_batch_size, seed=config.seed)
+    _check_resume(config, train, model)
     for dataset in (train, val):
         if dataset is not None:
-            probed = dataset[:_PROBED_ROWS]
-            result = reward.score(probed, [""] * len(probed), [0] * len(probed))
+            firsts = {sample.data_source: sample for sample in reversed(dataset)}
+            probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
+            result = score_checked(reward, probed, [""] * len(probed), [0] * len(probed))
             _check_reward_names(config, [*result.extras])
     _check_value_models(config)
     return train, val
@@ -183,7 +187,7 @@ def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
     samples = [sample.ids for part in (train, val) for sample in part or ()]
     _check_tokens(model, samples)
     _check_length(model, max(map(len, samples)), "the longest conversation", "data.max_length")
-    PromptLoader(train, config.data.train_batch_size, seed=config.seed)
+    _check_resume(config, train, model)
     return train, val
 
 
@@ -202,7 +206,6 @@ def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
             f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "
             f"{trainer.resume_from_path}; resume_mode=path and a folder go together"
         )
-    chosen_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
     model = check_model(config.model.path, trust)
     check_weights(config.model.path, model, trust)
     weights = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).tensors.values())
@@ -213,6 +216,16 @@ def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
 def _check_adapters(config: GRPOConfig | SFTConfig, model: PretrainedConfig) -> None:
     if config.model.lora_rank:
         check_target_modules(model, config.model.target_modules, config.model.trust_remote_code)
+
+
+def _check_resume(
+    config: GRPOConfig | SFTConfig, train: PromptDataset | SFTDataset, model: PretrainedConfig
+) -> None:
+    """The checkpoint that the run would resume from fits the data and the model."""
+    data = config.data
+    loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
+    layout = checkpoint_layout(model, config.model.trust_remote_code)
+    check_resume(config, loader, layout.parameters)
 
 
 def _check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:

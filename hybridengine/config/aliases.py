@@ -245,7 +245,7 @@ RL_NAMES = Names(
         "part that is switched off",
         "algorithm.filter_groups.max_inflight_gen_batches": "batches are generated one by one",
         "reward.overlong_buffer.log": "the punishment is always in the metrics",
-        "reward.num_workers reward.reward_model.num_workers reward.*launch_reward_fn_async "
+        "reward.reward_model.num_workers reward.*launch_reward_fn_async "
         "reward.reward_model.use_reward_loop reward.sandbox_fusion.*": "rewards are called "
         "where rollouts are made",
         "reward.reward_model.rollout.* reward.reward_model.n_gpus_per_node "

@@ -98,8 +98,8 @@ def _import_external(name: str) -> None:
         return
     try:
         importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from error
 
 
 def engine_name(config: GRPOConfig) -> str:
@@ -261,9 +261,9 @@ def build_actor(config: GRPOConfig, engine: RolloutEngine, replicas: Replicas, s
 
 def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
     return Resharder(
-        parameter_shards(actor.model),
+        lambda: parameter_shards(actor.model),
         engine,
-        adapters=adapter_shards(actor.model),
+        adapters=lambda: adapter_shards(actor.model),
         merge=config.reshard.lora == "merged",
     )
 
