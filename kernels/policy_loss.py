@@ -311,7 +311,8 @@ def _setup_policy_loss(ctx, inputs, output):
     _, sums, gradient, entropy_gradient = output
     ctx.set_materialize_grads(False)  # else zeros as large as the gradients, for nobody
     ctx.mark_non_differentiable(sums, gradient, entropy_gradient)
-    ctx.save_for_backward(gradient, entropy_gradient)
+    # The two inputs are there for second derivatives to find, and raise.
+    ctx.save_for_backward(gradient, entropy_gradient, *inputs[:2])
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -324,7 +325,7 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
 
 @check.differentiable_once("policy_loss")
 def _backward_policy_loss(ctx, grad_loss, *_):
-    gradient, entropy_gradient = ctx.saved_tensors
+    gradient, entropy_gradient, *_ = ctx.saved_tensors
     for_log_probs = _scaled(gradient, grad_loss) if ctx.needs_input_grad[0] else None
     for_entropy = _scaled(entropy_gradient, grad_loss) if ctx.needs_input_grad[1] else None
     return for_log_probs, for_entropy, *[None] * 11
