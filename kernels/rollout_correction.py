@@ -176,7 +176,8 @@ def _check_rejection(
     rejection: Mapping[str, float | tuple[float, float]],
 ) -> dict[str, float | tuple[float, float]]:
     """The thresholds as numbers, or pairs of numbers for k1."""
-    op, bounds = "rollout_correction", dict[str, float | tuple[float, float]]()
+    op = "rollout_correction"
+    bounds: dict[str, float | tuple[float, float]] = {}
     for criterion, bound in rejection.items():
         check.choice(op, "a criterion of rejection", criterion, REJECTION_CRITERIA)
         name = f"rejection[{criterion!r}]"
