@@ -215,7 +215,8 @@ def number(
 
 def integer(op: str, name: str, value: int, *, at_least: int | None = None) -> int:
     """An integer within bounds; a float or a tensor is refused."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+    whole = isinstance(value, int) or hasattr(value, "__index__")
+    if isinstance(value, bool | Tensor) or not whole:
         raise TypeError(f"{op}: {name} is {_described(value)}; expected an integer.")
     if at_least is not None and value < at_least:
         raise ValueError(f"{op}: {name} is {value}; expected an integer of at least {at_least}.")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._backend import choose_backend, register_backends
+from ._row_options import row_options
 from .aggregation import LOSS_AGG_MODES, Segments, as_mask, denominators, token_weights
 from .linear_logprob import (
     LINEAR_SCHEMA,
@@ -26,7 +27,7 @@ from .linear_logprob import (
     linear_token_log_probs,
     split_row_options,
 )
-from .logprob import row_options, rows_backward, rows_forward, token_log_probs
+from .logprob import rows_backward, rows_forward, token_log_probs
 from .policy_loss import policy_loss
 from .token_loss import (
     KL_ALIASES,

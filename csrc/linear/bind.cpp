@@ -68,6 +68,7 @@ void mixed_product(const at::Tensor& a, const at::Tensor& b, const std::optional
                    at::Tensor& out, bool accumulate) {
   TORCH_CHECK(has_mixed_product(a), "mixed_product: no 16-bit product into float32 for ",
               a.scalar_type(), " on ", a.device(), " of this machine");
+  check_same_device("mixed_product", {{"a", a}, {"b", b}, {"bias", bias}, {"out", out}});
   MixedProduct p{};
   p.a = operand(a, "a", a.scalar_type());
   p.b = operand(b, "b", a.scalar_type());
