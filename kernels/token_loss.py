@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from . import _check as check
-from .aggregation import as_mask, compute_dtype, token_arguments
+from .aggregation import as_mask, check_given, compute_dtype, token_arguments
 
 LOSS_MODES = (
     "ppo_clip",
@@ -236,6 +236,7 @@ def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Raises:
         ValueError: an unknown kl_type, tensors of different shapes or on different devices.
     """
+    check_given("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
     base = check_kl_type("token_kl", kl_type)
     check.same_device("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
     check.floats("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
@@ -305,6 +306,7 @@ def select_by_covariance(
         ValueError: another mode, a ratio outside (0, 1], lower above upper, shapes, devices.
     """
     op = "select_by_covariance"
+    check_given(op, log_probs=log_probs, advantages=advantages)
     check.choice(op, "loss_mode", loss_mode, SELECTION_MODES)
     check.number(op, "ratio", ratio, above=0, at_most=1)
     check.number(op, "lower", lower, infinite=True)

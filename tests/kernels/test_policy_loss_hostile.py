@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hybridengine.kernels import LOSS_MODES, policy_loss, select_by_covariance, token_kl
+from hybridengine.kernels import LOSS_MODES, policy_loss, select_by_covariance, token_kl, value_loss
 from hybridengine.kernels._backend import native
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
@@ -289,3 +289,16 @@ def test_selection_leaves_out_tokens_of_zero_probability():
         log_probs.nan_to_num(neginf=NAN), advantages, response_mask=possible.int(), **options
     )
     assert torch.equal(masked, select_by_covariance(log_probs, advantages, **options))
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_tensors_that_are_none_or_lists_are_named(index):
+    for wrong, what in ((None, "None"), ([0.0] * 4, r"\[0.0.* \(list\)")):
+        given = [X, X, X]
+        given[index] = wrong
+        name = ("log_probs", "old_log_probs", "advantages")[index]
+        with pytest.raises(TypeError, match=f"policy_loss: {name} is {what}; expected a tensor"):
+            policy_loss(*given)
+        name = ("values", "old_values", "returns")[index]
+        with pytest.raises(TypeError, match=f"value_loss: {name} is {what}; expected a tensor"):
+            value_loss(*given)
