@@ -288,6 +288,8 @@ def differentiable_once(op: str) -> Callable:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
             anchors = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+            if not anchors:
+                raise RuntimeError(message)
             with torch.no_grad():
                 results = backward(ctx, *grads)
             several = results if isinstance(results, tuple) else (results,)
