@@ -98,7 +98,8 @@ def row_options(
         temperature = 1.0
     if keep_mask is not None:
         check.shape(op, "keep_mask", keep_mask, "... V", sizes)
-        keep_mask = check.mask(op, "keep_mask", keep_mask).reshape(-1, vocab)
+        keep_mask = check.mask(op, "keep_mask", keep_mask)
+        keep_mask = keep_mask.reshape(token_ids.numel(), vocab)
     check.same_device(op, token_ids=token_ids, temperature=temperatures, keep_mask=keep_mask)
     if group is None:
         vocab_range = None

@@ -24,7 +24,7 @@ from ._linear_arguments import (
     split_row_options,
     wide_dtype,
 )
-from ._mixed_product import WIDENED_BYTES, mixed_product
+from ._mixed_product import WIDENED_BYTES, keeps_16_bits, mixed_product
 from ._row_options import RowOptions, row_options
 from .logprob import rows_backward, rows_forward
 
@@ -78,7 +78,8 @@ def linear_token_log_probs(
         log_probs [...] and entropy [...], float32, differentiable in hidden, weight and bias (once,
         in reverse mode). Logits
         and the sums of the weight gradient are float32; for its two products the logits' gradient
-        is rounded to the inputs' dtype. What needs no gradient costs nothing.
+        is rounded to the inputs' dtype where the machine has fast products of it. What needs no
+        gradient costs nothing.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit. The others as in `token_log_probs`.
@@ -106,9 +107,9 @@ class Chunks:
     """The chunked matrix products of a [T, H] x [V, H] problem, in reused buffers.
 
     Logits are float32 whatever the inputs are. The gradient of a chunk takes the place of its
-    logits, or, for 16-bit inputs or if `compact`, a buffer of the inputs' dtype: the gradient
-    products are 16-bit ones. On a GPU that buffer holds several chunks, for each product reads and
-    writes the whole weight gradient.
+    logits, or, for 16-bit inputs whose products are 16-bit ones and if `compact`, a buffer of the
+    inputs' dtype. On a GPU that buffer holds several chunks, for each product reads and writes the
+    whole weight gradient.
     """
 
     def __init__(self, hidden, weight, bias, budget_bytes, deterministic, backward, compact=False):
@@ -116,7 +117,7 @@ class Chunks:
         self.pad = deterministic
         wide = wide_dtype(hidden)
         narrow = wide != hidden.dtype
-        self.separate = backward and (narrow or compact)
+        self.separate = backward and ((narrow and keeps_16_bits(hidden)) or compact)
         shared = _CHUNKS_PER_PRODUCT if self.separate and hidden.is_cuda else 1
         (rows, width), vocab = hidden.shape, weight.shape[0]
         # A row of hidden, packed or widened, and its gradient (in parts, if rows are compacted).
@@ -149,11 +150,16 @@ class Chunks:
         return out[: rows.stop - rows.start]
 
     def hidden_grad(self, grad_logits: Tensor) -> Tensor:
-        return (self._padded(grad_logits) @ self.weight)[: grad_logits.shape[0]]
+        padded = self._padded(grad_logits)
+        if padded.dtype == self.weight.dtype:
+            return (padded @ self.weight)[: grad_logits.shape[0]]
+        out = padded.new_empty(padded.shape[0], self.weight.shape[1])
+        mixed_product(out, padded, self.weight.t())
+        return out[: grad_logits.shape[0]].to(self.weight.dtype)
 
     def weight_grad(self, total: Tensor, grad_logits: Tensor, hidden: Tensor, add: bool) -> None:
         """total [V, H] float32 (float64 for float64) = grad_logits.T @ hidden, or += with `add`."""
-        mixed_product(total, grad_logits.t(), hidden.t(), accumulate=add)
+        mixed_product(total, grad_logits.t(), hidden.to(grad_logits.dtype).t(), accumulate=add)
 
     def _padded(self, rows: Tensor) -> Tensor:
         if not self.pad or rows.shape[0] == self.size:

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, register_backends
-from ._linear_arguments import LINEAR_SCHEMA, budget, check_linear, split_row_options
+from ._linear_arguments import (
+    LINEAR_SCHEMA,
+    budget,
+    check_linear,
+    split_row_options,
+    wide_dtype,
+)
 from ._row_options import row_options
 from .aggregation import LOSS_AGG_MODES, Segments, denominators, token_arguments, token_weights
 from .linear_logprob import Chunks, LinearGrads, linear_token_log_probs
@@ -120,8 +126,10 @@ def linear_policy_loss(
         # Log-probs, then the loss: the specification, and the form for the sequence-level modes.
         row_arguments |= {"temperature": temperature, "backend": backend}
         if backend == "reference" and main_grad is None and not deterministic:
-            unmasked = hidden.masked_fill((ids == ignore_index).unsqueeze(-1), 0)
-            logits = torch.nn.functional.linear(unmasked, weight, bias)
+            wide = wide_dtype(hidden)
+            unmasked = hidden.masked_fill((ids == ignore_index).unsqueeze(-1), 0).to(wide)
+            wide_bias = None if bias is None else bias.to(wide)
+            logits = torch.nn.functional.linear(unmasked, weight.to(wide), wide_bias)
             log_probs, entropy = token_log_probs(logits, ids, **row_arguments)
         else:
             log_probs, entropy = linear_token_log_probs(

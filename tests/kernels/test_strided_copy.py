@@ -215,7 +215,7 @@ def test_wrong_arguments_are_named():
         strided_copy([x, x.double()], [y], table)
     with pytest.raises(ValueError, match="no cast from"):
         strided_copy([x.int()], [y], table)
-    with pytest.raises(ValueError, match=r"destinations\[0\] is on meta; expected cpu"):
+    with pytest.raises(ValueError, match=r"destinations\[0\] is on meta, sources\[0\] on cpu"):
         strided_copy([x], [y.to("meta")], table)
     with pytest.raises(ValueError, match="layout Sparse; expected a dense tensor"):
         strided_copy([x.to_sparse()], [y], table)
