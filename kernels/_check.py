@@ -112,9 +112,9 @@ def floats(op: str, **tensors: Tensor | None) -> None:
 
 
 def ids(op: str, name: str, tensor: Tensor) -> Tensor:
-    """int32 or int64 -> int64. Floats are refused: converting would truncate them."""
+    """int32 or int64 -> int64, contiguous. Floats are refused: converting would truncate them."""
     dtype(op, name, tensor, _IDS)
-    return tensor.long()
+    return tensor.long().contiguous()
 
 
 def mask(op: str, name: str, tensor: Tensor) -> Tensor:

@@ -121,8 +121,8 @@ def pack_sequences(*fields: Sequence, device: torch.device | str | None = None) 
         device: where the result lies; default: where the tensors are, the CPU for lists.
 
     Raises:
-        ValueError: fields of different lengths (the message names the sequence), or more than
-            2^31 - 1 tokens.
+        ValueError: fields of different lengths (the message names the sequence) or devices, or more
+            than 2^31 - 1 tokens.
 
     Example:
         >>> packed = pack_sequences([[5, 6, 7], [8]])
@@ -131,6 +131,7 @@ def pack_sequences(*fields: Sequence, device: torch.device | str | None = None) 
     """
     lengths = _ragged_lengths(fields)
     values = tuple(_concatenate(field, device) for field in fields)
+    check.same_device("pack_sequences", **{f"fields[{i}]": v for i, v in enumerate(values)})
     where = values[0].device
     lengths_N = torch.tensor(lengths, dtype=torch.int64)
     starts_N = lengths_N.cumsum(0) - lengths_N

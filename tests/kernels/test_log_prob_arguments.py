@@ -67,6 +67,25 @@ def test_batches_and_int32_ids(function, backend):
             assert torch.equal(got, want.view(2, 3))
 
 
+@ALL
+@BACKENDS
+def test_arguments_of_any_strides(function, backend):
+    hidden, weight, token_ids = problem()
+    temperature = torch.rand(ROWS) + 0.5
+    keep = torch.rand(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) < 0.7
+    expected = function(hidden, weight, token_ids, temperature, keep_mask=keep, backend=backend)
+    found = function(
+        hidden.T.contiguous().T,
+        weight.T.contiguous().T,
+        torch.stack([token_ids, token_ids], 1)[:, 0],
+        torch.stack([temperature, temperature], 1)[:, 0],
+        keep_mask=keep.T.contiguous().T,
+        backend=backend,
+    )
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, **tolerances.LINEAR)
+
+
 @BACKENDS
 @pytest.mark.parametrize(
     ("function", "names"),

@@ -240,6 +240,8 @@ def test_errors_name_what_is_wrong():
         pack([torch.zeros(2, 3)], mask, shifted=[2])
     with pytest.raises(ValueError, match="sequence 1 has length 2 in field 1 and 1 in field 0"):
         pack_sequences([[1], [2]], [[1], [2, 3]])
+    with pytest.raises(ValueError, match=r"pack_sequences: fields\[1\] is on meta, fields\[0\] on"):
+        pack_sequences([[1]], [torch.zeros(1, device="meta")])
     with pytest.raises(ValueError, match="expected 6 rows"):
         unpack(torch.zeros(5), pack([], mask))
     with pytest.raises(ValueError, match=r"pack: tensors\[0\] is on meta, mask on cpu"):
