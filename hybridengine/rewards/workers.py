@@ -104,7 +104,7 @@ class RewardWorkers:
         self._threads = max(1, cores // self._num_workers)
         self._requests: list[tuple[Any, ...]] = []  # what every worker has to load
         self._workers: dict[int, _Worker] = {}
-        self._finalizer = weakref.finalize(self, _stop, self._workers)
+        self._finalizer = weakref.finalize(self, _stop, self._workers, os.getpid())
 
     def load(self, path: str | Path, name: str, arguments: Sequence[str]) -> RewardFunction:
         """As `load_reward_function`."""
@@ -173,6 +173,7 @@ class RewardWorkers:
                     if isinstance(source, Fault):
                         raise RewardError(source.text)
                     worker.loaded.append(source)
+                    worker.expect(limit)
         except _Lost as lost:
             how = f"takes longer than {limit:g} s to import" if lost.is_late else lost.how
             when = "" if lost.is_late else " while it was imported"
@@ -274,6 +275,8 @@ class _Worker:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         try:
             self.connection.send(request)
+        except BlockingIOError:
+            raise _Lost("does not read what it is sent", is_late=True) from None
         except OSError:
             raise self._lost() from None
 
@@ -334,7 +337,9 @@ class _Worker:
         self.kill()
 
 
-def _stop(workers: dict[int, _Worker]) -> None:
+def _stop(workers: dict[int, _Worker], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the process they belong to
     for worker in workers.values():
         worker.connection.close()  # which it takes as the end
     deadline = time.monotonic() + _STOP_S

@@ -181,6 +181,20 @@ def test_workers_hold_neither_torch_nor_the_ranks_files(tmp_path):
     assert result == type(result)([0.0], {"stdin": [0.0]})
 
 
+def test_functions_of_one_file_share_its_module(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "seen = []\n"
+        f"def one({ARGUMENTS}):\n    seen.append(1)\n    return len(seen)\n"
+        f"def two({ARGUMENTS}):\n    return len(seen)\n"
+    )
+    pool = RewardWorkers(1)
+    one, two = (
+        load_reward_function(tmp_path / "reward.py", n, workers=pool) for n in ("one", "two")
+    )
+    assert score_responses(one, samples(2), ["", ""]).scores == [1, 2]
+    assert score_responses(two, samples(1), [""]).scores == [2]
+
+
 def test_no_worker_is_left_by_a_rank_that_is_killed(tmp_path):
     """Also where the worker is busy and does not look at its connection."""
     (tmp_path / "reward.py").write_text(
