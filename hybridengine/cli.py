@@ -134,17 +134,15 @@ def _run(config: JobConfig, dry_run: bool) -> int:
             f"trainer.nnodes is {config.trainer.nnodes}; start this command under torchrun "
             "--nnodes on every machine, which tells the ranks where to meet"
         )
-    failure = launch_ranks(config)
-    if failure is None:
-        return 0
-    print_error(failure)
-    return 1
+    return launch_ranks(config)
 
 
 def _plan(config: JobConfig, dry_run: bool) -> Table:
     from hybridengine.preflight import check_grpo, check_sft
     from hybridengine.trainer.plan import plan_table, sft_plan, sync_volume
+    from hybridengine.trainer.precision import resolve_dtypes
 
+    config = resolve_dtypes(config)
     if isinstance(config, SFTConfig):
         return sft_plan(config, *check_sft(config))
     assert isinstance(config, GRPOConfig)
@@ -201,7 +199,7 @@ def env() -> None:
     """Print versions, devices, and the backend every kernel takes here, with the reason."""
     import torch
 
-    from hybridengine.kernels import backend_table
+    from hybridengine.kernels import backend_table, has_fast_products
 
     console = Console()
     versions = Table("package", "version", title="Versions", title_justify="left")
@@ -217,7 +215,8 @@ def env() -> None:
     for row in backend_table():
         kernels.add_row(*row)
     console.print(versions)
-    console.print(f"CPU: {cores}")
+    fast = "" if has_fast_products(torch.bfloat16) else "no "
+    console.print(f"CPU: {cores}, {fast}fast bfloat16 products")
     console.print(f"GPU: {', '.join(devices) or 'none'}")
     console.print(kernels)
 

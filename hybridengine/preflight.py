@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridengine.algorithms import NEEDS
-from hybridengine.checkpoint import chosen_checkpoint
+from hybridengine.checkpoint import check_resume
 from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset, PromptLoader
 from hybridengine.data.sft import SFTDataset
@@ -42,7 +42,7 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     _check_heads(config, model)
     check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
     _, train, val, reward = load_data(config)
-    PromptLoader(train, config.data.train_batch_size, seed=config.seed)
+    _check_resume(config, train, model)
     for dataset in (train, val):
         if dataset is not None:
             firsts = {sample.data_source: sample for sample in reversed(dataset)}
@@ -87,9 +87,10 @@ def _check_value_models(config: GRPOConfig) -> None:
 
 def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
     """As `check_grpo`, for `hybridengine sft`: the training and the validation conversations."""
-    check_sequence_parallel(_check_run(config), config.ulysses_sequence_parallel_size)
+    model = _check_run(config)
+    check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
     _, train, val = load_sft_data(config)
-    PromptLoader(train, config.data.train_batch_size, seed=config.seed)
+    _check_resume(config, train, model)
     return train, val
 
 
@@ -108,11 +109,20 @@ def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
             f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "
             f"{trainer.resume_from_path}; resume_mode=path and a folder go together"
         )
-    chosen_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
     model = check_model(config.model.path, trust)
     weights = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).tensors.values())
     check_disk_space(trainer.default_local_dir, weights * torch.bfloat16.itemsize)
     return model
+
+
+def _check_resume(
+    config: GRPOConfig | SFTConfig, train: PromptDataset | SFTDataset, model: PretrainedConfig
+) -> None:
+    """The checkpoint that the run would resume from fits the data and the model."""
+    data = config.data
+    loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
+    layout = checkpoint_layout(model, config.model.trust_remote_code)
+    check_resume(config, loader, layout.parameters)
 
 
 def _check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:

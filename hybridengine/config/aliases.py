@@ -50,10 +50,10 @@ _REFUSED = {
     "*override_config.*": "edit the model's config.json",
     "*.override_optimizer_config*": "the optimizer is AdamW with betas and weight_decay",
     "*.hf_config_path *.tokenizer_path": "config and tokenizer come from the model's folder",
-    "*.lora_adapter_path": "merge the adapter into the model first",
-    "*.exclude_modules": "name the modules to adapt in model.target_modules",
+    "*.lora_adapter_path *.lora.adapter_path": "merge the adapter into the model first",
+    "model.exclude_modules": "name the modules to adapt in model.target_modules",
     "*.custom_cls.*": "convert the data to verl's columns",
-    "trainer.checkpoint_callback_class trainer.val_only": "it is not done here",
+    "trainer.checkpoint_callback_class": "it is not done here",
     "trainer.default_hdfs_dir": "copy the run's folder yourself",
 }  # fmt: skip
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -69,7 +69,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.mixed_precision.param_dtype": (("bf16", "bfloat16"), "set fsdp_config.dtype"),
     "*.mixed_precision.reduce_dtype *.mixed_precision.buffer_dtype": (
         ("fp32", "float32"), "gradients are reduced in float32"),
-    "*.qat.enable *.mtp.enable *.tiled_mlp.enabled *.full_determinism *.forward_only "
+    "*.qat.enable *.mtp.enable *.tiled_mlp.enabled *.full_determinism "
     "*.use_no_sync_for_gradient_accumulation": (_OFF, "it is not done here"),
     "*.enable_activation_offload": (_OFF, "set model.enable_gradient_checkpointing to save memory"),
     "*.pad_to_length": (_OFF, _PACKED),
@@ -77,17 +77,17 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.freeze_vision_tower": (_OFF, _TEXT),
     "data.train_max_samples data.val_max_samples": ((-1,), "write fewer rows to the file"),
     "trainer.device": (("cuda", "cpu"), "ranks use GPUs where there are some, else the CPU"),
-    "trainer.esi_redundant_time": ((0,), "it is not done here"),
+    "trainer.esi_redundant_time trainer.val_only": (_OFF, "it is not done here"),
     "trainer.del_local_ckpt_after_load": (_OFF, "set trainer.max_actor_ckpt_to_keep"),
 }  # fmt: skip
 _IGNORED = {
-    "*_target_ hydra.* defaults": "it is Hydra's",
     "*use_remove_padding *.pad_to_length_bucket *.pad_mode": _PACKED,
     "*.use_dynamic_bsz *.ppo_micro_batch_size *_micro_batch_size_per_gpu": _BY_TOKENS,
     "*.use_torch_compile *.use_liger *.fused_kernel_options.* *.tiled_mlp.* *.use_prefix_grouper "
-    "*.entropy_from_logits* *.entropy_checkpointing *.actor.use_fused_kernels "
-    "actor.use_fused_kernels": _FUSED,
-    "*.use_orig_params *.fsdp_config.seed *.fsdp.seed *.rollout_n": "FSDP2 needs no such setting",
+    "*.entropy_from_logits* *.entropy_checkpointing actor.use_fused_kernels "
+    "critic.model.use_fused_kernels": _FUSED,
+    "*.use_orig_params *.forward_only *.fsdp_config.seed *.fsdp.seed *.rollout_n": "FSDP2 needs "
+    "no such setting",
     "*.balance_batch data.balance_dp_token": "ranks are always balanced by tokens",
     "*profiler.* trainer.profile_interval *prometheus.* rollout.trace.*": "nothing is profiled or "
     "traced; a run writes its timings to metrics.jsonl",
@@ -116,6 +116,7 @@ RL_NAMES = Names(
         "critic.fsdp": "critic.model.fsdp_config",
         "custom_reward_function": "reward.custom_reward_function",
         "sandbox_fusion": "reward.sandbox_fusion",
+        "reward_model.sandbox_fusion": "reward.sandbox_fusion",
         "reward_model.reward_manager": "reward.reward_manager.name",
         "reward_model.overlong_buffer": "reward.overlong_buffer",
         "reward_model.reward_kwargs": "reward.reward_kwargs",
@@ -142,7 +143,7 @@ RL_NAMES = Names(
         "constants into the reward function",
         "reward.sandbox_fusion.url": "call the sandbox in your reward function",
         "reward.reward_loop_* reward.reward_model.reward_loop_*": _OWN_CODE,
-        "critic.model.lora* critic.model.target_modules": "the critic trains all its weights",
+        "model.torch_dtype": "set actor.fsdp_config.dtype",
         "rollout.agent.agent_loop_config_path rollout.agent.custom_async_server.* "
         "rollout.multi_turn.*_path data.*tool*_path": "a rollout is one response, without tools",
     },
@@ -179,6 +180,7 @@ RL_NAMES = Names(
         "rollout.nnodes": ((0,), "engine and trainer always share ranks"),
         "rollout.engine_kwargs.sglang.* rollout.engine_kwargs.trtllm.*": (
             (), "the engine is vLLM or plain generate"),
+        "critic.model.lora_rank critic.model.lora.rank": ((0,), "the critic trains all weights"),
         "critic.enable": ((True,), "algorithm.adv_estimator=gae has a critic, others have none"),
         "algorithm.use_pf_ppo": (_OFF, "it is not done here"),
         "algorithm.rollout_correction.bypass_mode "
@@ -216,12 +218,14 @@ RL_NAMES = Names(
         "reward.reward_model.forward_max_token_len_per_gpu": _BY_TOKENS,
         "ref.fsdp_config.*offload* critic.model.fsdp_config.*offload* "
         "reward.reward_model.fsdp_config.*offload*": _PLACED,
-        "ref.fsdp_config.* critic.model.fsdp_config.* reward.reward_model.fsdp_config.* "
-        "*.ulysses_sequence_parallel_size critic.model.enable_gradient_checkpointing "
-        "critic.data_loader_seed actor.data_loader_seed": _ACTORS,
+        "ref.strategy ref.fsdp_config.* critic.model.fsdp_config.* "
+        "reward.reward_model.fsdp_config.* *.ulysses_sequence_parallel_size "
+        "critic.model.enable_gradient_checkpointing critic.data_loader_seed "
+        "actor.data_loader_seed": _ACTORS,
         "critic.model.external_lib reward.reward_model.external_lib": "model.external_lib is for "
         "all",
         "critic.model.custom_chat_template": "the critic gets the actor's tokens",
+        "critic.model.lora* critic.model.*_modules": "the critic trains all its weights",
         "critic.loss_scale_factor": "it is data.max_response_length",
         "actor.calculate_entropy actor.calculate_sum_pi_squared rollout.calculate_log_probs": (
             "entropy and log-probs are always there"
@@ -242,7 +246,8 @@ RL_NAMES = Names(
         "algorithm.filter_groups.max_inflight_gen_batches": "batches are generated one by one",
         "reward.overlong_buffer.log": "the punishment is always in the metrics",
         "reward.reward_model.num_workers reward.*launch_reward_fn_async "
-        "reward.sandbox_fusion.*": "rewards are called where rollouts are made",
+        "reward.reward_model.use_reward_loop reward.sandbox_fusion.*": "rewards are called "
+        "where rollouts are made",
         "reward.reward_model.rollout.* reward.reward_model.n_gpus_per_node "
         "reward.reward_model.nnodes reward.reward_model.strategy reward.reward_model.max_length": (
             "a reward model runs packed on the ranks that train"
@@ -282,6 +287,7 @@ SFT_NAMES = Names(
     fixed=_FIXED | {
         "model.fsdp_config optim model model_engine": (("fsdp", "hf_model", "dp"), _NOT_FSDP),
         "optim.optimizer": (("AdamW", "adamw"), "the optimizer is AdamW"),
+        "optim.total_training_steps": ((-1,), "set trainer.total_training_steps"),
         "model.fsdp_config.offload_params model.fsdp_config.param_offload": (
             _OFF, "set model.fsdp_config.offload_policy"),
         "data.enable_thinking_default": (("none",), "set data.apply_chat_template_kwargs"),

@@ -45,12 +45,14 @@ class Settings:
                 self.values[key] = OmegaConf.to_container(merged)
             elif key not in self.known:
                 self._foreign(given, key, value, source)
-            elif key in here and here[key][1] != value:
+            elif value is None and given != key:  # verl's "not set"
+                continue
+            elif key in here and here[key][1] not in (None, value):
                 self._fault(
                     f"{key} is given twice in {source}, as {here[key][0]} and {given}; keep one",
                     key,
                 )
-            elif value is not None or given == key or key not in here:
+            else:
                 here[key] = (given, value)
         self.values |= {key: value for key, (_, value) in here.items()}
 
@@ -113,6 +115,8 @@ def _leaves(
     tree: Mapping[str, Any], free: frozenset[str], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
+        if name in ("_target_", "hydra", "defaults"):  # Hydra's own
+            continue
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and not any(f".{key}".endswith(f".{f}") for f in free):
             yield from _leaves(value, free, f"{key}.")

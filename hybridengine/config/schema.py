@@ -49,7 +49,7 @@ Options = Mapping[str, Any]  # free keys, handed on to another library
 Logger = Literal["console", "jsonl", "tensorboard", "wandb"]
 Loggers = Annotated[tuple[Logger, ...], BeforeValidator(_listed)]
 Truncation = Literal["error", "left", "right"]
-Dtype = Literal["bfloat16", "float16", "float32"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KLLossType = Literal[KLType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
@@ -114,7 +114,7 @@ class WrapPolicyConfig:
 @dataclass(frozen=True)
 class ShardingConfig:
     fsdp_size: OrOff = -1  # ranks that share one copy of the model; -1: all
-    dtype: Dtype = "bfloat16"  # of the compute
+    dtype: Dtype = "auto"  # of the compute; auto: bfloat16 where it is fast, else float32
     optimizer_offload: Flag = False  # Adam's moments are on the device during the step only
     reshard_after_forward: Flag = True  # false: keep gathered weights until their backward
     forward_prefetch: Flag = False  # gather the next layer's weights during this one's forward
@@ -192,7 +192,7 @@ class RolloutConfig:
     enable_prefix_caching: Flag = True  # responses of one prompt share its keys and values
     enable_chunked_prefill: Flag = True  # long prompts in parts, between decoding steps
     free_cache_engine: Flag = True  # on a GPU the engine's memory is the trainer's while it trains
-    dtype: Dtype = "bfloat16"  # of the engine's weights and compute
+    dtype: Dtype = "auto"  # of the engine's weights and compute; auto: as fsdp_config.dtype
     val_kwargs: SamplingConfig = SamplingConfig()
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
 
@@ -368,6 +368,7 @@ class TrainerConfig(RunConfig):
     experiment_name: str = "grpo"  # in wandb
     critic_warmup: Natural = 0  # steps that train the critic alone
     rollout_data_dir: PathText | None = None  # null: <default_local_dir>/rollouts
+    rollout_freq: OrOff = 1  # write the rollouts of every so many steps; -1: none
 
 
 class JobConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -11,10 +13,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hybridengine.model.errors import ModelError
 from hybridengine.reshard.layout import Checkpoint, LayoutError, record_checkpoint
+from hybridengine.reshard.shards import local_shard
 
 __all__ = [
     "checkpoint_layout",
     "describe_checkpoint",
+    "is_finite",
     "original_class",
     "parameter_shards",
     "without_peft",
@@ -46,6 +50,14 @@ def parameter_shards(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 stored[_plain(f"{prefix}.{name}" if prefix else name)] = buffer
     return stored
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element (of a DTensor: of this rank's shard) is NaN or infinite."""
+    local = local_shard(tensor)
+    if not local.is_floating_point() or not local.numel():
+        return True
+    return bool(torch.stack(local.aminmax()).isfinite().all())  # in one pass, without a mask
 
 
 def without_peft(model: nn.Module) -> nn.Module:
@@ -82,6 +94,8 @@ def describe_checkpoint(model: PreTrainedModel) -> Checkpoint:
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in parameter_shards(model).items()}
     try:
-        return record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
+        checkpoint = record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
+        buffers = frozenset(shapes.keys() & {_plain(name) for name, _ in model.named_buffers()})
+        return replace(checkpoint, buffers=buffers, config=model.config.to_dict())
     except LayoutError as error:
         raise ModelError(f"{original_class(model).__name__} cannot be resharded: {error}") from None

@@ -237,9 +237,9 @@ def build_actor(config: GRPOConfig, engine: RolloutEngine, replicas: Replicas, s
 
 def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
     return Resharder(
-        parameter_shards(actor.model),
+        lambda: parameter_shards(actor.model),
         engine,
-        adapters=adapter_shards(actor.model),
+        adapters=lambda: adapter_shards(actor.model),
         merge=config.reshard.lora == "merged",
     )
 

@@ -61,9 +61,10 @@ class BareEngine(RolloutEngine):
         self.layout, self.tp_rank, self.tp_size, self.dtype = layout, tp_rank, tp_size, DTYPE
 
     def weights(self) -> dict[str, torch.Tensor]:
-        from hybridengine.rollout.vllm_weights import live_weights
+        from hybridengine.rollout.vllm_weights import live_tensors
 
-        return live_weights(self._model, self.layout)
+        own = live_tensors(self._model)
+        return {name: own[name] for name in self.layout.destinations if name in own}
 
     def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._model.load_weights(self._checkpoint.assemble(weights))
@@ -230,7 +231,7 @@ class _Case:
             self.tp_size,
         )
         _spoil(self.model)
-        resharder = Resharder(shards, engine, BUCKET_BYTES)
+        resharder = Resharder(lambda: shards, engine, BUCKET_BYTES)
         self.outcome.received = resharder.sync(1).bytes_received
         self.outcome.lower_bound = resharder.plan.lower_bound[self.rank]
 

@@ -108,9 +108,9 @@ def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]
 
     from hybridengine.distributed import PeerWatch, Session
     from hybridengine.tracking import PhaseStatus
-    from hybridengine.trainer import rl
+    from hybridengine.trainer import report
 
-    rl.plot_learning_curves = lambda *args, **options: None
+    report.plot_learning_curves = lambda *args, **options: None
     watch = PeerWatch(rank, world_size)
     results = []
     for overrides in jobs:
