@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe, wait
@@ -150,24 +150,22 @@ class RewardWorkers:
         """End all workers."""
         self._finalizer()
 
-    def _start(self, wanted: Iterable[int]) -> None:
+    def _start(self, wanted: Collection[int]) -> None:
         """Start the workers `wanted` that do not run, and load what they have not loaded yet."""
         for k in wanted:
             if k in self._workers and not self._workers[k].is_running:
                 self._workers.pop(k).kill()
             if k not in self._workers:
                 self._workers[k] = _Worker(k, self._threads)
-        starting = {self._workers[k] for k in wanted}
+        starting = [self._workers[k] for k in wanted]
         limit = max(_LOAD_S, self._timeout_s)
-        missing = dict.fromkeys(starting, 0)
         file = Path()
         try:
-            for worker in starting:
+            for worker in starting:  # they import at the same time
                 for key in range(len(worker.loaded), len(self._requests)):
                     worker.send(("load", key, *self._requests[key]), limit)
-                    missing[worker] += 1
             for worker in starting:
-                for _ in range(missing[worker]):
+                while len(worker.loaded) < len(self._requests):
                     file = reward_file(self._requests[len(worker.loaded)][0])
                     source = worker.receive(file)
                     if isinstance(source, Fault):

@@ -32,7 +32,7 @@ def count({ARGUMENTS}):
     return {{"score": int(solution_str), "calls": calls, "pid": os.getpid()}}
 
 def hostile({ARGUMENTS}):
-    print("scoring", solution_str)
+    sys.stdout.write(f"scoring {{solution_str}}\\n")
     if solution_str == "exit": os._exit(0)
     if solution_str == "sys.exit": sys.exit(0)
     if solution_str == "interrupt": raise KeyboardInterrupt
