@@ -20,7 +20,11 @@ from transformers import (
 
 from hybridengine.model.errors import ModelError
 from hybridengine.model.lora import adapter_shards, save_adapter
-from hybridengine.model.parameters import original_class, parameter_shards
+from hybridengine.model.parameters import (
+    name_as_checkpoint,
+    original_class,
+    parameter_shards,
+)
 from hybridengine.model.rank_zero import run_on_rank0
 from hybridengine.reshard.lora import Adapter
 from hybridengine.storage import new_folder
@@ -145,6 +149,7 @@ def write_pretrained(
         skeleton = model_class(copy.deepcopy(config)).to(dtype)
     if generation is not None:
         skeleton.generation_config = generation
+    name_as_checkpoint(skeleton)
     with new_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         tokenizer.save_pretrained(partial)
