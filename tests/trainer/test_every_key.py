@@ -68,6 +68,7 @@ CLASSIFIER = (
 LONG = ("data.max_prompt_length=2", "data.train_batch_size=2")
 LORA = ("model.lora_rank=4",)
 SAVED = (TWO_STEPS, "trainer.save_freq=1")
+OPTIONS = ("{{word: w51}}", ("data.chat_template={dir}/template.jinja",))
 
 # key: (other value, what must be set beside it for it to matter)
 FLIPS: dict[str, tuple[str, Sequence[str]]] = {
@@ -87,6 +88,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "data.truncation": ("left", LONG),
     "data.filter_overlong_prompts": ("true", LONG),
     "data.chat_template": ("{dir}/template.jinja", ()),
+    "data.apply_chat_template_kwargs": OPTIONS,
     "actor.ppo_mini_batch_size": ("2", ()),
     "actor.ppo_max_token_len_per_gpu": ("48", ()),
     "actor.clip_ratio": ("0.01", REUSED),
@@ -189,7 +191,9 @@ def prepare(folder: Path) -> list[str]:
             save_head(folder / name)
     rows = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "others.jsonl").write_text("\n".join(rows[4:] + rows[:3]))
-    (folder / "template.jinja").write_text("{% for m in messages %}w50 {% endfor %}")
+    (folder / "template.jinja").write_text(
+        "{% for m in messages %}{{ word or 'w50' }} {% endfor %}"
+    )
     reward = (folder / "reward.py").read_text()
     (folder / "other_reward.py").write_text(reward.replace("max(1, len(words))", "7"))
     slow = reward.replace("    words =", "    import time; time.sleep(0.003)\n    words =", 1)
@@ -230,7 +234,7 @@ def prepare_sft(folder: Path) -> list[str]:
     (folder / "rows.jsonl").write_text("".join(lines))
     (folder / "others.jsonl").write_text("".join(lines[3:]))
     (folder / "template.jinja").write_text(
-        "{% for m in messages %}w50 {{ m.content }} {% endfor %}"
+        "{% for m in messages %}{{ word or 'w50' }} {{ m.content }} {% endfor %}"
     )
     settings = {
         "model.path": model,
@@ -269,7 +273,7 @@ RUN_KEYS = [
 SFT_FLIPS = {key: FLIPS[key] for key in (
     "model.path", "model.lora_rank", "model.lora_alpha", "model.target_modules",
     "data.train_files", "data.val_files", "data.train_batch_size", "data.chat_template",
-    *RUN_KEYS,
+    "data.apply_chat_template_kwargs", *RUN_KEYS,
 )} | {
     "trainer.test_freq": ("1", (VALIDATED[0], TWO_STEPS)),
     "trainer.val_before_train": ("false", VALIDATED[:1]),
