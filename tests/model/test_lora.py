@@ -123,3 +123,14 @@ def test_more_than_plain_lora_is_refused(tmp_path: Path) -> None:
     inject_adapter_in_model(LoraConfig(r=4, use_dora=True, target_modules=["q_proj"]), model)
     with pytest.raises(ModelError, match="DoRA"):
         adapter_shards(model)
+
+
+def test_an_adapter_names_its_base_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybridengine.model.lora import _base_name
+
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "models")
+    assert _base_name("base") == _base_name("../models/base") == str(tmp_path / "models" / "base")
+    assert _base_name("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
