@@ -93,15 +93,20 @@ def _run(config: JobConfig, dry_run: bool) -> int:
 
 
 def _plan(config: JobConfig, dry_run: bool) -> Table:
+    from hybridengine.checkpoint import resume_plan
     from hybridengine.preflight import check_grpo, check_sft
     from hybridengine.trainer.plan import plan_table, sft_plan, sync_volume
 
     if isinstance(config, SFTConfig):
-        return sft_plan(config, *check_sft(config))
-    assert isinstance(config, GRPOConfig)
-    table = plan_table(config, *check_grpo(config))
-    if dry_run:  # the run itself prints what it has planned
-        table.add_row("[bold]weight sync", sync_volume(config))
+        table = sft_plan(config, *check_sft(config))
+    else:
+        assert isinstance(config, GRPOConfig)
+        table = plan_table(config, *check_grpo(config))
+        if dry_run:  # the run itself prints what it has planned
+            table.add_row("[bold]weight sync", sync_volume(config))
+    trainer = config.trainer
+    start = resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    table.add_row("[bold]start", str(start))
     return table
 
 

@@ -204,7 +204,8 @@ def test_what_cannot_be_resumed_is_known_before_a_rank_starts(tmp_path: Path) ->
         result = CliRunner().invoke(cli.app, command)
         return result.exit_code, result.output
 
-    assert preflight()[0] == 0
+    code, output = preflight()
+    assert code == 0 and "resumes after step 1" in output, output
     code, output = preflight("model.lora_rank=2")
     assert code == 2 and "was trained with all weights" in output, output
     code, output = preflight("seed=7")
@@ -216,4 +217,5 @@ def test_what_cannot_be_resumed_is_known_before_a_rank_starts(tmp_path: Path) ->
     (checkpoint.path / "complete.json").write_text("{")
     code, output = preflight()
     assert code == 2 and "damaged complete.json" in output, output
-    assert preflight("trainer.resume_mode=disable")[0] == 0
+    code, output = preflight("trainer.resume_mode=disable")
+    assert code == 0 and "starts anew" in output, output

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -50,5 +51,7 @@ def test_the_first_signal_is_noted_the_second_ends(can_wait: bool) -> None:
             rank.send_signal(signal.SIGINT)
         assert rank.wait(30) == EXIT_STOPPED
     finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
         rank.kill()
         rank.wait()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridengine.data import PromptSample
+from hybridengine.trainer.held_out import HeldOut
+from hybridengine.trainer.rollouts import Rollout
 from hybridengine.trainer.validation_metrics import expected_best, majority, source_metrics
 
 
@@ -52,3 +56,24 @@ def test_one_response_has_a_mean_only() -> None:
     assert source_metrics([("sums", {"reward": [1.0]}), ("sums", {"reward": [0.0]})]) == {
         "val-core/sums/reward/mean@1": 0.5
     }
+
+
+def rollout(index: int, source: str, score: float) -> Rollout:
+    sample = PromptSample(index, [5], "?", source, "2", {})
+    return Rollout(index, sample, " 2", [9], [-0.5], score, {}, "stop")
+
+
+def test_a_resumed_run_compares_with_the_start_of_the_whole_run() -> None:
+    straight, resumed = HeldOut(), HeldOut()
+    first = [rollout(0, "a", 0.0), rollout(1, "b", 0.0), rollout(2, "b", 1.0)]
+    metrics = straight.add(first)
+    assert metrics["val/score"] == pytest.approx(1 / 3)
+    assert metrics["val-core/a/reward/mean@1"] == 0.0
+    assert metrics["val-core/b/reward/mean@1"] == 0.5
+    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    last = [rollout(0, "a", 1.0), rollout(1, "b", 1.0), rollout(2, "b", 1.0)]
+    straight.add(last)
+    resumed.add(last)
+    assert resumed.summary() == straight.summary() and resumed.lines() == straight.lines()
+    assert resumed.summary()["val_score_start"] == pytest.approx(1 / 3)
+    assert resumed.summary()["val_core_start_end"]["b/reward/mean@1"] == [0.5, 1.0]
