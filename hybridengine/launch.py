@@ -15,11 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-
-from hybridengine.checkpoint.folders import CheckpointError, find_checkpoints
+from hybridengine.checkpoint.folders import find_checkpoints
 from hybridengine.config import (
-    ConfigError,
     GRPOConfig,
     JobConfig,
     SFTConfig,
@@ -27,25 +24,14 @@ from hybridengine.config import (
     load_config,
     load_sft_config,
 )
-from hybridengine.data import DataError
 from hybridengine.distributed.peers import EXIT_PEER_LOST
 from hybridengine.distributed.run_lock import RunLock
 from hybridengine.distributed.stop import EXIT_STOPPED, STOP_SIGNALS
-from hybridengine.model import ModelError
-from hybridengine.rewards import RewardError
+from hybridengine.errors import EXIT_USER_ERROR, UserError, print_error
 from hybridengine.tracking.atomic import atomic_file
 from hybridengine.tracking.status import RankStatus, clear_status, read_status
 
-__all__ = [
-    "EXIT_USER_ERROR",
-    "USER_ERRORS",
-    "launch_ranks",
-    "print_error",
-    "run_rank",
-]
-
-USER_ERRORS = (CheckpointError, ConfigError, DataError, ModelError, RewardError)
-EXIT_USER_ERROR = 2
+__all__ = ["launch_ranks", "run_rank"]
 
 
 def launch_ranks(config: JobConfig) -> int:
@@ -225,14 +211,9 @@ def _run_rank(config: JobConfig) -> int:
             finished = train_sft(config)
         elif isinstance(config, GRPOConfig):
             finished = train_grpo(config)
-    except USER_ERRORS:  # the rank has said it, with its phase; a traceback would bury that
+    except UserError:  # the rank has said it, with its phase; a traceback would bury that
         return EXIT_USER_ERROR
     return 0 if finished else EXIT_STOPPED
-
-
-def print_error(error: Exception | str) -> None:
-    """One red sentence on stderr."""
-    Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="bold red", markup=False)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridengine.errors import UserError
 from hybridengine.storage import (
     StorageError,
     damage,
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be written, found or read; the message says which and why."""
 
 

@@ -20,7 +20,11 @@ from transformers import (
 
 from hybridengine.model.errors import ModelError
 from hybridengine.model.lora import adapter_shards, save_adapter
-from hybridengine.model.parameters import original_class, parameter_shards
+from hybridengine.model.parameters import (
+    name_as_checkpoint,
+    original_class,
+    parameter_shards,
+)
 from hybridengine.model.rank_zero import run_on_rank0
 from hybridengine.reshard.lora import Adapter
 from hybridengine.storage import new_folder
@@ -43,9 +47,17 @@ def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ModelError(
-            f"output folder {str(out_dir)!r} has {free / 2**30:.2f} GiB free where "
-            f"{num_bytes / 2**30:.2f} GiB are needed; free some space or choose another folder"
+            f"output folder {str(out_dir)!r} has {_readable(free)} free where "
+            f"{_readable(num_bytes)} are needed; free some space or choose another folder"
         )
+
+
+def _readable(num_bytes: int) -> str:
+    """In the largest unit of which it has at least one: 1000 bytes, 12.3 MiB, 1.5 GiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def save_pretrained(
@@ -145,6 +157,7 @@ def write_pretrained(
         skeleton = model_class(copy.deepcopy(config)).to(dtype)
     if generation is not None:
         skeleton.generation_config = generation
+    name_as_checkpoint(skeleton)
     with new_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         tokenizer.save_pretrained(partial)

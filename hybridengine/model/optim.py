@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +68,7 @@ class Optimizer:
             num_training_steps=total_steps,
         )
         self.last_lr = 0.0
+        self._param_dtype = str(param_dtype).removeprefix("torch.")
         self._scaling = param_dtype == torch.float16
         self.loss_scale = _FIRST_LOSS_SCALE if self._scaling else 1.0
         self._steps_at_scale = 0
@@ -117,16 +119,19 @@ class Optimizer:
             live |= {f"{name}/{kind}": tensor for kind, tensor in state.items()}
         return live
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the schedule and the loss scale are; the moments are tensors, see `moments`."""
         return {
+            "param_dtype": self._param_dtype,
             "schedule_step": self.schedule.last_epoch,
             "loss_scale": self.loss_scale,
             "steps_at_scale": self._steps_at_scale,
         }
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.loss_scale, self._steps_at_scale = state["loss_scale"], int(state["steps_at_scale"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("param_dtype", self._param_dtype) == self._param_dtype:  # else its first scale
+            self.loss_scale = state["loss_scale"]
+            self._steps_at_scale = int(state["steps_at_scale"])
         self.schedule.last_epoch = int(state["schedule_step"]) - 1
         self._advance()
 

@@ -34,6 +34,7 @@ from hybridengine.trainer.batching import Batch, Replicas
 from hybridengine.trainer.held_out import HeldOut
 from hybridengine.trainer.job import Job
 from hybridengine.trainer.plan import plan_table
+from hybridengine.trainer.precision import resolve_dtypes
 from hybridengine.trainer.rollouts import Rollout, RolloutMaker, scored_sample, select_groups
 from hybridengine.trainer.setup import (
     build_actor,
@@ -63,6 +64,7 @@ class _Run(Job):
     """Everything one rank holds during a job."""
 
     def __init__(self, config: GRPOConfig, session: Session) -> None:
+        config = resolve_dtypes(config)
         super().__init__(config, session)
         self.config, data, algorithm = config, config.data, config.algorithm
         torch.manual_seed(config.seed)
@@ -105,10 +107,10 @@ class _Run(Job):
         self.alone, _ = dist.new_subgroups(1)  # every rank holds the whole batch
         self.shown: list[Rollout] = []
         r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
-        self.sampling = SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit)
+        self.sampling = SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit, r.stop)
         self.greedy = replace(self.sampling, n=1, temperature=0.0)
         warmth = v.temperature if v.do_sample else 0.0
-        self.val_sampling = SamplingSpec(v.n, warmth, v.top_p, v.top_k, limit)
+        self.val_sampling = SamplingSpec(v.n, warmth, v.top_p, v.top_k, limit, r.stop)
 
     def train(self) -> None:
         super().train()
@@ -274,6 +276,7 @@ class _Run(Job):
             self.report.say(line)
         found = {
             "tp_size": self.engine.tp_size,
+            "rollout_dtype": self.config.rollout.dtype,
             "reshard_bytes_received_per_rank": received,
             "reshard_bytes_lower_bound_per_rank": self.resharder.plan.lower_bound,
             "reshard_ms_p50": round(median(s.milliseconds for s in self.syncs), 2),

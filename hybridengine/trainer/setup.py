@@ -13,10 +13,11 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from hybridengine.algorithms import check_estimator
 from hybridengine.config import ConfigError, GRPOConfig, JobConfig
-from hybridengine.config.schema import OptimConfig
+from hybridengine.config.schema import OptimConfig, RateConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
 from hybridengine.model import (
+    ModelError,
     Optimizer,
     adapter_shards,
     adapters_disabled,
@@ -51,8 +52,19 @@ __all__ = [
 
 
 def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
-    trust = config.model.trust_remote_code
-    return AutoTokenizer.from_pretrained(path or config.model.path, trust_remote_code=trust)
+    """The tokenizer of the folder or name `path`, by default the trained model's.
+
+    Raises ModelError where there is none, or none that transformers can read.
+    """
+    trust, path = config.model.trust_remote_code, path or config.model.path
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    except Exception as error:  # missing, cut and unknown files raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"model {path!r} has no tokenizer that can be read ({reason}); put tokenizer.json and "
+            "tokenizer_config.json beside its weights"
+        ) from error
 
 
 def load_data(
@@ -86,8 +98,8 @@ def _import_external(name: str) -> None:
         return
     try:
         importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from error
 
 
 def engine_name(config: GRPOConfig) -> str:
@@ -119,10 +131,11 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
     if engine_name(config) == "hf":
         from hybridengine.rollout.hf import HfEngine
 
-        return HfEngine(model.path, _checkpoint(config), **common, **own)
+        return HfEngine(model.path, _checkpoint(config), tokenizer=tokenizer, **common, **own)
     from hybridengine.rollout.vllm import VllmEngine
 
-    return VllmEngine(
+    build = partial(
+        VllmEngine,
         model.path,
         _checkpoint(config),
         **common,
@@ -133,6 +146,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         kv_cache_bytes=None if torch.cuda.is_available() else int(rollout.kv_cache_gib * 2**30),
         memory_share=rollout.gpu_memory_utilization,
         free_cache=rollout.free_cache_engine,
+        stop_texts=bool(rollout.stop),
         engine_options={
             **own,
             "enforce_eager": rollout.enforce_eager,
@@ -141,8 +155,18 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
             "max_num_batched_tokens": rollout.max_num_batched_tokens,
             # bf16 logits alone would move probabilities by more than all other layers together
             "hf_overrides": {"head_dtype": "float32"},
+            **rollout.engine_kwargs.vllm,
         },
     )
+    try:
+        return build()
+    except (TypeError, ValueError) as error:
+        if not rollout.engine_kwargs.vllm:
+            raise
+        raise ConfigError(
+            f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, and vLLM does not "
+            f"start with it: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _checkpoint(config: GRPOConfig) -> Checkpoint:
@@ -196,15 +220,16 @@ def load_model(
 
 
 def build_optimizer(
-    config: JobConfig, model: Any, optim: OptimConfig, lr: float, warmup_steps: int, steps: int
+    config: JobConfig, model: Any, optim: OptimConfig, rate: RateConfig, steps: int
 ) -> Optimizer:
+    """AdamW as `optim` describes it, at the learning rate and with the warm-up of `rate`."""
     return Optimizer(
         model,
-        lr=lr,
+        lr=rate.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,
         schedule=optim.lr_scheduler_type,
-        warmup_steps=warmup_steps,
+        warmup_steps=rate.warmup_steps(steps),
         total_steps=steps,
         param_dtype=getattr(torch, config.sharding.dtype),
         offload=config.sharding.optimizer_offload,
@@ -230,26 +255,24 @@ def build_actor(config: GRPOConfig, engine: RolloutEngine, replicas: Replicas, s
     model = load(adapters=True)
     if config.uses_reference and config.model.lora_rank:
         reference = partial(adapters_disabled, model)
-    optimizer = build_optimizer(config, model, optim, optim.lr, optim.lr_warmup_steps, steps)
+    optimizer = build_optimizer(config, model, optim, optim, steps)
     return Actor(config, model, reference, optimizer, replicas)
 
 
 def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
     return Resharder(
-        parameter_shards(actor.model),
+        lambda: parameter_shards(actor.model),
         engine,
-        adapters=adapter_shards(actor.model),
+        adapters=lambda: adapter_shards(actor.model),
         merge=config.reshard.lora == "merged",
     )
 
 
 def build_critic(config: GRPOConfig, replicas: Replicas, steps: int) -> Critic:
     """The value model with an FSDP2 group of its own over all ranks."""
-    path, rate = config.critic.model.path or config.model.path, config.critic.optim
+    path = config.critic.model.path or config.model.path
     model = _value_model(config, replicas.session, path)
-    optimizer = build_optimizer(
-        config, model, config.actor.optim, rate.lr, rate.lr_warmup_steps, steps
-    )
+    optimizer = build_optimizer(config, model, config.actor.optim, config.critic.optim, steps)
     return Critic(config, model, optimizer, replicas)
 
 

@@ -25,6 +25,7 @@ from hybridengine.model.forward import pack_targets
 from hybridengine.trainer.batching import split_micro_batches
 from hybridengine.trainer.job import Job
 from hybridengine.trainer.plan import sft_plan
+from hybridengine.trainer.precision import resolve_dtypes
 from hybridengine.trainer.setup import build_optimizer, load_model, load_tokenizer
 
 __all__ = ["load_sft_data", "train_sft"]
@@ -50,6 +51,7 @@ class _Run(Job):
     """Everything one rank holds during a job."""
 
     def __init__(self, config: SFTConfig, session: Session) -> None:
+        config = resolve_dtypes(config)
         super().__init__(config, session)
         self.config, data, fsdp = config, config.data, config.model.fsdp_config
         torch.manual_seed(config.seed + session.rank)  # dropout differs between the ranks
@@ -62,10 +64,8 @@ class _Run(Job):
         self.group = dist.new_subgroups(self.shared)[0] if self.shared > 1 else None
         with session.phase("load_model"):
             self.model = load_model(config, session, adapters=True, cpu_offload=fsdp.offload_policy)
-            warmup = config.warmup_steps(self.steps)
-            self.optimizer = build_optimizer(
-                config, self.model, config.optim, config.optim.lr, warmup, self.steps
-            )
+            optim = config.optim
+            self.optimizer = build_optimizer(config, self.model, optim, optim, self.steps)
         self.optimizers = {"train": self.optimizer}
         self.checkpoints = self.build_checkpoints({"actor": (self.model, self.optimizer)}, {})
 

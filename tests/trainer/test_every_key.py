@@ -68,6 +68,7 @@ CLASSIFIER = (
 LONG = ("data.max_prompt_length=2", "data.train_batch_size=2")
 LORA = ("model.lora_rank=4",)
 SAVED = (TWO_STEPS, "trainer.save_freq=1")
+OPTIONS = ("{{word: w51}}", ("data.chat_template={dir}/template.jinja",))
 
 # key: (other value, what must be set beside it for it to matter)
 FLIPS: dict[str, tuple[str, Sequence[str]]] = {
@@ -87,6 +88,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "data.truncation": ("left", LONG),
     "data.filter_overlong_prompts": ("true", LONG),
     "data.chat_template": ("{dir}/template.jinja", ()),
+    "data.apply_chat_template_kwargs": OPTIONS,
     "actor.ppo_mini_batch_size": ("2", ()),
     "actor.ppo_max_token_len_per_gpu": ("48", ()),
     "actor.clip_ratio": ("0.01", REUSED),
@@ -135,6 +137,10 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "reward.custom_reward_function.name": ("shorter", ()),
     "reward.weights": ("[1,0.5]", TWO_REWARDS),
     "reward.timeout_s": ("0.001", ("reward.custom_reward_function.path={dir}/slow_reward.py",)),
+    "reward.num_workers": (
+        "2",
+        ("reward.custom_reward_function.path={dir}/counted_reward.py", "reward.num_workers=1"),
+    ),
     "reward.reward_manager.name": (
         "dapo",
         ("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2"),
@@ -186,11 +192,16 @@ def prepare(folder: Path) -> list[str]:
             save_head(folder / name)
     rows = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "others.jsonl").write_text("\n".join(rows[4:] + rows[:3]))
-    (folder / "template.jinja").write_text("{% for m in messages %}w50 {% endfor %}")
+    (folder / "template.jinja").write_text(
+        "{% for m in messages %}{{ word or 'w50' }} {% endfor %}"
+    )
     reward = (folder / "reward.py").read_text()
     (folder / "other_reward.py").write_text(reward.replace("max(1, len(words))", "7"))
     slow = reward.replace("    words =", "    import time; time.sleep(0.003)\n    words =", 1)
     (folder / "slow_reward.py").write_text(slow)
+    counted = "import itertools\ncount = itertools.count()\n"  # of the calls in its process
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    (folder / "counted_reward.py").write_text(f"{counted}{head}    return next(count)\n")
     return base
 
 
@@ -224,7 +235,7 @@ def prepare_sft(folder: Path) -> list[str]:
     (folder / "rows.jsonl").write_text("".join(lines))
     (folder / "others.jsonl").write_text("".join(lines[3:]))
     (folder / "template.jinja").write_text(
-        "{% for m in messages %}w50 {{ m.content }} {% endfor %}"
+        "{% for m in messages %}{{ word or 'w50' }} {{ m.content }} {% endfor %}"
     )
     settings = {
         "model.path": model,
@@ -263,7 +274,7 @@ RUN_KEYS = [
 SFT_FLIPS = {key: FLIPS[key] for key in (
     "model.path", "model.lora_rank", "model.lora_alpha", "model.target_modules",
     "data.train_files", "data.val_files", "data.train_batch_size", "data.chat_template",
-    *RUN_KEYS,
+    "data.apply_chat_template_kwargs", *RUN_KEYS,
 )} | {
     "trainer.test_freq": ("1", (VALIDATED[0], TWO_STEPS)),
     "trainer.val_before_train": ("false", VALIDATED[:1]),
