@@ -43,6 +43,7 @@ class Rollout:
     score: float
     extras: dict[str, float]
     finish_reason: str
+    pred: float | None = None  # stands for its answer, where the reward gives one to vote on
 
     @property
     def results(self) -> dict[str, float]:
@@ -100,8 +101,9 @@ class RolloutMaker:
                 response_ids=array("i", c.token_ids),  # lists take 8 times the memory
                 log_probs=array("f", c.log_probs),
                 score=result.scores[k],
-                extras={name: values[k] for name, values in result.extras.items()},
+                extras={name: x[k] for name, x in result.extras.items() if name != "pred"},
                 finish_reason=c.finish_reason,
+                pred=result.extras["pred"][k] if "pred" in result.extras else None,
             )
             for k, (i, c) in enumerate(zip(groups, completions, strict=True))
         ]
