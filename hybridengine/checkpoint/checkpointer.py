@@ -33,6 +33,7 @@ from hybridengine.checkpoint.resume import (
     TENSORS,
     Resumable,
     ResumePlan,
+    none_left,
     read_state,
     resume_plan,
 )
@@ -156,10 +157,7 @@ class Checkpointer:
                 return checkpoint
             self.skipped.append(faults[0])
         if plan.candidates:
-            raise CheckpointError(
-                f"{self.skipped[-1]}; no older checkpoint is left: restore one, or start anew with "
-                "trainer.resume_mode=disable"
-            )
+            raise none_left(self.skipped)
         return None
 
     def _check_finite(self, found: SavedCheckpoint, tensors: dict[str, torch.Tensor]) -> None:

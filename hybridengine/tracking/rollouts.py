@@ -23,6 +23,7 @@ def write_rollouts(path: Path, rollouts: Iterable[Any]) -> None:
                 "ground_truth": _plain(r.sample.ground_truth),
                 "reward": r.score,
                 **r.extras,
+                **({} if r.pred is None else {"pred": r.pred}),
                 "prompt_ids": list(r.sample.prompt_ids),
                 "response_ids": list(r.response_ids),
                 "log_probs": list(map(float, r.log_probs)),

@@ -178,6 +178,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "trainer.default_local_dir": ("{dir}/elsewhere", ()),
     "trainer.logger": ("[jsonl,tensorboard]", ()),
     "trainer.rollout_data_dir": ("{dir}/run/other_rollouts", ()),
+    "trainer.rollout_freq": ("-1", ()),
     "trainer.critic_warmup": ("1", CRITIC),
 }
 # What is set beside these is refused until the flip, or with another path.
@@ -280,7 +281,7 @@ RUN_KEYS = [
     key
     for key in FLIPS
     if key.startswith("trainer.")
-    and key not in ("trainer.critic_warmup", "trainer.rollout_data_dir")
+    and key not in ("trainer.critic_warmup", "trainer.rollout_data_dir", "trainer.rollout_freq")
 ]
 SFT_FLIPS = {key: FLIPS[key] for key in (
     "model.path", "model.lora_rank", "model.lora_alpha", "model.target_modules",
