@@ -132,5 +132,5 @@ def test_an_adapter_merged_by_peft_is_not_added_again(tmp_path: Path) -> None:
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
     assert len(adapter_shards(model)) == 2
     adapted.merge_adapter()
-    with pytest.raises(ModelError, match="merged into its weight already.*unmerge_adapter"):
+    with pytest.raises(ModelError, match=r"merged into its weight already.*unmerge_adapter"):
         adapter_shards(model)
