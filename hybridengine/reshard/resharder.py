@@ -297,11 +297,12 @@ class Resharder:
 
     def _source(self, slab: Slab) -> torch.Tensor:
         """What a bucket packs from: this rank's shard, or what an adapter makes of a part of it."""
-        spec = self.plan.sources[slab.name]
+        trained, spec = self._trained, self.plan.sources[slab.name]
+        if slab.name not in trained.merged:
+            return trained.shards[slab.name]
         with self._board.meeting(f"gathering the adapter of {slab.name!r}"):
-            rows = self._trained.rows(slab.name, spec, self.rank, slab.low, slab.high)
-        self._gathered += rows[1]
-        return rows[0]
+            self._gathered += trained.bytes_gathered(slab.name, spec)
+            return trained.merge(slab.name, spec, self.rank, slab.low, slab.high)
 
     def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(buffer, its outbox, its inbox). Two buffers serve all buckets: fresh memory is slow.

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from hybridengine.reshard.layout import Checkpoint, identity_layout
+from hybridengine.reshard.coverage import describe_differences
+from hybridengine.reshard.layout import Checkpoint, LayoutError, identity_layout
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
 
 __all__ = ["HfEngine"]
@@ -48,6 +49,13 @@ class HfEngine(RolloutEngine):
         self._stop_token_ids = list(stop_token_ids)
         self._max_num_seqs = max_num_seqs
         own = self._stored()
+        self.unused = checkpoint.buffers
+        self.differences = describe_differences(checkpoint.config, config.to_dict())
+        if extra := sorted(checkpoint.parameters.keys() - own.keys()):
+            raise LayoutError(
+                f"the engine's model has no parameter {extra[0]!r} (and {len(extra) - 1} more of "
+                f"the trained model). Were both built from the same model?{self.differences}"
+            )
         self.layout = identity_layout({name: own[name] for name in checkpoint.parameters})
 
     def _stored(self) -> dict[str, torch.Tensor]:
