@@ -78,7 +78,7 @@ class TrainedTensors:
         return find_change(planned, self.placements)
 
     def merge(self, name: str, spec: ShardSpec, rank: int, low: int, high: int) -> torch.Tensor:
-        """Positions [low, high) of this rank's shard of a parameter with its adapter; collective."""
+        """Positions [low, high) of this rank's shard with its adapter merged; collective."""
         base, shard = self.parameters[name].detach(), spec.held_by(rank)
         origin = 0 if shard is None else spec.interval(shard)[0]
         return self.merged[name].merge(base, spec.dim, origin, low, high)
