@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from hybridengine.model.errors import ModelError
 from hybridengine.model.rank_zero import run_on_rank0
 from hybridengine.reshard.lora import Adapter, gathered
+from hybridengine.storage import new_folder
 
 __all__ = ["adapter_shards", "adapters_disabled", "apply_lora", "columns_of", "save_adapter"]
 
@@ -111,6 +112,8 @@ def adapters_disabled(model: nn.Module) -> Iterator[nn.Module]:
 def save_adapter(model: nn.Module, out_dir: str | Path) -> None:
     """Write the adapter, float32, as a folder that `peft.PeftModel.from_pretrained` loads.
 
+    The folder appears under its name when it is complete, see `storage.new_folder`.
+
     All ranks call. Raises ModelError on every rank if rank 0 cannot write.
     """
     import json
@@ -129,18 +132,22 @@ def save_adapter(model: nn.Module, out_dir: str | Path) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "target_modules": sorted(name for name, _ in _layers(model)),
-        "base_model_name_or_path": model.config.name_or_path,
+        "base_model_name_or_path": _base_name(model.config.name_or_path),
         "inference_mode": True,
     }
 
     def write() -> None:
-        out = Path(out_dir)
-        out.mkdir(parents=True, exist_ok=True)
-        save_file(kept, out / "adapter_model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(described, indent=2, sort_keys=True, default=str)
-        (out / "adapter_config.json").write_text(text)
+        with new_folder(Path(out_dir).absolute()) as out:
+            save_file(kept, out / "adapter_model.safetensors", metadata={"format": "pt"})
+            text = json.dumps(described, indent=2, sort_keys=True, default=str)
+            (out / "adapter_config.json").write_text(text)
 
     run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}")
+
+
+def _base_name(name: str) -> str:
+    """A folder's absolute path, so that the adapter is used from anywhere; a hub name as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

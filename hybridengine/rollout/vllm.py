@@ -41,6 +41,9 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM reads its own level
+    if os.environ.get("HYBRIDENGINE_ISA") in ("portable", "avx2"):  # vLLM has no limit of its own
+        for feature in ("avx512", "avx512_bf16", "amx_tile"):
+            setattr(torch.cpu, f"_is_{feature}_supported", lambda: False)
 
 
 class VllmEngine(VllmWeights, RolloutEngine):
