@@ -52,7 +52,7 @@ def attempt(step: Callable[[], Any]) -> tuple[Any, str | None]:
 
 def agree(problem: str | None, error: type[LayoutError] = LayoutError) -> None:
     """Raise `error` on every rank where any rank has a problem; collective."""
-    problems: list[str | None] = [None] * dist.get_world_size()
+    problems: list[str | None] = [None] * dist.group.WORLD.size()
     dist.all_gather_object(problems, problem)
     found: dict[str, int] = {}
     for rank, text in enumerate(problems):
