@@ -27,7 +27,6 @@ VALUES = {
     "reward.custom_reward_function.name": None,
     "reward.reward_model.enable": None,
     "reward.reward_model.model_path": None,
-    "reward.weights": "[2.0]",
     "algorithm.rollout_correction.rollout_rs": None,
     "algorithm.rollout_correction.rollout_rs_threshold": None,
 }
@@ -57,6 +56,8 @@ def other_value(key: str, type_: str, default: Any) -> str | None:
     if " | " in choices:
         texts = [c for c in choices.removeprefix("list of ").split(" | ") if c != default]
         return texts[0]
+    if choices in ("list of float", "list of int"):
+        return "[2.0]" if choices.endswith("float") else "[2]"
     if isinstance(default, bool):
         return str(not default).lower()
     if isinstance(default, int):
