@@ -24,6 +24,7 @@ VALUES = {
     "rollout.val_kwargs.do_sample": None,
     "rollout.val_kwargs.n": None,
     "reshard.lora": None,
+    "algorithm.gdpo_reward_weights": None,
     "reward.custom_reward_function.name": None,
     "reward.reward_model.enable": None,
     "reward.reward_model.model_path": None,
