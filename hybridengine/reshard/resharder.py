@@ -28,6 +28,7 @@ from hybridengine.reshard.lora import (
     with_whole,
 )
 from hybridengine.reshard.plan import Piece, ReshardPlan, build_plan
+from hybridengine.reshard.routes import ranks_per_node
 from hybridengine.reshard.shards import Placement, ShardSpec, find_change, local_shard
 from hybridengine.reshard.verify import find_mismatches
 
@@ -93,7 +94,10 @@ class Resharder:
         self._device = next((t.device for t in self.parameters.values()), torch.device("cpu"))
         self._layout = with_factors(engine.layout, self._factors)
         layouts = self._gather_layouts()
-        self.plan: ReshardPlan = self._agreed(lambda: build_plan(specs, layouts, bucket_bytes))
+        nodes = self._everyones(self.rank // ranks_per_node(self.world_size))
+        self.plan: ReshardPlan = self._agreed(
+            lambda: build_plan(specs, layouts, bucket_bytes, nodes)
+        )
         digests = self._everyones(self.plan.digest)
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise LayoutError(
