@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures lint bench gpu-report cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures lint bench dist gpu-report cuda-check clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ lint: setup ## ruff, clang-format and mypy, changing nothing
 
 bench: setup ## Time every operator against its peers on this machine
 	@$(PY) -m benchmarks
+
+dist: setup ## Build sdist and wheel into dist/; install the sdist into an empty environment
+	@tools/check_dist.sh
 
 gpu-report: ## On a GPU machine: build with its own python3, test and time the kernels
 	@$${PYTHON:-python3} tools/gpu_report.py

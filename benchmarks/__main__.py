@@ -9,27 +9,31 @@ import torch
 
 import benchmarks
 from benchmarks.frame import Bench, versions
+from benchmarks.isa import LIMITS, limit_isa
 
 
 def main() -> int:
     operators = sorted(
         module.name
         for module in pkgutil.iter_modules(benchmarks.__path__)
-        if module.name not in ("frame", "peers", "plots") and not module.name.startswith("_")
+        if module.name not in ("frame", "isa", "peers", "plots") and not module.name.startswith("_")
     )
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
     parser.add_argument("op", nargs="*", choices=[[], *operators], help=", ".join(operators))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="small shapes: does it run?")
+    parser.add_argument("--isa", choices=list(LIMITS), help="as on a CPU that has no more")
     arguments = parser.parse_args()
+    if arguments.isa:
+        limit_isa(arguments.isa)
     bench = Bench(arguments.device, arguments.quick)
-    print(f"# {bench.device_name}  {versions()}")
+    print(f"# {bench.device_name}, {bench.isa}  {versions()}")
     for op in arguments.op or operators:
         importlib.import_module(f"benchmarks.{op}").run(bench)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"device": bench.device_name, **versions(), "rows": bench.rows}
+        document = {"device": bench.device_name, "isa": bench.isa, **versions(), "rows": bench.rows}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from hybridengine.kernels import has_fast_products
 
 from hybridengine import _C
 
@@ -22,6 +23,7 @@ KEYS = (
     "shape",
     "dtype",
     "device",
+    "isa",
     "ms_p20",
     "ms_p50",
     "ms_p80",
@@ -48,6 +50,11 @@ class Bench:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+    @property
+    def isa(self) -> str | None:
+        """Instruction set of the CPU kernels: the machine's, or the limit it runs under."""
+        return None if self.device.type == "cuda" else _C.cpu_isa
 
     def compare(
         self,
@@ -92,6 +99,7 @@ class Bench:
                 "shape": shape,
                 "dtype": str(dtype).removeprefix("torch."),
                 "device": self.device_name,
+                "isa": self.isa,
                 "ms_p20": p20,
                 "ms_p50": p50,
                 "ms_p80": p80,
@@ -127,6 +135,8 @@ class Bench:
         return 2 * source.nbytes / self._measure(lambda: target.copy_(source))[0] / 1e6
 
     def _gemm_limit(self, dtype: torch.dtype) -> float:
+        if not has_fast_products(dtype, self.device):
+            dtype = torch.float32  # converting first is faster
         n = (8192 if self.device.type == "cuda" else 2048) // (4 if self.quick else 1)
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
         return 2 * n**3 / self._measure(lambda: a @ b)[0] / 1e9

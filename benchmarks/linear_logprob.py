@@ -2,8 +2,9 @@
 
 `gemm_1` and `gemm_3` are the products alone, in the same chunks and as fast as PyTorch has them:
 torch.mm in the dtype of the inputs, also where ours leaves float32. They are the limit of the
-forward, and of forward + backward of `linear_policy_loss`. `head_...` is the trainer's output head
-with [R, V] logits and without, at the head of a 135M model.
+forward, and of forward + backward of `linear_policy_loss`. On a CPU without fast products of that
+dtype they are float32, and peers, who would take minutes, are left out. `head_...` is the trainer's
+output head with [R, V] logits and without, at the head of a 135M model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from hybridengine.kernels import linear_policy_loss, linear_token_log_probs, policy_loss
+from hybridengine.kernels import (
+    has_fast_products,
+    linear_policy_loss,
+    linear_token_log_probs,
+    policy_loss,
+)
 from hybridengine.kernels import token_log_probs as from_logits
 from hybridengine.kernels.linear_logprob import Chunks, budget
 
@@ -68,7 +74,7 @@ class Problem:
 
 
 def forward(bench: Bench, p: Problem) -> None:
-    found, missing = _linear_peers.log_probs()
+    found, missing = found_peers(p, _linear_peers.log_probs())
     functions = {OURS: linear_token_log_probs, **found}
     few = slice(0, 16)
     exact = peers.exact(p.hidden[few].double() @ p.weight.double().t(), p.token_ids[few])
@@ -107,8 +113,8 @@ def training(bench: Bench, p: Problem) -> None:
         loss = loss_function(h, w, p.token_ids, p.advantages, p.old_log_probs)
         return torch.autograd.grad(loss, (h, w))
 
-    found, missing = _linear_peers.log_probs()
-    in_one_peers, also_missing = _linear_peers.found(liger=_linear_peers.liger_grpo)
+    found, missing = found_peers(p, _linear_peers.log_probs())
+    in_one_peers, also_missing = found_peers(p, _linear_peers.found(liger=_linear_peers.liger_grpo))
     calls = {
         OURS: partial(fused, p.advantages),
         f"{OURS}_half_dead": partial(fused, dead),
@@ -141,19 +147,30 @@ def head(bench: Bench, p: Problem) -> None:
     p.compare(bench, "trainer_head", "both", calls)
 
 
+def found_peers(p: Problem, peers: tuple[dict, dict]) -> tuple[dict, dict]:
+    """(functions, why the others are missing)."""
+    found, missing = peers
+    if has_fast_products(p.dtype, p.hidden.device):
+        return found, missing
+    return {}, missing | dict.fromkeys(found, f"this CPU has no fast {p.dtype} products")
+
+
 def bare_products(p: Problem, count: int) -> Callable[[], None]:
     """1: the logits; 3: those and both gradient products, with nothing between them."""
     chunks = Chunks(p.hidden, p.weight, None, budget(p.hidden, None), False, count == 3)
     slices, vocab = list(chunks.slices()), p.weight.shape[0]
+    hidden_in, weight = p.hidden, p.weight
+    if not has_fast_products(p.dtype, p.hidden.device):
+        hidden_in, weight = hidden_in.float(), weight.float()
 
     def call() -> None:
-        room = p.hidden.new_empty(slices[0].stop, vocab)
-        total = torch.zeros_like(p.weight) if count == 3 else None
+        room = hidden_in.new_empty(slices[0].stop, vocab)
+        total = torch.zeros_like(weight) if count == 3 else None
         for rows in slices:
-            hidden = p.hidden[rows]
-            logits = torch.mm(hidden, p.weight.t(), out=room[: hidden.shape[0]])
+            hidden = hidden_in[rows]
+            logits = torch.mm(hidden, weight.t(), out=room[: hidden.shape[0]])
             if total is not None:
-                torch.mm(logits, p.weight)
+                torch.mm(logits, weight)
                 total.addmm_(logits.t(), hidden)
 
     return torch.no_grad()(call)

@@ -79,7 +79,7 @@ def backward_call(function, logits, token_ids):
 
 def inplace_call(logits, token_ids):
     """In place the logits are used up, so the kernel itself is called, on what it left behind."""
-    plain = logprob.RowOptions(1.0, None, 1.0, 0.0, -100, None, "")
+    plain = logprob.RowOptions(1.0, None, 1.0, 0.0, -100, None, None, "")
     with torch.no_grad():
         results = list(logprob.rows_forward(logits, token_ids, plain, False, None)[:4])
     ones = torch.ones_like(results[0])

@@ -143,7 +143,7 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     for parameter in model.parameters():
         parameter.data.normal_()
     parameters = dict(model.named_parameters())
-    resharder = Resharder(parameters, engine)
+    resharder = Resharder(lambda: parameters, engine)
     own = sum(p.to_local().numel() for p in parameters.values())
     rest = sum(p.numel() for p in parameters.values()) - own
 

@@ -17,11 +17,13 @@ class LogProbOptions:
         softcap: float,
         ignore_index: int,
         keep_mask: Tensor | None,
-        vocab_start: int,
-        vocab_total: int,
+        vocab_range: Tensor | None,
     ) -> None: ...
 
 def balance(lengths: Sequence[int], num_bins: int, equal_count: bool) -> list[list[int]]: ...
+def balance_by_tokens(
+    lengths: Sequence[int], max_tokens: int, min_bins: int, multiple_of: int
+) -> list[list[int]]: ...
 def gae(
     rewards: Tensor,
     values: Tensor | None,
@@ -42,7 +44,7 @@ def group_advantage(
     num_tokens: int,
 ) -> tuple[Tensor, Tensor]: ...
 def empty_pooled(shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
-def has_mixed_product(like: Tensor) -> bool: ...
+def has_mixed_product(dtype: torch.dtype) -> bool: ...
 def log_prob_forward(
     logits: Tensor,
     token_ids: Tensor,

@@ -1,11 +1,16 @@
-"""The `hybridengine` command: `sft`, `grpo` and `ppo` run a job, `export` writes a checkpoint as a
-model folder, `env` says what this machine has."""
+"""The `hybridengine` command: run a job, list its settings, export a checkpoint, plan a reshard.
+
+torch is imported by the commands that need it, once the configuration is known to be good: help,
+`keys` and a wrong setting answer at once.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -14,66 +19,106 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hybridengine import __version__
 from hybridengine.config import (
     PPO,
     ConfigError,
+    ConfigNote,
     GRPOConfig,
     JobConfig,
     SFTConfig,
     load_config,
     load_sft_config,
 )
-from hybridengine.launch import (
-    EXIT_USER_ERROR,
-    USER_ERRORS,
-    launch_ranks,
-    print_error,
-    run_rank,
-)
+from hybridengine.errors import EXIT_USER_ERROR, UserError, print_error, print_note
 
 __all__ = ["main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hybridengine {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _hybridengine() -> None:
+def _hybridengine(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
     """The fast path of LLM reinforcement learning."""
 
 
-_Config = Annotated[Path, typer.Argument(help="YAML file")]
-_Overrides = Annotated[list[str] | None, typer.Argument(help="key=value …")]
+_Settings = Annotated[
+    list[str],
+    typer.Argument(metavar="[CONFIG.YAML] [KEY=VALUE]...", help="A YAML file, settings, or both."),
+]
 _DryRun = Annotated[bool, typer.Option(help="Check everything, print the plan, stop.")]
 
 
 @app.command()
-def grpo(config: _Config, overrides: _Overrides = None, dry_run: _DryRun = False) -> None:
+def grpo(settings: _Settings, dry_run: _DryRun = False) -> None:
     """Train with GRPO; starts the ranks itself unless torchrun already has."""
-    _job(lambda: load_config(config, overrides or []), dry_run)
+    _job(lambda: load_config(*_split(settings)), dry_run)
 
 
 @app.command()
-def ppo(config: _Config, overrides: _Overrides = None, dry_run: _DryRun = False) -> None:
+def ppo(settings: _Settings, dry_run: _DryRun = False) -> None:
     """Train with PPO: as grpo, with a critic (algorithm.adv_estimator is gae by default)."""
-    _job(lambda: load_config(config, overrides or [], PPO), dry_run)
+    _job(lambda: load_config(*_split(settings), PPO), dry_run)
 
 
 @app.command()
-def sft(config: _Config, overrides: _Overrides = None, dry_run: _DryRun = False) -> None:
+def sft(settings: _Settings, dry_run: _DryRun = False) -> None:
     """Fine-tune on given conversations; starts the ranks itself unless torchrun already has."""
-    _job(lambda: load_sft_config(config, overrides or []), dry_run)
+    _job(lambda: load_sft_config(*_split(settings)), dry_run)
+
+
+@app.command()
+def keys(
+    kind: Annotated[str, typer.Argument(help="grpo, ppo or sft.")] = "grpo",
+    containing: Annotated[str, typer.Argument(help="Only keys with this in them.")] = "",
+) -> None:
+    """List every key of a job: type, default and meaning."""
+    from hybridengine.config.reference import key_table
+
+    try:
+        table = key_table(kind, containing)
+    except UserError as error:
+        print_error(error)
+        raise typer.Exit(EXIT_USER_ERROR) from None
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _split(settings: list[str]) -> tuple[str | None, list[str]]:
+    """(the YAML file or None, the overrides)."""
+    first, *others = settings
+    if "=" in first and not Path(first).is_file():
+        return None, settings
+    return first, others
 
 
 def _job(load: Callable[[], JobConfig], dry_run: bool) -> None:
+    first_rank = os.environ.get("RANK", "0") == "0"
     try:
-        code = _run(load(), dry_run)
-    except USER_ERRORS as error:
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always", ConfigNote)
+            config = load()
+        for note in noted if first_rank else ():
+            print_note(str(note.message))
+        code = _run(config, dry_run)
+    except UserError as error:
         print_error(error)
         code = EXIT_USER_ERROR
     raise typer.Exit(code)
 
 
 def _run(config: JobConfig, dry_run: bool) -> int:
+    from hybridengine.launch import launch_ranks, run_rank
+
     under_torchrun = "RANK" in os.environ
     if not under_torchrun or os.environ["RANK"] == "0":
         plan = _plan(config, dry_run)
@@ -89,17 +134,15 @@ def _run(config: JobConfig, dry_run: bool) -> int:
             f"trainer.nnodes is {config.trainer.nnodes}; start this command under torchrun "
             "--nnodes on every machine, which tells the ranks where to meet"
         )
-    failure = launch_ranks(config)
-    if failure is None:
-        return 0
-    print_error(failure)
-    return 1
+    return launch_ranks(config)
 
 
 def _plan(config: JobConfig, dry_run: bool) -> Table:
     from hybridengine.preflight import check_grpo, check_sft
     from hybridengine.trainer.plan import plan_table, sft_plan, sync_volume
+    from hybridengine.trainer.precision import resolve_dtypes
 
+    config = resolve_dtypes(config)
     if isinstance(config, SFTConfig):
         return sft_plan(config, *check_sft(config))
     assert isinstance(config, GRPOConfig)
@@ -139,9 +182,13 @@ def export(
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ConfigError(f"--dtype is {dtype!r}, expected bfloat16, float16 or float32")
         source = export_checkpoint(
-            checkpoint, out, getattr(torch, dtype), trust_remote_code, as_adapter
+            checkpoint.expanduser(),
+            out.expanduser(),
+            getattr(torch, dtype),
+            trust_remote_code,
+            as_adapter,
         )
-    except USER_ERRORS as error:
+    except UserError as error:
         print_error(error)
         raise typer.Exit(EXIT_USER_ERROR) from None
     Console().print(f"{source} → {out}", soft_wrap=True)
@@ -152,7 +199,7 @@ def env() -> None:
     """Print versions, devices, and the backend every kernel takes here, with the reason."""
     import torch
 
-    from hybridengine.kernels import backend_table
+    from hybridengine.kernels import backend_table, has_fast_products
 
     console = Console()
     versions = Table("package", "version", title="Versions", title_justify="left")
@@ -168,7 +215,8 @@ def env() -> None:
     for row in backend_table():
         kernels.add_row(*row)
     console.print(versions)
-    console.print(f"CPU: {cores}")
+    fast = "" if has_fast_products(torch.bfloat16) else "no "
+    console.print(f"CPU: {cores}, {fast}fast bfloat16 products")
     console.print(f"GPU: {', '.join(devices) or 'none'}")
     console.print(kernels)
 

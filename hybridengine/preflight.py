@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridengine.algorithms import NEEDS
-from hybridengine.checkpoint import chosen_checkpoint
+from hybridengine.checkpoint import check_resume
 from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset, PromptLoader
 from hybridengine.data.sft import SFTDataset
@@ -19,6 +19,7 @@ from hybridengine.model import (
     checkpoint_layout,
     is_sequence_classifier,
 )
+from hybridengine.rewards import score_checked
 from hybridengine.tracking import check_loggers
 from hybridengine.trainer.rollouts import SCORE_NAMES
 from hybridengine.trainer.setup import engine_name, load_data
@@ -26,7 +27,9 @@ from hybridengine.trainer.sft import load_sft_data
 
 __all__ = ["check_grpo", "check_sft"]
 
-_PROBED_ROWS = 3  # the reward of an empty answer to the first prompts shows a broken function
+# The reward of an empty answer to the first prompts, and to the first of each data_source, shows a
+# broken function.
+_PROBED_ROWS = 3
 
 
 def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]:
@@ -39,11 +42,12 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     _check_heads(config, model)
     check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
     _, train, val, reward = load_data(config)
-    PromptLoader(train, config.data.train_batch_size, seed=config.seed)
+    _check_resume(config, train, model)
     for dataset in (train, val):
         if dataset is not None:
-            probed = dataset[:_PROBED_ROWS]
-            result = reward.score(probed, [""] * len(probed), [0] * len(probed))
+            firsts = {sample.data_source: sample for sample in reversed(dataset)}
+            probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
+            result = score_checked(reward, probed, [""] * len(probed), [0] * len(probed))
             _check_reward_names(config, [*result.extras])
     _check_value_models(config)
     return train, val
@@ -83,9 +87,10 @@ def _check_value_models(config: GRPOConfig) -> None:
 
 def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
     """As `check_grpo`, for `hybridengine sft`: the training and the validation conversations."""
-    check_sequence_parallel(_check_run(config), config.ulysses_sequence_parallel_size)
+    model = _check_run(config)
+    check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
     _, train, val = load_sft_data(config)
-    PromptLoader(train, config.data.train_batch_size, seed=config.seed)
+    _check_resume(config, train, model)
     return train, val
 
 
@@ -104,11 +109,20 @@ def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
             f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "
             f"{trainer.resume_from_path}; resume_mode=path and a folder go together"
         )
-    chosen_checkpoint(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
     model = check_model(config.model.path, trust)
     weights = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).tensors.values())
     check_disk_space(trainer.default_local_dir, weights * torch.bfloat16.itemsize)
     return model
+
+
+def _check_resume(
+    config: GRPOConfig | SFTConfig, train: PromptDataset | SFTDataset, model: PretrainedConfig
+) -> None:
+    """The checkpoint that the run would resume from fits the data and the model."""
+    data = config.data
+    loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
+    layout = checkpoint_layout(model, config.model.trust_remote_code)
+    check_resume(config, loader, layout.parameters)
 
 
 def _check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:

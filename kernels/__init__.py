@@ -5,6 +5,7 @@ formula and a plain-PyTorch `reference` backend that is its specification.
 """
 
 from ._backend import backend_table, choose_backend
+from ._mixed_product import has_fast_products
 from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
 from .linear_logprob import linear_token_log_probs
@@ -33,6 +34,7 @@ __all__ = [
     "choose_backend",
     "gae",
     "group_advantage",
+    "has_fast_products",
     "imbalance",
     "linear_policy_loss",
     "linear_token_log_probs",

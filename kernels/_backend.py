@@ -27,7 +27,14 @@ class BackendRow(NamedTuple):
 
 @functools.cache
 def native():
-    """The extension module `hybridengine._C`, or None where it was not built."""
+    """The extension module `hybridengine._C`, or None where it was not built.
+
+    Raises:
+        ValueError: HYBRIDENGINE_ISA names no instruction set.
+    """
+    isa = os.environ.get("HYBRIDENGINE_ISA") or "avx512"
+    if isa not in ("portable", "avx2", "avx512"):
+        raise ValueError(f"HYBRIDENGINE_ISA is {isa!r}; expected portable, avx2 or avx512.")
     try:
         from hybridengine import _C
     except ImportError:

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel side of token_log_probs: one small exchange between the ranks."""
+"""The vocabulary-parallel side of token_log_probs: two small exchanges between the ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def rank_and_size(group: str) -> tuple[int, int]:
-    if not group:
-        return 0, 1
-    resolved = dist.distributed_c10d._resolve_process_group(group)
-    return resolved.rank(), resolved.size()
+@torch.library.custom_op("hybridengine::vocab_range", mutates_args=())
+def vocab_range(like: Tensor, vocab: int, group: str) -> Tensor:
+    """int64 [2]: the first id of this rank's slice of `vocab` entries, and the entries of all.
+
+    One all-gather of a number per rank; the result stays on the device of `like`.
+    """
+    rank = dist.distributed_c10d._resolve_process_group(group).rank()
+    mine = torch.full((1,), vocab, dtype=torch.int64, device=like.device)
+    sizes = _all_gather(mine, group).flatten()
+    return torch.stack([sizes[:rank].sum(), sizes.sum()])
+
+
+@vocab_range.register_fake
+def _(like, vocab, group):
+    return like.new_empty(2, dtype=torch.int64)
 
 
 def merge_partials(
@@ -47,9 +57,19 @@ def gathered_reference(logits: Tensor, options):
     """The whole vocabulary on every rank, as the reference wants it: logits and keep-mask."""
     keep_mask = options.keep_mask
     if keep_mask is not None:
-        keep_mask = torch.cat(list(_all_gather(keep_mask.contiguous(), options.group)), dim=1)
-    logits = torch.cat(list(_all_gather(logits.contiguous(), options.group)), dim=1)
-    return logits, options._replace(keep_mask=keep_mask, group="")
+        keep_mask = _gather_columns(keep_mask, options.group)
+    logits = _gather_columns(logits, options.group)
+    return logits, options._replace(keep_mask=keep_mask, vocab_range=None, group="")
+
+
+def _gather_columns(tensor: Tensor, group: str) -> Tensor:
+    """[T, V_r] on every rank -> [T, V], slices of any sizes."""
+    mine = torch.full((1,), tensor.shape[1], dtype=torch.int64, device=tensor.device)
+    sizes = _all_gather(mine, group).flatten().tolist()
+    padded = tensor.new_zeros(tensor.shape[0], max(sizes))
+    padded[:, : tensor.shape[1]] = tensor
+    parts = _all_gather(padded, group)
+    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
 
 def _all_gather(tensor: Tensor, group: str) -> Tensor:

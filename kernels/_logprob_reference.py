@@ -1,6 +1,6 @@
 """The reference backend of token_log_probs: its specification, in plain PyTorch.
 
-`options` is kernels.logprob.RowOptions throughout.
+`options` is kernels._row_options.RowOptions throughout.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._logprob_parallel import gathered_reference, rank_and_size
+from ._logprob_parallel import gathered_reference
 
 
 def reference_token_log_probs(
@@ -61,8 +61,9 @@ def reference_forward(logits, token_ids, options, want_squares):
 
 def reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy) -> Tensor:
     """The module's gradient formula; the tests hold it against autograd of the forward."""
-    rank, vocab = rank_and_size(options.group)[0], logits.shape[1]
+    first, vocab = 0, logits.shape[1]
     if options.group:
+        first = int(options.vocab_range[0])
         logits, options = gathered_reference(logits, options)
     y, log_p = _reference_rows(logits, token_ids, options)
     p = log_p.exp()
@@ -85,4 +86,4 @@ def reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy)
     # A row nobody asks a gradient of gets exact zeros, even where its logits are NaN.
     asked = sum(grad != 0 for grad in (grad_log_probs, grad_entropy) if grad is not None) > 0
     gradient = gradient.where((asked & (token_ids != options.ignore_index))[:, None], 0.0)
-    return gradient[:, rank * vocab : (rank + 1) * vocab]
+    return gradient[:, first : first + vocab]

@@ -101,11 +101,11 @@ def _logprob(forward: bool, dtype: str, general: bool, capability: int) -> Usage
     types |= dict.fromkeys(("logits", "out"), f"*{dtype}")
     types |= {"keep": "*u8", "token_ids": "*i64", "bad_label": "*i32", "places": "*i32"}
     types |= dict.fromkeys(("row_stride", "keep_stride", "out_stride", "ignore_index"), "i64")
-    types |= dict.fromkeys(("vocab", "vocab_start", "vocab_total"), "i32")
+    types |= {"vocab": "i32", "vocab_range": "*i64"}
     types |= dict.fromkeys(("temperature", "scale", "softcap"), "fp32")
-    constants = dict.fromkeys(("HAS_KEEP", "HAS_CAP", "HAS_TEMPERATURES"), general)
+    constants = dict.fromkeys(("HAS_KEEP", "HAS_CAP", "HAS_TEMPERATURES", "PARALLEL"), general)
     if forward:
-        constants |= {"WANT_SQUARES": general, "PARTIAL": False}
+        constants |= {"WANT_SQUARES": general}
         constants["BLOCK"] = logprob_triton.FORWARD_BLOCK
     else:
         constants |= {"HAS_G": True, "HAS_H": True, "HAS_PLACES": general}

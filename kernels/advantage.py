@@ -11,13 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import _check as check
+from ._advantage_reference import check_finite, gae_reference, group_reference
 from ._backend import choose_backend, native, register_backends
+from .aggregation import as_mask, compute_dtype, row_ends, token_arguments
 
 register_backends("group_advantage", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 register_backends("gae", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
 # The order is that of csrc/advantage/estimator.h.
 GROUP_ESTIMATORS = ("grpo", "mean", "rloo", "grpo_passk", "max_mean", "opo")
+
+_NUMBERS = (
+    *check.FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
 
 
 def group_advantage(
@@ -32,13 +39,13 @@ def group_advantage(
     response_mask: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Advantage of every response over the responses to the same prompt.
+    """Compute the advantage of every response over the responses to the same prompt.
 
     Args:
-        rewards: [N] float, one per response.
-        group_ids: [N] integers, equal for the responses to one prompt; any values, any order, any
-            group sizes. std is the unbiased one; a response alone in its group has mean 0 and
-            std 1, as in verl.
+        rewards: [N] numbers, one per response; constants.
+        group_ids: [N] int32 or int64, equal for the responses to one prompt; any values, negative
+            ones too, any order, any group sizes. std is the unbiased one; a response alone in its
+            group has mean 0 and std 1, as in verl.
         estimator: with r the reward and all statistics over its group,
             grpo         (r - mean) / (std + epsilon)        arXiv 2402.03300, section 4.1.2
             mean         r - mean (Dr. GRPO, and grpo with norm_by_std=False; arXiv 2503.20783)
@@ -47,103 +54,170 @@ def group_advantage(
             max_mean     the best one: (r - mean) / (std + epsilon)
             opo          r - mean weighted by length         arXiv 2505.23585
             In grpo_passk and max_mean the others get 0 and norm_by_std=False leaves r unscaled.
-        lengths: [N] response lengths, for opo.
-        cu_seqlens: [N + 1] int32; given, the result is spread to the tokens of the responses.
-        response_mask: [T] bool beside cu_seqlens; masked tokens get 0. Its size sets T.
+        epsilon: above 0.
+        lengths: [N] response lengths, for opo; not negative.
+        cu_seqlens: [N + 1] int32 or int64; given, the result is spread to the tokens of the
+            responses.
+        response_mask: bool or 0/1, [T] beside cu_seqlens, or [N, L] without it: the result is
+            spread to its tokens, masked ones get 0.
+        backend: `cpp`, `cuda` or `reference`; None takes the best one. float64 rewards are always
+            computed by the reference.
 
     Returns:
-        [N], or [T] with cu_seqlens; float32 (the reference backend keeps float64).
+        [N], or spread the shape of response_mask; float64 for float64 rewards, else float32.
+        Statistics are kept in float64.
 
     Raises:
         ValueError: a reward that is NaN or infinite (on the CPU the message names the row; on a
-            GPU, where looking would wait for the device, its group becomes NaN), shapes that do
-            not match, an unknown estimator.
+            GPU, where looking would wait for the device, its group becomes NaN), group_ids of
+            another dtype, shapes or devices that do not match, cu_seqlens that does not fit (CPU;
+            on a GPU it is trusted, but never followed out of the tensors), an unknown estimator.
 
     Example:
         >>> group_advantage(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([7, 7, -1])).tolist()
         [0.7071057558059692, -0.7071057558059692, 4.999995231628418]
     """
-    if estimator not in GROUP_ESTIMATORS:
-        raise ValueError(
-            f"group_advantage: unknown estimator {estimator!r}; expected one of "
-            f"{', '.join(GROUP_ESTIMATORS)}"
-        )
-    if rewards.dim() != 1 or group_ids.shape != rewards.shape:
-        raise ValueError(
-            f"group_advantage: rewards has shape {list(rewards.shape)} and group_ids "
-            f"{list(group_ids.shape)}; expected both [N]"
-        )
+    op = "group_advantage"
+    check.choice(op, "estimator", estimator, GROUP_ESTIMATORS)
+    check.number(op, "epsilon", epsilon, above=0)
+    rewards, group_ids, lengths = _check_rows(rewards, group_ids, lengths)
     if estimator == "opo" and lengths is None:
-        raise ValueError("group_advantage: estimator 'opo' needs lengths, one per response")
-    if cu_seqlens is not None and response_mask is None:
-        raise ValueError("group_advantage: cu_seqlens needs response_mask [T] beside it")
-    backend = choose_backend("group_advantage", rewards.device, backend)
-    rewards = rewards.detach().contiguous()
-    if backend != "reference" or not rewards.is_floating_point():
-        rewards = rewards.float()
+        raise ValueError("group_advantage: estimator 'opo' needs lengths, one per response.")
+    shape = None if response_mask is None else response_mask.shape
+    cu_seqlens, response_mask = _check_spread(rewards, cu_seqlens, response_mask)
+    backend = choose_backend(op, rewards.device, backend)
+    if rewards.dtype == torch.float64:
+        backend = "reference"
     if estimator == "grpo" and not norm_by_std:
         estimator = "mean"
     per_row, per_token = torch.ops.hybridengine.group_advantage(
         rewards,
-        group_ids.long().contiguous(),
+        group_ids,
         GROUP_ESTIMATORS.index(estimator),
         norm_by_std,
         epsilon,
-        None if lengths is None else lengths.to(rewards.dtype).contiguous(),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-        None if response_mask is None else response_mask.bool().contiguous(),
+        lengths,
+        cu_seqlens,
+        response_mask,
         backend,
     )
-    return per_row if cu_seqlens is None else per_token
+    return per_row if shape is None else per_token.view(shape)
+
+
+def _check_rows(
+    rewards: Tensor, group_ids: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What has one entry per response: checked, contiguous, in the dtypes of the operator."""
+    op = "group_advantage"
+    check.same_device(op, rewards=rewards, group_ids=group_ids, lengths=lengths)
+    check.dtype(op, "rewards", rewards, _NUMBERS)
+    group_ids = check.ids(op, "group_ids", group_ids)
+    sizes: check.Sizes = {}
+    check.shape(op, "rewards", rewards, "N", sizes)
+    check.shape(op, "group_ids", group_ids, "N", sizes)
+    rewards = rewards.detach().to(compute_dtype(rewards)).contiguous()
+    if lengths is not None:
+        check.dtype(op, "lengths", lengths, _NUMBERS)
+        check.shape(op, "lengths", lengths, "N", sizes)
+        lengths = lengths.detach().to(rewards.dtype).contiguous()
+        if check.readable(lengths) and not bool(((lengths >= 0) & lengths.isfinite()).all()):
+            raise ValueError(
+                f"{op}: lengths has an entry that is not a length; expected 0 or more."
+            )
+    return rewards, group_ids.contiguous(), lengths
+
+
+def _check_spread(
+    rewards: Tensor, cu_seqlens: Tensor | None, response_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """cu_seqlens and response_mask [T] to spread to, or neither."""
+    op = "group_advantage"
+    if response_mask is None:
+        if cu_seqlens is not None:
+            raise ValueError(f"{op}: cu_seqlens needs response_mask [T] beside it.")
+        return None, None
+    check.same_device(op, rewards=rewards, cu_seqlens=cu_seqlens, response_mask=response_mask)
+    rows = rewards.numel()
+    mask = check.mask(op, "response_mask", response_mask)
+    if cu_seqlens is None:
+        check.shape(op, "response_mask", mask, "N L", {"N": (rows, "rewards")})
+        return row_ends(mask), mask.reshape(-1)
+    check.shape(op, "response_mask", mask, "T", {})
+    cu_seqlens = check.cu_seqlens(op, cu_seqlens, mask.numel(), mask)
+    if cu_seqlens.numel() != rows + 1:
+        raise ValueError(
+            f"{op}: cu_seqlens has {cu_seqlens.numel()} entries; expected {rows + 1}, one more "
+            "than there are rewards."
+        )
+    return cu_seqlens, mask.contiguous()
 
 
 def gae(
     rewards: Tensor,
     values: Tensor | None,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None = None,
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
     response_mask: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over packed sequences (arXiv 1506.02438, eq. 16).
+    """Compute generalised advantages over packed sequences (arXiv 1506.02438, eq. 16).
 
     advantage_t = delta_t + gamma lam advantage_{t+1}, delta_t = r_t + gamma v_{t+1} - v_t, with
     value and advantage 0 after a sequence's end. Masked tokens (tool output, say) are stepped
     over: the tokens around them are neighbours.
 
     Args:
-        rewards: [T] float, per token.
-        values: [T] float, or None for all zero: `returns` are then discounted rewards to go.
-        cu_seqlens: [N + 1] int32. Tokens past cu_seqlens[-1] get 0.
-        response_mask: [T] bool; masked tokens get 0.
+        rewards: [T] numbers, one per packed token, or [B, L], whose rows are the sequences;
+            constants.
+        values: the same shape, floating point, or None for all zero: `returns` are then discounted
+            rewards to go.
+        cu_seqlens: [N + 1] int32 or int64; needed beside [T]. Tokens past its end must be masked.
+        gamma, lam: from 0 to 1.
+        response_mask: the same shape, bool or 0/1; masked tokens get 0, and what they hold does
+            not matter.
+        backend: `cpp`, `cuda` or `reference`; None takes the best one. float64 rewards are always
+            computed by the reference, which is serial and reads them on the host.
 
     Returns:
-        (advantages, returns), [T] float32, returns = advantages + values; not whitened.
+        (advantages, returns), the shape of rewards, returns = advantages + values; not whitened.
+        float64 for float64 rewards, else float32; the scan is float64 inside.
 
     Raises:
-        ValueError: shapes that do not match, cu_seqlens not ascending or past T (CPU), an unmasked
-            reward that is NaN or infinite (the message names it; on a GPU it spreads instead to
-            the tokens before it).
+        ValueError: shapes, dtypes or devices that do not match, gamma or lam out of range,
+            cu_seqlens that does not fit (CPU; on a GPU it is trusted, but never followed out of the
+            tensors), an unmasked reward that is NaN or infinite (the message names it; on a GPU it
+            spreads instead to the tokens before it).
     """
-    for name, tensor in (("values", values), ("response_mask", response_mask)):
-        if tensor is not None and tensor.shape != rewards.shape:
-            raise ValueError(
-                f"gae: {name} has shape {list(tensor.shape)}; expected {list(rewards.shape)} "
-                "like rewards"
-            )
-    backend = choose_backend("gae", rewards.device, backend)
-    dtype = rewards.dtype if backend == "reference" else torch.float32
-    return torch.ops.hybridengine.gae(
-        rewards.detach().to(dtype).contiguous(),
+    op = "gae"
+    check.number(op, "gamma", gamma, at_least=0, at_most=1)
+    check.number(op, "lam", lam, at_least=0, at_most=1)
+    check.same_device(op, rewards=rewards, values=values)
+    check.dtype(op, "rewards", rewards, _NUMBERS)
+    dtype, shape = compute_dtype(rewards), rewards.shape
+    tokens, cu_seqlens = token_arguments(
+        op,
+        {"rewards": rewards.detach().to(dtype), "values": values},
+        {"response_mask": response_mask},
+        cu_seqlens,
+    )
+    if cu_seqlens is None:
+        raise ValueError("gae: rewards is [T]; give cu_seqlens, or [B, L].")
+    backend = choose_backend(op, rewards.device, backend)
+    if dtype == torch.float64:
+        backend = "reference"
+    values, mask = tokens["values"], tokens["response_mask"]
+    results = torch.ops.hybridengine.gae(
+        tokens["rewards"].contiguous(),
         None if values is None else values.detach().to(dtype).contiguous(),
-        cu_seqlens.contiguous(),
-        None if response_mask is None else response_mask.bool().contiguous(),
+        cu_seqlens,
+        None if mask is None else mask.contiguous(),
         gamma,
         lam,
         backend,
     )
+    return results[0].view(shape), results[1].view(shape)
 
 
 def whiten(
@@ -154,18 +228,34 @@ def whiten(
     epsilon: float = 1e-8,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """(values - mean) / sqrt(var + epsilon), the statistics taken over the unmasked of all ranks.
+    """Compute (values - mean) / sqrt(var + epsilon), statistics over the unmasked of all ranks.
 
     The variance is the unbiased one. Where torch.distributed is initialised every rank of `group`
     must call this, also with nothing to whiten. Nothing waits for the GPU.
 
     Args:
-        values: any shape, float.
-        mask: same shape, bool; masked places get 0. None: all count.
+        values: any shape, floating point; constants.
+        mask: the same shape, bool or 0/1; masked entries get 0, and what they hold does not matter.
+            None: all count.
         shift_mean: False adds the mean back.
+        epsilon: above 0.
         group: the ranks that share statistics; None is all of them.
+
+    Returns:
+        The shape and dtype of values.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not match, an epsilon that is not above 0.
     """
-    values, mask = values.detach(), None if mask is None else mask.bool()
+    op = "whiten"
+    check.same_device(op, values=values, mask=mask)
+    check.floats(op, values=values)
+    check.number(op, "epsilon", epsilon, above=0)
+    if mask is not None and mask.shape != values.shape:
+        raise ValueError(
+            f"whiten: mask has shape {list(mask.shape)}; expected {list(values.shape)} like values."
+        )
+    values, mask = values.detach(), None if mask is None else check.mask(op, "mask", mask)
     kept = values if mask is None else torch.where(mask, values, 0)
     everything = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
     count = everything if mask is None else mask.sum().double()
@@ -221,7 +311,7 @@ def _group_advantage(
             token_mask,
             num_tokens,
         )
-    per_row = _group_reference(
+    per_row = group_reference(
         rewards, group_ids, GROUP_ESTIMATORS[estimator], norm_by_std, epsilon, lengths
     )
     per_token = rewards.new_zeros(num_tokens)
@@ -237,43 +327,6 @@ def _(rewards, group_ids, estimator, norm_by_std, epsilon, lengths, cu_seqlens, 
     return torch.empty_like(rewards), rewards.new_empty(num_tokens)
 
 
-def _check_finite(op: str, rewards: Tensor, mask: Tensor) -> None:
-    bad = (mask & ~rewards.isfinite()).nonzero()
-    if bad.numel():
-        row = int(bad[0])
-        raise ValueError(
-            f"{op}: rewards[{row}] is {rewards[row]}; expected finite rewards: check what the "
-            "reward function returned for it"
-        )
-
-
-def _group_reference(rewards, group_ids, estimator, norm_by_std, epsilon, lengths):
-    """The specification, a group at a time."""
-    _check_finite("group_advantage", rewards, torch.ones_like(rewards, dtype=torch.bool))
-    advantages = torch.zeros_like(rewards)
-    for group in group_ids.unique():
-        rows = (group_ids == group).nonzero().squeeze(1)
-        r = rewards[rows]
-        n = r.numel()
-        mean = r.mean() if n > 1 else r.new_zeros(())
-        scale = (r.std() if n > 1 else 1) + epsilon if norm_by_std else 1
-        if estimator in ("grpo", "mean"):
-            advantages[rows] = (r - mean) / (scale if estimator == "grpo" else 1)
-        elif estimator == "rloo":
-            advantages[rows] = r - (r.sum() - r) / max(n - 1, 1)
-        elif estimator == "opo":
-            total = lengths[rows].sum()
-            baseline = (lengths[rows] * r).sum() / total if n > 1 and total > 0 else 0
-            advantages[rows] = r - baseline
-        else:
-            best = int(r.argmax())
-            rest = torch.cat([r[:best], r[best + 1 :]])
-            second = rest.max() if n > 1 else 0
-            baseline = second if estimator == "grpo_passk" else mean
-            advantages[rows[best]] = (r[best] - baseline) / scale
-    return advantages
-
-
 @torch.library.custom_op("hybridengine::gae", mutates_args=())
 def _gae(
     rewards: Tensor,
@@ -287,18 +340,9 @@ def _gae(
     if backend != "reference":
         return native().gae(rewards, values, cu_seqlens, response_mask, gamma, lam)
     inside = torch.arange(rewards.numel(), device=rewards.device) < cu_seqlens[-1]
-    _check_finite("gae", rewards, inside if response_mask is None else inside & response_mask)
-    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        next_value = next_advantage = 0
-        for t in range(end - 1, begin - 1, -1):
-            if response_mask is not None and not response_mask[t]:
-                continue
-            value = 0 if values is None else values[t]
-            delta = rewards[t] + gamma * next_value - value
-            next_value, next_advantage = value, delta + gamma * lam * next_advantage
-            advantages[t], returns[t] = next_advantage, next_advantage + value
-    return advantages, returns
+    mask = inside & as_mask(response_mask, rewards)
+    check_finite("gae", rewards, mask)
+    return gae_reference(rewards, values, cu_seqlens, mask, gamma, lam)
 
 
 @_gae.register_fake

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from . import _check as check
 from ._backend import native
 
 
@@ -24,7 +25,7 @@ class Imbalance(NamedTuple):
 
 
 def balance(
-    lengths: Sequence[int] | Tensor, num_bins: int, *, equal_count: bool = False
+    lengths: Iterable[int] | Tensor, num_bins: int, *, equal_count: bool = False
 ) -> list[list[int]]:
     """Split sequences into bins whose total lengths are as equal as can be found quickly.
 
@@ -32,7 +33,7 @@ def balance(
     lengths always give the same bins.
 
     Args:
-        lengths: of N sequences, 0 or more each.
+        lengths: of N sequences, 0 or more each: any iterable of integers, or a tensor [N].
         num_bins: how many bins; where N is at least that, none is empty.
         equal_count: the numbers of sequences in the bins differ by one at most.
 
@@ -40,27 +41,30 @@ def balance(
         num_bins lists of positions in `lengths`, each ascending.
 
     Raises:
-        ValueError: num_bins below 1, a negative length (the message names it).
+        ValueError: num_bins below 1, a length that is negative or no integer (the message names
+            it).
         RuntimeError: the extension is not built.
 
     Example:
         >>> balance([8, 7, 6, 5, 4], 2)
         [[0, 1], [2, 3, 4]]
     """
-    if isinstance(lengths, Tensor):
-        lengths = lengths.tolist()
-    if native() is None:
-        raise RuntimeError("balance needs hybridengine._C, which is not built (pip install -e .)")
-    return native().balance(list(lengths), num_bins, equal_count)
+    lengths = _listed("balance", lengths)
+    check.integer("balance", "num_bins", num_bins, at_least=1)
+    return _native("balance").balance(lengths, num_bins, equal_count)
 
 
 def balance_by_tokens(
-    lengths: Sequence[int] | Tensor, max_tokens: int, *, min_bins: int = 1, multiple_of: int = 1
+    lengths: Iterable[int] | Tensor, max_tokens: int, *, min_bins: int = 1, multiple_of: int = 1
 ) -> list[list[int]]:
     """Split sequences into the fewest balanced bins that hold at most `max_tokens` each.
 
+    The number of bins is searched between a bound from below and what best-fit decreasing needs.
+    Called again with a larger `min_bins`, it returns exactly that many (rounded up to
+    `multiple_of`).
+
     Args:
-        lengths: of N sequences.
+        lengths: of N sequences: any iterable of integers, or a tensor [N].
         max_tokens: the token budget of a micro-batch.
         min_bins: at least so many bins; ranks that must agree give the largest any of them needs.
         multiple_of: the number of bins is a multiple of this.
@@ -72,27 +76,37 @@ def balance_by_tokens(
         >>> balance_by_tokens([5, 5, 4, 3], 9)
         [[0, 2], [1, 3]]
     """
-    if isinstance(lengths, Tensor):
-        lengths = lengths.tolist()
-    for i, length in enumerate(lengths):
-        if length > max_tokens:
-            raise ValueError(
-                f"balance_by_tokens: lengths[{i}] is {length}, above max_tokens {max_tokens}; "
-                "raise the budget or truncate the sequence"
-            )
-    needed = -(-sum(lengths) // max_tokens) if lengths else 0
-    num_bins = max(needed, min_bins, 1)
-    while True:
-        num_bins = -(-num_bins // multiple_of) * multiple_of
-        bins = balance(lengths, num_bins)
-        if imbalance(lengths, bins).largest <= max_tokens:
-            return bins
-        num_bins += 1
+    op = "balance_by_tokens"
+    lengths = _listed(op, lengths)
+    check.integer(op, "max_tokens", max_tokens, at_least=1)
+    check.integer(op, "min_bins", min_bins, at_least=0)
+    check.integer(op, "multiple_of", multiple_of, at_least=1)
+    return _native(op).balance_by_tokens(lengths, max_tokens, min_bins, multiple_of)
 
 
-def imbalance(lengths: Sequence[int] | Tensor, bins: Sequence[Sequence[int]]) -> Imbalance:
+def imbalance(lengths: Iterable[int] | Tensor, bins: Sequence[Sequence[int]]) -> Imbalance:
     """How even `bins` are: the largest, smallest and mean total of `lengths` in a bin."""
-    if isinstance(lengths, Tensor):
-        lengths = lengths.tolist()
+    lengths = _listed("imbalance", lengths)
     totals = [sum(lengths[i] for i in items) for items in bins]
+    if not totals:
+        raise ValueError("imbalance: bins is empty; expected at least one bin.")
     return Imbalance(max(totals), min(totals), sum(totals) / len(totals))
+
+
+def _listed(op: str, lengths: Iterable[int] | Tensor) -> list[int]:
+    """Once: an iterator can be read only once."""
+    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    if not isinstance(values, list):
+        raise ValueError(f"{op}: lengths has shape []; expected [N].")
+    for i, length in enumerate(values):
+        if isinstance(length, bool) or not hasattr(length, "__index__"):
+            raise ValueError(
+                f"{op}: lengths[{i}] is {length!r} ({type(length).__name__}); expected an integer."
+            )
+    return [length.__index__() for length in values]
+
+
+def _native(op: str):
+    if native() is None:
+        raise RuntimeError(f"{op} needs hybridengine._C, which is not built (pip install -e .)")
+    return native()

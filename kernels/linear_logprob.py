@@ -9,24 +9,27 @@ them the recomputation). docs/linear_policy_loss.md derives the counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import _check as check
 from ._backend import native, register_backends
-from ._mixed_product import WIDENED_BYTES, mixed_product
-from .logprob import ROW_SCHEMA, RowOptions, row_options, rows_backward, rows_forward
+from ._linear_arguments import (
+    LINEAR_SCHEMA,
+    budget,
+    check_linear,
+    split_row_options,
+    wide_dtype,
+)
+from ._mixed_product import WIDENED_BYTES, keeps_16_bits, mixed_product
+from ._row_options import RowOptions, row_options
+from .logprob import rows_backward, rows_forward
 
 register_backends(
     "linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
-)
-
-# What the operators over hidden states begin with.
-LINEAR_SCHEMA = (
-    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor token_ids, {ROW_SCHEMA}, "
-    "int budget_bytes, bool deterministic"
 )
 
 # Rows of a matrix product in the deterministic mode: the product then always has the same shape.
@@ -41,9 +44,9 @@ def linear_token_log_probs(
     hidden: Tensor,
     weight: Tensor,
     token_ids: Tensor,
-    bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     *,
+    bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
@@ -57,25 +60,29 @@ def linear_token_log_probs(
     """Log-probability of `token_ids` and entropy, from hidden states.
 
     Args:
-        hidden: [T, H]; weight: [V, H] of the same dtype; bias: [V] or None; token_ids: [T] int64.
+        hidden: [..., H]; weight: [V, H] of the same dtype; token_ids: [...] int32 or int64.
         temperature, logit_scale, softcap, ignore_index, keep_mask: as in `token_log_probs`.
-        group: every rank holds a slice of the vocabulary, weight [V / size, H], in rank order, and
-            the same hidden; the gradient of hidden is summed over the ranks.
+        bias: [V] or None.
+        group: every rank holds a slice of the vocabulary, weight [V_r, H], in rank order and of
+            any size, and the same hidden; the gradient of hidden is summed over the ranks.
         budget_bytes: memory for logits and their temporaries, beside inputs, outputs and
             gradients; None: 256 MiB on a CPU, 1 GiB on a GPU.
         deterministic: matrix products of one fixed shape, so that a row's log-prob, entropy and
             hidden gradient do not depend on which rows surround it or on the budget; the weight
             gradient is the same in every run.
-        main_grad: [V, H] float32; the weight gradient is added into it and weight.grad stays None.
+        main_grad: [V, H] float32, contiguous; the weight gradient is added into it and weight.grad
+            stays None.
         backend: of the row kernel; None takes the best one.
 
     Returns:
-        log_probs [T] and entropy [T], float32, differentiable in hidden, weight and bias. Logits
+        log_probs [...] and entropy [...], float32, differentiable in hidden, weight and bias (once,
+        in reverse mode). Logits
         and the sums of the weight gradient are float32; for its two products the logits' gradient
-        is rounded to the inputs' dtype. What needs no gradient costs nothing.
+        is rounded to the inputs' dtype where the machine has fast products of it. What needs no
+        gradient costs nothing.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit. IndexError: as in `token_log_probs`.
+        ValueError: shapes, dtypes or devices that do not fit. The others as in `token_log_probs`.
 
     Example:
         >>> hidden, weight = torch.zeros(2, 8), torch.randn(4, 8)
@@ -83,61 +90,26 @@ def linear_token_log_probs(
         >>> [round(value, 4) for value in log_probs.tolist()]
         [-1.3863, -1.3863]
     """
-    check_linear("linear_token_log_probs", hidden, weight, token_ids, bias, main_grad)
+    op = "linear_token_log_probs"
+    token_ids = check_linear(op, hidden, weight, token_ids, bias, main_grad)
     options = row_options(
-        "linear_token_log_probs", token_ids.shape, temperature, logit_scale, softcap, ignore_index,
-        keep_mask, group,
+        op, token_ids, weight.shape[0], temperature, logit_scale, softcap, ignore_index, keep_mask,
+        group,
     )  # fmt: skip
-    return torch.ops.hybridengine.linear_token_log_probs(
-        hidden, weight, bias, token_ids, *options, budget(hidden, budget_bytes), deterministic,
-        main_grad, backend,
-    )[:2]  # fmt: skip
-
-
-def check_linear(
-    op: str, hidden: Tensor, weight: Tensor, token_ids: Tensor, bias, main_grad
-) -> None:
-    rows, width = hidden.shape if hidden.dim() == 2 else (-1, -1)
-    if weight.dim() != 2 or weight.shape[1] != width or weight.dtype != hidden.dtype:
-        raise ValueError(
-            f"{op}: hidden is {tuple(hidden.shape)} {hidden.dtype} and weight "
-            f"{tuple(weight.shape)} {weight.dtype}; expected [T, H] and [V, H] of one dtype."
-        )
-    if token_ids.shape != (rows,):
-        raise ValueError(f"{op}: token_ids has shape {tuple(token_ids.shape)}; expected ({rows},).")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{op}: bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)."
-        )
-    wide = wide_dtype(weight)
-    if main_grad is not None and (main_grad.shape != weight.shape or main_grad.dtype != wide):
-        raise ValueError(
-            f"{op}: main_grad is {tuple(main_grad.shape)} {main_grad.dtype}; expected "
-            f"{tuple(weight.shape)} {wide}."
-        )
-
-
-def budget(hidden: Tensor, given: int | None) -> int:
-    if given is None:
-        return 2**30 if hidden.is_cuda else 2**28
-    if given <= 0:
-        raise ValueError(f"budget_bytes is {given}; expected a number of bytes above 0.")
-    return given
-
-
-def split_row_options(arguments: Sequence) -> tuple[RowOptions, Sequence]:
-    """What follows the tensors in LINEAR_SCHEMA: the row options, and the rest."""
-    count = len(RowOptions._fields)
-    return RowOptions(*arguments[:count]), arguments[count:]
+    log_probs, entropy, *_ = torch.ops.hybridengine.linear_token_log_probs(
+        hidden if hidden.dim() == 2 else hidden.flatten(0, -2), weight, bias, token_ids.flatten(),
+        *options, budget(op, hidden, budget_bytes), deterministic, main_grad, backend,
+    )  # fmt: skip
+    return log_probs.view(token_ids.shape), entropy.view(token_ids.shape)
 
 
 class Chunks:
     """The chunked matrix products of a [T, H] x [V, H] problem, in reused buffers.
 
     Logits are float32 whatever the inputs are. The gradient of a chunk takes the place of its
-    logits, or, for 16-bit inputs or if `compact`, a buffer of the inputs' dtype: the gradient
-    products are 16-bit ones. On a GPU that buffer holds several chunks, for each product reads and
-    writes the whole weight gradient.
+    logits, or, for 16-bit inputs whose products are 16-bit ones and if `compact`, a buffer of the
+    inputs' dtype. On a GPU that buffer holds several chunks, for each product reads and writes the
+    whole weight gradient.
     """
 
     def __init__(self, hidden, weight, bias, budget_bytes, deterministic, backward, compact=False):
@@ -145,7 +117,7 @@ class Chunks:
         self.pad = deterministic
         wide = wide_dtype(hidden)
         narrow = wide != hidden.dtype
-        self.separate = backward and (narrow or compact)
+        self.separate = backward and ((narrow and keeps_16_bits(hidden)) or compact)
         shared = _CHUNKS_PER_PRODUCT if self.separate and hidden.is_cuda else 1
         (rows, width), vocab = hidden.shape, weight.shape[0]
         # A row of hidden, packed or widened, and its gradient (in parts, if rows are compacted).
@@ -178,11 +150,16 @@ class Chunks:
         return out[: rows.stop - rows.start]
 
     def hidden_grad(self, grad_logits: Tensor) -> Tensor:
-        return (self._padded(grad_logits) @ self.weight)[: grad_logits.shape[0]]
+        padded = self._padded(grad_logits)
+        if padded.dtype == self.weight.dtype:
+            return (padded @ self.weight)[: grad_logits.shape[0]]
+        out = padded.new_empty(padded.shape[0], self.weight.shape[1])
+        mixed_product(out, padded, self.weight.t())
+        return out[: grad_logits.shape[0]].to(self.weight.dtype)
 
     def weight_grad(self, total: Tensor, grad_logits: Tensor, hidden: Tensor, add: bool) -> None:
         """total [V, H] float32 (float64 for float64) = grad_logits.T @ hidden, or += with `add`."""
-        mixed_product(total, grad_logits.t(), hidden.t(), accumulate=add)
+        mixed_product(total, grad_logits.t(), hidden.to(grad_logits.dtype).t(), accumulate=add)
 
     def _padded(self, rows: Tensor) -> Tensor:
         if not self.pad or rows.shape[0] == self.size:
@@ -202,11 +179,6 @@ def _buffer_rows(rows: int, most: int) -> tuple[int, int]:
         equal = rows / -(-rows // most)
         size = min(most, -int(-equal // 128) * 128)
     return min(most, rows), size
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """Of sums and results."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -360,7 +332,7 @@ class LinearGrads:
 
 @_linear_backward_op.register_fake
 def _(hidden, weight, bias, *args):
-    main_grad, wanted = args[10], args[-1]
+    main_grad, wanted = args[11], args[-1]
     return tuple(
         torch.empty_like(tensor) if tensor is not None and want else hidden.new_empty(0)
         for tensor, want in zip(
@@ -371,20 +343,22 @@ def _(hidden, weight, bias, *args):
 
 def _setup_context(ctx, inputs, output):
     options, ctx.rest = split_row_options(inputs[4:])
-    ctx.save_for_backward(*inputs[:4], options.temperatures, options.keep_mask, *output)
+    ctx.save_for_backward(*inputs[:4], *options.tensors(), *output)
     ctx.scalars = options.scalars()
     ctx.set_materialize_grads(False)
 
 
+@check.differentiable_once("linear_token_log_probs")
 def _backward(ctx, grad_log_probs, grad_entropy, *_):
-    nothing = (None,) * 12
+    nothing = (None,) * 13
     wanted = list(ctx.needs_input_grad[:3])
     if not any(wanted) or (grad_log_probs is None and grad_entropy is None):
         return None, None, None, *nothing
-    hidden, weight, bias, token_ids, temperatures, keep_mask, *row_results = ctx.saved_tensors
+    hidden, weight, bias, token_ids, *rest = ctx.saved_tensors
+    options, row_results = RowOptions.of(ctx.scalars, rest[:3]), rest[3:]
     grads = torch.ops.hybridengine.linear_token_log_probs_backward(
-        hidden, weight, bias, token_ids, *RowOptions.of(ctx.scalars, temperatures, keep_mask),
-        *ctx.rest, row_results, grad_log_probs, grad_entropy, wanted,
+        hidden, weight, bias, token_ids, *options, *ctx.rest, row_results, grad_log_probs,
+        grad_entropy, wanted,
     )  # fmt: skip
     main_grad = ctx.rest[2]
     wanted[1] = wanted[1] and main_grad is None

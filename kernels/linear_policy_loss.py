@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._backend import choose_backend, register_backends
+from ._row_options import row_options
 from .aggregation import LOSS_AGG_MODES, Segments, as_mask, denominators, token_weights
 from .linear_logprob import (
     LINEAR_SCHEMA,
@@ -25,8 +26,9 @@ from .linear_logprob import (
     check_linear,
     linear_token_log_probs,
     split_row_options,
+    wide_dtype,
 )
-from .logprob import row_options, rows_backward, rows_forward, token_log_probs
+from .logprob import rows_backward, rows_forward, token_log_probs
 from .policy_loss import policy_loss
 from .token_loss import (
     KL_ALIASES,
@@ -112,8 +114,10 @@ def linear_policy_loss(
         # Log-probs, then the loss: the specification, and the form for the sequence-level modes.
         row_arguments |= {"temperature": temperature, "backend": backend}
         if backend == "reference" and main_grad is None and not deterministic:
-            unmasked = hidden.masked_fill((ids == -100).unsqueeze(1), 0)
-            logits = torch.nn.functional.linear(unmasked, weight, bias)
+            wide = wide_dtype(hidden)
+            unmasked = hidden.masked_fill((ids == -100).unsqueeze(1), 0).to(wide)
+            wide_bias = None if bias is None else bias.to(wide)
+            logits = torch.nn.functional.linear(unmasked, weight.to(wide), wide_bias)
             log_probs, entropy = token_log_probs(logits, ids, **row_arguments)
         else:
             log_probs, entropy = linear_token_log_probs(

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from . import _check as check
 from ._backend import choose_backend, native, register_backends
-from ._logprob_parallel import merge_partials, rank_and_size
+from ._logprob_parallel import merge_partials
 from ._logprob_reference import reference_backward, reference_forward
+from ._row_options import RowOptions, row_options
 
 register_backends("token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
 
@@ -36,65 +38,6 @@ class RowStats(NamedTuple):
     lse: Tensor  # log sum exp z
     max_logit: Tensor  # max y, before the temperature
     sum_p_squared: Tensor
-
-
-# RowOptions as the arguments of an operator.
-ROW_SCHEMA = (
-    "float temperature, Tensor? temperatures, float logit_scale, float softcap, int ignore_index, "
-    "Tensor? keep_mask, str group"
-)
-
-
-class RowOptions(NamedTuple):
-    """How a row of logits becomes a distribution: the options that all log-prob ops share."""
-
-    temperature: float
-    temperatures: Tensor | None
-    logit_scale: float
-    softcap: float
-    ignore_index: int
-    keep_mask: Tensor | None
-    group: str
-
-    @staticmethod
-    def of(scalars: tuple, temperatures: Tensor | None, keep_mask: Tensor | None) -> RowOptions:
-        """The inverse of `scalars`, given the two tensors."""
-        temperature, logit_scale, softcap, ignore_index, group = scalars
-        return RowOptions(
-            temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
-        )
-
-    def scalars(self) -> tuple:
-        """What is not a tensor."""
-        return self.temperature, self.logit_scale, self.softcap, self.ignore_index, self.group
-
-    def rows(self, index) -> RowOptions:
-        """The options of some rows: a slice, or an index tensor."""
-        temperatures, keep_mask = (
-            None if tensor is None else tensor[index]
-            for tensor in (self.temperatures, self.keep_mask)
-        )
-        return self._replace(temperatures=temperatures, keep_mask=keep_mask)
-
-    @property
-    def factor(self) -> float | Tensor:
-        """z = y * factor."""
-        temperature = self.temperature if self.temperatures is None else self.temperatures
-        return (self.logit_scale if self.softcap == 0 else 1.0) / temperature
-
-    def native(self, logits: Tensor):
-        rank, size = rank_and_size(self.group)
-        vocab = logits.shape[1]
-        return native().LogProbOptions(
-            self.temperature,
-            self.temperatures,
-            self.logit_scale,
-            self.softcap,
-            self.ignore_index,
-            self.keep_mask,
-            vocab_start=rank * vocab,
-            vocab_total=size * vocab,
-        )
 
 
 def token_log_probs(
@@ -114,28 +57,34 @@ def token_log_probs(
     """Log-probability of `token_ids` and entropy of the distribution, per row of `logits`.
 
     Args:
-        logits: [T, V] (or [..., V]) float32, bfloat16 or float16; float64 takes the reference.
-        token_ids: [T] (or [...]) int64.
-        temperature: a number, or a [T] tensor; above 0.
+        logits: [..., V] float32, bfloat16 or float16; float64 takes the reference.
+        token_ids: [...] int32 or int64.
+        temperature: a number, or a tensor [...]; above 0.
         logit_scale: multiplies the logits first; above 0.
         softcap: y = softcap * tanh(logit_scale * x / softcap); None for none.
         ignore_index: rows with this label are not read: outputs and gradients are 0 there.
-        keep_mask: [T, V] bool; False removes an entry from the distribution (top-k/top-p replay).
-        group: every rank holds a vocabulary slice [T, V / size], in rank order; the ranks exchange
-            one [T, 5] message forward and nothing backward.
+        keep_mask: [..., V] bool, or 0 and 1; False removes an entry from the distribution
+            (top-k/top-p replay).
+        group: every rank holds a slice of the vocabulary, [..., V_r], in rank order and of any
+            size (as torch.chunk and DTensor cut; empty ones too). The ranks exchange their sizes
+            and one [T, 5] message forward, nothing backward, and do not wait for a GPU.
         return_stats: also return a `RowStats`.
-        inplace_backward: write the gradient over `logits`; nothing else may read them afterwards.
+        inplace_backward: write the gradient over `logits`. Their version counter moves, so that
+            autograd refuses to use them afterwards.
         backend: `cpp`, `cuda`, `triton` or `reference`; None takes the best one.
 
     Returns:
         log_probs [T] and entropy [T], float32 whatever the type of the logits, both
-        differentiable in `logits`. A token that is masked out or has logit -inf gets -inf. A row
-        with NaN or +inf, or with nothing but -inf, gives NaN.
+        differentiable in `logits`, once and in reverse mode. An entry with logit -inf is removed
+        like a masked one, and such a token gets -inf; a soft-cap makes infinite logits finite
+        (-softcap and softcap) first. A row with NaN or +inf, or with nothing left, gives NaN.
 
     Raises:
         IndexError: a label outside [0, V) other than ignore_index. On a CUDA device, where
             checking would synchronise, such a row gives NaN and `check_labels` raises.
-        ValueError: wrong shapes, dtypes, temperature, scale or soft-cap.
+        ValueError: wrong shapes, dtypes, devices, temperature (on a CUDA device a temperature of a
+            token that is not above 0 makes its row NaN), scale or soft-cap.
+        RuntimeError, NotImplementedError: a second derivative, or a forward-mode one.
 
     Source: online softmax, Milakov & Gimelshein, arXiv 1805.02867.
 
@@ -144,15 +93,13 @@ def token_log_probs(
         >>> round(log_probs.item(), 4), round(entropy.item(), 4)
         (-1.3863, 1.3863)
     """
-    if logits.shape[:-1] != token_ids.shape:
-        raise ValueError(
-            f"token_log_probs: token_ids has shape {tuple(token_ids.shape)} for logits of shape "
-            f"{tuple(logits.shape)}; expected {tuple(logits.shape[:-1])}."
-        )
-    shape = token_ids.shape
+    op = "token_log_probs"
+    token_ids = check_logits(op, logits, token_ids)
     options = row_options(
-        "token_log_probs", shape, temperature, logit_scale, softcap, ignore_index, keep_mask, group
-    )
+        op, token_ids, logits.shape[-1], temperature, logit_scale, softcap, ignore_index, keep_mask,
+        group,
+    )  # fmt: skip
+    shape = token_ids.shape
     flat = logits if logits.dim() == 2 else logits.flatten(0, -2)
     log_probs, entropy, row_max, log_sum, squares = torch.ops.hybridengine.token_log_probs(
         flat, token_ids.flatten(), *options, return_stats, inplace_backward, backend
@@ -164,6 +111,17 @@ def token_log_probs(
     max_logit = (row_max * factor).detach().view(shape)
     lse = max_logit / temperature + log_sum.detach().view(shape)
     return *outputs, RowStats(lse, max_logit, squares.detach().view(shape))
+
+
+def check_logits(op: str, logits: Tensor, token_ids: Tensor) -> Tensor:
+    """token_ids as int64, after checking that [..., V] and [...] fit."""
+    check.same_device(op, logits=logits, token_ids=token_ids)
+    check.no_forward_ad(op, logits=logits)
+    sizes: check.Sizes = {}
+    check.shape(op, "logits", logits, "... V", sizes)
+    check.shape(op, "token_ids", token_ids, "...", sizes)
+    check.floats(op, logits=logits)
+    return check.ids(op, "token_ids", token_ids)
 
 
 def check_labels(device: torch.device | str = "cuda") -> None:
@@ -178,35 +136,6 @@ def check_labels(device: torch.device | str = "cuda") -> None:
             f"token_log_probs: a label on {device} was outside the vocabulary; "
             "the log-probs of its row are NaN."
         )
-
-
-def row_options(
-    op: str, shape, temperature, logit_scale, softcap, ignore_index, keep_mask, group
-) -> RowOptions:
-    """The users' arguments, checked; `op` is who complains."""
-
-    def positive(name: str, value: float) -> float:
-        if not value > 0:
-            raise ValueError(f"{op}: {name} is {value}; expected a number above 0.")
-        return float(value)
-
-    temperatures = None
-    if isinstance(temperature, Tensor):
-        if temperature.shape != shape:
-            raise ValueError(
-                f"{op}: temperature has shape {tuple(temperature.shape)}; expected a number or "
-                f"one value per token, {tuple(shape)}."
-            )
-        temperatures = temperature.detach().float().flatten().contiguous()
-    return RowOptions(
-        1.0 if temperatures is not None else positive("temperature", temperature),
-        temperatures,
-        positive("logit_scale", logit_scale),
-        0.0 if softcap is None else positive("softcap", softcap),
-        ignore_index,
-        None if keep_mask is None else keep_mask.flatten(0, -2),
-        "" if group is None else group.group_name,
-    )
 
 
 def _label_flag(device: torch.device) -> Tensor | None:
@@ -236,17 +165,11 @@ def rows_forward(
     if backend == "triton":
         from . import logprob_triton
 
-        rank, size = rank_and_size(options.group)
-        vocab = logits.shape[1]
-        found = logprob_triton.forward(
-            logits, token_ids, options, rank * vocab, size * vocab, want_squares, flag, parallel
-        )
+        found = logprob_triton.forward(logits, token_ids, options, want_squares, flag)
     elif parallel:
-        found = [native().log_prob_partial(logits, token_ids, options.native(logits), flag)]
+        found = [native().log_prob_partial(logits, token_ids, options.native(), flag)]
     else:
-        found = native().log_prob_forward(
-            logits, token_ids, options.native(logits), want_squares, flag
-        )
+        found = native().log_prob_forward(logits, token_ids, options.native(), want_squares, flag)
     if not parallel:
         return tuple(found)
     ignored = token_ids == options.ignore_index
@@ -279,14 +202,19 @@ def rows_backward(
     if backend == "triton":
         from . import logprob_triton
 
-        start = rank_and_size(options.group)[0] * logits.shape[1]
         logprob_triton.backward(
-            logits, out, token_ids, options, start, list(row_results), *gradients, places
+            logits, out, token_ids, options, list(row_results), *gradients, places
         )
     else:
         native().log_prob_backward(
-            logits, token_ids, options.native(logits), row_results, *gradients, out, places
+            logits, token_ids, options.native(), row_results, *gradients, out, places
         )
+
+
+def _rows_are_apart(logits: Tensor) -> bool:
+    """Whether the rows are contiguous and do not overlap, as those of expanded tensors do."""
+    rows, vocab = logits.shape
+    return (vocab <= 1 or logits.stride(1) == 1) and (rows <= 1 or logits.stride(0) >= vocab)
 
 
 def _inner_contiguous(logits: Tensor) -> Tensor:
@@ -303,21 +231,21 @@ def _token_log_probs(
     softcap: float,
     ignore_index: int,
     keep_mask: Tensor | None,
+    vocab_range: Tensor | None,
     group: str,
     want_squares: bool,
     inplace_backward: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = RowOptions(
-        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
+        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, vocab_range, group
     )
     return rows_forward(logits, token_ids, options, want_squares, backend)
 
 
 @_token_log_probs.register_fake
-def _(logits, token_ids, temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask,
-      group, want_squares, inplace_backward, backend):  # fmt: skip
-    rows = logits.shape[0]
+def _(logits, *arguments):
+    rows, want_squares = logits.shape[0], arguments[-3]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     vectors = [logits.new_empty(rows, dtype=dtype) for _ in range(4)]
     return *vectors, logits.new_empty(rows if want_squares else 0, dtype=dtype)
@@ -325,26 +253,28 @@ def _(logits, token_ids, temperature, temperatures, logit_scale, softcap, ignore
 
 def _setup_context(ctx, inputs, output):
     logits, token_ids, *options = inputs
-    options = RowOptions(*options[:7])
-    ctx.save_for_backward(logits, token_ids, options.temperatures, options.keep_mask, *output[:4])
+    options = RowOptions(*options[:-3])
+    ctx.save_for_backward(logits, token_ids, *options.tensors(), *output[:4])
     ctx.scalars = options.scalars()
     ctx.inplace, ctx.backend = inputs[-2], inputs[-1]
     ctx.set_materialize_grads(False)
 
 
+@check.differentiable_once("token_log_probs")
 def _backward(ctx, grad_log_probs, grad_entropy, *_):
-    nothing = (None,) * 11
+    nothing = (None,) * 12
     if not ctx.needs_input_grad[0] or (grad_log_probs is None and grad_entropy is None):
         return None, *nothing
-    logits, token_ids, temperatures, keep_mask, *row_results = ctx.saved_tensors
-    options = RowOptions.of(ctx.scalars, temperatures, keep_mask)
+    logits, token_ids, *tensors = ctx.saved_tensors
+    options, row_results = RowOptions.of(ctx.scalars, tensors[:3]), tensors[3:]
     rest = (row_results, grad_log_probs, grad_entropy, ctx.backend)
     # A compiled graph may not write over a tensor that its forward half saved. While it is traced
     # (torch 2.11 does not say so here) the logits are a tensor without memory.
     tracing = torch.compiler.is_compiling() or is_fake(logits)
-    if ctx.inplace and logits.stride(-1) == 1 and not tracing:
+    if ctx.inplace and not tracing and _rows_are_apart(logits):
         logits = logits.detach()
         rows_backward(logits, logits, token_ids, options, *rest)
+        torch.autograd.graph.increment_version(logits)
         return logits, *nothing
     gradient = torch.ops.hybridengine.token_log_probs_backward(logits, token_ids, *options, *rest)
     return gradient, *nothing
@@ -360,6 +290,7 @@ def _token_log_probs_backward(
     softcap: float,
     ignore_index: int,
     keep_mask: Tensor | None,
+    vocab_range: Tensor | None,
     group: str,
     row_results: list[Tensor],
     grad_log_probs: Tensor | None,
@@ -368,7 +299,7 @@ def _token_log_probs_backward(
 ) -> Tensor:
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     options = RowOptions(
-        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, group
+        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, vocab_range, group
     )
     rows_backward(
         logits, grad_logits, token_ids, options, row_results, grad_log_probs, grad_entropy, backend

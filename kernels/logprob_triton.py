@@ -35,11 +35,11 @@ def _load_y(logits, keep, offsets, inside, scale, softcap, HAS_KEEP: tl.constexp
             HAS_CAP: tl.constexpr):  # fmt: skip
     """y of the columns; -inf outside the row and for entries that are not kept."""
     x = tl.load(logits + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+    if HAS_CAP:
+        x = tl.where(inside, softcap * _tanh(scale * x / softcap), -float("inf"))
     if HAS_KEEP:
         kept = tl.load(keep + offsets, mask=inside, other=0) != 0
         x = tl.where(kept, x, -float("inf"))
-    if HAS_CAP:
-        x = tl.where(x == -float("inf"), x, softcap * _tanh(scale * x / softcap))
     return x
 
 
@@ -55,6 +55,15 @@ def _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES: tl.constexp
 
 
 @triton.jit
+def _vocab_range(vocab_range, vocab, PARALLEL: tl.constexpr):
+    """The first id of this slice of the vocabulary, and the size of all of it."""
+    if PARALLEL:
+        return tl.load(vocab_range), tl.load(vocab_range + 1)
+    else:
+        return tl.zeros((), tl.int64), tl.zeros((), tl.int64) + vocab
+
+
+@triton.jit
 def _log1p(x):
     """float64; exact for small x where log(1 + x) is not."""
     u = 1.0 + x
@@ -63,14 +72,15 @@ def _log1p(x):
 
 @triton.jit
 def forward_kernel(
-    logits, keep, token_ids, temperatures, log_probs, entropy, row_max, log_sum, squares, partial,
-    bad_label, row_stride, keep_stride, vocab, vocab_start, vocab_total, ignore_index, temperature,
-    scale, softcap, HAS_KEEP: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
-    WANT_SQUARES: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
+    logits, keep, token_ids, temperatures, vocab_range, log_probs, entropy, row_max, log_sum,
+    squares, partial, bad_label, row_stride, keep_stride, vocab, ignore_index, temperature, scale,
+    softcap, HAS_KEEP: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
+    PARALLEL: tl.constexpr, WANT_SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(token_ids + row)
     ignored = label == ignore_index
+    vocab_start, vocab_total = _vocab_range(vocab_range, vocab, PARALLEL)
     bad = (label != ignore_index) & ((label < 0) | (label >= vocab_total))
     token = tl.where(ignored | bad, -1, label - vocab_start)
     here = (token >= 0) & (token < vocab)
@@ -118,7 +128,7 @@ def forward_kernel(
         tl.store(bad_label, 1)
     if ignored:
         top = 0.0
-    if PARTIAL:
+    if PARALLEL:
         out = partial + row * 5
         tl.store(out, top)
         tl.store(out + 1, others.to(tl.float32))
@@ -144,11 +154,11 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    logits, keep, token_ids, temperatures, log_probs, entropy, row_max, log_sum, grad_log_probs,
-    grad_entropy, places, out, row_stride, keep_stride, out_stride, vocab, vocab_start,
+    logits, keep, token_ids, temperatures, vocab_range, log_probs, entropy, row_max, log_sum,
+    grad_log_probs, grad_entropy, places, out, row_stride, keep_stride, out_stride, vocab,
     ignore_index, temperature, scale, softcap, HAS_KEEP: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_TEMPERATURES: tl.constexpr, HAS_G: tl.constexpr, HAS_H: tl.constexpr,
-    HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr, PARALLEL: tl.constexpr, HAS_G: tl.constexpr,
+    HAS_H: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(places + row).to(tl.int64) if HAS_PLACES else row
@@ -179,6 +189,7 @@ def backward_kernel(
     p_token = tl.exp(log_prob)
     entropy_part = tl.where(p_token > 0, p_token * (log_prob + row_entropy), 0.0)
     token_grad = factor * (g * one_minus_p - h * entropy_part)
+    vocab_start, _ = _vocab_range(vocab_range, vocab, PARALLEL)
     grad = tl.where(offsets == label - vocab_start, token_grad, grad)
     if HAS_CAP:
         t = y / softcap
@@ -197,41 +208,41 @@ def _common(logits: Tensor, token_ids: Tensor, options) -> tuple[list, dict]:
         logits if keep is None else keep.view(torch.uint8),
         token_ids,
         logits if temperatures is None else temperatures,
+        token_ids if options.vocab_range is None else options.vocab_range,
     ]
     flags = {
         "HAS_KEEP": keep is not None,
         "HAS_CAP": options.softcap > 0,
         "HAS_TEMPERATURES": temperatures is not None,
+        "PARALLEL": options.vocab_range is not None,
     }
     return pointers, flags
 
 
 def forward(
-    logits: Tensor, token_ids: Tensor, options, vocab_start: int, vocab_total: int,
-    want_squares: bool, bad_label: Tensor, partial: bool,
-) -> list[Tensor]:  # fmt: skip
-    """log_probs, entropy, row_max, log_sum, sum_p_squared; or [[T, 5]] if `partial`."""
+    logits: Tensor, token_ids: Tensor, options, want_squares: bool, bad_label: Tensor
+) -> list[Tensor]:
+    """log_probs, entropy, row_max, log_sum, sum_p_squared; or [[T, 5]] of a vocabulary slice."""
     rows, vocab = logits.shape
     floats = {"dtype": torch.float32, "device": logits.device}
     vectors = [torch.empty(rows, **floats) for _ in range(4)]
     vectors.append(torch.empty(rows if want_squares else 0, **floats))
+    partial = options.vocab_range is not None
     parts = torch.empty((rows, 5) if partial else (0, 5), **floats)
     pointers, flags = _common(logits, token_ids, options)
     keep_stride = 0 if options.keep_mask is None else options.keep_mask.stride(0)
     if rows:
         forward_kernel[(rows,)](
             *pointers, *vectors, parts, bad_label, logits.stride(0), keep_stride, vocab,
-            vocab_start, vocab_total, options.ignore_index, options.temperature,
-            options.logit_scale, options.softcap, **flags, WANT_SQUARES=want_squares,
-            PARTIAL=partial, BLOCK=FORWARD_BLOCK, num_warps=8,
+            options.ignore_index, options.temperature, options.logit_scale, options.softcap,
+            **flags, WANT_SQUARES=want_squares, BLOCK=FORWARD_BLOCK, num_warps=8,
         )  # fmt: skip
     return [parts] if partial else vectors
 
 
 def backward(
-    logits: Tensor, out: Tensor, token_ids: Tensor, options, vocab_start: int,
-    row_results: list[Tensor], grad_log_probs: Tensor | None, grad_entropy: Tensor | None,
-    places: Tensor | None,
+    logits: Tensor, out: Tensor, token_ids: Tensor, options, row_results: list[Tensor],
+    grad_log_probs: Tensor | None, grad_entropy: Tensor | None, places: Tensor | None,
 ) -> None:  # fmt: skip
     rows, vocab = logits.shape
     pointers, flags = _common(logits, token_ids, options)
@@ -240,7 +251,7 @@ def backward(
     if rows and vocab:
         backward_kernel[(rows, triton.cdiv(vocab, BACKWARD_BLOCK))](
             *pointers, *row_results, *grads, token_ids if places is None else places, out,
-            logits.stride(0), keep_stride, out.stride(0), vocab, vocab_start, options.ignore_index,
+            logits.stride(0), keep_stride, out.stride(0), vocab, options.ignore_index,
             options.temperature, options.logit_scale, options.softcap, **flags,
             HAS_G=grad_log_probs is not None, HAS_H=grad_entropy is not None,
             HAS_PLACES=places is not None, BLOCK=BACKWARD_BLOCK, num_warps=8,

@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from . import _check as check
 from ._backend import choose_backend, native, register_backends
 
 register_backends("pack_layout", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
@@ -58,16 +59,18 @@ def pack(
 
     Args:
         tensors: each [B, L, ...], any dtype of up to 8 bytes, any strides; differentiable.
-        mask: [B, L] bool or integer, non-zero keeps the token; kept tokens may lie anywhere.
+        mask: [B, L] bool or integer, non-zero keeps the token, or float, 1 keeps and 0 drops it;
+            kept tokens may lie anywhere.
         shifted: numbers of the tensors read one token ahead, as labels are: row t gets the value
             of token t + 1 of its sequence, the last row of each sequence the fill value.
         fill_values: one per tensor, for rows without a token; default 0, for shifted tensors -100.
-        capacity: rows of the result. Given, nothing waits for the GPU: `max_seqlen` is then L and
+        capacity: rows of the result; None: as many as tokens are kept. Given, nothing waits for the GPU: `max_seqlen` is then L and
             tokens that do not fit are counted in `num_dropped` (on the CPU they are an error).
 
     Raises:
         ValueError: shapes or devices that do not match the mask, more than 2^31 - 1 tokens, a
-            capacity that is too small (CPU), a shifted tensor that requires a gradient.
+            capacity that is too small (CPU), a fill value that its dtype does not hold, a shifted
+            tensor that requires a gradient. NotImplementedError: a forward-mode tangent.
 
     Example:
         >>> ids = torch.tensor([[1, 2, 0], [3, 4, 5]])
@@ -75,13 +78,19 @@ def pack(
         >>> packed.values[0].tolist(), packed.values[1].tolist(), packed.cu_seqlens.tolist()
         ([1, 2, 3, 4, 5], [2, -100, 4, 5, -100], [0, 2, 5])
     """
-    _check_padded(tensors, mask, shifted)
+    tensors, shifted = list(tensors), list(shifted)
+    mask = _check_padded(tensors, mask, shifted)
     shifts = [int(i in shifted) for i in range(len(tensors))]
     fills = list(fill_values) if fill_values is not None else [-100.0 * shift for shift in shifts]
     if len(fills) != len(tensors):
-        raise ValueError(f"pack: {len(fills)} fill_values for {len(tensors)} tensors")
-    if mask.dtype not in (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64):
-        mask = mask != 0
+        raise ValueError(
+            f"pack: {len(fills)} fill_values for {len(tensors)} tensors; expected one each."
+        )
+    fills = [
+        _fill("pack", f"fill_values[{i}]", *pair) for i, pair in enumerate(zip(fills, tensors))
+    ]
+    if capacity is not None:
+        check.integer("pack", "capacity", capacity, at_least=0)
     if mask.size(1) > 1 and mask.stride(1) != 1:
         mask = mask.contiguous()
     cu_seqlens, position_ids, indices, inverse, num_dropped, longest = (
@@ -160,10 +169,14 @@ def unpack(
         A tensor for a tensor, a tuple for several.
 
     Raises:
-        ValueError: a tensor with another number of rows than `packed`.
+        ValueError: a tensor with another number of rows than `packed` or on another device, or a
+            padding value that its dtype does not hold.
     """
     single = isinstance(tensors, Tensor)
     several = [tensors] if single else list(tensors)
+    named = {f"tensors[{i}]": tensor for i, tensor in enumerate(several)}
+    check.same_device("unpack", **{"packed.indices": packed.indices}, **named)
+    check.no_forward_ad("unpack", **named)
     num_rows = packed.indices.size(0)
     for i, tensor in enumerate(several):
         if tensor.dim() == 0 or tensor.size(0) != num_rows:
@@ -171,6 +184,7 @@ def unpack(
                 f"unpack: tensors[{i}] has shape {list(tensor.shape)}; expected {num_rows} rows, "
                 "as many as packed.indices"
             )
+        _fill("unpack", "padding_value", padding_value, tensor)
     shape = [packed.batch_size, packed.padded_seqlen]
     inverse = packed.inverse
     if inverse is None:
@@ -197,19 +211,18 @@ def inverse_order(indices: Tensor, num_rows: int) -> Tensor:
     return inverse[:num_rows]
 
 
-def _check_padded(tensors: Sequence[Tensor], mask: Tensor, shifted: Sequence[int]) -> None:
+def _check_padded(tensors: list[Tensor], mask: Tensor, shifted: list[int]) -> Tensor:
+    """The mask as the operator takes it, after checking that the tensors fit it."""
     if mask.dim() != 2:
         raise ValueError(f"pack: mask has shape {list(mask.shape)}; expected [B, L]")
-    for i, tensor in enumerate(tensors):
+    named = {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}
+    check.same_device("pack", mask=mask, **named)
+    check.no_forward_ad("pack", **named)
+    for name, tensor in named.items():
         if tensor.shape[:2] != mask.shape:
             raise ValueError(
-                f"pack: tensors[{i}] has shape {list(tensor.shape)}; expected it to begin with "
+                f"pack: {name} has shape {list(tensor.shape)}; expected it to begin with "
                 f"{list(mask.shape)} like the mask"
-            )
-        if tensor.device != mask.device:
-            raise ValueError(
-                f"pack: tensors[{i}] is on {tensor.device}, the mask on {mask.device}; "
-                "move them to one device"
             )
     for i in shifted:
         if not 0 <= i < len(tensors):
@@ -218,6 +231,26 @@ def _check_padded(tensors: Sequence[Tensor], mask: Tensor, shifted: Sequence[int
             raise ValueError(
                 f"pack: tensors[{i}] is shifted and requires a gradient; shifting is for labels"
             )
+    if mask.dtype in (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64):
+        return mask
+    return check.mask("pack", "mask", mask)
+
+
+def _fill(op: str, name: str, value: float, tensor: Tensor) -> float:
+    """`value` as a float, after checking that the dtype of `tensor` holds it."""
+    value = float(value)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return value
+    if tensor.dtype == torch.bool:
+        least, most = 0, 1
+    else:
+        least, most = torch.iinfo(tensor.dtype).min, torch.iinfo(tensor.dtype).max
+    if not least <= value <= most or value != int(value):
+        raise ValueError(
+            f"{op}: {name} is {value}, which {tensor.dtype} does not hold; expected an integer "
+            f"of {least} to {most}."
+        )
+    return value
 
 
 def _ragged_lengths(fields: Sequence[Sequence]) -> list[int]:

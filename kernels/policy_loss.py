@@ -10,34 +10,27 @@ micro-batches and ranks add up to the loss of the batch, however it is split.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from . import _check as check
 from ._backend import choose_backend, native, register_backends
+from ._policy_loss_reference import LossPlan, policy_loss_reference
 from .aggregation import (
     LOSS_AGG_MODES,
-    Segments,
     as_mask,
-    check_choice,
-    check_shapes,
+    check_aggregation,
     denominators,
-    kept,
-    token_weights,
+    token_arguments,
 )
 from .token_loss import (
-    KL_ALIASES,
     KL_TYPES,
     LOSS_MODES,
     MODE_ALIASES,
     SELECTION_MODES,
     SEQUENCE_MODES,
     LossOptions,
-    clamped_log_ratio,
-    gmpo_log_ratio,
-    token_kl,
-    token_loss,
+    check_kl_type,
 )
 
 register_backends("policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
@@ -50,9 +43,9 @@ def policy_loss(
     *,
     response_mask: Tensor | None = None,
     loss_mode: str = "ppo_clip",
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float = 3.0,
+    clip_ratio_low: float | None = 0.2,
+    clip_ratio_high: float | None = 0.2,
+    clip_ratio_c: float | None = 3.0,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
     selected: Tensor | None = None,
@@ -70,43 +63,59 @@ def policy_loss(
     rollout_is_weights: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise, and its metrics.
+    """Compute the loss to minimise, and its metrics.
+
+    Per-token arguments are [T], packed tokens with the sequences at cu_seqlens, or [B, L], whose
+    rows are the sequences; all of one shape and on one device. Numbers are of floating point; masks
+    are bool or 0/1 numbers.
 
     Args:
-        log_probs: [T] of the policy being trained; differentiable.
-        old_log_probs, advantages: [T], constants.
-        response_mask: [T] bool, the tokens that count; what masked tokens hold, NaN included, does
-            not matter. None: all count.
+        log_probs: of the policy being trained; differentiable.
+        old_log_probs, advantages: constants.
+        response_mask: the tokens that count; what masked tokens hold, NaN included, does not
+            matter. None: all count.
         loss_mode: a row of the table in token_loss.py, which has the formulas and their sources:
             ppo_clip (vanilla), gspo, gmpo (geo_mean), cispo, sapo, dppo_tv, dppo_kl, clip_cov,
             kl_cov, reinforce (gpg).
-        clip_ratio_low, clip_ratio_high, clip_ratio_c: lo, hi and c of that table. clip_ratio_c
-            must exceed 1; float("inf") switches the dual clip off.
-        tau_pos, tau_neg: of sapo.
-        selected: [T] bool, for clip_cov and kl_cov: the tokens `select_by_covariance` chose.
+        clip_ratio_low, clip_ratio_high, clip_ratio_c: lo, hi and c of that table; lo and hi are not
+            negative, c is above 1. None (or infinity) switches that clip off.
+        tau_pos, tau_neg: of sapo; positive.
+        selected: for clip_cov and kl_cov: the tokens `select_by_covariance` chose.
         cov_kl_coef: of kl_cov.
         loss_agg_mode: the weight of an unmasked token; N tokens and S sequences with a token,
             both global, and L the unmasked tokens of its own sequence:
             token-mean 1/N, token-sum 1, seq-mean-token-sum 1/S, seq-mean-token-mean 1/(S L),
             seq-mean-token-sum-norm 1/(S loss_scale_factor).
-        cu_seqlens: [n + 1] int32; needed by gspo, gmpo and the seq-mean modes.
-        global_num_tokens, global_num_seqs: N and S, a number or a 0-d tensor; None counts what is
-            here, which is right only where this call sees the whole global batch.
+        cu_seqlens: [n + 1] int32 or int64, beside [T]; needed by gspo, gmpo and the seq-mean
+            modes. Tokens past its end must be masked.
+        global_num_tokens, global_num_seqs: N and S, a number or a tensor with one element; None
+            counts what is here, which is right only where this call sees the whole global batch.
+            Below 1 they count as 1.
         ref_log_probs, kl_coef, kl_type: adds kl_coef * kl; kl_type is k1 (kl), abs, k2 (mse) or
             k3 (low_var_kl), with a "+" behind it for the gradient of k2.
-        entropy: [T], differentiable; subtracts entropy_coeff * entropy.
-        rollout_is_weights: [T], constants that multiply pg (of gmpo: its sequence's geometric
-            mean); see rollout_correction.
+        entropy: differentiable; subtracts entropy_coeff * entropy.
+        rollout_is_weights: constants that multiply pg (of gmpo: its sequence's geometric mean); see
+            rollout_correction.
+        backend: `cpp`, `cuda`, `triton` or `reference`; None takes the best one. float64 log_probs
+            are always computed in float64, by the reference; everything else in float32.
 
     Returns:
         (loss, metrics). loss is a 0-d tensor; metrics are 0-d tensors on the device, without
         gradient. pg_loss, kl_loss and entropy are aggregated like the loss; pg_clipfrac,
-        pg_clipfrac_lower, ppo_kl and ratio_mean are sums over unmasked tokens divided by N: add
-        these up over micro-batches and ranks. ratio_max is a maximum (-inf with no token).
-        Keys whose input is absent are absent.
+        pg_clipfrac_lower, ppo_kl (of old_log_probs - log_probs, not clamped) and ratio_mean are
+        sums over unmasked tokens divided by N: add these up over micro-batches and ranks. ratio_max
+        is a maximum (-inf with no token). Keys whose input is absent are absent.
+
+    The kernels can be differentiated once, in reverse mode; other derivatives raise an error. The
+    reference supports them, those of the formulas with their stop-gradients.
+
+    What tensors hold is checked on the CPU only: elsewhere looking would wait for the device. There
+    cu_seqlens is trusted, but never followed out of the tensors.
 
     Raises:
-        ValueError: an unknown mode, a tensor of another shape, an argument that a mode needs.
+        ValueError: an unknown mode, a tensor of another shape, dtype or device, a number out of its
+            range, cu_seqlens that does not fit, an argument that a mode needs, a coefficient
+            without its tensor.
 
     Example:
         >>> log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -114,38 +123,50 @@ def policy_loss(
         >>> loss.item(), metrics["pg_clipfrac"].item()
         (1.0, 0.0)
     """
+    op = "policy_loss"
+    check.choice(op, "loss_mode", loss_mode, LOSS_MODES, tuple(MODE_ALIASES))
     loss_mode = MODE_ALIASES.get(loss_mode, loss_mode)
-    check_choice("policy_loss", "loss_mode", loss_mode, LOSS_MODES, MODE_ALIASES)
-    check_choice("policy_loss", "loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
-    check_choice("policy_loss", "kl_type", kl_type.removesuffix("+"), KL_TYPES, KL_ALIASES)
-    _check_needs(loss_mode, loss_agg_mode, cu_seqlens, selected, loss_scale_factor, clip_ratio_c)
-    per_token = {
+    check_aggregation(op, loss_agg_mode, loss_scale_factor)
+    options = LossOptions.checked(
+        op, clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg, cov_kl_coef
+    )
+    check_coefficient(op, "kl_coef", kl_coef, "ref_log_probs", ref_log_probs)
+    check_coefficient(op, "entropy_coeff", entropy_coeff, "entropy", entropy)
+    plan = LossPlan(
+        loss_mode,
+        loss_agg_mode,
+        check_kl_type(op, kl_type),
+        kl_type.endswith("+"),
+        kl_coef,
+        entropy_coeff,
+        loss_scale_factor,
+    )
+    floats = {
+        "log_probs": log_probs,
         "old_log_probs": old_log_probs,
         "advantages": advantages,
-        "response_mask": response_mask,
-        "selected": selected if loss_mode in SELECTION_MODES else None,
         "ref_log_probs": ref_log_probs,
         "entropy": entropy,
         "rollout_is_weights": rollout_is_weights,
     }
-    check_shapes("policy_loss", "log_probs", log_probs, per_token)
-    backend = choose_backend("policy_loss", log_probs.device, backend)
+    masks = {"response_mask": response_mask, "selected": selected}
+    tokens, cu_seqlens = token_arguments(op, floats, masks, cu_seqlens)
+    _check_needs(loss_mode, cu_seqlens, selected)
+    backend = choose_backend(op, log_probs.device, backend)
+    if log_probs.dtype == torch.float64:
+        backend = "reference"
     counted = denominators(
-        "policy_loss",
+        op,
         loss_agg_mode,
-        as_mask(response_mask, log_probs),
+        as_mask(tokens["response_mask"], tokens["log_probs"]),
         cu_seqlens,
         global_num_tokens,
         global_num_seqs,
     )
-    options = LossOptions(
-        clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg, cov_kl_coef
-    )
-    plan = _Plan(loss_mode, loss_agg_mode, kl_type, kl_coef, entropy_coeff, loss_scale_factor)
     if backend == "reference":
-        loss, sums = _reference(log_probs, per_token, cu_seqlens, counted, plan, options)
+        loss, sums = policy_loss_reference(tokens, cu_seqlens, counted, plan, options)
     else:
-        loss, sums = _kernel(backend, log_probs, per_token, cu_seqlens, counted, plan, options)
+        loss, sums = _kernel(backend, tokens, cu_seqlens, counted, plan, options)
     metrics = dict(zip(_METRICS, sums.unbind(), strict=True))
     if ref_log_probs is None:
         del metrics["kl_loss"]
@@ -167,107 +188,40 @@ _METRICS = (
 )
 
 
-class _Plan(NamedTuple):
-    loss_mode: str
-    loss_agg_mode: str
-    kl_type: str
-    kl_coef: float
-    entropy_coeff: float
-    loss_scale_factor: float | None
+def check_coefficient(op: str, name: str, value: float, needs: str, tensor: Tensor | None) -> None:
+    """A finite coefficient, which must have the tensor it multiplies."""
+    if check.number(op, name, value) and tensor is None:
+        raise ValueError(
+            f"{op}: {name} is {value}, but {needs} is not given; give both or neither."
+        )
 
 
-def _reference(log_probs, per_token, cu_seqlens, counted, plan, options):
-    """(loss, metrics in the order of _METRICS): plain PyTorch, differentiated by autograd."""
-    mask = as_mask(per_token["response_mask"], log_probs)
-    segments = None if cu_seqlens is None else Segments.of(cu_seqlens, mask)
-    num_tokens, num_seqs = counted.unbind()
-    weights = token_weights(
-        plan.loss_agg_mode, mask, segments, num_tokens, num_seqs, plan.loss_scale_factor
-    ).to(log_probs.dtype)
-    terms = _reference_terms(plan.loss_mode, log_probs, per_token, mask, segments, options)
-    pg_loss = (weights * terms.loss).sum()
-    kl_loss = entropy = pg_loss.new_zeros(())
-    if per_token["ref_log_probs"] is not None:
-        ref = kept(per_token["ref_log_probs"].detach(), mask)
-        kl_loss = (weights * token_kl(plan.kl_type, kept(log_probs, mask), ref)).sum()
-    if per_token["entropy"] is not None:
-        entropy = (weights * kept(per_token["entropy"], mask)).sum()
-    loss = pg_loss + plan.kl_coef * kl_loss - plan.entropy_coeff * entropy
-    means = [
-        kept(value.to(weights.dtype), mask).sum() / num_tokens
-        for value in (terms.clipped, terms.clipped_lower, -terms.log_ratio, terms.ratio)
-    ]
-    lowest = weights.new_full((1,), -torch.inf)
-    ratio_max = torch.cat([lowest, torch.where(mask, terms.ratio, -torch.inf)]).max()
-    sums = [pg_loss, kl_loss, entropy, *means, ratio_max]
-    return loss, torch.stack([value.detach().to(weights.dtype) for value in sums])
-
-
-def _reference_terms(loss_mode, log_probs, per_token, mask, segments, options):
-    """Per-token terms in plain PyTorch; masked tokens are replaced before any arithmetic."""
-    log_probs = kept(log_probs, mask)
-    old = kept(per_token["old_log_probs"].detach(), mask)
-    advantages = kept(per_token["advantages"].detach(), mask)
-    is_weights = per_token["rollout_is_weights"]
-    if is_weights is not None:
-        is_weights = torch.where(mask, is_weights.detach(), 1)
-    selected = per_token["selected"]
-    segment_log_ratio = segment_advantages = None
-    if loss_mode in SEQUENCE_MODES:
-        x = clamped_log_ratio(log_probs.detach(), old)
-        if loss_mode == "gmpo":
-            x = gmpo_log_ratio(x, advantages, options)
-            segment_advantages = segments.mean(advantages, mask)
-            if is_weights is not None:
-                is_weights = segments.mean(torch.log(is_weights + 1e-10), mask).exp()
-        segment_log_ratio = segments.mean(x, mask)
-    terms = token_loss(
-        loss_mode,
-        log_probs,
-        old,
-        advantages,
-        options,
-        segment_log_ratio=segment_log_ratio,
-        segment_advantages=segment_advantages,
-        selected=None if selected is None else selected & mask,
-    )
-    loss = terms.loss if is_weights is None else terms.loss * is_weights
-    return terms._replace(loss=torch.where(mask, loss, 0))
-
-
-def _check_needs(loss_mode, loss_agg_mode, cu_seqlens, selected, scale, clip_ratio_c) -> None:
+def _check_needs(loss_mode: str, cu_seqlens: Tensor | None, selected: Tensor | None) -> None:
     if cu_seqlens is None and loss_mode in SEQUENCE_MODES:
         raise ValueError(
-            f"policy_loss: loss_mode {loss_mode!r} works on sequences; give cu_seqlens"
+            f"policy_loss: loss_mode {loss_mode!r} works on sequences; give cu_seqlens."
         )
     if loss_mode in SELECTION_MODES and selected is None:
         raise ValueError(
-            f"policy_loss: loss_mode {loss_mode!r} needs selected [T] bool; "
-            "select_by_covariance makes it"
+            f"policy_loss: loss_mode {loss_mode!r} needs selected, a mask of tokens; "
+            "select_by_covariance makes it."
         )
-    if loss_agg_mode == "seq-mean-token-sum-norm" and not scale:
-        raise ValueError(
-            "policy_loss: loss_agg_mode 'seq-mean-token-sum-norm' needs loss_scale_factor, "
-            "usually the longest response allowed"
-        )
-    if not clip_ratio_c > 1:
-        raise ValueError(f"policy_loss: clip_ratio_c is {clip_ratio_c}; expected more than 1")
 
 
-def _kernel(backend, log_probs, per_token, cu_seqlens, counted, plan, options):
+def _kernel(backend, tokens, cu_seqlens, counted, plan, options):
     """(loss, metrics in the order of _METRICS) from a kernel."""
+    log_probs, entropy = tokens["log_probs"], tokens["entropy"]
+    check.no_forward_ad("policy_loss", log_probs=log_probs, entropy=entropy)
 
     def floats(name):
-        tensor = per_token[name]
+        tensor = tokens[name]
         return None if tensor is None else tensor.detach().float().contiguous()
 
     def bools(name):
-        tensor = per_token[name]
-        return None if tensor is None else tensor.bool().contiguous()
+        tensor = tokens[name]
+        return None if tensor is None else tensor.contiguous()
 
-    entropy = per_token["entropy"]
     enabled = torch.is_grad_enabled()
-    base = plan.kl_type.removesuffix("+")
     loss, sums, *_ = torch.ops.hybridengine.policy_loss(
         log_probs.float().contiguous(),
         None if entropy is None else entropy.float().contiguous(),
@@ -277,13 +231,13 @@ def _kernel(backend, log_probs, per_token, cu_seqlens, counted, plan, options):
         bools("selected"),
         floats("ref_log_probs"),
         floats("rollout_is_weights"),
-        None if cu_seqlens is None else cu_seqlens.int().contiguous(),
+        cu_seqlens,
         counted,
         [
             LOSS_MODES.index(plan.loss_mode),
             LOSS_AGG_MODES.index(plan.loss_agg_mode),
-            KL_TYPES.index(KL_ALIASES.get(base, base)),
-            plan.kl_type.endswith("+"),
+            KL_TYPES.index(plan.kl_type),
+            plan.kl_straight_through,
             enabled and log_probs.requires_grad,
             enabled and entropy is not None and entropy.requires_grad,
         ],
@@ -368,6 +322,7 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
     return gradient * scale
 
 
+@check.differentiable_once("policy_loss")
 def _backward_policy_loss(ctx, grad_loss, *_):
     gradient, entropy_gradient = ctx.saved_tensors
     for_log_probs = _scaled(gradient, grad_loss) if ctx.needs_input_grad[0] else None

@@ -1,7 +1,7 @@
 """policy_loss in Triton, for GPUs the CUDA build does not cover: same passes, same formulas.
 
 One program per sequence finds the means that the sequence modes need, one per block of tokens
-computes loss, gradient and partial sums. The formulas are those of token_loss.py.
+computes loss, gradient and partial sums. The formulas are in _token_loss_triton.py.
 """
 
 from __future__ import annotations
@@ -11,152 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._token_loss_triton import clamp, gmpo_log_ratio, log_ratio, token_kl, token_loss
 from .aggregation import LOSS_AGG_MODES
 from .token_loss import LOSS_MODES, SEQUENCE_MODES
 
 BLOCK = 1024
 _NUM_SUMS = 8
 _STATS = 4  # per sequence: count, mean log-ratio, mean advantage, geometric mean of the weights
-
-
-@triton.jit
-def _clamp(x, low, high):
-    """NaN goes through, as it does in torch.clamp."""
-    x = tl.where(x > high, high, x)
-    return tl.where(x < low, low, x)
-
-
-@triton.jit
-def _gmpo_log_ratio(x, advantage, low, high):
-    up = tl.where(x > high, high, x)
-    down = tl.where(x < -low, -low, x)
-    return tl.where(advantage > 0, up, tl.where(advantage < 0, down, x))
-
-
-@triton.jit
-def _clip_terms(ratio, advantage, slope, low, high):
-    unclipped = -advantage * ratio
-    bounded = -advantage * _clamp(ratio, 1 - low, 1 + high)
-    clipped = bounded > unclipped
-    loss = tl.where(clipped, bounded, unclipped)
-    return loss, tl.where(clipped, 0.0, unclipped * slope), clipped
-
-
-@triton.jit
-def _dppo_allows(log_prob, old, advantage, low, high, MODE: tl.constexpr):
-    p = tl.exp(log_prob)
-    p_old = tl.exp(old)
-    if MODE == "dppo_tv":
-        up = p - p_old <= high
-        down = p - p_old >= -low
-    else:
-        rest = tl.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
-        kl = p_old * (old - log_prob) + (1 - p_old) * rest
-        up = (kl <= high) | (p <= p_old)
-        down = (kl <= low) | (p >= p_old)
-    return tl.where(advantage > 0, up, down)
-
-
-@triton.jit
-def _token_loss(
-    log_prob,
-    old,
-    advantage,
-    segment_log_ratio,
-    segment_advantage,
-    selected,
-    low,
-    high,
-    c,
-    tau_pos,
-    tau_neg,
-    cov_kl_coef,
-    MODE: tl.constexpr,
-):
-    """(loss, gradient, clipped, clipped_lower, log_ratio, ratio)"""
-    difference = log_prob - old
-    x = _clamp(difference, -20.0, 20.0)
-    slope = tl.where(x == difference, 1.0, 0.0)
-    never = x != x
-    clipped = never & (x == x)
-    lower = clipped
-    ratio = tl.exp(x)
-    if MODE == "ppo_clip":
-        loss, gradient, clipped = _clip_terms(ratio, advantage, slope, low, high)
-        bound = -advantage * c
-        lower = (advantage < 0) & (loss > bound)
-        loss = tl.where(lower, bound, loss)
-        gradient = tl.where(lower, 0.0, gradient)
-    elif MODE == "gspo":
-        ratio = tl.exp(_clamp(segment_log_ratio, -20.0, 10.0))
-        slope = tl.where(segment_log_ratio <= 10.0, 1.0, 0.0)
-        loss, gradient, clipped = _clip_terms(ratio, advantage, slope, low, high)
-    elif MODE == "gmpo":
-        ratio = tl.exp(segment_log_ratio)
-        loss = -segment_advantage * ratio
-        moves = _gmpo_log_ratio(x, advantage, low, high) == x
-        gradient = tl.where(moves, loss * slope, 0.0)
-        outside = (x > high) | (x < -low)
-        clipped = outside & (advantage > 0)
-        lower = outside & (advantage < 0)
-    elif MODE == "cispo":
-        weight = _clamp(ratio, 1 - low, 1 + high)
-        clipped = ratio != weight
-        gradient = -weight * advantage
-        loss = gradient * log_prob
-    elif MODE == "sapo":
-        tau = tl.where(advantage > 0, tau_pos, tau_neg)
-        rest = tl.exp(tau * (1 - ratio))
-        gate = 1 / (1 + rest)
-        loss = -advantage * gate * (4.0 / tau)
-        gradient = -4.0 * advantage * gate * (rest * gate) * ratio * slope
-    elif MODE == "clip_cov":
-        loss, gradient, _ = _clip_terms(ratio, advantage, slope, low, high)
-        clipped = selected
-        loss = tl.where(selected, 0.0, loss)
-        gradient = tl.where(selected, 0.0, gradient)
-    elif MODE == "kl_cov":
-        coef = tl.where(selected, cov_kl_coef, 0.0)
-        sign = tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
-        clipped = selected
-        loss = -advantage * ratio + coef * sign * x
-        gradient = (-advantage * ratio + coef * sign) * slope
-    elif MODE == "reinforce":
-        gradient = -advantage
-        loss = gradient * log_prob
-    else:
-        allowed = _dppo_allows(log_prob, old, advantage, low, high, MODE)
-        clipped = allowed == 0
-        lower = allowed & (ratio > c)
-        weight = tl.where(allowed, tl.where(ratio > c, c, ratio), 0.0)
-        gradient = -weight * advantage
-        loss = gradient * log_prob
-    return loss, gradient, clipped, lower, x, ratio
-
-
-@triton.jit
-def _token_kl(log_prob, ref, KL: tl.constexpr, STRAIGHT: tl.constexpr):
-    """(value, gradient)"""
-    d = log_prob - ref
-    if KL == 0:
-        value = d
-        gradient = tl.full(d.shape, 1.0, tl.float32)
-    elif KL == 1:
-        gradient = tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, 0.0))
-        value = gradient * d
-    elif KL == 2:
-        value = 0.5 * d * d
-        gradient = d
-    else:
-        n = _clamp(-d, -20.0, 20.0)
-        s = 1 / 120.0 + n * (1 / 720.0 + n * (1 / 5040.0 + n * (1 / 40320.0)))
-        series = n * n * (0.5 + n * (1 / 6.0 + n * (1 / 24.0 + n * s)))
-        value = tl.where((n < 0.5) & (n > -0.5), series, tl.exp(n) - 1 - n)
-        gradient = tl.where((value > 10.0) | (n != -d), 0.0, -(value + n))
-        value = tl.where(value > 10.0, 10.0, value)
-    if STRAIGHT:
-        gradient = d
-    return value, gradient
 
 
 @triton.jit
@@ -168,6 +29,7 @@ def _segment_kernel(
     is_weights,
     cu_seqlens,
     segments,
+    num_tokens,
     low,
     high,
     MODE: tl.constexpr,
@@ -176,10 +38,11 @@ def _segment_kernel(
     BLOCK: tl.constexpr,
 ):
     n = tl.program_id(0)
-    begin = tl.load(cu_seqlens + n)
-    end = tl.load(cu_seqlens + n + 1)
+    # Nobody has checked cu_seqlens on a GPU: a wrong one must not lead out of the tensors.
+    begin = tl.maximum(tl.load(cu_seqlens + n), 0)
+    end = tl.minimum(tl.load(cu_seqlens + n + 1), num_tokens)
     count = tl.zeros([BLOCK], tl.float32)
-    log_ratio = tl.zeros([BLOCK], tl.float32)
+    log_ratio_sum = tl.zeros([BLOCK], tl.float32)
     advantage_sum = tl.zeros([BLOCK], tl.float32)
     log_weight = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, BLOCK):
@@ -191,18 +54,18 @@ def _segment_kernel(
         log_prob = tl.load(log_probs + at, mask=keep, other=0.0)
         old = tl.load(old_log_probs + at, mask=keep, other=0.0)
         advantage = tl.load(advantages + at, mask=keep, other=0.0)
-        x = _clamp(log_prob - old, -20.0, 20.0)
+        x = clamp(log_ratio(log_prob, old), -20.0, 20.0)
         if MODE == "gmpo":
-            x = _gmpo_log_ratio(x, advantage, low, high)
+            x = gmpo_log_ratio(x, advantage, low, high)
             if HAS_WEIGHTS:
                 weight = tl.load(is_weights + at, mask=keep, other=1.0)
                 log_weight += tl.where(keep, tl.log(weight + 1e-10), 0.0)
-        log_ratio += x
+        log_ratio_sum += x
         advantage_sum += advantage
     total = tl.sum(count)
     per = 1 / tl.maximum(total, 1.0)
     tl.store(segments + n * 4, total)
-    tl.store(segments + n * 4 + 1, tl.sum(log_ratio) * per)
+    tl.store(segments + n * 4 + 1, tl.sum(log_ratio_sum) * per)
     tl.store(segments + n * 4 + 2, tl.sum(advantage_sum) * per)
     tl.store(segments + n * 4 + 3, tl.exp(tl.sum(log_weight) * per))
 
@@ -278,7 +141,7 @@ def _token_kernel(
     if HAS_SELECTED:
         chosen = keep & (tl.load(selected + at, mask=keep, other=0) != 0)
     log_prob = tl.load(log_probs + at, mask=keep, other=0.0)
-    loss, gradient, clipped, lower, x, ratio = _token_loss(
+    loss, gradient, clipped, lower, x, ratio = token_loss(
         log_prob,
         tl.load(old_log_probs + at, mask=keep, other=0.0),
         tl.load(advantages + at, mask=keep, other=0.0),
@@ -302,7 +165,7 @@ def _token_kernel(
     tl.store(sums, tl.sum(tl.where(keep, loss * token_weight, 0.0)))
     if HAS_REF:
         ref = tl.load(ref_log_probs + at, mask=keep, other=0.0)
-        kl, kl_gradient = _token_kl(log_prob, ref, KL, STRAIGHT)
+        kl, kl_gradient = token_kl(log_prob, ref, KL, STRAIGHT)
         gradient += kl_coef * kl_gradient
         tl.store(sums + 1, tl.sum(tl.where(keep, kl * token_weight, 0.0)))
     if HAS_ENTROPY:
@@ -357,7 +220,7 @@ def policy_loss_triton(
     if has_segments and num_sequences:
         _segment_kernel[(num_sequences,)](
             *(log_probs, old_log_probs, advantages, mask, is_weights, cu_seqlens, segments),
-            *options[:2],
+            *(num_tokens, *options[:2]),
             **flags,
         )
     if programs:

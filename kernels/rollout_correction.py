@@ -14,9 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .aggregation import Segments, as_mask, check_shapes, denominator, kept
+from . import _check as check
+from .aggregation import Segments, as_mask, compute_dtype, denominator, kept, token_arguments
+from .token_loss import log_ratio
 
 _MAX_LOG_RATIO = 20.0
+# A token's log-ratio in a sum: far beyond what policies give, and infinities of both signs cancel.
+_MAX_TERM = 2.0**20
 
 REJECTION_CRITERIA = (
     *(f"token_k{k}" for k in (1, 2, 3)),
@@ -27,7 +31,7 @@ REJECTION_CRITERIA = (
 
 
 class RolloutCorrection(NamedTuple):
-    """What `rollout_correction` found; tensors [T], without gradient."""
+    """What `rollout_correction` computes; tensors of the shape of its inputs, without gradient."""
 
     weights: Tensor | None  # for policy_loss(rollout_is_weights=); 0 where masked
     response_mask: Tensor  # bool, what rejection left
@@ -38,23 +42,28 @@ def rollout_correction(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
     *,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None = None,
     response_mask: Tensor | None = None,
     rollout_is: str | None = "token",
-    rollout_is_threshold: float = 2.0,
+    rollout_is_threshold: float | None = 2.0,
     rollout_is_lower: float | None = None,
     rejection: Mapping[str, float | tuple[float, float]] | None = None,
     global_num_tokens: float | Tensor | None = None,
 ) -> RolloutCorrection:
-    """Importance weights and rejection from rho_t = exp(old_log_probs - rollout_log_probs).
+    """Compute importance weights and rejection from rho_t = exp(old_log_probs - rollout_log_probs).
+
+    A token whose log-prob is -inf in both has rho 1, as in policy_loss. In float64 for float64
+    old_log_probs, else in float32.
 
     Args:
-        old_log_probs, rollout_log_probs: [T] of the training policy and of the engine.
-        cu_seqlens: [N + 1] int32.
-        response_mask: [T] bool; what masked tokens hold does not matter.
+        old_log_probs, rollout_log_probs: [T], packed tokens, or [B, L], whose rows are the
+            sequences; of the training policy and of the engine.
+        cu_seqlens: [N + 1] int32 or int64; needed beside [T]. Tokens past its end must be masked.
+        response_mask: the same shape, bool or 0/1; what masked tokens hold does not matter.
         rollout_is: "token": rho_t; "sequence": the product of rho over the sequence; None: no
             weights. The exponent is clamped to [-20, 20].
-        rollout_is_threshold: weights are truncated to it (TIS, arXiv 1802.01561's rho-bar).
+        rollout_is_threshold: weights are truncated to it (TIS, arXiv 1802.01561's rho-bar); None
+            does not truncate.
         rollout_is_lower: given, weights outside [lower, threshold] become 0 instead (IcePop).
         rejection: criterion -> threshold; a token stays if every criterion keeps it. Criteria are
             token_k1, token_k2, token_k3, seq_sum_k1 ... seq_mean_k3, seq_max_k2, seq_max_k3, with
@@ -65,19 +74,31 @@ def rollout_correction(
     Returns:
         weights, the remaining mask, and metrics: kl (rollout || training), k3_kl, chi2_token,
         is_weight_mean, is_clipped_fraction, rejected_fraction: sums over unmasked tokens divided
-        by N, to be added up over micro-batches and ranks; is_weight_max: a maximum.
+        by N, to be added up over micro-batches and ranks; is_weight_max: a maximum. kl is infinite
+        where one of the two log-probs is -inf.
 
     Raises:
-        ValueError: an unknown level or criterion, thresholds of the wrong kind, shapes.
+        ValueError: an unknown level or criterion, thresholds of the wrong kind, NaN or inverted,
+            shapes, dtypes, devices, cu_seqlens that does not fit.
     """
-    per_token = {"rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
-    check_shapes("rollout_correction", "old_log_probs", old_log_probs, per_token)
-    _check_options(rollout_is, rollout_is_threshold, rollout_is_lower, rejection or {})
+    op = "rollout_correction"
+    threshold, lower = _check_weights(rollout_is, rollout_is_threshold, rollout_is_lower)
+    bounds = _check_rejection(rejection or {})
     with torch.no_grad():
-        mask = as_mask(response_mask, old_log_probs)
-        num_tokens = denominator(global_num_tokens, mask.device, mask.sum)
+        tokens, cu_seqlens = token_arguments(
+            op,
+            {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs},
+            {"response_mask": response_mask},
+            cu_seqlens,
+        )
+        if cu_seqlens is None:
+            raise ValueError(f"{op}: old_log_probs is [T]; give cu_seqlens, or [B, L].")
+        dtype = compute_dtype(old_log_probs)
+        old, rollout = (tokens[k].to(dtype) for k in ("old_log_probs", "rollout_log_probs"))
+        mask = as_mask(tokens["response_mask"], old)
+        num_tokens = denominator(op, "global_num_tokens", global_num_tokens, mask.device, mask.sum)
         segments = Segments.of(cu_seqlens, mask)
-        log_rho = kept(old_log_probs, mask) - kept(rollout_log_probs, mask)
+        log_rho = log_ratio(kept(old, mask), kept(rollout, mask))
         safe = log_rho.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
         def mean(values: Tensor) -> Tensor:
@@ -92,24 +113,26 @@ def rollout_correction(
         if rollout_is is not None:
             exponent = safe
             if rollout_is == "sequence":
-                total = segments.mean(log_rho, mask) * segments.counts[segments.ids]
+                terms = log_rho.clamp(-_MAX_TERM, _MAX_TERM)
+                total = segments.mean(terms, mask) * segments.counts[segments.ids]
                 exponent = total.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
             raw = exponent.exp()
-            outside = raw > rollout_is_threshold
-            if rollout_is_lower is None:
-                weights = raw.clamp(max=rollout_is_threshold)
+            outside = raw > threshold
+            if lower is None:
+                weights = raw.clamp(max=threshold)
             else:
-                outside |= raw < rollout_is_lower
+                outside |= raw < lower
                 weights = raw.masked_fill(outside, 0)
             weights = kept(weights, mask)
             metrics["is_weight_mean"] = mean(weights)
             metrics["is_clipped_fraction"] = mean(outside.to(raw.dtype))
             metrics["is_weight_max"] = torch.cat([weights.new_zeros(1), weights]).max()
+            weights = weights.view(old_log_probs.shape)
         keep = mask
-        for criterion, threshold in (rejection or {}).items():
-            keep = keep & _accepts(criterion, threshold, safe, mask, segments)
+        for criterion, bound in bounds.items():
+            keep = keep & _accepts(criterion, bound, safe, mask, segments)
         metrics["rejected_fraction"] = mean((~keep).to(safe.dtype))
-    return RolloutCorrection(weights, keep, metrics)
+    return RolloutCorrection(weights, keep.view(old_log_probs.shape), metrics)
 
 
 def _accepts(criterion, threshold, log_rho, mask, segments: Segments) -> Tensor:
@@ -134,31 +157,38 @@ def _accepts(criterion, threshold, log_rho, mask, segments: Segments) -> Tensor:
     return divergence <= threshold
 
 
-def _check_options(rollout_is, threshold, lower, rejection) -> None:
-    if rollout_is not in (None, "token", "sequence"):
-        raise ValueError(
-            f"rollout_correction: rollout_is is {rollout_is!r}; expected 'token', 'sequence' "
-            "or None"
-        )
-    if threshold <= 0 or (lower is not None and not 0 < lower <= threshold):
-        raise ValueError(
-            f"rollout_correction: rollout_is_threshold {threshold} and rollout_is_lower {lower}; "
-            "expected 0 < lower <= threshold"
-        )
+def _check_weights(
+    level: str | None, threshold: float | None, lower: float | None
+) -> tuple[float, float | None]:
+    """(threshold, lower) as numbers."""
+    op = "rollout_correction"
+    if level is not None:
+        check.choice(op, "rollout_is", level, ("token", "sequence"))
+    threshold = float("inf") if threshold is None else threshold
+    threshold = check.number(op, "rollout_is_threshold", threshold, above=0, infinite=True)
+    if lower is not None:
+        lower = check.number(op, "rollout_is_lower", lower, above=0)
+        check.ordered(op, "rollout_is_lower", lower, "rollout_is_threshold", threshold)
+    return threshold, lower
+
+
+def _check_rejection(
+    rejection: Mapping[str, float | tuple[float, float]],
+) -> dict[str, float | tuple[float, float]]:
+    """The thresholds as numbers, or pairs of numbers for k1."""
+    op, bounds = "rollout_correction", dict[str, float | tuple[float, float]]()
     for criterion, bound in rejection.items():
-        if criterion not in REJECTION_CRITERIA:
+        check.choice(op, "a criterion of rejection", criterion, REJECTION_CRITERIA)
+        name = f"rejection[{criterion!r}]"
+        if not criterion.endswith("k1"):
+            bounds[criterion] = check.number(op, name, bound, above=0, infinite=True)
+            continue
+        if not isinstance(bound, tuple | list) or len(bound) != 2:
             raise ValueError(
-                f"rollout_correction: unknown criterion {criterion!r}; expected one of "
-                f"{', '.join(REJECTION_CRITERIA)}"
+                f"{op}: {name} is {bound!r}; expected a pair (lower, upper) of positive ratios."
             )
-        is_pair = isinstance(bound, tuple) and len(bound) == 2 and 0 < bound[0] <= bound[1]
-        if criterion.endswith("k1") and not is_pair:
-            raise ValueError(
-                f"rollout_correction: {criterion} has threshold {bound!r}; expected a pair "
-                "(lower, upper) of positive ratios"
-            )
-        if not criterion.endswith("k1") and not (isinstance(bound, int | float) and bound > 0):
-            raise ValueError(
-                f"rollout_correction: {criterion} has threshold {bound!r}; expected a positive "
-                "upper bound"
-            )
+        low = check.number(op, f"{name}[0]", bound[0], above=0)
+        high = check.number(op, f"{name}[1]", bound[1], above=0, infinite=True)
+        check.ordered(op, f"{name}[0]", low, f"{name}[1]", high)
+        bounds[criterion] = low, high
+    return bounds

@@ -95,10 +95,38 @@ def _(sources, destinations, table, backend):
 
 def _reference(table: Tensor, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     """The specification: as_strided on both sides, then copy_."""
-    for row in table.tolist():
-        src_index, dst_index, src_offset, dst_offset = row[:4]
-        size, src_stride, dst_stride = row[4:8], row[8:12], row[12:16]
-        source, destination = sources[src_index], destinations[dst_index]
-        destination.as_strided(size, dst_stride, destination.storage_offset() + dst_offset).copy_(
-            source.as_strided(size, src_stride, source.storage_offset() + src_offset)
+    sides = (("sources", sources, 0, 2, 8), ("destinations", destinations, 1, 3, 12))
+    moves = []
+    for number, row in enumerate(table.tolist()):
+        size = row[4:8]
+        if 0 in size:
+            continue
+        views = []
+        for name, tensors, which, offset, stride in sides:
+            _check_slice(number, name, tensors, row[which], row[offset], size, row[stride:][:4])
+            tensor = tensors[row[which]]
+            start = tensor.storage_offset() + row[offset]
+            views.append(tensor.as_strided(size, row[stride:][:4], start))
+        moves.append(views)
+    for source, destination in moves:
+        destination.copy_(source)
+
+
+def _check_slice(number: int, name: str, tensors, index: int, offset: int, size, stride) -> None:
+    """The slice lies inside tensors[index]; Python's integers do not wrap around."""
+    where = f"strided_copy: row {number}"
+    if not 0 <= index < len(tensors):
+        raise IndexError(f"{where} names {name}[{index}], but there are {len(tensors)}")
+    if offset < 0 or min(stride) < 0 or min(size) < 0:
+        raise IndexError(
+            f"{where} has offset {offset}, sizes {size} and strides {stride} in {name}[{index}]; "
+            "they must not be negative"
+        )
+    tensor = tensors[index]
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    available = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    if last >= available:
+        raise IndexError(
+            f"{where} reaches element {last} of {name}[{index}], which has {available} elements "
+            "from its start"
         )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import _check as check
 from .aggregation import (
-    LOSS_AGG_MODES,
     Segments,
     as_mask,
-    check_choice,
-    check_shapes,
+    check_aggregation,
+    compute_dtype,
     denominators,
     kept,
+    token_arguments,
     token_weights,
 )
 
@@ -23,50 +24,62 @@ def value_loss(
     returns: Tensor,
     *,
     response_mask: Tensor | None = None,
-    cliprange_value: float = 0.5,
+    cliprange_value: float | None = 0.5,
     loss_agg_mode: str = "token-mean",
     loss_scale_factor: float | None = None,
     cu_seqlens: Tensor | None = None,
     global_num_tokens: float | Tensor | None = None,
     global_num_seqs: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum_t weight_t max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
+    """Compute sum_t weight_t max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
 
-    The clipped value loss of PPO's implementations (arXiv 2005.12729, section 3), in the dtype of
-    `values`; weights as in policy_loss.
+    The clipped value loss of PPO's implementations (arXiv 2005.12729, section 3), in float64 for
+    float64 values, else in float32; weights as in policy_loss. Plain PyTorch: differentiable as
+    often as one likes, in both modes.
 
     Args:
-        values: [T], differentiable. old_values, returns: [T], constants.
-        response_mask: [T] bool; what masked tokens hold does not matter.
-        cliprange_value: c; float("inf") does not clip.
+        values: [T], packed tokens, or [B, L], whose rows are the sequences; differentiable.
+        old_values, returns: the same shape, constants.
+        response_mask: the same shape, bool or 0/1; what masked tokens hold does not matter.
+        cliprange_value: c, not negative; None (or infinity) does not clip.
         loss_agg_mode, loss_scale_factor, cu_seqlens, global_num_tokens, global_num_seqs: as in
             policy_loss.
 
     Returns:
         (loss, metrics): vf_loss is the loss; vf_clipfrac, vpred_mean are sums divided by the
         global number of tokens. All add up over micro-batches and ranks.
+
+    Raises:
+        ValueError: as policy_loss.
     """
-    per_token = {"old_values": old_values, "returns": returns, "response_mask": response_mask}
-    check_shapes("value_loss", "values", values, per_token)
-    check_choice("value_loss", "loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
-    if loss_agg_mode == "seq-mean-token-sum-norm" and not loss_scale_factor:
-        raise ValueError("value_loss: 'seq-mean-token-sum-norm' needs loss_scale_factor")
-    mask = as_mask(response_mask, values)
+    op = "value_loss"
+    check_aggregation(op, loss_agg_mode, loss_scale_factor)
+    clip = float("inf") if cliprange_value is None else cliprange_value
+    clip = check.number(op, "cliprange_value", clip, at_least=0, infinite=True)
+    tokens, cu_seqlens = token_arguments(
+        op,
+        {"values": values, "old_values": old_values, "returns": returns},
+        {"response_mask": response_mask},
+        cu_seqlens,
+    )
+    mask = as_mask(tokens["response_mask"], tokens["values"])
     num_tokens, num_seqs = denominators(
-        "value_loss", loss_agg_mode, mask, cu_seqlens, global_num_tokens, global_num_seqs
+        op, loss_agg_mode, mask, cu_seqlens, global_num_tokens, global_num_seqs
     ).unbind()
     segments = None if cu_seqlens is None else Segments.of(cu_seqlens, mask)
+    dtype = compute_dtype(values)
     weights = token_weights(
         loss_agg_mode, mask, segments, num_tokens, num_seqs, loss_scale_factor
-    ).to(values.dtype)
-    values, old, targets = (kept(x, mask) for x in (values, old_values.detach(), returns.detach()))
-    near = torch.minimum(torch.maximum(values, old - cliprange_value), old + cliprange_value)
+    ).to(dtype)
+    values = kept(tokens["values"].to(dtype), mask)
+    old, targets = (kept(tokens[k].detach().to(dtype), mask) for k in ("old_values", "returns"))
+    near = torch.minimum(torch.maximum(values, old - clip), old + clip)
     free, bounded = (values - targets).square(), (near - targets).square()
     clipped = bounded > free
     loss = 0.5 * (weights * torch.where(clipped, bounded, free)).sum()
     metrics = {
         "vf_loss": loss,
-        "vf_clipfrac": clipped.to(weights.dtype).sum() / num_tokens,
+        "vf_clipfrac": clipped.to(dtype).sum() / num_tokens,
         "vpred_mean": values.sum() / num_tokens,
     }
-    return loss, {name: value.detach().to(weights.dtype) for name, value in metrics.items()}
+    return loss, {name: value.detach().to(dtype) for name, value in metrics.items()}

@@ -1,6 +1,13 @@
 """What every test shares: GPU tests are left out where there is no GPU."""
 
+import os
+import tempfile
+
 import torch
+
+# Tokenised data of tests is for them alone; processes that they start inherit it.
+_CACHE = tempfile.TemporaryDirectory(prefix="hybridengine-cache-")
+os.environ["HYBRIDENGINE_CACHE"] = _CACHE.name
 
 
 def pytest_collection_modifyitems(config, items):

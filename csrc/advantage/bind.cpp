@@ -57,6 +57,11 @@ std::tuple<at::Tensor, at::Tensor> group_advantage(
     const OptionalTensor& token_mask, int64_t num_tokens) {
   const int64_t rows = rewards.numel();
   const at::Device device = rewards.device();
+  check_same_device("group_advantage", {{"rewards", rewards},
+                                        {"group_ids", group_ids},
+                                        {"lengths", lengths},
+                                        {"cu_seqlens", cu_seqlens},
+                                        {"response_mask", token_mask}});
   const c10::DeviceGuard guard(device);
   check_vector(rewards, "rewards", at::kFloat, rows);
   check_vector(group_ids, "group_ids", at::kLong, rows);
@@ -110,6 +115,10 @@ std::tuple<at::Tensor, at::Tensor> gae(const at::Tensor& rewards, const Optional
                                        const OptionalTensor& token_mask, double gamma, double lam) {
   const int64_t tokens = rewards.numel();
   const at::Device device = rewards.device();
+  check_same_device("gae", {{"rewards", rewards},
+                            {"values", values},
+                            {"cu_seqlens", cu_seqlens},
+                            {"response_mask", token_mask}});
   const c10::DeviceGuard guard(device);
   check_vector(rewards, "rewards", at::kFloat, tokens);
   check_cu_seqlens(cu_seqlens, tokens, "gae");

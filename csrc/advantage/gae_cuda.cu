@@ -3,6 +3,7 @@
 
 #include "advantage/gae_scan.h"
 #include "advantage/params.h"
+#include "common/sequence_bounds.h"
 
 namespace hybridengine {
 
@@ -51,7 +52,8 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(GaeParams p) {
   __shared__ GaeMap warp_maps[kWarps];
   __shared__ State carried;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t begin = p.cu_seqlens[blockIdx.x], end = p.cu_seqlens[blockIdx.x + 1];
+  const int64_t begin = bounded_entry(p.cu_seqlens[blockIdx.x], p.num_tokens);
+  const int64_t end = bounded_entry(p.cu_seqlens[blockIdx.x + 1], p.num_tokens);
   if (threadIdx.x == 0) carried = State{0, 0};
   for (int64_t tile_end = end; tile_end > begin; tile_end -= kTile) {
     const int64_t last = tile_end - 1 - threadIdx.x * kPerThread;  // this thread's rightmost

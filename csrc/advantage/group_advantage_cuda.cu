@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "advantage/params.h"
+#include "common/sequence_bounds.h"
 
 namespace hybridengine {
 
@@ -48,11 +49,12 @@ __global__ void __launch_bounds__(kThreads) spread_kernel(GroupAdvantageParams p
   const int64_t row = this_row() / 32;
   if (row >= p.num_rows) return;
   const float advantage = p.advantages[row];
-  for (int64_t t = p.cu_seqlens[row] + lane; t < p.cu_seqlens[row + 1]; t += 32)
+  const int64_t begin = bounded_entry(p.cu_seqlens[row], p.num_tokens);
+  const int64_t end = bounded_entry(p.cu_seqlens[row + 1], p.num_tokens);
+  for (int64_t t = begin + lane; t < end; t += 32)
     p.token_advantages[t] = !p.token_mask || p.token_mask[t] ? advantage : 0;
   if (row != p.num_rows - 1) return;
-  for (int64_t t = p.cu_seqlens[p.num_rows] + lane; t < p.num_tokens; t += 32)
-    p.token_advantages[t] = 0;
+  for (int64_t t = end + lane; t < p.num_tokens; t += 32) p.token_advantages[t] = 0;
 }
 
 unsigned blocks_for(int64_t threads) {

@@ -250,6 +250,15 @@ inline void fill_empty_bins(Bins& bins) {
   }
 }
 
+// Ascending positions in every bin, the bins by their first one, empty ones last.
+inline Bins in_order(Bins bins) {
+  for (auto& bin : bins) std::sort(bin.begin(), bin.end());
+  std::sort(bins.begin(), bins.end(), [](const auto& a, const auto& b) {
+    return a.empty() != b.empty() ? b.empty() : a < b;
+  });
+  return bins;
+}
+
 inline Bins balance(const std::vector<int64_t>& lengths, int64_t num_bins, bool equal_count) {
   Bins bins = Partition(lengths, num_bins, equal_count).solve();
   const auto count = static_cast<int64_t>(lengths.size());
@@ -257,11 +266,7 @@ inline Bins balance(const std::vector<int64_t>& lengths, int64_t num_bins, bool 
     bin.erase(std::remove_if(bin.begin(), bin.end(), [&](int64_t i) { return i >= count; }),
               bin.end());
   if (!equal_count) fill_empty_bins(bins);
-  for (auto& bin : bins) std::sort(bin.begin(), bin.end());
-  std::sort(bins.begin(), bins.end(), [](const auto& a, const auto& b) {
-    return a.empty() != b.empty() ? b.empty() : a < b;
-  });
-  return bins;
+  return in_order(std::move(bins));
 }
 
 }  // namespace hybridengine

@@ -8,6 +8,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <initializer_list>
+#include <optional>
+
 #include "common/dtype.h"
 
 namespace hybridengine {
@@ -38,6 +41,27 @@ inline void check_vector(const at::Tensor& tensor, const char* name, at::ScalarT
                         tensor.is_contiguous(),
                     name, " has shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(),
                     "; expected a contiguous [", size, "] tensor of ", dtype);
+}
+
+// A tensor argument by name; absent ones are left out of checks.
+struct NamedTensor {
+  NamedTensor(const char* name, const at::Tensor& tensor) : name(name), tensor(&tensor) {}
+  NamedTensor(const char* name, const std::optional<at::Tensor>& tensor)
+      : name(name), tensor(tensor ? &*tensor : nullptr) {}
+  const char* name;
+  const at::Tensor* tensor;
+};
+
+// Raises ValueError naming the first tensor that is not on the device of the first one present.
+inline void check_same_device(const char* op, std::initializer_list<NamedTensor> arguments) {
+  const NamedTensor* first = nullptr;
+  for (const NamedTensor& argument : arguments) {
+    if (!argument.tensor) continue;
+    if (!first) first = &argument;
+    TORCH_CHECK_VALUE(argument.tensor->device() == first->tensor->device(), op, ": ", argument.name,
+                      " is on ", argument.tensor->device(), ", ", first->name, " on ",
+                      first->tensor->device(), "; move them to one device");
+  }
 }
 
 inline void* current_stream(const at::Device& device) {

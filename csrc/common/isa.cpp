@@ -9,7 +9,7 @@ namespace {
 
 Isa detect() {
 #if defined(__x86_64__)
-  const char* limit = std::getenv("HYBRIDENGINE_ISA_LIMIT");
+  const char* limit = std::getenv("HYBRIDENGINE_ISA");
   if (limit && !std::strcmp(limit, "portable")) return Isa::portable;
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");

@@ -7,7 +7,7 @@ namespace hybridengine {
 
 enum class Isa { portable, avx2, avx512 };
 
-// HYBRIDENGINE_ISA_LIMIT=portable|avx2 in the environment lowers it (tests compare the paths).
+// HYBRIDENGINE_ISA=portable|avx2 in the environment lowers it (tests compare the paths).
 Isa cpu_isa();
 
 }  // namespace hybridengine

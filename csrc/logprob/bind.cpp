@@ -23,16 +23,15 @@ struct Options {
   double softcap;
   int64_t ignore_index;
   OptionalTensor keep_mask;
-  int64_t vocab_start;
-  int64_t vocab_total;
+  OptionalTensor vocab_range;
 };
 
 void check_labels_on_host(const LogitRows& rows) {
+  const int64_t total = vocab_total(rows);
   for (int64_t row = 0; row < rows.rows; ++row) {
     TORCH_CHECK_INDEX(!label_is_bad(rows, row), "token_log_probs: token_ids[", row, "] is ",
-                      rows.token_ids[row], ", outside the vocabulary of ", rows.vocab_total,
-                      "; expected 0 <= id < ", rows.vocab_total, " or ignore_index (",
-                      rows.ignore_index, ")");
+                      rows.token_ids[row], ", outside the vocabulary of ", total,
+                      "; expected 0 <= id < ", total, " or ignore_index (", rows.ignore_index, ")");
   }
 }
 
@@ -43,6 +42,11 @@ const float* optional_row_vector(const OptionalTensor& tensor, const char* name,
 }
 
 void fill(LogitRows& p, const at::Tensor& logits, const at::Tensor& token_ids, const Options& o) {
+  check_same_device("token_log_probs", {{"logits", logits},
+                                        {"token_ids", token_ids},
+                                        {"temperature", o.temperatures},
+                                        {"keep_mask", o.keep_mask},
+                                        {"vocab_range", o.vocab_range}});
   TORCH_CHECK_VALUE(logits.dim() == 2 && (logits.size(1) <= 1 || logits.stride(1) == 1),
                     "token_log_probs: logits has shape ", logits.sizes(), " and strides ",
                     logits.strides(), "; expected [T, V] with inner stride 1");
@@ -57,8 +61,10 @@ void fill(LogitRows& p, const at::Tensor& logits, const at::Tensor& token_ids, c
   p.row_stride = logits.stride(0);
   p.token_ids = token_ids.const_data_ptr<int64_t>();
   p.ignore_index = o.ignore_index;
-  p.vocab_start = o.vocab_start;
-  p.vocab_total = o.vocab_total;
+  if (o.vocab_range) {
+    check_vector(*o.vocab_range, "vocab_range", at::kLong, 2);
+    p.vocab_range = o.vocab_range->const_data_ptr<int64_t>();
+  }
   if (o.keep_mask) {
     TORCH_CHECK_VALUE(o.keep_mask->sizes() == logits.sizes() &&
                           o.keep_mask->scalar_type() == at::kBool &&
@@ -96,6 +102,7 @@ std::vector<at::Tensor> log_prob_forward(const at::Tensor& logits, const at::Ten
                                          const OptionalTensor& bad_label) {
   LogProbForward p{};
   fill(p, logits, token_ids, options);
+  check_same_device("token_log_probs", {{"logits", logits}, {"bad_label", bad_label}});
   const auto floats = logits.options().dtype(at::kFloat);
   std::vector<at::Tensor> out;
   for (int i = 0; i < 4; ++i) out.push_back(at::empty({p.rows}, floats));
@@ -115,6 +122,7 @@ at::Tensor log_prob_partial(const at::Tensor& logits, const at::Tensor& token_id
                             const Options& options, const OptionalTensor& bad_label) {
   LogProbForward p{};
   fill(p, logits, token_ids, options);
+  check_same_device("token_log_probs", {{"logits", logits}, {"bad_label", bad_label}});
   at::Tensor partial = at::empty({p.rows, 5}, logits.options().dtype(at::kFloat));
   p.partial = partial.mutable_data_ptr<float>();
   p.bad_label = bad_label ? bad_label->mutable_data_ptr<int32_t>() : nullptr;
@@ -132,6 +140,15 @@ void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
   fill(p, logits, token_ids, options);
   TORCH_CHECK_VALUE(row_results.size() == 4,
                     "token_log_probs backward: expected log_probs, entropy, row_max and log_sum");
+  check_same_device("token_log_probs backward", {{"logits", logits},
+                                                 {"log_probs", row_results[0]},
+                                                 {"entropy", row_results[1]},
+                                                 {"row_max", row_results[2]},
+                                                 {"log_sum", row_results[3]},
+                                                 {"grad_log_probs", grad_log_probs},
+                                                 {"grad_entropy", grad_entropy},
+                                                 {"grad_logits", grad_logits},
+                                                 {"places", places}});
   p.grad_dtype = float_dtype(grad_logits, "grad_logits");
   TORCH_CHECK_VALUE(
       grad_logits.dim() == 2 && grad_logits.size(1) == p.vocab &&
@@ -175,11 +192,11 @@ void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
 
 void register_logprob(py::module_& m) {
   py::class_<Options>(m, "LogProbOptions")
-      .def(py::init<double, OptionalTensor, double, double, int64_t, OptionalTensor, int64_t,
-                    int64_t>(),
+      .def(py::init<double, OptionalTensor, double, double, int64_t, OptionalTensor,
+                    OptionalTensor>(),
            py::arg("temperature"), py::arg("temperatures"), py::arg("logit_scale"),
            py::arg("softcap"), py::arg("ignore_index"), py::arg("keep_mask"),
-           py::arg("vocab_start"), py::arg("vocab_total"));
+           py::arg("vocab_range"));
   m.def("log_prob_forward", &log_prob_forward, py::arg("logits"), py::arg("token_ids"),
         py::arg("options"), py::arg("want_sum_p_squared"), py::arg("bad_label"));
   m.def("log_prob_partial", &log_prob_partial, py::arg("logits"), py::arg("token_ids"),

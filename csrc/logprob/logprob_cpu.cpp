@@ -43,9 +43,19 @@ struct Row {
     }
     return x;
   }
-  VecF raw(int64_t i) const { return kept(load(logits + i), i, kWidth); }
+  // -inf marks a removed entry. A logit of -inf is one, but for a soft-cap that makes it -softcap:
+  // there it becomes a number for which tanh is -1.
+  VecF marked(VecF x) const {
+    if constexpr (general) {
+      if (softcap > 0) return at_least(std::numeric_limits<float>::lowest(), x);
+    }
+    return x;
+  }
+  VecF raw(int64_t i) const { return kept(marked(load(logits + i)), i, kWidth); }
   VecF raw_part(int64_t i, int64_t count) const {
-    return kept(load_part(logits + i, count, kMinusInfinity), i, count);
+    VecF x = marked(load_part(logits + i, count, kMinusInfinity));
+    for (int64_t lane = count; general && lane < kWidth; ++lane) x[lane] = kMinusInfinity;
+    return kept(x, i, count);
   }
   VecPair raw_pair(int64_t i) const {
     if constexpr (general) return {raw(i), raw(i + kWidth)};
@@ -53,7 +63,6 @@ struct Row {
   }
   VecF capped(VecF x) const {
     if constexpr (general) {
-      // -inf marks a removed entry and stays one; an unmasked -inf is removed just the same.
       if (softcap > 0) return select(x == kMinusInfinity, x, softcap * tanh(scale_in * x));
     }
     return x;
@@ -174,7 +183,7 @@ bool plain_forward(const Row<T, false>& row, int64_t vocab, int64_t token, float
 
 template <typename T, bool general>
 void forward_row(const LogProbForward& p, int64_t r) {
-  const int64_t local = p.token_ids[r] - p.vocab_start;
+  const int64_t local = local_label(p, r);
   const bool ignored = p.token_ids[r] == p.ignore_index;
   const bool here = !ignored && local >= 0 && local < p.vocab;
   RowSums sums{0, 0, 0, 0};
@@ -221,7 +230,7 @@ void backward_row(const LogProbBackward& p, int64_t r) {
     return;
   }
   const Row<T, general> row(p, r);
-  const int64_t token = p.token_ids[r] - p.vocab_start;
+  const int64_t token = local_label(p, r);
   // log p in units of log 2: one exp2 without a range reduction of its own.
   const VecF shift = splat(p.row_max[r]);
   const VecF factor2 = splat(exp2_factor(factor));

@@ -45,7 +45,7 @@ struct Row {
   __device__ float y(float x, int64_t i) const {
     if constexpr (general) {
       if (keep && !keep[i]) return -INFINITY;
-      if (softcap > 0 && x != -INFINITY) return softcap * tanhf(scale_in * x);
+      if (softcap > 0) return softcap * tanhf(scale_in * x);
     }
     return x;
   }
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   const bool bad = label_is_bad(p, r);
-  const int64_t token = bad ? -1 : label - p.vocab_start;
+  const int64_t token = bad ? -1 : local_label(p, r);
   const Row<T, general> row(p, r);
   const float factor = row_factor(p, r);
   const float factor2 = exp2_factor(factor);
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const float factor = row_factor(p, r);
   const RowGradient gradient = row_gradient(p, r, factor);
   const Row<T, general> row(p, r);
-  const int64_t token = p.token_ids[r] - p.vocab_start;
+  const int64_t token = local_label(p, r);
   const float shift = p.row_max[r], log_sum = p.log_sum[r];
   const bool same_alignment = (reinterpret_cast<uintptr_t>(row.logits) / sizeof(T) -
                                reinterpret_cast<uintptr_t>(out) / sizeof(Out)) %

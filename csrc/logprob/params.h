@@ -22,8 +22,9 @@ struct LogitRows {
   DType dtype;
   const int64_t* token_ids;  // [rows], counted over the whole vocabulary
   int64_t ignore_index;      // such a row is not read; its outputs and gradients are 0
-  int64_t vocab_start;       // of this slice, when the vocabulary is split over ranks
-  int64_t vocab_total;
+  // Where the vocabulary is split over ranks: [2], the first id of this slice and the size of the
+  // whole vocabulary, beside the logits in memory; else null.
+  const int64_t* vocab_range;
   const uint8_t* keep_mask;  // [rows, vocab] or null: 0 removes an entry from the distribution
   int64_t keep_stride;
   const float* temperatures;  // [rows], or null for `temperature`

@@ -74,9 +74,18 @@ HE_HOST_DEVICE RowSums join(const RowSums& a, const RowSums& b, float factor) {
   return sums;
 }
 
+HE_HOST_DEVICE int64_t vocab_total(const LogitRows& rows) {
+  return rows.vocab_range ? rows.vocab_range[1] : rows.vocab;
+}
+
 HE_HOST_DEVICE bool label_is_bad(const LogitRows& rows, int64_t row) {
   const int64_t label = rows.token_ids[row];
-  return label != rows.ignore_index && (label < 0 || label >= rows.vocab_total);
+  return label != rows.ignore_index && (label < 0 || label >= vocab_total(rows));
+}
+
+// The label's column in this slice of the vocabulary; outside [0, vocab): it lies in another.
+HE_HOST_DEVICE int64_t local_label(const LogitRows& rows, int64_t row) {
+  return rows.token_ids[row] - (rows.vocab_range ? rows.vocab_range[0] : 0);
 }
 
 // The row of grad_logits that row r's gradient goes to; negative: none.

@@ -42,10 +42,11 @@ void layout(const PackLayoutParams& params, const at::Device& device) {
 // capacity < 0: exactly as many rows as tokens are kept, which on a GPU waits for the device.
 Layout pack_layout(const at::Tensor& mask, int64_t capacity) {
   const int64_t bytes = mask.element_size();
-  TORCH_CHECK_VALUE(mask.dim() == 2 && (bytes == 1 || bytes == 4 || bytes == 8) &&
+  TORCH_CHECK_VALUE(mask.dim() == 2 && at::isIntegralType(mask.scalar_type(), true) &&
+                        (bytes == 1 || bytes == 4 || bytes == 8) &&
                         (mask.size(1) <= 1 || mask.stride(1) == 1),
                     "pack: mask has shape ", mask.sizes(), " and dtype ", mask.scalar_type(),
-                    "; expected [B, L] of bool, int32 or int64 with contiguous rows");
+                    "; expected [B, L] of bool, int8, uint8, int32 or int64 with contiguous rows");
   const at::Device device = mask.device();
   const c10::DeviceGuard guard(device);
   const auto longs = at::TensorOptions(at::kLong).device(device);
@@ -129,6 +130,33 @@ void move(const MoveRowsParams& params, const at::Device& device) {
   no_kernel_for(device, "move_rows");
 }
 
+void check_rows(const std::vector<at::Tensor>& sources, const at::Tensor& index,
+                const std::optional<at::Tensor>& position_ids, int64_t leading,
+                const std::vector<int64_t>& out_shape, size_t num_fills,
+                const std::vector<int64_t>& shifts) {
+  TORCH_CHECK_VALUE(leading == 1 || leading == 2, "move_rows: leading is ", leading,
+                    "; expected 1 or 2");
+  TORCH_CHECK_VALUE(num_fills == sources.size() && shifts.size() == sources.size(),
+                    "move_rows: ", num_fills, " fills and ", shifts.size(), " shifts for ",
+                    sources.size(), " tensors; expected one each");
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const at::Tensor& source = sources[i];
+    TORCH_CHECK_VALUE(source.device() == sources[0].device(), "move_rows: tensors[", i, "] is on ",
+                      source.device(), ", tensors[0] on ", sources[0].device(),
+                      "; move them to one device");
+    TORCH_CHECK_VALUE(source.dim() >= leading && sources[0].dim() >= leading &&
+                          source.sizes().slice(0, leading) == sources[0].sizes().slice(0, leading),
+                      "move_rows: tensors[", i, "] has shape ", source.sizes(), ", tensors[0] ",
+                      sources[0].sizes(), "; expected them to begin alike");
+    TORCH_CHECK_VALUE(shifts[i] == 0 || (shifts[i] == 1 && position_ids), "move_rows: shifts[", i,
+                      "] is ", shifts[i], "; expected 0, or 1 beside position_ids");
+  }
+  int64_t rows = 1;
+  for (const int64_t size : out_shape) rows *= size;
+  TORCH_CHECK_VALUE(rows == index.numel(), "move_rows: out_shape is ", at::IntArrayRef(out_shape),
+                    ", which has ", rows, " rows; expected ", index.numel(), " as in index");
+}
+
 // Row tensors of every source, kMaxRowTensors at a time; sources share their leading dimensions.
 std::vector<at::Tensor> move_rows(const std::vector<at::Tensor>& sources, const at::Tensor& index,
                                   const std::optional<at::Tensor>& position_ids, int64_t leading,
@@ -138,9 +166,12 @@ std::vector<at::Tensor> move_rows(const std::vector<at::Tensor>& sources, const 
   std::vector<at::Tensor> results;
   if (sources.empty()) return results;
   const at::Device device = sources[0].device();
-  const c10::DeviceGuard guard(device);
+  check_same_device("move_rows",
+                    {{"tensors[0]", sources[0]}, {"index", index}, {"position_ids", position_ids}});
   check_vector(index, "index", at::kLong, index.numel());
   if (position_ids) check_vector(*position_ids, "position_ids", at::kLong, index.numel());
+  check_rows(sources, index, position_ids, leading, out_shape, fills.size(), shifts);
+  const c10::DeviceGuard guard(device);
   int64_t bad_index = -1;
   MoveRowsParams params{};
   params.rows = index.numel();
@@ -161,8 +192,6 @@ std::vector<at::Tensor> move_rows(const std::vector<at::Tensor>& sources, const 
     const int64_t bytes = source.element_size();
     TORCH_CHECK_VALUE(bytes <= 8, "pack: tensors[", i, "] has dtype ", source.scalar_type(),
                       ", which is not supported; view it as a real type");
-    TORCH_CHECK_VALUE(source.device() == device, "pack: tensors[", i, "] is on ", source.device(),
-                      "; expected ", device, " like tensors[0]");
     RowTensor& row = params.tensors[params.num_tensors];
     row.row_bytes = bytes;
     for (int64_t dim = leading; dim < source.dim(); ++dim) row.row_bytes *= source.size(dim);

@@ -39,6 +39,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
     const std::vector<double>& coefficients, bool wants_gradient, bool wants_entropy_gradient) {
   const int64_t tokens = log_probs.numel();
   const at::Device device = log_probs.device();
+  check_same_device("policy_loss", {{"log_probs", log_probs},
+                                    {"old_log_probs", old_log_probs},
+                                    {"advantages", advantages},
+                                    {"response_mask", mask},
+                                    {"selected", selected},
+                                    {"ref_log_probs", ref_log_probs},
+                                    {"entropy", entropy},
+                                    {"rollout_is_weights", is_weights},
+                                    {"cu_seqlens", cu_seqlens},
+                                    {"denominators", denominators}});
   const c10::DeviceGuard guard(device);
   check_vector(log_probs, "log_probs", at::kFloat, tokens);
   check_vector(old_log_probs, "old_log_probs", at::kFloat, tokens);

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "common/sequence_bounds.h"
 #include "policy_loss/params.h"
 
 namespace hybridengine {
@@ -50,7 +51,8 @@ __device__ Token<ScalarOps> load_token(const PolicyLossParams& p, int64_t t,
 
 template <LossMode mode>
 __global__ void __launch_bounds__(kThreads) segment_kernel(PolicyLossParams p) {
-  const int64_t begin = p.cu_seqlens[blockIdx.x], end = p.cu_seqlens[blockIdx.x + 1];
+  const int64_t begin = bounded_entry(p.cu_seqlens[blockIdx.x], p.num_tokens);
+  const int64_t end = bounded_entry(p.cu_seqlens[blockIdx.x + 1], p.num_tokens);
   double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
   for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
     if (p.mask && !p.mask[t]) continue;

@@ -58,7 +58,7 @@ template <class Ops>
 struct TokenTerms {
   typename Ops::F loss, gradient;
   typename Ops::M clipped, clipped_lower;
-  typename Ops::F log_ratio, ratio;
+  typename Ops::F log_ratio, ratio;  // log_ratio: not clamped
 };
 
 template <class Ops>
@@ -66,9 +66,15 @@ struct KlTerms {
   typename Ops::F value, gradient;
 };
 
+// a - b; 0 for two log-probs of -inf: a token that neither policy can produce has ratio 1.
+template <class Ops>
+HE_HOST_DEVICE typename Ops::F log_ratio(typename Ops::F a, typename Ops::F b) {
+  return Ops::select(a == b, Ops::set(0), a - b);
+}
+
 template <class Ops>
 HE_HOST_DEVICE typename Ops::F clamped_log_ratio(const Token<Ops>& t) {
-  return Ops::clamp(t.log_prob - t.old_log_prob, -20.0f, 20.0f);
+  return Ops::clamp(log_ratio<Ops>(t.log_prob, t.old_log_prob), -20.0f, 20.0f);
 }
 
 // The log-ratio that gmpo averages: clipped only where moving on would raise the objective.
@@ -104,7 +110,8 @@ HE_HOST_DEVICE typename Ops::M dppo_allows(const Token<Ops>& t, const TokenLossO
     return (positive & (p - p_old <= high)) | ((!positive) & (p - p_old >= -low));
   } else {
     const auto rest = (one - p_old + 1e-8f) / (one - p + 1e-8f);
-    const auto kl = p_old * (t.old_log_prob - t.log_prob) + (one - p_old) * Ops::log(rest);
+    const auto zero = Ops::set(0), x = log_ratio<Ops>(t.log_prob, t.old_log_prob);
+    const auto kl = (one - p_old) * Ops::log(rest) - Ops::select(p_old > zero, p_old * x, zero);
     return (positive & ((kl <= high) | (p <= p_old))) |
            ((!positive) & ((kl <= low) | (p >= p_old)));
   }
@@ -114,28 +121,31 @@ template <LossMode mode, class Ops>
 HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOptions& o) {
   using F = typename Ops::F;
   const F zero = Ops::set(0), one = Ops::set(1), advantage = t.advantage;
-  const F difference = t.log_prob - t.old_log_prob;
   TokenTerms<Ops> terms;
-  terms.log_ratio = Ops::clamp(difference, -20.0f, 20.0f);
+  terms.log_ratio = log_ratio<Ops>(t.log_prob, t.old_log_prob);
   terms.clipped = terms.clipped_lower = zero > zero;
-  const F slope = Ops::select(terms.log_ratio == difference, one, zero);  // 0 where clamped
+  const F x = clamped_log_ratio(t);
+  // 0 where clamped, and for two log-probs of -inf, whose difference is NaN.
+  const F slope = Ops::select(x == t.log_prob - t.old_log_prob, one, zero);
   if constexpr (mode == LossMode::gspo) {
     terms.ratio = Ops::exp(Ops::clamp(t.segment_log_ratio, -20.0f, 10.0f));
-    clip_terms<Ops>(terms, advantage, Ops::select(t.segment_log_ratio <= Ops::set(10), one, zero),
-                    o);
+    clip_terms<Ops>(
+        terms, advantage,
+        Ops::select((t.segment_log_ratio <= Ops::set(10)) & !(t.log_prob == Ops::set(-INFINITY)),
+                    one, zero),
+        o);
     return terms;
   } else if constexpr (mode == LossMode::gmpo) {
     terms.ratio = Ops::exp(t.segment_log_ratio);
     terms.loss = -t.segment_advantage * terms.ratio;
-    const auto moves = gmpo_log_ratio(t, o) == terms.log_ratio;
+    const auto moves = gmpo_log_ratio(t, o) == x;
     terms.gradient = Ops::select(moves, terms.loss * slope, zero);
-    const auto outside = (terms.log_ratio > Ops::set(o.clip_ratio_high)) |
-                         (terms.log_ratio < Ops::set(-o.clip_ratio_low));
+    const auto outside = (x > Ops::set(o.clip_ratio_high)) | (x < Ops::set(-o.clip_ratio_low));
     terms.clipped = outside & (advantage > zero);
     terms.clipped_lower = outside & (advantage < zero);
     return terms;
   }
-  terms.ratio = Ops::exp(terms.log_ratio);
+  terms.ratio = Ops::exp(x);
   if constexpr (mode == LossMode::ppo_clip) {
     clip_terms<Ops>(terms, advantage, slope, o);
     const F bound = -advantage * o.clip_ratio_c;
@@ -148,14 +158,15 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
     terms.loss = Ops::select(t.selected, zero, terms.loss);
     terms.gradient = Ops::select(t.selected, zero, terms.gradient);
   } else if constexpr (mode == LossMode::kl_cov) {
-    const F x = terms.log_ratio, coef = Ops::select(t.selected, Ops::set(o.cov_kl_coef), zero);
+    const F coef = Ops::select(t.selected, Ops::set(o.cov_kl_coef), zero);
     const F sign = Ops::select(x > zero, one, Ops::select(x < zero, -one, zero));
     terms.clipped = t.selected;
     terms.loss = -advantage * terms.ratio + coef * sign * x;
     terms.gradient = (-advantage * terms.ratio + coef * sign) * slope;
   } else if constexpr (mode == LossMode::sapo) {
     const F tau = Ops::select(advantage > zero, Ops::set(o.tau_pos), Ops::set(o.tau_neg));
-    const F rest = Ops::exp(tau * (one - terms.ratio));
+    // exp stays finite for a large tau; the gate is 0 to float32 long before.
+    const F rest = Ops::exp(Ops::clamp(tau * (one - terms.ratio), -INFINITY, 80.0f));
     const F gate = one / (one + rest);  // 1 - gate is rest * gate, without cancellation
     terms.loss = -advantage * gate * (4.0f / tau);
     terms.gradient = -4.0f * advantage * gate * (rest * gate) * terms.ratio * slope;
@@ -173,7 +184,8 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
       weight = Ops::select(allowed, weight, zero);
     }
     terms.gradient = -weight * advantage;
-    terms.loss = terms.gradient * t.log_prob;
+    const auto nothing = (terms.gradient == zero) & (t.log_prob == Ops::set(-INFINITY));
+    terms.loss = Ops::select(nothing, zero, terms.gradient * t.log_prob);
   }
   return terms;
 }
@@ -183,10 +195,10 @@ template <class Ops>
 HE_HOST_DEVICE KlTerms<Ops> token_kl(KlType type, bool straight_through, typename Ops::F log_prob,
                                      typename Ops::F ref_log_prob) {
   using F = typename Ops::F;
-  const F zero = Ops::set(0), one = Ops::set(1), d = log_prob - ref_log_prob;
+  const F zero = Ops::set(0), one = Ops::set(1), d = log_ratio<Ops>(log_prob, ref_log_prob);
   KlTerms<Ops> kl;
   if (type == KlType::k1) {
-    kl = {d, one};
+    kl = {d, Ops::select(d == log_prob - ref_log_prob, one, zero)};
   } else if (type == KlType::abs) {
     kl.gradient = Ops::select(d > zero, one, Ops::select(d < zero, -one, zero));
     kl.value = kl.gradient * d;

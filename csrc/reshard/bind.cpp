@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 
+#include <map>
 #include <vector>
 
 #include "common/binding.h"
@@ -22,11 +23,15 @@ DType raw_dtype(int64_t bytes) {
                       : DType::raw8;
 }
 
+// No tensor has more: products of a size and a stride within it fit an int64_t.
+constexpr int64_t kMaxElements = int64_t{1} << 60;
+
 // How far the rows reach into one tensor: its last element that any row touches.
 struct Reach {
   int64_t last = -1;
   int64_t row = 0;
 };
+using Reaches = std::map<int64_t, Reach>;  // by number of the tensor
 
 // The rows of a table, checked once; `copy` then only looks at the tensors. On CUDA the rows are
 // uploaded at the first copy and the tensors' addresses where they changed, so that a copy which
@@ -40,28 +45,42 @@ class CopyTable {
   void upload(const at::Device& device, const std::vector<void*>& addresses, void* stream);
 
   std::vector<CopyRow> rows_;
-  std::vector<Reach> src_reach_, dst_reach_;  // by number of the tensor
+  Reaches src_reach_, dst_reach_;
   int64_t num_chunks_ = 0;
   at::Tensor device_rows_, device_addresses_;
   std::vector<void*> uploaded_;
 };
 
-// Checks one side of row `number` and notes how far it reaches.
-void note_reach(std::vector<Reach>& reach, const char* name, int64_t number, int64_t index,
-                int64_t offset, const int64_t* size, const int64_t* stride) {
-  int64_t last = offset;
-  bool negative = offset < 0;
+// Offset + sum of (size - 1) * stride, or false where that is above kMaxElements or the sum of
+// products does not fit: with sizes and strides from anywhere, plain arithmetic wraps around.
+bool last_element(int64_t offset, const int64_t* size, const int64_t* stride, int64_t& last) {
+  last = offset;
   for (int dim = 0; dim < kCopyDims; ++dim) {
-    last += (size[dim] - 1) * stride[dim];
-    negative |= stride[dim] < 0;
+    int64_t step;
+    if (__builtin_mul_overflow(size[dim] - 1, stride[dim], &step) ||
+        __builtin_add_overflow(last, step, &last))
+      return false;
   }
+  return last <= kMaxElements;
+}
+
+// Checks one side of row `number` and notes how far it reaches.
+void note_reach(Reaches& reaches, const char* name, int64_t number, int64_t index, int64_t offset,
+                const int64_t* size, const int64_t* stride) {
   TORCH_CHECK_INDEX(index >= 0 && index < (int64_t{1} << 31), "strided_copy: row ", number,
                     " names ", name, "[", index, "], which cannot exist");
-  TORCH_CHECK_INDEX(!negative, "strided_copy: row ", number, " reaches element ",
-                    std::min(offset, last), " of ", name, "[", index,
-                    "]; offsets and strides must not be negative");
-  if (static_cast<size_t>(index) >= reach.size()) reach.resize(index + 1);
-  if (last > reach[index].last) reach[index] = {last, number};
+  TORCH_CHECK_INDEX(offset >= 0, "strided_copy: row ", number, " begins at element ", offset,
+                    " of ", name, "[", index, "]; offsets must not be negative");
+  for (int dim = 0; dim < kCopyDims; ++dim)
+    TORCH_CHECK_INDEX(stride[dim] >= 0, "strided_copy: row ", number, " has stride ", stride[dim],
+                      " in dimension ", dim, " of ", name, "[", index,
+                      "]; strides must not be negative");
+  int64_t last;
+  TORCH_CHECK_INDEX(last_element(offset, size, stride, last), "strided_copy: row ", number,
+                    " reaches more than 2^60 elements beyond the start of ", name, "[", index,
+                    "]; no tensor has as many");
+  Reach& reach = reaches[index];
+  if (last > reach.last) reach = {last, number};
 }
 
 CopyTable::CopyTable(const at::Tensor& table) {
@@ -72,17 +91,24 @@ CopyTable::CopyTable(const at::Tensor& table) {
       table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
   const int64_t* entry = table.const_data_ptr<int64_t>();
   rows_.reserve(table.size(0));
+  int64_t all_elements = 0;
   for (int64_t i = 0; i < table.size(0); ++i, entry += kTableColumns) {
     const int64_t* size = entry + 4;
     const int64_t* src_stride = size + kCopyDims;
     const int64_t* dst_stride = src_stride + kCopyDims;
-    bool empty = false;
+    bool empty = false, fits = true;
+    int64_t elements = 1;
     for (int dim = 0; dim < kCopyDims; ++dim) {
       TORCH_CHECK_VALUE(size[dim] >= 0, "strided_copy: row ", i, " has size ", size[dim],
                         " in dimension ", dim, "; sizes must not be negative");
       empty |= size[dim] == 0;
+      fits = fits && !__builtin_mul_overflow(elements, size[dim], &elements);
     }
     if (empty) continue;
+    TORCH_CHECK_VALUE(fits && elements <= kMaxElements - all_elements, "strided_copy: row ", i,
+                      " has, with those before it, more than 2^60 elements; expected the sizes of "
+                      "slices of tensors");
+    all_elements += elements;
     note_reach(src_reach_, "sources", i, entry[0], entry[2], size, src_stride);
     note_reach(dst_reach_, "destinations", i, entry[1], entry[3], size, dst_stride);
     CopyRow row{};
@@ -105,8 +131,8 @@ CopyTable::CopyTable(const at::Tensor& table) {
 }
 
 // The addresses of the tensors of one side, after checking that the rows stay inside them.
-void resolve(const std::vector<at::Tensor>& tensors, const std::vector<Reach>& reach,
-             const char* name, const at::Device& device, std::vector<void*>& addresses) {
+void resolve(const std::vector<at::Tensor>& tensors, const Reaches& reaches, const char* name,
+             const at::Device& device, std::vector<void*>& addresses) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
     TORCH_CHECK_VALUE(tensor.scalar_type() == tensors[0].scalar_type(), "strided_copy: ", name, "[",
@@ -114,16 +140,21 @@ void resolve(const std::vector<at::Tensor>& tensors, const std::vector<Reach>& r
                       tensors[0].scalar_type(), "; all of them must share one dtype");
     TORCH_CHECK_VALUE(tensor.device() == device, "strided_copy: ", name, "[", i, "] is on ",
                       tensor.device(), "; expected ", device, " like sources[0]");
+    TORCH_CHECK_VALUE(tensor.has_storage(), "strided_copy: ", name, "[", i, "] has layout ",
+                      tensor.layout(), "; expected a dense tensor");
+    addresses.push_back(tensor.data_ptr());
+  }
+  for (const auto& [index, reach] : reaches) {
+    TORCH_CHECK_INDEX(index < static_cast<int64_t>(tensors.size()), "strided_copy: row ", reach.row,
+                      " names ", name, "[", index, "], but there are ", tensors.size());
+    const at::Tensor& tensor = tensors[index];
     const int64_t available =
         static_cast<int64_t>(tensor.storage().nbytes()) / tensor.element_size() -
         tensor.storage_offset();
-    TORCH_CHECK_INDEX(i >= reach.size() || reach[i].last < available, "strided_copy: row ",
-                      reach[i].row, " reaches element ", reach[i].last, " of ", name, "[", i,
-                      "], which has ", available, " elements from its start");
-    addresses.push_back(tensor.data_ptr());
+    TORCH_CHECK_INDEX(reach.last < available, "strided_copy: row ", reach.row, " reaches element ",
+                      reach.last, " of ", name, "[", index, "], which has ", available,
+                      " elements from its start");
   }
-  TORCH_CHECK_INDEX(reach.size() <= tensors.size(), "strided_copy: row ", reach.back().row,
-                    " names ", name, "[", reach.size() - 1, "], but there are ", tensors.size());
 }
 
 // Equal dtypes move bytes; others must be floats that convert.

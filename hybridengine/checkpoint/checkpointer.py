@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,45 +27,42 @@ from torch.distributed.tensor import DTensor
 
 from hybridengine.checkpoint import folders
 from hybridengine.checkpoint.folders import CheckpointError, SavedCheckpoint
+from hybridengine.checkpoint.resume import (
+    CONFIG,
+    STATE,
+    TENSORS,
+    Resumable,
+    ResumePlan,
+    read_state,
+    resume_plan,
+)
 from hybridengine.model.export import check_disk_space
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer
-from hybridengine.model.parameters import parameter_shards
+from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
+from hybridengine.storage import file_records
 
-__all__ = ["TENSORS", "Checkpointer", "Resumable", "chosen_checkpoint"]
+__all__ = ["Checkpointer"]
 
-TENSORS = "tensors"  # the folder of a checkpoint that DCP writes
-
-
-class Resumable(Protocol):
-    """Something small with a state that JSON can hold: a loader, a KL controller."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def chosen_checkpoint(
-    root: str | Path, mode: str, path: str | Path | None = None
-) -> SavedCheckpoint | None:
-    """The checkpoint that `resume_mode` means: auto is the newest one of `root`, None if there is
-    none; path is the one in `path`; disable is None. Raises CheckpointError for a bad `path`."""
-    if mode == "disable":
-        return None
-    if mode == "auto":
-        return max(folders.find_checkpoints(root), key=lambda c: c.step, default=None)
-    return folders.open_checkpoint(path or root)
+T = TypeVar("T")
 
 
 class Checkpointer:
     """Saves and resumes one job; every method is collective.
+
+    Attributes:
+        resumed_dtype: in which the run computed up to the checkpoint that was resumed, if known.
 
     Args:
         root: the run's folder.
         models: by name, each model with its optimizer (None where it is not trained).
         counters: by name, what else has a state.
         keep: how many of the newest checkpoints stay, beside the best one; None: all.
+        config: the resolved configuration as YAML, which every checkpoint keeps.
+
+    Attributes:
+        skipped: why newer checkpoints than the one resumed from could not be used.
     """
 
     def __init__(
@@ -73,10 +71,13 @@ class Checkpointer:
         models: Mapping[str, tuple[nn.Module, Optimizer | None]],
         counters: Mapping[str, Resumable],
         keep: int | None = None,
+        config: str = "",
     ) -> None:
         self._root, self._models, self._counters = Path(root), models, dict(counters)
+        self._config, self.skipped = config, list[str]()
         self._counters |= {f"{name}.optimizer": o for name, (_, o) in models.items() if o}
         self._keep = keep
+        self.resumed_dtype: str | None = None
         self._group = dist.new_group(backend="gloo")  # its own: a save runs beside the training
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -117,27 +118,68 @@ class Checkpointer:
         if self._pending is not None and self._pending.done():
             self.wait()
 
-    def resume(self, mode: str = "auto", path: str | Path | None = None) -> int:
-        """Load the checkpoint that `chosen_checkpoint` finds; returns its step, 0 without one."""
-        found = run_on_rank0(lambda: chosen_checkpoint(self._root, mode, path), "resuming")
-        found = broadcast_from_rank0(found)
+    def resume(self, mode: str = "auto", path: str | Path | None = None) -> SavedCheckpoint | None:
+        """Load the checkpoint that `resume_plan` means and return it, or None to start anew.
+
+        The checksums of all its files are verified first; under auto a damaged one is left out,
+        with its reason in `skipped`, for the next older one.
+        """
+        plan = run_on_rank0(lambda: resume_plan(self._root, mode, path), "resuming")
+        plan = broadcast_from_rank0(plan)
+        found = self._first_undamaged(plan)
         if found is None:
-            return 0
+            return None
         try:
             with self._present() as tensors:
                 dcp.load(tensors, checkpoint_id=found.path / TENSORS, process_group=self._group)
+                self._check_finite(found, tensors)
         except dcp.CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
             raise CheckpointError(
                 f"checkpoint {found.path} does not fit this job: {reason}"
             ) from error
-        state = json.loads((found.path / "state.json").read_text())
+        state = read_state(found)
         for name, counter in self._counters.items():
             if name not in state:
                 raise CheckpointError(f"checkpoint {found.path} holds no state of {name!r}")
             counter.load_state_dict(state[name])
+            self.resumed_dtype = state[name].get("param_dtype", self.resumed_dtype)
         _restore_random_state(found, dist.get_rank())
-        return found.step
+        return found
+
+    def _first_undamaged(self, plan: ResumePlan) -> SavedCheckpoint | None:
+        """Each rank reads its part of the files."""
+        self.skipped = list(plan.skipped)
+        for checkpoint in plan.candidates:
+            names = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
+            if not (faults := self._gathered(_fault_of(checkpoint, names))):
+                return checkpoint
+            self.skipped.append(faults[0])
+        if plan.candidates:
+            raise CheckpointError(
+                f"{self.skipped[-1]}; no older checkpoint is left: restore one, or start anew with "
+                "trainer.resume_mode=disable"
+            )
+        return None
+
+    def _check_finite(self, found: SavedCheckpoint, tensors: dict[str, torch.Tensor]) -> None:
+        trained = {
+            f"{part}/model/{name}"
+            for part, (model, _) in self._models.items()
+            for name, _ in model.named_parameters()
+        }
+        mine = next((n for n, x in tensors.items() if n in trained and not is_finite(x)), None)
+        if names := self._gathered(mine):
+            raise CheckpointError(
+                f"checkpoint {found.path}: {names[0]} holds values that are not finite (NaN or "
+                "infinity); resume from an older one with trainer.resume_mode=path"
+            )
+
+    def _gathered(self, mine: T | None) -> list[T]:
+        """What the ranks have to say, those with None left out; collective."""
+        found: list[T | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine, group=self._group)
+        return [x for x in found if x is not None]
 
     @contextmanager
     def _present(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -156,17 +198,46 @@ class Checkpointer:
 
     def _prepare(self, written: Path, num_bytes: int) -> None:
         check_disk_space(self._root, num_bytes)
-        for leftover in self._root.glob(".global_step_*"):
+        for leftover in self._root.glob(".global_step_*.partial"):
             shutil.rmtree(leftover)
         written.mkdir(parents=True)
         state = {name: counter.state_dict() for name, counter in self._counters.items()}
-        (written / "state.json").write_text(json.dumps(state, indent=1))
+        (written / STATE).write_text(json.dumps(state, indent=1))
+        (written / CONFIG).write_text(self._config)
 
     def _finish(self, saving: Future[Any], step: int, score: float | None) -> None:
         saving.result()  # DCP's last act is on rank 0: then all ranks have written
+        records, failure = dict[str, list[int]](), None
+        try:
+            records = file_records(folders.partial(self._root, step), self._own_files(step))
+        except OSError as error:  # the others wait for this rank's answer
+            failure = f"rank {dist.get_rank()}: {error}"
+        if failures := self._gathered(failure):
+            raise CheckpointError(f"saving a checkpoint failed on {failures[0]}")
+        everything = self._gathered(records)
         if dist.get_rank() == 0:
-            folders.publish(self._root, step, score)
+            files = {name: record for part in everything for name, record in part.items()}
+            folders.publish(self._root, step, score, files)
             folders.prune(self._root, self._keep)
+
+    def _own_files(self, step: int) -> list[str]:
+        """What this rank has written of the checkpoint, and rank 0 what no other one has."""
+        folder, rank = folders.partial(self._root, step), dist.get_rank()
+        of = re.compile(r"__(\d+)_\d+\.distcp|random_(\d+)\.pt")
+        found = []
+        for file in (f for f in folder.rglob("*") if f.is_file()):
+            match = of.fullmatch(file.name)
+            if int(match[1] or match[2]) == rank if match else rank == 0:
+                found.append(str(file.relative_to(folder)))
+        return found
+
+
+def _fault_of(checkpoint: SavedCheckpoint, names: list[str]) -> str | None:
+    try:
+        checkpoint.verify(names)
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _changing(model: nn.Module) -> dict[str, torch.Tensor]:

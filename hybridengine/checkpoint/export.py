@@ -18,10 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hybridengine.checkpoint.checkpointer import TENSORS
-from hybridengine.checkpoint.folders import CheckpointError, find_checkpoints, open_checkpoint
+from hybridengine.checkpoint.folders import CheckpointError, SavedCheckpoint, open_checkpoint
+from hybridengine.checkpoint.resume import TENSORS, resume_plan
+from hybridengine.model.errors import ModelError
 from hybridengine.model.export import check_disk_space, write_pretrained
 from hybridengine.model.parameters import parameter_shards
+from hybridengine.storage import MANIFEST, foreign_file, new_folder, read_manifest
 
 __all__ = ["export_checkpoint"]
 
@@ -42,15 +44,57 @@ def export_checkpoint(
     as_adapter: of a LoRA run, write the adapter as PEFT loads it; else it is merged into its base.
 
     Raises:
-        CheckpointError: no whole checkpoint there, or one that does not fit its own config.
-        ModelError: `out` cannot be written, or does not read back as it was written.
+        CheckpointError: no complete and undamaged checkpoint there, or one that does not fit its
+            own config.
+        ModelError: `out` cannot be written, holds files that no export wrote, or does not read
+            back as it was written.
     """
-    folder = _locate(Path(path))
-    if as_adapter:
-        if not (folder / _ADAPTER).is_dir():
-            raise CheckpointError(f"checkpoint {folder} holds no adapter: all weights were trained")
-        shutil.copytree(folder / _ADAPTER, out, dirs_exist_ok=True)
-        return folder
+    out = _checked_out(Path(out))
+    found = _locate(Path(path))
+    folder = found.path if isinstance(found, SavedCheckpoint) else found
+    if isinstance(found, SavedCheckpoint):
+        found.verify()
+    try:
+        if as_adapter:
+            _write_adapter(folder, out)
+        else:
+            _write_model(folder, out, dtype, trust_remote_code)
+    except OSError as error:
+        raise ModelError(f"exporting {folder} to {str(out)!r} failed: {error}") from error
+    return folder
+
+
+def _checked_out(out: Path) -> Path:
+    """`out` as an absolute path; ModelError if writing there would delete what is not ours."""
+    out = out.expanduser().resolve()
+    if Path.cwd().is_relative_to(out):
+        raise ModelError(
+            f"output folder {str(out)!r} is, or holds, the working folder; name a new folder"
+        )
+    if out.exists() and not out.is_dir():
+        raise ModelError(f"output folder {str(out)!r} is a file; name a new folder")
+    if out.is_dir() and any(out.iterdir()):
+        other = foreign_file(out)
+        if other is None and "exported_from" not in read_manifest(out):
+            other = MANIFEST  # of a checkpoint, or of what a run has written
+        if other is not None:
+            raise ModelError(
+                f"output folder {str(out)!r} holds {other!r}, which no export wrote; name a new "
+                "folder (only an earlier export is replaced)"
+            )
+    return out
+
+
+def _write_adapter(folder: Path, out: Path) -> None:
+    if not (folder / _ADAPTER).is_dir():
+        raise CheckpointError(f"checkpoint {folder} holds no adapter: all weights were trained")
+    with new_folder(out, exported_from=str(folder)) as partial:
+        shutil.copytree(
+            folder / _ADAPTER, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST)
+        )
+
+
+def _write_model(folder: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool) -> None:
     described = folder / "huggingface"
     if not (described / "config.json").is_file():
         raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
@@ -58,7 +102,6 @@ def export_checkpoint(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     wanted = parameter_shards(model)
-    out = Path(out).absolute()
     check_disk_space(out, sum(tensor.numel() for tensor in wanted.values()) * dtype.itemsize)
     if any(folder.glob("model_world_size_*")):
         found = _read_verl(folder, wanted)
@@ -71,20 +114,28 @@ def export_checkpoint(
     generation = None
     if (described / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(described)
-    write_pretrained(type(model), config, generation, tokenizer, tensors, out)
-    return folder
+    write_pretrained(
+        type(model), config, generation, tokenizer, tensors, out, exported_from=str(folder)
+    )
 
 
-def _locate(path: Path) -> Path:
-    """The folder with the tensors: of a checkpoint, of verl's actor, or of a run's newest."""
+def _locate(path: Path) -> SavedCheckpoint | Path:
+    """A checkpoint, or the newest of a run; or the folder of verl's with the tensors."""
     for candidate in (path, path / "actor"):
         if any(candidate.glob("model_world_size_*_rank_*.pt")):
             return candidate
     latest = path / "latest_checkpointed_iteration.txt"  # verl's
     if latest.is_file():
-        return _locate(path / f"global_step_{int(latest.read_text())}")
-    checkpoints = find_checkpoints(path)
-    return checkpoints[-1].path if checkpoints else open_checkpoint(path).path
+        step = latest.read_text().strip()
+        if not step.isdigit():
+            raise CheckpointError(f"{latest} holds {step[:40]!r}, expected the number of a step")
+        return _locate(path / f"global_step_{step}")
+    plan = resume_plan(path, "auto")
+    if plan.skipped:
+        raise CheckpointError(
+            f"{plan.skipped[-1]}; to export an older one name it, as {plan.candidates[0].path}"
+        )
+    return plan.candidates[0] if plan.candidates else open_checkpoint(path)
 
 
 def _read_dcp(

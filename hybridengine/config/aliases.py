@@ -1,74 +1,304 @@
-"""verl's names for our keys. The longest matching prefix wins; the rest of the path is kept."""
+"""What verl's keys mean here: the one table of them, a `Names` for each kind of job.
 
-__all__ = ["ALIASES", "REPLACED", "SFT_ALIASES", "SFT_REPLACED"]
+A key that is ours is taken as it is. Every other one is first renamed by `aliases` (the longest
+prefix wins, the rest of the path is kept), so the patterns below are about names without
+`actor_rollout_ref.`; then the first table that matches decides, in this order:
 
-ALIASES = {
-    "actor_rollout_ref.model": "model",
-    "actor_rollout_ref.actor": "actor",
-    "actor_rollout_ref.rollout": "rollout",
-    "custom_reward_function": "reward.custom_reward_function",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.overlong_buffer": "reward.overlong_buffer",
-    "reward_model.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
-    "reward_model.enable": "reward.reward_model.enable",
-    "reward_model.model.path": "reward.reward_model.model_path",
-    "actor_rollout_ref.rollout.seed": "seed",
-    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": (
-        "actor.ulysses_sequence_parallel_size"
-    ),
-    "data.seed": "seed",
-}
+    fixed     we always do the same: these values are accepted, any other is refused
+    shared    it is one setting with another key of ours: its value has to be equal
+    refused   it changes what is computed, and we do not do it: the sentence says what to do
+    ignored   it changes no result: accepted and named in one note, with the reason
 
-# Of the trainer's old form (partial_pretrain, …) and its new one (engine, …).
-SFT_ALIASES = {
-    "model.partial_pretrain": "model.path",
-    "engine": "model.fsdp_config",
-    "model.fsdp_config.cpu_offload": "model.fsdp_config.offload_policy",
-    "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
-    "data.multiturn.messages_key": "data.messages_key",
-    "data.micro_batch_size": "data.micro_batch_size_per_gpu",
-    "optim.lr_scheduler": "optim.lr_scheduler_type",
-    "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
-    "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
-    "trainer.seed": "seed",
-    "data.seed": "seed",
-}
+The left side holds patterns (`*` matches dots too), separated by blanks. null is verl's "not set"
+and accepted by all of them.
+"""
 
-# verl's keys that mean nothing here, with what to do instead (shown in the error).
-_TOKENS = "set actor.ppo_max_token_len_per_gpu, in tokens"
-_PACKED = "sequences are always packed; remove this key"
-_SHARED = "the actor's is the critic's too; remove this key"
-REPLACED = {
-    "model.use_remove_padding": _PACKED,
-    "actor.use_dynamic_bsz": "micro-batches are always filled by tokens; remove this key",
-    "actor.ppo_micro_batch_size_per_gpu": _TOKENS,
-    "actor.ppo_micro_batch_size": _TOKENS,
-    "actor.strategy": "it is FSDP2; remove this key",
-    "actor.fsdp_config.offload_policy": "set actor.fsdp_config.param_offload",
-    "actor.loss_scale_factor": "it is data.max_response_length; remove this key",
-    "rollout.log_prob_micro_batch_size_per_gpu": _TOKENS,
-    "critic.ppo_micro_batch_size_per_gpu": _TOKENS,
-    "critic.ppo_max_token_len_per_gpu": _TOKENS,
-    "critic.ppo_mini_batch_size": _SHARED,
-    "critic.ppo_epochs": _SHARED,
-    "critic.grad_clip": _SHARED,
-    "critic.optim.weight_decay": _SHARED,
-    "critic.optim.betas": _SHARED,
-    "critic.optim.lr_scheduler_type": _SHARED,
-    "critic.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing is for both",
-    "actor_rollout_ref.hybrid_engine": "engine and trainer always share ranks; remove this key",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _TOKENS,
-    "actor_rollout_ref.ref.fsdp_config.param_offload": "set actor.fsdp_config.param_offload",
-}
-SFT_REPLACED = {
-    "use_remove_padding": _PACKED,
-    "data.use_dynamic_bsz": "set data.micro_batch_size_per_gpu, or leave it null to fill by tokens",
-    "data.balance_dp_token": "ranks are always balanced; remove this key",
-    "data.pad_mode": _PACKED,
-    "data.multiturn.enable": "set data.messages_key for whole chats; remove this key",
-    "model.use_liger": "fused kernels are always used; remove this key",
-    "model.fsdp_config.offload_params": "set model.fsdp_config.offload_policy",
-    "model.fsdp_config.param_offload": "set model.fsdp_config.offload_policy",
-    "checkpoint.save_contents": "a checkpoint is always whole; trainer.save_hf_model adds the "
-    "Hugging Face folder",
-}
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["RL_NAMES", "SFT_NAMES", "Names"]
+
+
+@dataclass(frozen=True)
+class Names:
+    """How one kind of job reads keys that are not its own; see the module."""
+
+    aliases: Mapping[str, str]
+    fixed: Mapping[str, tuple[tuple[Any, ...], str]]  # patterns → (accepted values, why no other)
+    shared: Mapping[str, str]  # patterns → our key
+    refused: Mapping[str, str]  # patterns → what to do
+    ignored: Mapping[str, str]  # patterns → why it has no effect
+
+
+_OFF = (False, 0, -1, "")
+_BY_TOKENS = "micro-batches are filled by tokens, see actor.ppo_max_token_len_per_gpu"
+_PACKED = "sequences are always packed"
+_FUSED = "the fused operators do it"
+_PLACED = "where tensors wait is for all models as actor.fsdp_config says"
+_ACTORS = "critic and reference are laid out and split as the actor"
+_RAY = "ranks are started by torchrun, not by Ray"
+_ENGINE = "give it to the engine by rollout.engine_kwargs.vllm"
+_OWN_CODE = "register your own under a name, see model.external_lib"
+_TEXT = "data is text; images, video and audio are not read"
+_NOT_FSDP = "training is FSDP2; tensor, pipeline and expert parallelism are the engine's"
+
+_REFUSED = {
+    "*.megatron.* *.veomni.* *.torchtitan.* *.automodel.*": _NOT_FSDP,
+    "*override_config.*": "edit the model's config.json",
+    "*.override_optimizer_config*": "the optimizer is AdamW with betas and weight_decay",
+    "*.hf_config_path *.tokenizer_path": "config and tokenizer come from the model's folder",
+    "*.lora_adapter_path *.lora.adapter_path": "merge the adapter into the model first",
+    "model.exclude_modules": "name the modules to adapt in model.target_modules",
+    "*.custom_cls.*": "convert the data to verl's columns",
+    "trainer.checkpoint_callback_class": "it is not done here",
+    "trainer.default_hdfs_dir": "copy the run's folder yourself",
+}  # fmt: skip
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "*.strategy": (("fsdp", "fsdp2"), _NOT_FSDP),
+    "*.optimizer": (("AdamW", "adamw"), "the optimizer is AdamW"),
+    "*.optimizer_impl": (("torch.optim",), "the optimizer is torch's AdamW"),
+    "*.optim.total_training_steps": ((-1,), "set trainer.total_training_steps"),
+    "*.min_lr_ratio": ((0, 0.0), "schedules end at 0"),
+    "*.num_cycles": ((0.5,), "the cosine schedule is half a cycle"),
+    "*.zero_indexed_step": ((True,), "the first step is step 0 of the schedule"),
+    "*.model_dtype": (("fp32", "float32"), "trained weights are float32, the compute is "
+                      "fsdp_config.dtype"),
+    "*.mixed_precision.param_dtype": (("bf16", "bfloat16"), "set fsdp_config.dtype"),
+    "*.mixed_precision.reduce_dtype *.mixed_precision.buffer_dtype": (
+        ("fp32", "float32"), "gradients are reduced in float32"),
+    "*.qat.enable *.mtp.enable *.tiled_mlp.enabled *.full_determinism "
+    "*.use_no_sync_for_gradient_accumulation": (_OFF, "it is not done here"),
+    "*.enable_activation_offload": (_OFF, "set model.enable_gradient_checkpointing to save memory"),
+    "*.pad_to_length": (_OFF, _PACKED),
+    "*.lora.rank": ((0,), "set model.lora_rank"),
+    "*.freeze_vision_tower": (_OFF, _TEXT),
+    "data.train_max_samples data.val_max_samples": ((-1,), "write fewer rows to the file"),
+    "trainer.device": (("cuda", "cpu"), "ranks use GPUs where there are some, else the CPU"),
+    "trainer.esi_redundant_time trainer.val_only": (_OFF, "it is not done here"),
+    "trainer.del_local_ckpt_after_load": (_OFF, "set trainer.max_actor_ckpt_to_keep"),
+}  # fmt: skip
+_IGNORED = {
+    "*use_remove_padding *.pad_to_length_bucket *.pad_mode": _PACKED,
+    "*.use_dynamic_bsz *.ppo_micro_batch_size *_micro_batch_size_per_gpu": _BY_TOKENS,
+    "*.use_torch_compile *.use_liger *.fused_kernel_options.* *.tiled_mlp.* *.use_prefix_grouper "
+    "*.entropy_from_logits* *.entropy_checkpointing actor.use_fused_kernels "
+    "critic.model.use_fused_kernels": _FUSED,
+    "*.use_orig_params *.forward_only *.fsdp_config.seed *.fsdp.seed *.rollout_n": "FSDP2 needs "
+    "no such setting",
+    "*.balance_batch data.balance_dp_token": "ranks are always balanced by tokens",
+    "*profiler.* trainer.profile_interval *prometheus.* rollout.trace.*": "nothing is profiled or "
+    "traced; a run writes its timings to metrics.jsonl",
+    "*.checkpoint.* checkpoint.*": "a checkpoint always has everything, saved in the background; "
+    "trainer.save_hf_model adds a Hugging Face folder",
+    "*.qat.* *.turbo_config.* *.mtp.* *.lora.*": "it belongs to a part that is switched off",
+    "*.use_shm data.tokenizer data.*num_workers data.filter_overlong_prompts_workers "
+    "data.return_raw* data.return_full_prompt": "how data is loaded changes no result",
+    "data.trust_remote_code": "model.trust_remote_code is for all",
+    "ray_kwargs.* ray_init.* *.nccl_timeout trainer.ray_* trainer.use_legacy_worker_impl "
+    "trainer.use_v1": _RAY,
+}  # fmt: skip
+
+RL_NAMES = Names(
+    aliases={
+        "actor_rollout_ref.model": "model",
+        "actor_rollout_ref.actor": "actor",
+        "actor_rollout_ref.rollout": "rollout",
+        "actor_rollout_ref.ref": "ref",
+        "actor_rollout_ref.model.custom_chat_template": "data.chat_template",
+        "actor_rollout_ref.rollout.seed": "seed",
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": (
+            "actor.ulysses_sequence_parallel_size"
+        ),
+        "actor_rollout_ref.actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
+        "critic.fsdp": "critic.model.fsdp_config",
+        "custom_reward_function": "reward.custom_reward_function",
+        "sandbox_fusion": "reward.sandbox_fusion",
+        "reward_model.sandbox_fusion": "reward.sandbox_fusion",
+        "reward_model.reward_manager": "reward.reward_manager.name",
+        "reward_model.overlong_buffer": "reward.overlong_buffer",
+        "reward_model.reward_kwargs": "reward.reward_kwargs",
+        "reward_model.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
+        "reward.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
+        "reward_model.enable": "reward.reward_model.enable",
+        "reward_model.model.path": "reward.reward_model.model_path",
+        "reward_model.model": "reward.reward_model",
+        "reward_model": "reward.reward_model",
+        "data.seed": "seed",
+    },
+    refused=_REFUSED | {
+        "actor.ppo_micro_batch_size": "set actor.ppo_max_token_len_per_gpu, in tokens",
+        "ref.model.*": "the reference is the model that training begins with",
+        "actor.tis_imp_ratio_cap": "set algorithm.rollout_correction.rollout_is_threshold",
+        "actor.policy_loss.?*": "the constants of a loss mode are its paper's, see "
+        "docs/algorithms.md",
+        "actor.tau_pos actor.tau_neg": "they are SAPO's 1.0 and 1.05",
+        "rollout.stop_token_ids": "set rollout.stop, or eos_token_id in the model's "
+        "generation_config.json",
+        "rollout.repetition_penalty rollout.min_p": "it would change the distribution that is "
+        "trained on",
+        "reward.custom_reward_function.reward_kwargs.* reward.reward_kwargs.*": "write such "
+        "constants into the reward function",
+        "reward.sandbox_fusion.url": "call the sandbox in your reward function",
+        "reward.reward_loop_* reward.reward_model.reward_loop_*": _OWN_CODE,
+        "model.torch_dtype": "set actor.fsdp_config.dtype",
+        "rollout.agent.agent_loop_config_path rollout.agent.custom_async_server.* "
+        "rollout.multi_turn.*_path data.*tool*_path": "a rollout is one response, without tools",
+    },
+    fixed=_FIXED | {
+        "actor.loss_scale_factor": ((), "it is data.max_response_length"),
+        "actor.shuffle critic.shuffle": (_OFF, "mini-batches keep the order of the batch"),
+        "actor.fsdp_config.offload_policy critic.model.fsdp_config.offload_policy": (
+            _OFF, "set actor.fsdp_config.param_offload"),
+        "actor.policy_loss.clip_cov_ratio actor.policy_loss.kl_cov_ratio": (
+            (0.0002,), "it is the paper's 0.0002"),
+        "actor.policy_loss.clip_cov_lb": ((1, 1.0), "it is the paper's 1"),
+        "actor.policy_loss.clip_cov_ub": ((5, 5.0), "it is the paper's 5"),
+        "actor.policy_loss.ppo_kl_coef": ((0.1,), "it is 0.1"),
+        "actor.tau_pos": ((1, 1.0), "it is SAPO's 1.0"),
+        "actor.tau_neg": ((1.05,), "it is SAPO's 1.05"),
+        "actor_rollout_ref.hybrid_engine": ((True,), "engine and trainer always share ranks"),
+        "rollout.do_sample": ((True,), "set rollout.temperature low to sample less"),
+        "rollout.ignore_eos": (_OFF, "a response ends at the end-of-sequence token"),
+        "rollout.over_sample_rate": (_OFF, "every prompt gets rollout.n responses"),
+        "rollout.logprobs_mode": (("processed_logprobs",), "log-probs are those sampled from"),
+        "rollout.data_parallel_size rollout.expert_parallel_size "
+        "rollout.pipeline_model_parallel_size": (
+            (1, -1), "engines are tensor parallel, and all other ranks are further engines"),
+        "rollout.scheduling_policy": (("fcfs",), _ENGINE),
+        "rollout.cudagraph_capture_sizes": ((), _ENGINE),
+        "rollout.limit_images": ((), _TEXT),
+        "rollout.quantization rollout.quantization_config_file rollout.mtp rollout.qat": (
+            (), "the engine's weights are the trainer's, in rollout.dtype"),
+        "rollout.enable_rollout_routing_replay": (_OFF, "it is not done here"),
+        "rollout.disaggregation.enabled": (_OFF, "engine and trainer always share ranks"),
+        "rollout.multi_turn.enable": (_OFF, "a rollout is one response, without tools"),
+        "rollout.agent.default_agent_loop": (
+            ("single_turn_agent",), "a rollout is one response, without tools"),
+        "rollout.nnodes": ((0,), "engine and trainer always share ranks"),
+        "rollout.engine_kwargs.sglang.* rollout.engine_kwargs.trtllm.*": (
+            (), "the engine is vLLM or plain generate"),
+        "critic.model.lora_rank critic.model.lora.rank": ((0,), "the critic trains all weights"),
+        "critic.enable": ((True,), "algorithm.adv_estimator=gae has a critic, others have none"),
+        "algorithm.use_pf_ppo": (_OFF, "it is not done here"),
+        "algorithm.rollout_correction.bypass_mode "
+        "algorithm.rollout_correction.rollout_is_batch_normalize": (_OFF, "it is not done here"),
+        "algorithm.rollout_correction.loss_type": (
+            ("ppo_clip",), "set actor.policy_loss.loss_mode"),
+        "data.validation_shuffle": (_OFF, "validation keeps the order of its files"),
+        "reward.reward_manager.source": (("register",), "set reward.reward_manager.name to "
+                                         "package.module.Class"),
+        "reward.reward_manager.module.*": (("custom_reward_manager",), "set "
+                                           "reward.reward_manager.name to package.module.Class"),
+        "reward.reward_model.enable_resource_pool": (_OFF, "all models share the ranks"),
+        "distillation.enabled transfer_queue.enable skip.*.enable": (_OFF, "it is not done here"),
+        "trainer.v1.trainer_mode": (("sync",), "rollouts are always from the newest weights"),
+        "trainer.v1.sampler.custom_sampler.*": ((), "it is not done here"),
+    },
+    shared={
+        "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+        "critic.ppo_epochs": "actor.ppo_epochs",
+        "critic.grad_clip critic.optim.clip_grad actor.optim.clip_grad": "actor.grad_clip",
+        "critic.loss_agg_mode": "actor.loss_agg_mode",
+        "critic.optim.weight_decay": "actor.optim.weight_decay",
+        "critic.optim.betas": "actor.optim.betas",
+        "critic.optim.lr_scheduler_type critic.optim.warmup_style": "actor.optim.lr_scheduler_type",
+        "critic.model.fsdp_config.dtype ref.fsdp_config.dtype": "actor.fsdp_config.dtype",
+        "critic.model.trust_remote_code reward.reward_model.trust_remote_code": (
+            "model.trust_remote_code"
+        ),
+        "rollout.prompt_length": "data.max_prompt_length",
+        "rollout.response_length reward.reward_kwargs.max_resp_len": "data.max_response_length",
+    },
+    ignored=_IGNORED | {
+        "actor.ppo_micro_batch_size_per_gpu critic.*micro_batch_size* rollout.log_prob_* "
+        "ref.log_prob_* critic.*_max_token_len_per_gpu reward.reward_model.*micro_batch_size* "
+        "reward.reward_model.forward_max_token_len_per_gpu": _BY_TOKENS,
+        "ref.fsdp_config.*offload* critic.model.fsdp_config.*offload* "
+        "reward.reward_model.fsdp_config.*offload*": _PLACED,
+        "ref.strategy ref.fsdp_config.* critic.model.fsdp_config.* "
+        "reward.reward_model.fsdp_config.* *.ulysses_sequence_parallel_size "
+        "critic.model.enable_gradient_checkpointing critic.data_loader_seed "
+        "actor.data_loader_seed": _ACTORS,
+        "critic.model.external_lib reward.reward_model.external_lib": "model.external_lib is for "
+        "all",
+        "critic.model.custom_chat_template": "the critic gets the actor's tokens",
+        "critic.model.lora* critic.model.*_modules": "the critic trains all its weights",
+        "critic.loss_scale_factor": "it is data.max_response_length",
+        "actor.calculate_entropy actor.calculate_sum_pi_squared rollout.calculate_log_probs": (
+            "entropy and log-probs are always there"
+        ),
+        "rollout.mode rollout.load_format rollout.layered_summon rollout.disable_log_stats "
+        "rollout.skip_tokenizer_init rollout.multi_stage_wake_up rollout.checkpoint_engine.* "
+        "rollout.agent.num_workers rollout.n_gpus_per_node rollout.router_config_path "
+        "rollout.max_parallel_loading_workers rollout.moe_load_balance_metrics_interval "
+        "rollout.disaggregation.*": (
+            "the engine runs in the ranks that train, and the reshard gives it its weights"
+        ),
+        "rollout.multi_turn.*": "it belongs to rollout.multi_turn.enable",
+        "data.gen_batch_size": "prompts are generated data.train_batch_size at a time",
+        "data.image_* data.video_key data.audio_key data.return_multi_modal_inputs "
+        "data.mm_processor_kwargs.*": _TEXT,
+        "algorithm.pf_ppo.* distillation.* transfer_queue.* skip.* trainer.v1.*": "it belongs to a "
+        "part that is switched off",
+        "algorithm.filter_groups.max_inflight_gen_batches": "batches are generated one by one",
+        "reward.overlong_buffer.log": "the punishment is always in the metrics",
+        "reward.reward_model.num_workers reward.*launch_reward_fn_async "
+        "reward.reward_model.use_reward_loop reward.sandbox_fusion.*": "rewards are called "
+        "where rollouts are made",
+        "reward.reward_model.rollout.* reward.reward_model.n_gpus_per_node "
+        "reward.reward_model.nnodes reward.reward_model.strategy reward.reward_model.max_length": (
+            "a reward model runs packed on the ranks that train"
+        ),
+        "reward.reward_model.input_tokenizer": "texts are tokenized again where tokenizers differ",
+        "trainer.log_val_generations trainer.validation_data_dir": "all rollouts are written, see "
+        "trainer.rollout_data_dir",
+        "trainer.max_critic_ckpt_to_keep": "actor and critic share a checkpoint",
+    },
+)  # fmt: skip
+
+_MESSAGES = "set data.messages_key for whole chats"
+SFT_NAMES = Names(
+    aliases={
+        "model.partial_pretrain": "model.path",
+        "engine": "model.fsdp_config",
+        "model.fsdp_config.cpu_offload": "model.fsdp_config.offload_policy",
+        "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
+        "model.custom_chat_template": "data.chat_template",
+        "data.multiturn.messages_key": "data.messages_key",
+        "data.micro_batch_size": "data.micro_batch_size_per_gpu",
+        "optim.lr_scheduler": "optim.lr_scheduler_type",
+        "optim.warmup_style": "optim.lr_scheduler_type",
+        "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
+        "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
+        "trainer.seed": "seed",
+        "data.seed": "seed",
+    },
+    refused=_REFUSED | {
+        "data.prompt_dict_keys data.response_dict_keys": "write the texts to columns of their own "
+        "and name them in data.prompt_key and data.response_key",
+        "data.*tools_key data.*enable_thinking_key": "chats are rendered without tools; "
+        "data.apply_chat_template_kwargs is for every row",
+        "model.external_lib": "an SFT run has nothing to register",
+        "optim.override_optimizer_config*": "the optimizer is AdamW with betas and weight_decay",
+    },
+    fixed=_FIXED | {
+        "model.fsdp_config optim model model_engine": (("fsdp", "hf_model", "dp"), _NOT_FSDP),
+        "optim.optimizer": (("AdamW", "adamw"), "the optimizer is AdamW"),
+        "optim.total_training_steps": ((-1,), "set trainer.total_training_steps"),
+        "model.fsdp_config.offload_params model.fsdp_config.param_offload": (
+            _OFF, "set model.fsdp_config.offload_policy"),
+        "data.enable_thinking_default": (("none",), "set data.apply_chat_template_kwargs"),
+    },
+    shared={},
+    ignored=_IGNORED | {
+        "data.use_dynamic_bsz": "micro-batches are of data.micro_batch_size_per_gpu conversations, "
+        "or filled by tokens where that is null",
+        "data.multiturn.enable": _MESSAGES,
+        "data.ignore_input_ids_mismatch": "a chat is rendered once, and the template says what is "
+        "the assistant's",
+        "profiler.*": "nothing is profiled",
+    },
+)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridengine.config.schema import GRPOConfig, JobConfig
+from hybridengine.config.schema import GRPOConfig, JobConfig, RateConfig
 from hybridengine.config.sft import SFTConfig
 
 __all__ = ["faults"]
@@ -13,10 +13,15 @@ _RANKS = "ranks (trainer.n_gpus_per_node * trainer.nnodes)"
 
 
 def faults(config: JobConfig) -> Iterator[str]:
-    """What is wrong with `config`; the first one is shown."""
+    """Everything that is wrong with `config`.
+
+    Each sentence has its keys' full names, by which those about a refused value are left out.
+    """
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, GRPOConfig):
+        yield from _warmup("actor.optim", config.actor.optim)
+        yield from _warmup("critic.optim", config.critic.optim)
         yield from _ranks(config)
         yield from _lengths(config)
         yield from _rollout(config)
@@ -37,14 +42,21 @@ def _sft(config: SFTConfig) -> Iterator[str]:
             f"data.max_token_len_per_gpu is {data.max_token_len_per_gpu}, less than one longest "
             f"conversation of data.max_length {data.max_length}; raise it"
         )
-    if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
-        yield "optim.lr_warmup_steps and optim.lr_warmup_steps_ratio: give one of them"
+    yield from _warmup("optim", optim)
 
 
 def _divisors(config: JobConfig, **sizes: int) -> Iterator[str]:
     for key, size in sizes.items():
         if size == 0 or (size > 0 and config.world_size % size):
             yield f"{key} is {size}, which does not divide the {config.world_size} {_RANKS}"
+
+
+def _warmup(group: str, optim: RateConfig) -> Iterator[str]:
+    if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio:
+        yield (
+            f"{group}.lr_warmup_steps is {optim.lr_warmup_steps} and {group}.lr_warmup_steps_ratio "
+            f"is {optim.lr_warmup_steps_ratio}; give one of them"
+        )
 
 
 def _ranks(config: GRPOConfig) -> Iterator[str]:
@@ -64,8 +76,9 @@ def _ranks(config: GRPOConfig) -> Iterator[str]:
         )
     if mini * config.rollout.n < config.data_parallel_size:
         yield (
-            f"one optimizer step sees {mini * config.rollout.n} responses (ppo_mini_batch_size * "
-            f"rollout.n) but {config.data_parallel_size} ranks want some; raise one of the two"
+            f"one optimizer step sees {mini * config.rollout.n} responses "
+            f"(actor.ppo_mini_batch_size * rollout.n) but {config.data_parallel_size} ranks want "
+            "some; raise one of the two"
         )
 
 
@@ -75,18 +88,18 @@ def _lengths(config: GRPOConfig) -> Iterator[str]:
     if most * sharing < longest:
         yield (
             f"actor.ppo_max_token_len_per_gpu is {most} on each of the {sharing} ranks that share "
-            f"a micro-batch (ulysses_sequence_parallel_size), less than one longest sequence of "
-            f"{longest} tokens (max_prompt_length + max_response_length)"
+            f"a micro-batch (actor.ulysses_sequence_parallel_size), less than one longest sequence "
+            f"of {longest} tokens (data.max_prompt_length + data.max_response_length)"
         )
     if config.max_model_len < longest:
         yield (
-            f"rollout.max_model_len is {config.max_model_len}, less than max_prompt_length + "
-            f"max_response_length = {longest}; raise it, or leave it null"
+            f"rollout.max_model_len is {config.max_model_len}, less than data.max_prompt_length + "
+            f"data.max_response_length = {longest}; raise it, or leave it null"
         )
     if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < config.max_model_len:
         yield (
             f"rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, less than one "
-            f"prompt may have ({config.max_model_len}, max_model_len), and "
+            f"prompt may have ({config.max_model_len}, rollout.max_model_len), and "
             "rollout.enable_chunked_prefill is false; raise it, or allow chunks"
         )
 
@@ -117,22 +130,17 @@ def _rewards(config: GRPOConfig) -> Iterator[str]:
     reward, limit = config.reward, config.data.max_response_length
     files, names = reward.custom_reward_function.path, reward.custom_reward_function.name
     model, buffer = reward.reward_model, reward.overlong_buffer
-    if len(names) not in (1, len(files)):
+    if files and len(names) not in (1, len(files)):
         yield (
             f"reward.custom_reward_function.name has {len(names)} names for the {len(files)} files "
             "of path; give one for each, or one for all"
-        )
-    if not files and not model.enable:
-        yield (
-            "reward.custom_reward_function.path is required and was not given; set it (or set "
-            "reward.reward_model.enable=true)"
         )
     if model.enable != bool(model.model_path):
         yield (
             f"reward.reward_model.enable is {model.enable} and model_path is "
             f"{model.model_path!r}; give both or neither"
         )
-    wanted = len(files) + model.enable
+    wanted = len(files) + model.enable or 1  # by data_source
     if reward.weights is not None and len(reward.weights) != wanted:
         yield (
             f"reward.weights has {len(reward.weights)} numbers for {len(files)} reward functions "

@@ -1,11 +1,12 @@
-"""YAML and overrides → a checked configuration; every refusal is one line."""
+"""YAML and overrides → a checked configuration; all that is wrong with it is one error."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
+import re
 import typing
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -17,20 +18,23 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
-from hybridengine.config.aliases import ALIASES, REPLACED, SFT_ALIASES, SFT_REPLACED
+from hybridengine.config.aliases import RL_NAMES, SFT_NAMES
 from hybridengine.config.checks import faults
-from hybridengine.config.schema import GRPOConfig, JobConfig
+from hybridengine.config.errors import ConfigError, ConfigNote
+from hybridengine.config.names import Settings
+from hybridengine.config.schema import GRPOConfig, JobConfig, Options
 from hybridengine.config.sft import SFTConfig
 
-__all__ = ["PPO", "ConfigError", "config_to_yaml", "keys_of", "load_config", "load_sft_config"]
+__all__ = ["PPO", "config_to_yaml", "keys_of", "load_config", "load_sft_config"]
 
-PPO = {"algorithm.adv_estimator": "gae"}  # what `hybridengine ppo` takes by default
+# What `hybridengine ppo` takes by default.
+PPO = {
+    "algorithm.adv_estimator": "gae",
+    "trainer.default_local_dir": "runs/ppo",
+    "trainer.experiment_name": "ppo",
+}
 _REQUIRED = ("model.path", "data.train_files")
-_NAMES = {GRPOConfig: (ALIASES, REPLACED), SFTConfig: (SFT_ALIASES, SFT_REPLACED)}
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; one line: key, given, expected, what to do."""
+_KINDS = {GRPOConfig: ("grpo", RL_NAMES), SFTConfig: ("sft", SFT_NAMES)}
 
 
 def load_config(
@@ -40,8 +44,9 @@ def load_config(
 ) -> GRPOConfig:
     """Read a YAML file (None: defaults only), apply `key=value` overrides, check everything.
 
-    defaults: native key → value, in place of the schema's own. Raises ConfigError for an unreadable
-    file, an unknown key, a wrong type or range, and settings that contradict each other.
+    defaults: native key → value, in place of the schema's own. A key of verl's without effect here
+    is a ConfigNote warning. Raises ConfigError with every fault at once: an unreadable file,
+    unknown keys, wrong types or ranges, and settings that contradict each other.
     """
     return _load(GRPOConfig, path, overrides, defaults)
 
@@ -66,39 +71,81 @@ def keys_of(group: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{f.name}", hints[f.name]
 
 
+_NAMED = re.compile(r"[\w.]*\w")  # keys in a sentence
 _adapter = functools.cache(TypeAdapter)
 
 
 def _load(schema: Any, path: Any, overrides: Sequence[str], defaults: Mapping[str, Any]) -> Any:
-    values = dict(defaults)
+    kind, names = _KINDS[schema]
+    keys = dict(keys_of(schema))
+    free = frozenset(key for key, hint in keys.items() if hint == Options)
+    given = Settings(kind, names, frozenset(keys), free, dict(defaults))
     if path is not None:
-        values |= _native_keys(_read(path), str(path), schema)
-    values |= _native_keys(_read(overrides), "the command line", schema)
+        given.take(_read_file(path), str(path))
+    given.take(_read_overrides(overrides, given.faults), "the command line")
     for key in _REQUIRED:
-        if not values.get(key):
-            raise ConfigError(f"{key} is required and was not given; set it in the config")
-    tree = OmegaConf.create()
-    for key, value in values.items():
-        OmegaConf.update(tree, key, value)
-    try:
-        config = _adapter(schema).validate_python(OmegaConf.to_container(tree))
-    except ValidationError as error:
-        raise ConfigError(_first_line(error, values)) from None
-    for fault in faults(config):
-        raise ConfigError(fault)
+        if not given.values.get(key) and key not in given.doubtful:
+            given.faults.append(f"{key} is required and was not given; set it in the config")
+            given.doubtful.add(key)
+    config = _validated(schema, given)
+    crossed = itertools.chain(faults(config), given.check_shared(config))
+    given.faults += [f for f in crossed if not given.doubtful & set(_NAMED.findall(f))]
+    if given.faults:
+        raise ConfigError(*given.faults)
+    for reason, ignored in given.notes.items():
+        warnings.warn(f"{', '.join(ignored)} has no effect: {reason}", ConfigNote, stacklevel=3)
     return config
 
 
-def _read(source: Any) -> Mapping[str, Any]:
-    """A YAML file, or a list of overrides."""
-    is_file = isinstance(source, str | Path)
-    what = f"config file {source}" if is_file else f"overrides {source}"
-    for override in [] if is_file else source:
-        if not override.partition("=")[1] or override.startswith("="):
-            raise ConfigError(f"override {override!r} is not `key=value`, e.g. actor.optim.lr=1e-6")
+def _validated(schema: Any, given: Settings) -> Any:
+    """The configuration, with the defaults in place of values of a wrong type or range."""
+    while True:
+        tree: dict[str, Any] = {}
+        for key, value in given.values.items():
+            *groups, leaf = key.split(".")
+            functools.reduce(lambda node, name: node.setdefault(name, {}), groups, tree)[leaf] = (
+                value
+            )
+        try:
+            return _adapter(schema).validate_python(tree)
+        except ValidationError as error:
+            for key, message in _messages(error, given.values).items():
+                given.faults.append(f"{key} is {given.values.pop(key)!r}: {message}")
+                given.doubtful.add(key)
+
+
+def _messages(error: ValidationError, values: Mapping[str, Any]) -> dict[str, str]:
+    """By key, the first thing that is wrong with its value."""
+    found: dict[str, str] = {}
+    for fault in error.errors():
+        paths = itertools.accumulate(map(str, fault["loc"]), "{}.{}".format)
+        key = next(path for path in paths if path in values)
+        found.setdefault(key, f"{fault['msg'][0].lower()}{fault['msg'][1:]}")
+    return found
+
+
+def _read_overrides(overrides: Sequence[str], faults: list[str]) -> Mapping[str, Any]:
+    """`key=value`, with Hydra's `+` and `++` before the key; what is no such pair is a fault."""
+    pairs = []
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if override.startswith("~"):
+            faults.append(f"override {override!r} would remove a key; set {key[1:]}=null instead")
+        elif not equals or not key.strip("+"):
+            faults.append(f"override {override!r} is not `key=value`, e.g. actor.optim.lr=1e-6")
+        else:
+            pairs.append(override.lstrip("+"))
+    return _read(lambda: OmegaConf.from_dotlist(pairs), f"overrides {pairs}")
+
+
+def _read_file(path: str | Path) -> Mapping[str, Any]:
+    path = Path(path).expanduser()
+    return _read(lambda: OmegaConf.load(path), f"config file {path}")
+
+
+def _read(read: typing.Callable[[], Any], what: str) -> Mapping[str, Any]:
     try:
-        read = OmegaConf.load(source) if is_file else OmegaConf.from_dotlist(list(source))
-        content = OmegaConf.to_container(read, resolve=True)
+        content = OmegaConf.to_container(read(), resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{what} does not exist; check the path") from None
     except (OSError, YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
@@ -107,53 +154,3 @@ def _read(source: Any) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{what} must hold `key: value` groups, not a list")
     return typing.cast("Mapping[str, Any]", content)
-
-
-def _native_keys(tree: Mapping[str, Any], source: str, schema: type) -> dict[str, Any]:
-    """Flatten to {native dotted key: value}; rejects unknown keys and keys given twice."""
-    aliases, replaced = _NAMES[schema]
-    known = {key for key, _ in keys_of(schema)}
-    values: dict[str, Any] = {}
-    for given, value in _leaves(tree):
-        key = _resolve_alias(given, aliases)
-        if key in replaced:
-            raise ConfigError(f"{given} (in {source}) is not a key here: {replaced[key]}")
-        if any(k.startswith(f"{key}.") for k in known):
-            raise ConfigError(f"{given} (in {source}) is a group of keys, not {value!r}")
-        if key not in known:
-            raise ConfigError(f"{given} (in {source}) is not a known key; {_suggest(key, known)}")
-        if key in values:
-            raise ConfigError(f"{key} is given twice in {source}, once under verl's name; keep one")
-        values[key] = value
-    return values
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _resolve_alias(key: str, aliases: Mapping[str, str]) -> str:
-    for alias in sorted(aliases, key=len, reverse=True):
-        if f"{key}.".startswith(f"{alias}."):
-            return aliases[alias] + key[len(alias) :]
-    return key
-
-
-def _suggest(key: str, known: set[str]) -> str:
-    leaf = key.rsplit(".", 1)[-1]
-    same_leaf = [k for k in sorted(known) if k.rsplit(".", 1)[-1] == leaf]
-    close = same_leaf or difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"the groups are {', '.join(sorted({k.split('.', 1)[0] for k in known}))}"
-
-
-def _first_line(error: ValidationError, values: Mapping[str, Any]) -> str:
-    first = error.errors()[0]
-    parts = map(str, first["loc"])
-    key = next(k for k in itertools.accumulate(parts, "{}.{}".format) if k in values)
-    return f"{key} is {values[key]!r}: {first['msg'][0].lower()}{first['msg'][1:]}"

@@ -1,20 +1,21 @@
-"""Every key of an SFT run, its type, its limits and its default."""
+"""Every key of an SFT run; rules as in `hybridengine.config.schema`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridengine.config.schema import (
     Count,
-    Discount,
     Flag,
     JobConfig,
-    Natural,
     OptimConfig,
+    Options,
+    PathText,
+    PathTexts,
     Positive,
     RunConfig,
+    Seed,
     ShardingConfig,
-    Texts,
     TrainedModelConfig,
     Truncation,
 )
@@ -34,40 +35,41 @@ class SFTModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class SFTDataConfig:
-    train_files: Texts = ()
-    val_files: Texts | None = None  # null: no validation at all
+    train_files: PathTexts = ()  # conversations, parquet or jsonl
+    val_files: PathTexts | None = None  # null: no validation at all
     messages_key: str | None = None  # column of whole chats; null: prompt_key and response_key
     prompt_key: str = "prompt"  # text, or a chat
-    response_key: str = "response"
+    response_key: str = "response"  # text that is trained on
     max_length: Count = 1024  # tokens of a conversation
-    truncation: Truncation = "error"
+    truncation: Truncation = "error"  # of longer ones: refuse, or cut at the left or right
     train_batch_size: Count = 256  # conversations per optimizer step, all ranks
     micro_batch_size_per_gpu: Count | None = None  # null: by tokens
     max_token_len_per_gpu: Count = 8192  # in one micro-batch
-    shuffle: Flag = True
-    chat_template: str | None = None  # Jinja text or a file; null: the tokenizer's own
+    shuffle: Flag = True  # a new order every epoch, by seed
+    chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
+    apply_chat_template_kwargs: Options = field(default_factory=dict)  # for the chat template
 
 
 @dataclass(frozen=True)
 class SFTOptimConfig(OptimConfig):
-    lr_warmup_steps_ratio: Discount = 0.0  # of all steps
-    clip_grad: Positive = 1.0
+    lr: Positive = 1e-5  # learning rate of AdamW
+    clip_grad: Positive = 1.0  # global gradient norm
 
 
 @dataclass(frozen=True)
 class SFTTrainerConfig(RunConfig):
-    default_local_dir: str = "runs/sft"
-    experiment_name: str = "sft"
+    default_local_dir: PathText = "runs/sft"  # the run's folder
+    experiment_name: str = "sft"  # in wandb
 
 
 @dataclass(frozen=True)
 class SFTConfig(JobConfig):
     model: SFTModelConfig = SFTModelConfig()
     data: SFTDataConfig = SFTDataConfig()
-    optim: SFTOptimConfig = SFTOptimConfig(lr=1e-5)
+    optim: SFTOptimConfig = SFTOptimConfig()
     trainer: SFTTrainerConfig = SFTTrainerConfig()
     ulysses_sequence_parallel_size: Count = 1  # ranks that share a micro-batch
-    seed: Natural = 1
+    seed: Seed = 1  # of data order, dropout and initial adapters
 
     @property
     def sharding(self) -> ShardingConfig:
@@ -76,7 +78,3 @@ class SFTConfig(JobConfig):
     @property
     def sequence_parallel_size(self) -> int:
         return self.ulysses_sequence_parallel_size
-
-    def warmup_steps(self, total_steps: int) -> int:
-        """In optimizer steps: `lr_warmup_steps`, else the ratio's share of all."""
-        return self.optim.lr_warmup_steps or round(self.optim.lr_warmup_steps_ratio * total_steps)

@@ -6,13 +6,14 @@ if there, `extra_info`. Other columns are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.config.schema import DataConfig
-from hybridengine.data.chats import chat_of, find_template, render, require, rows_of, short
-from hybridengine.data.files import DataError
+from hybridengine.data.chats import ChatTemplate, chat_of, chunks, require, rows_of, short
+from hybridengine.data.files import DataError, data_files
+from hybridengine.data.records import Records, fingerprint
 
 __all__ = ["DataError", "PromptDataset", "PromptSample"]
 
@@ -28,8 +29,8 @@ class PromptSample:
     chat: Sequence[Mapping[str, Any]] = ()  # as in the file
 
 
-class PromptDataset(list[PromptSample]):
-    """All prompts of one or more files, tokenised once.
+class PromptDataset(Records[PromptSample]):
+    """All prompts of one or more files, tokenised once per machine.
 
     Attributes:
         dropped: how many rows `filter_overlong_prompts` removed.
@@ -38,30 +39,55 @@ class PromptDataset(list[PromptSample]):
     """
 
     def __init__(self, files: str | Sequence[str], tokenizer: Any, data: DataConfig) -> None:
-        super().__init__()
-        template = find_template(tokenizer, data.chat_template)
-        rows = [(where, row, _chat(where, row, data)) for where, row in rows_of(files)]
-        texts = [render(where, tokenizer, template, chat, True) for where, _, chat in rows]
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template wrote them
-        for index, ((where, row, chat), text, ids) in enumerate(
-            zip(rows, texts, encoded, strict=True)
-        ):
-            if len(ids) > data.max_prompt_length:
-                if data.filter_overlong_prompts:
-                    continue
-                ids = _truncated(where, ids, data)
-                text = tokenizer.decode(ids)
-            if not ids:
-                raise DataError(f"{where}: the chat template made an empty prompt")
-            source, truth = str(row[data.reward_fn_key]), row["reward_model"]["ground_truth"]
-            extra = row.get("extra_info") or {}
-            self.append(PromptSample(index, ids, text, source, truth, extra, chat))
-        self.dropped = len(rows) - len(self)
+        found, template = data_files(files), ChatTemplate(tokenizer, data)
+        settings = (
+            *(data.prompt_key, data.reward_fn_key, data.max_prompt_length, data.truncation),
+            *(data.filter_overlong_prompts, template.text, sorted(template.options.items())),
+        )
+        key = fingerprint(tokenizer, found, "prompts", *settings)
+        super().__init__(key, lambda: _samples(files, tokenizer, template, data))
         if not self:
             raise DataError(
                 f"all {self.dropped} prompts of {files} are longer than "
                 f"data.max_prompt_length {data.max_prompt_length}; raise it"
             )
+
+
+def _samples(
+    files: str | Sequence[str], tokenizer: Any, template: ChatTemplate, data: DataConfig
+) -> Iterator[PromptSample | None]:
+    """One sample per row; None for one that is dropped."""
+    index = 0
+    for rows in chunks(rows_of(files)):
+        chats = [_chat(where, row, data) for where, row in rows]
+        texts = [
+            template.render(where, chat, True) for (where, _), chat in zip(rows, chats, strict=True)
+        ]
+        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template wrote them
+        for (where, row), chat, text, ids in zip(rows, chats, texts, encoded, strict=True):
+            yield _sample(index, where, row, chat, text, ids, tokenizer, data)
+            index += 1
+
+
+def _sample(
+    index: int,
+    where: str,
+    row: Mapping[str, Any],
+    chat: Sequence[Mapping[str, Any]],
+    text: str,
+    ids: list[int],
+    tokenizer: Any,
+    data: DataConfig,
+) -> PromptSample | None:
+    if len(ids) > data.max_prompt_length:
+        if data.filter_overlong_prompts:
+            return None
+        ids = _truncated(where, ids, data)
+        text = tokenizer.decode(ids)
+    if not ids:
+        raise DataError(f"{where}: the chat template made an empty prompt")
+    source, truth = str(row[data.reward_fn_key]), row["reward_model"]["ground_truth"]
+    return PromptSample(index, ids, text, source, truth, row.get("extra_info") or {}, chat)
 
 
 def _chat(where: str, row: Mapping[str, Any], data: DataConfig) -> list[dict[str, Any]]:

@@ -9,13 +9,14 @@ writes no such token gets the tokenizer's EOS.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.config.sft import SFTDataConfig
-from hybridengine.data.chats import chat_of, find_template, render, require, rows_of, short
-from hybridengine.data.files import DataError
+from hybridengine.data.chats import ChatTemplate, chat_of, chunks, require, rows_of, short
+from hybridengine.data.files import DataError, data_files
+from hybridengine.data.records import Records, fingerprint
 
 __all__ = ["SFTDataset", "SFTSample"]
 
@@ -37,33 +38,52 @@ class _Rendered:
     spans: list[tuple[int, int]]  # of characters that the assistant says
 
 
-class SFTDataset(list[SFTSample]):
-    """All conversations of one or more files, tokenised once.
+class SFTDataset(Records[SFTSample]):
+    """All conversations of one or more files, tokenised once per machine.
 
     Raises DataError, before any training, for every fault of a file, a row or a template.
     """
 
     def __init__(self, files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig) -> None:
-        template = find_template(tokenizer, data.chat_template)
-        rows = [_render(where, row, tokenizer, template, data) for where, row in rows_of(files)]
         if not tokenizer.is_fast:
             raise DataError("SFT needs to know where tokens lie: use a model with a fast tokenizer")
-        texts = [row.text for row in rows]
-        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        found, template = data_files(files), ChatTemplate(tokenizer, data)
+        settings = (
+            *(data.messages_key, data.prompt_key, data.response_key, data.max_length),
+            *(data.truncation, template.text, sorted(template.options.items())),
+        )
+        key = fingerprint(tokenizer, found, "sft", *settings)
+        super().__init__(key, lambda: _samples(files, tokenizer, template, data))
+
+
+def _samples(
+    files: str | Sequence[str], tokenizer: Any, template: ChatTemplate, data: SFTDataConfig
+) -> Iterator[SFTSample]:
+    for chunk in chunks(rows_of(files)):
+        rows = [_render(where, row, template, data) for where, row in chunk]
+        encoded = tokenizer(
+            [row.text for row in rows], add_special_tokens=False, return_offsets_mapping=True
+        )
         tokens = zip(rows, encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        super().__init__(_sample(row, ids, at, tokenizer, data) for row, ids, at in tokens)
+        for row, ids, offsets in tokens:
+            yield _sample(row, ids, offsets, tokenizer, data)
 
 
 def _render(
-    where: str, row: Mapping[str, Any], tokenizer: Any, template: str, data: SFTDataConfig
+    where: str, row: Mapping[str, Any], template: ChatTemplate, data: SFTDataConfig
 ) -> _Rendered:
     chat = _chat(where, row, data)
-    text, spans = render(where, tokenizer, template, chat, False), []
+    if chat[0]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the chat starts with the assistant, and no template says what comes before "
+            "that; put a user turn first, or leave the turn out"
+        )
+    text, spans = template.render(where, chat, False), []
     for turn, message in enumerate(chat):
         if message["role"] != "assistant" or not (data.messages_key or turn == len(chat) - 1):
             continue  # the prompt of a response may hold solved examples
-        before = render(where, tokenizer, template, chat[:turn], True)
-        with_turn = render(where, tokenizer, template, chat[: turn + 1], False)
+        before = template.render(where, chat[:turn], True)
+        with_turn = template.render(where, chat[: turn + 1], False)
         if not (with_turn.startswith(before) and text.startswith(with_turn)):
             raise DataError(
                 f"{where}: the chat template changes turn {turn} when other turns are there, so "
@@ -98,6 +118,8 @@ def _sample(
     data: SFTDataConfig,
 ) -> SFTSample:
     special, eos = set(tokenizer.all_special_ids), tokenizer.eos_token_id
+    if not ids:
+        raise DataError(f"{row.where}: the chat template made an empty conversation")
     targets = bytearray(len(ids))
     for start, end in row.spans:
         inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > start]

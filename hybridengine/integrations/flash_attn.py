@@ -5,9 +5,12 @@
 `hybridengine.integrations.flash_attn_2_6` has the 4-tuple of flash-attn 2.6.3.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from hybridengine.kernels import _check as check
 from hybridengine.kernels import pack
 from hybridengine.kernels.packing import inverse_order
 
@@ -34,18 +37,26 @@ def unpad_input(
         (x [T, ...], indices int64 [T] into the flattened batch, cu_seqlens int32 [B + 1],
         max_seqlen, seqused int32 [B]: the tokens of attention_mask alone).
     """
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    op = "unpad_input"
+    _check_mask(op, hidden_states, "attention_mask", attention_mask)
+    used = kept = check.mask(op, "attention_mask", attention_mask)
+    if unused_mask is not None:
+        _check_mask(op, hidden_states, "unused_mask", unused_mask)
+        kept = used | check.mask(op, "unused_mask", unused_mask)
     packed = pack([hidden_states], kept)
-    seqused = attention_mask.sum(dim=-1, dtype=torch.int32)
+    seqused = used.sum(dim=-1, dtype=torch.int32)
     return packed.values[0], packed.indices, packed.cu_seqlens, packed.max_seqlen, seqused
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """[T, ...] back to [batch, seqlen, ...], zero elsewhere, in one pass; differentiable."""
-    inverse = inverse_order(indices, batch * seqlen)
-    return torch.ops.hybridengine.move_rows(
-        [hidden_states], inverse, indices, None, 1, [batch, seqlen], [0.0], [0], None
-    )[0]
+    """[T, ...] back to [batch, seqlen, ...], zero elsewhere, in one pass; differentiable.
+
+    indices: int32 or int64 [T], each row's own place in the flattened batch. Anything else would
+    lose rows and is refused: by an IndexError on the CPU, by an assertion on the device elsewhere.
+    """
+    check.integer("pad_input", "batch", batch, at_least=0)
+    check.integer("pad_input", "seqlen", seqlen, at_least=0)
+    return _scatter("pad_input", "hidden_states", hidden_states, indices, [batch, seqlen])
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
@@ -54,11 +65,13 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros [first_axis_dim, ...] with `values` at `indices`, in one pass; differentiable."""
-    inverse = inverse_order(indices, first_axis_dim)
-    return torch.ops.hybridengine.move_rows(
-        [values], inverse, indices, None, 1, [first_axis_dim], [0.0], [0], None
-    )[0]
+    """Zeros [first_axis_dim, ...] with `values` at `indices`, in one pass; differentiable.
+
+    indices: as in `pad_input`.
+    """
+    op = "index_put_first_axis"
+    check.integer(op, "first_axis_dim", first_axis_dim, at_least=0)
+    return _scatter(op, "values", values, indices, [first_axis_dim])
 
 
 def unpad_input_for_concatenated_sequences(
@@ -74,11 +87,57 @@ def unpad_input_for_concatenated_sequences(
     Returns:
         (x [T, ...], indices, cu_seqlens int32 [sequences + 1], max_seqlen).
     """
-    filled = attention_mask_in_length.sum(dim=1, keepdim=True)
-    places = torch.arange(attention_mask_in_length.size(1), device=filled.device)
-    packed = pack([hidden_states], places < filled)
-    lengths = attention_mask_in_length[attention_mask_in_length != 0]
+    op = "unpad_input_for_concatenated_sequences"
+    lengths_BL = check.ids(op, "attention_mask_in_length", attention_mask_in_length)
+    _check_mask(op, hidden_states, "attention_mask_in_length", lengths_BL)
+    seqlen = lengths_BL.size(1)
+    filled = lengths_BL.sum(dim=1, keepdim=True)
+    # The result's size waits for a GPU anyway, so that looking costs nothing more.
+    if bool((lengths_BL < 0).any()) or bool((filled > seqlen).any()):
+        raise ValueError(
+            f"{op}: attention_mask_in_length has rows whose lengths are negative or add up to more "
+            f"than the {seqlen} tokens of a row; expected the lengths of the sequences in it."
+        )
+    packed = pack([hidden_states], torch.arange(seqlen, device=filled.device) < filled)
+    lengths = lengths_BL[lengths_BL != 0]
     cu_seqlens = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=filled.device)
     cu_seqlens[1:] = lengths.cumsum(0)
     max_seqlen = int(lengths.max()) if lengths.numel() else 0
     return packed.values[0], packed.indices, cu_seqlens, max_seqlen
+
+
+def _check_mask(op: str, hidden_states: Tensor, name: str, mask: Tensor) -> None:
+    check.same_device(op, hidden_states=hidden_states, **{name: mask})
+    if mask.dim() != 2 or hidden_states.shape[:2] != mask.shape:
+        raise ValueError(
+            f"{op}: {name} has shape {list(mask.shape)} and hidden_states "
+            f"{list(hidden_states.shape)}; expected [B, L] and [B, L, ...]."
+        )
+
+
+def _scatter(op: str, name: str, values: Tensor, indices: Tensor, shape: list[int]) -> Tensor:
+    """Zeros [*shape, ...] with row t of `values` at row indices[t]; every row has its own."""
+    check.same_device(op, **{name: values}, indices=indices)
+    check.no_forward_ad(op, **{name: values})
+    if values.dim() == 0 or indices.dim() != 1 or indices.numel() != values.shape[0]:
+        raise ValueError(
+            f"{op}: indices has shape {list(indices.shape)} and {name} {list(values.shape)}; "
+            "expected [T] and [T, ...]."
+        )
+    indices, rows = check.ids(op, "indices", indices), math.prod(shape)
+    own = (indices >= 0) & (indices < rows)
+    inverse = inverse_order(torch.where(own, indices, -1), rows)
+    if rows:
+        place = torch.arange(indices.numel(), device=indices.device)
+        own = own & (inverse[indices.clamp(0, rows - 1)] == place)
+    if not check.readable(own):
+        torch._assert_async(own.all(), f"{op}: an index outside [0, {rows}), or given twice")
+    elif not own.all():
+        t = int((~own).nonzero()[0])
+        raise IndexError(
+            f"{op}: indices[{t}] is {int(indices[t])}; expected 0 <= index < {rows}, every index "
+            f"once: two rows of {name} do not fit into one."
+        )
+    return torch.ops.hybridengine.move_rows(
+        [values], inverse, indices, None, 1, shape, [0.0], [0], None
+    )[0]

@@ -20,13 +20,17 @@ from transformers import (
 
 from hybridengine.model.errors import ModelError
 from hybridengine.model.lora import adapter_shards, save_adapter
-from hybridengine.model.parameters import original_class, parameter_shards
+from hybridengine.model.parameters import (
+    name_as_checkpoint,
+    original_class,
+    parameter_shards,
+)
 from hybridengine.model.rank_zero import run_on_rank0
 from hybridengine.reshard.lora import Adapter
+from hybridengine.storage import new_folder
 
 __all__ = [
     "check_disk_space",
-    "give_name",
     "save_description",
     "save_pretrained",
     "write_pretrained",
@@ -130,38 +134,26 @@ def write_pretrained(
     tokenizer: PreTrainedTokenizerBase,
     state_dict: Mapping[str, torch.Tensor],
     out: Path,
+    **origin: str,
 ) -> None:
-    """Write whole tensors, named as `parameter_shards` names them, and read them back to compare.
+    """Write full tensors, named as `parameter_shards` names them, and read them back to compare.
+
+    origin: kept in the folder's manifest, see `storage.seal`.
 
     Raises:
         ModelError: what transformers loads from the folder is not what was written; nothing is
             left then.
     """
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     dtype = next(x.dtype for x in state_dict.values() if x.is_floating_point())
     with torch.device("meta"):
         skeleton = model_class(copy.deepcopy(config)).to(dtype)
     if generation is not None:
         skeleton.generation_config = generation
-    try:
-        partial.mkdir(parents=True)
+    name_as_checkpoint(skeleton)
+    with new_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         tokenizer.save_pretrained(partial)
         _compare(model_class, partial, state_dict, dtype)
-        give_name(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def give_name(written: Path, name: Path) -> None:
-    """Rename a folder that is whole, in place of what had the name before."""
-    replaced = name.with_name(f".{name.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if name.exists():
-        name.rename(replaced)
-    written.rename(name)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _compare(

@@ -123,8 +123,8 @@ def _give_log_probs(model: nn.Module, head: nn.Linear, scale: float, softcap: fl
         dtype = torch.promote_types(rows.dtype, self.weight.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         found = linear_token_log_probs(
-            rows.to(dtype), self.weight.to(dtype), asked.target_ids, bias, asked.temperature,
-            logit_scale=scale, softcap=softcap,
+            rows.to(dtype), self.weight.to(dtype), asked.target_ids, asked.temperature,
+            bias=bias, logit_scale=scale, softcap=softcap,
         )  # fmt: skip
         return found[0].detach().clone()[None, :, None]  # its "logits", for the model to go on with
 

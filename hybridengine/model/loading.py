@@ -29,7 +29,7 @@ from hybridengine.model.errors import ModelError
 from hybridengine.model.head import prepare_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Parking
-from hybridengine.model.parameters import parameter_shards
+from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
 from hybridengine.model.value import put_value_head, read_model
 
@@ -92,9 +92,9 @@ def load_causal_lm(
         ModelError: on every rank, also for what only rank 0 sees (unreadable or missing weights).
     """
     config = check_model(path, trust_remote_code)
-    weights = run_on_rank0(
-        lambda: read_model(path, config, trust_remote_code, value_head), f"loading model {path!r}"
-    )
+    doing = f"loading model {path!r}"
+    weights = run_on_rank0(lambda: read_model(path, config, trust_remote_code, value_head), doing)
+    run_on_rank0(lambda: _check_finite(weights), doing)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
@@ -131,6 +131,15 @@ def load_causal_lm(
             layer.training = True
     model.parking = Parking(lambda: parameter_shards(model).values(), param_offload)
     return model
+
+
+def _check_finite(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            raise ModelError(
+                f"{name} holds values that are not finite (NaN or infinity): the file is damaged, "
+                "or the run that wrote it had diverged"
+            )
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from hybridengine.model.errors import ModelError
 from hybridengine.model.rank_zero import run_on_rank0
 from hybridengine.reshard.lora import Adapter, gathered
+from hybridengine.storage import new_folder
 
 __all__ = ["adapter_shards", "adapters_disabled", "apply_lora", "columns_of", "save_adapter"]
 
@@ -64,7 +65,8 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
     """Base parameter's name → its adapter, of live shards; empty for a model without LoRA.
 
     Raises:
-        ModelError: an adapter that is more than W + scale · B A (DoRA, a bias, several at once).
+        ModelError: an adapter that is more than W + scale · B A (DoRA, a bias, several at once), or
+            that is merged into its weight.
     """
     adapters = {}
     for name, layer in _layers(model):
@@ -75,6 +77,11 @@ def adapter_shards(model: nn.Module) -> dict[str, Adapter]:
                 f"the adapter of {name!r} is no plain LoRA of one linear layer "
                 f"({type(layer).__name__}, active: {layer.active_adapters}); expected one active "
                 "adapter without DoRA or bias, on neither fused experts nor an embedding"
+            )
+        if layer.merged:
+            raise ModelError(
+                f"the adapter of {name!r} is merged into its weight already, so a sync or an "
+                "export would add it twice; call unmerge_adapter() first"
             )
         left, right = layer.lora_B[key].weight.detach(), layer.lora_A[key].weight.detach()
         if layer.fan_in_fan_out:  # the weight is stored transposed
@@ -105,6 +112,8 @@ def adapters_disabled(model: nn.Module) -> Iterator[nn.Module]:
 def save_adapter(model: nn.Module, out_dir: str | Path) -> None:
     """Write the adapter, float32, as a folder that `peft.PeftModel.from_pretrained` loads.
 
+    The folder appears under its name when it is complete, see `storage.new_folder`.
+
     All ranks call. Raises ModelError on every rank if rank 0 cannot write.
     """
     import json
@@ -123,18 +132,22 @@ def save_adapter(model: nn.Module, out_dir: str | Path) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "target_modules": sorted(name for name, _ in _layers(model)),
-        "base_model_name_or_path": model.config.name_or_path,
+        "base_model_name_or_path": _base_name(model.config.name_or_path),
         "inference_mode": True,
     }
 
     def write() -> None:
-        out = Path(out_dir)
-        out.mkdir(parents=True, exist_ok=True)
-        save_file(kept, out / "adapter_model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(described, indent=2, sort_keys=True, default=str)
-        (out / "adapter_config.json").write_text(text)
+        with new_folder(Path(out_dir).absolute()) as out:
+            save_file(kept, out / "adapter_model.safetensors", metadata={"format": "pt"})
+            text = json.dumps(described, indent=2, sort_keys=True, default=str)
+            (out / "adapter_config.json").write_text(text)
 
     run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}")
+
+
+def _base_name(name: str) -> str:
+    """A folder's absolute path, so that the adapter is used from anywhere; a hub name as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,9 @@ class Optimizer:
 
     schedule: linear warm-up from 0 over `warmup_steps`, then constant, or linear or cosine decay to
     0 at `total_steps`.
+
+    skipped_in_a_row: updates skipped since the last one, for a gradient norm that was not finite;
+    those that only lower the loss scale of float16 do not count.
 
     param_dtype: of the model's compute; float16 gradients need a loss multiplied by `loss_scale`,
     which is 1 otherwise. offload: Adam's moments are on the device during `step()` only; whoever
@@ -64,9 +68,12 @@ class Optimizer:
             num_training_steps=total_steps,
         )
         self.last_lr = 0.0
+        self._param_dtype = str(param_dtype).removeprefix("torch.")
         self._scaling = param_dtype == torch.float16
         self.loss_scale = _FIRST_LOSS_SCALE if self._scaling else 1.0
         self._steps_at_scale = 0
+        self.skipped_in_a_row = 0
+        self._skipped_norms: list[float] = []
         self.state = Parking(self._moments, offload)
 
     def _moments(self) -> Iterable[torch.Tensor]:
@@ -84,11 +91,20 @@ class Optimizer:
         if finite:
             with self.state.present():
                 self.adamw.step()
+            self.skipped_in_a_row = 0
+        else:
+            self._skipped_norms.append(float(norm))
+            self.skipped_in_a_row += self.loss_scale <= 1
         if self._scaling:
             self._adapt_loss_scale(finite)
         self._advance()
         self.adamw.zero_grad(set_to_none=True)
         return norm
+
+    def take_skipped(self) -> list[float]:
+        """The gradient norms of the updates skipped since the last call."""
+        norms, self._skipped_norms = self._skipped_norms, []
+        return norms
 
     @torch.no_grad()
     def moments(self) -> dict[str, torch.Tensor]:
@@ -103,16 +119,19 @@ class Optimizer:
             live |= {f"{name}/{kind}": tensor for kind, tensor in state.items()}
         return live
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the schedule and the loss scale are; the moments are tensors, see `moments`."""
         return {
+            "param_dtype": self._param_dtype,
             "schedule_step": self.schedule.last_epoch,
             "loss_scale": self.loss_scale,
             "steps_at_scale": self._steps_at_scale,
         }
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.loss_scale, self._steps_at_scale = state["loss_scale"], int(state["steps_at_scale"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("param_dtype", self._param_dtype) == self._param_dtype:  # else its first scale
+            self.loss_scale = state["loss_scale"]
+            self._steps_at_scale = int(state["steps_at_scale"])
         self.schedule.last_epoch = int(state["schedule_step"]) - 1
         self._advance()
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    Transpose,
+    WeightConverter,
+    WeightTransform,
+    revert_weight_conversion,
+)
 
 from hybridengine.model.errors import ModelError
 from hybridengine.reshard.layout import Checkpoint, LayoutError, record_checkpoint
+from hybridengine.reshard.shards import local_shard
 
 __all__ = [
     "checkpoint_layout",
     "describe_checkpoint",
+    "is_finite",
+    "name_as_checkpoint",
     "original_class",
     "parameter_shards",
     "without_peft",
@@ -46,6 +59,14 @@ def parameter_shards(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 stored[_plain(f"{prefix}.{name}" if prefix else name)] = buffer
     return stored
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element (of a DTensor: of this rank's shard) is NaN or infinite."""
+    local = local_shard(tensor)
+    if not local.is_floating_point() or not local.numel():
+        return True
+    return bool(torch.stack(local.aminmax()).isfinite().all())  # in one pass, without a mask
 
 
 def without_peft(model: nn.Module) -> nn.Module:
@@ -81,7 +102,36 @@ def describe_checkpoint(model: PreTrainedModel) -> Checkpoint:
         ModelError: as `checkpoint_layout`.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in parameter_shards(model).items()}
+    name_as_checkpoint(model)
     try:
-        return record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
+        checkpoint = record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
+        buffers = frozenset(shapes.keys() & {_plain(name) for name, _ in model.named_buffers()})
+        return replace(checkpoint, buffers=buffers, config=model.config.to_dict())
     except LayoutError as error:
         raise ModelError(f"{original_class(model).__name__} cannot be resharded: {error}") from None
+
+
+def name_as_checkpoint(model: PreTrainedModel) -> None:
+    """Let transformers save `model` with the names and shapes that published checkpoints have.
+
+    Those checkpoints, and so vLLM's loaders, keep `vision_model.` in the names of a vision tower,
+    which transformers drops while loading and restores only for a model that it has loaded. A
+    prefix of all names stays out, as in transformers: it depends on the model a checkpoint is from.
+    They also keep some experts transposed, which transformers undoes while loading only.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [c for c in known if c.scope_prefix or not isinstance(c, PrefixChange)]
+    model._weight_conversions = [_always_transposing(c) for c in conversions] or None
+
+
+def _always_transposing(conversion: WeightTransform) -> WeightTransform:
+    if not isinstance(conversion, WeightConverter):
+        return conversion
+    changed = copy.copy(conversion)
+    changed.operations = [
+        Transpose(op.dim0, op.dim1) if isinstance(op, Transpose) else op
+        for op in conversion.operations
+    ]
+    return changed

@@ -22,7 +22,8 @@ def run_on_rank0(fn: Callable[[], T], doing: str) -> T | None:
             value = fn()
         except Exception as e:
             error = e
-    text = broadcast_from_rank0(None if error is None else f"{type(error).__name__}: {error}")
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    text = broadcast_from_rank0(None if error is None else f"{kind}{error}")
     if text is not None:
         raise ModelError(f"{doing} failed on rank 0: {text}") from error
     return value

@@ -12,7 +12,13 @@ from hybridengine.reshard.layout import (
     record_layout,
 )
 from hybridengine.reshard.plan import ReshardPlan, build_plan
-from hybridengine.reshard.resharder import RankLostError, Resharder, ReshardError, SyncReport
+from hybridengine.reshard.resharder import (
+    PlanOutdatedError,
+    RankLostError,
+    Resharder,
+    ReshardError,
+    SyncReport,
+)
 from hybridengine.reshard.shards import ShardSpec
 
 __all__ = [
@@ -20,6 +26,7 @@ __all__ = [
     "Copy",
     "EngineLayout",
     "LayoutError",
+    "PlanOutdatedError",
     "RankLostError",
     "ReshardError",
     "ReshardPlan",

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hybridengine.reshard.resharder import Resharder, SyncReport
+from hybridengine.reshard.resharder import PlanOutdatedError, Resharder, SyncReport
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -40,9 +40,17 @@ def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int = 64 << 20) -> R
 def reshard(model: torch.nn.Module, llm: LLM) -> SyncReport:
     """Write the model's current weights into `llm`; every rank calls.
 
-    The first call plans (`connect`); later ones with the same two only move data.
+    The first call plans (`connect`); later ones with the same two only move data. They take the
+    tensors that the model has at that moment, and plan again where dtype, shape, device, placement
+    or names changed.
     """
     known = _links.get(llm)
     if known is None or known[0] is not model:
         known = _links[llm] = (model, connect(model, llm))
-    return known[1].sync()
+    try:
+        return known[1].sync()
+    except PlanOutdatedError:  # on every rank
+        _, outdated = known
+        known = _links[llm] = (model, connect(model, llm))
+        known[1].engine.weight_version = outdated.engine.weight_version
+        return known[1].sync()

@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-__all__ = ["FailureBoard", "RankLostError", "ReshardError"]
+from hybridengine.reshard.layout import LayoutError
+
+__all__ = ["FailureBoard", "PlanOutdatedError", "RankLostError", "ReshardError"]
 
 _GRACE_S = 5.0  # a collective fails on all survivors at about the same time
 _boards = itertools.count()  # every rank makes its boards in the same order
@@ -25,6 +27,10 @@ class ReshardError(RuntimeError):
 
 class RankLostError(ReshardError, dist.DistError):
     """Another rank died, hangs or failed in the middle of a sync; the message names it."""
+
+
+class PlanOutdatedError(LayoutError):
+    """The trained parameters are no longer what the reshard was planned for: plan it again."""
 
 
 class FailureBoard:

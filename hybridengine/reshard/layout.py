@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -58,9 +59,9 @@ class TensorSpec:
 class EngineLayout:
     """Everything the reshard needs to know about one rank's engine weights.
 
-    `constants` are regions the loader fills with one value (vocabulary padding); they are written
-    once, when the reshard is set up. `fallback`: source name → why it is gathered whole and left
-    to the engine's loader, which then writes (some of) the tensors in `by_loader`.
+    `constants` are regions the loader fills with one value (vocabulary padding), written by every
+    sync before the copies, which may go over them. `fallback`: source name → why it is gathered
+    whole and left to the engine's loader, which then writes (some of) the tensors in `by_loader`.
     """
 
     destinations: dict[str, TensorSpec]
@@ -166,12 +167,15 @@ class Checkpoint:
     """What each tensor of a model's checkpoint is made of.
 
     parameters: trained parameter (or stored buffer) → shape. tensors: checkpoint name → shape.
-    copies: checkpoint name → the copies of parameters that fill it, contiguous.
+    copies: checkpoint name → the copies of parameters that fill it, contiguous. buffers: which of
+    `parameters` are stored buffers. config: the model's configuration.
     """
 
     parameters: dict[str, Shape]
     tensors: dict[str, Shape]
     copies: dict[str, list[Copy]]
+    buffers: frozenset[str] = frozenset()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def layer_traits(self) -> dict[int, list[tuple]]:
@@ -260,7 +264,8 @@ def record_layout(
     expected: which of the engine's parameters those tensors must write.
 
     The layout's sources are checkpoint tensors; `EngineLayout.of_parameters` goes on from there.
-    Raises LayoutError when a parameter of the engine is written by no checkpoint tensor.
+    Raises LayoutError when a parameter of the engine is written by no checkpoint tensor, and for
+    every error of the loader.
     """
     checkpoint = {
         name: torch.empty(shape, dtype=dtype, device="meta")
@@ -272,7 +277,7 @@ def record_layout(
     storages = {name: t.untyped_storage() for name, t in destinations.items()}
     recorder = CopyRecorder(checkpoint, destinations)
     with recorder, torch.no_grad():
-        load_weights(iter(checkpoint.items()))
+        _load(load_weights, checkpoint)
 
     layout = EngineLayout({})
     missing: list[str] = []
@@ -306,6 +311,31 @@ def record_layout(
     layout.by_loader |= {c.destination for c in layout.copies if c.source in impure}
     layout.copies = [c for c in layout.copies if c.source not in impure]
     return layout
+
+
+def _load(
+    load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    checkpoint: Mapping[str, torch.Tensor],
+) -> None:
+    """Run the engine's loader. Its errors, many of them without a text, become LayoutErrors."""
+    last: list[str] = []
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in checkpoint.items():
+            last[:] = [name]
+            yield name, tensor
+
+    try:
+        load_weights(given())
+    except LayoutError:
+        raise
+    except Exception as error:
+        at = f"{last[0]!r} of shape {tuple(checkpoint[last[0]].shape)}" if last else "none"
+        text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:300]
+        raise LayoutError(
+            f"the engine's loader does not accept the trained model's tensors (the last that it "
+            f"took is {at}; {text}). Were both built from the same model?"
+        ) from error
 
 
 def _note_contents(

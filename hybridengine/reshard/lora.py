@@ -18,6 +18,8 @@ from hybridengine.reshard.shards import local_shard
 __all__ = ["Adapter", "factors_of", "gathered", "sums_of_bits", "with_factors", "with_whole"]
 
 _CHUNK = 1 << 18  # elements in float64 at a time
+_ROW = 1 << 10  # 64-bit words of a checksum's table row
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,30 @@ def with_whole(
 
 
 def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Per tensor the wrapping sum of its bits; one pass over the memory.
+    """Per tensor a wrapping checksum of its bits; two passes over the memory.
 
     It tells a frozen parameter that was written to, which version counters do not: optimizers and
-    checkpoint loaders go past them.
+    checkpoint loaders go past them. Words are summed by row and by column of a table, and these
+    sums by odd weights, so two words that change places show.
     """
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
-        flat, size = tensor.reshape(-1), tensor.element_size()
-        words = flat.numel() * size // 8 * 8 // size
-        return flat[:words].view(torch.int64).sum() + flat[words:].view(torch.uint8).sum()
+        flat = tensor.reshape(-1).view(torch.uint8)
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
+        words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+        rows = words.numel() // _ROW
+        table = words[: rows * _ROW].view(rows, _ROW)
+        rest = (words[table.numel() :], flat[words.numel() * 8 :].to(torch.int64))
+        return torch.stack([_weighted(t) for t in (table.sum(0), table.sum(1), *rest)]).sum()
 
     return torch.stack([of(t) for t in tensors]).tolist() if tensors else []
+
+
+def _weighted(values: torch.Tensor) -> torch.Tensor:
+    """int64, wrapping: the sum of the values times odd numbers that depend on their index."""
+    weights = torch.arange(values.numel(), device=values.device).mul_(_MIX).mul_(2).add_(1)
+    return weights.mul_(values).sum()
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,16 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _meets(region: _Region, copies: list[Copy]) -> bool:
+    """Whether a region holds elements, or possibly holds elements, that copies wrote."""
+    offset, sizes, strides = region
+    read = Copy("", "", offset, 0, sizes, strides, contiguous_strides(sizes))
+    try:
+        return bool(compose(read, copies))
+    except NotABlock:
+        return True
+
+
 def _region(tensor: torch.Tensor) -> _Region:
     return tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
 
@@ -149,6 +159,8 @@ class CopyRecorder(TorchDispatchMode):
             if written.untyped_storage().nbytes() == written.nbytes:
                 self._contents[_key(written)] = Contents(renewed=True)
             contents = self._contents.setdefault(_key(written), Contents())
+            if _meets(_region(written), contents.copies):
+                contents.computed = contents.computed or "constants are written over copies"
             contents.fills.append((_region(written), value))
 
     def _note_computed(self, written: torch.Tensor, how: str, arguments: object) -> None:

@@ -9,35 +9,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from hybridengine.reshard.coverage import check_sources
 from hybridengine.reshard.exchange import Exchange, Slab, TableMaker
-from hybridengine.reshard.failures import FailureBoard, RankLostError, ReshardError
-from hybridengine.reshard.geometry import reach
-from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
-from hybridengine.reshard.lora import (
-    Adapter,
-    factors_of,
-    gathered,
-    sums_of_bits,
-    with_factors,
-    with_whole,
+from hybridengine.reshard.failures import (
+    FailureBoard,
+    PlanOutdatedError,
+    RankLostError,
+    ReshardError,
 )
+from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
+from hybridengine.reshard.lora import Adapter, sums_of_bits, with_factors, with_whole
 from hybridengine.reshard.plan import Piece, ReshardPlan, build_plan
 from hybridengine.reshard.routes import ranks_per_node
-from hybridengine.reshard.shards import Placement, ShardSpec, find_change, local_shard
-from hybridengine.reshard.verify import find_mismatches
+from hybridengine.reshard.shards import ShardSpec
+from hybridengine.reshard.trained import Parameters, TrainedTensors
+from hybridengine.reshard.verify import find_mismatches, find_unstable, warn_of_nan
 
 if TYPE_CHECKING:
     from hybridengine.rollout.engine import WeightTarget
 
-__all__ = ["RankLostError", "ReshardError", "Resharder", "SyncReport"]
-
-Parameters = Mapping[str, torch.Tensor]
+__all__ = ["PlanOutdatedError", "RankLostError", "ReshardError", "Resharder", "SyncReport"]
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,14 @@ class _InFlight:
 class Resharder:
     """Moves trained FSDP2 parameters into a rollout engine's weights, in place.
 
-    parameters: checkpoint name → DTensor (FSDP2) or replicated tensor, on every rank; or a function
-      that returns them, asked at every sync, for a model whose tensors are replaced as it trains.
+    parameters: function that returns checkpoint name → DTensor (FSDP2) or replicated tensor, on
+      every rank. It is called at every sync, because `model.cpu().cuda()`, a cast or
+      `load_state_dict(assign=True)` replaces the tensors of a model.
     engine: the rollout engine on this rank.
     bucket_bytes: staging memory (send + receive) of one all-to-all; two are alive at a time.
-    adapters: parameter → its adapter, merged as the parameter is packed, or with `merge` off given
-      to the engine beside it. All others are frozen: they travel again only if their bits change.
+    adapters: function that returns parameter → its adapter, merged as the parameter is packed, or
+      with `merge` off given to the engine beside it. All others are frozen: they travel again only
+      if their bits change.
 
     The plan is made once, agreed by digest across ranks, and reused by every `sync()`.
     Raises LayoutError on every rank for what any rank finds wrong.
@@ -77,26 +77,24 @@ class Resharder:
 
     def __init__(
         self,
-        parameters: Parameters | Callable[[], Parameters],
+        parameters: Callable[[], Parameters],
         engine: WeightTarget,
         bucket_bytes: int = 64 << 20,
-        adapters: Mapping[str, Adapter] | None = None,
+        adapters: Callable[[], Mapping[str, Adapter]] = dict,
         merge: bool = True,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = engine
-        self._given = parameters
-        self._adapters: Mapping[str, Adapter] = (adapters or {}) if merge else {}
-        self._beside: Mapping[str, Adapter] = {} if merge else (adapters or {})
-        self._factors = factors_of(self._beside)
+        self._trained = TrainedTensors(parameters, adapters, merge)
         self._board = FailureBoard(self.rank, self.world_size)
-        specs = self._agreed(self._read_shards)
-        self._device = next((t.device for t in self.parameters.values()), torch.device("cpu"))
-        self._layout = with_factors(engine.layout, self._factors)
+        specs = self._agreed(self._read_specs)
+        shards = self._trained.shards.values()
+        self._device = next((t.device for t in shards), torch.device("cpu"))
+        self._layout = with_factors(engine.layout, self._trained.factors)
         layouts = self._gather_layouts()
         nodes = self._everyones(self.rank // ranks_per_node(self.world_size))
         self.plan: ReshardPlan = self._agreed(
-            lambda: build_plan(specs, layouts, bucket_bytes, nodes)
+            lambda: self._plan(specs, layouts, bucket_bytes, nodes)
         )
         digests = self._everyones(self.plan.digest)
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
@@ -104,7 +102,7 @@ class Resharder:
                 f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
                 "bucket size differs. Start every rank with the same configuration."
             )
-        self._planned = {name: Placement.of(t) for name, t in self.parameters.items()}
+        self._planned = self._trained.placements
         self._agreed(self._live_weights)
         strides = {name: placement.local_stride for name, placement in self._planned.items()}
         maker = TableMaker(self.plan, self.rank, strides, self._device)
@@ -124,29 +122,17 @@ class Resharder:
         self._agree(problem)
         return result
 
-    def _agree(self, problem: str | None) -> None:
+    def _agree(self, problem: str | None, error: type[LayoutError] = LayoutError) -> None:
         found: dict[str, int] = {}
         for rank, text in enumerate(self._everyones(problem)):
             if text:
                 found.setdefault(text, rank)
         if found:
-            raise LayoutError("; ".join(f"on rank {rank}: {text}" for text, rank in found.items()))
+            raise error("; ".join(f"on rank {rank}: {text}" for text, rank in found.items()))
 
-    def _read_parameters(self) -> None:
-        given = self._given() if callable(self._given) else self._given
-        self.parameters = {**given, **self._factors}
-
-    def _read_shards(self) -> dict[str, ShardSpec]:
-        self._read_parameters()
-        changing = self._adapters.keys() | self._factors.keys()
-        return {
-            name: replace(
-                ShardSpec.of(name, tensor, self.world_size),
-                merged=name in self._adapters,
-                frozen=bool(changing) and name not in changing,
-            )
-            for name, tensor in self.parameters.items()
-        }
+    def _read_specs(self) -> dict[str, ShardSpec]:
+        self._trained.read()
+        return self._trained.specs(self.world_size)
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """The layout of every rank; each is sent once, by the first rank that has it."""
@@ -167,6 +153,30 @@ class Resharder:
                 )
         return [layouts[seat] for seat in seats]
 
+    def _plan(
+        self,
+        specs: dict[str, ShardSpec],
+        layouts: list[EngineLayout],
+        bucket_bytes: int,
+        nodes: list[int],
+    ) -> ReshardPlan:
+        try:
+            distinct = list({id(layout): layout for layout in layouts}.values())
+            shapes = {name: spec.shape for name, spec in specs.items()}
+            check_sources(shapes, distinct, self.engine.unused)
+        except LayoutError as error:
+            raise LayoutError(f"{error}{self.engine.differences}") from None
+        plan = build_plan(specs, layouts, bucket_bytes, nodes)
+        for bucket in plan.buckets:
+            source, engine = bucket.source_dtype, bucket.engine_dtype
+            if source != engine and not source.is_floating_point:
+                raise LayoutError(
+                    f"parameter {bucket.units[0].source!r} is {source}, which is no number that "
+                    f"the engine's {engine} can take as it is: a quantized model cannot be synced; "
+                    "train in a floating-point dtype"
+                )
+        return plan
+
     def _live_weights(self) -> dict[str, torch.Tensor]:
         """The engine's tensors, and room for whole adapters beside them."""
         weights = self.engine.weights()
@@ -180,7 +190,7 @@ class Resharder:
                 )
         return weights | {
             name: torch.empty(t.shape, dtype=t.dtype, device=self._device)
-            for name, t in self._factors.items()
+            for name, t in self._trained.factors.items()
         }
 
     def sync(self, version: int | None = None, *, verify: bool = False) -> SyncReport:
@@ -189,8 +199,9 @@ class Resharder:
         Collective: every rank calls it. On return every rank's engine generates from `version`.
         verify: afterwards compare checksums of every slice, shards against engine weights.
 
-        Raises LayoutError on every rank, before anything moves, when the parameters or the engine
-        are not what was planned for; ReshardError on every rank when a checksum differs;
+        Raises LayoutError on every rank, before anything moves, when the engine is not what was
+        planned for or cannot take weights now (it runs requests, it sleeps), PlanOutdatedError when
+        the parameters are not; ReshardError on every rank when a checksum differs;
         RankLostError when another rank dies, fails or hangs for the process group's timeout. After
         an error in the middle the engine refuses to generate until the next whole sync.
         """
@@ -201,15 +212,16 @@ class Resharder:
             settled, frozen = self._start(version)
             with self.engine.weight_update(version):
                 self._settled = None
+                self._write_constants()  # copies go over them
                 received, sent = self._move(
                     [e for e in self._exchanges if not (e.once and settled)]
                 )
-                self._write_constants()
                 self._gather_fallback(settled)
                 if verify:
                     self._verify()
-                if self._beside:
-                    self.engine.load_adapters(with_whole(self._beside, self._weights), version)
+                if self._trained.unmerged:
+                    adapters = with_whole(self._trained.unmerged, self._weights)
+                    self.engine.load_adapters(adapters, version)
                 with self._board.meeting("committing"):
                     dist.barrier()  # the version moves only when all ranks are in
                 self._settled = frozen
@@ -218,22 +230,23 @@ class Resharder:
 
     def _frozen_bits(self) -> list[int]:
         frozen = [name for name, spec in self.plan.sources.items() if spec.frozen]
-        return sums_of_bits([self._shards[name] for name in frozen])
+        return sums_of_bits([self._trained.shards[name] for name in frozen])
 
     def _start(self, version: int) -> tuple[bool, list[int]]:
         """Look at model, engine and world again; every rank goes on only if all of them may.
 
         (Whether every engine has the parameters that do not change, the bits of these.)
         """
-        _, problem = _try(self._look_again)
-        frozen = [] if problem else self._frozen_bits()
+        changed, problem = _try(self._look_again)
+        frozen = [] if changed or problem else self._frozen_bits()
         lost = self.engine.weight_version is None or frozen != self._settled
-        word = torch.tensor([problem is not None, version, -version, lost], device=self._device)
+        state = [problem is not None, changed is not None, version, -version, lost]
+        word = torch.tensor(state, device=self._device)
         with self._board.meeting("agreeing to start"):
             dist.all_reduce(word, dist.ReduceOp.MAX)
-            failed, highest, lowest, lost = word.tolist()
-            if failed:
-                self._agree(problem)
+            failed, outdated, highest, lowest, lost = word.tolist()
+            if failed or outdated:
+                self._agree(problem or changed, PlanOutdatedError if outdated else LayoutError)
         if highest != -lowest:
             raise ReshardError(
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "
@@ -241,18 +254,22 @@ class Resharder:
             )
         return not lost, frozen
 
-    def _look_again(self) -> None:
-        """Raise LayoutError for what is not as it was planned for."""
+    def _look_again(self) -> str | None:
+        """How the parameters differ from the plan. LayoutError for an engine that is not ready."""
         if (place := (dist.get_rank(), dist.get_world_size())) != (self.rank, self.world_size):
             raise LayoutError(
                 f"planned as rank {self.rank} of {self.world_size}, now rank {place[0]} of "
                 f"{place[1]}: make a new Resharder for the new world"
             )
-        self._read_parameters()
-        self._shards = {n: local_shard(t).detach() for n, t in self.parameters.items()}
-        if changed := find_change(self._planned, self.parameters):
-            raise LayoutError(f"{changed} since the reshard was planned: make a new Resharder")
+        self.engine.check_ready()
+        self._trained.read()
+        if changed := self._trained.find_change(self._planned):
+            return (
+                f"{changed} since the reshard was planned: call connect() again, or make a new "
+                "Resharder"
+            )
         self._weights = self._live_weights()
+        return None
 
     def _write_constants(self) -> None:
         for name, offset, sizes, strides, value in self.engine.layout.constants:
@@ -288,16 +305,11 @@ class Resharder:
 
     def _source(self, slab: Slab) -> torch.Tensor:
         """What a bucket packs from: this rank's shard, or what an adapter makes of a part of it."""
-        adapter = self._adapters.get(slab.name)
-        if adapter is None:
-            return self._shards[slab.name]
         spec = self.plan.sources[slab.name]
-        shard = spec.held_by(self.rank)
-        origin = 0 if shard is None else spec.interval(shard)[0]
         with self._board.meeting(f"gathering the adapter of {slab.name!r}"):
-            base = self.parameters[slab.name].detach()
-            self._gathered += adapter.bytes_gathered(base, spec.dim)
-            return adapter.merge(base, spec.dim, origin, slab.low, slab.high)
+            rows = self._trained.rows(slab.name, spec, self.rank, slab.low, slab.high)
+        self._gathered += rows[1]
+        return rows[0]
 
     def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(buffer, its outbox, its inbox). Two buffers serve all buckets: fresh memory is slow.
@@ -308,7 +320,7 @@ class Resharder:
         if self._spare:
             buffer = self._spare.pop()
         else:
-            size = stop if self._adapters else self._largest
+            size = stop if self._trained.merged else self._largest
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         dtype = exchange.engine_dtype
         return buffer, buffer[:out].view(dtype), buffer[start:stop].view(dtype)
@@ -321,7 +333,7 @@ class Resharder:
             sent.work.wait()
         self._board.phase = sent.phase.replace("exchanging", "unpacking")
         sent.exchange.unpack.copy([sent.inbox], self._targets(sent.exchange))
-        if self._adapters:
+        if self._trained.merged:
             sent.buffer.untyped_storage().resize_(0)
         else:
             self._spare.append(sent.buffer)
@@ -334,34 +346,22 @@ class Resharder:
         sources = self.plan.sources
         names = [n for n in self.plan.fallback if not (sources[n].frozen and settled)]
         if names:
-            self.engine.load_whole((name, self._whole(name)) for name in names)
+            self.engine.load_whole((name, self._unsharded(name)) for name in names)
 
-    def _whole(self, name: str) -> torch.Tensor:
-        """In memory of its own: some loaders zero in place what belongs to another rank."""
-        tensor = self.parameters[name].detach()
+    def _unsharded(self, name: str) -> torch.Tensor:
         with self._board.meeting(f"gathering {name!r} whole"):
-            if name in self._adapters:
-                return self._adapters[name].merge_whole(tensor)
-            whole = gathered(tensor)
-        here, own = (t.untyped_storage().data_ptr() for t in (whole, local_shard(tensor)))
-        return whole.clone() if here == own else whole
+            return self._trained.unsharded(name)
 
     def _verify(self) -> None:
-        planned, sources = self._planned, self.plan.sources
-
+        """Raise ReshardError on every rank where an engine tensor is not what it was made of."""
+        trained, sources = self._trained, self.plan.sources
         with self._board.meeting("gathering adapters to verify"):
-            adapters = {name: adapter.gathered() for name, adapter in self._adapters.items()}
+            adapters = {name: adapter.gathered() for name, adapter in trained.merged.items()}
 
         def of_shard(piece: Piece) -> torch.Tensor:
-            shard, block, spec = self._shards[piece.source], piece.block, sources[piece.source]
-            origin, strides = list(spec.origin(piece.shard)), planned[piece.source].local_stride
-            if piece.source in adapters:
-                base, held = self.parameters[piece.source].detach(), origin[spec.dim]
-                low, high = reach(block, spec.dim)
-                shard = adapters[piece.source].merge(base, spec.dim, held, low, high)
-                origin[spec.dim], strides = low, shard.stride()
-            offset, strides = block.address(strides, tuple(origin))
-            return shard.as_strided(block.sizes, strides, shard.storage_offset() + offset)
+            name = piece.source
+            spec, adapter = sources[name], adapters.get(name)
+            return trained.slice(name, spec, piece.shard, piece.block, adapter)
 
         def of_engine(piece: Piece) -> torch.Tensor:
             weight, block = self._weights[piece.destination], piece.block
@@ -370,6 +370,12 @@ class Resharder:
 
         with self._board.meeting("verifying"):
             wrong = find_mismatches(self.plan, self.rank, of_shard, of_engine)
+            if self.plan.fallback:
+                loaded = self.engine.layout.by_loader & self._weights.keys()
+                tensors = {name: self._weights[name] for name in sorted(loaded)}
+                reload = partial(self._gather_fallback, settled=False)
+                wrong += find_unstable(self.rank, self._layout, tensors, reload)
+            warn_of_nan(trained.shards)
         if wrong:
             rank, destination, source = wrong[0]
             raise ReshardError(

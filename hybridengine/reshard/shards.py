@@ -97,6 +97,7 @@ class Placement(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     placements: tuple | None
     mesh: object
     local_shape: tuple[int, ...]
@@ -108,19 +109,15 @@ class Placement(NamedTuple):
         placements = getattr(tensor, "placements", None)
         sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, local.stride()))
         shape, local_shape, stride = sizes
-        return cls(shape, tensor.dtype, placements, mesh, local_shape, stride)
+        return cls(shape, tensor.dtype, local.device, placements, mesh, local_shape, stride)
 
 
-def find_change(
-    planned: Mapping[str, Placement], parameters: Mapping[str, torch.Tensor]
-) -> str | None:
+def find_change(planned: Mapping[str, Placement], current: Mapping[str, Placement]) -> str | None:
     """How a parameter differs from what was planned for; None if all are as they were."""
-    for name in planned.keys() ^ parameters.keys():
+    for name in sorted(planned.keys() ^ current.keys()):
         return f"parameter {name!r} was {'removed' if name in planned else 'added'}"
-    for name, tensor in parameters.items():
-        for what, then, now in zip(
-            Placement._fields, planned[name], Placement.of(tensor), strict=True
-        ):
+    for name, placement in current.items():
+        for what, then, now in zip(Placement._fields, planned[name], placement, strict=True):
             if now != then:
                 return f"parameter {name!r} changed its {what} from {then} to {now}"
     return None

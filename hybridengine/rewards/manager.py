@@ -5,22 +5,29 @@
         def score(self, samples, responses, lengths): ...        # a RewardResult
 
 and `reward.reward_manager.name=mine` takes it, if `model.external_lib` names its file; so does
-`reward.reward_manager.name=package.module.Mine` without either.
+`reward.reward_manager.name=package.module.Mine` without either. A manager runs in the rank; the
+functions that it scores with `score_responses` or `score_batch` run in worker processes.
 """
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from hybridengine.config import ConfigError
 from hybridengine.config.schema import RewardConfig
 from hybridengine.data import PromptSample
-from hybridengine.rewards.function import BATCH_ARGUMENTS, RewardFunction, load_reward_function
+from hybridengine.reward_worker import ARGUMENTS, BATCH_ARGUMENTS, RewardError
 from hybridengine.rewards.scoring import RewardResult, score_batch, score_responses
+from hybridengine.rewards.workers import RewardFunction, RewardWorkers
 
-__all__ = ["MANAGERS", "RewardManager", "build_reward_manager", "register_manager"]
+__all__ = [
+    "MANAGERS",
+    "RewardManager",
+    "build_reward_manager",
+    "register_manager",
+    "score_checked",
+]
 
 MANAGERS: dict[str, type[RewardManager]] = {}
 
@@ -56,7 +63,7 @@ class RewardManager:
         With several functions each one's own score is among the extras, under its label.
         """
         call = score_batch if self.batched else score_responses
-        parts = [call(f, samples, responses, self.reward.timeout_s) for f in self.functions]
+        parts = [call(f, samples, responses) for f in self.functions]
         weights = self.reward.all_weights[: len(parts)]
         scores = [0.0] * len(samples)
         extras: dict[str, list[float]] = {}
@@ -102,18 +109,40 @@ def build_reward_manager(reward: RewardConfig, max_response_length: int) -> Rewa
     """
     name = reward.reward_manager.name
     manager = MANAGERS.get(name) or _import_class(name)
-    options = {"arguments": BATCH_ARGUMENTS} if manager.batched else {}
-    loaded = [load_reward_function(Path(path), own, **options) for path, own in reward.functions]
+    workers = RewardWorkers(reward.num_workers, reward.timeout_s)
+    arguments = BATCH_ARGUMENTS if manager.batched else ARGUMENTS
+    loaded = [workers.load(path, own, arguments) for path, own in reward.functions]
     return manager(loaded, reward, max_response_length)
+
+
+def score_checked(
+    manager: RewardManager,
+    samples: Sequence[PromptSample],
+    responses: Sequence[str],
+    lengths: Sequence[int],
+) -> RewardResult:
+    """Return `manager.score(...)`.
+
+    Raises RewardError where there is not a finite number for each response, and where a manager of
+    the user's own calls sys.exit, which must not look like the end of the run.
+    """
+    try:
+        result = manager.score(samples, responses, lengths)
+    except SystemExit as error:
+        raise RewardError(
+            f"reward manager {type(manager).__name__} raised SystemExit: {error}"
+        ) from error
+    result.check(len(samples))
+    return result
 
 
 def _import_class(name: str) -> type[RewardManager]:
     try:
         found = pkgutil.resolve_name(name) if "." in name else None
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"reward.reward_manager.name {name!r} cannot be imported: {error}"
-        ) from None
+        ) from error
     if not (isinstance(found, type) and issubclass(found, RewardManager)):
         raise ConfigError(
             f"reward.reward_manager.name is {name!r}, expected one of {', '.join(MANAGERS)}, or "

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from types import FrameType
 from typing import Any
 
 from hybridengine.data import PromptSample
-from hybridengine.rewards.function import ARGUMENTS, BATCH_ARGUMENTS, RewardError, RewardFunction
+from hybridengine.reward_worker import ARGUMENTS, BATCH_ARGUMENTS, RewardError
+from hybridengine.rewards.workers import CallError, RewardFunction
 
 __all__ = ["RewardResult", "score_batch", "score_responses"]
 
@@ -25,49 +21,54 @@ class RewardResult:
     scores: list[float]
     extras: dict[str, list[float]]
 
+    def check(self, size: int) -> None:
+        """Raise RewardError where there are not `size` finite scores, and as many of each extra."""
+        for name, values in {"score": self.scores, **self.extras}.items():
+            if len(values) != size:
+                raise RewardError(
+                    f"the reward manager gave {len(values)} values of {name} for {size} responses"
+                )
+            if bad := [v for v in values if not isinstance(v, int | float) or not math.isfinite(v)]:
+                raise RewardError(
+                    f"the reward manager gave {bad[0]!r} as {name}, expected a finite number"
+                )
+
 
 def score_responses(
-    function: RewardFunction,
-    samples: Sequence[PromptSample],
-    responses: Sequence[str],
-    timeout_s: float = 0.0,
+    function: RewardFunction, samples: Sequence[PromptSample], responses: Sequence[str]
 ) -> RewardResult:
-    """Score `responses[i]`, an answer to `samples[i]`, one call each.
+    """Score `responses[i]`, an answer to `samples[i]`, one call each, in worker processes.
 
     The function returns a number, or a dict with "score" and further results: its numbers become
     `extras` (every response must then give the same ones), its texts are left out.
 
-    Raises RewardError, with the sample, when the function raises, takes longer than `timeout_s`
-    (0: any time) or gives something else.
+    Raises RewardError, with the sample, when the function raises, takes longer than the workers'
+    time-out, ends its process, or gives something else.
     """
-    results = []
-    for sample, response in zip(samples, responses, strict=True):
-        with _blamed(function, _describe(sample, response), timeout_s):
-            values = _values(sample, response)
-            results.append(function.call(**dict(zip(ARGUMENTS, values, strict=True))))
-    return _collect(function, samples, responses, results)
+    calls = [
+        dict(zip(ARGUMENTS, _values(sample, response), strict=True))
+        for sample, response in zip(samples, responses, strict=True)
+    ]
+    try:
+        rows = function.workers.call(function, calls)
+    except CallError as error:
+        raise _blamed(function, samples, responses, error) from None
+    return _collect(function, samples, responses, rows)
 
 
 def score_batch(
-    function: RewardFunction,
-    samples: Sequence[PromptSample],
-    responses: Sequence[str],
-    timeout_s: float = 0.0,
+    function: RewardFunction, samples: Sequence[PromptSample], responses: Sequence[str]
 ) -> RewardResult:
     """As `score_responses`, in one call with lists (verl's batch manager), a result for each."""
     if not samples:
         return RewardResult([], {})
-    about = f"first of {len(samples)}: {_describe(samples[0], responses[0])}"
-    with _blamed(function, about, timeout_s):
-        columns = map(list, zip(*map(_values, samples, responses), strict=True))
-        results = function.call(**dict(zip(BATCH_ARGUMENTS, columns, strict=True)))
-    if not isinstance(results, Sequence) or len(results) != len(samples):
-        given = f"{len(results)} results" if isinstance(results, Sequence) else f"{type(results)}"
-        raise RewardError(
-            f"reward function {function} gave {given} for {len(samples)} responses; expected a "
-            "list with one result each"
-        )
-    return _collect(function, samples, responses, results)
+    values = zip(*map(_values, samples, responses), strict=True)
+    columns = {name: list(v) for name, v in zip(BATCH_ARGUMENTS, values, strict=True)}
+    try:
+        rows = function.workers.call_batch(function, columns, len(samples))
+    except CallError as error:
+        raise _blamed(function, samples, responses, error) from None
+    return _collect(function, samples, responses, rows)
 
 
 def _values(sample: PromptSample, response: str) -> tuple[Any, ...]:
@@ -75,67 +76,36 @@ def _values(sample: PromptSample, response: str) -> tuple[Any, ...]:
     return sample.data_source, response, sample.ground_truth, sample.extra_info
 
 
+def _blamed(
+    function: RewardFunction,
+    samples: Sequence[PromptSample],
+    responses: Sequence[str],
+    error: CallError,
+) -> RewardError:
+    if error.is_complete:
+        return RewardError(str(error))
+    index = error.index or 0
+    about = _describe(samples[index], responses[index])
+    if error.index is None:
+        about = f"first of {len(samples)}: {about}"
+    return RewardError(f"reward function {function.name} {error}; {about}")
+
+
 def _collect(
     function: RewardFunction,
     samples: Sequence[PromptSample],
     responses: Sequence[str],
-    results: Sequence[Any],
+    rows: Sequence[dict[str, float]],
 ) -> RewardResult:
-    rows: list[dict[str, float]] = []
-    for sample, response, result in zip(samples, responses, results, strict=True):
-        try:
-            rows.append(_numbers(result))
-            if rows[-1].keys() != rows[0].keys():
-                now, before = (sorted(row.keys() - {"score"}) for row in (rows[-1], rows[0]))
-                raise ValueError(f"extra results {now} where an earlier response had {before}")
-        except ValueError as fault:
-            about = _describe(sample, response)
-            raise RewardError(f"reward function {function}: {fault}; {about}") from None
+    for sample, response, row in zip(samples, responses, rows, strict=True):
+        if row.keys() != rows[0].keys():
+            now, before = (sorted(r.keys() - {"score"}) for r in (row, rows[0]))
+            raise RewardError(
+                f"reward function {function}: extra results {now} where an earlier response had "
+                f"{before}; {_describe(sample, response)}"
+            )
     columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
     return RewardResult(columns.pop("score", []), columns)
-
-
-def _numbers(result: Any) -> dict[str, float]:
-    """ "score" and further results as finite numbers, or a ValueError."""
-    given = result if isinstance(result, Mapping) else {"score": result}
-    if "score" not in given:
-        raise ValueError(f"gave a dict without 'score' (keys {sorted(map(str, given))})")
-    found = {}
-    for name, value in given.items():
-        if isinstance(value, Real) and math.isfinite(value):
-            found[str(name)] = float(value)
-        elif name == "score" or not isinstance(value, str):
-            what = repr(name) if given is result else "its result"
-            kind = type(value).__name__
-            raise ValueError(f"{what} is {value!r} ({kind}), expected a finite number")
-    return found
-
-
-@contextmanager
-def _blamed(function: RewardFunction, sample: str, timeout_s: float) -> Iterator[None]:
-    """Turn what the function raises into a RewardError; end it when its time is up.
-
-    The alarm reaches Python code in the main thread, not a loop inside a C library.
-    """
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"no result within reward.timeout_s = {timeout_s:g} s")
-
-    limited = timeout_s > 0 and threading.current_thread() is threading.main_thread()
-    if limited:
-        before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    try:
-        yield
-    except Exception as error:
-        raise RewardError(
-            f"reward function {function.name} raised {type(error).__name__}: {error} at "
-            f"{function.error_line(error)}; {sample}"
-        ) from error
-    finally:
-        if limited:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
 
 def _describe(sample: PromptSample, response: str) -> str:
@@ -144,5 +114,5 @@ def _describe(sample: PromptSample, response: str) -> str:
 
     return (
         f"prompt {short(sample.prompt_text)!r}, response {short(response)!r}, "
-        f"ground truth {sample.ground_truth!r}"
+        f"ground truth {short(repr(sample.ground_truth))}"
     )

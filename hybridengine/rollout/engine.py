@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -80,11 +80,15 @@ class WeightTarget(ABC):
     """One rank's weights of an engine, which the reshard writes in place.
 
     tp_rank: place in the tensor-parallel group. layout: how the weights derive from the checkpoint.
-    weight_version: the last committed version, None before the first sync.
+    weight_version: the last committed version, None before the first sync. unused: trained
+    parameters that the engine need not read (stored buffers). differences: where its configuration
+    differs from the trained model's, a sentence for error messages.
     """
 
     tp_rank: int
     layout: EngineLayout
+    unused: Set[str] = frozenset()
+    differences: str = ""
     weight_version: int | None = None
     _updating: int | None = None
 
@@ -103,12 +107,18 @@ class WeightTarget(ABC):
             "(reshard.lora=merged)"
         )
 
+    def check_ready(self) -> None:  # noqa: B027, most always are
+        """Raise LayoutError while the weights cannot be written: requests run, the engine sleeps.
+
+        The resharder calls it before every sync.
+        """
+
     def _take_memory(self) -> None:  # noqa: B027, most never give it away
         """Make sure the weights are in memory."""
 
     @abstractmethod
     def _forget_cached_prefixes(self) -> None:
-        """Drop everything computed from older weights."""
+        """Drop everything computed from older weights. Raises ReshardError if some remains."""
 
     def refuse_if_torn(self) -> None:
         """Raise StaleWeightsError after a sync that failed half-way, until the next whole one."""

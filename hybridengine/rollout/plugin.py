@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader import base_loader
 
 from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import describe_checkpoint, parameter_shards, without_peft
-from hybridengine.reshard.layout import Checkpoint, LayoutError
+from hybridengine.reshard.layout import LayoutError
 from hybridengine.reshard.resharder import Resharder
 from hybridengine.rollout.vllm_weights import VllmWeights, WeightsInPlace
 
@@ -73,20 +73,22 @@ def attach(fsdp_model: torch.nn.Module, llm: LLM, bucket_bytes: int) -> Resharde
             f'build it with weight_transfer_config={{"backend": "{BACKEND}"}}'
         )
     source = without_peft(fsdp_model)
-    checkpoint = describe_checkpoint(source)
-    target = _LlmWeights(llm, worker.model_runner.get_model(), checkpoint, in_place)
-    shards = {n: t for n, t in parameter_shards(source).items() if n in checkpoint.parameters}
-    return Resharder(shards, target, bucket_bytes, adapter_shards(source))
+    target = _LlmWeights(llm, describe_checkpoint(source), in_place)
+    return Resharder(
+        lambda: parameter_shards(source), target, bucket_bytes, lambda: adapter_shards(source)
+    )
 
 
 class _LlmWeights(VllmWeights):
     """The weights of an `LLM`, which takes no request while they are a mixture."""
 
-    def __init__(
-        self, llm: LLM, model: torch.nn.Module, checkpoint: Checkpoint, in_place: WeightsInPlace
-    ) -> None:
-        super().__init__(model, llm.llm_engine.vllm_config, checkpoint, in_place)
-        self._llm = llm
+    def check_ready(self) -> None:
+        super().check_ready()
+        if "weights" in self._llm.llm_engine.model_executor.sleeping_tags:
+            raise LayoutError(
+                "the engine sleeps, so its weights have no memory: call "
+                "llm.wake_up(tags=['weights']) before the sync"
+            )
 
     @contextmanager
     def weight_update(self, version: int) -> Iterator[None]:
@@ -95,10 +97,6 @@ class _LlmWeights(VllmWeights):
         with super().weight_update(version):
             yield
         del engine.add_request
-
-    def _forget_cached_prefixes(self) -> None:
-        super()._forget_cached_prefixes()
-        self._llm.reset_prefix_cache()
 
 
 @dataclass

@@ -41,6 +41,9 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM reads its own level
+    if os.environ.get("HYBRIDENGINE_ISA") in ("portable", "avx2"):  # vLLM has no limit of its own
+        for feature in ("avx512", "avx512_bf16", "amx_tile"):
+            setattr(torch.cpu, f"_is_{feature}_supported", lambda: False)
 
 
 class VllmEngine(VllmWeights, RolloutEngine):
@@ -99,14 +102,8 @@ class VllmEngine(VllmWeights, RolloutEngine):
                 enable_sleep_mode=free_cache and torch.cuda.is_available(),
                 **(engine_options or {}),
             )
-        engine = self._llm.llm_engine
-        self._runner = engine.model_executor.driver_worker.worker.model_runner
-        super().__init__(self._runner.model, engine.vllm_config, checkpoint, in_place)
+        super().__init__(self._llm, checkpoint, in_place)
         self._slot = LoraSlot(self._runner) if lora_rank else None
-
-    def _forget_cached_prefixes(self) -> None:
-        super()._forget_cached_prefixes()
-        self._llm.reset_prefix_cache()
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
@@ -136,7 +133,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
         if torch.cuda.is_available():
             self._llm.sleep(level=1)  # weights wait in host memory: not all are written by a sync
             return
-        self._llm.reset_prefix_cache()
+        self._reset_caches()
         caches = (cache.untyped_storage() for cache in self._runner.kv_caches)
         self._freed = {s.data_ptr(): (s, s.nbytes()) for s in caches}
         for storage, _ in self._freed.values():

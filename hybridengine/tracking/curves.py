@@ -18,8 +18,25 @@ _PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_crit
 _HEALTHY, _PROBLEM = 0.005, 0.01  # rollout_probs_diff_mean, by verl's rule of thumb
 
 
+_VALIDATION = ("val/…",)  # whatever the run validates on
+_RL_PANELS = {
+    "Training reward": ("critic/score/mean",),
+    "Validation, held-out prompts": _VALIDATION,
+    "Response length, tokens": ("response_length/mean",),
+    "Entropy, mean over tokens, nats": ("actor/entropy",),
+    "Rollout against trainer, mean |Δ probability|": ("training/rollout_probs_diff_mean",),
+}
+_SFT_PANELS = {
+    "Training loss, nats per target": ("train/loss",),
+    "Validation loss, nats per target": _VALIDATION,
+    "Gradient norm": ("train/grad_norm",),
+    "Learning rate": ("train/lr",),
+    "Tokens per second and rank": ("perf/throughput",),
+}
+
+
 def plot_learning_curves(history: History, path: str | Path, *, title: str = "") -> None:
-    """Draw reward, validation, response length, entropy, log-prob difference and time per step.
+    """Draw what a person watches of an RL or an SFT run, and the time per step.
 
     history: the rows of `MetricsLogger.history`, each with "step"; what a run did not log is left
         out of its panel. The file is written whole or not at all.
@@ -31,17 +48,12 @@ def plot_learning_curves(history: History, path: str | Path, *, title: str = "")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=14, fontweight="bold")
     validation = sorted({n for row in history for n in row if n.startswith("val/")})
-    panels = {
-        "Training reward": ["critic/score/mean"],
-        "Validation, held-out prompts": validation,
-        "Response length, tokens": ["response_length/mean"],
-        "Entropy, mean over tokens, nats": ["actor/entropy"],
-        "Rollout against trainer, mean |Δ probability|": ["training/rollout_probs_diff_mean"],
-    }
+    is_sft = any("train/loss" in row for row in history)
+    panels = _SFT_PANELS if is_sft else _RL_PANELS
     axes = figure.subplots(2, 3).flat
     for ax, (name, metrics) in zip(axes, panels.items(), strict=False):
-        for metric in metrics:
-            _line(ax, history, metric, smooth=metric == "critic/score/mean")
+        for metric in validation if metrics == _VALIDATION else metrics:
+            _line(ax, history, metric, smooth=metric in ("critic/score/mean", "train/loss"))
         if "probability" in name:
             ax.axhline(_HEALTHY, color="C2", linestyle="--", label="healthy below")
             ax.axhline(_PROBLEM, color="C3", linestyle="--", label="problem above")

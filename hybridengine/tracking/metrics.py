@@ -28,6 +28,9 @@ _CONSOLE = (
     ("train/loss", "loss", "{:.4f}"),
     ("train/grad_norm", "grad", "{:.2f}"),
     ("train/lr", "lr", "{:.2e}"),
+    ("critic/vf_loss", "vf loss", "{:.4f}"),
+    ("critic/vf_explained_var", "explained", "{:+.2f}"),
+    ("critic/grad_norm", "vf grad", "{:.2f}"),
     ("training/rollout_probs_diff_mean", "Δp", "{:.4f}"),
     ("timing_s/step", "time", "{:.1f} s"),
 )
@@ -113,7 +116,10 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
     def _line(self, step: int, values: Mapping[str, float]) -> Text | None:
         parts = [f"{label} {form.format(values[n])}" for n, label, form in _CONSOLE if n in values]
+        skipped = sum(v for n, v in values.items() if n.endswith("/skipped_updates"))
+        parts += [f"skipped updates {skipped:.0f}"] if skipped else []
         validation = [(n, v) for n, v in values.items() if n.startswith("val/")]
+        validation += _by_source(values)
         parts += [f"{name} {value:.3f}" for name, value in validation]
         if not parts:  # a part of a step that nobody watches, such as the time of its save
             return None
@@ -130,3 +136,10 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _by_source(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Validation metrics that say more than val/…: of several data sources, or best and maj."""
+    core = [(name, v) for name, v in values.items() if name.startswith("val-core/")]
+    several = sum("/mean@" in name for name, _ in core) > 1  # one of each source
+    return [(n.removeprefix("val-core/"), v) for n, v in core if several or "/mean@" not in n]

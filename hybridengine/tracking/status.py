@@ -21,6 +21,8 @@ class RankStatus:
     step: int
     time: float  # seconds since the epoch, of this entry
     error: str = ""  # why the rank failed in that phase, if it did so by itself
+    lost: int | None = None  # the other rank whose loss ended this one
+    end: str = ""  # "finished", or "stopped" by a signal after a checkpoint; else it is cut short
 
 
 class PhaseStatus:
@@ -29,6 +31,7 @@ class PhaseStatus:
     def __init__(self, dir: str | Path, rank: int) -> None:
         self._current = RankStatus(rank, os.getpid(), "starting", 0, time.time())
         self._file = Path(dir) / ".status" / f"rank_{rank}.json"
+        self._write(self._current)
 
     def enter(self, phase: str, step: int) -> None:
         self._write(replace(self._current, phase=phase, step=step, time=time.time()))
@@ -36,6 +39,14 @@ class PhaseStatus:
     def fail(self, error: str) -> None:
         """Note that this rank failed in its phase, not for the loss of another one."""
         self._write(replace(self._current, error=error, time=time.time()))
+
+    def lose(self, rank: int) -> None:
+        """Note that this rank ends because it has lost `rank`."""
+        self._write(replace(self._current, lost=rank, time=time.time()))
+
+    def end(self, how: str) -> None:
+        """Note that this rank has done all its work: "finished", or "stopped" before its time."""
+        self._write(replace(self._current, end=how, time=time.time()))
 
     def _write(self, status: RankStatus) -> None:
         self._current = status

@@ -8,19 +8,26 @@ from typing import Any
 
 from hybridengine.tracking import accuracy_interval, gain_interval
 from hybridengine.trainer.rollouts import Rollout
+from hybridengine.trainer.validation_metrics import source_metrics
 
 __all__ = ["HeldOut"]
 
+_CORE = "val-core/"
+
 
 class HeldOut:
-    """The score and each further result of the reward, per problem: first and last validation."""
+    """The score and each further result of the reward, per problem: first and last validation.
+
+    A checkpoint keeps both, so that a resumed run compares with the start of the whole run.
+    """
 
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = {}
         self._last: dict[str, list[float]] = {}
+        self._core: dict[str, list[float]] = {}  # first and last value of each val-core metric
 
     def add(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Means over the problems, by metric name."""
+        """Means over the problems, by metric name: val/<result>, and per data source as verl."""
         by_problem: dict[int, list[Rollout]] = {}
         for r in rollouts:
             by_problem.setdefault(r.sample.index, []).append(r)
@@ -29,7 +36,29 @@ class HeldOut:
             for name in rollouts[0].results
         }
         self._first = self._first or self._last
-        return {f"val/{name}": fmean(values) for name, values in self._last.items()}
+        per_source = source_metrics(
+            [
+                (
+                    group[0].sample.data_source,
+                    {
+                        "reward" if name == "score" else name: [r.results[name] for r in group]
+                        for name in rollouts[0].results
+                    },
+                )
+                for group in by_problem.values()
+            ]
+        )
+        for name, value in per_source.items():
+            if name.startswith(_CORE):
+                first, *_ = self._core.get(name, [value])
+                self._core[name] = [first, value]
+        return {f"val/{name}": fmean(values) for name, values in self._last.items()} | per_source
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self._first, "last": self._last, "core": self._core}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._first, self._last, self._core = state["first"], state["last"], state["core"]
 
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -42,6 +71,10 @@ class HeldOut:
                     interval = accuracy_interval(fmean(values), len(values))
                     found[f"val_{name}_{when}_ci95"] = list(interval)
             found["val_problems"] = len(start)
+        if self._core:
+            found["val_core_start_end"] = {
+                name.removeprefix(_CORE): pair for name, pair in self._core.items()
+            }
         return found
 
     def lines(self) -> list[str]:

@@ -12,6 +12,7 @@ from hybridengine.config import GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.sft import SFTDataset
 from hybridengine.model import check_model, checkpoint_layout
+from hybridengine.trainer.precision import describe_precision
 from hybridengine.trainer.setup import engine_name
 
 __all__ = ["plan_table", "sft_plan", "sync_volume"]
@@ -36,6 +37,9 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
         f"{config.actor.loss_agg_mode}",
         "ranks": f"{config.world_size}; engine: {config.world_size // tp_size} replicas, "
         f"tensor parallel over {tp_size}",
+        "precision": describe_precision(
+            ("trainer", config.sharding.dtype), ("engine", config.rollout.dtype)
+        ),
         "mesh": _mesh(config),
         "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, "
         f"{trainer.steps(per_epoch)} in all",
@@ -56,7 +60,7 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
 def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Table:
     data, trainer = config.data, config.trainer
     per_epoch = len(train) // data.train_batch_size
-    tokens, learnt = sum(len(s.ids) for s in train), sum(s.num_targets for s in train)
+    tokens, learnt = map(sum, zip(*((len(s.ids), s.num_targets) for s in train), strict=True))
     micro = (
         f"{data.micro_batch_size_per_gpu} conversations"
         if data.micro_batch_size_per_gpu
@@ -65,6 +69,7 @@ def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Ta
     rows = {
         "model": config.model.path,
         "ranks": f"{config.world_size}, {config.data_parallel_size} data parallel",
+        "precision": describe_precision(("trainer", config.sharding.dtype)),
         "training": f"{len(train)} conversations, {tokens} tokens, {learnt} of them learnt",
         "validation": f"{len(val)} conversations" if val is not None else "none",
         "steps": f"{per_epoch} per epoch, {trainer.steps(per_epoch)} in all, "
@@ -87,7 +92,7 @@ def sync_volume(config: GRPOConfig) -> str:
     model = check_model(config.model.path, config.model.trust_remote_code)
     if engine_name(config) == "hf":
         shapes = checkpoint_layout(model, config.model.trust_remote_code).parameters
-        whole = sum(map(math.prod, shapes.values())) * getattr(torch, config.rollout.dtype).itemsize
+        whole = sum(map(math.prod, shapes.values())) * _itemsize(config.rollout.dtype)
         received = lower = whole * (1 - 1 / config.world_size)
     else:
         from hybridengine.reshard.advisor import advise, record_engine_layouts
@@ -98,7 +103,8 @@ def sync_volume(config: GRPOConfig) -> str:
             config.model.trust_remote_code,
         )
         best = advise(shapes, layouts, config.world_size, nodes=config.trainer.nnodes).options[0]
-        received, lower = best.received_bytes, best.lower_bound_bytes
+        wider = _itemsize(config.rollout.dtype) / torch.bfloat16.itemsize  # what was planned for
+        received, lower = best.received_bytes * wider, best.lower_bound_bytes * wider
     return (
         f"{received / 2**20:.1f} MiB received per rank and step (lower bound {lower / 2**20:.1f})"
     )
@@ -112,6 +118,10 @@ def _mesh(config: GRPOConfig) -> str:
     return f"weights sharded over {copies}{shards}{sequences}"
 
 
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
 def _shards(config: GRPOConfig) -> int:
     size = config.sharding.fsdp_size
     return config.world_size if size == -1 else size
@@ -121,13 +131,14 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
     """By part, the largest per rank: float32 masters, gradients and two moments are 16 bytes.
 
     Activations after Korthikanti et al. 2022 (arXiv 2205.05198, section 4): 34 H bytes per token
-    and layer, or 2 H where layers are recomputed.
+    and layer in 16 bits, or 2 H where layers are recomputed.
     """
     trust = config.model.trust_remote_code
     model = check_model(config.model.path, trust)
     text = model.get_text_config()
     numel = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).parameters.values())
-    per_token = 2 if config.model.enable_gradient_checkpointing else 34
+    per_token = 1 if config.model.enable_gradient_checkpointing else 17  # elements
+    per_token *= _itemsize(config.sharding.dtype)
     tokens = max(
         config.actor.ppo_max_token_len_per_gpu,
         -(-config.longest // config.sequence_parallel_size),
@@ -139,7 +150,7 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
     if "values" in NEEDS.get(config.algorithm.adv_estimator, ()):
         parts["critic"] = 16.0 * numel / _shards(config)
     parts["activations"] = per_token * tokens * text.hidden_size * text.num_hidden_layers
-    engine = getattr(torch, config.rollout.dtype).itemsize * numel
+    engine = _itemsize(config.rollout.dtype) * numel
     parts["engine weights"] = engine / config.rollout.tensor_model_parallel_size
     gib = {name: size / _GIB for name, size in parts.items()}
     if engine_name(config) == "vllm" and not torch.cuda.is_available():

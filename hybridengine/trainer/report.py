@@ -14,7 +14,13 @@ from rich.table import Table
 
 from hybridengine.config import JobConfig, config_to_yaml
 from hybridengine.distributed import Session
-from hybridengine.tracking import MetricsLogger, Progress, write_summary
+from hybridengine.tracking import (
+    MetricsLogger,
+    Progress,
+    plot_learning_curves,
+    write_summary,
+)
+from hybridengine.tracking.atomic import atomic_file
 
 __all__ = ["Reporter"]
 
@@ -43,10 +49,10 @@ class Reporter(AbstractContextManager["Reporter"]):
             config=asdict(config),  # type: ignore[call-overload]
         )
         self._progress = Progress(steps - first_step, console=self._console)
+        self._title = f"{trainer.project_name}: {trainer.experiment_name}"
         if session.is_main:
-            (self.dir / "config.yaml").write_text(config_to_yaml(config))
-        if first_step:
-            self.say(f"resumed after step {first_step}")
+            with atomic_file(self.dir / "config.yaml") as temporary:
+                temporary.write_text(config_to_yaml(config))
 
     def __enter__(self) -> Reporter:
         self._progress.__enter__()
@@ -67,6 +73,11 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.logger.log(step, metrics)
         if "timing_s/step" in metrics:
             self._progress.finish_step(int(metrics["perf/total_num_tokens"]))
+
+    def draw(self) -> None:
+        """curves.png of what was logged so far."""
+        if self.is_main:
+            plot_learning_curves(self.logger.history, self.dir / "curves.png", title=self._title)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """summary.json and the last words on the screen."""

@@ -22,7 +22,6 @@ from rich.table import Table
 from torch import Tensor
 
 from hybridengine.algorithms import NEEDS, AdvantageOptions, KLController, Responses, advantages
-from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptLoader
 from hybridengine.distributed import Session, run_rank
@@ -30,11 +29,12 @@ from hybridengine.kernels import token_kl
 from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
 from hybridengine.rollout import SamplingSpec
-from hybridengine.tracking import plot_learning_curves, write_rollouts
+from hybridengine.tracking import write_rollouts
 from hybridengine.trainer.batching import Batch, Replicas
 from hybridengine.trainer.held_out import HeldOut
 from hybridengine.trainer.job import Job
 from hybridengine.trainer.plan import plan_table
+from hybridengine.trainer.precision import resolve_dtypes
 from hybridengine.trainer.rollouts import Rollout, RolloutMaker, scored_sample, select_groups
 from hybridengine.trainer.setup import (
     build_actor,
@@ -51,16 +51,20 @@ __all__ = ["train_grpo"]
 _SHOWN = 3  # scored samples on the screen
 
 
-def train_grpo(config: GRPOConfig) -> None:
-    """Run one rank of a GRPO job; under torchrun, or started by `hybridengine grpo`."""
+def train_grpo(config: GRPOConfig) -> bool:
+    """Run one rank of a GRPO job; under torchrun, or started by `hybridengine grpo`.
+
+    Returns whether it has finished; False: a signal stopped it after a checkpoint.
+    """
     trainer = config.trainer
-    run_rank(lambda s: _Run(config, s).train(), trainer.default_local_dir, trainer.timeout_s)
+    return run_rank(lambda s: _Run(config, s).train(), trainer.default_local_dir, trainer.timeout_s)
 
 
 class _Run(Job):
     """Everything one rank holds during a job."""
 
     def __init__(self, config: GRPOConfig, session: Session) -> None:
+        config = resolve_dtypes(config)
         super().__init__(config, session)
         self.config, data, algorithm = config, config.data, config.algorithm
         torch.manual_seed(config.seed)
@@ -92,15 +96,15 @@ class _Run(Job):
             self.resharder = build_resharder(config, self.actor, self.engine)
         self.maker = RolloutMaker(self.engine, self.tokenizer, reward, session, reward_model)
         self.kl = _kl_controller(config) if algorithm.use_kl_in_reward else None
-        self.checkpoints = Checkpointer(
-            self.dir,
+        self.optimizers = {name: part.optimizer for name, part in trained.items()}
+        self.held_out, self.syncs = HeldOut(), list[SyncReport]()
+        self.probs_diffs = list[float]()  # of the first step, and the largest
+        self.checkpoints = self.build_checkpoints(
             {name: (part.model, part.optimizer) for name, part in trained.items()},
-            {"loader": self.loader} | ({"kl": self.kl} if self.kl else {}),
-            keep=config.trainer.max_actor_ckpt_to_keep,
+            {"held_out": self.held_out} | ({"kl": self.kl} if self.kl else {}),
         )
+        self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
         self.alone, _ = dist.new_subgroups(1)  # every rank holds the whole batch
-        self.syncs: list[SyncReport] = []
-        self.held_out, self.probs_diffs = HeldOut(), list[float]()
         self.shown: list[Rollout] = []
         r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
         self.sampling = SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit)
@@ -111,6 +115,13 @@ class _Run(Job):
     def train(self) -> None:
         super().train()
         self.engine.shutdown()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "probs_diffs": self.probs_diffs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.probs_diffs = state["probs_diffs"]
 
     def plan(self) -> Table:
         plan, mib = self.resharder.plan, 2.0**20
@@ -137,8 +148,11 @@ class _Run(Job):
             sync = self._sync(step)
         metrics |= trained | step_metrics(batch)
         metrics |= {"reshard/bytes_received": sync.bytes_received, "reshard/ms": sync.milliseconds}
-        self.probs_diffs.append(metrics["training/rollout_probs_diff_mean"])
-        self._write(f"step_{step}", rollouts)
+        diff = metrics["training/rollout_probs_diff_mean"]
+        first, largest = self.probs_diffs or (diff, diff)
+        self.probs_diffs = [first, max(largest, diff)]
+        freq = self.config.trainer.rollout_freq
+        self._write(f"step_{step}", rollouts, freq > 0 and self._is_due(step, freq))
         return metrics, [r.num_tokens for r in rollouts]
 
     def _train(
@@ -238,15 +252,15 @@ class _Run(Job):
         for at in range(0, len(self.val), size):
             batch = self.val[at : at + size]
             rollouts += self.maker.make(batch, self.val_sampling, seed=self.config.seed)
-        self._write(f"val_{step}", rollouts)
+        self._write(f"val_{step}", rollouts, self.config.trainer.rollout_freq > 0)
         return fmean(r.score for r in rollouts), self.held_out.add(rollouts)
 
-    def _write(self, name: str, rollouts: list[Rollout]) -> None:
+    def _write(self, name: str, rollouts: list[Rollout], to_file: bool) -> None:
         """All rollouts to a file; some of the run's first ones, before it learns, to the screen."""
         if not self.session.is_main:
             return
-        folder = Path(self.config.trainer.rollout_data_dir or self.dir / "rollouts")
-        write_rollouts(folder / f"{name}.jsonl", rollouts)
+        if to_file:
+            write_rollouts(self.rollout_dir / f"{name}.jsonl", rollouts)
         if not self.shown:
             apart = max(1, len(rollouts) // _SHOWN)
             self.shown = rollouts[::apart][:_SHOWN]
@@ -258,22 +272,21 @@ class _Run(Job):
         dist.all_reduce(peak)  # GiB, all ranks together
         received: list[int] = [0] * self.session.world_size
         dist.all_gather_object(received, self.syncs[-1].bytes_received)
-        if self.session.is_main:
-            title = f"{self.trainer.project_name}: {self.trainer.experiment_name}"
-            plot_learning_curves(self.report.logger.history, self.dir / "curves.png", title=title)
-            for line in self.held_out.lines():
-                self.report.say(line)
+        for line in self.held_out.lines():
+            self.report.say(line)
         found = {
             "tp_size": self.engine.tp_size,
+            "rollout_dtype": self.config.rollout.dtype,
             "reshard_bytes_received_per_rank": received,
             "reshard_bytes_lower_bound_per_rank": self.resharder.plan.lower_bound,
             "reshard_ms_p50": round(median(s.milliseconds for s in self.syncs), 2),
             "peak_rss_gib": round(float(peak), 2),
             **self.held_out.summary(),
         }
-        if self.probs_diffs:  # none of a run resumed at its end
-            found["rollout_probs_diff_mean_first"] = self.probs_diffs[0]
-            found["rollout_probs_diff_mean_max"] = max(self.probs_diffs)
+        if self.probs_diffs:
+            first, largest = self.probs_diffs
+            found["rollout_probs_diff_mean_first"] = first
+            found["rollout_probs_diff_mean_max"] = largest
         return found
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybridengine.data import PromptSample
 from hybridengine.distributed import Session
-from hybridengine.rewards import RewardManager
+from hybridengine.rewards import RewardManager, score_checked
 from hybridengine.rollout import Completion, RolloutEngine, SamplingSpec
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RolloutMaker:
     ) -> list[Rollout]:
         ids, asked = [c.token_ids for c in completions], [samples[i] for i in groups]
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        result = self._reward.score(asked, texts, list(map(len, ids)))
+        result = score_checked(self._reward, asked, texts, list(map(len, ids)))
         return [
             Rollout(
                 group=i,

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from hybridengine.algorithms import check_estimator
 from hybridengine.config import ConfigError, GRPOConfig, JobConfig
-from hybridengine.config.schema import OptimConfig
+from hybridengine.config.schema import OptimConfig, RateConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
 from hybridengine.model import (
@@ -86,8 +86,8 @@ def _import_external(name: str) -> None:
         return
     try:
         importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from error
 
 
 def engine_name(config: GRPOConfig) -> str:
@@ -196,15 +196,16 @@ def load_model(
 
 
 def build_optimizer(
-    config: JobConfig, model: Any, optim: OptimConfig, lr: float, warmup_steps: int, steps: int
+    config: JobConfig, model: Any, optim: OptimConfig, rate: RateConfig, steps: int
 ) -> Optimizer:
+    """AdamW as `optim` describes it, at the learning rate and with the warm-up of `rate`."""
     return Optimizer(
         model,
-        lr=lr,
+        lr=rate.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,
         schedule=optim.lr_scheduler_type,
-        warmup_steps=warmup_steps,
+        warmup_steps=rate.warmup_steps(steps),
         total_steps=steps,
         param_dtype=getattr(torch, config.sharding.dtype),
         offload=config.sharding.optimizer_offload,
@@ -230,26 +231,24 @@ def build_actor(config: GRPOConfig, engine: RolloutEngine, replicas: Replicas, s
     model = load(adapters=True)
     if config.uses_reference and config.model.lora_rank:
         reference = partial(adapters_disabled, model)
-    optimizer = build_optimizer(config, model, optim, optim.lr, optim.lr_warmup_steps, steps)
+    optimizer = build_optimizer(config, model, optim, optim, steps)
     return Actor(config, model, reference, optimizer, replicas)
 
 
 def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
     return Resharder(
-        parameter_shards(actor.model),
+        lambda: parameter_shards(actor.model),
         engine,
-        adapters=adapter_shards(actor.model),
+        adapters=lambda: adapter_shards(actor.model),
         merge=config.reshard.lora == "merged",
     )
 
 
 def build_critic(config: GRPOConfig, replicas: Replicas, steps: int) -> Critic:
     """The value model with an FSDP2 group of its own over all ranks."""
-    path, rate = config.critic.model.path or config.model.path, config.critic.optim
+    path = config.critic.model.path or config.model.path
     model = _value_model(config, replicas.session, path)
-    optimizer = build_optimizer(
-        config, model, config.actor.optim, rate.lr, rate.lr_warmup_steps, steps
-    )
+    optimizer = build_optimizer(config, model, config.actor.optim, config.critic.optim, steps)
     return Critic(config, model, optimizer, replicas)
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import SFTConfig
 from hybridengine.data import PromptLoader
 from hybridengine.data.sft import SFTDataset, SFTSample
@@ -26,15 +25,19 @@ from hybridengine.model.forward import pack_targets
 from hybridengine.trainer.batching import split_micro_batches
 from hybridengine.trainer.job import Job
 from hybridengine.trainer.plan import sft_plan
+from hybridengine.trainer.precision import resolve_dtypes
 from hybridengine.trainer.setup import build_optimizer, load_model, load_tokenizer
 
 __all__ = ["load_sft_data", "train_sft"]
 
 
-def train_sft(config: SFTConfig) -> None:
-    """Run one rank of an SFT job; under torchrun, or started by `hybridengine sft`."""
+def train_sft(config: SFTConfig) -> bool:
+    """Run one rank of an SFT job; under torchrun, or started by `hybridengine sft`.
+
+    Returns whether it has finished; False: a signal stopped it after a checkpoint.
+    """
     trainer = config.trainer
-    run_rank(lambda s: _Run(config, s).train(), trainer.default_local_dir, trainer.timeout_s)
+    return run_rank(lambda s: _Run(config, s).train(), trainer.default_local_dir, trainer.timeout_s)
 
 
 def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
@@ -48,6 +51,7 @@ class _Run(Job):
     """Everything one rank holds during a job."""
 
     def __init__(self, config: SFTConfig, session: Session) -> None:
+        config = resolve_dtypes(config)
         super().__init__(config, session)
         self.config, data, fsdp = config, config.data, config.model.fsdp_config
         torch.manual_seed(config.seed + session.rank)  # dropout differs between the ranks
@@ -60,16 +64,10 @@ class _Run(Job):
         self.group = dist.new_subgroups(self.shared)[0] if self.shared > 1 else None
         with session.phase("load_model"):
             self.model = load_model(config, session, adapters=True, cpu_offload=fsdp.offload_policy)
-            warmup = config.warmup_steps(self.steps)
-            self.optimizer = build_optimizer(
-                config, self.model, config.optim, config.optim.lr, warmup, self.steps
-            )
-        self.checkpoints = Checkpointer(
-            self.dir,
-            {"actor": (self.model, self.optimizer)},
-            {"loader": self.loader},
-            keep=config.trainer.max_actor_ckpt_to_keep,
-        )
+            optim = config.optim
+            self.optimizer = build_optimizer(config, self.model, optim, optim, self.steps)
+        self.optimizers = {"train": self.optimizer}
+        self.checkpoints = self.build_checkpoints({"actor": (self.model, self.optimizer)}, {})
 
     def plan(self) -> Table:
         return sft_plan(self.config, self.data, self.val)

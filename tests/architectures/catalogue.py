@@ -2,8 +2,9 @@
 
     CATALOGUE["qwen3_moe"]            # Entry: model type, config overrides, TP sizes
 
-Sizes are small but not symmetric: two layers, four heads and two KV heads (replicated at TP 4), a
-vocabulary that no TP size divides.
+Sizes are small but not symmetric: four heads and two KV heads (replicated at TP 4), a vocabulary
+that no TP size divides. Most have two layers; a dozen have five to eight, because
+layers that are equal are recorded once.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ _VISION = dict(
     spatial_merge_size=2, temporal_patch_size=2, mlp_ratio=2, intermediate_size=96,
     out_hidden_size=128, fullatt_block_indexes=[1],
 )  # fmt: skip
+_SIGLIP = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    image_size=56, patch_size=14,
+)  # fmt: skip
 _MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
 
 
@@ -72,23 +77,23 @@ def _only(model_type: str, **overrides: Any) -> Entry:
 
 
 CATALOGUE: dict[str, Entry] = {
-    "llama": _text("llama", tie_word_embeddings=False),
+    "llama": _text("llama", tie_word_embeddings=False, num_hidden_layers=6),
     "llama (tied, biased)": _text(
         "llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
     "mistral": _text("mistral"),
     "ministral3": _text("ministral3"),
     "qwen2": _text("qwen2"),
-    "qwen3": _text("qwen3"),
+    "qwen3": _text("qwen3", num_hidden_layers=5),
     "qwen2_moe": _text("qwen2_moe", **_MOE, shared_expert_intermediate_size=128),
-    "qwen3_moe": _text("qwen3_moe", **_MOE),
+    "qwen3_moe": _text("qwen3_moe", **_MOE, num_hidden_layers=6),
     "qwen3_moe (expert parallel)": Entry(
         "qwen3_moe", _TEXT | _MOE, engine={"enable_expert_parallel": True}
     ),
     "qwen3_next": _text(
         "qwen3_next", **_MOE, shared_expert_intermediate_size=128, linear_num_value_heads=4,
         linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
-        layer_types=["linear_attention", "full_attention"],
+        layer_types=["linear_attention", "full_attention"] * 4, num_hidden_layers=8,
     ),
     "qwen3_5_text": _text(
         "qwen3_5_text", linear_num_value_heads=4, linear_num_key_heads=4, linear_key_head_dim=32,
@@ -96,7 +101,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "mixtral": _text("mixtral", **_MOE),
     "gemma": _text("gemma"),
-    "gemma2": _text("gemma2"),
+    "gemma2": _text("gemma2", num_hidden_layers=6),
     "gemma3_text": _text("gemma3_text"),
     "gemma3n_text": _text(
         "gemma3n_text", intermediate_size=[192, 192], num_hidden_layers=2, num_kv_shared_layers=0,
@@ -104,11 +109,13 @@ CATALOGUE: dict[str, Entry] = {
         activation_sparsity_pattern=[0.0, 0.0], layer_types=["sliding_attention", "full_attention"],
     ),
     "deepseek_v2": _text("deepseek_v2", **_MLA),
-    "deepseek_v3": _text("deepseek_v3", **_MLA, topk_method="noaux_tc"),
+    "deepseek_v3": _text("deepseek_v3", **_MLA, topk_method="noaux_tc", num_hidden_layers=6),
     "glm4_moe_lite": _text("glm4_moe_lite", **_MLA),
     "phi3": _text("phi3"),
     "phimoe": _text("phimoe", **_MOE | {"moe_intermediate_size": 192}),
-    "gpt_oss": _text("gpt_oss", **_MOE, num_key_value_heads=4, intermediate_size=256),
+    "gpt_oss": _text(
+        "gpt_oss", **_MOE, num_key_value_heads=4, intermediate_size=256, num_hidden_layers=6
+    ),
     "olmo": _text("olmo"),
     "olmo2": _text("olmo2"),
     "olmo3": _text("olmo3"),
@@ -135,7 +142,7 @@ CATALOGUE: dict[str, Entry] = {
         "falcon", vocab_size=VOCAB, hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
         multi_query=True, new_decoder_architecture=False, bias=True, parallel_attn=True,
     ),
-    "gpt_neox": _text("gpt_neox", num_key_value_heads=4),
+    "gpt_neox": _text("gpt_neox", num_key_value_heads=4, num_hidden_layers=5),
     "gpt2": _only("gpt2", **_GPT),
     "gpt_bigcode": _only("gpt_bigcode", **_GPT, multi_query=True),
     "gptj": _only("gptj", **_GPT, rotary_dim=16),
@@ -160,7 +167,9 @@ CATALOGUE: dict[str, Entry] = {
     "hunyuan_v1_dense": _text("hunyuan_v1_dense"),
     "dots1": _text("dots1", **_MOE, n_routed_experts=4, n_shared_experts=1, n_group=1,
                    topk_group=1, first_k_dense_replace=1),
-    "minimax_m2": _text("minimax_m2", **_MOE, rotary_dim=16, scoring_func="sigmoid"),
+    "minimax_m2": _text(
+        "minimax_m2", **_MOE, rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True
+    ),
     "lfm2": _text(
         "lfm2", conv_dim=128, block_dim=128, conv_dim_out=128,
         layer_types=["conv", "full_attention"],
@@ -169,7 +178,8 @@ CATALOGUE: dict[str, Entry] = {
         "lfm2_moe", **_MOE, num_dense_layers=1, layer_types=["conv", "full_attention"]
     ),
     "llama4_text": _text(
-        "llama4_text", **_MOE, intermediate_size_mlp=192, interleave_moe_layer_step=2
+        "llama4_text", **_MOE, intermediate_size_mlp=192, interleave_moe_layer_step=2,
+        num_hidden_layers=8,
     ),
     "dbrx": _only(
         "dbrx", vocab_size=VOCAB, d_model=128, n_layers=2, n_heads=4, max_seq_len=256,
@@ -185,7 +195,7 @@ CATALOGUE: dict[str, Entry] = {
         time_step_rank=8, bos_token_id=1, eos_token_id=2,
     ),
     "mamba2": _only(
-        "mamba2", vocab_size=VOCAB, hidden_size=128, num_hidden_layers=2, state_size=16,
+        "mamba2", vocab_size=VOCAB, hidden_size=128, num_hidden_layers=5, state_size=16,
         num_heads=8, head_dim=32, n_groups=4, bos_token_id=1, eos_token_id=2,
     ),
     "falcon_mamba": _only(
@@ -225,14 +235,51 @@ CATALOGUE: dict[str, Entry] = {
             | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "hidden_size": 64},
         },
     ),
+    "qwen3_vl_moe": Entry(
+        "qwen3_vl_moe",
+        sub_configs={
+            "text_config": _TEXT | _MOE
+            | {"rope_parameters": _MROPE, "num_hidden_layers": 5, "norm_topk_prob": True},
+            "vision_config": _VISION
+            | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "hidden_size": 64},
+        },
+    ),
     "gemma3": Entry(
         "gemma3",
+        sub_configs={"text_config": _TEXT | {"num_hidden_layers": 6}, "vision_config": _SIGLIP},
+    ),
+    "paligemma": Entry(
+        "paligemma",
+        {"projection_dim": 128},
         sub_configs={
-            "text_config": _TEXT,
-            "vision_config": dict(
-                hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                image_size=56, patch_size=14,
-            ),
+            "text_config": {"model_type": "gemma"} | _TEXT,
+            "vision_config": {"model_type": "siglip_vision_model", "projection_dim": 128} | _SIGLIP,
+        },
+    ),
+    "gemma4_text": _text(
+        "gemma4_text", num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3,
+        vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=32, num_kv_shared_layers=2,
+        global_head_dim=32,
+    ),
+    "qwen3_5_moe_text": _text(
+        "qwen3_5_moe_text", **_MOE, shared_expert_intermediate_size=128, linear_num_value_heads=4,
+        linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "flex_olmo": _text("flex_olmo", **_MOE),
+    "exaone_moe": _text(
+        "exaone_moe", **_MOE, num_shared_experts=1, first_k_dense_replace=1, n_group=1,
+        topk_group=1, layer_types=["sliding_attention", "full_attention"],
+    ),
+    "afmoe": _text(
+        "afmoe", **_MOE, num_dense_layers=1, num_shared_experts=1,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "mistral3": Entry(
+        "mistral3",
+        sub_configs={
+            "text_config": {"model_type": "mistral"} | _TEXT,
+            "vision_config": {"model_type": "pixtral", "head_dim": 16} | _SIGLIP,
         },
     ),
     "llava": Entry(

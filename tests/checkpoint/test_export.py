@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from hybridengine import cli
 from hybridengine.checkpoint import CheckpointError
 from hybridengine.checkpoint.export import export_checkpoint
+from hybridengine.model import ModelError
+from hybridengine.storage import seal
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.tolerances import MERGED
@@ -140,3 +142,50 @@ def test_a_shard_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_nothing_to_export(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["export", str(tmp_path), "--out", str(tmp_path / "out")])
     assert result.exit_code == 2 and "never completed" in result.stderr
+
+
+def plain_shard(folder: Path) -> Path:
+    """A checkpoint of verl's on one rank."""
+    model = AutoModelForCausalLM.from_pretrained(save_tiny("llama", folder / "huggingface"))
+    torch.save(model.state_dict(), folder / "model_world_size_1_rank_0.pt")
+    return folder
+
+
+def test_only_an_earlier_export_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What holds anything else, or is a checkpoint or the working folder, stays as it is."""
+    shards, out = plain_shard(tmp_path / "shards"), tmp_path / "out"
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "thesis.tex").write_text("years of work")
+    work = tmp_path / "work"
+    (work / "data").mkdir(parents=True)
+    monkeypatch.chdir(work)
+    checkpoint = tmp_path / "run" / "global_step_1"
+    checkpoint.mkdir(parents=True)
+    seal(checkpoint, step=1, score=None)
+    (tmp_path / "file").write_text("")
+    refusals = {
+        used: "holds 'thesis.tex', which no export wrote",
+        shards: "which no export wrote",
+        Path("."): "the working folder",
+        Path(".."): "the working folder",
+        checkpoint: "holds 'complete.json', which no export wrote",
+        checkpoint.parent: "which no export wrote",
+        tmp_path / "file": "is a file",
+    }
+    before = sorted(tmp_path.rglob("*"))
+    for given, words in refusals.items():
+        for as_adapter in (False, True):
+            with pytest.raises(ModelError, match=words):
+                export_checkpoint(shards, given, as_adapter=as_adapter)
+    assert sorted(tmp_path.rglob("*")) == before
+    for dtype in (torch.float32, torch.bfloat16):
+        export_checkpoint(shards, out, dtype)
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert {f.stat().st_mode for f in out.iterdir()} == {(tmp_path / "file").stat().st_mode}
+    (out / "eval.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"holds 'eval\.json'"):
+        export_checkpoint(shards, out)
+    assert not list(tmp_path.glob(".out.*"))

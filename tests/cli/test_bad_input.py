@@ -111,6 +111,9 @@ def test_tp_size_must_divide_the_heads(job):
         ),
         ("return 'good'", ["'good'", "expected a finite number", "prompt 'w3 w4 w5"]),
         ("return float('nan')", ["nan", "expected a finite number"]),
+        ("return 10**400", ["its result is 1000", "(int), expected a finite number"]),
+        ("import os; os._exit(0)", ["ended its process with exit code 0", "reward.py:1"]),
+        ("import sys; sys.exit(0)", ["raised SystemExit: 0 at", "reward.py:2", "prompt 'w3 w4 w5"]),
     ],
 )
 def test_reward_functions_that_fail(job, tmp_path, source, words):
@@ -119,6 +122,26 @@ def test_reward_functions_that_fail(job, tmp_path, source, words):
     line = refusal(job())
     for word in words:
         assert word in line
+
+
+def test_rows_without_a_rule_need_a_function(job, tmp_path):
+    """Also where only a later row has no rule."""
+    line = refusal(job("reward.custom_reward_function.path=[]"))
+    assert "no rule for data_source 'toy'" in line and "openai/gsm8k" in line
+    gsm8k = ROW | {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "18"}}
+    rows = [gsm8k] * 4
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert job("reward.custom_reward_function.path=[]").exit_code == 0
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*rows, ROW]))
+    line = refusal(job("reward.custom_reward_function.path=[]"))
+    assert "no rule for data_source 'toy'" in line
+
+
+def test_data_that_is_no_text(job, tmp_path):
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write(json.dumps(ROW | {"extra_info": {"name": "\ud83d"}}))
+    line = refusal(job())
+    assert "rows.jsonl, line 5 has '\\ud83d', half of a surrogate pair" in line
 
 
 def test_malformed_parquet(job, tmp_path):

@@ -49,13 +49,14 @@ def test_a_rank_that_says_nothing(tmp_path):
 
 
 @pytest.mark.multirank
-def test_a_reward_that_fails_in_mid_run(tmp_path):
+def test_a_reward_that_ends_its_process_in_mid_run(tmp_path):
+    """The run fails and names the sample; it does not end early as if all were well."""
     job = toy_job(tmp_path, **{"rollout.name": "hf", "trainer.total_training_steps": 3})
     (tmp_path / "reward.py").write_text(
         "import os\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    if os.environ.get('RANK') == '1' and solution_str:\n"
-        "        raise KeyError('no such level')\n"
+        "        os._exit(0)\n"
         "    return 0.5\n"
     )
     run = start_toy(job)
@@ -65,8 +66,8 @@ def test_a_reward_that_fails_in_mid_run(tmp_path):
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode == 1, output
-    assert "compute_score raised KeyError: 'no such level' at " in output
-    assert f"{tmp_path}/reward.py:4; prompt 'w" in output
+    assert "compute_score ended its process with exit code 0 at " in output
+    assert f"{tmp_path}/reward.py:2; prompt 'w" in output
     last = output.splitlines()[-1]
     assert last.startswith("error: rank 1 (pid "), output
     assert "failed in phase 'reward' of step 1: RewardError: reward function compute_score" in last

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.rewards import load_reward_function
+from hybridengine.rewards import import_reward_function
 
 ROOT = Path(__file__).parents[2]
 DEMO, LONG = ROOT / "examples" / "demo", ROOT / "examples" / "demo_long"
@@ -41,7 +41,7 @@ def model(prepare, tmp_path_factory):
     ],
 )
 def test_reward(response, score, strict, lenient):
-    reward = load_reward_function(DEMO / "reward.py").call("chain_sum", response, "12", {})
+    reward = import_reward_function(DEMO / "reward.py")[0]("chain_sum", response, "12", {})
     assert reward == {"score": score, "strict": strict, "lenient": lenient}
 
 

@@ -42,7 +42,7 @@ def dot_of_bfloat16(monkeypatch):
 
 def live_gradients(tensors, token_ids, slopes, chunk_rows, wanted=(True, True, True)):
     """As the op goes about it, with the row kernels of the extension."""
-    options = row_options("test", token_ids.shape, 1.0, 1.0, None, -100, None, None)
+    options = row_options("test", token_ids, VOCAB)
     chunks = Chunks(*tensors, 128 * VOCAB * 16, False, True, compact=True)
     assert chunks.gradient.shape[0] == 128  # and so a buffer holds several chunks
     chunks.size = chunk_rows

@@ -59,12 +59,12 @@ def test_hostile_rows():
 def test_a_slice_of_the_vocabulary_sums_as_the_extension_does():
     logits, token_ids, _ = plain.problem(3, 2100, torch.float32, seed=0)
     keep = torch.rand(3, 2100, generator=torch.Generator().manual_seed(0)) < 0.5
-    options = logprob.row_options("test", (3,), 0.7, 1.0, None, -100, keep, None)
     token_ids[1] += 2100  # another rank's
+    options = logprob.row_options("test", token_ids, 2100, 0.7, keep_mask=keep)
+    options = options._replace(vocab_range=torch.tensor([0, 4200]))
     flag = torch.zeros(1, dtype=torch.int32)
-    (got,) = logprob_triton.forward(logits, token_ids, options, 0, 4200, False, flag, True)
-    native = logprob.native().LogProbOptions(0.7, None, 1.0, 0.0, -100, keep, 0, 4200)
-    expected = logprob.native().log_prob_partial(logits, token_ids, native, flag)
+    (got,) = logprob_triton.forward(logits, token_ids, options, False, flag)
+    expected = logprob.native().log_prob_partial(logits, token_ids, options.native(), flag)
     torch.testing.assert_close(got, expected, **tolerances.LOG_PROB)
     assert got[1, 3] == -torch.inf
 

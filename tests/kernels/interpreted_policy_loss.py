@@ -7,7 +7,7 @@ import torch
 from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
 from hybridengine.kernels.policy_loss_triton import policy_loss_triton
 
-from tests.kernels.test_policy_loss import KL, batch, doubled, run, same
+from tests.kernels.policy_batches import KL, batch, doubled, run, same
 
 
 class Native:

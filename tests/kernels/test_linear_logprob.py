@@ -44,7 +44,7 @@ def two_steps(hidden, weight, bias, token_ids, **options):
 
 
 def fused(hidden, weight, bias, token_ids, **options):
-    return linear_token_log_probs(hidden, weight, token_ids, bias, **options)
+    return linear_token_log_probs(hidden, weight, token_ids, bias=bias, **options)
 
 
 def assert_all_close(got, expected, **tolerance):

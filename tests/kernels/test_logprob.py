@@ -143,14 +143,14 @@ def test_op_contract(dtype):
     for temperatures, keep in ((None, None), (torch.rand(3) + 0.5, keep_mask)):
         torch.library.opcheck(
             torch.ops.hybridengine.token_log_probs.default,
-            (logits.requires_grad_(), token_ids, 1.0, temperatures, 1.0, 0.0, -100, keep, "",
+            (logits.requires_grad_(), token_ids, 1.0, temperatures, 1.0, 0.0, -100, keep, None, "",
              True, False, None),
         )  # fmt: skip
 
 
 def test_closed_form_reference_gradient_is_autograd_of_the_specification():
     logits, token_ids, gradients = problem(4, 9, torch.float64, seed=5)
-    options = RowOptions(1.0, torch.rand(4) + 0.5, 0.5, 6.0, -100, None, "")
+    options = RowOptions(1.0, torch.rand(4) + 0.5, 0.5, 6.0, -100, None, None, "")
     leaf = logits.clone().requires_grad_()
     log_probs, entropy = reference_token_log_probs(leaf, token_ids, options)[:2]
     expected = torch.autograd.grad((log_probs * gradients[0] + entropy * gradients[1]).sum(), leaf)[
@@ -274,7 +274,7 @@ def test_gradients_go_to_the_places_given(dtype, device):
     """What linear_policy_loss compacts with: rows in another order, and some nowhere."""
     logits, token_ids, gradients = (t.to(device) for t in problem(5, 301, dtype, seed=9))
     expected = value_and_gradient(token_log_probs, logits, token_ids, gradients)[2]
-    options = row_options("test", token_ids.shape, 1.0, 1.0, None, -100, None, None)
+    options = row_options("test", token_ids, 301)
     found = list(rows_forward(logits, token_ids, options, False, None)[:4])
     places = torch.tensor([3, -1, 0, 6, -1], dtype=torch.int32, device=device)
     out = torch.full((8, 304), 7.0, dtype=dtype, device=device)[:, :301]

@@ -228,7 +228,7 @@ def test_offsets_beyond_two_to_the_31_elements():
         run_views(logits, token_ids), run_views(logits.contiguous(), token_ids), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    options = row_options("test", token_ids.shape, 1.0, 1.0, None, -100, None, None)
+    options = row_options("test", token_ids, 16)
     found = list(rows_forward(logits, token_ids, options, False, None)[:4])
     expected = torch.empty(rows, 16, dtype=torch.bfloat16)
     for out in (expected, logits):  # in place, far out
@@ -244,7 +244,7 @@ def run_views(logits, token_ids):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"temperature": 0.0}, "temperature is 0.0; expected a number above 0"),
+        ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
         ({"temperature": torch.ones(3)}, r"temperature has shape \(3,\)"),
         ({"softcap": -1.0}, "softcap is -1.0"),
         ({"logit_scale": math.nan}, "logit_scale is nan"),

@@ -43,7 +43,7 @@ def test_against_float64(dtype, m, n, k, transposed, bias):
 
 
 @pytest.mark.skipif(
-    not native().has_mixed_product(torch.zeros(1, dtype=torch.bfloat16)),
+    not native().has_mixed_product(torch.bfloat16),
     reason="oneDNN has no 16-bit kernel for this CPU: the widened form runs instead",
 )
 def test_a_row_does_not_depend_on_the_others():
@@ -56,14 +56,21 @@ def test_a_row_does_not_depend_on_the_others():
         assert torch.equal(part, whole[rows])
 
 
-@pytest.mark.parametrize("sizes", ((5, 40), (40, 5)))
-def test_widened_blocks(monkeypatch, sizes):
+@pytest.mark.parametrize("transposed", ((False, False), (True, False), (False, True), (True, True)))
+@pytest.mark.parametrize(
+    "dtypes", (("bfloat16",) * 2, ("float32", "float16"), ("float16", "float32"))
+)
+@pytest.mark.parametrize("sizes", ((5, 40, 16), (40, 5, 16), (5, 9, 100), (3, 4, 0)))
+def test_widened_blocks(monkeypatch, sizes, dtypes, transposed):
     """What a CPU without 16-bit products runs, the larger operand in blocks."""
     monkeypatch.setattr(_mixed_product, "native", lambda: None)
     monkeypatch.setattr(_mixed_product, "WIDENED_BYTES", 7 * 4 * 16)
-    a, b = (torch.randn(n, 16).bfloat16() for n in sizes)
+    a, b = (
+        stored(torch.randn(n, sizes[2]).to(getattr(torch, dtype)), flag)
+        for n, dtype, flag in zip(sizes, dtypes, transposed, strict=False)
+    )
     bias = torch.randn(sizes[1]).bfloat16()
-    out = torch.empty(sizes)
+    out = torch.empty(sizes[:2])
     mixed_product(out, a, b, bias)
     expected = a.double() @ b.double().t() + bias
     torch.testing.assert_close(out.double(), expected, **CLOSE)
@@ -76,7 +83,7 @@ def test_refusals():
     product = native().mixed_product
     with pytest.raises(RuntimeError, match="no 16-bit product into float32 for Float on cpu"):
         product(a.float(), a.float(), None, torch.zeros(4, 4), False)
-    if not native().has_mixed_product(a):
+    if not native().has_mixed_product(a.dtype):
         return
     for b, bias, out, accumulate in (
         (a.half(), None, torch.zeros(4, 4), False),

@@ -13,8 +13,8 @@ from hybridengine.kernels import (
     whiten,
 )
 
+from tests.kernels.policy_batches import batch
 from tests.kernels.test_packing import random_mask
-from tests.kernels.test_policy_loss import batch
 from tests.tolerances import ADVANTAGE
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from hybridengine.kernels import policy_loss, whiten
 
-from tests.kernels.test_policy_loss import batch
+from tests.kernels.policy_batches import batch
 from tests.ranks import run_ranks
 from tests.tolerances import ADVANTAGE, POLICY_LOSS
 

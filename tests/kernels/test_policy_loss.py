@@ -13,67 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
+from tests.kernels.policy_batches import KL, batch, close, doubled, run, same
 from tests.tolerances import POLICY_LOSS, POLICY_LOSS_SPLIT
 
 BACKENDS = ["cpp"]
-KL = ["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "kl", "mse", "low_var_kl"]
-
-
-def batch(lengths, seed=0, spread=0.4, dtype=torch.float32):
-    """Random packed inputs; about a quarter of the tokens masked."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = sum(lengths)
-
-    def normal(scale):
-        return (torch.randn(tokens, generator=generator) * scale).to(dtype)
-
-    old = -normal(1).abs() - 0.05
-    per_sequence = torch.randn(len(lengths), generator=generator).to(dtype)
-    advantages = torch.repeat_interleave(per_sequence, torch.tensor(lengths, dtype=torch.int64))
-    return {
-        "log_probs": (old + normal(spread)).clamp(max=-0.01),
-        "old_log_probs": old,
-        "advantages": advantages,
-        "response_mask": torch.rand(tokens, generator=generator) < 0.75,
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
-        "selected": torch.rand(tokens, generator=generator) < 0.2,
-        "ref_log_probs": old + normal(0.3),
-        "entropy": normal(1).abs(),
-        "rollout_is_weights": normal(0.5).exp(),
-    }
-
-
-def doubled(inputs):
-    floats = {k: v.double() for k, v in inputs.items() if v.is_floating_point()}
-    return {**inputs, **floats}
-
-
-def run(inputs, **options):
-    """(loss, metrics, gradient by log_probs, gradient by entropy)."""
-    leaves = {k: inputs[k].clone().requires_grad_() for k in ("log_probs", "entropy")}
-    arguments = {**inputs, **leaves}
-    loss, metrics = policy_loss(
-        arguments.pop("log_probs"),
-        arguments.pop("old_log_probs"),
-        arguments.pop("advantages"),
-        **{"loss_scale_factor": 50.0, "kl_coef": 0.1, "entropy_coeff": 0.01, **options},
-        **arguments,
-    )
-    gradients = torch.autograd.grad(loss * 2, list(leaves.values()))
-    return loss.detach(), metrics, *gradients
-
-
-def close(got, want, tolerance):
-    torch.testing.assert_close(got.double(), want.double(), **tolerance)
-
-
-def same(ours, exact, tolerance=POLICY_LOSS):
-    close(ours[0], exact[0], tolerance)
-    assert ours[1].keys() == exact[1].keys()
-    for name in exact[1]:
-        close(ours[1][name], exact[1][name], tolerance)
-    close(ours[2], exact[2], tolerance)
-    close(ours[3], exact[3], tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -279,8 +222,8 @@ def test_errors_name_what_is_wrong():
     ):
         with pytest.raises(ValueError, match=message):
             policy_loss(x, x, x, **{"backend": "cpp", **arguments})
-    with pytest.raises(ValueError, match=r"log_probs has shape \[2, 2\]"):
-        policy_loss(x.view(2, 2), x.view(2, 2), x.view(2, 2))
+    with pytest.raises(ValueError, match=r"log_probs has shape \[1, 2, 2\]"):
+        policy_loss(*[x.view(1, 2, 2)] * 3)
 
 
 def test_operator_passes_opcheck_and_compiles():

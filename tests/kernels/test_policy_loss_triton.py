@@ -4,7 +4,7 @@ import pytest
 from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
 
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.test_policy_loss import batch, doubled, run, same
+from tests.kernels.policy_batches import batch, doubled, run, same
 
 pytest.importorskip("triton")
 

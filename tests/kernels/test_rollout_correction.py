@@ -9,7 +9,7 @@ from hybridengine.kernels import REJECTION_CRITERIA, rollout_correction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.test_policy_loss import batch
+from tests.kernels.policy_batches import batch
 
 BOUNDS = {"k1": (0.7, 1.5), "k2": 0.05, "k3": 0.05}
 
@@ -145,11 +145,11 @@ def test_errors_name_what_is_wrong():
     x, ends = torch.zeros(4), torch.tensor([0, 4], dtype=torch.int32)
     for options, message in (
         ({"rollout_is": "tokens"}, "rollout_is is 'tokens'"),
-        ({"rollout_is_threshold": 0.0}, "rollout_is_threshold 0.0"),
-        ({"rollout_is_lower": 3.0}, "rollout_is_lower 3.0"),
-        ({"rejection": {"token_k4": 1.0}}, "unknown criterion 'token_k4'"),
+        ({"rollout_is_threshold": 0.0}, "rollout_is_threshold is 0.0"),
+        ({"rollout_is_lower": 3.0}, "rollout_is_lower is 3.0, above rollout_is_threshold"),
+        ({"rejection": {"token_k4": 1.0}}, "rejection is 'token_k4'"),
         ({"rejection": {"token_k1": 1.0}}, "expected a pair"),
-        ({"rejection": {"token_k3": -1.0}}, "expected a positive"),
+        ({"rejection": {"token_k3": -1.0}}, r"rejection\['token_k3'\] is -1.0"),
         ({"response_mask": torch.ones(3)}, r"response_mask has shape \[3\]"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ from hybridengine.kernels import LOSS_AGG_MODES, value_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.test_policy_loss import batch, close, doubled
+from tests.kernels.policy_batches import batch, close, doubled
 from tests.tolerances import POLICY_LOSS, POLICY_LOSS_SPLIT
 
 SCALE, CLIP = 50.0, 0.3

@@ -123,3 +123,14 @@ def test_more_than_plain_lora_is_refused(tmp_path: Path) -> None:
     inject_adapter_in_model(LoraConfig(r=4, use_dora=True, target_modules=["q_proj"]), model)
     with pytest.raises(ModelError, match="DoRA"):
         adapter_shards(model)
+
+
+def test_an_adapter_merged_by_peft_is_not_added_again(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(save_tiny("llama", tmp_path))
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    assert len(adapter_shards(model)) == 2
+    adapted.merge_adapter()
+    with pytest.raises(ModelError, match="merged into its weight already.*unmerge_adapter"):
+        adapter_shards(model)

@@ -75,7 +75,7 @@ def build(
         name: shard(whole[name], mesh_of(world_size, replicas), int(kind == "row" and rows_on_dim1))
         for name, (kind, _) in shapes.items()
     }
-    return engine, shards, Resharder(shards, engine, bucket_bytes)
+    return engine, shards, Resharder(lambda: shards, engine, bucket_bytes)
 
 
 def mesh_of(world_size: int, replicas: int) -> DeviceMesh:

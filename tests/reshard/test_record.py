@@ -256,6 +256,36 @@ def test_a_zeroed_checkpoint_tensor_is_a_constant() -> None:
     assert list(layout.fallback) == ["b"] and layout.by_loader == {"b"} and layout.copies == []
 
 
+def test_constants_over_copies_and_copies_over_constants() -> None:
+    """Zero all, then copy a part; and the other way round, which copies alone do not describe."""
+
+    def load(engine, weights):
+        for name, w in weights:
+            if name == "first":
+                engine.first.data.zero_()
+                engine.first.data[:2].copy_(w)
+            else:
+                engine.last.data[:2].copy_(w)
+                engine.last.data[1:].fill_(0)
+
+    layout = record(load, {"first": (2,), "last": (2,)}, first=(4,), last=(4,))
+    assert layout.constants == [("first", 0, (4,), (1,), 0.0)]
+    assert [(c.destination, c.sizes) for c in layout.copies] == [("first", (2,))]
+    assert layout.fallback == {"last": "last: constants are written over copies"}
+
+
+def test_a_failing_loader_is_told_with_its_tensor() -> None:
+    """vLLM's loaders assert shapes without a word."""
+
+    def load(engine, weights):
+        for name, w in weights:
+            assert name != "b"
+            engine.p.data.copy_(w)
+
+    with pytest.raises(LayoutError, match=r"took is 'b' of shape \(3,\); AssertionError"):
+        record(load, {"a": (2,), "b": (3,)}, p=(2,))
+
+
 def test_unloaded_parameter_is_an_error() -> None:
     with pytest.raises(LayoutError, match=r"'p' \(and 0 more\) is written by no"):
         record(lambda engine, weights: list(weights), {"w": (2,)}, p=(2,))

@@ -60,8 +60,14 @@ def build(
         adapt=adapt,
         **options,
     )
-    shards, adapters = parameter_shards(model), adapter_shards(model)
-    return engine, model, Resharder(shards, engine, bucket_bytes, adapters, merge=not lora_rank)
+    resharder = Resharder(
+        lambda: parameter_shards(model),
+        engine,
+        bucket_bytes,
+        lambda: adapter_shards(model),
+        merge=not lora_rank,
+    )
+    return engine, model, resharder
 
 
 class LargestAllocation(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """Managers: several functions, batches, DAPO's overlong punishment, time-outs, a user's own."""
 
-import time
+import sys
 
 import pytest
 
@@ -17,8 +17,8 @@ from hybridengine.rewards import (
     RewardManager,
     RewardResult,
     build_reward_manager,
-    load_reward_function,
     register_manager,
+    score_checked,
 )
 
 SAMPLES = [PromptSample(i, [1, 2], f"prompt {i}", "sums", str(i), {}) for i in range(3)]
@@ -105,14 +105,6 @@ def test_dapos_overlong_punishment(tmp_path):
     )
 
 
-def test_a_function_that_hangs_is_ended_with_its_sample(tmp_path):
-    body = "\n    ".join(["import time", "while solution_str == '5': time.sleep(0.01)", "return 1"])
-    started = time.monotonic()
-    with pytest.raises(RewardError, match=r"no result within reward\.timeout_s = 0\.2 s.*prompt 1"):
-        score(manager(tmp_path, {"slow": body}, timeout_s=0.2))
-    assert time.monotonic() - started < 10
-
-
 def test_a_users_own_manager(tmp_path, monkeypatch):
     class Longest(RewardManager):
         def score(self, samples, responses, lengths):
@@ -148,16 +140,17 @@ def test_managers_that_are_none(tmp_path, name, message):
 
 
 @pytest.mark.parametrize(
-    ("response", "truth", "expected"),
+    ("body", "message"),
     [
-        (r"so it is \boxed{\frac{1}{2}}", "0.5", 1.0),
-        (r"Hence \boxed{\frac{2}{3}}", "0.5", 0.0),
-        ("The answer is 7", "7", 1.0),
-        (r"$x = \sqrt{8}$", r"2\sqrt{2}", 1.0),
-        ("no answer at all", "3", 0.0),
-        ("", "3", 0.0),
+        ("sys.exit(0)", "reward manager Own raised SystemExit: 0"),
+        ("return RewardResult([1.0], {})", "gave 1 values of score for 3 responses"),
+        ("return RewardResult([1.0] * 3, {'x': [1.0]})", "gave 1 values of x for 3 responses"),
+        ("return RewardResult([1, 2, float('nan')], {})", "gave nan as score, expected a finite"),
+        ("return RewardResult([1, None, 2], {})", "gave None as score, expected a finite"),
     ],
 )
-def test_the_built_in_math_rule(response, truth, expected):
-    rule = load_reward_function("math_verify")
-    assert rule.call("math", response, truth, None) == expected
+def test_what_a_users_own_manager_gives_is_checked(body, message):
+    space = {"RewardManager": RewardManager, "RewardResult": RewardResult, "sys": sys}
+    exec(f"class Own(RewardManager):\n  def score(self, *given):\n    {body}", space)
+    with pytest.raises(RewardError, match=message):
+        score_checked(space["Own"]([], RewardConfig(), 10), SAMPLES, ["0", "5", "2"], [1, 1, 1])

@@ -33,7 +33,7 @@ def build(path: str, world_size: int, stop_token_ids: list[int]):
     model = load_causal_lm(
         path, mesh=init_device_mesh("cpu", (world_size,)), shard_dim1=lambda name: False
     )
-    return engine, Resharder(parameter_shards(model), engine, bucket_bytes=1 << 16)
+    return engine, Resharder(lambda: parameter_shards(model), engine, bucket_bytes=1 << 16)
 
 
 def generate_body(rank: int, world_size: int, path: str):
@@ -158,7 +158,7 @@ def other_plan_body(rank: int, world_size: int, path: str) -> str:
 
     engine, resharder = build(path, world_size, [])
     with pytest.raises(LayoutError) as refused:
-        Resharder(resharder.parameters, engine, bucket_bytes=(1 << 16) + rank)
+        Resharder(lambda: resharder._trained.parameters, engine, bucket_bytes=(1 << 16) + rank)
     return str(refused.value)
 
 

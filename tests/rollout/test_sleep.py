@@ -43,7 +43,7 @@ def body(rank: int, world_size: int, path: str) -> None:
     shards = parameter_shards(model)
     parking = Parking(lambda: shards.values())
     with parking.present():
-        resharder = Resharder(shards, engine, 1 << 20)
+        resharder = Resharder(lambda: shards, engine, 1 << 20)
         whole = {n: p.full_tensor().clone() for n, p in shards.items()}
 
     def cache_bytes() -> int:

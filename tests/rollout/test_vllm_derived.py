@@ -17,15 +17,12 @@ PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13]]
 MAX_TOKENS = 6
 
 
-def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
-    """Sync, train, sync, generate; then export."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from torch.distributed.device_mesh import init_device_mesh
+def train(folder: str, kind: str, dtype: torch.dtype):
+    """Sync, generate, train, sync, generate: (engine, model, what it generated at last)."""
     from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
-    from hybridengine.model import describe_checkpoint, parameter_shards, save_pretrained
+    from hybridengine.model import describe_checkpoint, parameter_shards
     from hybridengine.reshard import Resharder
     from hybridengine.rollout import SamplingSpec
     from hybridengine.rollout.vllm import VllmEngine
@@ -43,12 +40,12 @@ def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
         tp_size=1,
         max_model_len=64,
         stop_token_ids=[],
-        dtype=torch.float32,
+        dtype=dtype,
         kv_cache_bytes=64 << 20,
         engine_options={"enforce_eager": True},
     )
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    resharder = Resharder(parameter_shards(model), engine, bucket_bytes=1 << 20)
+    fully_shard(model)
+    resharder = Resharder(lambda: parameter_shards(model), engine, bucket_bytes=1 << 20)
     resharder.sync(1)
     before = engine.generate(PROMPTS, SamplingSpec(temperature=0, max_tokens=MAX_TOKENS), seed=0)
     with torch.no_grad():
@@ -57,6 +54,17 @@ def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
     resharder.sync(2)
     after = engine.generate(PROMPTS, SamplingSpec(temperature=0, max_tokens=MAX_TOKENS), seed=0)
     assert [c[0].log_probs for c in after] != [c[0].log_probs for c in before]
+    return engine, model, after
+
+
+def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    from hybridengine.model import save_pretrained
+
+    _, model, after = train(folder, kind, torch.float32)
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
     save_pretrained(model, words, f"{folder}/exported", torch.float32)
     return [(c[0].token_ids, c[0].log_probs) for c in after]
@@ -99,19 +107,18 @@ def test_synced_engine_generates_as_one_loaded_from_the_export(tmp_path: Path) -
         assert max(abs(a - b) for a, b in zip(log_probs, expected, strict=True)) < 1e-5
 
 
-def test_replaced_weight_is_refused_by_name() -> None:
-    from hybridengine.reshard import Copy, EngineLayout, LayoutError, TensorSpec
-    from hybridengine.rollout.vllm_weights import WeightsInPlace
+def sinks_body(rank: int, world_size: int, folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer the sinks that the attention backend reads, and the trained ones."""
+    engine, model, _ = train(folder, "gpt_oss", torch.float16)
+    backends = [getattr(module, "impl", None) for module in engine._model.modules()]
+    used = [b.sinks.float() for b in backends if getattr(b, "sinks", None) is not None]
+    trained = [p.full_tensor() for n, p in model.named_parameters() if n.endswith("sinks")]
+    return [(u.clone(), t.detach().half().float()) for u, t in zip(used, trained, strict=True)]
 
-    model = torch.nn.Linear(4, 2, bias=False)
-    layout = EngineLayout(
-        {"weight": TensorSpec.of(model.weight)},
-        [Copy("w", "weight", 0, 0, (2, 4), (4, 1), (4, 1))],
-    )
-    in_place = WeightsInPlace()
-    in_place._before["weight"] = model.weight.data
-    in_place.check(model, layout)
-    in_place._before["weight"] = model.weight.data
-    model.weight.data = torch.empty(0)
-    with pytest.raises(LayoutError, match=r"replaced the weight 'weight' after loading.*\(0,\)"):
-        in_place.check(model, layout)
+
+def test_parameters_that_a_backend_casts_as_it_first_runs_follow(tmp_path: Path) -> None:
+    """gpt-oss in float16: the CPU's attention replaces its sinks by a float32 copy."""
+    (layers,) = run_ranks(sinks_body, 1, str(tmp_path), timeout_s=240)
+    assert layers
+    for used, trained in layers:
+        assert torch.equal(used, trained)

@@ -163,7 +163,7 @@ def is_plain(value: Any) -> bool:
 def effect(kind: Kind, folder: Path, overrides: Sequence[str], watch: Any, spy: Spy) -> str:
     """All that can be seen of a job, as text."""
     from hybridengine.distributed import Session
-    from hybridengine.launch import USER_ERRORS
+    from hybridengine.errors import UserError
     from hybridengine.tracking import PhaseStatus
 
     for name in ("run", "elsewhere"):
@@ -181,7 +181,7 @@ def effect(kind: Kind, folder: Path, overrides: Sequence[str], watch: Any, spy: 
             spy.seen += [str(list(column.cells)) for column in plan.columns]
             module.run_rank = run_rank
             train()
-    except USER_ERRORS as error:
+    except UserError as error:
         return f"refused: {error}"
     return "\n".join([*spy.seen, *left_behind(folder)])
 

@@ -108,9 +108,9 @@ def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]
 
     from hybridengine.distributed import PeerWatch, Session
     from hybridengine.tracking import PhaseStatus
-    from hybridengine.trainer import rl
+    from hybridengine.trainer import report
 
-    rl.plot_learning_curves = lambda *args, **options: None
+    report.plot_learning_curves = lambda *args, **options: None
     watch = PeerWatch(rank, world_size)
     results = []
     for overrides in jobs:
@@ -128,7 +128,7 @@ def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]
 
 def _run(overrides: Sequence[str], session: Any) -> str:
     from hybridengine.config import load_config
-    from hybridengine.launch import USER_ERRORS
+    from hybridengine.errors import UserError
     from hybridengine.preflight import check_grpo
     from hybridengine.trainer.rl import _Run
 
@@ -137,7 +137,7 @@ def _run(overrides: Sequence[str], session: Any) -> str:
         config = load_config(file, [o for o in overrides if "=" in o])
         check_grpo(config)
         _Run(config, session).train()
-    except USER_ERRORS as error:
+    except UserError as error:
         return str(error)
     return ""
 

@@ -135,6 +135,10 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "reward.custom_reward_function.name": ("shorter", ()),
     "reward.weights": ("[1,0.5]", TWO_REWARDS),
     "reward.timeout_s": ("0.001", ("reward.custom_reward_function.path={dir}/slow_reward.py",)),
+    "reward.num_workers": (
+        "2",
+        ("reward.custom_reward_function.path={dir}/counted_reward.py", "reward.num_workers=1"),
+    ),
     "reward.reward_manager.name": (
         "dapo",
         ("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2"),
@@ -190,6 +194,9 @@ def prepare(folder: Path) -> list[str]:
     (folder / "other_reward.py").write_text(reward.replace("max(1, len(words))", "7"))
     slow = reward.replace("    words =", "    import time; time.sleep(0.003)\n    words =", 1)
     (folder / "slow_reward.py").write_text(slow)
+    counted = "import itertools\ncount = itertools.count()\n"  # of the calls in its process
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    (folder / "counted_reward.py").write_text(f"{counted}{head}    return next(count)\n")
     return base
 
 

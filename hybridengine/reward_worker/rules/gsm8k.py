@@ -1,0 +1,33 @@
+"""The built-in rule `gsm8k`: 1 where the last `#### number` is the ground truth's number."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from hybridengine.reward_worker.function import RewardError
+
+_ANSWER = re.compile(r"####\s*\$?(-?[0-9.,]+)")
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    """Compare the number after the last "####" with `ground_truth`, as GSM8K's answers end.
+
+    An answer in any other form is wrong. ground_truth: a number, or text as "1,234" or "#### 18".
+    """
+    truth = _number(str(ground_truth).rsplit("####", 1)[-1])
+    if truth is None:
+        raise RewardError(
+            f"reward_model.ground_truth is {ground_truth!r}; the rule gsm8k expects a number"
+        )
+    answers = _ANSWER.findall(solution_str)
+    return float(bool(answers) and _number(answers[-1]) == truth)
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        number = Decimal(text.strip().lstrip("$").replace(",", "").rstrip("."))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None

@@ -1,0 +1,315 @@
+"""The argument checks that all operators share: one function per kind of argument.
+
+Every function takes the operator's name and the argument's name first and raises an error that
+says which argument of which operator is wrong, what was given, what was expected and what to do.
+
+Devices, shapes, dtypes and numbers are checked always. What tensors hold is checked where reading
+is free: in CPU tensors that have memory. On other devices a look would wait for the device; there
+the kernels have defined results (see each operator). Fake and traced tensors have no values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import forward_ad
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_IDS = (torch.int64, torch.int32)
+_MASKS = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS,
+)  # fmt: skip
+_MAX_INT32 = 2**31 - 1
+
+# What the letters of shape patterns stand for: size, and the argument it was read from.
+Sizes = dict[str, tuple[int | tuple[int, ...], str]]
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` can be read here without waiting for a device."""
+    if torch.compiler.is_compiling() or tensor.device.type != "cpu":
+        return False
+    return not is_fake(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def same_device(op: str, **tensors: Tensor | None) -> None:
+    """Every tensor is on the device of the first; None is left out."""
+    first = ""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} is {_described(tensor)}; expected a tensor.")
+        if not first:
+            first, device = name, tensor.device
+        elif tensor.device != device:
+            raise ValueError(
+                f"{op}: {name} is on {tensor.device}, {first} on {device}; move them to one device."
+            )
+
+
+def shape(op: str, name: str, tensor: Tensor, pattern: str, sizes: Sizes) -> None:
+    """`tensor` has the shape `pattern`: letters for dimensions, "..." for any number in front.
+
+    A letter that `sizes` knows has that size; others are entered there, so that one dictionary
+    passed from argument to argument makes them agree.
+
+    Example:
+        >>> sizes = {}
+        >>> shape("op", "hidden", torch.zeros(2, 8), "T H", sizes)
+        >>> shape("op", "weight", torch.zeros(4, 8), "V H", sizes)
+        >>> sizes["V"]
+        (4, 'weight')
+    """
+    letters = pattern.split()
+    many = letters[:1] == ["..."]
+    given = list(tensor.shape)
+    if tensor.dim() < len(letters) - 1 or (not many and tensor.dim() != len(letters)):
+        raise _wrong_shape(op, name, given, letters, sizes)
+    if many:
+        split = tensor.dim() - len(letters) + 1
+        given = [tuple(given[:split]), *given[split:]]
+    for letter, size in zip(letters, given, strict=True):
+        if letter not in sizes:
+            sizes[letter] = (size, name)
+        elif sizes[letter][0] != size:
+            raise _wrong_shape(op, name, list(tensor.shape), letters, sizes)
+
+
+def _wrong_shape(op, name, given, letters, sizes) -> ValueError:
+    known = [
+        f"{letter} = {list(size) if letter == '...' else size} (from {owner})"
+        for letter, (size, owner) in sizes.items()
+        if letter in letters
+    ]
+    return ValueError(
+        f"{op}: {name} has shape {given}; expected [{', '.join(letters)}]"
+        + (f" with {', '.join(known)}" if known else "")
+        + "."
+    )
+
+
+def dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype] = FLOATS) -> None:
+    """`tensor` has one of the dtypes; any floating-point one without `allowed`."""
+    if tensor.dtype not in allowed:
+        raise ValueError(
+            f"{op}: {name} has dtype {_short(tensor.dtype)}; expected "
+            f"{_listed([_short(one) for one in allowed])}: convert it with .to()."
+        )
+
+
+def floats(op: str, **tensors: Tensor | None) -> None:
+    """Every tensor that is not None is of floating point."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            dtype(op, name, tensor)
+
+
+def ids(op: str, name: str, tensor: Tensor) -> Tensor:
+    """int32 or int64 -> int64. Floats are refused: converting would truncate them."""
+    dtype(op, name, tensor, _IDS)
+    return tensor.long()
+
+
+def mask(op: str, name: str, tensor: Tensor) -> Tensor:
+    """bool, integer or float -> bool; non-zero is True.
+
+    A float other than 0 and 1 is refused (CPU): a weight or NaN is no mask.
+    """
+    dtype(op, name, tensor, _MASKS)
+    if tensor.dtype == torch.bool:
+        return tensor
+    if tensor.is_floating_point() and readable(tensor):
+        wrong = (tensor != 0) & (tensor != 1)
+        if wrong.any():
+            where = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{op}: {name}{where} is {tensor[tuple(where)].item()}; a mask of floats holds "
+                "0 and 1 only: compare it with a threshold first."
+            )
+    return tensor != 0
+
+
+def cu_seqlens(
+    op: str, tensor: Tensor, num_tokens: int, mask: Tensor | None = None, name: str = "cu_seqlens"
+) -> Tensor:
+    """[N + 1] int32 or int64 that starts at 0, does not descend and ends at T -> int32.
+
+    Tokens past the end (rows that `pack(capacity=)` left free) are refused unless `mask`, [T]
+    bool, masks them: they belong to no sequence.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} is {_described(tensor)}; expected a tensor [N + 1].")
+    dtype(op, name, tensor, _IDS)
+    if tensor.dim() != 1 or tensor.numel() == 0:
+        raise ValueError(
+            f"{op}: {name} has shape {list(tensor.shape)}; expected [N + 1]: 0 and the end of "
+            "every sequence."
+        )
+    if num_tokens > _MAX_INT32:
+        raise ValueError(
+            f"{op}: {num_tokens} tokens do not fit {name}, which is int32; split the batch."
+        )
+    if readable(tensor):
+        _check_ends(op, name, tensor, num_tokens, mask)
+    return tensor.to(torch.int32).contiguous()
+
+
+def _check_ends(op: str, name: str, tensor: Tensor, num_tokens: int, mask: Tensor | None) -> None:
+    if tensor[0] != 0:
+        raise ValueError(f"{op}: {name}[0] is {int(tensor[0])}; expected 0.")
+    falls = (tensor[1:] < tensor[:-1]).nonzero()
+    if falls.numel():
+        n = int(falls[0]) + 1
+        raise ValueError(
+            f"{op}: {name}[{n}] is {int(tensor[n])}, less than {int(tensor[n - 1])} before it; "
+            "expected ends in ascending order."
+        )
+    end = int(tensor[-1])
+    if end > num_tokens:
+        raise ValueError(
+            f"{op}: {name} ends at {end}, but there are {num_tokens} tokens; expected the end "
+            "of the last sequence."
+        )
+    if end < num_tokens and (mask is None or (readable(mask) and bool(mask[end:].any()))):
+        raise ValueError(
+            f"{op}: {name} ends at {end}, but there are {num_tokens} tokens; the last "
+            f"{num_tokens - end} belong to no sequence: mask or remove them."
+        )
+
+
+def number(
+    op: str,
+    name: str,
+    value: float,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    infinite: bool = False,
+) -> float:
+    """A number within bounds, as a float. NaN is refused, and inf unless `infinite`."""
+    if isinstance(value, bool | Tensor) or not isinstance(value, (int, float, Real)):
+        raise TypeError(f"{op}: {name} is {_described(value)}; expected a number.")
+    value = float(value)
+    good = value == value and (infinite or abs(value) != float("inf"))
+    good = good and (above is None or value > above) and (at_least is None or value >= at_least)
+    if not good or not (at_most is None or value <= at_most):
+        bounds = [
+            f"{word} {bound}"
+            for word, bound in (("above", above), ("at least", at_least), ("at most", at_most))
+            if bound is not None
+        ]
+        kind = "a number" if infinite else "a finite number"
+        raise ValueError(
+            f"{op}: {name} is {value}; expected {' '.join([kind, ' and '.join(bounds)]).strip()}."
+        )
+    return value
+
+
+def integer(op: str, name: str, value: int, *, at_least: int | None = None) -> int:
+    """An integer within bounds; a float or a tensor is refused."""
+    whole = isinstance(value, int) or hasattr(value, "__index__")
+    if isinstance(value, bool | Tensor) or not whole:
+        raise TypeError(f"{op}: {name} is {_described(value)}; expected an integer.")
+    if at_least is not None and value < at_least:
+        raise ValueError(f"{op}: {name} is {value}; expected an integer of at least {at_least}.")
+    return value
+
+
+def ordered(op: str, low_name: str, low: float, high_name: str, high: float) -> None:
+    """low <= high, both already numbers."""
+    if low > high:
+        raise ValueError(
+            f"{op}: {low_name} is {low}, above {high_name}, which is {high}; exchange them."
+        )
+
+
+def choice(op: str, name: str, value: str, known: Sequence[str], aliases: Sequence[str] = ()):
+    """`value` is one of the names."""
+    if value in known or value in aliases:
+        return
+    names = [*known, *aliases]
+    close = difflib.get_close_matches(str(value), names, n=1)
+    raise ValueError(
+        f"{op}: {name} is {value!r}; expected one of {', '.join(names)}."
+        + (f" Did you mean {close[0]!r}?" if close else "")
+    )
+
+
+def no_forward_ad(op: str, **tensors: Tensor | None) -> None:
+    """No tensor carries a tangent: without a formula it would be dropped silently."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{op}: {name} has a forward-mode tangent, and {op} has no forward-mode formula; "
+                "use reverse mode, or a plain PyTorch expression."
+            )
+
+
+class _Raise(torch.autograd.Function):
+    """The first `count` tensors, with a gradient in all of them that raises."""
+
+    @staticmethod
+    def forward(ctx, message, count, *tensors):
+        ctx.message = message
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(ctx.message)
+
+
+def differentiable_once(op: str) -> Callable:
+    """Decorate a backward function: derivatives of its results raise an error naming `op`.
+
+    The function runs without recording. With create_graph=True its results depend, for autograd,
+    on the incoming gradients and on the saved tensors that require a gradient, through a node that
+    raises. (Results that are constants, as `torch.autograd.function.once_differentiable` makes
+    them, drop terms silently where other terms depend on the same inputs.) So save every
+    differentiable input, or a 0-d stand-in such as `input[:0].sum()` where memory matters.
+    """
+    message = (
+        f"{op}: a derivative of its gradient was requested, and {op} can be differentiated once "
+        "only; compute second derivatives with a plain PyTorch expression."
+    )
+
+    def decorate(backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def run(ctx, *grads):
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            anchors = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+            with torch.no_grad():
+                results = backward(ctx, *grads)
+            several = results if isinstance(results, tuple) else (results,)
+            present = [one for one in several if one is not None]
+            outputs = iter(_Raise.apply(message, len(present), *present, *anchors))
+            marked = tuple(None if one is None else next(outputs) for one in several)
+            return marked if isinstance(results, tuple) else marked[0]
+
+        return run
+
+    return decorate
+
+
+def _described(value) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

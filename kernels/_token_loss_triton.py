@@ -1,0 +1,159 @@
+"""The formulas of token_loss.py in Triton: loss and KL of a block of tokens, with derivatives."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def clamp(x, low, high):
+    """NaN goes through, as it does in torch.clamp."""
+    x = tl.where(x > high, high, x)
+    return tl.where(x < low, low, x)
+
+
+@triton.jit
+def log_ratio(a, b):
+    """a - b; 0 for two log-probs of -inf: a token that neither policy can produce has ratio 1."""
+    return tl.where(a == b, 0.0, a - b)
+
+
+@triton.jit
+def gmpo_log_ratio(x, advantage, low, high):
+    up = tl.where(x > high, high, x)
+    down = tl.where(x < -low, -low, x)
+    return tl.where(advantage > 0, up, tl.where(advantage < 0, down, x))
+
+
+@triton.jit
+def _times_log_prob(factor, log_prob):
+    """factor * log_prob; 0 where the factor is 0, also of -inf."""
+    nothing = (factor == 0) & (log_prob == -float("inf"))
+    return tl.where(nothing, 0.0, factor * log_prob)
+
+
+@triton.jit
+def _clip_terms(ratio, advantage, slope, low, high):
+    unclipped = -advantage * ratio
+    bounded = -advantage * clamp(ratio, 1 - low, 1 + high)
+    clipped = bounded > unclipped
+    loss = tl.where(clipped, bounded, unclipped)
+    return loss, tl.where(clipped, 0.0, unclipped * slope), clipped
+
+
+@triton.jit
+def _dppo_allows(log_prob, old, advantage, low, high, MODE: tl.constexpr):
+    p = tl.exp(log_prob)
+    p_old = tl.exp(old)
+    if MODE == "dppo_tv":
+        up = p - p_old <= high
+        down = p - p_old >= -low
+    else:
+        rest = tl.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
+        kl = (1 - p_old) * rest - tl.where(p_old > 0, p_old * log_ratio(log_prob, old), 0.0)
+        up = (kl <= high) | (p <= p_old)
+        down = (kl <= low) | (p >= p_old)
+    return tl.where(advantage > 0, up, down)
+
+
+@triton.jit
+def token_loss(
+    log_prob,
+    old,
+    advantage,
+    segment_log_ratio,
+    segment_advantage,
+    selected,
+    low,
+    high,
+    c,
+    tau_pos,
+    tau_neg,
+    cov_kl_coef,
+    MODE: tl.constexpr,
+):
+    """(loss, gradient, clipped, clipped_lower, log_ratio not clamped, ratio)"""
+    unclamped = log_ratio(log_prob, old)
+    x = clamp(unclamped, -20.0, 20.0)
+    # 0 where clamped, and for two log-probs of -inf, whose difference is NaN.
+    slope = tl.where(x == log_prob - old, 1.0, 0.0)
+    impossible = log_prob == -float("inf")
+    never = x != x
+    clipped = never & (x == x)
+    lower = clipped
+    ratio = tl.exp(x)
+    if MODE == "ppo_clip":
+        loss, gradient, clipped = _clip_terms(ratio, advantage, slope, low, high)
+        bound = -advantage * c
+        lower = (advantage < 0) & (loss > bound)
+        loss = tl.where(lower, bound, loss)
+        gradient = tl.where(lower, 0.0, gradient)
+    elif MODE == "gspo":
+        ratio = tl.exp(clamp(segment_log_ratio, -20.0, 10.0))
+        slope = tl.where((segment_log_ratio <= 10.0) & (impossible == 0), 1.0, 0.0)
+        loss, gradient, clipped = _clip_terms(ratio, advantage, slope, low, high)
+    elif MODE == "gmpo":
+        ratio = tl.exp(segment_log_ratio)
+        loss = -segment_advantage * ratio
+        moves = gmpo_log_ratio(x, advantage, low, high) == x
+        gradient = tl.where(moves, loss * slope, 0.0)
+        outside = (x > high) | (x < -low)
+        clipped = outside & (advantage > 0)
+        lower = outside & (advantage < 0)
+    elif MODE == "cispo":
+        weight = clamp(ratio, 1 - low, 1 + high)
+        clipped = ratio != weight
+        gradient = -weight * advantage
+        loss = _times_log_prob(gradient, log_prob)
+    elif MODE == "sapo":
+        tau = tl.where(advantage > 0, tau_pos, tau_neg)
+        rest = tl.exp(clamp(tau * (1 - ratio), -float("inf"), 80.0))
+        gate = 1 / (1 + rest)
+        loss = -advantage * gate * (4.0 / tau)
+        gradient = -4.0 * advantage * gate * (rest * gate) * ratio * slope
+    elif MODE == "clip_cov":
+        loss, gradient, _ = _clip_terms(ratio, advantage, slope, low, high)
+        clipped = selected
+        loss = tl.where(selected, 0.0, loss)
+        gradient = tl.where(selected, 0.0, gradient)
+    elif MODE == "kl_cov":
+        coef = tl.where(selected, cov_kl_coef, 0.0)
+        sign = tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+        clipped = selected
+        loss = -advantage * ratio + coef * sign * x
+        gradient = (-advantage * ratio + coef * sign) * slope
+    elif MODE == "reinforce":
+        gradient = -advantage
+        loss = _times_log_prob(gradient, log_prob)
+    else:
+        allowed = _dppo_allows(log_prob, old, advantage, low, high, MODE)
+        clipped = allowed == 0
+        lower = allowed & (ratio > c)
+        weight = tl.where(allowed, tl.where(ratio > c, c, ratio), 0.0)
+        gradient = -weight * advantage
+        loss = _times_log_prob(gradient, log_prob)
+    return loss, gradient, clipped, lower, unclamped, ratio
+
+
+@triton.jit
+def token_kl(log_prob, ref, KL: tl.constexpr, STRAIGHT: tl.constexpr):
+    """(value, gradient)"""
+    d = log_ratio(log_prob, ref)
+    if KL == 0:
+        value = d
+        gradient = tl.where(d == log_prob - ref, 1.0, 0.0)
+    elif KL == 1:
+        gradient = tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, 0.0))
+        value = gradient * d
+    elif KL == 2:
+        value = 0.5 * d * d
+        gradient = d
+    else:
+        n = clamp(-d, -20.0, 20.0)
+        s = 1 / 120.0 + n * (1 / 720.0 + n * (1 / 5040.0 + n * (1 / 40320.0)))
+        series = n * n * (0.5 + n * (1 / 6.0 + n * (1 / 24.0 + n * s)))
+        value = tl.where((n < 0.5) & (n > -0.5), series, tl.exp(n) - 1 - n)
+        gradient = tl.where((value > 10.0) | (n != -d), 0.0, -(value + n))
+        value = tl.where(value > 10.0, 10.0, value)
+    if STRAIGHT:
+        gradient = d
+    return value, gradient

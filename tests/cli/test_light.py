@@ -1,0 +1,62 @@
+"""Help, the list of keys and a wrong setting need neither torch nor a second of loading it."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from hybridengine import __version__, cli
+
+# Runs the command, then reports on stderr which heavy packages it loaded.
+PROBE = """
+import sys
+from hybridengine import cli
+sys.argv = ["hybridengine", *sys.argv[1:]]
+try:
+    cli.main()
+finally:
+    heavy = {"torch", "transformers", "vllm", "pandas", "pyarrow", "matplotlib"}
+    print("loaded:", sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["--help"], 0, "grpo"),
+        (["--version"], 0, __version__),
+        (["grpo", "--help"], 0, "KEY=VALUE"),
+        (["keys", "sft", "optim"], 0, "optim.lr_warmup_steps_ratio"),
+        (["keys", "nothing"], 2, "expected one of grpo, ppo, sft"),
+        (["grpo", "none.yaml"], 2, "none.yaml does not exist"),
+        (["ppo", "model.path=m", "data.train_files=t.jsonl", "rollout.nn=2"], 2, "rollout.n?"),
+        (["sft", "model.path=m", "data.train_files=t.jsonl", "optim.lr=fast"], 2, "optim.lr is"),
+    ],
+)
+def test_without_torch(arguments, exit_code, words):
+    ended = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == exit_code, ended.stderr
+    assert words in ended.stdout + ended.stderr
+    assert "loaded: []" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_keys_lists_every_key_with_its_meaning():
+    result = CliRunner().invoke(cli.app, ["keys", "ppo"])
+    assert result.exit_code == 0
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    assert "gae" in lines["algorithm.adv_estimator"]
+    assert "[0.9, 0.999]" in lines["actor.optim.betas"]
+    assert "list of console | jsonl" in lines["trainer.logger"]
+    assert "1e-05" in lines["critic.optim.lr"]
+
+
+def test_notes_and_errors_are_told_apart(tmp_path):
+    settings = ["model.path=m", "data.train_files=t.jsonl", "rollout.n=x"]
+    ignored = "actor_rollout_ref.model.use_remove_padding=True"
+    result = CliRunner().invoke(cli.app, ["grpo", *settings, ignored])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: rollout.n is 'x'")

@@ -1,0 +1,246 @@
+"""verl's keys, pasted: each is ours, mapped, ignored with a reason, or refused with a sentence."""
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridengine.config import (
+    PPO,
+    ConfigError,
+    ConfigNote,
+    GRPOConfig,
+    SFTConfig,
+    load_config,
+    load_sft_config,
+)
+
+COMMON = """
+    data.train_files=train.parquet data.val_files=test.parquet data.max_prompt_length=512
+    data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.actor.fsdp_config.param_offload=False
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
+    trainer.logger=["console","wandb"] trainer.project_name=p trainer.experiment_name=e
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
+    trainer.total_epochs=15
+"""
+GRPO = f"""{COMMON}
+    algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False data.train_batch_size=1024
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.rollout.n=5
+    actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.load_format=safetensors
+    actor_rollout_ref.rollout.layered_summon=True actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.actor.use_torch_compile=False data.return_raw_chat=True
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
+    actor_rollout_ref.ref.fsdp_config.param_offload=True trainer.critic_warmup=0
+    trainer.val_before_train=False trainer.resume_mode=auto actor_rollout_ref.hybrid_engine=True
+    ray_kwargs.ray_init.num_cpus=16 trainer.balance_batch=True trainer.device=cuda
+    actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1
+    actor_rollout_ref.rollout.val_kwargs.top_k=-1 actor_rollout_ref.rollout.calculate_log_probs=True
+"""
+LORA = f"""{GRPO}
+    actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=32
+    actor_rollout_ref.model.target_modules=all-linear actor_rollout_ref.model.use_shm=True
+"""
+PPO_WITH_CRITIC = f"""{COMMON}
+    algorithm.adv_estimator=gae data.train_batch_size=1024 actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000
+    actor_rollout_ref.actor.use_kl_loss=False
+    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24000
+    critic.optim.lr=1e-5 critic.model.use_remove_padding=True
+    critic.optim.lr_warmup_steps_ratio=0.05 critic.model.path=Qwen/Qwen2.5-0.5B
+    critic.model.enable_gradient_checkpointing=True
+    critic.ppo_micro_batch_size_per_gpu=32 critic.ppo_max_token_len_per_gpu=98304
+    critic.forward_max_token_len_per_gpu=98304 critic.model.fsdp_config.param_offload=False
+    critic.model.fsdp_config.optimizer_offload=False critic.use_dynamic_bsz=True
+    critic.optim.weight_decay=0.01 critic.ulysses_sequence_parallel_size=1 critic.strategy=fsdp
+    critic.cliprange_value=0.5 critic.ppo_epochs=1
+    reward_model.enable=True reward_model.model.path=some/reward-model
+    reward_model.model.use_remove_padding=True reward_model.model.fsdp_config.param_offload=True
+    reward_model.micro_batch_size_per_gpu=32 reward_model.model.input_tokenizer=null
+    reward_model.strategy=fsdp reward_model.use_dynamic_bsz=True
+"""
+DAPO = f"""{COMMON}
+    algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.0
+    algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc
+    algorithm.filter_groups.max_num_gen_batches=10 data.gen_batch_size=1536
+    data.train_batch_size=512 data.prompt_key=prompt actor_rollout_ref.actor.use_kl_loss=False
+    actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+    actor_rollout_ref.actor.clip_ratio_c=10.0 actor_rollout_ref.actor.ppo_mini_batch_size=32
+    actor_rollout_ref.actor.loss_agg_mode=token-mean actor_rollout_ref.actor.grad_clip=1.0
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 actor_rollout_ref.actor.optim.weight_decay=0.1
+    actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.entropy_coeff=0
+    actor_rollout_ref.actor.fsdp_config.fsdp_size=-1
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
+    actor_rollout_ref.ref.ulysses_sequence_parallel_size=4
+    actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
+    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24000
+    actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.enable_chunked_prefill=True
+    actor_rollout_ref.rollout.max_num_batched_tokens=22528 actor_rollout_ref.rollout.temperature=1.0
+    actor_rollout_ref.rollout.val_kwargs.do_sample=True
+    actor_rollout_ref.rollout.val_kwargs.temperature=1.0
+    actor_rollout_ref.rollout.val_kwargs.top_p=0.7 actor_rollout_ref.rollout.val_kwargs.n=1
+    +actor_rollout_ref.model.override_config.attention_dropout=null
+    reward_model.reward_manager=dapo reward_model.overlong_buffer.enable=True
+    reward_model.overlong_buffer.len=512 reward_model.overlong_buffer.penalty_factor=1.0
+    +reward_model.reward_kwargs.overlong_buffer_cfg.log=False
+    +reward_model.reward_kwargs.max_resp_len=1024
+"""
+SFT = """
+    data.train_files=train.parquet data.val_files=test.parquet data.messages_key=messages
+    data.train_batch_size=256 data.max_length=2048 data.pad_mode=no_padding data.truncation=error
+    data.use_dynamic_bsz=True data.max_token_len_per_gpu=2048 data.num_workers=8
+    model.path=Qwen/Qwen2.5-0.5B model.use_remove_padding=True
+    model.enable_gradient_checkpointing=True engine=fsdp optim=fsdp optim.lr=1e-5
+    optim.lr_warmup_steps_ratio=0.01 optim.weight_decay=0.1 optim.betas=[0.9,0.95]
+    optim.clip_grad=1.0 optim.min_lr_ratio=0.0 optim.lr_scheduler_type=cosine
+    engine.ulysses_sequence_parallel_size=1 engine.strategy=fsdp2 engine.fsdp_size=2
+    trainer.total_epochs=4 trainer.n_gpus_per_node=2 trainer.save_freq=-1 trainer.test_freq=10
+    trainer.logger=console trainer.max_ckpt_to_keep=2 trainer.resume_mode=disable
+    checkpoint.save_contents=[model,optimizer,extra]
+"""
+OLD_SFT = """
+    data.train_files=train.parquet data.val_files=test.parquet data.prompt_key=question
+    data.response_key=answer data.prompt_dict_keys=null data.micro_batch_size=4
+    data.multiturn.enable=False data.train_batch_size=64 data.balance_dp_token=False
+    model.partial_pretrain=Qwen/Qwen2.5-0.5B model.lora_rank=32 model.lora_alpha=16
+    model.target_modules=all-linear model.strategy=fsdp model.use_liger=True
+    model.trust_remote_code=False model.fsdp_config.cpu_offload=False
+    model.fsdp_config.offload_params=False
+    ulysses_sequence_parallel_size=1 use_remove_padding=true optim.warmup_steps_ratio=0.1
+    optim.lr_scheduler=cosine trainer.default_hdfs_dir=null trainer.seed=1
+    trainer.logger=['console'] trainer.total_epochs=3
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "load"),
+    [
+        (GRPO, load_config),
+        (LORA, load_config),
+        (PPO_WITH_CRITIC, lambda path, given: load_config(path, given, PPO)),
+        (DAPO, load_config),
+        (SFT, load_sft_config),
+        (OLD_SFT, load_sft_config),
+    ],
+    ids=["grpo", "lora", "ppo", "dapo", "sft", "old_sft"],
+)
+def test_a_pasted_script_runs(script, load):
+    """Every key is taken, or named in a note with a reason; few lines are printed."""
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always", ConfigNote)
+        load(None, script.split())
+    texts = [str(note.message) for note in notes]
+    assert all(" has no effect: " in text for text in texts)
+    assert len(texts) <= 14
+
+
+def test_a_note_names_every_key_of_one_reason():
+    with pytest.warns(ConfigNote) as notes:
+        load_config(None, GRPO.split())
+    [packed] = [str(note.message) for note in notes if "packed" in str(note.message)]
+    expected = (
+        "actor_rollout_ref.model.use_remove_padding has no effect: sequences are always packed"
+    )
+    assert packed == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("actor_rollout_ref.actor.strategy=megatron", "training is FSDP2"),
+        ("actor_rollout_ref.actor.megatron.param_offload=True", "training is FSDP2"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "one response, without tools"),
+        ("actor_rollout_ref.rollout.do_sample=False", "rollout.temperature"),
+        ("actor_rollout_ref.rollout.ignore_eos=True", "end-of-sequence"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "tensor parallel"),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", "schedules end at 0"),
+        ("actor_rollout_ref.actor.optim.optimizer=AdamW8bit", "the optimizer is AdamW"),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "rollout_is_threshold"),
+        ("actor_rollout_ref.actor.policy_loss.ppo_kl_coef=1", "it is 0.1"),
+        ("+actor_rollout_ref.model.override_config.rope_theta=1", "config.json"),
+        ("critic.ppo_epochs=3", "one setting with actor.ppo_epochs, which is 1"),
+        ("critic.grad_clip=0.5", "one setting with actor.grad_clip, which is 1.0"),
+        ("actor_rollout_ref.rollout.prompt_length=100", "data.max_prompt_length, which is 512"),
+        ("+custom_reward_function.reward_kwargs.scale=2", "into the reward function"),
+        ("data.train_max_samples=100", "write fewer rows"),
+        ("algorithm.use_pf_ppo=True", "is not done here"),
+        ("trainer.device=npu", "GPUs"),
+    ],
+)
+def test_what_changes_results_is_refused(override, reason):
+    needed = ["model.path=m", "data.train_files=t.jsonl"]
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [*needed, override])
+    [fault] = error.value.faults
+    assert override.split("=")[0].lstrip("+") in fault and reason in fault
+
+
+def test_shared_settings_may_be_repeated():
+    needed = ["model.path=m", "data.train_files=t.jsonl", "actor.ppo_epochs=3"]
+    again = ["critic.ppo_epochs=3", "critic.optim.betas=[0.9,0.999]", "critic.grad_clip=1"]
+    assert load_config(None, [*needed, *again]).actor.ppo_epochs == 3
+
+
+def without_references(node: Any) -> Any:
+    """As verl's YAML, its references to other keys left out."""
+    if isinstance(node, dict):
+        return {name: without_references(value) for name, value in node.items()}
+    return None if isinstance(node, str) and ("${" in node or node == "???") else node
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
+def test_verls_own_defaults_are_all_known(tmp_path):
+    """All keys of its two trainers, at their defaults: none is unknown, and hardly one refused."""
+    spec = importlib.util.find_spec("verl")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "trainer" / "config"
+
+    def read(name: str) -> dict[str, Any]:
+        return without_references(yaml.safe_load((folder / f"{name}.yaml").read_text()))
+
+    sft = read("sft_trainer_engine")
+    for group, name in (("model", "model/hf_model"), ("engine", "engine/fsdp"),
+                        ("optim", "optim/fsdp"), ("profiler", "profiler/profiler")):  # fmt: skip
+        sft[group] = read(name)
+    refused = {  # what verl's null or 0 stands for is another setting here
+        "data.tools_key",
+        "data.enable_thinking_key",
+        "algorithm.filter_groups.max_num_gen_batches",
+        "reward.custom_reward_function.path",
+        "reward.reward_model.model_path",
+        "trainer.default_local_dir",
+    }
+    for load, tree in (
+        (load_config, read("_generated_ppo_trainer")),
+        (load_sft_config, sft),
+    ):
+        tree["trainer"]["logger"] = "console"
+        file = tmp_path / "verl.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        faults = faults_of(load, file)
+        assert not [f for f in faults if "not a known key" in f]
+        assert not [f for f in faults if f.split(" ", 1)[0] not in refused], faults
+
+
+def faults_of(load: Any, file: Path) -> tuple[str, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigNote)
+        try:
+            config = load(file)
+        except ConfigError as error:
+            return error.faults
+    assert isinstance(config, GRPOConfig | SFTConfig)
+    return ()

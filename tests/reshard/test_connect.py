@@ -1,0 +1,314 @@
+"""One plain vLLM and many trained models: what `connect` and `reshard` follow and refuse."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny, tiny_config
+
+pytestmark = pytest.mark.multirank
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+PROMPT = [5, 9, 33, 2] * 80  # more than a block, so that its prefix is cached
+
+
+def interleave(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of the second half before rows of the first, in turn: what expert kernels want."""
+    first, second = weight.chunk(2)
+    return torch.stack([second, first], 1).reshape(weight.shape)
+
+
+def swap(weight: torch.Tensor) -> torch.Tensor:
+    return torch.cat([weight[:, 64:], weight[:, :64]], 1)
+
+
+REORDERED = {"gate_up_proj": interleave, "o_proj": swap}
+
+
+def reorder_after_loading() -> None:
+    """Let vLLM's linear layers permute weights after loading: one in place, one into new memory."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    process = UnquantizedLinearMethod.process_weights_after_loading
+
+    def reordering(self, layer: torch.nn.Module) -> None:
+        process(self, layer)
+        kind = layer.prefix.rpartition(".")[2]
+        if kind == "gate_up_proj":
+            layer.weight.data.copy_(interleave(layer.weight.data))
+        elif kind == "o_proj":
+            swapped = swap(layer.weight.data)
+            if hasattr(layer, "reordered_once"):
+                layer.weight.data.copy_(swapped)
+            else:
+                layer.weight.data = swapped
+            layer.reordered_once = True
+
+    UnquantizedLinearMethod.process_weights_after_loading = reordering
+
+
+def build_llm(path: str):
+    from hybridengine.rollout.plugin import register
+    from hybridengine.rollout.vllm import _own_shared_memory, prepare_environment
+
+    prepare_environment()
+    from vllm import LLM
+
+    register()
+    reorder_after_loading()
+    with _own_shared_memory():  # tests run side by side
+        return LLM(
+            path,
+            load_format="dummy",
+            distributed_executor_backend="external_launcher",
+            weight_transfer_config={"backend": "hybridengine"},
+            dtype="bfloat16",
+            max_model_len=512,
+            kv_cache_memory_bytes=16 << 20,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+        )
+
+
+def build_model(kind: str = "llama", **changes) -> torch.nn.Module:
+    """A sharded model with random weights, of another configuration than the engine's if asked."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(kind)
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return fully_shard(model)
+
+
+def message_of(call) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Case:
+    """The engine under test and what all tests ask of it."""
+
+    def __init__(self, path: str) -> None:
+        self.llm = build_llm(path)
+        self.engine = self.llm.llm_engine
+        self.runner = self.engine.model_executor.driver_worker.worker.model_runner
+
+    def wrong_tensors(self, model: torch.nn.Module) -> list[str]:
+        """Which engine tensors are not what vLLM's loader, then its processing, make of `model`."""
+        weights = {n: p.data for n, p in self.runner.get_model().named_parameters()}
+        arrived = {name: tensor.clone() for name, tensor in weights.items()}
+        for tensor in weights.values():
+            tensor.fill_(float("nan"))
+        full = ((n, p.full_tensor().bfloat16()) for n, p in model.named_parameters())
+        self.runner.get_model().load_weights(full)
+        for name, tensor in weights.items():
+            for kind, reorder in REORDERED.items():
+                if f".{kind}." in name:
+                    tensor.copy_(reorder(tensor))
+        wrong = [n for n, t in weights.items() if not torch.equal(t, arrived[n])]
+        for name, tensor in weights.items():
+            tensor.copy_(arrived[name])
+        return wrong
+
+
+def replaced(case: Case) -> dict:
+    """What a training script does to a model between syncs."""
+    from hybridengine.reshard import PlanOutdatedError, connect, reshard
+
+    model, wrong, versions = build_model(), [], []
+    link = connect(model, case.llm)
+
+    def sync(what: str) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.1)
+        versions.append(link.sync(verify=True).version)
+        wrong.extend(f"{what}: {name}" for name in case.wrong_tensors(model))
+
+    sync("as planned")
+    model.double().float()
+    sync("a cast there and back")
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    sync("load_state_dict(assign=True)")
+    model.bfloat16()
+    outdated = message_of(link.sync)
+    assert outdated.startswith(PlanOutdatedError.__name__)
+    version = reshard(model, case.llm).version
+    model.float()
+    again = reshard(model, case.llm).version  # plans again
+    wrong += case.wrong_tensors(model)
+    return {
+        "wrong": wrong,
+        "versions": versions,
+        "outdated": outdated,
+        "reshard": (version, again),
+        "copies": message_of(lambda: type(link)(dict(model.named_parameters()), link.engine)),
+    }
+
+
+def busy(case: Case) -> dict:
+    """Requests, caches, sleep and moved experts at the time of a sync."""
+    from vllm import SamplingParams
+
+    from hybridengine.reshard import connect
+
+    model, engine = build_model(), case.engine
+    link = connect(model, case.llm)
+    link.sync()
+    sampling = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
+    prompt = {"prompt_token_ids": PROMPT}
+
+    def generate() -> tuple[list[int], int]:
+        (output,) = case.llm.generate([prompt], sampling, use_tqdm=False)
+        return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+    told = {"first": generate()[1], "cached": generate()[1]}
+    engine.add_request("r", prompt, sampling)
+    engine.step()
+    told["running"] = message_of(link.sync)
+    told["version"] = link.engine.weight_version
+    engine.abort_request(["r"])
+    case.runner.encoder_cache["image"] = torch.ones(2)
+    engine.engine_core.engine_core.scheduler.encoder_cache_manager.cached["image"] = set()
+    link.sync()
+    told["encoder"] = len(case.runner.encoder_cache)
+    told["scheduler"] = len(engine.engine_core.engine_core.scheduler.encoder_cache_manager.cached)
+    told["after a sync"] = generate()[1]
+
+    reset = case.llm.reset_prefix_cache
+    case.llm.reset_prefix_cache = lambda **options: False
+    told["kept cache"] = message_of(link.sync)
+    told["generate"] = message_of(generate)
+    case.llm.reset_prefix_cache = reset
+    link.sync()
+
+    engine.model_executor.sleeping_tags.add("weights")
+    told["asleep"] = message_of(link.sync)
+    engine.model_executor.sleeping_tags.clear()
+    parallel = engine.vllm_config.parallel_config
+    for key, value in (("enable_eplb", True), ("data_parallel_size", 2)):
+        before = getattr(parallel, key)
+        setattr(parallel, key, value)
+        told[key] = message_of(link.sync)
+        told[f"connect {key}"] = message_of(lambda: connect(model, case.llm))
+        setattr(parallel, key, before)
+    told["tokens"] = generate()[0]
+    return told
+
+
+def unlike(case: Case) -> dict[str, str]:
+    """Trained models that are not the engine's."""
+    from hybridengine.reshard import connect
+
+    models = {
+        "larger MLP": build_model(intermediate_size=160),
+        "more KV heads": build_model(num_key_value_heads=4),
+        "untied head": build_model(tie_word_embeddings=False),
+        "larger vocabulary": build_model(vocab_size=103),
+        "more layers": build_model(num_hidden_layers=3),
+        "biased": build_model(attention_bias=True),
+    }
+    integers = build_model()
+    with torch.no_grad():
+        for name, parameter in list(integers.named_parameters()):
+            if name.endswith("norm.weight"):
+                owner = integers.get_submodule(name.rpartition(".")[0])
+                delattr(owner, "weight")
+                owner.weight = torch.nn.Parameter(
+                    torch.ones(parameter.shape, dtype=torch.int8), requires_grad=False
+                )
+    models["int8"] = integers
+    return {name: message_of(lambda m=m: connect(m, case.llm)) for name, m in models.items()}
+
+
+def not_a_number(case: Case) -> dict:
+    from hybridengine.reshard import connect
+
+    model = build_model()
+    with torch.no_grad():
+        model.model.norm.weight.to_local().view(torch.int32)[0] = 0x7F800001  # a payload casts drop
+        model.model.norm.weight.to_local()[1] = -float("nan")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = connect(model, case.llm).sync(verify=True)
+    told = [str(w.message) for w in caught if "NaN" in str(w.message)]
+    return {"version": report.version, "told": told}
+
+
+def connect_body(rank: int, world_size: int, path: str) -> dict[str, dict]:
+    case = Case(path)
+    return {check.__name__: check(case) for check in (replaced, busy, unlike, not_a_number)}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> dict[str, dict]:
+    path: Path = tmp_path_factory.mktemp("llama")
+    (result,) = run_ranks(connect_body, 1, save_tiny("llama", path), timeout_s=400)
+    return result
+
+
+def test_replaced_tensors_and_reordered_weights_are_followed(told) -> None:
+    """The engine reorders two kinds of weights after loading, one in place, one into new memory."""
+    result = told["replaced"]
+    assert result["wrong"] == []
+    assert result["versions"] == [1, 2, 3]
+    assert "changed its dtype from torch.float32 to torch.bfloat16" in result["outdated"]
+    assert "connect()" in result["outdated"]
+    first, again = result["reshard"]
+    assert again == first + 1
+    assert result["copies"].startswith("TypeError: parameters: got a dict, expected a function")
+
+
+def test_a_busy_or_changed_engine_is_refused(told) -> None:
+    result = told["busy"]
+    assert result["first"] == 0 < result["cached"], "the prefix cache is on"
+    assert "LayoutError: on rank 0: the engine has 1 unfinished request" in result["running"]
+    assert "abort" in result["running"] and result["version"] == 1
+    assert result["after a sync"] == 0, "the prefix of older weights is reused"
+    assert result["encoder"] == result["scheduler"] == 0
+    assert "ReshardError: vLLM did not drop its prefix cache" in result["kept cache"]
+    assert "StaleWeightsError" in result["generate"]
+    assert "the engine sleeps" in result["asleep"] and "wake_up" in result["asleep"]
+    for key in ("enable_eplb", "data_parallel_size"):
+        assert f"{key}: " in result[key] and f"{key}: " in result[f"connect {key}"]
+    assert len(result["tokens"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameter", "key"),
+    [
+        ("larger MLP", "mlp", "intermediate_size (160 in the trained model, 96 in the engine)"),
+        ("more KV heads", "self_attn", "num_key_value_heads (4 in the trained model, 2 in"),
+        ("untied head", "lm_head.weight", "tie_word_embeddings (False in the trained model, True"),
+        ("larger vocabulary", "embed_tokens", "vocab_size (103 in the trained model, 101 in"),
+        ("more layers", "layers.2", "num_hidden_layers (3 in the trained model, 2 in the engine)"),
+        ("biased", "bias", "attention_bias (True in the trained model, False in the engine)"),
+    ],
+)
+def test_a_model_that_is_not_the_engines_is_refused(told, kind, parameter, key) -> None:
+    message = told["unlike"][kind]
+    assert message.startswith("LayoutError: "), message
+    assert parameter in message and key in message, message
+
+
+def test_quantized_parameters_are_refused(told) -> None:
+    message = told["unlike"]["int8"]
+    assert "LayoutError" in message and "norm.weight' is torch.int8" in message, message
+
+
+def test_nan_is_reported_as_nan(told) -> None:
+    result = told["not_a_number"]
+    assert result["version"] == 1
+    (message,) = result["told"]
+    assert "'model.norm.weight'" in message

@@ -1,0 +1,160 @@
+"""What a sync keeps from one call to the next, and how it verifies: a world of one, no vLLM."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard import LayoutError, PlanOutdatedError, Resharder, ReshardError
+from hybridengine.reshard.lora import Adapter, sums_of_bits
+from hybridengine.rollout import SamplingSpec
+from tests.reshard.memory_engine import Shapes, build, expected, values
+
+SHAPES: Shapes = {
+    "q": ("column", (24, 10)),
+    "out": ("row", (11, 16)),
+    "norm": ("replicated", (13, 3)),
+}
+
+
+@pytest.fixture(autouse=True)
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def assert_arrived(engine, whole) -> None:
+    for name, tensor in expected(engine, whole).items():
+        assert torch.equal(engine.tensors[name], tensor), name
+
+
+def test_tensors_that_are_replaced_are_asked_for_again() -> None:
+    engine, shards, resharder = build(SHAPES, 1, whole=values(SHAPES))
+    resharder.sync(1)
+    new = values(SHAPES, seed=1)
+    _, replaced, _ = build(SHAPES, 1, whole=new)
+    shards.update(replaced)
+    resharder.sync(2, verify=True)
+    assert_arrived(engine, new)
+    shards["q"] = shards["q"].bfloat16()
+    with pytest.raises(PlanOutdatedError, match=r"'q' changed its dtype.*connect\(\) again"):
+        resharder.sync(3)
+    with pytest.raises(TypeError, match="parameters: got a dict, expected a function"):
+        Resharder(shards, engine)
+
+
+def test_adapters_that_are_replaced_are_asked_for_again() -> None:
+    whole = values(SHAPES)
+    engine, shards, _ = build(SHAPES, 1, whole=whole)
+    adapters = {}
+
+    def train(seed: int, rank: int = 2) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        left, right = (torch.randn(s, generator=generator) for s in ((24, rank), (rank, 10)))
+        adapters["q"] = Adapter(left, right, 0.5)
+        return (whole["q"].double() + 0.5 * left.double() @ right.double()).float()
+
+    merged = train(0)
+    resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters)
+    resharder.sync(1)
+    assert_arrived(engine, whole | {"q": merged})
+    merged = train(1)
+    resharder.sync(2, verify=True)
+    assert_arrived(engine, whole | {"q": merged})
+    train(2, rank=3)
+    with pytest.raises(PlanOutdatedError, match=r"'q\.left' changed its shape"):
+        resharder.sync(3)
+    adapters.clear()
+    with pytest.raises(PlanOutdatedError, match=r"'q\.left' was removed"):
+        resharder.sync(3)
+
+
+def test_an_engine_that_is_not_ready_is_left_alone() -> None:
+    engine, _, resharder = build(SHAPES, 1, whole=values(SHAPES))
+    resharder.sync(1)
+
+    def busy() -> None:
+        raise LayoutError("1 request runs")
+
+    engine.check_ready = busy
+    with pytest.raises(LayoutError, match="on rank 0: 1 request runs"):
+        resharder.sync(2)
+    assert engine.weight_version == 1
+    assert engine.generate([[1]], SamplingSpec(), seed=0) == [[]]
+
+
+def test_a_parameter_that_no_engine_reads_is_refused() -> None:
+    engine, shards, _ = build(SHAPES, 1, whole=values(SHAPES))
+    shards["head"] = torch.ones(4, 2)
+    engine.differences = " Their configurations differ in tied."
+    with pytest.raises(LayoutError, match=r"reads nothing of .*'head'.*differ in tied\."):
+        Resharder(lambda: shards, engine)
+    engine.unused = {"head"}
+    Resharder(lambda: shards, engine).sync(1)
+
+
+def test_integers_are_refused() -> None:
+    engine, shards, _ = build(SHAPES, 1, whole=values(SHAPES))
+    shards["norm"] = torch.ones(13, 3, dtype=torch.int8)
+    with pytest.raises(LayoutError, match=r"'norm' is torch\.int8.*quantized"):
+        Resharder(lambda: shards, engine)
+
+
+@pytest.mark.parametrize("damage", ["as it is loaded", "afterwards"])
+def test_tensors_of_the_loader_are_verified(damage: str) -> None:
+    engine, _, resharder = build(SHAPES, 1, whole=values(SHAPES), by_loader=("norm",))
+    resharder.sync(1, verify=True)
+    load, armed = engine.load_whole, True
+
+    def damaging(weights) -> None:
+        nonlocal armed
+        if damage == "afterwards":
+            load(weights)
+            engine.tensors["norm"][0, 0] += armed
+        else:
+            load((name, tensor + armed) for name, tensor in weights)
+        armed = False
+
+    engine.load_whole = damaging
+    with pytest.raises(
+        ReshardError, match="engine tensor 'norm' on rank 0 differs from its source"
+    ):
+        resharder.sync(2, verify=True)
+    resharder.sync(3, verify=True)
+    assert_arrived(engine, values(SHAPES))
+
+
+def test_nan_is_not_damage() -> None:
+    """Payloads and signs of NaN, which casts do not keep, on both sides of the cast."""
+    engine, shards, resharder = build(SHAPES, 1, whole=values(SHAPES))
+    bits = shards["norm"].to_local().view(torch.int32)
+    bits[0], bits[1], bits[2] = 0x7F800001, -1, 0x7FC00000
+    with pytest.warns(RuntimeWarning, match=r"'norm' \(and 0 more\) contains NaN"):
+        resharder.sync(1, verify=True)
+    assert engine.weight_version == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bits[:3] = 0
+        resharder.sync(2, verify=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(0,), (3,), (64, 129), (5000, 7)])
+def test_checksums_of_frozen_parameters_tell_swapped_elements(dtype, shape) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randint(-50, 50, shape, generator=generator).to(dtype)
+    before = sums_of_bits([tensor, tensor.clone()])
+    assert before[0] == before[1]
+    if tensor.numel() < 2:
+        return
+    flat = tensor.view(-1)
+    flat[0], flat[-1] = 1, 2
+    once = sums_of_bits([tensor])
+    flat[0], flat[-1] = 2, 1
+    assert sums_of_bits([tensor]) != once
+    odd = torch.cat([flat[:1], flat])[1:]  # an address that no 64-bit word begins at
+    assert sums_of_bits([odd]) == sums_of_bits([flat])

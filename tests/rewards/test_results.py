@@ -1,0 +1,75 @@
+"""What counts as a number."""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridengine.reward_worker.results import to_numbers, to_rows
+
+NUMBERS = [
+    (True, 1.0),
+    (3, 3.0),
+    (Fraction(1, 4), 0.25),
+    (np.float32(0.5), 0.5),
+    (np.int64(3), 3.0),
+    (np.bool_(True), 1.0),
+    (np.array(2.0), 2.0),
+    (np.array([2.0]), 2.0),
+    (torch.tensor(2.0), 2.0),
+    (torch.tensor([True]), 1.0),
+]
+NONE = [
+    None, "1", [1], math.nan, math.inf, -math.inf, 1j, 10**400, 10**5000, -(10**400), Decimal("1"),
+    np.float64("nan"), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor(math.inf),
+    torch.empty(2, device="meta"), torch.empty((), device="meta"), object(), b"1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given_value", "expected"), NUMBERS)
+def test_numbers(given_value, expected):
+    assert to_numbers(given_value) == {"score": expected}
+    assert type(to_numbers({"score": 1, "x": given_value})["x"]) is float
+
+
+@pytest.mark.parametrize("value", NONE, ids=lambda v: type(v).__name__)
+def test_what_is_no_number(value):
+    with pytest.raises(ValueError, match=r"its result is .*, expected a finite number") as error:
+        to_numbers(value)
+    assert len(str(error.value)) < 400
+    with pytest.raises(ValueError, match="'score' is "):
+        to_numbers({"score": value})
+
+
+def test_texts_are_left_out_and_the_score_is_needed():
+    assert to_numbers({"score": 1, "pred": "x", 3: 4}) == {"score": 1.0, "3": 4.0}
+    with pytest.raises(ValueError, match=r"without 'score' .keys .'acc'"):
+        to_numbers({"acc": 1})
+
+
+def test_a_value_whose_repr_raises():
+    class Odd:
+        def __repr__(self):
+            raise RuntimeError("no")
+
+    with pytest.raises(ValueError, match=r"<Odd: RuntimeError> .Odd."):
+        to_numbers(Odd())
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32)))
+def test_rows_of_a_batch(values):
+    for rows in (values, tuple(values), np.array(values, dtype=np.float64)):
+        assert to_rows(rows, len(values)) == values
+    with pytest.raises(ValueError, match="results for"):
+        to_rows(values, len(values) + 1)
+
+
+@pytest.mark.parametrize("results", [1.0, "12", {"a": 1}, None, np.array(1.0)])
+def test_a_batch_that_is_no_list(results):
+    with pytest.raises(ValueError, match="expected a list"):
+        to_rows(results, 2)

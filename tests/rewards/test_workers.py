@@ -1,0 +1,229 @@
+"""Worker processes: what hangs, exits or crashes is stopped and named; order, state, cleanup."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from hybridengine.data import PromptSample
+from hybridengine.rewards import (
+    RewardError,
+    RewardWorkers,
+    load_reward_function,
+    score_batch,
+    score_responses,
+    workers,
+)
+
+ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
+REWARD = f"""
+import os, signal, sys, time
+
+calls = 0
+
+def count({ARGUMENTS}):
+    global calls
+    calls += 1
+    return {{"score": int(solution_str), "calls": calls, "pid": os.getpid()}}
+
+def hostile({ARGUMENTS}):
+    print("scoring", solution_str)
+    if solution_str == "exit": os._exit(0)
+    if solution_str == "sys.exit": sys.exit(0)
+    if solution_str == "interrupt": raise KeyboardInterrupt
+    if solution_str == "crash": os.kill(os.getpid(), signal.SIGSEGV)
+    if solution_str == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if solution_str == "fork":
+        if os.fork() == 0: time.sleep(60)
+        os._exit(3)
+    if solution_str == "close": os.closerange(3, 256); time.sleep(60)
+    if solution_str == "long": raise ValueError("x" * 10_000)
+    while solution_str == "swallow":
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            pass
+    if solution_str == "c loop": 3 ** (10**9)
+    return 1.0
+
+together = 0
+
+async def judge({ARGUMENTS}):
+    import asyncio
+    global together
+    together += 1
+    while together < 3:  # none of them ends unless all run
+        await asyncio.sleep(0.001)
+    if solution_str == "raise": raise ValueError("judged")
+    await asyncio.sleep(60 if solution_str == "hang" else 0)
+    return {{"score": float(solution_str == ground_truth), "pid": os.getpid()}}
+
+async def judge_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(s == g) for s, g in zip(solution_strs, ground_truths)]
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """One pool of two workers with a time-out that a fault has to wait for."""
+    pool = RewardWorkers(2, timeout_s=1.5)
+    pool.file = tmp_path_factory.mktemp("workers") / "reward.py"
+    pool.file.write_text(REWARD)
+    yield pool
+    pool.close()
+
+
+def samples(n):
+    return [PromptSample(i, [1], f"prompt {i}", "sums", str(i), {}) for i in range(n)]
+
+
+def test_order_state_and_the_ranks_own_random_state(pool):
+    count = load_reward_function(pool.file, "count", workers=pool)
+    before, numbers = random.getstate(), [3, 1, 4, 1, 5]
+    result = score_responses(count, samples(5), [str(n) for n in numbers])
+    assert result.scores == numbers
+    assert result.extras["calls"] == [1, 1, 2, 2, 3]  # worker 0 had 0, 2, 4; worker 1 had 1, 3
+    first, second = result.extras["pid"][:2]
+    assert result.extras["pid"] == [first, second, first, second, first]
+    assert os.getpid() not in (first, second) and random.getstate() == before
+    again = score_responses(count, samples(2), ["7", "8"])  # the same processes, with their state
+    assert again.extras == {"calls": [4, 3], "pid": [first, second]}
+    assert score_responses(count, [], []).scores == []
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("exit", "hostile ended its process with exit code 0 at .*:11; prompt 'prompt 1'"),
+        ("sys.exit", "hostile raised SystemExit: 0 at .*reward.py:14; prompt 'prompt 1'"),
+        ("interrupt", "hostile raised KeyboardInterrupt:  at .*reward.py:15; "),
+        ("crash", "hostile had its process killed by SIGSEGV at .*; prompt 'prompt 1', resp"),
+        ("kill", "hostile had its process killed by SIGKILL at"),
+        ("fork", "hostile ended its process with exit code 3 at"),
+        ("long", "raised ValueError: x{500}…x{499} at .*reward.py:22; "),
+        ("swallow", r"no result within reward.timeout_s = 1.5 s at .*reward.py:2[3-7]; prompt 'pr"),
+        (
+            "c loop",
+            r"no result within reward.timeout_s = 1.5 s at .*reward.py:28; prompt 'prompt 1'",
+        ),
+    ],
+)
+def test_a_call_that_does_not_return(pool, capfd, response, message):
+    hostile = load_reward_function(pool.file, "hostile", workers=pool)
+    with pytest.raises(RewardError, match=message) as error:
+        score_responses(hostile, samples(3), ["fine", response, "fine"])
+    assert f"response '{response}', ground truth '1'" in str(error.value)
+    result = score_responses(hostile, samples(3), ["a", "b", "c"])  # by new workers
+    assert result.scores == [1.0] * 3
+    assert {"scoring a", "scoring b", "scoring c"} <= set(capfd.readouterr().out.splitlines())
+
+
+def test_a_worker_that_closes_its_connection(pool, monkeypatch):
+    monkeypatch.setattr(workers, "_STOP_S", 0.1)
+    hostile = load_reward_function(pool.file, "hostile", workers=pool)
+    with pytest.raises(RewardError, match="hostile closed the connection of its process"):
+        score_responses(hostile, samples(1), ["close"])
+
+
+def test_async_functions_run_together(pool):
+    judge = load_reward_function(pool.file, "judge", workers=pool)
+    result = score_responses(judge, samples(4), ["0", "9", "2", "9"])
+    assert result.scores == [1.0, 0.0, 1.0, 0.0]
+    assert len(set(result.extras["pid"])) == 1
+    with pytest.raises(RewardError, match=r"judge raised ValueError: judged at .*; prompt '"):
+        score_responses(judge, samples(3), ["0", "raise", "2"])
+    with pytest.raises(
+        RewardError, match=r"judge gave no result within .* 1.5 s.*prompt 'prompt 2'"
+    ):
+        score_responses(judge, samples(3), ["0", "1", "hang"])
+
+
+def test_an_async_batch_function(pool):
+    arguments = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+    judge = load_reward_function(pool.file, "judge_batch", arguments, pool)
+    assert score_batch(judge, samples(3), ["0", "9", "2"]).scores == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys\nsys.exit(0)", r"reward\.py:2 fails to import: SystemExit: 0"),
+        (
+            "import os\nos._exit(0)",
+            r"reward\.py ended its process with exit code 0 while it",
+        ),
+        (
+            "import time\n\nwhile True:\n    time.sleep(0.01)",
+            r"reward\.py(:[34])? takes longer than 2 s",
+        ),
+    ],
+)
+def test_a_file_that_does_not_import(tmp_path, monkeypatch, source, message):
+    monkeypatch.setattr(workers, "_LOAD_S", 2.0)
+    (tmp_path / "reward.py").write_text(source)
+    with pytest.raises(RewardError, match=message):
+        load_reward_function(tmp_path / "reward.py", workers=RewardWorkers(1, timeout_s=0.1))
+
+
+def test_workers_hold_neither_torch_nor_the_ranks_files(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "import os, sys\n"
+        f"def compute_score({ARGUMENTS}):\n"
+        "    heavy = {'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules)\n"
+        "    return {'score': len(heavy), 'stdin': len(sys.stdin.read())}\n"
+    )
+    result = score_responses(load_reward_function(tmp_path / "reward.py"), samples(1), ["x"])
+    assert result == type(result)([0.0], {"stdin": [0.0]})
+
+
+def test_no_worker_is_left_by_a_rank_that_is_killed(tmp_path):
+    """Also where the worker is busy and does not look at its connection."""
+    (tmp_path / "reward.py").write_text(
+        "import os, sys, time\n"
+        f"def compute_score({ARGUMENTS}):\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    rank = f"""
+        from hybridengine.data import PromptSample
+        from hybridengine.rewards import load_reward_function, score_responses
+        sample = PromptSample(0, [1], "", "", "", {{}})
+        score_responses(load_reward_function({str(tmp_path / "reward.py")!r}), [sample], [""])
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(rank)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdout.read() == ""  # returns once the worker, which holds the pipe, is gone
+    for _ in range(500):
+        if not is_running(worker):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"worker {worker} still runs")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_pool_that_is_dropped_ends_its_workers(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        f"import os\ndef compute_score({ARGUMENTS}):\n    return os.getpid()\n"
+    )
+    function = load_reward_function(tmp_path / "reward.py")
+    [pid] = score_responses(function, samples(1), [""]).scores
+    assert is_running(int(pid))
+    del function
+    assert not is_running(int(pid))

@@ -1,0 +1,122 @@
+"""One run after another in one folder: resumed, finished, started anew; and runs that diverge."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.trainer.sft_job import start_run, write_sft_job
+
+pytestmark = pytest.mark.multirank
+
+
+def train_one_after_another(
+    rank: int, world_size: int, folder: Path, runs: list[dict[str, Any]]
+) -> list[tuple[str, dict[str, Any], list[int]]]:
+    """Of each run: what it printed, its summary, and the steps in metrics.jsonl."""
+    found = []
+    for overrides in runs:
+        common = {"data.val_files": folder / "rows.jsonl", "trainer.logger": "[jsonl,console]"}
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            start_run(rank, world_size, folder, **common, **overrides).train()
+        rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+        steps = [row["step"] for row in rows if "train/loss" in row]
+        summary = json.loads((folder / "run" / "summary.json").read_text())
+        found.append((printed.getvalue(), summary, steps))
+    return found
+
+
+def test_resumed_finished_and_new_runs(tmp_path: Path) -> None:
+    folder = write_sft_job(tmp_path)
+    saving = {"trainer.save_freq": 1}
+    short = {"trainer.total_training_steps": 2}
+    longer = {"trainer.total_training_steps": 4}
+    changed = {"optim.weight_decay": 0.5}
+    anew = {"trainer.resume_mode": "disable"}
+    first, again, resumed, new, unsaved = run_ranks(
+        train_one_after_another, 1, folder,
+        [{**saving, **short}, {**saving, **short, **changed}, {**saving, **longer, **changed},
+         {**short, **anew}, short],
+    )[0]  # fmt: skip
+    assert first[2] == [1, 2] and first[1]["resumed_after_step"] is None
+    assert "nothing was trained" in again[0] and "raise trainer.total_training_steps" in again[0]
+    assert "without effect: optim.weight_decay: 0.01 → 0.5" in again[0]
+    assert again[1:] == first[1:]
+    assert "resumed after step 2" in resumed[0]
+    assert "changed since: optim.weight_decay: 0.01 → 0.5" in resumed[0]
+    assert resumed[2] == [1, 2, 3, 4] and resumed[1]["resumed_after_step"] == 2
+    assert resumed[1]["seconds"] > first[1]["seconds"], "of the whole run"
+    previous = folder / "run" / "previous-1"
+    assert f"was moved to {previous}" in new[0]
+    assert new[2] == [1, 2]
+    assert (previous / "global_step_4" / "complete.json").is_file()
+    assert (previous / "final" / "config.json").is_file()
+    assert len((previous / "metrics.jsonl").read_text().splitlines()) > 4
+    assert (folder / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "was moved to" in unsaved[0] and unsaved[2] == [1, 2], "without any checkpoint too"
+    assert (folder / "run" / "previous-2" / "final" / "config.json").is_file()
+    modes = {f.stat().st_mode & 0o777 for f in (folder / "run" / "final").iterdir()}
+    (folder / "plain").write_text("")
+    assert modes == {(folder / "plain").stat().st_mode & 0o777}
+
+
+def diverge(rank: int, world_size: int, folder: Path, bad_steps: set[int]) -> tuple[str, bool]:
+    """The error or "", and whether the weights are those of a run without updates."""
+    run = start_run(rank, world_size, folder, **{"trainer.total_training_steps": 14})
+    before = [p.full_tensor().detach().clone() for p in run.model.parameters()]
+    loss_of = run._sum_of_losses
+    run._sum_of_losses = lambda batch: (
+        loss_of(batch) * (math.nan if run.session.step in bad_steps else 1.0)
+    )
+    message = ""
+    try:
+        run.train()
+    except ValueError as error:
+        message = str(error)
+    after = [p.full_tensor() for p in run.model.parameters()]
+    return message, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "train/loss" in row]
+
+
+def test_updates_that_are_not_finite_are_counted_and_end_the_run(tmp_path: Path) -> None:
+    folder = write_sft_job(tmp_path)
+    for message, unchanged in run_ranks(diverge, 2, folder, set(range(1, 15))):
+        assert "was not finite in 10 updates in a row (last nan, step 10)" in message
+        assert unchanged
+    assert [row["train/skipped_updates"] for row in rows_of(folder)] == [1] * 10
+    [(message, unchanged)] = run_ranks(diverge, 1, folder, {2, 3, 9})
+    assert message == "" and not unchanged
+    skipped = [row["step"] for row in rows_of(folder) if row["train/skipped_updates"]]
+    assert skipped == [2, 3, 9]
+
+
+def load_nan(rank: int, world_size: int, folder: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        start_run(rank, world_size, folder)
+    return str(error.value)
+
+
+def test_weights_that_are_not_finite_are_named_at_load(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = write_sft_job(tmp_path)
+    file = folder / "model" / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.mlp.fc1.weight"
+    weights[name][3, 4] = math.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    for message in run_ranks(load_nan, 2, folder):
+        assert f"{name} holds values that are not finite" in message
+        assert str(folder / "model") in message and "\n" not in message

@@ -1,0 +1,129 @@
+"""SIGINT and SIGTERM end a run after its step, with a checkpoint, whoever gets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hybridengine.checkpoint import find_checkpoints
+from hybridengine.distributed import EXIT_STOPPED
+from hybridengine.tracking.status import read_status
+from tests.trainer.sft_job import sft_settings, write_sft_job
+from tests.trainer.toy import toy_job
+
+pytestmark = pytest.mark.multirank
+
+LIMIT_S = 240
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def wait_for_step(folder: Path, run: subprocess.Popen[str], step: int) -> None:
+    """Until metrics.jsonl has `step`, which this run must log."""
+    deadline, file = time.monotonic() + LIMIT_S, folder / "metrics.jsonl"
+    while run.poll() is None and time.monotonic() < deadline:
+        if file.is_file() and any(f'"step": {step},' in row for row in file.open()):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step}:\n{run.communicate(timeout=5)[0]}")
+
+
+def end_of(run: subprocess.Popen[str]) -> str:
+    try:
+        return run.communicate(timeout=LIMIT_S)[0]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+def stopped_step(output: str, name: str) -> int:
+    found = re.search(rf"stopped by {name} after step (\d+) of \d+; saved .*global_step_\1", output)
+    assert found, output
+    assert "goes on from there" in output and "Traceback" not in output, output
+    return int(found[1])
+
+
+def test_sft_stops_resumes_and_is_alone_in_its_folder(tmp_path: Path) -> None:
+    job, folder = write_sft_job(tmp_path), tmp_path / "run"
+    (tmp_path / "config.yaml").write_text("")
+
+    def command(*more: str) -> list[str]:
+        settings = {
+            "trainer.n_gpus_per_node": 2,
+            "trainer.total_training_steps": 100_000,
+            "trainer.max_actor_ckpt_to_keep": 1,
+            "trainer.logger": "[jsonl,console]",
+        }
+        pairs = sft_settings(job, **settings)
+        return ["hybridengine.cli", "sft", str(tmp_path / "config.yaml"), *pairs, *more]
+
+    alone = [sys.executable, "-m", *command()]
+    run = start(alone)
+    wait_for_step(folder, run, 3)
+    second = subprocess.run(alone, capture_output=True, text=True, timeout=LIMIT_S)
+    assert second.returncode == 2 and f"(process {run.pid} on" in second.stderr, second.stderr
+    run.send_signal(signal.SIGINT)
+    first = stopped_step(output := end_of(run), "SIGINT")
+    assert run.returncode == EXIT_STOPPED, output
+    assert [c.step for c in find_checkpoints(folder)] == [first]
+
+    run = start([sys.executable, "-m", *command("optim.weight_decay=0.5")])  # to one rank alone
+    wait_for_step(folder, run, first + 2)
+    os.kill(read_status(folder)[1].pid, signal.SIGTERM)
+    second_step = stopped_step(output := end_of(run), "SIGTERM")
+    assert run.returncode == EXIT_STOPPED, output
+    assert second_step >= first + 2
+    assert f"resumed after step {first}" in output
+    assert "changed since: optim.weight_decay: 0.01 → 0.5" in output
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                "--nproc-per-node=2", "-m", *command()]  # fmt: skip
+    run = start(torchrun)
+    wait_for_step(folder, run, second_step + 2)
+    run.send_signal(signal.SIGTERM)
+    output = end_of(run)
+    assert run.returncode != 0
+    assert [c.step for c in find_checkpoints(folder)] > [second_step], output
+    steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and {*range(1, steps[-1] + 1)} == set(steps)
+    assert not list(folder.glob("previous-*"))
+
+
+def test_ppo_stops_and_a_second_signal_is_not_needed(tmp_path: Path) -> None:
+    command = toy_job(tmp_path, **{"rollout.name": "hf", "trainer.total_training_steps": 10_000})
+    command[command.index("grpo")] = "ppo"
+    run = start(command)
+    wait_for_step(tmp_path / "run", run, 1)
+    run.send_signal(signal.SIGTERM)
+    step = stopped_step(output := end_of(run), "SIGTERM")
+    assert run.returncode == EXIT_STOPPED, output
+    assert "SIGTERM: the ranks finish their step" in output
+    [checkpoint] = find_checkpoints(tmp_path / "run")
+    assert checkpoint.step == step
+    assert (tmp_path / "run" / "curves.png").is_file()
+
+
+def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
+    command = toy_job(tmp_path, **{"rollout.name": "hf"})
+    run = start(command)
+    deadline = time.monotonic() + LIMIT_S
+    while len(read_status(tmp_path / "run")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)  # both ranks have started
+    run.send_signal(signal.SIGINT)
+    output = end_of(run)
+    assert run.returncode == EXIT_STOPPED, output
+    assert "stopped by SIGINT: no checkpoint was saved" in output, output
+    assert "Traceback" not in output
