@@ -288,6 +288,20 @@ def start_row(result) -> str:
     return row.removeprefix("start").strip()
 
 
+def test_faults_of_model_data_and_engine_are_one_report(dry_run, tmp_path):
+    result = dry_run(
+        "model.lora_rank=4",
+        "model.target_modules=[qproj]",
+        f"data.train_files={tmp_path}/none.jsonl",
+        "data.max_response_length=600",
+    )
+    assert result.exit_code == 2
+    first, *faults = result.stderr.splitlines()
+    assert first == "error: 3 settings cannot be used:"
+    for words in ("made for 512", "'qproj'", "none.jsonl does not exist"):
+        assert sum(words in fault for fault in faults) == 1
+
+
 def test_seeds_above_the_limit(dry_run):
     line = refusal(dry_run(f"seed={2**63 + 1}"))
     assert "seed is 9223372036854775809" in line and "4294967295" in line

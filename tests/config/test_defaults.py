@@ -23,6 +23,7 @@ VALUES = {
     "rollout.max_model_len": "2000",
     "rollout.val_kwargs.do_sample": None,
     "rollout.val_kwargs.n": None,
+    "trainer.resume_from_path": None,
     "reshard.lora": None,
     "algorithm.gdpo_reward_weights": None,
     "reward.custom_reward_function.name": None,
