@@ -45,6 +45,7 @@ TWO_REWARDS = (
     "reward.custom_reward_function.path=[{dir}/reward.py,{dir}/reward.py]",
     "reward.custom_reward_function.name=[compute_score,shorter]",
 )
+GDPO = (*TWO_REWARDS, "algorithm.adv_estimator=gdpo")
 FILTERED = (
     "algorithm.filter_groups.enable=true",
     "algorithm.filter_groups.max_num_gen_batches=2",
@@ -114,6 +115,11 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "critic.model.path": ("{dir}/other", CRITIC),
     "critic.cliprange_value": ("1e-4", (*CRITIC, "actor.ppo_epochs=2")),
     "algorithm.adv_estimator": ("rloo", ()),
+    "algorithm.gdpo_reward_keys": ("[even,shorter]", GDPO),
+    "algorithm.gdpo_reward_weights": (
+        "[1,2]",
+        (*GDPO, "algorithm.gdpo_reward_keys=[even,shorter]"),
+    ),
     "algorithm.gamma": ("0.5", ("algorithm.adv_estimator=reinforce_plus_plus",)),
     "algorithm.lam": ("0.5", CRITIC),
     "algorithm.kl_penalty": ("abs", KL_REWARD),
