@@ -270,5 +270,7 @@ def test_vocabulary_parallel_equals_one_rank(size):
         assert_all_close(linear[2:3], plain[2:3])  # summed over the ranks
         assert_all_close(loss_found[:4], loss[:4])
         assert_all_close(loss_found[4:], [e[part] for e in loss[4:]])
-    for other in results[1:]:  # the same bits on every rank
-        assert all(torch.equal(a, b) for a, b in zip(results[0][1][:2], other[1][:2], strict=True))
+    for by_cut in zip(*results, strict=True):  # of one cut, by rank: the same bits everywhere
+        first, *others = (linear[:2] for _, linear, _, _ in by_cut)
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
