@@ -26,7 +26,7 @@ from hybridengine.model import (
     is_sequence_classifier,
     longest_sequence,
 )
-from hybridengine.rewards import score_checked
+from hybridengine.rewards import RewardResult, score_checked
 from hybridengine.rollout.vllm import check_engine_options
 from hybridengine.tracking import check_loggers
 from hybridengine.trainer.rollouts import SCORE_NAMES
@@ -59,23 +59,29 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
             firsts = {sample.data_source: sample for sample in reversed(dataset)}
             probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
             result = score_checked(reward, probed, [""] * len(probed), [0] * len(probed))
-            _check_reward_names(config, [*result.extras])
+            _check_reward_names(config, result)
     _check_value_models(config)
     return train, val
 
 
-def _check_reward_names(config: GRPOConfig, extras: list[str]) -> None:
-    """What the algorithm asks the reward for beside the score is there."""
+def _check_reward_names(config: GRPOConfig, result: RewardResult) -> None:
+    """Check that the reward gives what the algorithm needs besides the score."""
     algorithm = config.algorithm
-    there = [*extras, *(["reward_model"] if config.reward.reward_model.enable else [])]
-    wanted = {}
+    model = ["reward_model"] if config.reward.reward_model.enable else []
+    parts, there = [*result.parts, *model], [*result.extras, *model]
+    wanted: dict[str, Sequence[str]] = {}
     if algorithm.filter_groups.enable:
         wanted["filter_groups.metric"] = [algorithm.filter_groups.metric]
-    if "reward_parts" in NEEDS[algorithm.adv_estimator] and not there:
-        raise ConfigError(
-            f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, but the reward gives one "
-            "number; let it return a dict of several, or give several functions"
-        )
+    if "reward_parts" in NEEDS[algorithm.adv_estimator]:
+        keys = algorithm.gdpo_reward_keys
+        wanted["gdpo_reward_keys"] = [name for name in keys if name not in parts]
+        if len(keys or parts) < 2:
+            raise ConfigError(
+                f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, which normalises several "
+                f"rewards each by itself, and there is one ({', '.join(keys or parts)}); give "
+                "several functions in reward.custom_reward_function.path, or name what the "
+                "function returns in algorithm.gdpo_reward_keys"
+            )
     for key, names in wanted.items():
         if missing := sorted(set(names) - set(there) - set(SCORE_NAMES)):
             raise ConfigError(

@@ -146,6 +146,17 @@ def _rewards(config: GRPOConfig) -> Iterator[str]:
             f"{model.model_path!r}; give both or neither"
         )
     wanted = len(files) + model.enable or 1  # by data_source
+    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if weights is not None and len(weights) != len(keys):
+        yield (
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(keys)} names "
+            "of algorithm.gdpo_reward_keys; give one for each"
+        )
+    if config.algorithm.use_kl_in_reward and config.algorithm.adv_estimator == "gdpo":
+        yield (
+            "algorithm.use_kl_in_reward is true, but algorithm.adv_estimator gdpo normalises the "
+            "rewards themselves; use actor.use_kl_loss"
+        )
     if reward.weights is not None and len(reward.weights) != wanted:
         yield (
             f"reward.weights has {len(reward.weights)} numbers for {len(files)} reward functions "

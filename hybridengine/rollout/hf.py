@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from hybridengine.reshard.layout import Checkpoint, identity_layout
+from hybridengine.reshard.coverage import describe_differences
+from hybridengine.reshard.layout import Checkpoint, LayoutError, identity_layout
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
 
 __all__ = ["HfEngine"]
@@ -52,6 +53,13 @@ class HfEngine(RolloutEngine):
         self._stop_token_ids = list(stop_token_ids)
         self._max_num_seqs, self._tokenizer = max_num_seqs, tokenizer
         own = self._stored()
+        self.unused = checkpoint.buffers
+        self.differences = describe_differences(checkpoint.config, config.to_dict())
+        if extra := sorted(checkpoint.parameters.keys() - own.keys()):
+            raise LayoutError(
+                f"the engine's model has no parameter {extra[0]!r} (and {len(extra) - 1} more of "
+                f"the trained model). Were both built from the same model?{self.differences}"
+            )
         self.layout = identity_layout({name: own[name] for name in checkpoint.parameters})
 
     def _stored(self) -> dict[str, torch.Tensor]:

@@ -45,6 +45,7 @@ TWO_REWARDS = (
     "reward.custom_reward_function.path=[{dir}/reward.py,{dir}/reward.py]",
     "reward.custom_reward_function.name=[compute_score,shorter]",
 )
+GDPO = (*TWO_REWARDS, "algorithm.adv_estimator=gdpo")
 FILTERED = (
     "algorithm.filter_groups.enable=true",
     "algorithm.filter_groups.max_num_gen_batches=2",
@@ -101,6 +102,12 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "actor.grad_clip": ("0.01", (TWO_STEPS,)),
     "actor.fsdp_config.fsdp_size": ("2", ()),
     "actor.optim.betas": ("[0.5,0.9]", ()),
+    "actor.optim.lr_warmup_steps": ("1", ()),
+    "actor.optim.lr_warmup_steps_ratio": ("0.5", (TWO_STEPS,)),
+    "critic.optim.lr_warmup_steps": ("1", ()),
+    "critic.optim.lr_warmup_steps_ratio": ("0.5", ()),
+    "rollout.stop": ("[w]", ()),
+    "rollout.engine_kwargs.vllm": ("{{block_size: 32}}", VLLM),
     "rollout.top_p": ("0.5", ()),
     "rollout.top_k": ("5", ()),
     "rollout.name": ("vllm", ()),
@@ -116,6 +123,11 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "critic.model.path": ("{dir}/other", CRITIC),
     "critic.cliprange_value": ("1e-4", (*CRITIC, "actor.ppo_epochs=2")),
     "algorithm.adv_estimator": ("rloo", ()),
+    "algorithm.gdpo_reward_keys": ("[even,shorter]", GDPO),
+    "algorithm.gdpo_reward_weights": (
+        "[1,2]",
+        (*GDPO, "algorithm.gdpo_reward_keys=[even,shorter]"),
+    ),
     "algorithm.gamma": ("0.5", ("algorithm.adv_estimator=reinforce_plus_plus",)),
     "algorithm.lam": ("0.5", CRITIC),
     "algorithm.kl_penalty": ("abs", KL_REWARD),
@@ -287,6 +299,7 @@ SFT_FLIPS = {key: FLIPS[key] for key in (
     "data.truncation": ("left", CUT),
     "data.micro_batch_size_per_gpu": ("1", ()),
     "optim.betas": ("[0.5,0.9]", ()),
+    "optim.lr_warmup_steps": ("1", ()),
     "optim.lr_warmup_steps_ratio": ("0.5", (TWO_STEPS,)),
     "optim.clip_grad": ("0.01", (TWO_STEPS,)),
     "ulysses_sequence_parallel_size": ("2", ()),
