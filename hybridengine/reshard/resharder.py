@@ -30,6 +30,7 @@ from hybridengine.reshard.failures import (
 from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
 from hybridengine.reshard.lora import Adapter, sums_of_bits, with_factors, with_whole
 from hybridengine.reshard.plan import Piece, ReshardPlan, build_plan
+from hybridengine.reshard.routes import ranks_per_node
 from hybridengine.reshard.shards import ShardSpec
 from hybridengine.reshard.trained import Parameters, TrainedTensors
 from hybridengine.reshard.verify import find_mismatches, find_unstable, warn_of_nan
@@ -94,7 +95,8 @@ class Resharder:
         self._device = next((t.device for t in shards), torch.device("cpu"))
         self._layout = with_factors(engine.layout, self._trained.factors)
         layouts = self._gather_layouts()
-        self.plan: ReshardPlan = agreed(lambda: self._plan(specs, layouts, bucket_bytes))
+        nodes = self._everyones(self.rank // ranks_per_node(self.world_size))
+        self.plan: ReshardPlan = agreed(lambda: self._plan(specs, layouts, bucket_bytes, nodes))
         digests = self._everyones(self.plan.digest)
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise LayoutError(
@@ -139,7 +141,11 @@ class Resharder:
         return [layouts[seat] for seat in seats]
 
     def _plan(
-        self, specs: dict[str, ShardSpec], layouts: list[EngineLayout], bucket_bytes: int
+        self,
+        specs: dict[str, ShardSpec],
+        layouts: list[EngineLayout],
+        bucket_bytes: int,
+        nodes: list[int],
     ) -> ReshardPlan:
         try:
             distinct = list({id(layout): layout for layout in layouts}.values())
@@ -147,7 +153,7 @@ class Resharder:
             check_sources(shapes, distinct, self.engine.unused)
         except LayoutError as error:
             raise LayoutError(f"{error}{self.engine.differences}") from None
-        plan = build_plan(specs, layouts, bucket_bytes)
+        plan = build_plan(specs, layouts, bucket_bytes, nodes)
         for bucket in plan.buckets:
             source, engine = bucket.source_dtype, bucket.engine_dtype
             if source != engine and not source.is_floating_point:
