@@ -14,7 +14,7 @@ from hybridengine.reshard import EngineLayout, TensorSpec
 from hybridengine.reshard.advice_view import draw_advice
 from hybridengine.reshard.advisor import advise
 from hybridengine.rollout import tp_groups
-from tests.reshard.test_plan import fused_layout
+from tests.reshard.brute_force import fused_layout
 from tests.tiny_models import tiny_config
 
 SHAPES = {
