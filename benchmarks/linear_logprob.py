@@ -99,7 +99,8 @@ def training(bench: Bench, p: Problem) -> None:
 
     def fused(advantages):
         h, w = p.leaves()
-        loss = linear_policy_loss(h, w, p.token_ids, advantages, p.old_log_probs, **CLIP)[0]
+        given = {"old_log_probs": p.old_log_probs, "advantages": advantages, **CLIP}
+        loss = linear_policy_loss(h, w, p.token_ids, **given)[0]
         return torch.autograd.grad(loss, (h, w))
 
     def two_steps(log_prob_function):

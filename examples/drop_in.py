@@ -32,7 +32,7 @@ def main() -> float:
             advantages = group_advantage(rewards, groups)
             old_log_probs, _ = linear_token_log_probs(hidden, head, tokens)
         loss, _, entropy, metrics = linear_policy_loss(
-            hidden, head, tokens, advantages, old_log_probs
+            hidden, head, tokens, old_log_probs=old_log_probs, advantages=advantages
         )
         optimizer.zero_grad()
         loss.backward()

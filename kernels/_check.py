@@ -112,9 +112,9 @@ def floats(op: str, **tensors: Tensor | None) -> None:
 
 
 def ids(op: str, name: str, tensor: Tensor) -> Tensor:
-    """int32 or int64 -> int64. Floats are refused: converting would truncate them."""
+    """int32 or int64 -> int64, contiguous. Floats are refused: converting would truncate them."""
     dtype(op, name, tensor, _IDS)
-    return tensor.long()
+    return tensor.long().contiguous()
 
 
 def mask(op: str, name: str, tensor: Tensor) -> Tensor:
@@ -288,6 +288,8 @@ def differentiable_once(op: str) -> Callable:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
             anchors = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+            if not anchors:
+                raise RuntimeError(message)
             with torch.no_grad():
                 results = backward(ctx, *grads)
             several = results if isinstance(results, tuple) else (results,)

@@ -98,7 +98,10 @@ def row_options(
         temperature = 1.0
     if keep_mask is not None:
         check.shape(op, "keep_mask", keep_mask, "... V", sizes)
-        keep_mask = check.mask(op, "keep_mask", keep_mask).reshape(-1, vocab)
+        keep_mask = check.mask(op, "keep_mask", keep_mask)
+        keep_mask = keep_mask.reshape(token_ids.numel(), vocab)
+        if vocab > 1 and keep_mask.stride(1) != 1:
+            keep_mask = keep_mask.contiguous()
     check.same_device(op, token_ids=token_ids, temperature=temperatures, keep_mask=keep_mask)
     if group is None:
         vocab_range = None

@@ -25,10 +25,10 @@ def gmpo_log_ratio(x, advantage, low, high):
 
 
 @triton.jit
-def _times_log_prob(factor, log_prob):
-    """factor * log_prob; 0 where the factor is 0, also of -inf."""
-    nothing = (factor == 0) & (log_prob == -float("inf"))
-    return tl.where(nothing, 0.0, factor * log_prob)
+def _log_prob_terms(factor, log_prob):
+    """factor * log_prob and its gradient; 0 for a log-prob of -inf."""
+    impossible = log_prob == -float("inf")
+    return tl.where(impossible, 0.0, factor * log_prob), tl.where(impossible, 0.0, factor)
 
 
 @triton.jit
@@ -71,12 +71,10 @@ def token_loss(
     cov_kl_coef,
     MODE: tl.constexpr,
 ):
-    """(loss, gradient, clipped, clipped_lower, log_ratio not clamped, ratio)"""
-    unclamped = log_ratio(log_prob, old)
-    x = clamp(unclamped, -20.0, 20.0)
+    """(loss, gradient, clipped, clipped_lower, ratio)"""
+    x = clamp(log_ratio(log_prob, old), -20.0, 20.0)
     # 0 where clamped, and for two log-probs of -inf, whose difference is NaN.
     slope = tl.where(x == log_prob - old, 1.0, 0.0)
-    impossible = log_prob == -float("inf")
     never = x != x
     clipped = never & (x == x)
     lower = clipped
@@ -89,7 +87,7 @@ def token_loss(
         gradient = tl.where(lower, 0.0, gradient)
     elif MODE == "gspo":
         ratio = tl.exp(clamp(segment_log_ratio, -20.0, 10.0))
-        slope = tl.where((segment_log_ratio <= 10.0) & (impossible == 0), 1.0, 0.0)
+        slope = tl.where((segment_log_ratio <= 10.0) & (log_prob != -float("inf")), 1.0, 0.0)
         loss, gradient, clipped = _clip_terms(ratio, advantage, slope, low, high)
     elif MODE == "gmpo":
         ratio = tl.exp(segment_log_ratio)
@@ -102,8 +100,7 @@ def token_loss(
     elif MODE == "cispo":
         weight = clamp(ratio, 1 - low, 1 + high)
         clipped = ratio != weight
-        gradient = -weight * advantage
-        loss = _times_log_prob(gradient, log_prob)
+        loss, gradient = _log_prob_terms(-weight * advantage, log_prob)
     elif MODE == "sapo":
         tau = tl.where(advantage > 0, tau_pos, tau_neg)
         rest = tl.exp(clamp(tau * (1 - ratio), -float("inf"), 80.0))
@@ -122,16 +119,14 @@ def token_loss(
         loss = -advantage * ratio + coef * sign * x
         gradient = (-advantage * ratio + coef * sign) * slope
     elif MODE == "reinforce":
-        gradient = -advantage
-        loss = _times_log_prob(gradient, log_prob)
+        loss, gradient = _log_prob_terms(-advantage, log_prob)
     else:
         allowed = _dppo_allows(log_prob, old, advantage, low, high, MODE)
         clipped = allowed == 0
         lower = allowed & (ratio > c)
         weight = tl.where(allowed, tl.where(ratio > c, c, ratio), 0.0)
-        gradient = -weight * advantage
-        loss = _times_log_prob(gradient, log_prob)
-    return loss, gradient, clipped, lower, unclamped, ratio
+        loss, gradient = _log_prob_terms(-weight * advantage, log_prob)
+    return loss, gradient, clipped, lower, ratio
 
 
 @triton.jit

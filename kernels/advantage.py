@@ -14,7 +14,7 @@ from torch import Tensor
 from . import _check as check
 from ._advantage_reference import check_finite, gae_reference, group_reference
 from ._backend import choose_backend, native, register_backends
-from .aggregation import as_mask, compute_dtype, row_ends, token_arguments
+from .aggregation import as_mask, check_given, compute_dtype, row_ends, token_arguments
 
 register_backends("group_advantage", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 register_backends("gae", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
@@ -78,8 +78,9 @@ def group_advantage(
         [0.7071057558059692, -0.7071057558059692, 4.999995231628418]
     """
     op = "group_advantage"
+    check_given(op, rewards=rewards, group_ids=group_ids)
     check.choice(op, "estimator", estimator, GROUP_ESTIMATORS)
-    check.number(op, "epsilon", epsilon, above=0)
+    epsilon = check.number(op, "epsilon", epsilon, above=0)
     rewards, group_ids, lengths = _check_rows(rewards, group_ids, lengths)
     if estimator == "opo" and lengths is None:
         raise ValueError("group_advantage: estimator 'opo' needs lengths, one per response.")
@@ -191,8 +192,9 @@ def gae(
             spreads instead to the tokens before it).
     """
     op = "gae"
-    check.number(op, "gamma", gamma, at_least=0, at_most=1)
-    check.number(op, "lam", lam, at_least=0, at_most=1)
+    check_given(op, rewards=rewards)
+    gamma = check.number(op, "gamma", gamma, at_least=0, at_most=1)
+    lam = check.number(op, "lam", lam, at_least=0, at_most=1)
     check.same_device(op, rewards=rewards, values=values)
     check.dtype(op, "rewards", rewards, _NUMBERS)
     dtype, shape = compute_dtype(rewards), rewards.shape
@@ -248,9 +250,10 @@ def whiten(
         ValueError: shapes, dtypes or devices that do not match, an epsilon that is not above 0.
     """
     op = "whiten"
+    check_given(op, values=values)
     check.same_device(op, values=values, mask=mask)
     check.floats(op, values=values)
-    check.number(op, "epsilon", epsilon, above=0)
+    epsilon = check.number(op, "epsilon", epsilon, above=0)
     if mask is not None and mask.shape != values.shape:
         raise ValueError(
             f"whiten: mask has shape {list(mask.shape)}; expected {list(values.shape)} like values."

@@ -44,6 +44,13 @@ class Segments(NamedTuple):
         return (sums / self.counts.clamp(min=1))[self.ids]
 
 
+def check_given(op: str, **tensors: Tensor | None) -> None:
+    """Raise TypeError for a tensor that is None, by name."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise TypeError(f"{op}: {name} is None; expected a tensor.")
+
+
 def token_arguments(
     op: str,
     floats: dict[str, Tensor | None],
@@ -196,13 +203,14 @@ def denominators(
     return torch.stack([num_tokens, num_seqs])
 
 
-def check_aggregation(op: str, loss_agg_mode: str, loss_scale_factor: float | None) -> None:
-    """A known mode, and the scale factor where it needs one."""
+def check_aggregation(op: str, loss_agg_mode: str, loss_scale_factor: float | None) -> float | None:
+    """Check the mode, and the scale factor, which one mode needs; return the factor."""
     check.choice(op, "loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
     if loss_scale_factor is not None:
-        check.number(op, "loss_scale_factor", loss_scale_factor, above=0)
-    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        return check.number(op, "loss_scale_factor", loss_scale_factor, above=0)
+    if loss_agg_mode == "seq-mean-token-sum-norm":
         raise ValueError(
             f"{op}: loss_agg_mode 'seq-mean-token-sum-norm' needs loss_scale_factor, "
             "usually the longest response allowed."
         )
+    return None

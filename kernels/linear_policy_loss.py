@@ -15,28 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import _check as check
 from ._backend import choose_backend, register_backends
-from ._row_options import row_options
-from .aggregation import LOSS_AGG_MODES, Segments, as_mask, denominators, token_weights
-from .linear_logprob import (
+from ._linear_arguments import (
     LINEAR_SCHEMA,
-    Chunks,
-    LinearGrads,
     budget,
     check_linear,
-    linear_token_log_probs,
     split_row_options,
     wide_dtype,
 )
+from ._row_options import row_options
+from .aggregation import LOSS_AGG_MODES, Segments, denominators, token_arguments, token_weights
+from .linear_logprob import Chunks, LinearGrads, linear_token_log_probs
 from .logprob import rows_backward, rows_forward, token_log_probs
 from .policy_loss import policy_loss
 from .token_loss import (
-    KL_ALIASES,
     KL_TYPES,
     LOSS_MODES,
     MODE_ALIASES,
     SEQUENCE_MODES,
     LossOptions,
+    check_kl_type,
 )
 
 register_backends(
@@ -48,13 +47,14 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     token_ids: Tensor,
-    advantages: Tensor,
-    old_log_probs: Tensor,
-    bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     *,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    ignore_index: int = -100,
     keep_mask: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     response_mask: Tensor | None = None,
@@ -68,12 +68,15 @@ def linear_policy_loss(
     """Policy loss from hidden states.
 
     Args:
-        hidden: [T, H]; weight: [V, H] of the same dtype; bias: [V] or None; token_ids: [T] int64.
-        advantages, old_log_probs: [T], constants.
-        temperature, logit_scale, softcap, keep_mask, group, budget_bytes, deterministic: as in
-            `linear_token_log_probs`.
-        response_mask: [T] bool; tokens outside are not read beyond the first matrix product, and
-            their log_probs and entropy are 0.
+        hidden: [T, H] of packed tokens, or [B, L, H], whose rows are the sequences; every [T] below
+            is then [B, L]. weight: [V, H] of the same dtype; token_ids: [T] int32 or int64.
+        old_log_probs, advantages: [T], constants.
+        temperature, bias, logit_scale, softcap, keep_mask, group, budget_bytes, deterministic: as
+            in `linear_token_log_probs`.
+        response_mask: [T] bool, or 0 and 1; None: all. Tokens outside are not read beyond the first
+            matrix product, and their log_probs and entropy are 0.
+        ignore_index: tokens with this label (what `pack(shifted=)` gives the last one of a
+            sequence) are outside the response mask too: not in the loss, its counts or gradients.
         entropy_coeff: subtracts entropy_coeff * entropy, differentiated.
         loss_arguments: everything else `policy_loss` takes (loss_mode, clip ratios, loss_agg_mode,
             cu_seqlens, global denominators, ref_log_probs and the KL, rollout_is_weights, ...).
@@ -83,31 +86,40 @@ def linear_policy_loss(
 
     Returns:
         (loss, log_probs [T], entropy [T], metrics): loss is differentiable in hidden, weight and
-        bias, the rest is without gradient. The metrics are those of `policy_loss`, tensors on the
-        device; nothing here waits for a GPU. With gspo and gmpo, where a token's gradient needs the
-        whole sequence first, this is `linear_token_log_probs` followed by `policy_loss`
-        (8 T H V operations).
+        bias (once, in reverse mode), the rest is without gradient. The metrics are those of
+        `policy_loss`, tensors on the device; nothing here waits for a GPU. With gspo and gmpo,
+        where a token's gradient needs the whole sequence first, this is `linear_token_log_probs`
+        followed by `policy_loss` (8 T H V operations).
 
     Example:
         >>> hidden = torch.zeros(2, 8, requires_grad=True)
         >>> weight, ids = torch.ones(4, 8), torch.tensor([1, 3])
         >>> old = torch.full((2,), -1.3862944)
-        >>> loss, *_ = linear_policy_loss(hidden, weight, ids, torch.tensor([1.0, 2.0]), old)
+        >>> loss, *_ = linear_policy_loss(
+        ...     hidden, weight, ids, old_log_probs=old, advantages=torch.tensor([1.0, 2.0])
+        ... )
         >>> round(loss.item(), 4)
         -1.5
     """
     op = "linear_policy_loss"
-    check_linear(op, hidden, weight, token_ids, bias, main_grad)
+    token_ids = check_linear(op, hidden, weight, token_ids, bias, main_grad)
     backend = choose_backend(op, hidden.device, backend)
     if hidden.dtype == torch.float64:
         backend = "reference"
-    ids = token_ids if response_mask is None else token_ids.masked_fill(~response_mask, -100)
+    all_have_gradients = response_mask is None  # but for those labelled ignore_index
+    loss_arguments |= {
+        "old_log_probs": old_log_probs, "advantages": advantages,
+        "response_mask": response_mask, "entropy_coeff": entropy_coeff,
+    }  # fmt: skip
+    loss_arguments = _packed_arguments(op, token_ids, ignore_index, loss_arguments)
+    old_log_probs, advantages = (loss_arguments.pop(k) for k in ("old_log_probs", "advantages"))
+    shape, mask = token_ids.shape, loss_arguments["response_mask"]
+    ids = token_ids.masked_fill(~mask.view(shape), ignore_index)
     row_arguments = {
-        "logit_scale": logit_scale, "softcap": softcap, "ignore_index": -100,
+        "logit_scale": logit_scale, "softcap": softcap, "ignore_index": ignore_index,
         "keep_mask": keep_mask, "group": group,
     }  # fmt: skip
     chunking = {"budget_bytes": budget_bytes, "deterministic": deterministic}
-    loss_arguments |= {"response_mask": response_mask, "entropy_coeff": entropy_coeff}
     mode = loss_arguments.get("loss_mode", "ppo_clip")
     mode = MODE_ALIASES.get(mode, mode)
     if backend == "reference" or mode in SEQUENCE_MODES:
@@ -115,20 +127,22 @@ def linear_policy_loss(
         row_arguments |= {"temperature": temperature, "backend": backend}
         if backend == "reference" and main_grad is None and not deterministic:
             wide = wide_dtype(hidden)
-            unmasked = hidden.masked_fill((ids == -100).unsqueeze(1), 0).to(wide)
+            unmasked = hidden.masked_fill((ids == ignore_index).unsqueeze(-1), 0).to(wide)
             wide_bias = None if bias is None else bias.to(wide)
             logits = torch.nn.functional.linear(unmasked, weight.to(wide), wide_bias)
             log_probs, entropy = token_log_probs(logits, ids, **row_arguments)
         else:
             log_probs, entropy = linear_token_log_probs(
-                hidden, weight, ids, bias, main_grad=main_grad, **chunking, **row_arguments
+                hidden, weight, ids, bias=bias, main_grad=main_grad, **chunking, **row_arguments
             )
         loss, metrics = policy_loss(
-            log_probs, old_log_probs, advantages, entropy=entropy, backend=backend, **loss_arguments
-        )
+            log_probs.flatten(), old_log_probs, advantages, entropy=entropy.flatten(),
+            backend=backend, **loss_arguments,
+        )  # fmt: skip
         return loss, log_probs.detach(), entropy.detach(), metrics
     # The loss and its metrics come from policy_loss itself, on the log-probs found on the way; it
     # also checks the arguments, before anything large is computed.
+    hidden = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     nothing = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
     with torch.no_grad():
         policy_loss(nothing, old_log_probs, advantages, entropy=nothing, **loss_arguments)
@@ -137,31 +151,34 @@ def linear_policy_loss(
     recording = torch.is_grad_enabled()
     wanted = [t is not None and recording and t.requires_grad for t in (hidden, weight, bias)]
     log_probs, entropy, *grads = torch.ops.hybridengine.linear_policy_gradient(
-        hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids,
-        *row_options(op, ids.shape, temperature, **row_arguments),
-        budget(hidden, budget_bytes), deterministic,
-        *_for_the_op(nothing, advantages, old_log_probs, mode, loss_arguments),
-        response_mask is not None or not terms, main_grad is not None, wanted, backend,
+        hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids.flatten(),
+        *row_options(op, ids, weight.shape[0], temperature, **row_arguments),
+        budget(op, hidden, budget_bytes), deterministic,
+        *_for_the_op(advantages, old_log_probs, mode, loss_arguments),
+        not (all_have_gradients and terms), main_grad is not None, wanted, backend,
     )  # fmt: skip
     with torch.no_grad():
         loss, metrics = policy_loss(
             log_probs, old_log_probs, advantages, entropy=entropy, **loss_arguments
         )
     if any(wanted):
-        loss = _AttachGradients.apply(loss, hidden, weight, bias, main_grad, *grads)
-    return loss, log_probs, entropy, metrics
+        # 0-d stand-ins of the inputs: the backward keeps them, and not what they stand for.
+        anchors = [None if t is None else t[:0].sum() for t in (hidden, weight, bias)]
+        loss = _AttachGradients.apply(loss, hidden, weight, bias, main_grad, *grads, *anchors)
+    return loss, log_probs.view(shape), entropy.view(shape), metrics
 
 
 class _AttachGradients(torch.autograd.Function):
     """loss, with gradients that were computed beside it."""
 
     @staticmethod
-    def forward(ctx, loss, hidden, weight, bias, main_grad, *grads):
-        ctx.save_for_backward(*grads)
+    def forward(ctx, loss, hidden, weight, bias, main_grad, *grads_and_anchors):
+        ctx.save_for_backward(*grads_and_anchors)
         ctx.main_grad = main_grad
         return loss.clone()
 
     @staticmethod
+    @check.differentiable_once("linear_policy_loss")
     def backward(ctx, grad_loss):
         # Asking a GPU whether the factor is 1 would wait for it; a traced graph cannot ask.
         on_host = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -172,14 +189,33 @@ class _AttachGradients(torch.autograd.Function):
             ctx.main_grad.addcmul_(ctx.saved_tensors[1], grad_loss)
         scaled = [
             (grad if unit else grad * grad_loss) if need else None
-            for grad, need in zip(ctx.saved_tensors, needs, strict=True)
+            for grad, need in zip(ctx.saved_tensors[:3], needs, strict=True)
         ]
-        return None, *scaled, None, None, None, None
+        return None, *scaled, *(None,) * 7
 
 
-def _for_the_op(like, advantages, old_log_probs, mode, arguments):
+def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: dict) -> dict:
+    """The loss's arguments, those per token as [T]; its mask leaves out labels ignore_index."""
+    names = ("old_log_probs", "advantages", "ref_log_probs", "rollout_is_weights")
+    given, mask = arguments["response_mask"], token_ids != ignore_index
+    check.same_device(
+        op, token_ids=token_ids, old_log_probs=arguments["old_log_probs"], response_mask=given
+    )
+    check.integer(op, "ignore_index", ignore_index)
+    sizes: check.Sizes = {"...": (tuple(token_ids.shape), "token_ids")}
+    check.shape(op, "old_log_probs", arguments["old_log_probs"], "...", sizes)
+    if given is not None:
+        check.shape(op, "response_mask", given, "...", sizes)
+        mask = mask & check.mask(op, "response_mask", given)
+    floats = {name: arguments.get(name) for name in names}
+    masks = {"response_mask": mask, "selected": arguments.get("selected")}
+    tokens, cu_seqlens = token_arguments(op, floats, masks, arguments.get("cu_seqlens"))
+    return arguments | tokens | {"cu_seqlens": cu_seqlens}
+
+
+def _for_the_op(advantages, old_log_probs, mode, arguments):
     """The loss in the order linear_policy_gradient takes it: per-token tensors, then numbers."""
-    mask = as_mask(arguments["response_mask"], like)
+    mask = arguments["response_mask"]
     agg_mode = arguments.get("loss_agg_mode", "token-mean")
     cu_seqlens = arguments.get("cu_seqlens")
     num_tokens, num_seqs = denominators(
@@ -199,19 +235,19 @@ def _for_the_op(like, advantages, old_log_probs, mode, arguments):
         floats(advantages),
         floats(old_log_probs),
         mask,
-        None if selected is None else selected.bool(),
+        selected,
         floats(arguments.get("ref_log_probs")),
         floats(arguments.get("rollout_is_weights")),
         weights.float(),
     ]
     kl_type = arguments.get("kl_type", "low_var_kl")
-    base = kl_type.removesuffix("+")
     modes = (
         LOSS_MODES.index(mode),
         LOSS_AGG_MODES.index("token-sum"),
-        KL_TYPES.index(KL_ALIASES.get(base, base)),
+        KL_TYPES.index(check_kl_type("linear_policy_loss", kl_type)),
     )
-    numbers = [float(arguments.get(k, v)) for k, v in LossOptions()._asdict().items()]
+    options = {k: arguments.get(k, v) for k, v in LossOptions()._asdict().items()}
+    numbers = [*LossOptions.checked("linear_policy_loss", **options)]
     numbers += [float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"]), 1.0]
     return *per_token, [*modes, kl_type.endswith("+"), True, True], numbers
 

@@ -82,8 +82,8 @@ def forward_kernel(
     ignored = label == ignore_index
     vocab_start, vocab_total = _vocab_range(vocab_range, vocab, PARALLEL)
     bad = (label != ignore_index) & ((label < 0) | (label >= vocab_total))
-    token = tl.where(ignored | bad, -1, label - vocab_start)
-    here = (token >= 0) & (token < vocab)
+    here = (label >= vocab_start) & (label - vocab_start < vocab) & (ignored == 0) & (bad == 0)
+    token = tl.where(here, label - vocab_start, -1).to(tl.int32)
     factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
     factor2 = factor * _LOG2E
     logits += row * row_stride

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
+from ._packing_reference import layout_reference, move_reference
 
 register_backends("pack_layout", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 register_backends("move_rows", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
@@ -64,8 +65,9 @@ def pack(
         shifted: numbers of the tensors read one token ahead, as labels are: row t gets the value
             of token t + 1 of its sequence, the last row of each sequence the fill value.
         fill_values: one per tensor, for rows without a token; default 0, for shifted tensors -100.
-        capacity: rows of the result; None: as many as tokens are kept. Given, nothing waits for the GPU: `max_seqlen` is then L and
-            tokens that do not fit are counted in `num_dropped` (on the CPU they are an error).
+        capacity: rows of the result; None: as many as tokens are kept. Given, nothing waits for
+            the GPU: `max_seqlen` is then L and tokens that do not fit are counted in `num_dropped`
+            (on the CPU they are an error).
 
     Raises:
         ValueError: shapes or devices that do not match the mask, more than 2^31 - 1 tokens, a
@@ -86,9 +88,7 @@ def pack(
         raise ValueError(
             f"pack: {len(fills)} fill_values for {len(tensors)} tensors; expected one each."
         )
-    fills = [
-        _fill("pack", f"fill_values[{i}]", *pair) for i, pair in enumerate(zip(fills, tensors))
-    ]
+    fills = [_fill("pack", f"fill_values[{i}]", fill, tensors[i]) for i, fill in enumerate(fills)]
     if capacity is not None:
         check.integer("pack", "capacity", capacity, at_least=0)
     if mask.size(1) > 1 and mask.stride(1) != 1:
@@ -121,8 +121,8 @@ def pack_sequences(*fields: Sequence, device: torch.device | str | None = None) 
         device: where the result lies; default: where the tensors are, the CPU for lists.
 
     Raises:
-        ValueError: fields of different lengths (the message names the sequence), or more than
-            2^31 - 1 tokens.
+        ValueError: fields of different lengths (the message names the sequence) or devices, or more
+            than 2^31 - 1 tokens.
 
     Example:
         >>> packed = pack_sequences([[5, 6, 7], [8]])
@@ -131,6 +131,7 @@ def pack_sequences(*fields: Sequence, device: torch.device | str | None = None) 
     """
     lengths = _ragged_lengths(fields)
     values = tuple(_concatenate(field, device) for field in fields)
+    check.same_device("pack_sequences", **{f"fields[{i}]": v for i, v in enumerate(values)})
     where = values[0].device
     lengths_N = torch.tensor(lengths, dtype=torch.int64)
     starts_N = lengths_N.cumsum(0) - lengths_N
@@ -292,7 +293,7 @@ def _pack_layout(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(cu_seqlens, position_ids, indices, inverse, num_dropped, max_seqlen on the CPU)."""
     if choose_backend("pack_layout", mask.device, backend) == "reference":
-        return _layout_reference(mask, capacity)
+        return layout_reference(mask, capacity)
     *tensors, longest = native().pack_layout(mask, -1 if capacity is None else capacity)
     return *tensors, torch.tensor(longest)
 
@@ -309,31 +310,6 @@ def _(mask, capacity, backend):
         torch.empty((), **longs),
         torch.empty((), dtype=torch.int64),
     )
-
-
-def _layout_reference(mask: Tensor, capacity: int | None):
-    keep = (mask != 0).reshape(-1)
-    lengths = (mask != 0).sum(1)
-    kept = keep.nonzero().squeeze(1)
-    total, device = kept.numel(), mask.device
-    rows = total if capacity is None else capacity
-    if total > rows and device.type == "cpu":
-        raise ValueError(
-            f"pack: the mask keeps {total} tokens, but capacity is {rows}; give a larger capacity"
-        )
-    fits = min(total, rows)
-    indices = torch.full((rows,), -1, dtype=torch.int64, device=device)
-    indices[:fits] = kept[:fits]
-    position_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-    within = (mask != 0).cumsum(1).reshape(-1) - 1
-    position_ids[:fits] = within[kept[:fits]]
-    inverse = torch.full((mask.numel(),), -1, dtype=torch.int64, device=device)
-    inverse[kept[:fits]] = torch.arange(fits, device=device)
-    cu_seqlens = torch.zeros(mask.size(0) + 1, dtype=torch.int32, device=device)
-    cu_seqlens[1:] = lengths.cumsum(0).clamp(max=rows)
-    num_dropped = torch.tensor(total - fits, device=device)
-    longest = mask.size(1) if capacity is not None else max(lengths.tolist(), default=0)
-    return cu_seqlens, position_ids, indices, inverse, num_dropped, torch.tensor(longest)
 
 
 @torch.library.custom_op("hybridengine::move_rows", mutates_args=())
@@ -355,7 +331,7 @@ def _move_rows(
     """
     if choose_backend("move_rows", index.device, backend) == "reference":
         return [
-            _move_reference(source, index, position_ids, leading, out_shape, fill, shift)
+            move_reference(source, index, position_ids, leading, out_shape, fill, shift)
             for source, fill, shift in zip(sources, fills, shifts, strict=True)
         ]
     return native().move_rows(
@@ -366,17 +342,6 @@ def _move_rows(
 @_move_rows.register_fake
 def _(sources, index, inverse, position_ids, leading, out_shape, fills, shifts, backend):
     return [source.new_empty([*out_shape, *source.shape[leading:]]) for source in sources]
-
-
-def _move_reference(source, index, position_ids, leading, out_shape, fill, shift):
-    if shift:
-        index = torch.where(position_ids == 0, -1, index).roll(-1)
-        index[-1:] = -1
-    flat = source.flatten(0, leading - 1)
-    out = source.new_full([index.numel(), *source.shape[leading:]], fill)
-    present = index >= 0
-    out[present] = flat[index[present]]
-    return out.view([*out_shape, *source.shape[leading:]])
 
 
 def _setup_move(ctx, inputs, output):

@@ -20,6 +20,7 @@ from .aggregation import (
     LOSS_AGG_MODES,
     as_mask,
     check_aggregation,
+    check_given,
     denominators,
     token_arguments,
 )
@@ -124,21 +125,20 @@ def policy_loss(
         (1.0, 0.0)
     """
     op = "policy_loss"
+    check_given(op, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
     check.choice(op, "loss_mode", loss_mode, LOSS_MODES, tuple(MODE_ALIASES))
     loss_mode = MODE_ALIASES.get(loss_mode, loss_mode)
-    check_aggregation(op, loss_agg_mode, loss_scale_factor)
+    loss_scale_factor = check_aggregation(op, loss_agg_mode, loss_scale_factor)
     options = LossOptions.checked(
         op, clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg, cov_kl_coef
     )
-    check_coefficient(op, "kl_coef", kl_coef, "ref_log_probs", ref_log_probs)
-    check_coefficient(op, "entropy_coeff", entropy_coeff, "entropy", entropy)
     plan = LossPlan(
         loss_mode,
         loss_agg_mode,
         check_kl_type(op, kl_type),
         kl_type.endswith("+"),
-        kl_coef,
-        entropy_coeff,
+        check_coefficient(op, "kl_coef", kl_coef, "ref_log_probs", ref_log_probs),
+        check_coefficient(op, "entropy_coeff", entropy_coeff, "entropy", entropy),
         loss_scale_factor,
     )
     floats = {
@@ -188,12 +188,14 @@ _METRICS = (
 )
 
 
-def check_coefficient(op: str, name: str, value: float, needs: str, tensor: Tensor | None) -> None:
+def check_coefficient(op: str, name: str, value: float, needs: str, tensor: Tensor | None) -> float:
     """A finite coefficient, which must have the tensor it multiplies."""
-    if check.number(op, name, value) and tensor is None:
+    number = check.number(op, name, value)
+    if number and tensor is None:
         raise ValueError(
             f"{op}: {name} is {value}, but {needs} is not given; give both or neither."
         )
+    return number
 
 
 def _check_needs(loss_mode: str, cu_seqlens: Tensor | None, selected: Tensor | None) -> None:
@@ -311,7 +313,8 @@ def _setup_policy_loss(ctx, inputs, output):
     _, sums, gradient, entropy_gradient = output
     ctx.set_materialize_grads(False)  # else zeros as large as the gradients, for nobody
     ctx.mark_non_differentiable(sums, gradient, entropy_gradient)
-    ctx.save_for_backward(gradient, entropy_gradient)
+    # The two inputs are there for second derivatives to find, and raise.
+    ctx.save_for_backward(gradient, entropy_gradient, *inputs[:2])
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -324,7 +327,7 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
 
 @check.differentiable_once("policy_loss")
 def _backward_policy_loss(ctx, grad_loss, *_):
-    gradient, entropy_gradient = ctx.saved_tensors
+    gradient, entropy_gradient, *_ = ctx.saved_tensors
     for_log_probs = _scaled(gradient, grad_loss) if ctx.needs_input_grad[0] else None
     for_entropy = _scaled(entropy_gradient, grad_loss) if ctx.needs_input_grad[1] else None
     return for_log_probs, for_entropy, *[None] * 11

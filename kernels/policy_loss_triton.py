@@ -141,9 +141,12 @@ def _token_kernel(
     if HAS_SELECTED:
         chosen = keep & (tl.load(selected + at, mask=keep, other=0) != 0)
     log_prob = tl.load(log_probs + at, mask=keep, other=0.0)
-    loss, gradient, clipped, lower, x, ratio = token_loss(
+    old = tl.load(old_log_probs + at, mask=keep, other=0.0)
+    sums = partials + program * 8
+    tl.store(sums + 5, tl.sum(tl.where(keep, -log_ratio(log_prob, old), 0.0)))
+    loss, gradient, clipped, lower, ratio = token_loss(
         log_prob,
-        tl.load(old_log_probs + at, mask=keep, other=0.0),
+        old,
         tl.load(advantages + at, mask=keep, other=0.0),
         segment_log_ratio,
         segment_advantage,
@@ -161,7 +164,6 @@ def _token_kernel(
             segment_weight = tl.load(is_weights + at, mask=keep, other=0.0)
         loss *= segment_weight
         gradient *= segment_weight
-    sums = partials + program * 8
     tl.store(sums, tl.sum(tl.where(keep, loss * token_weight, 0.0)))
     if HAS_REF:
         ref = tl.load(ref_log_probs + at, mask=keep, other=0.0)
@@ -173,7 +175,6 @@ def _token_kernel(
         tl.store(sums + 2, tl.sum(tl.where(keep, bonus * token_weight, 0.0)))
     tl.store(sums + 3, tl.sum(tl.where(keep & clipped, 1.0, 0.0)))
     tl.store(sums + 4, tl.sum(tl.where(keep & lower, 1.0, 0.0)))
-    tl.store(sums + 5, tl.sum(tl.where(keep, -x, 0.0)))
     tl.store(sums + 6, tl.sum(tl.where(keep, ratio, 0.0)))
     tl.store(sums + 7, tl.max(tl.where(keep, ratio, -float("inf"))))
     if WANTS_GRADIENT:

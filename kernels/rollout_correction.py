@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from . import _check as check
-from .aggregation import Segments, as_mask, compute_dtype, denominator, kept, token_arguments
+from .aggregation import (
+    Segments,
+    as_mask,
+    check_given,
+    compute_dtype,
+    denominator,
+    kept,
+    token_arguments,
+)
 from .token_loss import log_ratio
 
 _MAX_LOG_RATIO = 20.0
@@ -82,6 +90,7 @@ def rollout_correction(
             shapes, dtypes, devices, cu_seqlens that does not fit.
     """
     op = "rollout_correction"
+    check_given(op, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     threshold, lower = _check_weights(rollout_is, rollout_is_threshold, rollout_is_lower)
     bounds = _check_rejection(rejection or {})
     with torch.no_grad():
@@ -176,7 +185,12 @@ def _check_rejection(
     rejection: Mapping[str, float | tuple[float, float]],
 ) -> dict[str, float | tuple[float, float]]:
     """The thresholds as numbers, or pairs of numbers for k1."""
-    op, bounds = "rollout_correction", dict[str, float | tuple[float, float]]()
+    op = "rollout_correction"
+    bounds: dict[str, float | tuple[float, float]] = {}
+    if not isinstance(rejection, Mapping):
+        raise TypeError(
+            f"{op}: rejection is {rejection!r}; expected a mapping, criterion -> threshold."
+        )
     for criterion, bound in rejection.items():
         check.choice(op, "a criterion of rejection", criterion, REJECTION_CRITERIA)
         name = f"rejection[{criterion!r}]"

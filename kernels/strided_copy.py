@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import _check as check
 from ._backend import choose_backend, native, register_backends
 
 register_backends("strided_copy", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
@@ -74,7 +75,11 @@ def strided_copy(
         >>> out.tolist()
         [2.0, 3.0, 6.0, 7.0]
     """
-    torch.ops.hybridengine.strided_copy(list(sources), list(destinations), table, backend)
+    sources, destinations = list(sources), list(destinations)
+    named = {f"sources[{i}]": tensor for i, tensor in enumerate(sources)}
+    named |= {f"destinations[{i}]": tensor for i, tensor in enumerate(destinations)}
+    check.same_device("strided_copy", **named)
+    torch.ops.hybridengine.strided_copy(sources, destinations, table, backend)
 
 
 @torch.library.custom_op("hybridengine::strided_copy", mutates_args={"destinations"})

@@ -18,10 +18,9 @@ With x = log_probs - old_log_probs and r = exp(x), the loss of a token, to be mi
     kl_cov     -r A, plus cov_kl_coef |x| for the selected tokens         arXiv 2505.22617
     reinforce  -A log p                                        (GPG: arXiv 2504.02546)
 
-x is clamped to [-20, 20], where its gradient is then zero, so that r stays finite. A token whose
-log-prob is -inf under both policies has x = 0, ratio 1 and no gradient through x: neither can
-produce it, so nothing tells them apart. (A log p in the formula is still -inf there; it counts as
-0 where its factor is 0.)
+x is clamped to [-20, 20], where its gradient is then zero, so that r stays finite. No finite step
+makes a token possible whose log p is -inf: it has no gradient, and a term A log p is 0. Where
+log p_old is -inf too, x = 0 and the ratio is 1: neither policy can produce the token.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from . import _check as check
-from .aggregation import as_mask, compute_dtype, token_arguments
+from .aggregation import as_mask, check_given, compute_dtype, token_arguments
 
 LOSS_MODES = (
     "ppo_clip",
@@ -136,8 +135,8 @@ def _clip(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple[Tens
 
 
 def _times_log_prob(factor: Tensor, log_probs: Tensor) -> Tensor:
-    """factor * log_probs; 0 where the factor is 0, also of -inf."""
-    return torch.where((factor == 0) & log_probs.isneginf(), 0, factor * log_probs)
+    """factor * log_probs; 0, without gradient, for a log-prob of -inf."""
+    return factor * torch.where(log_probs.isneginf(), 0, log_probs)
 
 
 def _binary_kl(p: Tensor, p_old: Tensor, x: Tensor) -> Tensor:
@@ -237,6 +236,7 @@ def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Raises:
         ValueError: an unknown kl_type, tensors of different shapes or on different devices.
     """
+    check_given("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
     base = check_kl_type("token_kl", kl_type)
     check.same_device("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
     check.floats("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
@@ -306,6 +306,7 @@ def select_by_covariance(
         ValueError: another mode, a ratio outside (0, 1], lower above upper, shapes, devices.
     """
     op = "select_by_covariance"
+    check_given(op, log_probs=log_probs, advantages=advantages)
     check.choice(op, "loss_mode", loss_mode, SELECTION_MODES)
     check.number(op, "ratio", ratio, above=0, at_most=1)
     check.number(op, "lower", lower, infinite=True)

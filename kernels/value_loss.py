@@ -10,6 +10,7 @@ from .aggregation import (
     Segments,
     as_mask,
     check_aggregation,
+    check_given,
     compute_dtype,
     denominators,
     kept,
@@ -53,7 +54,8 @@ def value_loss(
         ValueError: as policy_loss.
     """
     op = "value_loss"
-    check_aggregation(op, loss_agg_mode, loss_scale_factor)
+    check_given(op, values=values, old_values=old_values, returns=returns)
+    loss_scale_factor = check_aggregation(op, loss_agg_mode, loss_scale_factor)
     clip = float("inf") if cliprange_value is None else cliprange_value
     clip = check.number(op, "cliprange_value", clip, at_least=0, infinite=True)
     tokens, cu_seqlens = token_arguments(

@@ -57,7 +57,7 @@ inline bool fits(const Bins& bins, const std::vector<int64_t>& lengths, int64_t 
 inline Bins balance_by_budget(const std::vector<int64_t>& lengths, int64_t capacity,
                               int64_t min_bins, int64_t multiple_of) {
   Bins known = best_fit(lengths, capacity);
-  int64_t low = fewest_possible(lengths, capacity);
+  int64_t low = std::max<int64_t>(1, fewest_possible(lengths, capacity));
   while (low < static_cast<int64_t>(known.size())) {
     const int64_t middle = low + (static_cast<int64_t>(known.size()) - low) / 2;
     Bins tried = balance(lengths, middle, false);

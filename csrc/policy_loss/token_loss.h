@@ -127,13 +127,11 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
   const F x = clamped_log_ratio(t);
   // 0 where clamped, and for two log-probs of -inf, whose difference is NaN.
   const F slope = Ops::select(x == t.log_prob - t.old_log_prob, one, zero);
+  const auto impossible = t.log_prob == Ops::set(-INFINITY);
   if constexpr (mode == LossMode::gspo) {
     terms.ratio = Ops::exp(Ops::clamp(t.segment_log_ratio, -20.0f, 10.0f));
-    clip_terms<Ops>(
-        terms, advantage,
-        Ops::select((t.segment_log_ratio <= Ops::set(10)) & !(t.log_prob == Ops::set(-INFINITY)),
-                    one, zero),
-        o);
+    const F moves = Ops::select(t.segment_log_ratio <= Ops::set(10), one, zero);
+    clip_terms<Ops>(terms, advantage, Ops::select(impossible, zero, moves), o);
     return terms;
   } else if constexpr (mode == LossMode::gmpo) {
     terms.ratio = Ops::exp(t.segment_log_ratio);
@@ -183,9 +181,8 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
       weight = Ops::select(terms.ratio > bound, bound, terms.ratio);
       weight = Ops::select(allowed, weight, zero);
     }
-    terms.gradient = -weight * advantage;
-    const auto nothing = (terms.gradient == zero) & (t.log_prob == Ops::set(-INFINITY));
-    terms.loss = Ops::select(nothing, zero, terms.gradient * t.log_prob);
+    terms.gradient = Ops::select(impossible, zero, -weight * advantage);
+    terms.loss = Ops::select(impossible, zero, terms.gradient * t.log_prob);
   }
   return terms;
 }

@@ -31,7 +31,7 @@ class Responses:
     token_rewards: Tensor  # [T]: the outcome reward at the last token, and what tokens have beside
     values: Tensor | None = None  # [T], the critic's (gae)
     reward_baselines: Tensor | None = None  # [N], rewards of greedy responses (remax)
-    reward_parts: Tensor | None = None  # [N, K], several rewards (gdpo)
+    reward_parts: Tensor | None = None  # [N, K], the K rewards whose weighted sum `rewards` is
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -58,7 +58,7 @@ class AdvantageOptions:
     lam: float = 1.0
     norm_by_std: bool = True
     epsilon: float = 1e-6
-    part_weights: tuple[float, ...] | None = None  # gdpo; None: all 1
+    part_weights: tuple[float, ...] | None = None  # of the K reward_parts; None: all 1
     process_group: dist.ProcessGroup | None = None  # whose tokens are whitened together
 
 
@@ -73,7 +73,7 @@ def register_estimator(
     """Make an estimator known under `names`; a name that is taken is an error.
 
     needs: which of values (a critic is trained), reward_baselines (a greedy response to every
-    prompt is generated) and reward_parts it reads.
+    prompt is generated) and reward_parts (with AdvantageOptions.part_weights) it reads.
     """
 
     def register(estimator: Estimator) -> Estimator:
@@ -100,13 +100,29 @@ def check_estimator(name: str) -> None:
 def advantages(
     name: str, responses: Responses, options: AdvantageOptions | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), [T] each, 0 where masked, by the estimator of that name.
+    """Compute (advantages, returns), [T] each, 0 where masked, by the estimator of that name.
 
     Raises:
-        ValueError: no such estimator (the message suggests one), or an input it needs is missing.
+        ValueError: no such estimator (the message suggests one), an input it needs is missing, or
+            it gave something else than two tensors [T].
     """
     check_estimator(name)
-    return ESTIMATORS[name](responses, options or AdvantageOptions())
+    found = ESTIMATORS[name](responses, options or AdvantageOptions())
+    shape = responses.response_mask.shape
+    if not isinstance(found, tuple) or [getattr(x, "shape", None) for x in found] != [shape] * 2:
+        raise ValueError(
+            f"advantage estimator {name!r} gave {_described(found)}; expected (advantages, "
+            f"returns), two tensors of shape {list(shape)}, one entry per token"
+        )
+    return found
+
+
+def _described(found: object) -> str:
+    if isinstance(found, Tensor):
+        return f"one tensor of shape {list(found.shape)}"
+    if not isinstance(found, tuple):
+        return repr(type(found).__name__)
+    return f"({', '.join(str(list(getattr(x, 'shape', ()))) for x in found)})"
 
 
 def _group(
@@ -191,9 +207,17 @@ def _remax(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Ten
 
 @register_estimator("gdpo", needs=("reward_parts",))
 def _gdpo(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """GDPO (arXiv 2601.05242): every reward normalised in its group by itself, summed, whitened."""
+    """GDPO (arXiv 2601.05242): every reward normalised in its group by itself, summed, whitened.
+
+    The sum is weighted by options.part_weights.
+    """
     parts = responses.needed("reward_parts")
     weights = options.part_weights or (1.0,) * parts.size(1)
+    if len(weights) != parts.size(1):
+        raise ValueError(
+            f"gdpo: part_weights has {len(weights)} numbers for the {parts.size(1)} rewards of "
+            "reward_parts; expected one for each"
+        )
     total = sum(
         weight * _group("grpo", responses, options, part.contiguous())
         for weight, part in zip(weights, parts.T, strict=True)

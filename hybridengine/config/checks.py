@@ -135,12 +135,28 @@ def _rewards(config: GRPOConfig) -> Iterator[str]:
             f"reward.custom_reward_function.name has {len(names)} names for the {len(files)} files "
             "of path; give one for each, or one for all"
         )
+    if not files and names != ("compute_score",):
+        yield (
+            f"reward.custom_reward_function.name is {list(names)}, but there is no "
+            "reward.custom_reward_function.path to look for it in; give the Python file"
+        )
     if model.enable != bool(model.model_path):
         yield (
             f"reward.reward_model.enable is {model.enable} and model_path is "
             f"{model.model_path!r}; give both or neither"
         )
     wanted = len(files) + model.enable or 1  # by data_source
+    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if weights is not None and len(weights) != len(keys):
+        yield (
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(keys)} names "
+            "of algorithm.gdpo_reward_keys; give one for each"
+        )
+    if config.algorithm.use_kl_in_reward and config.algorithm.adv_estimator == "gdpo":
+        yield (
+            "algorithm.use_kl_in_reward is true, but algorithm.adv_estimator gdpo normalises the "
+            "rewards themselves; use actor.use_kl_loss"
+        )
     if reward.weights is not None and len(reward.weights) != wanted:
         yield (
             f"reward.weights has {len(reward.weights)} numbers for {len(files)} reward functions "

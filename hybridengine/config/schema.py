@@ -72,7 +72,7 @@ class ModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class DataConfig:
-    train_files: PathTexts = ()  # prompts, parquet or jsonl
+    train_files: PathTexts = ()  # prompts: files, folders or globs
     val_files: PathTexts | None = None  # null: no validation at all
     prompt_key: str = "prompt"  # column of the chat
     reward_fn_key: str = "data_source"  # column that the reward gets as data_source
@@ -272,6 +272,8 @@ def _numbers(text: float | str) -> list[float]:
 class AlgorithmConfig:
     adv_estimator: str = "grpo"  # a name of hybridengine.algorithms, or one of your own
     norm_adv_by_std_in_grpo: Flag = True  # false: as Dr.GRPO
+    gdpo_reward_keys: Texts = ()  # results of the reward that gdpo normalises; none: its functions
+    gdpo_reward_weights: tuple[Number, ...] | None = None  # of those; null: reward.weights, else 1
     gamma: Discount = 1.0  # discount per token
     lam: Discount = 1.0  # of GAE
     use_kl_in_reward: Flag = False  # subtract a KL penalty per token from the reward

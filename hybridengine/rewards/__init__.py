@@ -10,13 +10,14 @@ from hybridengine.rewards.manager import (
     register_manager,
     score_checked,
 )
-from hybridengine.rewards.scoring import RewardResult, score_batch, score_responses
+from hybridengine.rewards.scoring import RewardPart, RewardResult, score_batch, score_responses
 from hybridengine.rewards.workers import RewardFunction, RewardWorkers, load_reward_function
 
 __all__ = [
     "RewardError",
     "RewardFunction",
     "RewardManager",
+    "RewardPart",
     "RewardResult",
     "RewardWorkers",
     "build_reward_manager",

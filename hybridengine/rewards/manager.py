@@ -18,7 +18,7 @@ from hybridengine.config import ConfigError
 from hybridengine.config.schema import RewardConfig
 from hybridengine.data import PromptSample
 from hybridengine.reward_worker import ARGUMENTS, BATCH_ARGUMENTS, RewardError
-from hybridengine.rewards.scoring import RewardResult, score_batch, score_responses
+from hybridengine.rewards.scoring import RewardPart, RewardResult, score_batch, score_responses
 from hybridengine.rewards.workers import RewardFunction, RewardWorkers
 
 __all__ = [
@@ -60,19 +60,25 @@ class RewardManager:
     ) -> RewardResult:
         """Score `responses[i]`, an answer of `lengths[i]` tokens to `samples[i]`.
 
-        With several functions each one's own score is among the extras, under its label.
+        Each function's own score is a part of the score, under its label; with several functions
+        it is among the extras too.
         """
         call = score_batch if self.batched else score_responses
-        parts = [call(f, samples, responses) for f in self.functions]
-        weights = self.reward.all_weights[: len(parts)]
+        results = [call(f, samples, responses) for f in self.functions]
+        weights = self.reward.all_weights[: len(results)]
         scores = [0.0] * len(samples)
         extras: dict[str, list[float]] = {}
-        for function, part, weight in zip(self.functions, parts, weights, strict=True):
-            scores = [s + weight * p for s, p in zip(scores, part.scores, strict=True)]
-            own = {function.label: part.scores} if len(parts) > 1 else {}
-            for name, values in {**part.extras, **own}.items():
-                extras[f"{function.label}/{name}" if name in extras else name] = values
-        return RewardResult(scores, extras)
+        parts: dict[str, RewardPart] = {}
+        for function, result, weight in zip(self.functions, results, weights, strict=True):
+            label = function.label
+            scores = [s + weight * r for s, r in zip(scores, result.scores, strict=True)]
+            own = {label: result.scores} if len(results) > 1 else {}
+            for name, values in {**result.extras, **own}.items():
+                extras[f"{label}/{name}" if name in extras else name] = values
+            parts[f"{label}/{label}" if label in parts else label] = RewardPart(
+                weight, result.scores
+            )
+        return RewardResult(scores, extras, parts)
 
 
 @register_manager("batch")
@@ -98,7 +104,11 @@ class DapoRewardManager(RewardManager):
         free = self.max_response_length - buffer.len
         penalties = [min(0.0, (free - n) / buffer.len * buffer.penalty_factor) for n in lengths]
         scores = [s + p for s, p in zip(result.scores, penalties, strict=True)]
-        return RewardResult(scores, {**result.extras, "overlong_penalty": penalties})
+        return RewardResult(
+            scores,
+            {**result.extras, "overlong_penalty": penalties},
+            {**result.parts, "overlong_penalty": RewardPart(1.0, penalties)},
+        )
 
 
 def build_reward_manager(reward: RewardConfig, max_response_length: int) -> RewardManager:

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hybridengine.data import PromptSample
 from hybridengine.reward_worker import ARGUMENTS, BATCH_ARGUMENTS, RewardError
 from hybridengine.rewards.workers import CallError, RewardFunction
 
-__all__ = ["RewardResult", "score_batch", "score_responses"]
+__all__ = ["RewardPart", "RewardResult", "score_batch", "score_responses"]
+
+
+class RewardPart(NamedTuple):
+    """One of the rewards that a score is the weighted sum of; `scores` holds N numbers."""
+
+    weight: float
+    scores: list[float]
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Scores of N responses; `extras` holds one list of N numbers per further numeric result."""
+    """Scores of N responses; `extras` holds one list of N numbers per further numeric result.
+
+    parts: the rewards whose weighted sum the score is, by name; gdpo normalises each by itself.
+    """
 
     scores: list[float]
     extras: dict[str, list[float]]
+    parts: dict[str, RewardPart] = field(default_factory=dict)
 
     def check(self, size: int) -> None:
-        """Raise RewardError where there are not `size` finite scores, and as many of each extra."""
-        for name, values in {"score": self.scores, **self.extras}.items():
+        """Raise RewardError where scores, extras and parts are not `size` finite numbers each."""
+        parts = {name: part.scores for name, part in self.parts.items()}
+        for name, values in {**parts, "score": self.scores, **self.extras}.items():
             if len(values) != size:
                 raise RewardError(
                     f"the reward manager gave {len(values)} values of {name} for {size} responses"

@@ -35,7 +35,13 @@ from hybridengine.trainer.held_out import HeldOut
 from hybridengine.trainer.job import Job
 from hybridengine.trainer.plan import plan_table
 from hybridengine.trainer.precision import resolve_dtypes
-from hybridengine.trainer.rollouts import Rollout, RolloutMaker, scored_sample, select_groups
+from hybridengine.trainer.rollouts import (
+    Rollout,
+    RolloutMaker,
+    reward_parts,
+    scored_sample,
+    select_groups,
+)
 from hybridengine.trainer.setup import (
     build_actor,
     build_critic,
@@ -107,10 +113,10 @@ class _Run(Job):
         self.alone, _ = dist.new_subgroups(1)  # every rank holds the whole batch
         self.shown: list[Rollout] = []
         r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
-        self.sampling = SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit)
+        self.sampling = SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit, r.stop)
         self.greedy = replace(self.sampling, n=1, temperature=0.0)
         warmth = v.temperature if v.do_sample else 0.0
-        self.val_sampling = SamplingSpec(v.n, warmth, v.top_p, v.top_k, limit)
+        self.val_sampling = SamplingSpec(v.n, warmth, v.top_p, v.top_k, limit, r.stop)
 
     def train(self) -> None:
         super().train()
@@ -195,6 +201,7 @@ class _Run(Job):
         with self.session.phase("adv"):
             token_rewards, metrics = self._token_rewards(batch)
             number = token_rewards.new_tensor
+            parts, weights = self._reward_parts(rollouts)
             responses = Responses(
                 rewards=batch.sequence_sums(token_rewards),
                 group_ids=torch.tensor([r.group for r in rollouts], device=token_rewards.device),
@@ -203,12 +210,13 @@ class _Run(Job):
                 token_rewards=token_rewards,
                 values=batch.values,
                 reward_baselines=None if baselines is None else number(baselines),
-                reward_parts=number([list(r.extras.values()) for r in rollouts]),
+                reward_parts=None if parts is None else number(parts),
             )
             options = AdvantageOptions(
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
                 norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+                part_weights=weights,
                 process_group=self.alone,
             )
             batch.advantages, batch.returns = advantages(
@@ -218,6 +226,15 @@ class _Run(Job):
                 whole = number([r.finish_reason != "length" for r in rollouts]).bool()
                 batch.response_mask &= whole[batch.sequence_ids]
         return metrics | spread("critic/rewards", responses.rewards)
+
+    def _reward_parts(
+        self, rollouts: list[Rollout]
+    ) -> tuple[list[list[float]] | None, tuple[float, ...] | None]:
+        """Per rollout the rewards that the estimator takes apart, and their weights."""
+        algorithm = self.config.algorithm
+        if "reward_parts" not in NEEDS[algorithm.adv_estimator]:
+            return None, None
+        return reward_parts(rollouts, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights)
 
     def _token_rewards(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """[R]: the score at the last token, minus the KL of every token if it is in the reward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ __all__ = [
     "SCORE_NAMES",
     "Rollout",
     "RolloutMaker",
+    "reward_parts",
     "scored_sample",
     "select_groups",
 ]
@@ -33,6 +34,7 @@ class Rollout:
     """One scored response. log_probs are the engine's, one per response token.
 
     group: position of its prompt in the batch; responses of one prompt share it.
+    parts: (weight, score) by name of the rewards whose weighted sum the score is.
     """
 
     group: int
@@ -43,6 +45,8 @@ class Rollout:
     score: float
     extras: dict[str, float]
     finish_reason: str
+    parts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    pred: float | None = None  # stands for its answer, where the reward gives one to vote on
 
     @property
     def results(self) -> dict[str, float]:
@@ -100,8 +104,10 @@ class RolloutMaker:
                 response_ids=array("i", c.token_ids),  # lists take 8 times the memory
                 log_probs=array("f", c.log_probs),
                 score=result.scores[k],
-                extras={name: values[k] for name, values in result.extras.items()},
+                extras={name: x[k] for name, x in result.extras.items() if name != "pred"},
                 finish_reason=c.finish_reason,
+                parts={name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
+                pred=result.extras["pred"][k] if "pred" in result.extras else None,
             )
             for k, (i, c) in enumerate(zip(groups, completions, strict=True))
         ]
@@ -110,14 +116,36 @@ class RolloutMaker:
         assert self._reward_model is not None
         with self._session.phase("reward"):
             scores = self._reward_model.score(rollouts)
+        weight = self._reward_model.weight
         return [
             replace(
                 r,
-                score=r.score + self._reward_model.weight * score,
+                score=r.score + weight * score,
                 extras={**r.extras, "reward_model": score},
+                parts={**r.parts, "reward_model": (weight, score)},
             )
             for r, score in zip(rollouts, scores, strict=True)
         ]
+
+
+def reward_parts(
+    rollouts: Sequence[Rollout], names: Sequence[str], weights: Sequence[float] | None
+) -> tuple[list[list[float]], tuple[float, ...]]:
+    """The rewards that gdpo normalises each by itself: (their values per rollout, their weights).
+
+    names: results of the reward (algorithm.gdpo_reward_keys); none: the parts of the score.
+    weights: of those names; None: the part's own of a part of the score, 1 of any other result.
+    """
+    known = rollouts[0].parts
+    names = names or tuple(known)
+    own = tuple(known[name][0] if name in known else 1.0 for name in names)
+
+    def value(r: Rollout, name: str) -> float:
+        if name in r.parts:
+            return r.parts[name][1]
+        return r.score if name in SCORE_NAMES else r.extras[name]
+
+    return [[value(r, name) for name in names] for r in rollouts], tuple(weights or own)
 
 
 def scored_sample(r: Rollout) -> str:

@@ -131,3 +131,19 @@ def test_errors(padded):
     without = Responses(**{**vars(responses(padded)), "values": None})
     with pytest.raises(ValueError, match=r"needs Responses\.values"):
         advantages("gae", without)
+    with pytest.raises(ValueError, match="part_weights has 3 numbers for the 2 rewards"):
+        advantages("gdpo", responses(padded), AdvantageOptions(part_weights=(1.0, 2.0, 3.0)))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda r: torch.zeros(3), r"gave one tensor of shape \[3\]"),
+        (lambda r: (r.rewards, r.rewards), r"gave \(\[9\], \[9\]\); expected .* of shape \["),
+        (lambda r: None, "gave 'NoneType'"),
+    ],
+)
+def test_what_an_estimator_gives_is_checked(padded, monkeypatch, wrong, message):
+    monkeypatch.setitem(ESTIMATORS, "wrong", lambda r, o: wrong(r))
+    with pytest.raises(ValueError, match=f"advantage estimator 'wrong' {message}"):
+        advantages("wrong", responses(padded))

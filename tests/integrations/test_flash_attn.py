@@ -71,3 +71,49 @@ def test_index_and_put(padded):
     )
     with pytest.raises(IndexError):
         flash_attn.pad_input(values, torch.tensor([0, 9]), 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("indices", "error", "message"),
+    [
+        ([0, 3], ValueError, r"indices has shape \[2\] and .* \[3, 5\]; expected \[T\] and"),
+        ([0, 3, 1, 2], ValueError, r"indices has shape \[4\]"),
+        ([0, 1, -1], IndexError, r"indices\[2\] is -1; expected 0 <= index < 8"),
+        ([0, 8, 1], IndexError, r"indices\[1\] is 8; expected 0 <= index < 8"),
+        ([4, 1, 4], IndexError, r"indices\[0\] is 4; .* every index once"),
+        ([0.0, 1.0, 2.0], ValueError, "indices has dtype float32; expected int64 or int32"),
+    ],
+)
+def test_no_row_is_lost(indices, error, message):
+    """Rows without a place of their own were dropped."""
+    x, indices = torch.ones(3, 5), torch.tensor(indices)
+    with pytest.raises(error, match=f"pad_input: {message}"):
+        flash_attn.pad_input(x, indices, 2, 4)
+    with pytest.raises(error, match=f"index_put_first_axis: {message}"):
+        flash_attn.index_put_first_axis(x, indices, 8)
+    with pytest.raises(error, match=f"pad_input: {message}"):
+        flash_attn_2_6.pad_input(x, indices, 2, 4)
+
+
+def test_rows_of_one_place_each():
+    x = torch.arange(6.0).view(3, 2)
+    for indices in (torch.tensor([4, 0, 2], dtype=torch.int32), torch.tensor([4, 0, 2])):
+        out = flash_attn.index_put_first_axis(x, indices, 5)
+        assert torch.equal(out[indices.long()], x)
+        assert out.sum() == x.sum()
+    assert flash_attn.pad_input(x[:0], torch.empty(0, dtype=torch.int64), 2, 0).shape == (2, 0, 2)
+
+
+def test_masks_and_lengths_that_do_not_fit(padded):
+    hidden, mask = padded
+    with pytest.raises(ValueError, match=r"unpad_input: attention_mask has shape \[9, 4\] and hid"):
+        flash_attn.unpad_input(hidden, mask.T)
+    with pytest.raises(ValueError, match="unpad_input: unused_mask is on meta, hidden_states on"):
+        flash_attn.unpad_input(hidden, mask, mask.to("meta"))
+    with pytest.raises(ValueError, match=r"unpad_input: attention_mask\[0, 0\] is 0.5"):
+        flash_attn_2_6.unpad_input(hidden, torch.full((4, 9), 0.5))
+    for lengths in ([5, 5], [9, -1], [10]):
+        in_length = torch.zeros(4, 9, dtype=torch.int64)
+        in_length[1, : len(lengths)] = torch.tensor(lengths)
+        with pytest.raises(ValueError, match="negative or add up to more than the 9 tokens"):
+            flash_attn.unpad_input_for_concatenated_sequences(hidden, in_length)

@@ -52,6 +52,8 @@ def test_hostile_rows():
     hostile.test_a_row_with_no_incoming_gradient_gets_exact_zeros("cpu", None)
     hostile.test_no_tokens_and_all_ignored("cpu", None)
     hostile.test_non_contiguous_and_unaligned_rows(torch.float32, "cpu")
+    for masked in (False, True):
+        hostile.test_a_soft_cap_makes_infinite_logits_finite(masked, "cpu", None)
     for row in ([torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf]):
         hostile.test_no_distribution_gives_nan(row, "cpu", None)
 

@@ -7,7 +7,7 @@ import torch
 from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
 from hybridengine.kernels.policy_loss_triton import policy_loss_triton
 
-from tests.kernels.policy_batches import KL, batch, doubled, run, same
+from tests.kernels.policy_batches import KL, batch, doubled, impossible_tokens, run, same
 
 
 class Native:
@@ -49,3 +49,20 @@ def test_masked_and_empty():
         )
         loss, *_ = run(batch([]), backend="cpp", loss_mode=loss_mode)
         assert loss == 0
+
+
+@pytest.mark.parametrize("side", ["both", "new", "old"])
+def test_tokens_of_zero_probability(side):
+    inputs = impossible_tokens(batch([20, 30, 7]), side)
+    for loss_mode in LOSS_MODES:
+        options = {"loss_mode": loss_mode, "loss_agg_mode": "seq-mean-token-mean"}
+        exact = run(doubled(inputs), backend="reference", **options)
+        same(run(inputs, backend="cpp", **options), exact)
+    kl = {"kl_type": "k1" if side == "both" else "k3"}
+    same(run(inputs, backend="cpp", **kl), run(doubled(inputs), backend="reference", **kl))
+
+
+def test_large_taus_stay_finite():
+    inputs = batch([40], spread=2.0)
+    options = {"loss_mode": "sapo", "tau_pos": 500.0, "tau_neg": 1000.0}
+    same(run(inputs, backend="cpp", **options), run(doubled(inputs), **options))

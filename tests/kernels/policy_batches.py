@@ -63,3 +63,12 @@ def same(ours, exact, tolerance=POLICY_LOSS):
         close(ours[1][name], exact[1][name], tolerance)
     close(ours[2], exact[2], tolerance)
     close(ours[3], exact[3], tolerance)
+
+
+def impossible_tokens(inputs, side):
+    """The batch with some log-probs of -inf: of both policies (and the reference), or of one."""
+    inputs = {name: value.clone() for name, value in inputs.items()}
+    names = {"both": ["log_probs", "old_log_probs", "ref_log_probs"], "new": ["log_probs"]}
+    for name in names.get(side, ["old_log_probs"]):
+        inputs[name][::5] = -torch.inf
+    return inputs

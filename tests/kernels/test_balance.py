@@ -1,5 +1,7 @@
 """Balancing: every sequence once, counts, budgets, and how even against optimum and bounds."""
 
+import math
+import random
 from itertools import product
 
 import pytest
@@ -63,6 +65,34 @@ def test_budget_is_kept(lengths, budget, min_bins, multiple_of):
     assert len(bins) >= min_bins and len(bins) % multiple_of == 0
 
 
+@pytest.mark.parametrize(("shortest", "longest", "fewest"), [(520, 1000, 2048), (340, 480, 1024)])
+def test_the_fewest_bins_of_2048_sequences(shortest, longest, fewest):
+    """One or two fit into a bin, which the sum of their lengths does not tell: no bin by bin."""
+    draw = random.Random(0)
+    lengths = [draw.randint(shortest, longest) for _ in range(2048)]
+    bins = balance_by_tokens(lengths, 1000)
+    assert imbalance(lengths, bins).largest <= 1000
+    assert len(bins) == fewest
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=lengths_lists, budget=st.integers(50, 200), more=st.integers(0, 5))
+def test_ranks_that_ask_for_the_largest_number_agree(lengths, budget, more):
+    most = len(balance_by_tokens(lengths, budget)) + more
+    bins = balance_by_tokens(lengths, budget, min_bins=most)
+    assert len(bins) == most
+    assert imbalance(lengths, bins).largest <= budget
+    assert sum(not items for items in bins) == max(0, most - len(lengths))
+
+
+@pytest.mark.parametrize("kind", (iter, tuple, torch.tensor, lambda items: (i for i in items)))
+def test_lengths_of_any_iterable(kind):
+    lengths = [8, 7, 6, 5, 4]
+    assert balance(kind(lengths), 2) == balance(lengths, 2)
+    assert balance_by_tokens(kind(lengths), 15) == balance_by_tokens(lengths, 15)
+    assert imbalance(kind(lengths), [[0, 1], [2, 3, 4]]).largest == 15
+
+
 def test_totals_beyond_int32():
     lengths = [2**33, 2**32, 2**32, 5]
     bins = balance(lengths, 2)
@@ -76,3 +106,20 @@ def test_errors_name_what_is_wrong():
         balance([1, -2], 1)
     with pytest.raises(ValueError, match=r"lengths\[2\] is 9, above max_tokens 8"):
         balance_by_tokens([1, 2, 9], 8)
+    with pytest.raises(ValueError, match=r"balance_by_tokens: lengths\[0\] is -1"):
+        balance_by_tokens([-1, 2], 8)
+    for name, value in (("max_tokens", 0), ("min_bins", -1), ("multiple_of", 0)):
+        with pytest.raises(ValueError, match=f"balance_by_tokens: {name} is {value}; expected an"):
+            balance_by_tokens([1, 2], **{"max_tokens": 8, name: value})
+    for name, value in (("max_tokens", math.nan), ("multiple_of", 1.5)):
+        with pytest.raises(TypeError, match=f"balance_by_tokens: {name} is {value} .float."):
+            balance_by_tokens([1, 2], **{"max_tokens": 8, name: value})
+    for wrong in (1.5, math.nan, "3", None, True):
+        with pytest.raises(ValueError, match=r"balance: lengths\[1\] is .*; expected an integer"):
+            balance([1, wrong], 1)
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 922.*; expected .* 64 bits"):
+        balance([2**63 - 1, 2**63 - 1], 1)
+    with pytest.raises(ValueError, match=r"lengths\[0\] is \[1, 2\]"):
+        balance(torch.tensor([[1, 2]]), 1)
+    with pytest.raises(ValueError, match="bins is empty"):
+        imbalance([1], [])

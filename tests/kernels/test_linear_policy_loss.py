@@ -216,20 +216,27 @@ def test_policy_gradient_op_contract(wide_weight_grad):
     numbers = [*map(float, LossOptions()), 0.0, 0.01, 1.0]
     torch.library.opcheck(
         torch.ops.hybridengine.linear_policy_gradient.default,
-        (hidden, weight, bias, token_ids, 1.0, None, 1.0, 0.0, -100, None, "", 2**20, False,
+        (hidden, weight, bias, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False,
          vectors[0], vectors[1], mask, None, None, None, weights,
          [0, LOSS_AGG_MODES.index("token-sum"), 0, False, True, True], numbers, True,
          wide_weight_grad, [True, True, True], "cpp"),
     )  # fmt: skip
 
 
+# Bounds of the ranks' vocabulary slices: as torch.chunk and DTensor cut; with empty ones.
+CUTS = {2: ([0, 31, 61], [0, 61, 61]), 3: ([0, 21, 42, 61], [0, 40, 61, 61])}
+
+
 def _vocabulary_parallel(rank, size):
-    tensors, token_ids, weights = problem(23, 8, 60)
+    return [_of_a_slice(slice(*cut[rank : rank + 2])) for cut in CUTS[size]]
+
+
+def _of_a_slice(part):
+    tensors, token_ids, weights = problem(23, 8, 61)
     token_ids[4] = -100
-    part = slice(rank * 60 // size, (rank + 1) * 60 // size)
     mine = [tensors[0], tensors[1][part], tensors[2][part]]
     group = dist.group.WORLD
-    keep = torch.rand(23, 60, generator=torch.Generator().manual_seed(1)) < 0.7
+    keep = torch.rand(23, 61, generator=torch.Generator().manual_seed(1)) < 0.7
     from_logits = gradients(
         two_steps, mine, token_ids, weights, group=group, temperature=0.7,
         keep_mask=keep[:, part].contiguous(),
@@ -237,22 +244,28 @@ def _vocabulary_parallel(rank, size):
     linear = gradients(fused, mine, token_ids, weights, group=group, budget_bytes=5 * 4 * 30)
     reference = gradients(two_steps, mine, token_ids, weights, group=group, backend="reference")
     loss, _ = loss_and_gradients(mine, token_ids, loss_inputs(23), torch.float32, group=group)
+    with pytest.raises(IndexError, match="outside the vocabulary of 61"):
+        gradients(two_steps, mine, token_ids + 61, weights, group=group)
     return from_logits, linear, reference, loss
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("size", (2, 3))
 def test_vocabulary_parallel_equals_one_rank(size):
-    tensors, token_ids, weights = problem(23, 8, 60)
+    tensors, token_ids, weights = problem(23, 8, 61)
     token_ids[4] = -100
-    keep = torch.rand(23, 60, generator=torch.Generator().manual_seed(1)) < 0.7
+    keep = torch.rand(23, 61, generator=torch.Generator().manual_seed(1)) < 0.7
     results = run_ranks(_vocabulary_parallel, size)
     options = {"temperature": 0.7, "keep_mask": keep}
     masked = gradients(two_steps, tensors, token_ids, weights, dtype=torch.float64, **options)
     plain = gradients(two_steps, tensors, token_ids, weights, dtype=torch.float64)
     loss, _ = loss_and_gradients(tensors, token_ids, loss_inputs(23), torch.float64)
-    for rank, (from_logits, linear, reference, loss_found) in enumerate(results):
-        part = slice(rank * 60 // size, (rank + 1) * 60 // size)
+    of_slices = [
+        (found, slice(*cut[rank : rank + 2]))
+        for rank, by_cut in enumerate(results)
+        for found, cut in zip(by_cut, CUTS[size], strict=True)
+    ]
+    for (from_logits, linear, reference, loss_found), part in of_slices:
         for found, expected in ((from_logits, masked), (linear, plain), (reference, plain)):
             assert_all_close(found[:2], expected[:2])
             assert_all_close(found[3:], [e[part] for e in expected[3:]])

@@ -245,7 +245,7 @@ def run_views(logits, token_ids):
     ("arguments", "named"),
     [
         ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
-        ({"temperature": torch.ones(3)}, r"temperature has shape \(3,\)"),
+        ({"temperature": torch.ones(3)}, r"temperature has shape \[3\]"),
         ({"softcap": -1.0}, "softcap is -1.0"),
         ({"logit_scale": math.nan}, "logit_scale is nan"),
         ({"backend": "cuda"}, "cannot run here: it runs on CUDA tensors"),
@@ -259,10 +259,41 @@ def test_wrong_arguments_are_named(arguments, named):
 
 
 def test_wrong_shapes_are_named():
-    with pytest.raises(ValueError, match=r"token_ids has shape \(3,\) .* expected \(2,\)"):
+    with pytest.raises(ValueError, match=r"token_ids has shape \[3\]; expected .* = \[2\]"):
         token_log_probs(torch.zeros(2, 5), torch.tensor([0, 1, 2]))
     with pytest.raises(ValueError, match="logits has dtype"):
         token_log_probs(torch.zeros(2, 5, dtype=torch.int32), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("masked", (False, True))
+def test_a_soft_cap_makes_infinite_logits_finite(masked, device, backend):
+    """y = c tanh(x / c): c at inf, -c at -inf, and no gradient at either; a mask still removes."""
+    logits = torch.randn(3, 4103, generator=torch.Generator().manual_seed(0))
+    logits[:, ::7] = -INF
+    logits[1, 4100:] = INF
+    logits[2] = -INF
+    token_ids = torch.tensor([7, 4102, 5])
+    keep = torch.ones(3, 4103, dtype=torch.bool)
+    if masked:
+        keep[:, 14::21] = False
+    options = {"softcap": 3.0, "temperature": 0.7, "logit_scale": 1.5}
+    found = run(
+        logits, token_ids, device, gradients=(0.5, 2.0), backend=backend, **options,
+        keep_mask=keep.to(device) if masked else None,
+    )  # fmt: skip
+    exact = logits.double().requires_grad_()
+    y = (3 * torch.tanh(1.5 * exact / 3)).masked_fill(~keep, -INF) / 0.7
+    log_p = y.log_softmax(-1)
+    p = log_p.exp()
+    entropy = -(p * log_p.masked_fill(~keep, 0)).sum(-1)
+    log_probs = log_p.gather(1, token_ids[:, None]).squeeze(1)
+    (0.5 * log_probs + 2 * entropy).sum().backward()
+    expected = (log_probs, entropy, exact.grad.nan_to_num())
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.double(), want.detach(), **tolerances.LOG_PROB_GRAD)
+    assert not found[2][~logits.isfinite()].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,10 +1,14 @@
 """Packing against plain indexing: every dtype, layout, gradient, capacity and hostile input."""
 
+import math
+
 import pytest
 import torch
 from hybridengine.kernels import pack, pack_sequences, unpack
+from hybridengine.kernels._backend import native
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 BACKENDS = ["cpp", "reference"]
@@ -126,7 +130,8 @@ def test_views_are_packed_without_a_copy_changing_them():
 def test_masks_of_any_number_type(dtype):
     mask = random_mask(4, 15, 1, "scattered")
     source = torch.randn(4, 15)
-    assert torch.equal(pack([source], mask.to(dtype) * 2).values[0], source[mask])
+    given = mask.to(dtype) if dtype.is_floating_point else 2 * mask.to(dtype)
+    assert torch.equal(pack([source], given).values[0], source[mask])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -235,10 +240,69 @@ def test_errors_name_what_is_wrong():
         pack([torch.zeros(2, 3)], mask, shifted=[2])
     with pytest.raises(ValueError, match="sequence 1 has length 2 in field 1 and 1 in field 0"):
         pack_sequences([[1], [2]], [[1], [2, 3]])
+    with pytest.raises(ValueError, match=r"pack_sequences: fields\[1\] is on meta, fields\[0\] on"):
+        pack_sequences([[1]], [torch.zeros(1, device="meta")])
     with pytest.raises(ValueError, match="expected 6 rows"):
         unpack(torch.zeros(5), pack([], mask))
+    with pytest.raises(ValueError, match=r"pack: tensors\[0\] is on meta, mask on cpu"):
+        pack([torch.zeros(2, 3, device="meta")], mask)
+    with pytest.raises(ValueError, match=r"pack: mask\[0, 0\] is 0.5; a mask of floats holds"):
+        pack([torch.zeros(2, 3)], torch.full((2, 3), 0.5))
+    for capacity, error in ((-1, ValueError), (2.0, TypeError), (math.nan, TypeError)):
+        with pytest.raises(error, match=f"pack: capacity is {capacity}"):
+            pack([torch.zeros(2, 3)], mask, capacity=capacity)
+    with pytest.raises(ValueError, match="1 fill_values for 2 tensors"):
+        pack([torch.zeros(2, 3)] * 2, mask, fill_values=[0])
+    bytes_ = torch.zeros(2, 3, dtype=torch.uint8)
+    for value in (-100, 256, 0.5, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"pack: fill_values\[0\] is .*uint8 does not hold"):
+            pack([bytes_], mask, fill_values=[value])
+        with pytest.raises(ValueError, match=r"unpack: padding_value is .*uint8 does not hold"):
+            unpack(torch.zeros(6, dtype=torch.uint8), pack([], mask), padding_value=value)
+    with pytest.raises(ValueError, match=r"fill_values\[0\] is -100.0, which torch.uint8 does not"):
+        pack([bytes_], mask, shifted=[0])
+    with pytest.raises(ValueError, match=r"unpack: tensors\[0\] is on meta, packed.indices on cpu"):
+        unpack(torch.zeros(6, device="meta"), pack([], mask))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.zeros(2, 3), torch.ones(2, 3))
+        with pytest.raises(NotImplementedError, match=r"pack: tensors\[0\] has a forward-mode"):
+            pack([dual], mask)
+        with pytest.raises(NotImplementedError, match=r"unpack: tensors\[0\] has a forward-mode"):
+            unpack(dual.flatten(), pack([], mask))
     with pytest.raises(ValueError, match="ComplexDouble"):
         pack([torch.zeros(2, 3, dtype=torch.complex128)], mask)
+
+
+def test_second_derivatives_go_through_both_ways():
+    mask = random_mask(2, 5, 0, "scattered")
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+
+    def there_and_back(x):
+        packed = pack([x], mask)
+        return unpack(packed.values[0].square(), packed)
+
+    assert torch.autograd.gradgradcheck(there_and_back, (x,))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"fills": []}, ValueError, "0 fills and 1 shifts for 1 tensors"),
+        ({"shifts": [1]}, ValueError, r"shifts\[0\] is 1; expected 0, or 1 beside position_ids"),
+        ({"leading": 3}, ValueError, "leading is 3; expected 1 or 2"),
+        ({"out_shape": [4]}, ValueError, "has 4 rows; expected 3 as in index"),
+        ({"index": torch.tensor([0, 1, 2], device="meta")}, ValueError, "index is on meta"),
+        ({"index": torch.tensor([0, 1, 6])}, IndexError, "index 6 is outside the 6 rows"),
+        ({"sources": [torch.zeros(6), torch.zeros(5)]}, ValueError, "2 tensors; expected one"),
+    ],
+)
+def test_the_native_operator_checks_its_arguments(changed, error, message):
+    given = {
+        "sources": [torch.zeros(6)], "index": torch.tensor([0, 1, 2]), "position_ids": None,
+        "leading": 1, "out_shape": [3], "fills": [0.0], "shifts": [0],
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        native().move_rows(**{**given, **changed})
 
 
 def test_operators_pass_opcheck_and_compile():

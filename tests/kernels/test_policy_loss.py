@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from tests.kernels.policy_batches import KL, batch, close, doubled, run, same
+from tests.kernels.policy_batches import KL, batch, close, doubled, impossible_tokens, run, same
 from tests.tolerances import POLICY_LOSS, POLICY_LOSS_SPLIT
 
 BACKENDS = ["cpp"]
@@ -38,13 +38,16 @@ def test_every_mode_and_aggregation(backend, loss_mode, loss_agg_mode):
     loss_agg_mode=st.sampled_from(LOSS_AGG_MODES),
     kl_type=st.sampled_from(KL),
     spread=st.sampled_from([0.0, 0.1, 2.0]),
+    impossible=st.booleans(),
     low=st.sampled_from([0.1, 0.2]),
     high=st.sampled_from([0.2, 0.28]),
 )
 def test_random_batches(
-    backend, lengths, seed, loss_mode, loss_agg_mode, kl_type, spread, low, high
+    backend, lengths, seed, loss_mode, loss_agg_mode, kl_type, spread, impossible, low, high
 ):
     inputs = batch(lengths, seed, spread)
+    if impossible:
+        inputs = impossible_tokens(inputs, "both")
     options = {
         "loss_mode": loss_mode,
         "loss_agg_mode": loss_agg_mode,

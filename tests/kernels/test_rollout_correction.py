@@ -154,3 +154,96 @@ def test_errors_name_what_is_wrong():
     ):
         with pytest.raises(ValueError, match=message):
             rollout_correction(x, x, cu_seqlens=ends, **options)
+
+
+X = torch.zeros(4)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rollout_is": "tokens"}, r"rollout_is is 'tokens'.*Did you mean 'token'"),
+        ({"rollout_is_threshold": math.nan}, "rollout_is_threshold is nan"),
+        ({"rollout_is_threshold": -2.0}, "rollout_is_threshold is -2.0"),
+        ({"rollout_is_lower": math.nan}, "rollout_is_lower is nan"),
+        ({"rollout_is_lower": 0.0}, "rollout_is_lower is 0.0"),
+        ({"rollout_is_lower": 2.5}, "rollout_is_lower is 2.5, above rollout_is_threshold"),
+        ({"rejection": {"seq_mean_k4": 1.0}}, "Did you mean 'seq_mean_k"),
+        ({"rejection": {"token_k2": math.nan}}, r"rejection\['token_k2'\] is nan"),
+        ({"rejection": {"token_k2": -1}}, r"rejection\['token_k2'\] is -1"),
+        ({"rejection": {"token_k1": (2.0, 0.5)}}, r"rejection\['token_k1'\]\[0\] is 2.0, above"),
+        ({"rejection": {"token_k1": (math.nan, 2.0)}}, r"rejection\['token_k1'\]\[0\] is nan"),
+        ({"rejection": {"token_k1": (0.5, math.nan)}}, r"rejection\['token_k1'\]\[1\] is nan"),
+        ({"rejection": {"token_k1": (0.5,)}}, "expected a pair"),
+        ({"global_num_tokens": -1}, "global_num_tokens is -1"),
+        ({"rollout_log_probs": X[:3]}, r"rollout_log_probs has shape \[3\]"),
+        ({"rollout_log_probs": X.int()}, "rollout_log_probs has dtype int32"),
+        ({"rollout_log_probs": X.to("meta")}, "rollout_log_probs is on meta"),
+        ({"response_mask": X[:1]}, r"response_mask has shape \[1\]"),
+        ({"cu_seqlens": None}, "give cu_seqlens"),
+        ({"cu_seqlens": ints(0, 3)}, "cu_seqlens ends at 3, but there are 4"),
+        ({"cu_seqlens": ints(0, 3, 2, 4)}, r"cu_seqlens\[2\] is 2"),
+        ({"cu_seqlens": ints(0, -1, 4)}, r"cu_seqlens\[1\] is -1"),
+        ({"cu_seqlens": ints(0, 4).to("meta")}, "cu_seqlens is on meta"),
+    ],
+)
+def test_a_bad_argument_is_named(options, message):
+    given = {"rollout_log_probs": X, "cu_seqlens": ints(0, 4), **options}
+    with pytest.raises(ValueError, match=f"rollout_correction: .*{message}"):
+        rollout_correction(X, **given)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_tokens_of_zero_probability(level):
+    old = torch.tensor([-math.inf, -1.0, -1.0, -math.inf, -2.0, -math.inf, -1.5])
+    rollout = torch.tensor([-math.inf, -1.5, -math.inf, -1.0, -2.0, -1.0, -1.5])
+    ends = ints(0, 2, 5, 7)
+    got = rollout_correction(old, rollout, cu_seqlens=ends, rollout_is=level)
+    e = math.exp
+    want = {
+        "token": [1, e(0.5), 2, e(-20), 1, e(-20), 1],
+        "sequence": [e(0.5), e(0.5), 1, 1, 1, e(-20), e(-20)],  # infinities of both signs cancel
+    }[level]
+    assert got.weights.tolist() == pytest.approx(want)
+    both = rollout_correction(old[:2], rollout[:2], cu_seqlens=ends[:2], rollout_is=level)
+    assert all(value.isfinite() for value in both.metrics.values())
+    assert both.metrics["kl"].item() == pytest.approx(-0.25)
+
+
+def test_rows_are_sequences_and_none_does_not_truncate():
+    packed = batch([7, 7, 7], spread=3.0)
+    packed["cu_seqlens"] = packed["cu_seqlens"].long()
+    padded = {name: value.view(3, 7) for name, value in packed.items() if name != "cu_seqlens"}
+    padded |= {"cu_seqlens": None, "response_mask": padded["response_mask"].int()}
+    options = {"rollout_is": "sequence", "rejection": {"seq_mean_k3": 0.05}}
+    got, want = run(padded, **options), run(packed, **options)
+    assert got.weights.shape == got.response_mask.shape == (3, 7)
+    assert torch.equal(got.weights.flatten(), want.weights)
+    assert torch.equal(got.response_mask.flatten(), want.response_mask)
+    free = run(packed, rollout_is_threshold=None)
+    rho = (packed["old_log_probs"] - packed["ref_log_probs"]).exp() * packed["response_mask"]
+    torch.testing.assert_close(free.weights, rho)
+    assert free.metrics["is_clipped_fraction"] == 0
+
+
+def test_half_precision_is_computed_in_float32():
+    inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch([40]).items()}
+    exact = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
+    assert torch.equal(run(inputs).weights, run(exact).weights)
+
+
+def test_it_compiles_whole():
+    inputs = batch([6, 4])
+    arguments = [inputs[n] for n in ("old_log_probs", "ref_log_probs", "cu_seqlens")]
+
+    def step(old, rollout, ends):
+        options = {"rollout_is": "sequence", "rejection": {"token_k1": (0.5, 2.0)}}
+        return rollout_correction(old, rollout, cu_seqlens=ends, **options)[:2]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(*arguments), step(*arguments), strict=True):
+        assert torch.equal(got, want)

@@ -157,6 +157,53 @@ def test_a_row_outside_its_tensor_is_refused_before_anything_moves(bad_row, name
     assert not out.any()
 
 
+FAR = 2**63 - 1  # what wraps around in 64 bits
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize(
+    "bad_row",
+    [
+        row(0, 0, FAR - 1, 0, [3], [1], [1]),
+        row(0, 0, 0, FAR - 1, [3], [1], [1]),
+        row(0, 0, FAR, 0, [2], [FAR], [1]),
+        row(0, 0, 0, 0, [3], [2**62], [1]),
+        row(0, 0, 0, 0, [5], [2**62], [1]),  # 4 * 2^62 is 0
+        row(0, 0, 0, 0, [2, 2], [2**62, 1], [2, 1]),
+        row(0, 0, 0, 0, [2, 2, 2, 2], [FAR] * 4, [8, 4, 2, 1]),
+        row(0, 0, 1, 0, [2, 2], [FAR, FAR], [2, 1]),  # 1 + 2 (2^63 - 1) is -1
+        row(0, 0, 0, 0, [2**32, 2**32], [2**31, 2**31], [0, 0]),
+        row(0, 0, 0, 0, [3], [1], [2**62]),
+        row(2**31 - 1, 0, 0, 0, [3], [1], [1]),
+        row(0, 2**31 - 1, 0, 0, [3], [1], [1]),
+        row(2**40, 0, 0, 0, [3], [1], [1]),
+        row(-1, 0, 0, 0, [3], [1], [1]),
+        row(0, -1, 0, 0, [3], [1], [1]),
+    ],
+)
+def test_numbers_that_wrap_around_are_refused(bad_row, backend):
+    out = torch.zeros(100)
+    with pytest.raises((IndexError, ValueError), match="strided_copy: row 0 "):
+        strided_copy([torch.ones(100)], [out], torch.tensor([bad_row]), backend=backend)
+    assert not out.any()
+
+
+def test_sizes_whose_product_wraps_around_are_refused():
+    rows = [row(0, 0, 0, 0, [2**31, 2**31, 4], [0, 0, 0], [0, 0, 0])]
+    with pytest.raises(ValueError, match=r"row 0 has, with those before it, more than 2.60 elem"):
+        strided_copy([torch.ones(1)], [torch.zeros(1)], torch.tensor(rows))
+    rows = [row(0, 0, 0, 0, [2**30, 2**30], [0, 0], [0, 0])] * 2
+    with pytest.raises(ValueError, match=r"row 1 has, with those before it, more than 2.60 elem"):
+        strided_copy([torch.ones(1)], [torch.zeros(1)], torch.tensor(rows))
+
+
+def test_a_stride_of_a_dimension_of_one_does_not_matter():
+    rows = [row(0, 0, 0, 0, [1, 3], [FAR, 1], [FAR, 1]), row(0, 0, FAR, FAR, [0], [FAR], [FAR])]
+    out = torch.zeros(3)
+    strided_copy([torch.ones(3)], [out], torch.tensor(rows))
+    assert out.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_wrong_arguments_are_named():
     table = torch.tensor([row(0, 0, 0, 0, [3], [1], [1])])
     x, y = torch.ones(3), torch.zeros(3)
@@ -168,6 +215,10 @@ def test_wrong_arguments_are_named():
         strided_copy([x, x.double()], [y], table)
     with pytest.raises(ValueError, match="no cast from"):
         strided_copy([x.int()], [y], table)
+    with pytest.raises(ValueError, match=r"destinations\[0\] is on meta, sources\[0\] on cpu"):
+        strided_copy([x], [y.to("meta")], table)
+    with pytest.raises(ValueError, match="layout Sparse; expected a dense tensor"):
+        strided_copy([x.to_sparse()], [y], table)
 
 
 def test_op_contract():

@@ -1,5 +1,6 @@
 """value_loss: against its formula in plain Python, any split, hostile input."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -130,3 +131,82 @@ def test_strided_values_and_errors():
         value_loss(x, x, x, loss_agg_mode="seq-mean-token-sum")
     with pytest.raises(ValueError, match="needs loss_scale_factor"):
         value_loss(x, x, x, loss_agg_mode="seq-mean-token-sum-norm")
+
+
+X = torch.zeros(4)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"values": X.int()}, "values has dtype int32; expected float32"),
+        ({"old_values": X.long()}, "old_values has dtype int64"),
+        ({"returns": X.bool()}, "returns has dtype bool"),
+        ({"returns": X.to("meta")}, "returns is on meta, values on cpu"),
+        ({"response_mask": X[:1]}, r"response_mask has shape \[1\]"),
+        ({"cliprange_value": math.nan}, "cliprange_value is nan"),
+        ({"cliprange_value": -0.5}, "cliprange_value is -0.5"),
+        ({"loss_agg_mode": "seq-mean"}, r"loss_agg_mode is 'seq-mean'"),
+        ({"loss_scale_factor": -1.0}, "loss_scale_factor is -1.0"),
+        ({"global_num_tokens": -1}, "global_num_tokens is -1"),
+        ({"global_num_seqs": math.inf}, "global_num_seqs is inf"),
+        ({"cu_seqlens": ints(0, 3)}, "cu_seqlens ends at 3, but there are 4"),
+        ({"cu_seqlens": ints(0, 3, 2, 4)}, r"cu_seqlens\[2\] is 2"),
+        ({"cu_seqlens": ints(0, -1, 4)}, r"cu_seqlens\[1\] is -1"),
+        ({"cu_seqlens": ints(0, 4).to("meta")}, "cu_seqlens is on meta"),
+    ],
+)
+def test_a_bad_argument_is_named(arguments, message):
+    given = {"values": X, "old_values": X, "returns": X, **arguments}
+    with pytest.raises(ValueError, match=f"value_loss: {message}"):
+        value_loss(**given)
+
+
+def test_rows_are_sequences_and_none_does_not_clip():
+    packed = batch([7, 7, 7])
+    packed["cu_seqlens"] = packed["cu_seqlens"].long()
+    padded = {name: value.view(3, 7) for name, value in packed.items() if name != "cu_seqlens"}
+    for mask in (padded["response_mask"].int(), padded["response_mask"].float()):
+        rows = {**padded, "response_mask": mask, "cu_seqlens": None}
+        for loss_agg_mode in LOSS_AGG_MODES:
+            got, want = (run(x, loss_agg_mode=loss_agg_mode) for x in (rows, packed))
+            assert torch.equal(got[0], want[0]) and torch.equal(got[2].flatten(), want[2])
+    arguments = [packed[name] for name in ("log_probs", "old_log_probs", "ref_log_probs")]
+    free = value_loss(*arguments, cliprange_value=None)
+    assert torch.equal(free[0], value_loss(*arguments, cliprange_value=math.inf)[0])
+    close(free[0], 0.5 * (arguments[0] - arguments[2]).square().mean(), POLICY_LOSS)
+
+
+def test_half_precision_is_computed_in_float32():
+    inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch([40]).items()}
+    exact = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
+    got, want = run(inputs), run(exact)
+    assert got[0].dtype == torch.float32 and torch.equal(got[0], want[0])
+    assert got[2].dtype == torch.bfloat16 and torch.equal(got[2], want[2].bfloat16())
+
+
+def test_second_derivatives_and_forward_mode():
+    inputs = doubled(batch([9]))
+    values = inputs["log_probs"].requires_grad_()
+
+    def loss(values):
+        return value_loss(values, inputs["old_log_probs"], inputs["ref_log_probs"])[0]
+
+    assert torch.autograd.gradcheck(loss, values, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(loss, values)
+
+
+def test_it_compiles_whole():
+    inputs = batch([6, 4])
+    arguments = [inputs[n] for n in ("log_probs", "old_log_probs", "ref_log_probs", "cu_seqlens")]
+
+    def step(values, old, returns, ends):
+        options = {"loss_agg_mode": "seq-mean-token-mean", "global_num_seqs": 2}
+        return value_loss(values, old, returns, cu_seqlens=ends, **options)[0]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), step(*arguments))

@@ -56,6 +56,7 @@ def test_several_functions_with_weights(tmp_path):
         "long": [4.0, 4.0, 4.0],
         "x": [0.0, 1.0, 2.0],
     }
+    assert result.parts == {"right": (1.0, [1.0, 0.0, 1.0]), "long": (0.25, [4.0, 4.0, 4.0])}
 
 
 def test_extras_of_the_same_name_are_told_apart(tmp_path):
@@ -99,6 +100,7 @@ def test_dapos_overlong_punishment(tmp_path):
     result = score(built, (6, 7, 10))
     assert result.scores == [1.0, 0.75, 0.0]
     assert result.extras == {"overlong_penalty": [0.0, -0.25, -1.0]}
+    assert result.parts == {"r": (1.0, [1.0] * 3), "overlong_penalty": (1.0, [0.0, -0.25, -1.0])}
     off = OverlongBufferConfig(enable=False, len=4)
     assert (
         score(manager(tmp_path, {"r": "return 1"}, "dapo", overlong_buffer=off)).scores == [1] * 3

@@ -46,6 +46,10 @@ def shorter(data_source, solution_str, ground_truth, extra_info):
 def hashed(data_source, solution_str, ground_truth, extra_info):
     return crc32(solution_str.encode()) / 2**32
 
+def both(data_source, solution_str, ground_truth, extra_info):
+    apart = crc32(solution_str.encode()) / 2**32
+    return {"score": apart, "first": apart * 16 % 1, "size": len(solution_str)}
+
 def picky(data_source, solution_str, ground_truth, extra_info):
     apart = ground_truth[0] == 3
     return {"score": crc32(solution_str.encode()) / 2**32 if apart else 0.5, "never": 0.0}

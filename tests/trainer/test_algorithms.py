@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybridengine.kernels import group_advantage
+from hybridengine.kernels import group_advantage, whiten
 
 from hybridengine.algorithms import ESTIMATORS
 from tests.trainer.in_process import Result, run_jobs, small_job
@@ -35,6 +35,18 @@ def results(tmp_path_factory) -> dict[str, Result]:
     )
     jobs = {name: [f"algorithm.adv_estimator={name}"] for name in ESTIMATORS}
     jobs["remax"] += ["reward.custom_reward_function.name=hashed"]
+    jobs["gdpo"] += [
+        f"reward.custom_reward_function.path=[{folder}/reward.py,{folder}/reward.py]",
+        "reward.custom_reward_function.name=[both,shorter]",
+        "reward.weights=[1,-0.5]",
+    ]
+    named = ["algorithm.gdpo_reward_keys=[first,shorter]"]
+    jobs["gdpo_named"] = [*jobs["gdpo"], *named]
+    jobs["gdpo_weighted"] = [*jobs["gdpo"], *named, "algorithm.gdpo_reward_weights=[3,1]"]
+    jobs["gdpo_missing"] = [*jobs["gdpo"], "algorithm.gdpo_reward_keys=[first,shortest]"]
+    jobs["gdpo_single"] = ["algorithm.adv_estimator=gdpo"]
+    jobs["gdpo_kl"] = [*jobs["gdpo"], "algorithm.use_kl_in_reward=true"]
+    jobs["gdpo_counts"] = [*jobs["gdpo"], "algorithm.gdpo_reward_weights=[1]"]
     jobs["mine"] = [
         "algorithm.adv_estimator=my_estimator",
         f"model.external_lib={folder}/mine.py",
@@ -85,6 +97,42 @@ def test_group_estimators_give_the_kernels_advantages(results, name) -> None:
     assert last["critic/advantages/max"] == pytest.approx(float(per_token.max()), abs=1e-4)
     assert last["critic/advantages/min"] == pytest.approx(float(per_token.min()), abs=1e-4)
     assert last["critic/score/mean"] == pytest.approx(float(rewards.mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("job", "weights"),
+    [
+        ("gdpo", {"both": 1.0, "shorter": -0.5}),  # the metrics `first` and `size` do not count
+        ("gdpo_named", {"first": 1.0, "shorter": -0.5}),
+        ("gdpo_weighted", {"first": 3.0, "shorter": 1.0}),
+    ],
+)
+def test_gdpo_takes_the_scores_of_the_functions_with_their_weights(results, job, weights) -> None:
+    rows = results[job].rollouts["step_1"]
+    lengths = torch.tensor([len(row["response_ids"]) for row in rows])
+    groups = torch.tensor([row["index"] for row in rows])
+    total = sum(
+        weight
+        * group_advantage(torch.tensor([row[name] for row in rows], dtype=torch.float64), groups)
+        for name, weight in weights.items()
+    )
+    per_token = whiten(total.repeat_interleave(lengths))
+    last = results[job].last
+    assert last["critic/advantages/max"] == pytest.approx(float(per_token.max()), abs=1e-4)
+    assert last["critic/advantages/min"] == pytest.approx(float(per_token.min()), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ("gdpo_missing", "gdpo_reward_keys names 'shortest', which the reward does not give"),
+        ("gdpo_single", "normalises several rewards each by itself, and there is one"),
+        ("gdpo_kl", "use_kl_in_reward is true, but algorithm.adv_estimator gdpo"),
+        ("gdpo_counts", "gdpo_reward_weights has 1 numbers for the 0 names"),
+    ],
+)
+def test_gdpo_refuses_rewards_it_does_not_have(results, job, message) -> None:
+    assert message in results[job].refused
 
 
 def test_every_estimator_trains(results) -> None:
