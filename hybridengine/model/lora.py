@@ -56,7 +56,8 @@ def apply_lora(
         r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
     )
     on_meta = any(p.is_meta for p in model.parameters())
-    names = [name for name, _ in model.named_modules()]
+    # Fused experts are parameters, which PEFT adapts as well and `adapter_shards` then refuses.
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     for target in targets if isinstance(targets, list) else ():
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ModelError(
