@@ -34,7 +34,9 @@ def dot_of_bfloat16(monkeypatch):
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
 
     def create_dot(self, a, b, sums, *_):
-        product = np.matmul(wide(a), wide(b), dtype=sums.data.dtype)
+        # In float64, where products of 16-bit numbers are exact: in float32 some BLAS add the terms
+        # of a row in an order that depends on where in the tile it lies.
+        product = np.matmul(wide(a), wide(b), dtype=np.float64).astype(sums.data.dtype)
         return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
