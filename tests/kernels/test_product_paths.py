@@ -57,7 +57,8 @@ def test_products_of_16_bit_inputs(options, op, dtype):
             (log_probs + entropy).sum().backward()
         else:
             old = torch.full((rows,), -6.0)
-            linear_policy_loss(hidden, weight, ids, torch.ones(rows), old, **options)[0].backward()
+            given = {"advantages": torch.ones(rows), "old_log_probs": old}
+            linear_policy_loss(hidden, weight, ids, **given, **options)[0].backward()
 
     dtypes = product_dtypes(run)
     if has_fast_products(dtype):  # products into float32 are csrc/linear's own
