@@ -139,16 +139,21 @@ def _run(config: JobConfig, dry_run: bool) -> int:
 
 def _plan(config: JobConfig, dry_run: bool) -> Table:
     from hybridengine.preflight import check_grpo, check_sft
-    from hybridengine.trainer.plan import plan_table, sft_plan, sync_volume
+    from hybridengine.trainer.plan import plan_table, sft_plan, start_of, sync_volume
     from hybridengine.trainer.precision import resolve_dtypes
 
     config = resolve_dtypes(config)
     if isinstance(config, SFTConfig):
-        return sft_plan(config, *check_sft(config))
-    assert isinstance(config, GRPOConfig)
-    table = plan_table(config, *check_grpo(config))
-    if dry_run:  # the run itself prints what it has planned
-        table.add_row("[bold]weight sync", sync_volume(config))
+        samples = check_sft(config)
+        table, num_samples = sft_plan(config, *samples), len(samples[0])
+    else:
+        assert isinstance(config, GRPOConfig)
+        prompts = check_grpo(config)
+        table, num_samples = plan_table(config, *prompts), len(prompts[0])
+    if dry_run:  # the run itself says these when it knows them
+        table.add_row("[bold]start", start_of(config, num_samples))
+        if isinstance(config, GRPOConfig):
+            table.add_row("[bold]weight sync", sync_volume(config))
     return table
 
 
@@ -246,7 +251,7 @@ def reshard_plan(
     from hybridengine.reshard.advisor import advise, record_engine_layouts
 
     try:
-        shapes, layouts = record_engine_layouts(model, tp, trust_remote_code)
+        shapes, layouts = record_engine_layouts(os.path.expanduser(model), tp, trust_remote_code)
         advice = advise(
             shapes,
             layouts,
@@ -260,7 +265,7 @@ def reshard_plan(
         raise typer.Exit(EXIT_USER_ERROR) from None
     print_advice(advice, Console())
     if png is not None:
-        draw_advice(advice, png)
+        draw_advice(advice, png.expanduser())
 
 
 def main() -> None:

@@ -113,6 +113,8 @@ class _StopRequests:
         name, again = signal.Signals(signum).name, self.signum
         self.signum = self.signum or signum
         statuses = read_status(self._dir)
+        if again:
+            self._send(statuses, signal.SIGKILL)
         if again or len(statuses) < self._num_ranks:  # a rank that has not started has no step
             raise SignalException(f"stopped by {name}", signal.SIGTERM)
         if any(status.step > 0 for status in statuses.values()):
@@ -121,6 +123,10 @@ class _StopRequests:
                 "a second signal ends them at once",
                 file=sys.stderr,
             )
+        self._send(statuses, signum)
+
+    @staticmethod
+    def _send(statuses: Mapping[int, RankStatus], signum: int) -> None:
         for status in statuses.values():
             with suppress(ProcessLookupError):
                 os.kill(status.pid, signum)
@@ -172,7 +178,7 @@ def _describe(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) -
     where = f"in phase {status.phase!r} of step {status.step}" if status else "while starting"
     pid = f" (pid {status.pid if status else failures[rank].pid})" if status or failures else ""
     why = f": {status.error}" if status and status.error else ""
-    others = "; the other ranks were stopped" if len(statuses) > 1 else ""
+    others = "; the other ranks were stopped" if len({*statuses, *failures}) > 1 else ""
     return f"rank {rank}{pid} {how} {where}{why}{others}."
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -17,10 +20,14 @@ from hybridengine.model import (
     check_disk_space,
     check_model,
     check_sequence_parallel,
+    check_target_modules,
+    check_weights,
     checkpoint_layout,
     is_sequence_classifier,
+    longest_sequence,
 )
 from hybridengine.rewards import RewardResult, score_checked
+from hybridengine.rollout.vllm import check_engine_options
 from hybridengine.tracking import check_loggers
 from hybridengine.trainer.rollouts import SCORE_NAMES
 from hybridengine.trainer.setup import engine_name, load_data
@@ -42,7 +49,10 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     model = _check_run(config)
     _check_heads(config, model)
     check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
+    _check_engine(config, model)
+    _check_adapters(config, model)
     _, train, val, reward = load_data(config)
+    _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
     _check_resume(config, train, model)
     for dataset in (train, val):
         if dataset is not None:
@@ -83,12 +93,94 @@ def _check_reward_names(config: GRPOConfig, result: RewardResult) -> None:
 def _check_value_models(config: GRPOConfig) -> None:
     """Critic and reward model can be read as such."""
     trust, reward_path = config.model.trust_remote_code, config.reward.reward_model.model_path
-    if config.critic.model.path:
-        check_model(config.critic.model.path, trust)
-    if reward_path and not is_sequence_classifier(check_model(reward_path, trust)):
+    if path := config.critic.model.path:
+        critic = check_model(path, trust)
+        check_weights(path, critic, trust, is_sequence_classifier(critic))
+    if reward_path:
+        model = check_model(reward_path, trust)
+        if not is_sequence_classifier(model):
+            raise ConfigError(
+                f"reward.reward_model.model_path {reward_path!r} is no sequence classifier; give a "
+                "model of a ...ForSequenceClassification class with one label"
+            )
+        check_weights(reward_path, model, trust, classifier=True)
+
+
+def _check_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
+    """The engine can be built as configured: its length, its memory, and what is handed to it."""
+    rollout = config.rollout
+    _check_length(
+        model,
+        config.max_model_len,
+        "the longest sequence",
+        "rollout.max_model_len"
+        if rollout.max_model_len
+        else "data.max_prompt_length or data.max_response_length",
+    )
+    if engine_name(config) == "hf":
+        if rollout.engine_kwargs.vllm:
+            raise ConfigError(
+                f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, but the engine "
+                "is plain generate; set rollout.name=vllm, or remove it"
+            )
+        return
+    if rollout.engine_kwargs.vllm:
+        try:
+            check_engine_options(rollout.engine_kwargs.vllm)
+        except ValueError as error:
+            raise ConfigError(f"rollout.engine_kwargs.vllm: {error}") from None
+    _check_engine_memory(config, model)
+
+
+def _check_engine_memory(config: GRPOConfig, model: PretrainedConfig) -> None:
+    rollout, ranks = config.rollout, config.trainer.n_gpus_per_node
+    if not torch.cuda.is_available():
+        wanted, there = rollout.kv_cache_gib * ranks, _host_memory() / 2**30
+        if wanted > there:
+            raise ConfigError(
+                f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
+                f"{wanted:.1f} GiB in all, but this machine has {there:.1f} GiB of memory; lower it"
+            )
+        return
+    shapes = checkpoint_layout(model, config.model.trust_remote_code).parameters
+    numel = sum(map(math.prod, shapes.values())) / rollout.tensor_model_parallel_size
+    weights = numel * getattr(torch, rollout.dtype).itemsize / 2**30
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    if weights > rollout.gpu_memory_utilization * memory:
         raise ConfigError(
-            f"reward.reward_model.model_path {reward_path!r} is no sequence classifier; give a "
-            "model of a ...ForSequenceClassification class with one label"
+            f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization:g} of "
+            f"{memory:.1f} GiB, less than the engine's weights of {weights:.1f} GiB per rank; "
+            "raise it, or rollout.tensor_model_parallel_size"
+        )
+
+
+def _host_memory() -> float:
+    """Bytes that this process can have: the machine's, or its control group's limit."""
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for limit in (Path("/sys/fs/cgroup/memory.max"),
+                  Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):  # fmt: skip
+        with suppress(OSError, ValueError):  # "max": without a limit
+            memory = min(memory, float(limit.read_text()))
+    return memory
+
+
+def _check_length(model: PretrainedConfig, length: int, what: str, key: str) -> None:
+    limit = longest_sequence(model)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"{what} has {length} tokens, but the model was made for {limit} "
+            f"(max_position_embeddings); lower {key}"
+        )
+
+
+def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -> None:
+    """Every token id has a row in the embedding."""
+    rows = model.get_text_config().vocab_size
+    largest = max((max(ids) for ids in sequences if len(ids)), default=0)
+    if largest >= rows:
+        raise ConfigError(
+            f"the tokenizer gives token id {largest}, but the model's vocabulary has {rows} "
+            "tokens (vocab_size); use the tokenizer that belongs to the model"
         )
 
 
@@ -96,7 +188,11 @@ def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
     """As `check_grpo`, for `hybridengine sft`: the training and the validation conversations."""
     model = _check_run(config)
     check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
+    _check_adapters(config, model)
     _, train, val = load_sft_data(config)
+    samples = [sample.ids for part in (train, val) for sample in part or ()]
+    _check_tokens(model, samples)
+    _check_length(model, max(map(len, samples)), "the longest conversation", "data.max_length")
     _check_resume(config, train, model)
     return train, val
 
@@ -117,9 +213,15 @@ def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
             f"{trainer.resume_from_path}; resume_mode=path and a folder go together"
         )
     model = check_model(config.model.path, trust)
+    check_weights(config.model.path, model, trust)
     weights = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).tensors.values())
     check_disk_space(trainer.default_local_dir, weights * torch.bfloat16.itemsize)
     return model
+
+
+def _check_adapters(config: GRPOConfig | SFTConfig, model: PretrainedConfig) -> None:
+    if config.model.lora_rank:
+        check_target_modules(model, config.model.target_modules, config.model.trust_remote_code)
 
 
 def _check_resume(

@@ -78,11 +78,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / MANIFEST).read_text())
         for name, record in found["files"].items():
+            if isinstance(record, int):
+                raise StorageError("was written by an older version, without checksums")
             if len(record) != 2 or Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"malformed entry {name!r}")
     except FileNotFoundError:
         what = f"has no {MANIFEST}: it was never completed" if folder.is_dir() else "is no folder"
         raise StorageError(what) from None
+    except StorageError:
+        raise
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise StorageError(f"has a damaged {MANIFEST} ({error}); copy it again") from None
     return found

@@ -33,6 +33,7 @@ from hybridengine.checkpoint.resume import (
     TENSORS,
     Resumable,
     ResumePlan,
+    none_left,
     read_state,
     resume_plan,
 )
@@ -50,9 +51,6 @@ T = TypeVar("T")
 
 class Checkpointer:
     """Saves and resumes one job; every method is collective.
-
-    Attributes:
-        resumed_dtype: in which the run computed up to the checkpoint that was resumed, if known.
 
     Args:
         root: the run's folder.
@@ -77,7 +75,6 @@ class Checkpointer:
         self._config, self.skipped = config, list[str]()
         self._counters |= {f"{name}.optimizer": o for name, (_, o) in models.items() if o}
         self._keep = keep
-        self.resumed_dtype: str | None = None
         self._group = dist.new_group(backend="gloo")  # its own: a save runs beside the training
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -143,7 +140,6 @@ class Checkpointer:
             if name not in state:
                 raise CheckpointError(f"checkpoint {found.path} holds no state of {name!r}")
             counter.load_state_dict(state[name])
-            self.resumed_dtype = state[name].get("param_dtype", self.resumed_dtype)
         _restore_random_state(found, dist.get_rank())
         return found
 
@@ -156,10 +152,7 @@ class Checkpointer:
                 return checkpoint
             self.skipped.append(faults[0])
         if plan.candidates:
-            raise CheckpointError(
-                f"{self.skipped[-1]}; no older checkpoint is left: restore one, or start anew with "
-                "trainer.resume_mode=disable"
-            )
+            raise none_left(self.skipped)
         return None
 
     def _check_finite(self, found: SavedCheckpoint, tensors: dict[str, torch.Tensor]) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "ResumePlan",
     "changed_settings",
     "check_resume",
+    "none_left",
     "read_state",
     "resume_plan",
 ]
@@ -78,16 +79,33 @@ def resume_plan(root: str | Path, mode: str, path: str | Path | None = None) -> 
         return ResumePlan([open_checkpoint(path or root)])
     found, unusable = list_checkpoints(root)
     if not found and unusable:
-        raise _none_left(root, list(unusable.values()))
+        raise none_left([unusable[folder] for folder in sorted(unusable, key=_step_of)])
     newest = found[-1].step if found else 0
     skipped = [why for folder, why in unusable.items() if _step_of(folder) > newest]
     return ResumePlan(found[::-1], skipped)
 
 
-def _none_left(root: str | Path, reasons: Sequence[str]) -> CheckpointError:
+def _readable(plan: ResumePlan) -> ResumePlan:
+    """`plan` without the newest checkpoints whose small files are damaged; a run verifies all."""
+    skipped = list(plan.skipped)
+    for k, checkpoint in enumerate(plan.candidates):
+        try:
+            small = {STATE, f"{TENSORS}/.metadata"}
+            checkpoint.verify(sorted(small & checkpoint.files.keys()))
+        except CheckpointError as error:
+            skipped.append(str(error))
+        else:
+            return ResumePlan(plan.candidates[k:], skipped)
+    if plan.candidates:
+        raise none_left(skipped)
+    return plan
+
+
+def none_left(reasons: Sequence[str]) -> CheckpointError:
+    """The error of a run all of whose checkpoints are damaged; reasons: one of each."""
     return CheckpointError(
-        f"no checkpoint in {str(root)!r} can be resumed from: {reasons[-1]}; restore one, or start "
-        "anew with trainer.resume_mode=disable"
+        f"{reasons[-1]}; there is no other checkpoint to resume from: restore it, or start anew "
+        "with trainer.resume_mode=disable"
     )
 
 
@@ -120,7 +138,9 @@ def check_resume(
         DataError: the order of the training data was another one.
     """
     trainer = config.trainer
-    plan = resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    plan = _readable(
+        resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    )
     if not plan.candidates:
         return plan
     checkpoint = plan.candidates[0]

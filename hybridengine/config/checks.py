@@ -135,6 +135,11 @@ def _rewards(config: GRPOConfig) -> Iterator[str]:
             f"reward.custom_reward_function.name has {len(names)} names for the {len(files)} files "
             "of path; give one for each, or one for all"
         )
+    if not files and names != ("compute_score",):
+        yield (
+            f"reward.custom_reward_function.name is {list(names)}, but there is no "
+            "reward.custom_reward_function.path to look for it in; give the Python file"
+        )
     if model.enable != bool(model.model_path):
         yield (
             f"reward.reward_model.enable is {model.enable} and model_path is "

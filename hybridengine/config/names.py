@@ -60,7 +60,8 @@ class Settings:
         """Faults of keys that are one setting with another key, once that one's value is known."""
         for given, ours, value in self._shared:
             own = reduce(getattr, ours.split("."), config)
-            if value not in (own, list(own) if isinstance(own, tuple) else own):
+            equal = (own, list(own)) if isinstance(own, tuple) else (own,)
+            if own != "auto" and value not in equal:
                 yield f"{given} is {value!r}, but it is one setting with {ours}, which is {own!r}"
 
     def _native(self, given: str) -> str:

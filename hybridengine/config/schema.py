@@ -72,7 +72,7 @@ class ModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class DataConfig:
-    train_files: PathTexts = ()  # prompts, parquet or jsonl
+    train_files: PathTexts = ()  # prompts: files, folders or globs
     val_files: PathTexts | None = None  # null: no validation at all
     prompt_key: str = "prompt"  # column of the chat
     reward_fn_key: str = "data_source"  # column that the reward gets as data_source

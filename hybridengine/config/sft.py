@@ -35,7 +35,7 @@ class SFTModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class SFTDataConfig:
-    train_files: PathTexts = ()  # conversations, parquet or jsonl
+    train_files: PathTexts = ()  # conversations: files, folders or globs
     val_files: PathTexts | None = None  # null: no validation at all
     messages_key: str | None = None  # column of whole chats; null: prompt_key and response_key
     prompt_key: str = "prompt"  # text, or a chat

@@ -60,9 +60,8 @@ class Records(Sequence[T], Generic[T]):
 
     def __init__(self, key: str, make: Callable[[], Iterable[T | None]]) -> None:
         self._records: Sequence[T]
-        folder = Path(os.environ.get("HYBRIDENGINE_CACHE", "~/.cache/hybridengine")).expanduser()
         try:
-            entry = _entry(folder / "data" / key, make)
+            entry = _entry(_folder() / key, make)
         except _Unwritable as error:
             print(f"tokenised data is not cached: {error}", file=sys.stderr)
             made = list(make())
@@ -86,6 +85,14 @@ class Records(Sequence[T], Generic[T]):
 
 class _Unwritable(Exception):
     """The cache cannot be written."""
+
+
+def _folder() -> Path:
+    try:
+        cache = Path(os.environ.get("HYBRIDENGINE_CACHE", "~/.cache/hybridengine")).expanduser()
+    except RuntimeError as error:  # a user without a home
+        raise _Unwritable(error) from None
+    return cache / "data"
 
 
 class _Mapped(Sequence[Any]):

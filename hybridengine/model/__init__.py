@@ -1,7 +1,7 @@
 """Hugging Face causal LMs, unchanged: loaded onto FSDP2 shards, run packed, stepped, exported."""
 
 from hybridengine.model.attention import ATTENTION
-from hybridengine.model.checking import check_model
+from hybridengine.model.checking import check_model, longest_sequence
 from hybridengine.model.errors import ModelError
 from hybridengine.model.export import check_disk_space, save_pretrained
 from hybridengine.model.forward import PackedBatch, pack_rollouts, packed_log_probs, packed_logits
@@ -10,6 +10,7 @@ from hybridengine.model.lora import (
     adapter_shards,
     adapters_disabled,
     apply_lora,
+    check_target_modules,
     save_adapter,
 )
 from hybridengine.model.offload import on_device
@@ -21,6 +22,7 @@ from hybridengine.model.parameters import (
 )
 from hybridengine.model.ulysses import check_sequence_parallel, gather_rows
 from hybridengine.model.value import is_sequence_classifier, packed_values
+from hybridengine.model.weight_files import check_weights
 
 __all__ = [
     "ATTENTION",
@@ -34,12 +36,15 @@ __all__ = [
     "check_disk_space",
     "check_model",
     "check_sequence_parallel",
+    "check_target_modules",
+    "check_weights",
     "checkpoint_layout",
     "clip_grad_norm_",
     "describe_checkpoint",
     "gather_rows",
     "is_sequence_classifier",
     "load_causal_lm",
+    "longest_sequence",
     "on_device",
     "pack_rollouts",
     "packed_log_probs",

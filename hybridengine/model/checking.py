@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,12 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hybridengine.model.errors import ModelError
+from hybridengine.model.weight_files import check_weight_index
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "longest_sequence"]
 
 _HUB_SECONDS = 8.0
+_SCALED = {"linear", "dynamic", "ntk"}  # rotary types whose limit grows by their factor
 _PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
 
 
@@ -38,6 +39,18 @@ def check_model(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
     config = _read_config(path, trust_remote_code)
     _check_config(path, config, trust_remote_code)
     return config
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """How many positions the model of `config` was made for, in tokens; None without a limit."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    rotary: Any = getattr(text, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rotary, *rotary.values()) if isinstance(kind, dict)]
+    factors = [kind.get("factor") for kind in kinds if kind.get("rope_type") in _SCALED]
+    return int(limit * max([1.0, *(factor for factor in factors if factor)]))
 
 
 def _read_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -69,13 +82,7 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(
             f"model path {str(folder)!r} has no config.json; expected a Hugging Face model folder"
         )
-    for index in folder.glob("*.index.json"):
-        names = set(json.loads(index.read_text()).get("weight_map", {}).values())
-        if missing := sorted(n for n in names if not (folder / n).is_file()):
-            raise ModelError(
-                f"model path {str(folder)!r} lacks {missing[0]!r} named in {index.name} "
-                f"({len(missing)} of {len(names)} weight files missing); copy it again"
-            )
+    check_weight_index(folder)
     if not any(f for kind in ("*.safetensors", "pytorch_model*.bin") for f in folder.glob(kind)):
         raise ModelError(
             f"model path {str(folder)!r} has config.json but no weights; expected *.safetensors or "

@@ -47,9 +47,17 @@ def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ModelError(
-            f"output folder {str(out_dir)!r} has {free / 2**30:.2f} GiB free where "
-            f"{num_bytes / 2**30:.2f} GiB are needed; free some space or choose another folder"
+            f"output folder {str(out_dir)!r} has {_readable(free)} free where "
+            f"{_readable(num_bytes)} are needed; free some space or choose another folder"
         )
+
+
+def _readable(num_bytes: int) -> str:
+    """In the largest unit of which it has at least one: 1000 bytes, 12.3 MiB, 1.5 GiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def save_pretrained(

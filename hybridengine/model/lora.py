@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from hybridengine.model.errors import ModelError
@@ -20,7 +21,14 @@ from hybridengine.model.rank_zero import run_on_rank0
 from hybridengine.reshard.lora import Adapter, gathered
 from hybridengine.storage import new_folder
 
-__all__ = ["adapter_shards", "adapters_disabled", "apply_lora", "columns_of", "save_adapter"]
+__all__ = [
+    "adapter_shards",
+    "adapters_disabled",
+    "apply_lora",
+    "check_target_modules",
+    "columns_of",
+    "save_adapter",
+]
 
 
 def apply_lora(
@@ -48,6 +56,13 @@ def apply_lora(
         r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
     )
     on_meta = any(p.is_meta for p in model.parameters())
+    names = [name for name, _ in model.named_modules()]
+    for target in targets if isinstance(targets, list) else ():
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            raise ModelError(
+                f"target_modules: got {target_modules!r}, but no module of the model is called "
+                f"{target!r}"
+            )
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
     except ValueError as error:
@@ -59,6 +74,17 @@ def apply_lora(
                 f"target_modules: {name!r} is, or shares its weight with, the embedding, which an "
                 "adapter of a linear layer cannot follow; leave it out"
             )
+
+
+def check_target_modules(
+    config: PretrainedConfig,
+    target_modules: str | Sequence[str],
+    trust_remote_code: bool = False,
+) -> None:
+    """Raise ModelError where `apply_lora` would, for the causal LM of `config`; without weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    apply_lora(model, 1, 1.0, target_modules)
 
 
 def adapter_shards(model: nn.Module) -> dict[str, Adapter]:

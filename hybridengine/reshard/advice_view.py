@@ -22,13 +22,18 @@ def print_advice(advice: Advice, console: Console) -> None:
         f"[bold]{advice.num_parameters / 1e9:.2f}B parameters, {n} ranks on {advice.nodes} "
         f"node{'s' if advice.nodes > 1 else ''}, {n // t} engines of TP {t}; per rank and sync:"
     )
-    table = Table(*_row(advice.options[0]))
-    for option in advice.options:
-        table.add_row(*_row(option).values())
-    table.add_section()
-    table.add_row("HybridFlow's formula", "", _size(advice.hybridflow_bytes))
-    table.add_row("verl: gather all, float32", "", _size(advice.verl_bytes))
+    rows = [_row(option) for option in advice.options]
+    names = [_name(option).replace(", ", ",\n") for option in advice.options]
+    table = Table(
+        "TP groups,\nrow-parallel", *names, box=None, pad_edge=False
+    )  # an option a column: fits 80 columns
+    for key in rows[0]:
+        table.add_row(f"[bold]{key}", *(row[key] for row in rows))
     console.print(table)
+    console.print(
+        f"Received by others: {_size(advice.hybridflow_bytes)} (HybridFlow's formula), "
+        f"{_size(advice.verl_bytes)} (verl: gathers all, in float32)."
+    )
     best, others = advice.options[0], advice.options[1:]
     console.print(f"Recommended: [bold]{_name(best)}[/bold]. {_reason(best, others)}")
     for name, why in advice.fallback.items():
@@ -38,7 +43,6 @@ def print_advice(advice: Advice, console: Console) -> None:
 def _row(option: Option) -> dict[str, str]:
     plan = option.plan
     return {
-        "TP groups, row-parallel shards": _name(option),
         "TP traffic": "inside nodes" if option.tp_in_node else "across nodes",
         "received": _size(option.received_bytes),
         "sent": _size(max(plan.bytes_sent)),

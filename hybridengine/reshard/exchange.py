@@ -21,7 +21,7 @@ __all__ = ["Exchange", "Slab", "TableMaker"]
 
 _ALIGNMENT = 16  # bytes
 _AXES = 4  # axes of one row of the strided_copy table
-_Sides = tuple[int, Sequence[int], int, Sequence[int]]  # offset and strides of source, destination
+_Side = tuple[int, Sequence[int]]  # offset and strides, in elements
 
 
 class Slab(NamedTuple):
@@ -113,10 +113,10 @@ class TableMaker:
     def _slab(self, bucket: Bucket, unit: Unit) -> Slab:
         """The whole shard, or the rows that are merged for this unit."""
         spec = self._plan.sources[unit.source]
-        shard = spec.held_by(self._rank)
+        shard = self._plan.shard(bucket, unit, self._rank)
         if shard is None:
             return Slab(unit.source, 0, 0)
-        if bucket.merged:
+        if bucket.merged:  # its parts are parts of the shard's rows
             return Slab(unit.source, *spec.interval(shard, unit.share.part, unit.share.parts))
         return Slab(unit.source, *spec.interval(shard))
 
@@ -133,27 +133,13 @@ class TableMaker:
         incoming = self._plan.incoming(bucket, unit, self._rank)
         outgoing = self._plan.outgoing(bucket, unit, self._rank)
 
-        def shard_side(block: Block) -> tuple[int, list[int]]:
-            return block.address(strides, tuple(origin))
-
-        def dense(block: Block) -> tuple[int, tuple[int, ...]]:
-            return 0, contiguous_strides(block.sizes)
-
-        def engine_side(block: Block) -> tuple[int, tuple[int, ...]]:
-            return block.offset, block.strides
-
         made = {}
-        for way, slices, read, write in (
-            ("pack", outgoing, shard_side, dense),
-            ("local", incoming, shard_side, engine_side),
-            ("unpack", incoming, dense, engine_side),
-        ):
+        for way, slices in (("pack", outgoing), ("local", incoming), ("unpack", incoming)):
             key = (way, id(slices), strides, tuple(origin))
             if key not in self._rows:
                 own = way == "local"
                 chosen = [s for s in slices if way == "pack" or (s.sender == self._rank) == own]
-                sides = [(*read(s.block), *write(s.block)) for s in chosen]
-                self._rows[key] = _rows_of(chosen, sides, way == "pack")
+                self._rows[key] = _rows_of(chosen, way, strides, tuple(origin))
             made[way] = self._rows[key]
         return made
 
@@ -175,40 +161,50 @@ class TableMaker:
         return CopyTable(torch.from_numpy(table), self._device), counts.tolist()
 
 
-def _rows_of(slices: Sequence[Slice], sides: Sequence[_Sides], to_peers: bool) -> _Rows:
+def _rows_of(
+    slices: Sequence[Slice], way: str, strides: tuple[int, ...], origin: tuple[int, ...]
+) -> _Rows:
+    """The rows of one way. strides, origin: of the shard that "pack" and "local" read."""
     rows: list[list[int]] = []
     slice_of: list[int] = []
-    for i, (piece, side) in enumerate(zip(slices, sides, strict=True)):
-        made = _rows(piece, *side)
+    for i, piece in enumerate(slices):
+        if way == "pack":
+            dense = (0, contiguous_strides(piece.block.sizes))
+            made = _rows(0, piece.block, piece.block.address(strides, origin), dense)
+        else:
+            made = []
+            for need, block in piece.targets:
+                read = block.address(strides, origin) if way == "local" else (0, _dense(block))
+                made += _rows(need, block, read, (block.offset, block.strides))
         rows += made
         slice_of += [i] * len(made)
     return _Rows(
         np.array(rows, np.int64).reshape(-1, TABLE_COLUMNS),
         np.array(slice_of, np.int64),
-        np.array([s.receiver if to_peers else s.sender for s in slices], np.int64),
+        np.array([s.receiver if way == "pack" else s.sender for s in slices], np.int64),
         np.array([s.block.numel for s in slices], np.int64),
     )
 
 
-def _rows(
-    piece: Slice,
-    source_offset: int,
-    source_strides: Sequence[int],
-    destination_offset: int,
-    destination_strides: Sequence[int],
-) -> list[list[int]]:
+def _dense(block: Block) -> list[int]:
+    """The stride of each axis where the elements a block reads lie in the order it reads them."""
+    read = iter(contiguous_strides(block.read.sizes))
+    return [0 if dim < 0 else next(read) for dim, _ in block.axes]
+
+
+def _rows(need: int, block: Block, source: _Side, destination: _Side) -> list[list[int]]:
     """Table rows of one slice: adjacent axes merged, more than four axes unrolled outermost."""
     axes: list[tuple[int, int, int]] = []
-    for axis in zip(piece.block.sizes, source_strides, destination_strides, strict=True):
+    for axis in zip(block.sizes, source[1], destination[1], strict=True):
         size, s, d = axis
         if axes and axes[-1][1] == s * size and axes[-1][2] == d * size:
             axes[-1] = (axes[-1][0] * size, s, d)
         else:
             axes.append(axis)
-    rows = [(source_offset, destination_offset)]
+    rows = [(source[0], destination[0])]
     while len(axes) > _AXES:
         size, s, d = axes.pop(0)
         rows = [(a + i * s, b + i * d) for a, b in rows for i in range(size)]
     axes = [(1, 0, 0)] * (_AXES - len(axes)) + axes
     sizes, ss, ds = (list(column) for column in zip(*axes, strict=True))
-    return [[0, piece.need, a, b, *sizes, *ss, *ds] for a, b in rows]
+    return [[0, need, a, b, *sizes, *ss, *ds] for a, b in rows]

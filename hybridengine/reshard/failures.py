@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch.distributed as dist
 
 from hybridengine.reshard.layout import LayoutError
 
-__all__ = ["FailureBoard", "PlanOutdatedError", "RankLostError", "ReshardError"]
+__all__ = [
+    "FailureBoard",
+    "PlanOutdatedError",
+    "RankLostError",
+    "ReshardError",
+    "agree",
+    "agreed",
+    "attempt",
+]
 
 _GRACE_S = 5.0  # a collective fails on all survivors at about the same time
 _boards = itertools.count()  # every rank makes its boards in the same order
@@ -31,6 +40,33 @@ class RankLostError(ReshardError, dist.DistError):
 
 class PlanOutdatedError(LayoutError):
     """The trained parameters are no longer what the reshard was planned for: plan it again."""
+
+
+def attempt(step: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(What `step` returns, None) or (None, what is wrong)."""
+    try:
+        return step(), None
+    except (LayoutError, ValueError) as error:
+        return None, str(error)
+
+
+def agree(problem: str | None, error: type[LayoutError] = LayoutError) -> None:
+    """Raise `error` on every rank where any rank has a problem; collective."""
+    problems: list[str | None] = [None] * dist.group.WORLD.size()
+    dist.all_gather_object(problems, problem)
+    found: dict[str, int] = {}
+    for rank, text in enumerate(problems):
+        if text:
+            found.setdefault(text, rank)
+    if found:
+        raise error("; ".join(f"on rank {rank}: {text}" for text, rank in found.items()))
+
+
+def agreed(step: Callable[[], Any]) -> Any:
+    """What `step` returns. LayoutError on every rank for what any rank finds wrong; collective."""
+    result, problem = attempt(step)
+    agree(problem)
+    return result
 
 
 class FailureBoard:

@@ -1,190 +1,320 @@
 """How many elements each rank sends and receives, counted over all ranks at once.
 
-A source whose exchange is more than a bucket is cut into shares: first by pairs of (shard, rank),
-rotating so that in each share every rank receives from some shards and sends to some ranks; only
-then along its rows. So the slices of a large exchange are no more than the pairs that have one.
+A source whose exchange is more than a small part of a bucket is cut into shares of equal load for
+every rank. Per rank, the shards it receives from are laid around a circle, each as long as what it
+sends; the circles of ranks with the same layout are turned against each other, so that at any place
+every rank sends as much as any other. An arc of the circle is a share. So a rank's slices are no
+more than the pairs it is part of, unless one pair alone is more than a small part of a bucket: then
+every slice is cut along an axis that is not sharded.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from hybridengine.reshard.geometry import Block, count_below, cut
+from hybridengine.reshard.geometry import Block, count_below, cut, narrow
 from hybridengine.reshard.layout import LayoutError
+from hybridengine.reshard.overlaps import Read, shared_reads
+from hybridengine.reshard.routes import Route
 from hybridengine.reshard.shards import ShardSpec
 
-__all__ = ["Flows", "Kind", "Share"]
+__all__ = ["Kind", "Share", "Staged", "find_shares"]
 
-Shares = list[tuple["Share", np.ndarray]]
+_SHARES_PER_BUCKET = 8  # of a source that is more than a bucket
+_SLICES_PER_BUCKET = 32  # of a pair of ranks that has more for each other than this
 
 
 @dataclass(frozen=True)
 class Share:
     """What of a source travels together.
 
-    turn, turns: the pairs with (shard + receiver) % turns == turn. dim, part, parts: one of `parts`
-    nearly equal parts of every shard, if `dim` is the sharded one, else of the whole dimension.
+    turn, turns: an arc of the circle of (shard, receiver) pairs. part, parts: one of `parts` nearly
+    equal parts of the shard's rows (`by_rows`) or of an axis of each slice that is not sharded.
     """
 
     turn: int = 0
     turns: int = 1
-    dim: int = 0
     part: int = 0
     parts: int = 1
+    by_rows: bool = False
 
 
 class Kind:
     """What structurally equal layers have in common: a placement, and what is needed of it.
 
     blocks: per engine layout the blocks it reads, all for one engine dtype. Compared by identity.
+    reads: per layout the regions that travel once, with all their destinations. needed: per layout,
+    elements that are written.
     """
 
-    def __init__(self, spec: ShardSpec, blocks: Sequence[tuple[Block, ...]]) -> None:
-        self.spec, self.blocks = spec, blocks
+    def __init__(self, spec: ShardSpec, route: Route, blocks: Sequence[tuple[Block, ...]]) -> None:
+        self.spec, self.route = spec, route
+        self.needed = np.array([sum(b.numel for b in group) for group in blocks])
+        self.reads = [shared_reads(group) for group in blocks]
+
+    @cached_property
+    def elements(self) -> np.ndarray:
+        """Elements that a rank of each layout needs of each shard: int64 [layouts, S]."""
+        return self.count(Share())
+
+    def count(self, share: Share) -> np.ndarray:
+        """As `elements`, of the share's part of the source."""
+        low, high = self.edges(share)
+        total = np.zeros((len(self.reads), len(low)), np.int64)
+        for row, reads in zip(total, self.reads, strict=True):
+            for part in (self._part(read, share) for read in reads):
+                if part:
+                    block = part[0][1].read
+                    row += count_below(block, self.spec.dim, high)
+                    row -= count_below(block, self.spec.dim, low)
+        return total
 
     def edges(self, share: Share) -> np.ndarray:
         """[low, high) on the sharded dimension, per shard: int64 [2, S]."""
-        mine = share.dim == self.spec.dim
-        return self.spec.intervals(*((share.part, share.parts) if mine else ()))
+        return self.spec.intervals(*((share.part, share.parts) if share.by_rows else ()))
 
-    def windowed(self, block: Block, share: Share) -> Iterator[Block]:
-        """What of `block` lies in the share's part of a dimension that is not sharded."""
-        if share.dim == self.spec.dim or share.parts == 1:
-            yield block
+    @property
+    def most_parts(self) -> int:
+        """How many parts every slice can be cut into along an axis that is not sharded."""
+        blocks = [read[0][1] for reads in self.reads for read in reads]
+        axes = [self._axis(block, block.numel) for block in blocks]
+        return min((1 if i is None else b.sizes[i] for b, i in zip(blocks, axes, strict=True)),
+                   default=1)  # fmt: skip
+
+    def _axis(self, block: Block, parts: int) -> int | None:
+        """The outermost long enough axis that is not sharded, else the longest such."""
+        free = [i for i, (dim, _) in enumerate(block.axes) if dim not in (-1, self.spec.dim)]
+        long = (i for i in free if block.sizes[i] >= 4 * parts or block.sizes[i] % parts == 0)
+        return next(long, max(free, key=block.sizes.__getitem__, default=None))
+
+    def _part(self, read: Read, share: Share) -> Read:
+        """What of a region belongs to the share's part of it; nothing where that is empty."""
+        if share.parts == 1 or share.by_rows:
+            return read
+        first_block = read[0][1]
+        axis = self._axis(first_block, share.parts)
+        assert axis is not None
+        parts = []
+        for need, block in read:
+            at = block.axes.index(first_block.axes[axis])
+            low, high = (block.sizes[at] * p // share.parts for p in (share.part, share.part + 1))
+            if low < high:
+                parts.append((need, narrow(block, at, low, high)))
+        return tuple(parts)
+
+    def pieces(self, layout: int, shard: int, share: Share) -> Iterator[Read]:
+        """What a shard sends to a rank of `layout` in the share's part, wherever its turn is."""
+        part = (share.part, share.parts) if share.by_rows else ()
+        low, high = self.spec.interval(shard, *part)
+        if low == high:
             return
-        size = self.spec.shape[share.dim]
-        ends = (size * p // share.parts for p in (share.part, share.part + 1))
-        yield from cut(block, share.dim, *ends)
+        for read in self.reads[layout]:
+            whole = self._part(read, share)
+            cuts = [cut(block, self.spec.dim, low, high) for _, block in whole]
+            for blocks in zip(*cuts, strict=True):
+                yield tuple((need, b) for (need, _), b in zip(whole, blocks, strict=True))
 
-    def cut(self, block: Block, shard: int, share: Share) -> Iterator[Block]:
-        """What of `block` lies in a shard's part of a share."""
-        low, high = self.edges(share)[:, shard].tolist()
-        if low < high:
-            for part in self.windowed(block, share):
-                yield from cut(part, self.spec.dim, low, high)
+    def turns(
+        self, layout: int, shards: np.ndarray, receivers: np.ndarray, turns: int
+    ) -> np.ndarray:
+        """The turn of each pair of (shard that the layout needs, receiver): int64 [P, R].
 
-    def elements(self, blocks: Sequence[Block], share: Share) -> np.ndarray:
-        """How many elements of `blocks` lie in each shard's part of a share: int64 [S]."""
-        low, high = self.edges(share)
-        total = np.zeros(len(low), np.int64)
-        for block in (part for b in blocks for part in self.windowed(b, share)):
-            total += count_below(block, self.spec.dim, high)
-            total -= count_below(block, self.spec.dim, low)
-        return total
-
-
-class Flows:
-    """Counts elements that move, vectorised over ranks, once per kind of source."""
-
-    def __init__(self, layout_of: Sequence[int]) -> None:
-        self._layout_of = np.array(layout_of)
-        self._ranks = np.arange(len(layout_of))
-        self._counted: dict[Kind, np.ndarray] = {}
-        self._shared: dict[Kind, Shares] = {}
-
-    def count(self, kind: Kind) -> np.ndarray:
-        """int64 [4, N]: elements each rank receives, sends, needs, and the least it can receive."""
-        if kind not in self._counted:
-            moved, senders = self._moves(kind, Share())
-            sent = np.bincount(senders.ravel(), moved.ravel(), len(self._ranks))
-            distinct = [tuple({b.region: b for b in group}.values()) for group in kind.blocks]
-            once, _ = self._moves(Kind(kind.spec, distinct), Share())
-            needed = np.array([sum(b.numel for b in group) for group in kind.blocks])
-            counts = (moved.sum(0), sent, needed[self._layout_of], once.sum(0))
-            self._counted[kind] = np.stack(counts).astype(np.int64)
-        return self._counted[kind]
-
-    def traffic(self, kind: Kind) -> np.ndarray:
-        """Elements from sender to receiver, int64 [N, N]."""
-        moved, senders = self._moves(kind, Share())
-        matrix = np.zeros((len(self._ranks),) * 2, np.int64)
-        np.add.at(matrix, (senders, np.broadcast_to(self._ranks, senders.shape)), moved)
-        return matrix
-
-    def shares(self, name: str, kind: Kind, itemsize: int, limit: int) -> Shares:
-        """(share, staged bytes per rank), with no rank above `limit` in any of them.
-
-        Raises LayoutError where even one row or column of source `name` is more than that.
+        A receiver's circle begins behind its own shard, which it does not receive: the pairs that
+        do travel are spread over all turns.
         """
-        if kind not in self._shared:
-            self._shared[kind] = self._find_shares(name, kind, itemsize, limit)
-        return self._shared[kind]
+        if turns == 1:
+            return np.zeros((len(shards), len(receivers)), np.int64)
+        elements = self.elements[layout]
+        ends, total = np.cumsum(elements)[shards, None], int(elements.sum())
+        start, own = self._starts[:, receivers]
+        place = (2 * (ends - start) - elements[shards, None]) % (2 * total) - 2 * own
+        found = place * turns // np.maximum(2 * (total - own), 1)
+        return np.clip(found, 0, turns - 1)  # 0 for its own shard
 
-    def _find_shares(self, name: str, kind: Kind, itemsize: int, limit: int) -> Shares:
-        spec, turns = kind.spec, 1
-        while True:
-            found = self._staged(kind, itemsize, turns, spec.dim, 1)
-            worst = _worst(found)
-            if worst <= limit:
-                return found
-            if spec.merged or turns == len(spec.holders):  # what is merged is formed once
-                break
-            turns = min(len(spec.holders), max(turns + 1, -(-worst * turns // limit)))
-        best: Shares = []
-        for dim in (
-            [spec.dim] if spec.merged else sorted(range(len(spec.shape)), key=spec.dim.__ne__)
-        ):
-            size = spec.interval(0)[1] if dim == spec.dim else spec.shape[dim]
-            parts, found, at_most = 1, [], worst
-            while at_most > limit and parts < size:
-                parts = min(size, max(parts + 1, -(-at_most * parts // limit)))
-                found = self._staged(kind, itemsize, turns, dim, parts)
-                at_most = _worst(found)
-            if at_most <= limit and (not best or len(found) < len(best)):
-                best = found
-        if not best:
-            raise LayoutError(
-                f"bucket_bytes: parameter {name!r} of shape {spec.shape} does not split into "
-                f"pieces that fit a bucket of {limit} bytes. Give larger buckets."
-            )
-        return best
+    def pairs_to(self, rank: int, turns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(shard, receiver, turn) of all that `rank` receives or holds: int64 [P] each."""
+        layout = self.route.ranks.layout_of[rank]
+        shards = np.flatnonzero(self.elements[layout])
+        turn = self.turns(layout, shards, np.array([rank]), turns)[:, 0]
+        return shards, np.full_like(shards, rank), turn
 
-    def _staged(self, kind: Kind, itemsize: int, turns: int, dim: int, parts: int) -> Shares:
-        """Bytes that each rank sends and receives (and forms) per share."""
-        num_ranks, own = len(self._ranks), self._own_shards(kind)
-        shards = np.arange(len(kind.spec.holders))[:, None]
-        first = (shards + self._ranks) % turns * num_ranks
-        shares: Shares = []
-        for part in range(parts):
-            moved, senders = self._moves(kind, Share(0, 1, dim, part, parts))
-            staged = np.zeros(turns * num_ranks)  # float64: exact below 2^53
-            for peers in (self._ranks, senders):
-                at = (first + peers).ravel()
-                staged += np.bincount(at, moved.ravel(), turns * num_ranks)
-            for turn, elements in enumerate(staged.astype(np.int64).reshape(turns, num_ranks)):
-                share = Share(turn, turns, dim, part, parts)
-                shares.append((share, elements * itemsize + self._formed(kind, share, own)))
-        return shares
+    def pairs_from(self, rank: int, turns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(shard, receiver, turn) of all that `rank` sends to others: int64 [P] each."""
+        ranks, shard = self.route.ranks, self.route.own[rank]
+        found = [np.empty((3, 0), np.int64)]
+        for layout, members in enumerate(ranks.of_layout):
+            if shard < 0 or not self.elements[layout][shard]:
+                continue
+            to = members[(self.route.sender[shard, members] == rank) & (members != rank)]
+            turn = self.turns(layout, np.array([shard]), to, turns)[0]
+            found.append(np.stack([np.full_like(to, shard), to, turn]))
+        shards, receivers, turn = np.concatenate(found, 1)
+        return shards, receivers, turn
 
-    def _formed(self, kind: Kind, share: Share, own: np.ndarray) -> np.ndarray | int:
-        """Bytes of the merged rows that each rank makes before it packs them."""
-        if not kind.spec.merged:
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """Where each rank's circle begins, and how much of it is its own shard: int64 [2, N]."""
+        ranks, own = self.route.ranks, self.route.own
+        starts = np.zeros((2, ranks.size), np.int64)
+        for layout, members in enumerate(ranks.of_layout):
+            elements = self.elements[layout]
+            ends, total = np.cumsum(elements), int(elements.sum())
+            held = np.where(own[members] >= 0, elements[own[members]], 0)
+            first = (ends - elements)[own[members]]
+            taken = np.unique(first[held > 0]).tolist()
+            others = np.flatnonzero(held == 0)
+            # Without own shards, ranks of different layouts begin at different places as well.
+            shift = total * layout // (ranks.num_layouts * len(members))
+            first[others] = _between(taken or [shift], total, len(others), bool(taken))
+            starts[:, members] = first, held
+        return starts
+
+    @property
+    def missing(self) -> np.ndarray:
+        """Elements each rank needs and does not hold: int64 [N]."""
+        layout_of, own = self.route.ranks.layout_of, self.route.own
+        held = np.where(own >= 0, self.elements[layout_of, own], 0)
+        return self.elements.sum(1)[layout_of] - held
+
+    def loads(self, elements: np.ndarray, turns: int = 1) -> np.ndarray:
+        """Elements that each rank moves in each turn: int64 or int32 [turns, 4, N].
+
+        elements: of the part in question, as `count`. The channels are: received inside the node
+        and from other nodes, sent inside the node and to others.
+        """
+        if turns == 1:
+            return self._loads_of_all_turns(elements)[None]
+        ranks, route = self.route.ranks, self.route
+        largest = elements.sum(1).max() + (elements.sum(0) * ranks.size).max()
+        loads = np.zeros((turns, 4, ranks.size), np.int64 if largest >> 31 else np.int32)
+        for layout, members in enumerate(ranks.of_layout):
+            shards = np.flatnonzero(self.elements[layout])
+            moves = route.own[members] != shards[:, None]
+            turn = self.turns(layout, shards, members, turns)[moves]
+            sender = route.sender[shards[:, None], members][moves]
+            amount = np.broadcast_to(elements[layout][shards, None], moves.shape)[moves]
+            receiver = np.broadcast_to(np.arange(len(members)), moves.shape)[moves]
+            far = ranks.node_of[sender] != ranks.node_of[members[receiver]]
+            senders = np.unique(sender)
+            for channel, peers, peer in (
+                (0, members, receiver),
+                (2, senders, np.searchsorted(senders, sender)),
+            ):
+                shape = (turns, 2, len(peers))
+                at = (turn * 2 + far) * len(peers) + peer
+                counted = np.bincount(at, amount, math.prod(shape)).reshape(shape)
+                loads[:, channel : channel + 2, peers] += counted.astype(loads.dtype)
+        return loads
+
+    def _loads_of_all_turns(self, elements: np.ndarray) -> np.ndarray:
+        """`loads` of one turn, without looking at pairs: int64 [4, N]."""
+        ranks, route = self.route.ranks, self.route
+        holds = route.own >= 0
+        mine = np.where(holds, elements[ranks.layout_of, route.own], 0)
+        # As a product of float64, exact below 2^53: that of integers is slow.
+        near = (elements.astype(np.float64) @ route.near).astype(np.int64)
+        near = near[ranks.layout_of, ranks.node_of]
+        far = elements.sum(1)[ranks.layout_of] - near
+        sent = (route.served * elements.T[route.own]).sum(2) * holds
+        return np.stack([near - mine, far, *sent])
+
+    def formed_bytes(self, share: Share) -> np.ndarray | int:
+        """Bytes of the merged rows that each rank makes before it packs them: [N]."""
+        spec, own = self.spec, self.route.own
+        if not spec.merged:
             return 0
-        low, high = kind.edges(share)
-        shape = kind.spec.shape
-        row_bytes = math.prod(shape) // max(1, shape[kind.spec.dim]) * kind.spec.dtype.itemsize
+        low, high = self.edges(share)
+        row_bytes = math.prod(spec.shape) // max(1, spec.shape[spec.dim]) * spec.dtype.itemsize
         return np.where(own >= 0, (high - low)[own], 0) * row_bytes
 
-    def _moves(self, kind: Kind, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        """Elements from each shard to each rank, int64 [S, N], and which rank sends them."""
-        moved = np.array([kind.elements(group, share) for group in kind.blocks])
-        moved = moved[self._layout_of].T.copy()
-        own = self._own_shards(kind)
-        kept = own >= 0  # what a rank holds it takes from itself, whoever's turn it is
-        moved[own[kept], self._ranks[kept]] = 0
-        holders = np.array(kind.spec.holders)
-        return moved, holders[np.arange(len(holders))[:, None], self._ranks % holders.shape[1]]
 
-    def _own_shards(self, kind: Kind) -> np.ndarray:
-        """The shard each rank holds, -1 for none: int64 [N]."""
-        own = np.full(len(self._ranks), -1)
-        own[np.array(kind.spec.holders)] = np.arange(len(kind.spec.holders))[:, None]
-        return own
+def _between(taken: Sequence[int], total: int, count: int, skip: bool) -> list[int]:
+    """`count` places on a circle of length `total`, spread over the gaps between those `taken`.
+
+    taken: ascending. skip: they are not given out; else there is one, and it is the first.
+    """
+    ends = [*taken[1:], taken[0] + total]
+    gaps = [(first, end - first) for first, end in zip(taken, ends, strict=True)]
+    steps = [int(skip)] * len(gaps)  # into so many steps, plus one, a gap would be divided next
+    widest = [(-gap // (n + 1), i) for i, ((_, gap), n) in enumerate(zip(gaps, steps, strict=True))]
+    heapq.heapify(widest)
+    for _ in range(count):
+        i = widest[0][1]
+        steps[i] += 1
+        heapq.heapreplace(widest, (-(gaps[i][1] // (steps[i] + 1)), i))
+    return [
+        (first + gap * step // n) % max(total, 1)
+        for (first, gap), n in zip(gaps, steps, strict=True)
+        for step in range(int(skip), n)
+    ]
 
 
-def _worst(shares: Shares) -> int:
-    return max(int(staged.max()) for _, staged in shares)
+class Staged(NamedTuple):
+    """A share, what each rank moves of it (elements, [4, N]) and stages (bytes, [N])."""
+
+    share: Share
+    loads: np.ndarray
+    staged: np.ndarray
+
+
+def find_shares(name: str, kind: Kind, itemsize: int, limit: int) -> list[Staged]:
+    """Divide a source into shares that fit a bucket of `limit` bytes on every rank.
+
+    Raises LayoutError where even the smallest shares of source `name` do not.
+    """
+    small = max(1, limit // _SHARES_PER_BUCKET)
+    whole = _staged(kind, itemsize, 1, 1, False)
+    most = _most(whole)
+    if most <= small:
+        return whole
+    rows = kind.spec.interval(0)[1]
+    if kind.spec.merged:  # what is merged is formed once, for all receivers
+        wanted, most_turns, ways = -(-most // small), 1, [(True, rows)]
+    else:
+        slices = int(kind.elements.max()) * itemsize * _SLICES_PER_BUCKET
+        wanted, most_turns = max(1, -(-slices // limit)), kind.route.ranks.size
+        ways = [(False, kind.most_parts), (True, rows)]
+        ways.sort(key=lambda way: -min(way[1], wanted))
+    for by_rows, most_parts in ways:
+        parts = min(wanted, most_parts)
+        while True:
+            turns = min(most_turns, -(-most // (parts * small)))
+            found = _staged(kind, itemsize, turns, parts, by_rows)
+            if (worst := _most(found)) <= limit:
+                return found
+            if parts >= most_parts:
+                break
+            parts = min(most_parts, max(parts + 1, parts * worst // limit))
+    raise LayoutError(
+        f"bucket_bytes: parameter {name!r} of shape {kind.spec.shape} does not split into pieces "
+        f"that fit a bucket of {limit} bytes. Give larger buckets."
+    )
+
+
+def _staged(kind: Kind, itemsize: int, turns: int, parts: int, by_rows: bool) -> list[Staged]:
+    """Every share with something in it."""
+    known: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}  # most parts are alike
+    found: list[Staged] = []
+    for part in range(parts):
+        share = Share(0, turns, part, parts, by_rows)
+        elements = kind.count(share)
+        key = elements.tobytes()
+        if key not in known:
+            loads = kind.loads(elements, turns)
+            known[key] = loads, loads.sum(1, dtype=np.int64) * itemsize
+        for turn, (loads, staged) in enumerate(zip(*known[key], strict=True)):
+            if staged.any() or (turn == 0 and elements.any()):  # turn 0 has what ranks keep
+                share = Share(turn, turns, part, parts, by_rows)
+                found.append(Staged(share, loads, staged + kind.formed_bytes(share)))
+    return found or [Staged(Share(), *(a[0] for a in next(iter(known.values()))))]
+
+
+def _most(shares: list[Staged]) -> int:
+    return max(int(share.staged.max()) for share in shares)

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Block", "NotABlock", "contiguous_strides", "count_below", "cut", "factor", "reach"]
+__all__ = [
+    "Block",
+    "NotABlock",
+    "contiguous_strides",
+    "count_below",
+    "cut",
+    "factor",
+    "narrow",
+    "reach",
+]
 
 
 class NotABlock(ValueError):
@@ -43,9 +52,15 @@ class Block:
         return math.prod(self.sizes)
 
     @property
-    def region(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]:
-        """What of the source the block reads, wherever it goes."""
-        return self.start, self.sizes, self.axes
+    def read(self) -> Block:
+        """The block without the axes that repeat the same source elements."""
+        if all(dim >= 0 for dim, _ in self.axes):
+            return self
+        kept = [i for i, (dim, _) in enumerate(self.axes) if dim >= 0]
+        sizes, axes, strides = (
+            tuple(t[i] for i in kept) for t in (self.sizes, self.axes, self.strides)
+        )
+        return Block(self.start, sizes, axes, self.offset, strides)
 
     def address(self, strides: tuple[int, ...], origin: tuple[int, ...]) -> tuple[int, list[int]]:
         """(offset, stride per axis) in a source stored with `strides` from coordinate `origin`."""
@@ -149,7 +164,7 @@ def cut(block: Block, dim: int, low: int, high: int) -> Iterator[Block]:
     first = max(0, -(-(low - x) // step))
     last = min(size, (high - 1 - inner - x) // step + 1)
     if first < last:
-        yield _steps(block, outer, dim, first, last)
+        yield narrow(block, outer, first, last)
     if inner == 0:
         return
     touched_first = max(0, -(-(low - x - inner) // step))
@@ -157,13 +172,15 @@ def cut(block: Block, dim: int, low: int, high: int) -> Iterator[Block]:
     for i in range(touched_first, touched_last):
         if first <= i < last:
             continue
-        yield from cut(_steps(block, outer, dim, i, i + 1), dim, low, high)
+        yield from cut(narrow(block, outer, i, i + 1), dim, low, high)
 
 
-def _steps(block: Block, axis: int, dim: int, first: int, last: int) -> Block:
+def narrow(block: Block, axis: int, first: int, last: int) -> Block:
     """The block restricted to steps [first, last) of one axis, without it if that is one step."""
+    dim, step = block.axes[axis]
     start, sizes = list(block.start), list(block.sizes)
-    start[dim] += first * block.axes[axis][1]
+    if dim >= 0:
+        start[dim] += first * step
     sizes[axis] = last - first
     kept = [i for i in range(len(sizes)) if i != axis or sizes[i] > 1]
     sizes, axes, strides = (tuple(t[i] for i in kept) for t in (sizes, block.axes, block.strides))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,26 +19,34 @@ import numpy as np
 import torch
 
 from hybridengine.reshard.coverage import check_coverage
-from hybridengine.reshard.flows import Flows, Kind, Share
+from hybridengine.reshard.flows import Kind, Share, Staged, find_shares
 from hybridengine.reshard.geometry import Block
 from hybridengine.reshard.layout import EngineLayout, LayoutError
+from hybridengine.reshard.overlaps import Read
+from hybridengine.reshard.routes import Ranks, Route
 from hybridengine.reshard.shards import ShardSpec
 
 __all__ = ["Bucket", "Piece", "ReshardPlan", "Slice", "Unit", "build_plan"]
 
 
 class Slice(NamedTuple):
-    """One strided slice, in any source of a kind. need: which of the layout's blocks it is of."""
+    """One strided slice, in any source of a kind, that travels once.
 
-    need: int
+    block: what is read. targets: where it is written, (which of the layout's blocks, its part).
+    """
+
     shard: int
     sender: int
     receiver: int
     block: Block
+    targets: Read
 
 
 class Piece(NamedTuple):
-    """One strided slice moving from a shard of `source` to an engine tensor of rank `receiver`."""
+    """One strided slice from a shard of `source` to an engine tensor of rank `receiver`.
+
+    shared: its elements travel with the piece before it, which goes to another engine tensor.
+    """
 
     source: str
     shard: int
@@ -46,6 +54,7 @@ class Piece(NamedTuple):
     receiver: int
     destination: str
     block: Block
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -58,25 +67,33 @@ class Unit:
 
 @dataclass
 class Bucket:
-    """What travels in one all-to-all: one source dtype, one engine dtype, one sort of source."""
+    """What travels in one all-to-all: one source dtype, one engine dtype, one sort of source.
+
+    intra_bytes, inter_bytes: what the busiest rank receives or sends (the larger of the two) inside
+    its node and across nodes.
+    """
 
     source_dtype: torch.dtype
     engine_dtype: torch.dtype
     frozen: bool
     merged: bool
     units: list[Unit] = field(default_factory=list)
+    intra_bytes: int = 0
+    inter_bytes: int = 0
 
 
 _Source = tuple[str, torch.dtype]  # what a kind belongs to: source and engine dtype
+_Pair = tuple[int, int]  # shard, receiver
 
 
 @dataclass
 class ReshardPlan:
     """The whole exchange, the same on every rank.
 
-    bytes_received, bytes_sent, bytes_needed: per rank; lower_bound: per rank, bytes its engine
-    slice needs and its own shards do not hold. staging_bytes: the largest send + receive buffer of
-    any bucket on any rank. fallback: checkpoint name → why it is gathered whole.
+    Per rank: bytes_received, bytes_sent; bytes_crossing, the part of the received that comes from
+    other nodes; bytes_needed, what its engine holds; lower_bound, the distinct source elements it
+    needs and its own shards do not hold. staging_bytes: the largest send + receive buffer of any
+    bucket on any rank. fallback: checkpoint name → why it is gathered whole.
     """
 
     world_size: int
@@ -84,6 +101,7 @@ class ReshardPlan:
     buckets: list[Bucket]
     bytes_received: list[int]
     bytes_sent: list[int]
+    bytes_crossing: list[int]
     bytes_needed: list[int]
     lower_bound: list[int]
     staging_bytes: int
@@ -93,16 +111,20 @@ class ReshardPlan:
     _kinds: dict[_Source, Kind]
     _destinations: dict[_Source, list[list[str]]]  # per layout, one per block of the kind
     _slices: dict[tuple, list[Slice]] = field(default_factory=dict)
+    _pairs: dict[tuple, dict[int, list[_Pair]]] = field(default_factory=dict)
 
     def traffic(self) -> np.ndarray:
         """Bytes from sender to receiver, int64 [N, N]; nothing on the diagonal."""
-        flows = Flows(self._layout_of)
         times: dict[Kind, int] = defaultdict(int)
         for (_, dtype), kind in self._kinds.items():
             times[kind] += dtype.itemsize
         matrix = np.zeros((self.world_size, self.world_size), np.int64)
+        ranks = np.arange(self.world_size)
         for kind, size in times.items():
-            matrix += flows.traffic(kind) * size
+            for shard in np.flatnonzero(kind.elements.any(0)).tolist():
+                moved = kind.elements[self._layout_of, shard] * size
+                matrix[kind.route.sender[shard], ranks] += moved
+        np.fill_diagonal(matrix, 0)
         return matrix
 
     def arrivals(self, bucket: Bucket, rank: int) -> Iterator[Piece]:
@@ -119,19 +141,19 @@ class ReshardPlan:
         """The engine tensor of `rank` for each `need` of a unit's slices."""
         return self._destinations[unit.source, bucket.engine_dtype][self._layout_of[rank]]
 
+    def shard(self, bucket: Bucket, unit: Unit, rank: int) -> int | None:
+        """The shard of a unit's source that `rank` holds."""
+        own = int(self._kinds[unit.source, bucket.engine_dtype].route.own[rank])
+        return None if own < 0 else own
+
     def incoming(self, bucket: Bucket, unit: Unit, rank: int) -> list[Slice]:
         """What `rank` gets of a unit; the very same list for every source of the same kind."""
         kind = self._kinds[unit.source, bucket.engine_dtype]
         key = ("in", kind, unit.share, rank)
         if key not in self._slices:
-            share, spec = unit.share, kind.spec
-            self._slices[key] = [
-                Slice(need, shard, spec.sender(shard, rank), rank, part)
-                for need, block in enumerate(kind.blocks[self._layout_of[rank]])
-                for shard in spec.shards_touched(block)
-                if (shard + rank) % share.turns == share.turn
-                for part in kind.cut(block, shard, share)
-            ]
+            turns = self._turns("in", kind, unit.share.turns, rank)
+            pairs = ((shard, rank) for shard, _ in turns.get(unit.share.turn, ()))
+            self._slices[key] = list(self._cut(kind, unit.share, pairs))
         return self._slices[key]
 
     def outgoing(self, bucket: Bucket, unit: Unit, rank: int) -> list[Slice]:
@@ -139,83 +161,141 @@ class ReshardPlan:
         kind = self._kinds[unit.source, bucket.engine_dtype]
         key = ("out", kind, unit.share, rank)
         if key not in self._slices:
-            self._slices[key] = list(self._outgoing(kind, unit.share, rank))
+            turns = self._turns("out", kind, unit.share.turns, rank)
+            pairs = turns.get(unit.share.turn, ())
+            self._slices[key] = list(self._cut(kind, unit.share, pairs))
         return self._slices[key]
 
-    def _outgoing(self, kind: Kind, share: Share, rank: int) -> Iterator[Slice]:
-        shard = kind.spec.held_by(rank)
-        if shard is None:
-            return
-        parts: dict[int, list[tuple[int, Block]]] = {}
-        for receiver, layout in enumerate(self._layout_of):
-            if (shard + receiver) % share.turns != share.turn or receiver == rank:
-                continue
-            if kind.spec.sender(shard, receiver) != rank:
-                continue
-            if layout not in parts:
-                blocks = enumerate(kind.blocks[layout])
-                parts[layout] = [(n, p) for n, b in blocks for p in kind.cut(b, shard, share)]
-            for need, part in parts[layout]:
-                yield Slice(need, shard, rank, receiver, part)
+    def _turns(self, way: str, kind: Kind, turns: int, rank: int) -> dict[int, list[_Pair]]:
+        """The pairs (shard, receiver) that have `rank` at one end, by turn."""
+        key = (way, kind, turns, rank)
+        if key not in self._pairs:
+            find = kind.pairs_to if way == "in" else kind.pairs_from
+            shards, receivers, turn = (a.tolist() for a in find(rank, turns))
+            by_turn: dict[int, list[_Pair]] = defaultdict(list)
+            for shard, receiver, t in zip(shards, receivers, turn, strict=True):
+                by_turn[t].append((shard, receiver))
+            self._pairs[key] = dict(by_turn)
+        return self._pairs[key]
+
+    def _cut(self, kind: Kind, share: Share, pairs: Iterable[_Pair]) -> Iterator[Slice]:
+        """The slices of some pairs; of one pair in the same order whichever rank asks."""
+        known: dict[tuple[int, int], list[Read]] = {}
+        for shard, receiver in pairs:
+            at = (shard, self._layout_of[receiver])
+            if at not in known:
+                known[at] = list(kind.pieces(at[1], shard, share))
+            sender = int(kind.route.sender[shard, receiver])
+            for targets in known[at]:
+                yield Slice(shard, sender, receiver, targets[0][1].read, targets)
 
     def _pieces(self, bucket: Bucket, unit: Unit, slices: list[Slice]) -> Iterator[Piece]:
         names = self._destinations[unit.source, bucket.engine_dtype]
-        for need, shard, sender, receiver, block in slices:
-            destination = names[self._layout_of[receiver]][need]
-            yield Piece(unit.source, shard, sender, receiver, destination, block)
+        for shard, sender, receiver, _, targets in slices:
+            for i, (need, block) in enumerate(targets):
+                destination = names[self._layout_of[receiver]][need]
+                yield Piece(unit.source, shard, sender, receiver, destination, block, i > 0)
 
 
 def build_plan(
     sources: Mapping[str, ShardSpec],
     layouts: Sequence[EngineLayout],
     bucket_bytes: int = 64 << 20,
+    nodes: Sequence[int] | None = None,
 ) -> ReshardPlan:
     """Intersect engine layouts with the training shards.
 
     sources: checkpoint name → placement on the training ranks.
     layouts: one engine layout per rank (ranks with the same TP rank may share the object).
     bucket_bytes: upper bound of the staging memory (send + receive) of one all-to-all on any rank.
+    nodes: the node of each rank, any numbers; all on one node if None. A shard with several holders
+      is sent by one in the receiver's node where there is one.
 
     Raises LayoutError when a layout names an unknown source or an engine element is written by no
     source, or twice, or when a bucket cannot hold one row of a source.
     """
     if bucket_bytes < 1 << 12:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}, expected at least 4096")
+    nodes = [0] * len(layouts) if nodes is None else list(nodes)
+    if len(nodes) != len(layouts):
+        raise ValueError(f"nodes: got {len(nodes)} entries, expected one per rank: {len(layouts)}")
     distinct = list({id(layout): layout for layout in layouts}.values())
     index = {id(layout): i for i, layout in enumerate(distinct)}
     layout_of = [index[id(layout)] for layout in layouts]
     for layout in distinct:
         check_coverage(layout)
     fallback = {n: why for layout in distinct for n, why in layout.fallback.items()}
-    kinds, destinations = _kinds(sources, distinct)
-
-    flows = Flows(layout_of)
-    totals = np.zeros((4, len(layouts)), np.int64)
-    buckets: list[Bucket] = []
-    filling: dict[tuple, tuple[Bucket, np.ndarray]] = {}
-    staging_bytes = 0
-    for (source, dtype), kind in kinds.items():
-        totals += flows.count(kind) * dtype.itemsize
-        if source in fallback:
-            continue
-        spec = kind.spec
-        sort = (spec.dtype, dtype, spec.frozen, spec.merged)
-        for share, staging in flows.shares(source, kind, dtype.itemsize, bucket_bytes):
-            bucket, used = filling.get(sort, (None, None))
-            if bucket is None or (used + staging).max() > bucket_bytes:
-                bucket, used = Bucket(*sort), np.zeros(len(layouts), np.int64)
-                buckets.append(bucket)
-            bucket.units.append(Unit(source, share))
-            filling[sort] = (bucket, used + staging)
-            staging_bytes = max(staging_bytes, int((used + staging).max()))
-    described = (bucket_bytes, layout_of, list(sources.items()), [la.digest() for la in distinct])
-    digest = hashlib.sha256(repr(described).encode()).hexdigest()
-    summed = (*totals.tolist(), staging_bytes, fallback, digest)
+    routes = _Routes(Ranks(layout_of, nodes))
+    kinds, destinations = _kinds(sources, distinct, routes)
+    moving = {key: kind for key, kind in kinds.items() if key[0] not in fallback}
+    buckets, moved, staging_bytes = _fill_buckets(sources, moving, bucket_bytes, len(layouts))
+    needed, lower_bound = np.zeros((2, len(layouts)), np.int64)
+    for (_, dtype), kind in kinds.items():
+        needed += kind.needed[layout_of] * dtype.itemsize
+        lower_bound += kind.missing * dtype.itemsize
+    digest = _digest(bucket_bytes, layout_of, nodes, sources, distinct)
+    per_rank = (moved[:2].sum(0), moved[2:].sum(0), moved[1], needed, lower_bound)
+    summed = (*(a.tolist() for a in per_rank), staging_bytes, fallback, digest)
     return ReshardPlan(len(layouts), sources, buckets, *summed, layout_of, kinds, destinations)
 
 
+def _fill_buckets(
+    sources: Mapping[str, ShardSpec],
+    kinds: Mapping[_Source, Kind],
+    bucket_bytes: int,
+    world_size: int,
+) -> tuple[list[Bucket], np.ndarray, int]:
+    """(buckets, bytes moved int64 [4, N] as `Kind.loads`, most bytes that a rank stages)."""
+    shares: dict[tuple[Kind, int], list[Staged]] = {}
+    buckets: list[Bucket] = []
+    filling: dict[tuple, tuple[Bucket, np.ndarray, np.ndarray]] = {}
+    total, staging_bytes = np.zeros((4, world_size), np.int64), 0
+
+    def close(bucket: Bucket, used: np.ndarray, moved: np.ndarray) -> None:
+        nonlocal staging_bytes
+        staging_bytes = max(staging_bytes, int(used.max()))
+        bucket.intra_bytes, bucket.inter_bytes = moved.reshape(2, 2, -1).max((0, 2)).tolist()
+        np.add(total, moved, out=total)
+
+    for (source, dtype), kind in kinds.items():
+        key, spec = (kind, dtype.itemsize), sources[source]
+        if key not in shares:
+            shares[key] = find_shares(source, *key, bucket_bytes)
+        sort = (spec.dtype, dtype, spec.frozen, spec.merged)
+        for share, loads, staged in shares[key]:
+            bucket, used, moved = filling.get(sort, (None, None, None))
+            if bucket is None or (used + staged).max() > bucket_bytes:
+                if bucket is not None:
+                    close(bucket, used, moved)
+                bucket, used, moved = Bucket(*sort), np.zeros_like(staged), np.zeros_like(total)
+                buckets.append(bucket)
+                filling[sort] = bucket, used, moved
+            bucket.units.append(Unit(source, share))
+            used += staged
+            moved += loads * dtype.itemsize
+    for last in filling.values():
+        close(*last)
+    return buckets, total, staging_bytes
+
+
+class _Routes:
+    """One Route for all sources on the same holders."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._by_value: dict[tuple, Route] = {}
+        self._by_id: dict[int, Route] = {}  # holders has an entry per rank: compare it once
+
+    def of(self, spec: ShardSpec) -> Route:
+        if id(spec.holders) not in self._by_id:
+            if spec.holders not in self._by_value:
+                self._by_value[spec.holders] = Route(spec.holders, self._ranks)
+            self._by_id[id(spec.holders)] = self._by_value[spec.holders]
+        return self._by_id[id(spec.holders)]
+
+
 def _kinds(
-    sources: Mapping[str, ShardSpec], layouts: Sequence[EngineLayout]
+    sources: Mapping[str, ShardSpec], layouts: Sequence[EngineLayout], routes: _Routes
 ) -> tuple[dict[_Source, Kind], dict[_Source, list[list[str]]]]:
     """What is needed of each source, one Kind object for all sources of equal needs."""
     needs: dict[_Source, list[list[tuple[str, Block]]]] = defaultdict(lambda: [[] for _ in layouts])
@@ -237,6 +317,27 @@ def _kinds(
     for source, dtype in ordered:
         groups, spec = needs[source, dtype], sources[source]
         blocks = [tuple(block for _, block in group) for group in groups]
-        kind = known.setdefault((spec, dtype, *blocks), Kind(spec, blocks))
-        kinds[source, dtype] = kind
+        route = routes.of(spec)
+        key = (route, spec.shape, spec.dtype, spec.dim, spec.frozen, spec.merged, dtype, *blocks)
+        if key not in known:
+            known[key] = Kind(spec, route, blocks)
+        kinds[source, dtype] = known[key]
     return kinds, {key: [[name for name, _ in group] for group in needs[key]] for key in ordered}
+
+
+def _digest(
+    bucket_bytes: int,
+    layout_of: Sequence[int],
+    nodes: Sequence[int],
+    sources: Mapping[str, ShardSpec],
+    layouts: Sequence[EngineLayout],
+) -> str:
+    """Of all that the plan is made from: the same on every rank."""
+    holders = {id(spec.holders): spec.holders for spec in sources.values()}
+    named = {i: hashlib.sha256(repr(h).encode()).hexdigest() for i, h in holders.items()}
+    placed = [
+        (name, s.shape, s.dtype, s.dim, named[id(s.holders)], s.frozen, s.merged)
+        for name, s in sources.items()
+    ]
+    described = (bucket_bytes, layout_of, nodes, placed, [la.digest() for la in layouts])
+    return hashlib.sha256(repr(described).encode()).hexdigest()

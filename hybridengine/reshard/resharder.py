@@ -23,10 +23,14 @@ from hybridengine.reshard.failures import (
     PlanOutdatedError,
     RankLostError,
     ReshardError,
+    agree,
+    agreed,
+    attempt,
 )
 from hybridengine.reshard.layout import EngineLayout, LayoutError, TensorSpec
 from hybridengine.reshard.lora import Adapter, sums_of_bits, with_factors, with_whole
 from hybridengine.reshard.plan import Piece, ReshardPlan, build_plan
+from hybridengine.reshard.routes import ranks_per_node
 from hybridengine.reshard.shards import ShardSpec
 from hybridengine.reshard.trained import Parameters, TrainedTensors
 from hybridengine.reshard.verify import find_mismatches, find_unstable, warn_of_nan
@@ -86,12 +90,13 @@ class Resharder:
         self.engine = engine
         self._trained = TrainedTensors(parameters, adapters, merge)
         self._board = FailureBoard(self.rank, self.world_size)
-        specs = self._agreed(self._read_specs)
+        specs = agreed(self._read_specs)
         shards = self._trained.shards.values()
         self._device = next((t.device for t in shards), torch.device("cpu"))
         self._layout = with_factors(engine.layout, self._trained.factors)
         layouts = self._gather_layouts()
-        self.plan: ReshardPlan = self._agreed(lambda: self._plan(specs, layouts, bucket_bytes))
+        nodes = self._everyones(self.rank // ranks_per_node(self.world_size))
+        self.plan: ReshardPlan = agreed(lambda: self._plan(specs, layouts, bucket_bytes, nodes))
         digests = self._everyones(self.plan.digest)
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise LayoutError(
@@ -99,7 +104,7 @@ class Resharder:
                 "bucket size differs. Start every rank with the same configuration."
             )
         self._planned = self._trained.placements
-        self._agreed(self._live_weights)
+        agreed(self._live_weights)
         strides = {name: placement.local_stride for name, placement in self._planned.items()}
         maker = TableMaker(self.plan, self.rank, strides, self._device)
         self._exchanges = [maker.exchange(bucket) for bucket in self.plan.buckets]
@@ -111,20 +116,6 @@ class Resharder:
         values: list = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
-
-    def _agreed(self, step: Callable[[], Any]) -> Any:
-        """What `step` returns. LayoutError on every rank for what any rank finds wrong."""
-        result, problem = _try(step)
-        self._agree(problem)
-        return result
-
-    def _agree(self, problem: str | None, error: type[LayoutError] = LayoutError) -> None:
-        found: dict[str, int] = {}
-        for rank, text in enumerate(self._everyones(problem)):
-            if text:
-                found.setdefault(text, rank)
-        if found:
-            raise error("; ".join(f"on rank {rank}: {text}" for text, rank in found.items()))
 
     def _read_specs(self) -> dict[str, ShardSpec]:
         self._trained.read()
@@ -150,7 +141,11 @@ class Resharder:
         return [layouts[seat] for seat in seats]
 
     def _plan(
-        self, specs: dict[str, ShardSpec], layouts: list[EngineLayout], bucket_bytes: int
+        self,
+        specs: dict[str, ShardSpec],
+        layouts: list[EngineLayout],
+        bucket_bytes: int,
+        nodes: list[int],
     ) -> ReshardPlan:
         try:
             distinct = list({id(layout): layout for layout in layouts}.values())
@@ -158,7 +153,7 @@ class Resharder:
             check_sources(shapes, distinct, self.engine.unused)
         except LayoutError as error:
             raise LayoutError(f"{error}{self.engine.differences}") from None
-        plan = build_plan(specs, layouts, bucket_bytes)
+        plan = build_plan(specs, layouts, bucket_bytes, nodes)
         for bucket in plan.buckets:
             source, engine = bucket.source_dtype, bucket.engine_dtype
             if source != engine and not source.is_floating_point:
@@ -229,7 +224,7 @@ class Resharder:
 
         (Whether every engine has the parameters that do not change, the bits of these.)
         """
-        changed, problem = _try(self._look_again)
+        changed, problem = attempt(self._look_again)
         frozen = [] if changed or problem else self._frozen_bits()
         lost = self.engine.weight_version is None or frozen != self._settled
         state = [problem is not None, changed is not None, version, -version, lost]
@@ -238,7 +233,7 @@ class Resharder:
             dist.all_reduce(word, dist.ReduceOp.MAX)
             failed, outdated, highest, lowest, lost = word.tolist()
             if failed or outdated:
-                self._agree(problem or changed, PlanOutdatedError if outdated else LayoutError)
+                agree(problem or changed, PlanOutdatedError if outdated else LayoutError)
         if highest != -lowest:
             raise ReshardError(
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "
@@ -297,11 +292,12 @@ class Resharder:
 
     def _source(self, slab: Slab) -> torch.Tensor:
         """What a bucket packs from: this rank's shard, or what an adapter makes of a part of it."""
-        spec = self.plan.sources[slab.name]
+        trained, spec = self._trained, self.plan.sources[slab.name]
+        if slab.name not in trained.merged:
+            return trained.shards[slab.name]
         with self._board.meeting(f"gathering the adapter of {slab.name!r}"):
-            rows = self._trained.rows(slab.name, spec, self.rank, slab.low, slab.high)
-        self._gathered += rows[1]
-        return rows[0]
+            self._gathered += trained.bytes_gathered(slab.name, spec)
+            return trained.merge(slab.name, spec, self.rank, slab.low, slab.high)
 
     def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(buffer, its outbox, its inbox). Two buffers serve all buckets: fresh memory is slow.
@@ -375,14 +371,6 @@ class Resharder:
                 f"source {source!r} ({len(wrong)} slices differ in all): bytes were damaged on the "
                 "way, or something else wrote to the engine. Sync again."
             )
-
-
-def _try(step: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(its result, None) or (None, what is wrong)."""
-    try:
-        return step(), None
-    except (LayoutError, ValueError) as error:
-        return None, str(error)
 
 
 def _all_to_all(inbox: torch.Tensor, outbox: torch.Tensor, exchange: Exchange) -> dist.Work:

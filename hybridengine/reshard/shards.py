@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hybridengine.reshard.geometry import Block, reach
 from hybridengine.reshard.layout import LayoutError
 
 __all__ = ["Placement", "ShardSpec", "find_change", "local_shard"]
@@ -39,7 +40,7 @@ class ShardSpec:
         """Read the placement of an FSDP2 parameter (a DTensor) or of a replicated tensor."""
         shape = tuple(tensor.shape) or (1,)
         if not isinstance(tensor, DTensor):
-            return cls(shape, tensor.dtype, 0, (tuple(range(world_size)),))
+            return cls(shape, tensor.dtype, 0, _replicated(world_size))
         sharded = [
             (axis, p) for axis, p in enumerate(tensor.placements) if not isinstance(p, Replicate)
         ]
@@ -48,13 +49,8 @@ class ShardSpec:
                 f"parameter {name!r} has placements {tensor.placements}; expected at most one "
                 "Shard(dim), the rest Replicate. Shard it with fully_shard over a 1-D or HSDP mesh."
             )
-        ranks = tensor.device_mesh.mesh
-        if not sharded:
-            return cls(shape, tensor.dtype, 0, (tuple(ranks.flatten().tolist()),))
-        axis, placement = sharded[0]
-        by_shard = ranks.movedim(axis, 0).reshape(ranks.shape[axis], -1)
-        holders = tuple(tuple(shard) for shard in by_shard.tolist())
-        return cls(shape, tensor.dtype, placement.dim, holders)
+        axis, dim = (sharded[0][0], sharded[0][1].dim) if sharded else (None, 0)
+        return cls(shape, tensor.dtype, dim, _holders(tensor.device_mesh, axis))
 
     @property
     def _chunk(self) -> int:
@@ -68,13 +64,9 @@ class ShardSpec:
 
     def interval(self, shard: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
         """[low, high) on `dim` that this shard holds, or of a part of it."""
-        low, high = self.intervals(part, parts)[:, shard].tolist()
-        return low, high
-
-    def shards_touched(self, block: Block) -> range:
-        """The shards that hold some of `block`."""
-        low, high = reach(block, self.dim)
-        return range(low // self._chunk, (high - 1) // self._chunk + 1)
+        size = self.shape[self.dim]
+        low, high = (min(s * self._chunk, size) for s in (shard, shard + 1))
+        return low + (high - low) * part // parts, low + (high - low) * (part + 1) // parts
 
     def origin(self, shard: int) -> tuple[int, ...]:
         """The global coordinate of the shard's first element."""
@@ -85,10 +77,19 @@ class ShardSpec:
     def held_by(self, rank: int) -> int | None:
         return next((s for s, ranks in enumerate(self.holders) if rank in ranks), None)
 
-    def sender(self, shard: int, receiver: int) -> int:
-        """Which holder serves `receiver`: itself if it can, else the replicas in turn."""
-        ranks = self.holders[shard]
-        return receiver if receiver in ranks else ranks[receiver % len(ranks)]
+
+@lru_cache(maxsize=16)  # one object for all parameters: it has an entry for every rank
+def _holders(mesh: DeviceMesh, axis: int | None) -> tuple[tuple[int, ...], ...]:
+    """The ranks that hold each shard of a tensor sharded along one axis of the mesh, or none."""
+    if axis is None:
+        return (tuple(mesh.mesh.flatten().tolist()),)
+    by_shard = mesh.mesh.movedim(axis, 0).reshape(mesh.mesh.shape[axis], -1)
+    return tuple(tuple(shard) for shard in by_shard.tolist())
+
+
+@lru_cache(maxsize=16)
+def _replicated(world_size: int) -> tuple[tuple[int, ...], ...]:
+    return (tuple(range(world_size)),)
 
 
 class Placement(NamedTuple):

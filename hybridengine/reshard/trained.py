@@ -77,19 +77,15 @@ class TrainedTensors:
         """How a tensor differs from what was planned for; None if all are as they were."""
         return find_change(planned, self.placements)
 
-    def rows(
-        self, name: str, spec: ShardSpec, rank: int, low: int, high: int
-    ) -> tuple[torch.Tensor, int]:
-        """What is sent of positions [low, high) of this rank's shard of a parameter, and the bytes
-        received for it; collective for an adapter, which is merged.
-        """
-        adapter = self.merged.get(name)
-        if adapter is None:
-            return self.shards[name], 0
+    def merge(self, name: str, spec: ShardSpec, rank: int, low: int, high: int) -> torch.Tensor:
+        """Positions [low, high) of this rank's shard with its adapter merged; collective."""
         base, shard = self.parameters[name].detach(), spec.held_by(rank)
         origin = 0 if shard is None else spec.interval(shard)[0]
-        received = adapter.bytes_gathered(base, spec.dim)
-        return adapter.merge(base, spec.dim, origin, low, high), received
+        return self.merged[name].merge(base, spec.dim, origin, low, high)
+
+    def bytes_gathered(self, name: str, spec: ShardSpec) -> int:
+        """What `merge` receives from other ranks."""
+        return self.merged[name].bytes_gathered(self.parameters[name].detach(), spec.dim)
 
     def slice(
         self, name: str, spec: ShardSpec, shard: int, block: Block, adapter: Adapter | None

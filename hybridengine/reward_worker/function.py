@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def import_reward_function(
     signature that does not take the arguments by name.
     """
     file = reward_file(path)
-    module = import_file(file)
+    module = _module(file)
     call = getattr(module, name, None)
     if not callable(call):
         functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
@@ -102,6 +103,12 @@ def import_reward_function(
     code = getattr(inspect.unwrap(call), "__code__", None)
     is_async = inspect.iscoroutinefunction(call)
     return call, FunctionSource(file, name, code.co_firstlineno if code else 1, is_async)
+
+
+@cache
+def _module(file: Path) -> Any:
+    """The module of `file`, imported once for all functions in it."""
+    return import_file(file)
 
 
 def import_file(file: Path) -> Any:

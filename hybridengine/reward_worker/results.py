@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -27,7 +28,9 @@ def to_rows(results: Any, wanted: int) -> list[Any]:
 
 
 def to_numbers(result: Any) -> dict[str, float]:
-    """Return "score" and the further numbers of one result; texts are left out.
+    """Return "score" and the further numbers of one result; texts are left out, but for "pred".
+
+    "pred" is the answer that majority votes count; of a text a number that stands for it.
 
     result: a number (also a NumPy scalar or a tensor with one element), or a mapping with "score".
 
@@ -41,6 +44,8 @@ def to_numbers(result: Any) -> dict[str, float]:
         number = _finite(value)
         if number is not None:
             numbers[str(name)] = number
+        elif name == "pred" and isinstance(value, str):
+            numbers["pred"] = float(zlib.crc32(value.encode(errors="surrogatepass")))
         elif name == "score" or not isinstance(value, str):
             what = repr(name) if given is result else "its result"
             kind = type(value).__name__

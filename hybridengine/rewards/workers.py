@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe, wait
@@ -104,7 +104,7 @@ class RewardWorkers:
         self._threads = max(1, cores // self._num_workers)
         self._requests: list[tuple[Any, ...]] = []  # what every worker has to load
         self._workers: dict[int, _Worker] = {}
-        self._finalizer = weakref.finalize(self, _stop, self._workers)
+        self._finalizer = weakref.finalize(self, _stop, self._workers, os.getpid())
 
     def load(self, path: str | Path, name: str, arguments: Sequence[str]) -> RewardFunction:
         """As `load_reward_function`."""
@@ -150,29 +150,28 @@ class RewardWorkers:
         """End all workers."""
         self._finalizer()
 
-    def _start(self, wanted: Iterable[int]) -> None:
+    def _start(self, wanted: Collection[int]) -> None:
         """Start the workers `wanted` that do not run, and load what they have not loaded yet."""
         for k in wanted:
             if k in self._workers and not self._workers[k].is_running:
                 self._workers.pop(k).kill()
             if k not in self._workers:
                 self._workers[k] = _Worker(k, self._threads)
-        starting = {self._workers[k] for k in wanted}
+        starting = [self._workers[k] for k in wanted]
         limit = max(_LOAD_S, self._timeout_s)
-        missing = dict.fromkeys(starting, 0)
         file = Path()
         try:
-            for worker in starting:
+            for worker in starting:  # they import at the same time
                 for key in range(len(worker.loaded), len(self._requests)):
                     worker.send(("load", key, *self._requests[key]), limit)
-                    missing[worker] += 1
             for worker in starting:
-                for _ in range(missing[worker]):
+                while len(worker.loaded) < len(self._requests):
                     file = reward_file(self._requests[len(worker.loaded)][0])
                     source = worker.receive(file)
                     if isinstance(source, Fault):
                         raise RewardError(source.text)
                     worker.loaded.append(source)
+                    worker.expect(limit)
         except _Lost as lost:
             how = f"takes longer than {limit:g} s to import" if lost.is_late else lost.how
             when = "" if lost.is_late else " while it was imported"
@@ -274,6 +273,8 @@ class _Worker:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         try:
             self.connection.send(request)
+        except BlockingIOError:
+            raise _Lost("does not read what it is sent", is_late=True) from None
         except OSError:
             raise self._lost() from None
 
@@ -334,7 +335,9 @@ class _Worker:
         self.kill()
 
 
-def _stop(workers: dict[int, _Worker]) -> None:
+def _stop(workers: dict[int, _Worker], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the process they belong to
     for worker in workers.values():
         worker.connection.close()  # which it takes as the end
     deadline = time.monotonic() + _STOP_S

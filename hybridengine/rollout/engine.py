@@ -30,7 +30,8 @@ class StaleWeightsError(RuntimeError):
 class SamplingSpec:
     """How to sample: n responses per prompt, at most max_tokens each.
 
-    temperature 0 is greedy; top_k -1 and top_p 1 leave the distribution whole.
+    temperature 0 is greedy; top_k -1 and top_p 1 leave the distribution whole. stop: texts that end
+    a response; the token that completes one is its last.
     """
 
     n: int = 1
@@ -38,13 +39,15 @@ class SamplingSpec:
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int = 256
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Completion:
     """One response. log_probs are of the sampling distribution (after temperature, top-k, top-p).
 
-    finish_reason: "stop" (end of sequence; its token is the last of token_ids) or "length".
+    finish_reason: "stop" (end of sequence, or a text of SamplingSpec.stop; its token is the last of
+    token_ids) or "length".
     """
 
     token_ids: list[int]

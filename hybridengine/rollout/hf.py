@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from hybridengine.reshard.layout import Checkpoint, identity_layout
+from hybridengine.reshard.coverage import describe_differences
+from hybridengine.reshard.layout import Checkpoint, LayoutError, identity_layout
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
 
 __all__ = ["HfEngine"]
@@ -21,7 +24,8 @@ __all__ = ["HfEngine"]
 class HfEngine(RolloutEngine):
     """Left-padded batches through `transformers` generate.
 
-    max_num_seqs: how many sequences are generated at once. Other arguments as VllmEngine's.
+    max_num_seqs: how many sequences are generated at once. tokenizer: what `SamplingSpec.stop` is
+    looked for with. Other arguments as VllmEngine's.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class HfEngine(RolloutEngine):
         dtype: torch.dtype = torch.bfloat16,
         max_num_seqs: int = 64,
         trust_remote_code: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,8 +51,15 @@ class HfEngine(RolloutEngine):
         self.replica, self.replicas = dist.get_rank(), dist.get_world_size()
         self.dtype = dtype
         self._stop_token_ids = list(stop_token_ids)
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._tokenizer = max_num_seqs, tokenizer
         own = self._stored()
+        self.unused = checkpoint.buffers
+        self.differences = describe_differences(checkpoint.config, config.to_dict())
+        if extra := sorted(checkpoint.parameters.keys() - own.keys()):
+            raise LayoutError(
+                f"the engine's model has no parameter {extra[0]!r} (and {len(extra) - 1} more of "
+                f"the trained model). Were both built from the same model?{self.differences}"
+            )
         self.layout = identity_layout({name: own[name] for name in checkpoint.parameters})
 
     def _stored(self) -> dict[str, torch.Tensor]:
@@ -95,9 +107,11 @@ class HfEngine(RolloutEngine):
             "top_p": spec.top_p,
             "top_k": max(spec.top_k, 0),
         }
+        stops = _StopTexts(self._tokenizer, spec.stop, ids.shape[1]) if spec.stop else None
         out = self._model.generate(
             ids,
             attention_mask=mask,
+            stopping_criteria=StoppingCriteriaList([stops] if stops else []),
             max_new_tokens=spec.max_tokens,
             eos_token_id=self._stop_token_ids,
             pad_token_id=0,
@@ -110,10 +124,41 @@ class HfEngine(RolloutEngine):
             out.sequences, out.scores, normalize_logits=True
         )
         new = out.sequences[:, ids.shape[1] :].tolist()
-        return [self._trim(row, lp) for row, lp in zip(new, log_probs.tolist(), strict=True)]
+        ends = stops.ends if stops else {}
+        return [
+            self._trim(row, lp, ends.get(i))
+            for i, (row, lp) in enumerate(zip(new, log_probs.tolist(), strict=True))
+        ]
 
-    def _trim(self, ids: list[int], log_probs: list[float]) -> Completion:
+    def _trim(self, ids: list[int], log_probs: list[float], stopped: int | None) -> Completion:
+        """stopped: how many tokens there were when a stop text was complete."""
         for end, token in enumerate(ids, 1):
-            if token in self._stop_token_ids:
+            if token in self._stop_token_ids or end == stopped:
                 return Completion(ids[:end], log_probs[:end], "stop")
         return Completion(ids, log_probs, "length")
+
+
+class _StopTexts(StoppingCriteria):
+    """Ends each row at the token that completes one of some texts.
+
+    ends: row → number of its new tokens at that moment.
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_length: int) -> None:
+        if tokenizer is None:
+            raise ValueError("SamplingSpec.stop is looked for in text: give HfEngine a tokenizer")
+        self._tokenizer, self._texts, self._prompt_length = tokenizer, texts, prompt_length
+        # A token is at least a byte, a character at most four; the margin is for special tokens.
+        self._tail = 4 * max(map(len, texts)) + 16
+        self.ends: dict[int, int] = {}
+
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        new = input_ids[:, self._prompt_length :]
+        tails = self._tokenizer.batch_decode(new[:, -self._tail :], skip_special_tokens=True)
+        for row, tail in enumerate(tails):
+            if row not in self.ends and any(text in tail for text in self._texts):
+                self.ends[row] = new.shape[1]
+        done = [row in self.ends for row in range(len(tails))]
+        return torch.tensor(done, device=input_ids.device)

@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader import base_loader
 
 from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import describe_checkpoint, parameter_shards, without_peft
+from hybridengine.reshard.failures import agreed
 from hybridengine.reshard.layout import LayoutError
 from hybridengine.reshard.resharder import Resharder
 from hybridengine.rollout.vllm_weights import VllmWeights, WeightsInPlace
@@ -73,7 +74,7 @@ def attach(fsdp_model: torch.nn.Module, llm: LLM, bucket_bytes: int) -> Resharde
             f'build it with weight_transfer_config={{"backend": "{BACKEND}"}}'
         )
     source = without_peft(fsdp_model)
-    target = _LlmWeights(llm, describe_checkpoint(source), in_place)
+    target = agreed(lambda: _LlmWeights(llm, describe_checkpoint(source), in_place))
     return Resharder(
         lambda: parameter_shards(source), target, bucket_bytes, lambda: adapter_shards(source)
     )

@@ -6,6 +6,7 @@ The weights start uninitialised (`load_format="dummy"`) and come from the reshar
 
 from __future__ import annotations
 
+import difflib
 import glob
 import logging
 import os
@@ -13,6 +14,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,33 @@ from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec,
 from hybridengine.rollout.vllm_lora import LoraSlot, slot_options
 from hybridengine.rollout.vllm_weights import VllmWeights, WeightsInPlace, replaced
 
-__all__ = ["VllmEngine", "vllm_available"]
+__all__ = ["VllmEngine", "check_engine_options", "vllm_available"]
+
+# Arguments of vllm.LLM that a job sets by keys of its own, or that the weight sync depends on.
+_OWN_OPTIONS = {
+    "model": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "seed",
+    "dtype": "rollout.dtype",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_prefix_caching": "rollout.enable_prefix_caching",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "enable_sleep_mode": "rollout.free_cache_engine",
+    "enable_lora": "reshard.lora",
+    "max_loras": "reshard.lora",
+    "max_lora_rank": "model.lora_rank",
+}
+_FIXED_OPTIONS = {
+    "load_format", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "hf_config_path",
+    "hf_overrides", "quantization", "revision", "distributed_executor_backend", "worker_cls",
+    "logprobs_mode", "disable_log_stats", "data_parallel_size", "pipeline_parallel_size",
+}  # fmt: skip
 
 
 def vllm_available() -> bool:
@@ -46,6 +74,24 @@ def prepare_environment() -> None:
             setattr(torch.cpu, f"_is_{feature}_supported", lambda: False)
 
 
+def check_engine_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one sentence, for arguments that a job cannot hand on to `vllm.LLM`."""
+    prepare_environment()
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    for name in options:
+        if name in _OWN_OPTIONS:
+            raise ValueError(f"{name} is set by {_OWN_OPTIONS[name]}; use that key")
+        if name in _FIXED_OPTIONS:
+            raise ValueError(f"{name} is set by the trainer, which relies on it; remove it")
+        if name not in known:
+            close = difflib.get_close_matches(name, known - _OWN_OPTIONS.keys(), n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]}?" if close else "see the arguments of vllm.LLM"
+            raise ValueError(f"{name} is no engine argument of vLLM {vllm.__version__}; {hint}")
+
+
 class VllmEngine(VllmWeights, RolloutEngine):
     """A vLLM engine whose weights are written in place by the reshard.
 
@@ -57,6 +103,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
     lora_rank: adapters of up to this rank can be held beside the weights (`load_adapters`).
     kv_cache_bytes: size of the key-value cache; None takes `memory_share` of the GPU.
     free_cache: `sleep()` frees weights and cache on a GPU, the cache alone on a CPU.
+    stop_texts: whether `SamplingSpec.stop` may be given, for which vLLM needs its tokenizer.
     engine_options: further keyword arguments of `vllm.LLM`.
     """
 
@@ -74,6 +121,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
         kv_cache_bytes: int | None = None,
         memory_share: float = 0.5,
         free_cache: bool = True,
+        stop_texts: bool = False,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
         prepare_environment()
@@ -94,7 +142,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_model_len,
                 seed=seed,
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=not stop_texts,
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
                 kv_cache_memory_bytes=kv_cache_bytes,
@@ -118,7 +166,9 @@ class VllmEngine(VllmWeights, RolloutEngine):
             max_tokens=spec.max_tokens,
             logprobs=0,
             stop_token_ids=self._stop_token_ids,
-            detokenize=False,
+            stop=list(spec.stop),
+            include_stop_str_in_output=True,
+            detokenize=bool(spec.stop),
         )
         requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
         # One generator state for all ranks of the replica: they must sample the same tokens.

@@ -173,8 +173,10 @@ class WeightsInPlace(ExitStack):
         super().__init__()
         self._experts: list[tuple[Any, torch.nn.Module, dict[str, torch.nn.Parameter]]] = []
         self._attention: list[tuple[Any, str, torch.nn.Parameter]] = []
-        self._reorderings: dict[str, list[Copy]] = {}
-        self._problems: dict[str, str] = {}  # tensor → why it cannot be written in place
+        # By model (a draft model has the same names): tensor → how it was reordered, or why it
+        # cannot be written in place.
+        self._reorderings: dict[int, dict[str, list[Copy]]] = defaultdict(dict)
+        self._problems: dict[int, dict[str, str]] = defaultdict(dict)
 
     def __enter__(self) -> WeightsInPlace:
         from vllm.model_executor.model_loader import base_loader
@@ -204,7 +206,7 @@ class WeightsInPlace(ExitStack):
         ):
             process(model, *args, **kwargs)
             self._find_changes(model, loaded)
-        self._attention = _attention_parameters(model)
+        self._attention += _attention_parameters(model)
 
     def _find_changes(self, model: torch.nn.Module, loaded: Mapping[str, _Loaded]) -> None:
         """Compare all tensors with what was loaded, and ask the layers that changed theirs how."""
@@ -216,9 +218,10 @@ class WeightsInPlace(ExitStack):
         for path, names in changed.items():
             layer = model.get_submodule(path)
             try:
-                self._reorderings |= self._reordering(model, layer, {n: loaded[n] for n in names})
+                found = self._reordering(model, layer, {n: loaded[n] for n in names})
+                self._reorderings[id(model)] |= found
             except LayoutError as error:
-                self._problems |= dict.fromkeys(names, str(error))
+                self._problems[id(model)] |= dict.fromkeys(names, str(error))
 
     def _reordering(
         self, model: torch.nn.Module, layer: torch.nn.Module, loaded: Mapping[str, _Loaded]
@@ -240,12 +243,12 @@ class WeightsInPlace(ExitStack):
 
         try:
             reorderings = find_reordering(tensors, process_again)
-        except LayoutError:
-            raise
         except Exception as error:
-            raise LayoutError(
-                f"{next(iter(loaded))}: it cannot be processed again ({error})"
-            ) from (error)
+            for name, tensor in tensors.items():
+                getattr(layer, name.rpartition(".")[2]).data = tensor
+            if isinstance(error, LayoutError):
+                raise
+            raise LayoutError(f"it cannot be processed again: {error}") from error
         for name, copies in reorderings.items():
             if _Loaded.of(undo_reordering(tensors[name], copies)) != loaded[name]:
                 raise LayoutError(f"{name}: processing it again does something else")
@@ -259,13 +262,14 @@ class WeightsInPlace(ExitStack):
         shapes: of the trained parameters. Raises LayoutError for a tensor that vLLM has replaced or
         computed instead.
         """
-        for name in sorted(layout.destinations.keys() & self._problems.keys()):
+        problems = self._problems[id(model)]
+        for name in sorted(layout.destinations.keys() & problems.keys()):
             raise LayoutError(
                 f"vLLM changed the weight {name!r} after loading, for a kernel of its own, by more "
-                f"than a regular permutation ({self._problems[name]}), so it cannot be written in "
+                f"than a regular permutation ({problems[name]}), so it cannot be written in "
                 "place. Choose another kernel (for experts: moe_backend='triton')."
             )
-        return reordered_layout(layout, self._reorderings, shapes)
+        return reordered_layout(layout, self._reorderings[id(model)], shapes)
 
     def _tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """All tensors of the model by name; the plain ones of packed layers."""
@@ -273,6 +277,7 @@ class WeightsInPlace(ExitStack):
         plain = {
             f"{prefixes[id(layer)]}.{name}": parameter.data
             for _, layer, parameters in self._experts
+            if id(layer) in prefixes
             for name, parameter in parameters.items()
         }
         return live_tensors(model) | plain

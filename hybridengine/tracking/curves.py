@@ -70,13 +70,17 @@ def _series(history: History, name: str) -> tuple[list[float], list[float]]:
 
 def _line(ax: Any, history: History, name: str, smooth: bool) -> None:
     steps, values = _series(history, name)
-    label = f"{name}  {values[0]:.3f} → {values[-1]:.3f}" if values else name
+    label = f"{name}  {_short(values[0])} → {_short(values[-1])}" if values else name
     ax.plot(steps, values, "o-", markersize=3, alpha=0.35 if smooth else 1, label=label)
     if smooth:
         window = max(1, len(values) // 8)
         parts = [values[max(0, i - window + 1) : i + 1] for i in range(len(values))]
         means = [sum(part) / len(part) for part in parts]
         ax.plot(steps, means, color="C0", linewidth=2, label=f"mean of last {window}")
+
+
+def _short(value: float) -> str:
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3f}"
 
 
 def _times(ax: Any, history: History) -> None:

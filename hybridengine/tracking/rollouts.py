@@ -20,11 +20,17 @@ def write_rollouts(path: Path, rollouts: Iterable[Any]) -> None:
                 "index": r.sample.index,
                 "prompt": r.sample.prompt_text,
                 "response": r.response_text,
-                "ground_truth": r.sample.ground_truth,
+                "ground_truth": _plain(r.sample.ground_truth),
                 "reward": r.score,
                 **r.extras,
+                **({} if r.pred is None else {"pred": r.pred}),
                 "prompt_ids": list(r.sample.prompt_ids),
                 "response_ids": list(r.response_ids),
                 "log_probs": list(map(float, r.log_probs)),
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """What parquet has and JSON has not, such as a date, a decimal or bytes, as text."""
+    return json.loads(json.dumps(value, default=str))

@@ -44,6 +44,7 @@ class HeldOut:
                         "reward" if name == "score" else name: [r.results[name] for r in group]
                         for name in rollouts[0].results
                     },
+                    _preds(group),
                 )
                 for group in by_problem.values()
             ]
@@ -89,3 +90,8 @@ class HeldOut:
                 f"over {len(start)} problems{verdict}"
             )
         return found
+
+
+def _preds(group: Sequence[Rollout]) -> list[float] | None:
+    preds = [r.pred for r in group if r.pred is not None]
+    return preds if len(preds) == len(group) else None

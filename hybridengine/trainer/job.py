@@ -114,9 +114,6 @@ class Job:
         with Reporter(self._config, session, self.steps, first) as self.report:
             self._say_how_it_begins(resumed, aside)
             self.report.say(self.plan())
-            dtype, trained_in = self._config.sharding.dtype, self.checkpoints.resumed_dtype
-            if trained_in not in (None, dtype):
-                self.report.say(f"computes in {dtype}; up to the checkpoint it was {trained_in}")
             self.begin(first)
             session.let_steps_finish()
             if trainer.val_before_train and not first:

@@ -8,6 +8,7 @@ import torch
 from rich.table import Table
 
 from hybridengine.algorithms import NEEDS
+from hybridengine.checkpoint import resume_plan
 from hybridengine.config import GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.sft import SFTDataset
@@ -15,7 +16,7 @@ from hybridengine.model import check_model, checkpoint_layout
 from hybridengine.trainer.precision import describe_precision
 from hybridengine.trainer.setup import engine_name
 
-__all__ = ["plan_table", "sft_plan", "sync_volume"]
+__all__ = ["plan_table", "sft_plan", "start_of", "sync_volume"]
 
 _GIB = 2.0**30
 
@@ -78,6 +79,15 @@ def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Ta
         "written to": trainer.default_local_dir,
     }
     return _table(rows)
+
+
+def start_of(config: GRPOConfig | SFTConfig, num_samples: int) -> str:
+    """Where the run begins: anew, after the step of a checkpoint, or not at all."""
+    trainer = config.trainer
+    plan = resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    steps = trainer.steps(num_samples // config.data.train_batch_size)
+    done = f"; all {steps} steps are done" if plan.step >= steps else ""
+    return f"{plan}{done}"
 
 
 def _table(rows: dict[str, str]) -> Table:

@@ -84,6 +84,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         if self.is_main:
             write_summary(self.dir / "summary.json", summary)
         there = ",".join(name for name in _FILES if (self.dir / name).exists())
-        self.say(
-            f"{summary['steps']} steps in {summary['seconds']} s; see {self.dir}{os.sep}{{{there}}}"
-        )
+        resumed = summary["resumed_after_step"]
+        again = f" (resumed after step {resumed})" if resumed else ""
+        took = f"{summary['steps']} steps in {summary['seconds']} s{again}"
+        self.say(f"{took}; see {self.dir}{os.sep}{{{there}}}")

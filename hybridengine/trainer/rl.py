@@ -113,10 +113,10 @@ class _Run(Job):
         self.alone, _ = dist.new_subgroups(1)  # every rank holds the whole batch
         self.shown: list[Rollout] = []
         r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
-        self.sampling = SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit)
+        self.sampling = SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit, r.stop)
         self.greedy = replace(self.sampling, n=1, temperature=0.0)
         warmth = v.temperature if v.do_sample else 0.0
-        self.val_sampling = SamplingSpec(v.n, warmth, v.top_p, v.top_k, limit)
+        self.val_sampling = SamplingSpec(v.n, warmth, v.top_p, v.top_k, limit, r.stop)
 
     def train(self) -> None:
         super().train()

@@ -46,6 +46,7 @@ class Rollout:
     extras: dict[str, float]
     finish_reason: str
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    pred: float | None = None  # stands for its answer, where the reward gives one to vote on
 
     @property
     def results(self) -> dict[str, float]:
@@ -103,9 +104,10 @@ class RolloutMaker:
                 response_ids=array("i", c.token_ids),  # lists take 8 times the memory
                 log_probs=array("f", c.log_probs),
                 score=result.scores[k],
-                extras={name: values[k] for name, values in result.extras.items()},
+                extras={name: x[k] for name, x in result.extras.items() if name != "pred"},
                 finish_reason=c.finish_reason,
                 parts={name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
+                pred=result.extras["pred"][k] if "pred" in result.extras else None,
             )
             for k, (i, c) in enumerate(zip(groups, completions, strict=True))
         ]

@@ -17,6 +17,7 @@ from hybridengine.config.schema import OptimConfig, RateConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
 from hybridengine.model import (
+    ModelError,
     Optimizer,
     adapter_shards,
     adapters_disabled,
@@ -51,8 +52,19 @@ __all__ = [
 
 
 def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
-    trust = config.model.trust_remote_code
-    return AutoTokenizer.from_pretrained(path or config.model.path, trust_remote_code=trust)
+    """The tokenizer of the folder or name `path`, by default the trained model's.
+
+    Raises ModelError where there is none, or none that transformers can read.
+    """
+    trust, path = config.model.trust_remote_code, path or config.model.path
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    except Exception as error:  # missing, cut and unknown files raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"model {path!r} has no tokenizer that can be read ({reason}); put tokenizer.json and "
+            "tokenizer_config.json beside its weights"
+        ) from error
 
 
 def load_data(
@@ -119,10 +131,11 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
     if engine_name(config) == "hf":
         from hybridengine.rollout.hf import HfEngine
 
-        return HfEngine(model.path, _checkpoint(config), **common, **own)
+        return HfEngine(model.path, _checkpoint(config), tokenizer=tokenizer, **common, **own)
     from hybridengine.rollout.vllm import VllmEngine
 
-    return VllmEngine(
+    build = partial(
+        VllmEngine,
         model.path,
         _checkpoint(config),
         **common,
@@ -133,6 +146,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         kv_cache_bytes=None if torch.cuda.is_available() else int(rollout.kv_cache_gib * 2**30),
         memory_share=rollout.gpu_memory_utilization,
         free_cache=rollout.free_cache_engine,
+        stop_texts=bool(rollout.stop),
         engine_options={
             **own,
             "enforce_eager": rollout.enforce_eager,
@@ -141,8 +155,18 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
             "max_num_batched_tokens": rollout.max_num_batched_tokens,
             # bf16 logits alone would move probabilities by more than all other layers together
             "hf_overrides": {"head_dtype": "float32"},
+            **rollout.engine_kwargs.vllm,
         },
     )
+    try:
+        return build()
+    except (TypeError, ValueError) as error:
+        if not rollout.engine_kwargs.vllm:
+            raise
+        raise ConfigError(
+            f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, and vLLM does not "
+            f"start with it: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _checkpoint(config: GRPOConfig) -> Checkpoint:

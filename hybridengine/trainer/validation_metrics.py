@@ -4,7 +4,7 @@
 ("acc" if the reward gives it, else "reward"), N responses to a problem; everything else is
 `val-aux/…`. As in verl (`process_validation_metrics`), best@n, worst@n and maj@n stand for n draws
 with replacement from the N responses. Here best and worst are the exact expectations of that, not
-estimates from 1,000 draws; votes are counted over "pred", a number that the reward may return.
+estimates from 1,000 draws; votes are counted over "pred", an answer that the reward may return.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ __all__ = ["expected_best", "majority", "source_metrics"]
 
 _DRAWS = 1000  # of n responses, for a majority vote
 
-Results = Mapping[str, Sequence[float]]  # by variable, of the responses to one problem
+# (data source; by variable, the results of its responses; the answers they give, or None)
+Problem = tuple[str, Mapping[str, Sequence[float]], Sequence[float] | None]
 
 
-def source_metrics(problems: Sequence[tuple[str, Results]]) -> dict[str, float]:
-    """Metrics by name; problems: (data source, results of its responses)."""
-    by_source: dict[str, list[Results]] = {}
-    for source, results in problems:
-        by_source.setdefault(source, []).append(results)
+def source_metrics(problems: Sequence[Problem]) -> dict[str, float]:
+    """Metrics by name."""
+    by_source: dict[str, list[Problem]] = {}
+    for problem in problems:
+        by_source.setdefault(problem[0], []).append(problem)
     metrics: dict[str, float] = {}
     for source, group in by_source.items():
-        core = "acc" if "acc" in group[0] else "reward"
-        for name in group[0]:
-            if name != "pred":
-                found = [_of_problem(problem[name], problem.get("pred")) for problem in group]
-                most = max(len(problem[name]) for problem in group)
-                for kind in found[0]:
-                    of_all = fmean(of[kind] for of in found if kind in of)
-                    metrics[f"{_section(kind, most, name == core)}/{source}/{name}/{kind}"] = of_all
+        names = group[0][1]
+        core = "acc" if "acc" in names else "reward"
+        for name in names:
+            found = [_of_problem(results[name], preds) for _, results, preds in group]
+            most = max(len(results[name]) for _, results, _ in group)
+            for kind in found[0]:
+                of_all = fmean(of[kind] for of in found if kind in of)
+                metrics[f"{_section(kind, most, name == core)}/{source}/{name}/{kind}"] = of_all
     return metrics
 
 

@@ -44,7 +44,6 @@ def test_what_is_incomplete_is_not_found(tmp_path):
 @pytest.mark.parametrize(
     "content",
     ["", '{"step": 4, "fil', "[]", "null", '{"step": 4}', '{"files": {}}', '{"files": 3}',
-     '{"step": 4, "score": null, "files": {"tensors/data": 100}}',
      '{"step": 4, "score": null, "files": {"../../data": [100, 1]}}'],
 )  # fmt: skip
 def test_a_damaged_list_of_files_is_one_sentence(tmp_path, content):
@@ -56,6 +55,14 @@ def test_a_damaged_list_of_files_is_one_sentence(tmp_path, content):
     plan = resume_plan(tmp_path, "auto")
     assert plan.step == 2
     assert "global_step_4" in plan.skipped[0]
+
+
+def test_a_checkpoint_without_checksums_is_named_as_such(tmp_path):
+    save(tmp_path, 4)
+    manifest = '{"step": 4, "score": null, "files": {"tensors/data": 100}}'
+    (tmp_path / "global_step_4" / "complete.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match="older version, without checksums"):
+        open_checkpoint(tmp_path / "global_step_4")
 
 
 def test_auto_does_not_start_anew_beside_damaged_checkpoints(tmp_path):

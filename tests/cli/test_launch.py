@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridengine.distributed.peers import EXIT_PEER_LOST
+from hybridengine.distributed import EXIT_PEER_LOST, EXIT_STOPPED
 from hybridengine.launch import _describe
 from hybridengine.tracking import PhaseStatus, read_status
 from tests.trainer.toy import start_toy, toy_job
@@ -21,7 +21,7 @@ def test_a_killed_rank_is_named_with_its_phase(tmp_path):
     PhaseStatus(tmp_path, 1).enter("gen", 3)
     pid = os.getpid()
     failures = {0: failure(1), 1: failure(-signal.SIGKILL), 2: failure(-signal.SIGTERM)}
-    assert _describe(failures, tmp_path) == (
+    assert _describe(failures, read_status(tmp_path)) == (
         f"rank 1 (pid {pid}) was killed by SIGKILL in phase 'gen' of step 3; "
         "the other ranks were stopped."
     )
@@ -34,7 +34,7 @@ def test_the_cause_is_blamed_not_its_victim(tmp_path):
     culprit.enter("reward", 2)
     culprit.fail("RewardError: no number")
     # The launcher saw rank 0 go first, and stopped rank 1 before its exit code was there.
-    message = _describe({0: failure(EXIT_PEER_LOST)}, tmp_path)
+    message = _describe({0: failure(EXIT_PEER_LOST)}, read_status(tmp_path))
     assert message == (
         f"rank 1 (pid {os.getpid()}) failed in phase 'reward' of step 2: RewardError: no number; "
         "the other ranks were stopped."
@@ -43,9 +43,20 @@ def test_the_cause_is_blamed_not_its_victim(tmp_path):
 
 def test_a_rank_that_says_nothing(tmp_path):
     failures = {0: failure(EXIT_PEER_LOST), 1: failure(3)}
-    assert _describe(failures, tmp_path) == (
+    assert _describe(failures, read_status(tmp_path)) == (
         "rank 1 (pid 123) ended with exit code 3 while starting; the other ranks were stopped."
     )
+
+
+def test_a_rank_that_ends_with_exit_code_0_is_blamed(tmp_path):
+    for rank in (0, 1):
+        PhaseStatus(tmp_path, rank).enter("adv", 2)
+    PhaseStatus(tmp_path, 0).lose(1)
+    where = f"rank 1 (pid {os.getpid()}) ended without finishing the run (exit code 0) in phase"
+    message = _describe({0: failure(EXIT_PEER_LOST)}, read_status(tmp_path))
+    assert message == f"{where} 'adv' of step 2; the other ranks were stopped."
+    (tmp_path / ".status" / "rank_0.json").unlink()
+    assert _describe({}, read_status(tmp_path)) == f"{where} 'adv' of step 2."
 
 
 @pytest.mark.multirank
@@ -76,7 +87,7 @@ def test_a_reward_that_ends_its_process_in_mid_run(tmp_path):
 
 
 @pytest.mark.multirank
-def test_ctrl_c_ends_every_rank(tmp_path):
+def test_ctrl_c_before_the_first_step_ends_every_rank_at_once(tmp_path):
     settings = {"rollout.name": "hf", "trainer.total_training_steps": 10_000}
     run = start_toy(toy_job(tmp_path, **settings))
     try:
@@ -88,7 +99,10 @@ def test_ctrl_c_ends_every_rank(tmp_path):
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
-    assert output.splitlines()[-1] == "error: stopped by SIGINT; all ranks were ended.", output
+    assert run.returncode == EXIT_STOPPED, output
+    told = "stopped by SIGINT: no checkpoint was saved; the same command starts anew"
+    assert output.splitlines()[-1] == told, output
+    assert "Traceback" not in output and "failed" not in output
     for status in read_status(tmp_path / "run").values():
         with pytest.raises(ProcessLookupError):
             os.kill(status.pid, 0)

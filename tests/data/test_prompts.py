@@ -1,11 +1,17 @@
 """Prompt files: what a row becomes, and one clear error for each way a file can be wrong."""
 
+import datetime
+import decimal
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from hybridengine.config.schema import DataConfig
 from hybridengine.data import DataError, PromptDataset
+from hybridengine.tracking import write_rollouts
+from hybridengine.trainer.rollouts import Rollout
 from tests.data.conftest import TEMPLATE, row, write_jsonl
 
 
@@ -25,6 +31,21 @@ def test_parquet_and_jsonl_give_the_same(tokenizer, tmp_path):
     parquet = PromptDataset(str(tmp_path / "a.parquet"), tokenizer, DataConfig())
     jsonl = PromptDataset(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, DataConfig())
     assert list(parquet) == list(jsonl)
+
+
+TRUTHS = [decimal.Decimal("1.50"), datetime.date(2020, 2, 1), b"ab", None, 3, [1, 2], {"a": 1}]
+
+
+@pytest.mark.parametrize("truth", TRUTHS, ids=lambda t: type(t).__name__)
+def test_any_ground_truth_reaches_the_reward_and_the_file_of_rollouts(tokenizer, tmp_path, truth):
+    pq.write_table(pa.Table.from_pylist([row("1", truth=truth)]), tmp_path / "a.parquet")
+    [sample] = PromptDataset(str(tmp_path / "a.parquet"), tokenizer, DataConfig())
+    assert sample.ground_truth == truth
+    rollout = Rollout(0, sample, "2", [5], [-0.5], 1.0, {}, "stop")
+    write_rollouts(tmp_path / "step_1.jsonl", [rollout])
+    written = json.loads((tmp_path / "step_1.jsonl").read_text())["ground_truth"]
+    plain = truth is None or isinstance(truth, int | list | dict)
+    assert written == (truth if plain else str(truth))
 
 
 def test_several_files_and_own_keys(tokenizer, tmp_path):

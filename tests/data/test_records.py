@@ -85,14 +85,15 @@ def test_dropped_rows_are_counted_from_the_cache_too(tokenizer, tmp_path, cache)
         assert (len(dataset), dataset.dropped, dataset[0].index) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("unwritable", ["{tmp_path}/a.jsonl", "~nobody-of-this-name/cache"])
 def test_conversations_are_the_same_from_memory_and_from_the_cache(
-    tokenizer, tmp_path, cache, monkeypatch, capsys
+    tokenizer, tmp_path, cache, monkeypatch, capsys, unwritable
 ):
     rows = [{"prompt": str(n), "response": f"{n} 2"} for n in range(600)]  # several chunks
     file = write_jsonl(tmp_path / "a.jsonl", rows)
     data = SFTDataConfig(train_files=file)
     made, read = SFTDataset(file, tokenizer, data), SFTDataset(file, tokenizer, data)
-    monkeypatch.setenv("HYBRIDENGINE_CACHE", str(tmp_path / "a.jsonl"))  # no folder
+    monkeypatch.setenv("HYBRIDENGINE_CACHE", unwritable.format(tmp_path=tmp_path))
     held = SFTDataset(file, tokenizer, data)
     assert list(made) == list(read) == list(held) and len(held) == 600
     assert "tokenised data is not cached: " in capsys.readouterr().err

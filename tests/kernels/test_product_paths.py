@@ -56,8 +56,7 @@ def test_products_of_16_bit_inputs(options, op, dtype):
             log_probs, entropy = linear_token_log_probs(hidden, weight, ids, **options)
             (log_probs + entropy).sum().backward()
         else:
-            old = torch.full((rows,), -6.0)
-            given = {"advantages": torch.ones(rows), "old_log_probs": old}
+            given = {"old_log_probs": torch.full((rows,), -6.0), "advantages": torch.ones(rows)}
             linear_policy_loss(hidden, weight, ids, **given, **options)[0].backward()
 
     dtypes = product_dtypes(run)

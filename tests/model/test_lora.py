@@ -125,6 +125,17 @@ def test_more_than_plain_lora_is_refused(tmp_path: Path) -> None:
         adapter_shards(model)
 
 
+def test_an_adapter_names_its_base_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybridengine.model.lora import _base_name
+
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "models")
+    assert _base_name("base") == _base_name("../models/base") == str(tmp_path / "models" / "base")
+    assert _base_name("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
+
+
 def test_an_adapter_merged_by_peft_is_not_added_again(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -132,5 +143,5 @@ def test_an_adapter_merged_by_peft_is_not_added_again(tmp_path: Path) -> None:
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
     assert len(adapter_shards(model)) == 2
     adapted.merge_adapter()
-    with pytest.raises(ModelError, match="merged into its weight already.*unmerge_adapter"):
+    with pytest.raises(ModelError, match=r"merged into its weight already.*unmerge_adapter"):
         adapter_shards(model)

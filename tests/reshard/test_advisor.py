@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from hybridengine.reshard import EngineLayout, TensorSpec
-from hybridengine.reshard.advice_view import draw_advice
+from hybridengine.reshard.advice_view import draw_advice, print_advice
 from hybridengine.reshard.advisor import advise
 from hybridengine.rollout import tp_groups
 from tests.reshard.test_plan import fused_layout
@@ -70,6 +72,17 @@ def test_picture_of_a_sync_that_moves_nothing(tmp_path: Path) -> None:
     layout = EngineLayout({"e": TensorSpec((0,), (1,), torch.bfloat16)}, [])
     draw_advice(advise({"w": (0,)}, [layout], 1), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_terminal_of_80_columns_cuts_nothing() -> None:
+    out = io.StringIO()
+    print_advice(advice_for(8, 4, 2), Console(file=out, width=80))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    for row in ("TP traffic", "received", "lower bound", "across nodes", "staging", "sync time"):
+        [line] = [line for line in text.splitlines() if line.startswith(row)]
+        assert len(line.split()) > len(advice_for(8, 4, 2).options)
+    assert "verl" in text and "Recommended" in text
 
 
 def test_command_records_the_engines_own_loader(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def assert_both_sides_agree(plan) -> None:
                     continue
                 out = [p for p in departures[sender] if p.receiver == receiver]
                 assert out == [p for p in arrivals[receiver] if p.sender == sender]
-                moved = 2 * sum(p.block.numel for p in out)
+                moved = 2 * sum(p.block.numel for p in out if not p.shared)
                 traffic[sender, receiver] += moved
                 sent[sender] += moved
                 received[receiver] += moved
@@ -287,7 +287,7 @@ def experts(world: int, tp: int) -> tuple[dict[str, ShardSpec], list[EngineLayou
 
 @pytest.mark.parametrize(("world", "tp"), [(8, 2), (8, 4), (16, 2)])
 @pytest.mark.parametrize("bucket_bytes", [4096, 8192, 1 << 20])
-def test_large_rows_are_divided_by_pairs_then_along_other_dimensions(
+def test_large_rows_are_divided_by_pairs_then_along_other_axes(
     world: int, tp: int, bucket_bytes: int
 ) -> None:
     sources, layouts = experts(world, tp)
@@ -297,13 +297,11 @@ def test_large_rows_are_divided_by_pairs_then_along_other_dimensions(
     for rank, layout in enumerate(layouts):
         assert_delivers(plan, rank, layout, sources)
     assert_both_sides_agree(plan)
-    shares = [unit.share for bucket in plan.buckets for unit in bucket.units]
     whole = build_plan(sources, layouts, 1 << 20)
     pieces = [sum(1 for b in p.buckets for _ in p.arrivals(b, 0)) for p in (plan, whole)]
-    if all(share.parts == 1 for share in shares):
-        assert pieces[0] == pieces[1], "division by pairs made more slices"
-    elif bucket_bytes == 4096:
-        assert {share.dim for share in shares} == {2}, "the dimension that TP does not cut"
+    parts = {unit.share.parts for bucket in plan.buckets for unit in bucket.units}
+    assert pieces[0] <= pieces[1] * max(parts)
+    assert bucket_bytes > 8192 or parts != {1}, "a pair alone is more than its part of a bucket"
 
 
 def test_a_bucket_that_holds_no_row_is_an_error_that_names_the_parameter() -> None:

@@ -47,7 +47,7 @@ def test_what_is_no_number(value):
 
 
 def test_texts_are_left_out_and_the_score_is_needed():
-    assert to_numbers({"score": 1, "pred": "x", 3: 4}) == {"score": 1.0, "3": 4.0}
+    assert to_numbers({"score": 1, "note": "x", 3: 4}) == {"score": 1.0, "3": 4.0}
     with pytest.raises(ValueError, match=r"without 'score' .keys .'acc'"):
         to_numbers({"acc": 1})
 

@@ -39,7 +39,7 @@ def test_all_four_arguments_arrive(tmp_path):
 
 
 def test_dict_with_extras(tmp_path):
-    body = "return {'score': 0.5, 'strict': solution_str == '2', 'pred': solution_str}"
+    body = "return {'score': 0.5, 'strict': solution_str == '2', 'note': solution_str}"
     result = score(tmp_path, body, "2", "3")
     assert result.scores == [0.5, 0.5]
     assert result.extras == {"strict": [1.0, 0.0]}

@@ -32,7 +32,7 @@ def count({ARGUMENTS}):
     return {{"score": int(solution_str), "calls": calls, "pid": os.getpid()}}
 
 def hostile({ARGUMENTS}):
-    print("scoring", solution_str)
+    sys.stdout.write(f"scoring {{solution_str}}\\n")
     if solution_str == "exit": os._exit(0)
     if solution_str == "sys.exit": sys.exit(0)
     if solution_str == "interrupt": raise KeyboardInterrupt
@@ -153,20 +153,19 @@ def test_an_async_batch_function(pool):
     ("source", "message"),
     [
         ("import sys\nsys.exit(0)", r"reward\.py:2 fails to import: SystemExit: 0"),
-        (
-            "import os\nos._exit(0)",
-            r"reward\.py ended its process with exit code 0 while it",
-        ),
-        (
-            "import time\n\nwhile True:\n    time.sleep(0.01)",
-            r"reward\.py(:[34])? takes longer than 2 s",
-        ),
+        ("import os\nos._exit(0)", r"reward\.py ended its process with exit code 0 while it"),
     ],
 )
-def test_a_file_that_does_not_import(tmp_path, monkeypatch, source, message):
-    monkeypatch.setattr(workers, "_LOAD_S", 2.0)
+def test_a_file_that_ends_its_process(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
     with pytest.raises(RewardError, match=message):
+        load_reward_function(tmp_path / "reward.py")
+
+
+def test_a_file_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "_LOAD_S", 1.0)
+    (tmp_path / "reward.py").write_text("import time\nwhile True:\n    time.sleep(0.01)")
+    with pytest.raises(RewardError, match=r"reward\.py(:[23])? takes longer than 1 s to import"):
         load_reward_function(tmp_path / "reward.py", workers=RewardWorkers(1, timeout_s=0.1))
 
 
@@ -179,6 +178,20 @@ def test_workers_hold_neither_torch_nor_the_ranks_files(tmp_path):
     )
     result = score_responses(load_reward_function(tmp_path / "reward.py"), samples(1), ["x"])
     assert result == type(result)([0.0], {"stdin": [0.0]})
+
+
+def test_functions_of_one_file_share_its_module(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "seen = []\n"
+        f"def one({ARGUMENTS}):\n    seen.append(1)\n    return len(seen)\n"
+        f"def two({ARGUMENTS}):\n    return len(seen)\n"
+    )
+    pool = RewardWorkers(1)
+    one, two = (
+        load_reward_function(tmp_path / "reward.py", n, workers=pool) for n in ("one", "two")
+    )
+    assert score_responses(one, samples(2), ["", ""]).scores == [1, 2]
+    assert score_responses(two, samples(1), [""]).scores == [2]
 
 
 def test_no_worker_is_left_by_a_rank_that_is_killed(tmp_path):

@@ -49,6 +49,26 @@ def test_metrics_reach_every_sink(tmp_path):
     assert metrics.history[1]["critic/score/mean"] == 0.25
 
 
+def test_the_console_shows_the_critic_skipped_updates_and_data_sources(tmp_path):
+    console = plain_console()
+    with MetricsLogger(tmp_path, ["console"], total_steps=9, console=console) as metrics:
+        critic = {"critic/vf_loss": 0.5, "critic/vf_explained_var": 0.25}
+        metrics.log(1, {**critic, "actor/skipped_updates": 1, "critic/skipped_updates": 1})
+        metrics.log(2, {**critic, "actor/skipped_updates": 0})
+        one = {"val/score": 0.5, "val-core/org/sums/reward/mean@1": 0.5}
+        metrics.log(3, one)
+        metrics.log(4, {**one, "val-core/b/reward/mean@1": 0.7})
+        metrics.log(5, {"val/score": 0.5, "val-core/a/reward/mean@4": 0.5,
+                        "val-core/a/reward/best@4/mean": 0.9})  # fmt: skip
+    assert console.file.getvalue().splitlines() == [
+        "step 1/9  vf loss 0.5000  explained +0.25  skipped updates 2",
+        "step 2/9  vf loss 0.5000  explained +0.25",
+        "step 3/9  val/score 0.500",
+        "step 4/9  val/score 0.500  org/sums/reward/mean@1 0.500  b/reward/mean@1 0.700",
+        "step 5/9  val/score 0.500  a/reward/best@4/mean 0.900",
+    ]
+
+
 def _tensorboard_value(dir, name):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -122,10 +142,16 @@ def test_atomic_file_keeps_the_old_one_on_failure(tmp_path):
     assert [f.read_text() for f in tmp_path.iterdir()] == ["old"]
 
 
-@pytest.mark.parametrize("empty", [True, False])
-def test_curves_are_drawn(tmp_path, empty):
-    history = [{"step": 0, "val/strict": 0.2}, {"step": 1, **STEP, "timing_s/gen": 4.0}]
-    plot_learning_curves([] if empty else history, tmp_path / "c.png", title="t")
+@pytest.mark.parametrize(
+    "history",
+    [
+        [],
+        [{"step": 0, "val/strict": 0.2}, {"step": 1, **STEP, "timing_s/gen": 4.0}],
+        [{"step": 0, "val/loss": 2.5}, {"step": 1, "train/loss": 2.0, "timing_s/step": 1.0}],
+    ],
+)
+def test_curves_are_drawn(tmp_path, history):
+    plot_learning_curves(history, tmp_path / "c.png", title="t")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -114,7 +114,7 @@ class Spy:
 
     def __init__(self) -> None:
         from hybridengine.rollout import vllm
-        from hybridengine.trainer import job, rl, setup
+        from hybridengine.trainer import job, report, setup
 
         self.seen: list[str] = []
         watched = [
@@ -125,7 +125,7 @@ class Spy:
         ]
         for module, name in watched:
             self._watch(module, name)
-        rl.plot_learning_curves = self._instead("plot_learning_curves")
+        report.plot_learning_curves = self._instead("plot_learning_curves")
         job.save_pretrained = self._instead("save_pretrained")
         vllm.VllmEngine = self._instead("VllmEngine", Stopped)
         wandb = sys.modules["wandb"] = ModuleType("wandb")

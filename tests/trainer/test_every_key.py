@@ -69,6 +69,7 @@ CLASSIFIER = (
 LONG = ("data.max_prompt_length=2", "data.train_batch_size=2")
 LORA = ("model.lora_rank=4",)
 SAVED = (TWO_STEPS, "trainer.save_freq=1")
+OPTIONS = ("{{word: w51}}", ("data.chat_template={dir}/template.jinja",))
 
 # key: (other value, what must be set beside it for it to matter)
 FLIPS: dict[str, tuple[str, Sequence[str]]] = {
@@ -88,6 +89,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "data.truncation": ("left", LONG),
     "data.filter_overlong_prompts": ("true", LONG),
     "data.chat_template": ("{dir}/template.jinja", ()),
+    "data.apply_chat_template_kwargs": OPTIONS,
     "actor.ppo_mini_batch_size": ("2", ()),
     "actor.ppo_max_token_len_per_gpu": ("48", ()),
     "actor.clip_ratio": ("0.01", REUSED),
@@ -100,6 +102,12 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "actor.grad_clip": ("0.01", (TWO_STEPS,)),
     "actor.fsdp_config.fsdp_size": ("2", ()),
     "actor.optim.betas": ("[0.5,0.9]", ()),
+    "actor.optim.lr_warmup_steps": ("1", ()),
+    "actor.optim.lr_warmup_steps_ratio": ("0.5", (TWO_STEPS,)),
+    "critic.optim.lr_warmup_steps": ("1", ()),
+    "critic.optim.lr_warmup_steps_ratio": ("0.5", ()),
+    "rollout.stop": ("[w]", ()),
+    "rollout.engine_kwargs.vllm": ("{{block_size: 32}}", VLLM),
     "rollout.top_p": ("0.5", ()),
     "rollout.top_k": ("5", ()),
     "rollout.name": ("vllm", ()),
@@ -170,6 +178,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "trainer.default_local_dir": ("{dir}/elsewhere", ()),
     "trainer.logger": ("[jsonl,tensorboard]", ()),
     "trainer.rollout_data_dir": ("{dir}/run/other_rollouts", ()),
+    "trainer.rollout_freq": ("-1", ()),
     "trainer.critic_warmup": ("1", CRITIC),
 }
 # What is set beside these is refused until the flip, or with another path.
@@ -195,7 +204,9 @@ def prepare(folder: Path) -> list[str]:
             save_head(folder / name)
     rows = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "others.jsonl").write_text("\n".join(rows[4:] + rows[:3]))
-    (folder / "template.jinja").write_text("{% for m in messages %}w50 {% endfor %}")
+    (folder / "template.jinja").write_text(
+        "{% for m in messages %}{{ word or 'w50' }} {% endfor %}"
+    )
     reward = (folder / "reward.py").read_text()
     (folder / "other_reward.py").write_text(reward.replace("max(1, len(words))", "7"))
     slow = reward.replace("    words =", "    import time; time.sleep(0.003)\n    words =", 1)
@@ -236,7 +247,7 @@ def prepare_sft(folder: Path) -> list[str]:
     (folder / "rows.jsonl").write_text("".join(lines))
     (folder / "others.jsonl").write_text("".join(lines[3:]))
     (folder / "template.jinja").write_text(
-        "{% for m in messages %}w50 {{ m.content }} {% endfor %}"
+        "{% for m in messages %}{{ word or 'w50' }} {{ m.content }} {% endfor %}"
     )
     settings = {
         "model.path": model,
@@ -270,12 +281,12 @@ RUN_KEYS = [
     key
     for key in FLIPS
     if key.startswith("trainer.")
-    and key not in ("trainer.critic_warmup", "trainer.rollout_data_dir")
+    and key not in ("trainer.critic_warmup", "trainer.rollout_data_dir", "trainer.rollout_freq")
 ]
 SFT_FLIPS = {key: FLIPS[key] for key in (
     "model.path", "model.lora_rank", "model.lora_alpha", "model.target_modules",
     "data.train_files", "data.val_files", "data.train_batch_size", "data.chat_template",
-    *RUN_KEYS,
+    "data.apply_chat_template_kwargs", *RUN_KEYS,
 )} | {
     "trainer.test_freq": ("1", (VALIDATED[0], TWO_STEPS)),
     "trainer.val_before_train": ("false", VALIDATED[:1]),
@@ -288,6 +299,7 @@ SFT_FLIPS = {key: FLIPS[key] for key in (
     "data.truncation": ("left", CUT),
     "data.micro_batch_size_per_gpu": ("1", ()),
     "optim.betas": ("[0.5,0.9]", ()),
+    "optim.lr_warmup_steps": ("1", ()),
     "optim.lr_warmup_steps_ratio": ("0.5", (TWO_STEPS,)),
     "optim.clip_grad": ("0.01", (TWO_STEPS,)),
     "ulysses_sequence_parallel_size": ("2", ()),

@@ -74,3 +74,40 @@ def test_a_hang_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:
     assert "hybridengine/rewards/workers.py:" in last
     stacks = output.index("rank 1, in phase 'reward' of step 1, is waited for; its stacks:")
     assert "rewards/workers.py" in output[stacks:]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "call"), [(1, "os._exit(0)"), (2, "os._exit(0)"), (1, "exit(0)")]
+)
+def test_an_end_with_exit_code_0_is_no_success(tmp_path: Path, ranks: int, call: str) -> None:
+    """Code of the user's that ends the last rank's process in the middle of a step."""
+    settings = {
+        "rollout.name": "hf",
+        "trainer.n_gpus_per_node": ranks,
+        "algorithm.adv_estimator": "ending",
+        "model.external_lib": tmp_path / "mine.py",
+    }
+    job = toy_job(tmp_path, **settings)
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "from sys import exit\n"
+        "from hybridengine.algorithms import advantages, register_estimator\n"
+        "@register_estimator('ending')\n"
+        "def ending(responses, options):\n"
+        f"    if os.environ['RANK'] == '{ranks - 1}':\n"
+        f"        {call}\n"
+        "    return advantages('grpo', responses, options)\n"
+    )
+    run = start_toy(job)
+    try:
+        output, _ = run.communicate(timeout=2 * WITHIN_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert last.startswith(f"error: rank {ranks - 1} (pid "), output
+    assert "in phase 'adv' of step 1" in last
+    told = "sys.exit(0) was called" if call == "exit(0)" else "without finishing the run"
+    assert told in last, output
+    assert not (tmp_path / "run" / "final").exists()

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from hybridengine.config import load_config, load_sft_config
+from hybridengine.checkpoint import changed_settings
+from hybridengine.checkpoint.folders import SavedCheckpoint
+from hybridengine.checkpoint.resume import CONFIG
+from hybridengine.config import config_to_yaml, load_config, load_sft_config
 from hybridengine.model import Optimizer
 from hybridengine.trainer import precision
 from hybridengine.trainer.precision import describe_precision, resolve_dtypes
@@ -33,6 +36,17 @@ def test_a_given_type_stays(fast):
     half = resolve_dtypes(load_config(None, [*GRPO, "rollout.dtype=float16"]))
     assert half.rollout.dtype == "float16"
     assert half.sharding.dtype == ("bfloat16" if fast else "float32")
+
+
+def test_resuming_in_another_type_is_said(tmp_path, monkeypatch):
+    config = load_config(None, GRPO)
+    monkeypatch.setattr(precision, "_fast_bfloat16", lambda: True)
+    (tmp_path / CONFIG).write_text(config_to_yaml(resolve_dtypes(config)))
+    monkeypatch.setattr(precision, "_fast_bfloat16", lambda: False)
+    assert changed_settings(SavedCheckpoint(1, tmp_path, None, {}), resolve_dtypes(config)) == [
+        "actor.fsdp_config.dtype: bfloat16 → float32",
+        "rollout.dtype: bfloat16 → float32",
+    ]
 
 
 def resolved_on_unlike_machines(rank: int, world_size: int) -> str:

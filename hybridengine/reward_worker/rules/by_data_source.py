@@ -17,26 +17,22 @@ _RULES = {
         "math",
         "math_dapo",
         "math_dapo_reasoning",
-        "numina_aops_forum",
-        "numina_synthetic_math",
-        "numina_amc_aime",
-        "numina_synthetic_amc",
-        "numina_cn_k12",
-        "numina_olympiads",
         "hiyouga/geometry3k",
     ),
 }
 _BY_SOURCE = {source: rule for rule, sources in _RULES.items() for source in sources}
-_AIME = "aime"  # sources that begin so: aime2024, aime_2025, …
+_MATH_PREFIXES = ("aime", "numina_")  # aime2024, numina_olympiads, …
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
     """Score by the rule of `data_source`; RewardError for a source that has none."""
-    rule = "math_verify" if data_source.startswith(_AIME) else _BY_SOURCE.get(data_source)
+    is_math = data_source.startswith(_MATH_PREFIXES)
+    rule = "math_verify" if is_math else _BY_SOURCE.get(data_source)
     if rule is None:
+        known = ", ".join([*_BY_SOURCE, *(f"{prefix}*" for prefix in _MATH_PREFIXES)])
         raise RewardError(
             f"no reward function is given, and there is no rule for data_source {data_source!r} "
-            f"(there is one for {', '.join(_BY_SOURCE)}, {_AIME}*); set "
+            f"(there is one for {known}); set "
             "reward.custom_reward_function.path to a Python file with your own, or to math_verify"
         )
     return _function(rule)(data_source, solution_str, ground_truth, extra_info)

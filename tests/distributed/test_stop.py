@@ -1,0 +1,57 @@
+"""Stop signals of one rank, also while its main thread is in native code that runs no handler."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from hybridengine.distributed import EXIT_STOPPED
+
+RANK = """
+import os, sys, time, threading
+from hybridengine.distributed.stop import StopSignals
+
+signals = StopSignals()
+signals.can_wait = sys.argv[1] == "True"
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+    os._exit(0)
+threading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(lambda: signals.requested, 15)]
+                 and print("requested", flush=True)).start()
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()  # no Python handler runs in here
+"""
+
+
+@pytest.mark.parametrize("can_wait", [True, False])
+def test_the_first_signal_is_noted_the_second_ends(can_wait: bool) -> None:
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK, str(can_wait)], stdout=subprocess.PIPE, text=True
+    )
+    assert rank.stdout is not None
+    child = int(rank.stdout.readline())
+    try:
+        os.kill(child, signal.SIGTERM)  # a forked child ends by it, and its parent hears nothing
+        time.sleep(0.5)
+        assert rank.poll() is None
+        rank.send_signal(signal.SIGTERM)
+        if can_wait:
+            assert rank.stdout.readline() == "requested\n"
+            rank.send_signal(signal.SIGTERM)  # as torchrun passes on what the rank got itself
+            time.sleep(1.2)
+            assert rank.poll() is None
+            rank.send_signal(signal.SIGINT)
+        assert rank.wait(30) == EXIT_STOPPED
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        rank.kill()
+        rank.wait()
