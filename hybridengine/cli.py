@@ -241,6 +241,7 @@ def reshard_plan(
     ranks: Annotated[int, typer.Option(min=1, help="Training ranks, all of them.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
+    fsdp_size: Annotated[int, typer.Option(help="Shards per replica (HSDP); -1: all ranks.")] = -1,
     intra_gb_per_s: Annotated[float, typer.Option(help="Per rank, inside a node.")] = 450.0,
     inter_gb_per_s: Annotated[float, typer.Option(help="Per rank, across nodes.")] = 50.0,
     png: Annotated[Path | None, typer.Option(help="Draw it here.")] = None,
@@ -257,6 +258,7 @@ def reshard_plan(
             layouts,
             ranks,
             nodes=nodes,
+            fsdp_size=ranks if fsdp_size == -1 else fsdp_size,
             intra_gb_per_s=intra_gb_per_s,
             inter_gb_per_s=inter_gb_per_s,
         )

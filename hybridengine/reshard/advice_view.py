@@ -35,7 +35,8 @@ def print_advice(advice: Advice, console: Console) -> None:
         f"{_size(advice.verl_bytes)} (verl: gathers all, in float32)."
     )
     best, others = advice.options[0], advice.options[1:]
-    console.print(f"Recommended: [bold]{_name(best)}[/bold]. {_reason(best, others)}")
+    reasons = f"{_reason(best, others)}{_of_senders(best)}"
+    console.print(f"Recommended: [bold]{_name(best)}[/bold]. {reasons}")
     for name, why in advice.fallback.items():
         console.print(f"gathered whole: {name} ({why})", markup=False)
 
@@ -54,7 +55,8 @@ def _row(option: Option) -> dict[str, str]:
 
 
 def _name(option: Option) -> str:
-    return f"{option.grouping}, dim {option.row_dim}"
+    experts = ", experts on dim 1" if option.expert_dim else ""
+    return f"{option.grouping}, dim {option.row_dim}{experts}"
 
 
 def _reason(best: Option, others: list[Option]) -> str:
@@ -75,6 +77,19 @@ def _reason(best: Option, others: list[Option]) -> str:
     )
 
 
+def _of_senders(best: Option) -> str:
+    """What to do where few ranks send what all receive."""
+    sent = max(best.plan.bytes_sent)
+    if sent < 1.5 * best.received_bytes:
+        return ""
+    return (
+        f" Its busiest rank sends {sent / max(best.received_bytes, 1):.1f} times what it receives, "
+        "because some weights (fused experts) have fewer rows than there are shards and a second "
+        "dimension that does not divide by these: replicas of fewer shards (HSDP, fsdp_size) "
+        "spread the sending."
+    )
+
+
 def _size(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / _MIB:.2f} MiB"
 
@@ -90,7 +105,7 @@ def draw_advice(advice: Advice, path: Path) -> None:
     FigureCanvasAgg(figure)
     heat, bars = figure.subplots(1, 2, width_ratios=(1, 1.2))
     best = advice.options[0]
-    mib = np.ma.masked_equal(best.traffic, 0) / _MIB
+    mib = np.ma.masked_equal(best.plan.traffic(), 0) / _MIB
     image = heat.imshow(mib, norm=LogNorm() if mib.count() else None, cmap="viridis")
     heat.set_title(f"Who sends to whom, TP groups {best.grouping}", loc="left", fontweight="bold")
     heat.set_xlabel("receiving rank")

@@ -160,20 +160,31 @@ class Kind:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """Where each rank's circle begins, and how much of it is its own shard: int64 [2, N]."""
+        """Where each rank's circle begins, and how much of it is its own shard: int64 [2, N].
+
+        Ranks that hold none of what they need begin apart from each other and, where few layouts
+        need a shard, from the others of their layout, which then are all it is sent to.
+        """
         ranks, own = self.route.ranks, self.route.own
         starts = np.zeros((2, ranks.size), np.int64)
+        needed_by = (self.elements > 0).sum(0)
+        common = needed_by.sum() > max(1.5, ranks.num_layouts / 2) * (needed_by > 0).sum()
+        held = np.where(own >= 0, self.elements[ranks.layout_of, own], 0)
+        others_before = np.empty(ranks.size, np.int64)
+        others_before[ranks.in_turn] = np.cumsum(held[ranks.in_turn] == 0) - 1
+        num_others = max(1, int((held == 0).sum()))
         for layout, members in enumerate(ranks.of_layout):
             elements = self.elements[layout]
             ends, total = np.cumsum(elements), int(elements.sum())
-            held = np.where(own[members] >= 0, elements[own[members]], 0)
             first = (ends - elements)[own[members]]
-            taken = np.unique(first[held > 0]).tolist()
-            others = np.flatnonzero(held == 0)
-            # Without own shards, ranks of different layouts begin at different places as well.
-            shift = total * layout // (ranks.num_layouts * len(members))
-            first[others] = _between(taken or [shift], total, len(others), bool(taken))
-            starts[:, members] = first, held
+            taken = np.unique(first[held[members] > 0]).tolist()
+            others = np.flatnonzero(held[members] == 0)
+            if common:
+                first[others] = others_before[members[others]] * total // num_others
+            else:
+                shift = total * layout // (ranks.num_layouts * len(members))
+                first[others] = _between(taken or [shift], total, len(others), bool(taken))
+            starts[:, members] = first, held[members]
         return starts
 
     @property

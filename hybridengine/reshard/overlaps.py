@@ -45,13 +45,12 @@ def _region(block: Block) -> object:
 
 
 def _in_order_of(block: Block, first: Block) -> Block:
-    """`block` with its axes in the order of `first`, which reads the same region."""
-    if block.axes == first.axes and block.sizes == first.sizes:
-        return block
-    walk = list(zip(block.axes, block.sizes, block.strides, strict=True))
+    """`block` with its axes in the order of `first`, which reads the same region; repeats first."""
     order = {axis: i for i, axis in enumerate(first.axes)}
-    walk.sort(key=lambda axis: -1 if axis[0][0] < 0 else order[axis[0]])
-    axes, sizes, strides = zip(*walk, strict=True)
+    at = sorted(range(len(block.axes)), key=lambda i: order.get(block.axes[i], -1))
+    axes, sizes, strides = (
+        tuple(walk[i] for i in at) for walk in (block.axes, block.sizes, block.strides)
+    )
     return replace(block, axes=axes, sizes=sizes, strides=strides)
 
 

@@ -253,8 +253,10 @@ def _fill_buckets(
 
     def close(bucket: Bucket, used: np.ndarray, moved: np.ndarray) -> None:
         nonlocal staging_bytes
+        moved *= bucket.engine_dtype.itemsize
         staging_bytes = max(staging_bytes, int(used.max()))
-        bucket.intra_bytes, bucket.inter_bytes = moved.reshape(2, 2, -1).max((0, 2)).tolist()
+        received_sent = moved.reshape(2, 2, -1)  # by node: inside, across
+        bucket.intra_bytes, bucket.inter_bytes = received_sent.max((0, 2)).tolist()
         np.add(total, moved, out=total)
 
     for (source, dtype), kind in kinds.items():
@@ -263,16 +265,16 @@ def _fill_buckets(
             shares[key] = find_shares(source, *key, bucket_bytes)
         sort = (spec.dtype, dtype, spec.frozen, spec.merged)
         for share, loads, staged in shares[key]:
-            bucket, used, moved = filling.get(sort, (None, None, None))
-            if bucket is None or (used + staged).max() > bucket_bytes:
+            bucket, used, moved = filling.get(sort) or (None, 0, None)
+            used = used + staged
+            if bucket is None or used.max() > bucket_bytes:
                 if bucket is not None:
-                    close(bucket, used, moved)
-                bucket, used, moved = Bucket(*sort), np.zeros_like(staged), np.zeros_like(total)
+                    close(bucket, used - staged, moved)
+                bucket, used, moved = Bucket(*sort), staged, np.zeros_like(total)
                 buckets.append(bucket)
-                filling[sort] = bucket, used, moved
             bucket.units.append(Unit(source, share))
-            used += staged
-            moved += loads * dtype.itemsize
+            moved += loads
+            filling[sort] = bucket, used, moved
     for last in filling.values():
         close(*last)
     return buckets, total, staging_bytes

@@ -44,6 +44,9 @@ class Ranks:
             self.by_layout[self.layout_of[self.by_layout] == layout]
             for layout in range(self.num_layouts)
         ]
+        for members in self.of_layout:
+            within[members] = np.arange(len(members))
+        self.in_turn = np.lexsort((self.layout_of, within))  # one of each layout, and again
 
 
 class Route:

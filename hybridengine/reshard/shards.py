@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hybridengine.reshard.layout import LayoutError
 
-__all__ = ["Placement", "ShardSpec", "find_change", "local_shard"]
+__all__ = ["Placement", "ShardSpec", "dim1_parameters", "find_change", "local_shard"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,31 @@ class Placement(NamedTuple):
         sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, local.stride()))
         shape, local_shape, stride = sizes
         return cls(shape, tensor.dtype, local.device, placements, mesh, local_shape, stride)
+
+
+def dim1_parameters(
+    shapes: Mapping[str, tuple[int, ...]],
+    sliced: Mapping[str, int],
+    num_shards: int,
+    *,
+    rows: bool = True,
+    experts: bool = True,
+) -> set[str]:
+    """Which parameters move fewer bytes in a sync if FSDP2 shards them on dim 1, where it can.
+
+    sliced: as `EngineLayout.sliced_dims`. rows: weights that the engine slices on dim 1 (row
+    parallel). experts: the same of weights with three or more dimensions, and those with fewer
+    rows than shards: on dim 0 only the first ranks would hold and send them.
+    """
+
+    def chosen(name: str, shape: tuple[int, ...]) -> bool:
+        if len(shape) < 2 or shape[1] % num_shards:  # FSDP2 wants it even
+            return False
+        if len(shape) == 2:
+            return rows and sliced.get(name) == 1
+        return experts and (sliced.get(name) == 1 or shape[0] < num_shards)
+
+    return {name for name, shape in shapes.items() if chosen(name, shape)}
 
 
 def find_change(planned: Mapping[str, Placement], current: Mapping[str, Placement]) -> str | None:

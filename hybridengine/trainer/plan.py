@@ -112,7 +112,9 @@ def sync_volume(config: GRPOConfig) -> str:
             config.rollout.tensor_model_parallel_size,
             config.model.trust_remote_code,
         )
-        best = advise(shapes, layouts, config.world_size, nodes=config.trainer.nnodes).options[0]
+        nodes, fsdp_size = config.trainer.nnodes, _shards(config)
+        advice = advise(shapes, layouts, config.world_size, nodes=nodes, fsdp_size=fsdp_size)
+        best = advice.options[0]
         wider = _itemsize(config.rollout.dtype) / torch.bfloat16.itemsize  # what was planned for
         received, lower = best.received_bytes * wider, best.lower_bound_bytes * wider
     return (

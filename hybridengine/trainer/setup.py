@@ -16,6 +16,7 @@ from hybridengine.config import ConfigError, GRPOConfig, JobConfig
 from hybridengine.config.schema import OptimConfig, RateConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
+from hybridengine.errors import UserError
 from hybridengine.model import (
     ModelError,
     Optimizer,
@@ -30,6 +31,7 @@ from hybridengine.model import (
     sharding_mesh,
 )
 from hybridengine.reshard import Checkpoint, Resharder
+from hybridengine.reshard.shards import dim1_parameters
 from hybridengine.rewards import RewardManager, build_reward_manager, import_file
 from hybridengine.rollout import RolloutEngine
 from hybridengine.trainer.actor import Actor
@@ -161,7 +163,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
     try:
         return build()
     except (TypeError, ValueError) as error:
-        if not rollout.engine_kwargs.vllm:
+        if isinstance(error, UserError) or not rollout.engine_kwargs.vllm:
             raise
         raise ConfigError(
             f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, and vLLM does not "
@@ -237,16 +239,19 @@ def build_optimizer(
 
 
 def build_actor(config: GRPOConfig, engine: RolloutEngine, replicas: Replicas, steps: int) -> Actor:
-    """FSDP2 policy over all ranks, sharded so that row-parallel weights stay in their TP slice.
+    """FSDP2 policy over all ranks, sharded as `dim1_parameters` says: a sync moves less.
 
     The reference is a copy of it, or under LoRA the policy without its adapters.
     """
-    sliced, optim = engine.layout.sliced_dims(_checkpoint(config).parameters), config.actor.optim
+    shapes, optim = _checkpoint(config).parameters, config.actor.optim
+    size = config.sharding.fsdp_size
+    num_shards = config.world_size if size == -1 else size
+    columns = dim1_parameters(shapes, engine.layout.sliced_dims(shapes), num_shards)
     load = partial(
         load_model,
         config,
         replicas.session,
-        shard_dim1=lambda name: sliced.get(name) == 1,
+        shard_dim1=columns.__contains__,
         param_offload=config.actor.fsdp_config.param_offload,
     )
     reference: Any = None

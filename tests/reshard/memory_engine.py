@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from hybridengine.reshard import EngineLayout, Resharder
 from hybridengine.rollout import tp_groups
 from hybridengine.rollout.engine import RolloutEngine
-from tests.reshard.test_plan import fused_layout
+from tests.reshard.brute_force import fused_layout
 
 __all__ = ["MemoryEngine", "Shapes", "build", "expected", "values"]
 

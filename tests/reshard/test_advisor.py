@@ -16,7 +16,7 @@ from hybridengine.reshard import EngineLayout, TensorSpec
 from hybridengine.reshard.advice_view import draw_advice, print_advice
 from hybridengine.reshard.advisor import advise
 from hybridengine.rollout import tp_groups
-from tests.reshard.test_plan import fused_layout
+from tests.reshard.brute_force import fused_layout
 from tests.tiny_models import tiny_config
 
 SHAPES = {
@@ -49,9 +49,9 @@ def test_several_nodes_keep_tp_groups_inside_a_node() -> None:
     across = next(o for o in advice.options if o.grouping == "strided" and o.row_dim == 1)
     assert not across.tp_in_node and across.received_bytes < best.received_bytes
     for option in advice.options:
-        node = [rank // 4 for rank in range(8)]
+        node, traffic = [rank // 4 for rank in range(8)], option.plan.traffic()
         crossing = [
-            sum(int(option.traffic[s, r]) for s in range(8) if node[s] != node[r]) for r in range(8)
+            sum(int(traffic[s, r]) for s in range(8) if node[s] != node[r]) for r in range(8)
         ]
         assert option.inter_bytes == max(crossing)
 
