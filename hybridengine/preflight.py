@@ -16,6 +16,7 @@ from hybridengine.checkpoint import check_resume
 from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset, PromptLoader
 from hybridengine.data.sft import SFTDataset
+from hybridengine.errors import UserError
 from hybridengine.model import (
     check_disk_space,
     check_model,
@@ -26,7 +27,7 @@ from hybridengine.model import (
     is_sequence_classifier,
     longest_sequence,
 )
-from hybridengine.rewards import RewardResult, score_checked
+from hybridengine.rewards import RewardManager, RewardResult, score_checked
 from hybridengine.rollout.vllm import check_engine_options
 from hybridengine.tracking import check_loggers
 from hybridengine.trainer.rollouts import SCORE_NAMES
@@ -44,24 +45,59 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     """Check devices, model, disk, data and reward; loads no weights.
 
     Returns the training and the validation prompts. Raises ConfigError, ModelError, DataError or
-    RewardError, with one sentence, for the first fault found.
+    RewardError, with one sentence, or ConfigError with one for each of several faults.
     """
-    model = _check_run(config)
-    _check_heads(config, model)
-    check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
-    _check_engine(config, model)
-    _check_adapters(config, model)
-    _, train, val, reward = load_data(config)
-    _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
-    _check_resume(config, train, model)
+    model, faults = _check_run(config), _Faults()
+    with faults:
+        _check_heads(config, model)
+    with faults:
+        check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
+    with faults:
+        _check_engine(config, model)
+    with faults:
+        _check_adapters(config, model)
+    with faults:
+        _check_value_models(config)
+    with faults:
+        _, train, val, reward = load_data(config)
+        _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
+        _check_resume(config, train, model)
+        _check_reward(config, reward, train, val)
+    faults.report()
+    return train, val
+
+
+class _Faults:
+    """Collects the user errors of checks that do not depend on each other, as `with` blocks."""
+
+    def __init__(self) -> None:
+        self._errors: list[UserError] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, UserError):
+            self._errors.append(error)
+        return isinstance(error, UserError)
+
+    def report(self) -> None:
+        """Raise what was collected: one error as it was, several as a ConfigError of them all."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise ConfigError(*map(str, self._errors))
+
+
+def _check_reward(
+    config: GRPOConfig, reward: RewardManager, train: PromptDataset, val: PromptDataset | None
+) -> None:
+    """Score an empty answer to some prompts of each dataset, which shows a broken function."""
     for dataset in (train, val):
         if dataset is not None:
             firsts = {sample.data_source: sample for sample in reversed(dataset)}
             probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
             result = score_checked(reward, probed, [""] * len(probed), [0] * len(probed))
             _check_reward_names(config, result)
-    _check_value_models(config)
-    return train, val
 
 
 def _check_reward_names(config: GRPOConfig, result: RewardResult) -> None:
@@ -186,14 +222,18 @@ def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -
 
 def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
     """As `check_grpo`, for `hybridengine sft`: the training and the validation conversations."""
-    model = _check_run(config)
-    check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
-    _check_adapters(config, model)
-    _, train, val = load_sft_data(config)
-    samples = [sample.ids for part in (train, val) for sample in part or ()]
-    _check_tokens(model, samples)
-    _check_length(model, max(map(len, samples)), "the longest conversation", "data.max_length")
-    _check_resume(config, train, model)
+    model, faults = _check_run(config), _Faults()
+    with faults:
+        check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
+    with faults:
+        _check_adapters(config, model)
+    with faults:
+        _, train, val = load_sft_data(config)
+        samples = [sample.ids for part in (train, val) for sample in part or ()]
+        _check_tokens(model, samples)
+        _check_length(model, max(map(len, samples)), "the longest conversation", "data.max_length")
+        _check_resume(config, train, model)
+    faults.report()
     return train, val
 
 
@@ -206,12 +246,6 @@ def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
             f"trainer.n_gpus_per_node is {ranks} but this machine has {devices} GPUs; lower it"
         )
     check_loggers(trainer.logger)
-    by_path = trainer.resume_mode in ("path", "resume_path")
-    if by_path != (trainer.resume_from_path is not None):
-        raise ConfigError(
-            f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "
-            f"{trainer.resume_from_path}; resume_mode=path and a folder go together"
-        )
     model = check_model(config.model.path, trust)
     check_weights(config.model.path, model, trust)
     weights = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).tensors.values())

@@ -34,6 +34,9 @@ register_backends(
 
 # Rows of a matrix product in the deterministic mode: the product then always has the same shape.
 _DETERMINISTIC_ROWS = 128
+# Rows of a chunk where a group exchanges its row sums: the same number on all ranks, whatever the
+# sizes of their vocabulary slices.
+_GROUP_ROWS = 512
 # How many chunks of 16-bit gradients a GPU gathers for one product.
 _CHUNKS_PER_PRODUCT = 4
 # Rows that tiles are copied from begin at multiples of 16 bytes.
@@ -66,7 +69,7 @@ def linear_token_log_probs(
         group: every rank holds a slice of the vocabulary, weight [V_r, H], in rank order and of
             any size, and the same hidden; the gradient of hidden is summed over the ranks.
         budget_bytes: memory for logits and their temporaries, beside inputs, outputs and
-            gradients; None: 256 MiB on a CPU, 1 GiB on a GPU.
+            gradients; None: 256 MiB on a CPU, 1 GiB on a GPU. With a group: that of 512 rows.
         deterministic: matrix products of one fixed shape, so that a row's log-prob, entropy and
             hidden gradient do not depend on which rows surround it or on the budget; the weight
             gradient is the same in every run.
@@ -112,7 +115,9 @@ class Chunks:
     whole weight gradient.
     """
 
-    def __init__(self, hidden, weight, bias, budget_bytes, deterministic, backward, compact=False):
+    def __init__(
+        self, hidden, weight, bias, budget_bytes, deterministic, backward, compact=False, group=""
+    ):
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.pad = deterministic
         wide = wide_dtype(hidden)
@@ -129,6 +134,8 @@ class Chunks:
         most, self.size = _buffer_rows(rows, (budget_bytes - spare) // row_bytes)
         if deterministic:
             most = self.size = _DETERMINISTIC_ROWS
+        elif group:
+            most = self.size = max(1, min(rows, _GROUP_ROWS))
         in_place = backward and not self.separate
         self._logits = hidden.new_empty(
             most if in_place else min(most, self.size), vocab, dtype=wide
@@ -202,7 +209,7 @@ def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:
 def _linear_token_log_probs(hidden, weight, bias, token_ids, *arguments):
     """log_probs, entropy, row_max and log_sum of `token_log_probs`, each [T]."""
     options, (budget_bytes, deterministic, _, backend) = split_row_options(arguments)
-    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, False)
+    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, False, group=options.group)
     results = tuple(hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden)) for _ in range(4))
     for rows in chunks.slices():
         found = rows_forward(
@@ -228,7 +235,7 @@ def _linear_backward_op(hidden, weight, bias, token_ids, *arguments):
     """Gradients of hidden, weight and bias; those not `wanted` are empty."""
     options, rest = split_row_options(arguments)
     budget_bytes, deterministic, main_grad, backend, row_results, *by_row, wanted = rest
-    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, True)
+    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, True, group=options.group)
     dead = token_ids == options.ignore_index
     asked = sum(grad != 0 for grad in by_row if grad is not None) > 0
     grads = LinearGrads(chunks, wanted, main_grad, dead | ~asked)

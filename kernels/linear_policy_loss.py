@@ -270,7 +270,9 @@ def _linear_policy_gradient(hidden, weight, bias, token_ids, *arguments):
     budget_bytes, deterministic, *per_token, plan, numbers = rest[:-4]
     dead_rows, wide_weight_grad, wanted, backend = rest[-4:]
     on_device = dead_rows and backend in ("cuda", "triton") and _can_compact(hidden, weight)
-    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, any(wanted), on_device)
+    chunks = Chunks(
+        hidden, weight, bias, budget_bytes, deterministic, any(wanted), on_device, options.group
+    )
     if on_device:
         from .linear_live_rows import LiveRowGrads
 

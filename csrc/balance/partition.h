@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <numeric>
 #include <queue>
+#include <set>
 #include <vector>
 
 namespace hybridengine {
@@ -208,25 +209,27 @@ class Partition {
 
   // Every exchange lowers the sum of squares, so this ends; the bound keeps it short.
   void improve(Bins& bins) const {
-    std::vector<int64_t> sums(num_bins_), by_sum(num_bins_);
+    std::set<std::pair<int64_t, int64_t>> by_sum;  // sum, bin
     for (int64_t i = 0; i < num_bins_; ++i) {
       sort_bin(bins[i]);
-      sums[i] = sum_of(bins[i]);
+      by_sum.insert({sum_of(bins[i]), i});
     }
-    std::iota(by_sum.begin(), by_sum.end(), 0);
     for (int64_t round = 0; round < 4 * num_bins_; ++round) {
-      std::sort(by_sum.begin(), by_sum.end(), [&](int64_t a, int64_t b) {
-        return sums[a] != sums[b] ? sums[a] < sums[b] : a < b;
-      });
-      const int64_t from = by_sum.back();
-      bool moved = false;
-      for (int64_t i = 0; i + 1 < num_bins_ && !moved; ++i) {
-        const int64_t to = by_sum[i];
-        if (sums[from] - sums[to] <= 1) return;
-        moved = exchange(bins[from], bins[to], sums[from] - sums[to]);
-        if (moved) sums[from] = sum_of(bins[from]), sums[to] = sum_of(bins[to]);
+      const auto fullest = std::prev(by_sum.end());
+      const int64_t from = fullest->second;
+      auto other = by_sum.begin();
+      while (other != fullest) {
+        const int64_t gap = fullest->first - other->first;
+        if (gap <= 1) return;
+        if (exchange(bins[from], bins[other->second], gap)) break;
+        ++other;
       }
-      if (!moved) return;
+      if (other == fullest) return;
+      const int64_t to = other->second;
+      by_sum.erase(other);
+      by_sum.erase(fullest);
+      by_sum.insert({sum_of(bins[from]), from});
+      by_sum.insert({sum_of(bins[to]), to});
     }
   }
 

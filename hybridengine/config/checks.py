@@ -17,6 +17,7 @@ def faults(config: JobConfig) -> Iterator[str]:
 
     Each sentence has its keys' full names, by which those about a refused value are left out.
     """
+    yield from _resume(config)
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, GRPOConfig):
@@ -26,6 +27,15 @@ def faults(config: JobConfig) -> Iterator[str]:
         yield from _lengths(config)
         yield from _rollout(config)
         yield from _rewards(config)
+
+
+def _resume(config: JobConfig) -> Iterator[str]:
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
+    if (mode in ("path", "resume_path")) != (path is not None):
+        yield (
+            f"trainer.resume_mode is {mode} and trainer.resume_from_path is {path}; "
+            "resume_mode=path and a folder go together"
+        )
 
 
 def _sft(config: SFTConfig) -> Iterator[str]:

@@ -93,7 +93,7 @@ def _load(schema: Any, path: Any, overrides: Sequence[str], defaults: Mapping[st
     if given.faults:
         raise ConfigError(*given.faults)
     for reason, ignored in given.notes.items():
-        warnings.warn(f"{', '.join(ignored)} has no effect: {reason}", ConfigNote, stacklevel=3)
+        warnings.warn(f"ignored: {', '.join(ignored)} ({reason})", ConfigNote, stacklevel=3)
     return config
 
 

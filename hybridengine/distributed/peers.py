@@ -90,7 +90,7 @@ class PeerWatch:
         self.must_end: Callable[[], bool] = lambda: False
         self._peers = {r: _Peer(heard=time.monotonic()) for r in range(world_size) if r != rank}
         self._phase = _STARTING
-        self._asked = False
+        self._asked = self._has_failed = False
         self._count = 0
         self._stop = threading.Event()
         self._store = dist.PrefixStore(
@@ -118,6 +118,7 @@ class PeerWatch:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends."""
+        self._has_failed = True
         with self._lock, suppress(dist.DistError):  # without a store there is nobody to tell
             self._store.set(f"error/{self.rank}", f"{self._phase}: {_one_line(error)}")
 
@@ -178,12 +179,13 @@ class PeerWatch:
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
 
     def close(self) -> None:
-        """Watch no more, and let the others know that this rank may end from now on."""
+        """Watch no more; a rank that has not failed lets the others know that it may end now."""
         self._stop.set()
         self._thread.join(timeout=5)
-        self._phase = _DONE
-        with suppress(dist.DistError):
-            self._publish()
+        if not self._has_failed:
+            self._phase = _DONE
+            with suppress(dist.DistError):
+                self._publish()
 
     def _read(self, key: str) -> str:
         with self._lock, suppress(dist.DistError):
@@ -208,7 +210,8 @@ class PeerWatch:
                 self._answer()
             except dist.DistError:
                 self._end("the rendezvous store is gone: its host, rank 0's node or agent, ended")
-            if self.must_end() and (failed := self._failed_peer()):
+            quiet = any(now - p.heard > _GONE_S and not p.is_done for p in self._peers.values())
+            if (quiet or self.must_end()) and (failed := self._failed_peer()):
                 self._end(failed[1], failed[0])
             for rank, peer in self._peers.items():
                 if reason := self._why_lost(peer, now - peer.heard):

@@ -12,7 +12,8 @@ functions that it scores with `score_responses` or `score_batch` run in worker p
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from itertools import chain, count
 
 from hybridengine.config import ConfigError
 from hybridengine.config.schema import RewardConfig
@@ -74,10 +75,8 @@ class RewardManager:
             scores = [s + weight * r for s, r in zip(scores, result.scores, strict=True)]
             own = {label: result.scores} if len(results) > 1 else {}
             for name, values in {**result.extras, **own}.items():
-                extras[f"{label}/{name}" if name in extras else name] = values
-            parts[f"{label}/{label}" if label in parts else label] = RewardPart(
-                weight, result.scores
-            )
+                extras[_unused(name, label, extras)] = values
+            parts[_unused(label, label, parts)] = RewardPart(weight, result.scores)
         return RewardResult(scores, extras, parts)
 
 
@@ -144,6 +143,12 @@ def score_checked(
         ) from error
     result.check(len(samples))
     return result
+
+
+def _unused(name: str, label: str, taken: Container[str]) -> str:
+    """`name`, else label/name, else label/name_2 and so on: no result replaces another."""
+    numbered = (f"{label}/{name}_{k}" for k in count(2))
+    return next(n for n in chain((name, f"{label}/{name}"), numbered) if n not in taken)
 
 
 def _import_class(name: str) -> type[RewardManager]:

@@ -16,6 +16,7 @@ from hybridengine.config import ConfigError, GRPOConfig, JobConfig
 from hybridengine.config.schema import OptimConfig, RateConfig
 from hybridengine.data import PromptDataset
 from hybridengine.distributed import Session
+from hybridengine.errors import UserError
 from hybridengine.model import (
     ModelError,
     Optimizer,
@@ -162,7 +163,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
     try:
         return build()
     except (TypeError, ValueError) as error:
-        if not rollout.engine_kwargs.vllm:
+        if isinstance(error, UserError) or not rollout.engine_kwargs.vllm:
             raise
         raise ConfigError(
             f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, and vLLM does not "

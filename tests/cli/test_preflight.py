@@ -11,7 +11,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hybridengine import cli
+from hybridengine.checkpoint.folders import partial, publish
+from hybridengine.config import load_sft_config
 from hybridengine.model import check_model, check_weights, longest_sequence
+from hybridengine.trainer.plan import start_of
 from tests.tiny_models import save_tiny, tiny_config
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
@@ -244,6 +247,59 @@ def test_options_of_the_engine(dry_run, override, words):
 def test_options_of_vllm_for_plain_generate(dry_run):
     line = refusal(dry_run("rollout.engine_kwargs.vllm.block_size=16"))
     assert "plain generate" in line
+
+
+def test_the_plan_says_where_the_run_starts(dry_run, tmp_path):
+    assert start_row(dry_run(kind="sft")) == "starts anew"
+    job = load_sft_config(
+        None,
+        [
+            "model.path=m",
+            "data.train_files=t.jsonl",
+            "data.train_batch_size=4",
+            f"trainer.default_local_dir={tmp_path}/run",
+        ],
+    )
+    assert start_of(job, 40) == "starts anew"
+    written = partial(tmp_path / "run", 4)
+    written.mkdir(parents=True)
+    (written / "state.json").write_text("{}")
+    publish(tmp_path / "run", 4, None)
+    where = f"resumes after step 4, {tmp_path}/run/global_step_4"
+    assert start_of(job, 40) == where
+    assert start_of(job, 16) == f"{where}; all 4 steps are done"
+
+
+def test_a_resume_that_cannot_work(dry_run, tmp_path):
+    written = partial(tmp_path / "run", 4)
+    written.mkdir(parents=True)
+    (written / "state.json").write_text("{}")
+    publish(tmp_path / "run", 4, None)
+    for kind in ("grpo", "sft"):
+        line = refusal(dry_run(kind=kind))
+        assert "global_step_4 holds no state of 'loader'" in line
+        again = dry_run("trainer.resume_mode=disable", kind=kind)
+        assert start_row(again) == "starts anew"
+
+
+def start_row(result) -> str:
+    assert result.exit_code == 0, (result.output, result.exception)
+    [row] = [line for line in result.stdout.splitlines() if line.startswith("start ")]
+    return row.removeprefix("start").strip()
+
+
+def test_faults_of_model_data_and_engine_are_one_report(dry_run, tmp_path):
+    result = dry_run(
+        "model.lora_rank=4",
+        "model.target_modules=[qproj]",
+        f"data.train_files={tmp_path}/none.jsonl",
+        "data.max_response_length=600",
+    )
+    assert result.exit_code == 2
+    first, *faults = result.stderr.splitlines()
+    assert first == "error: 3 settings cannot be used:"
+    for words in ("made for 512", "'qproj'", "none.jsonl does not exist"):
+        assert sum(words in fault for fault in faults) == 1
 
 
 def test_seeds_above_the_limit(dry_run):

@@ -28,7 +28,8 @@ PATH_NAMES = {
     "path", "model_path", "train_files", "val_files", "external_lib", "chat_template",
     "resume_from_path", "default_local_dir", "rollout_data_dir",
 }  # fmt: skip
-BESIDE = {GRPOConfig: ["reward.reward_model.enable=true"], SFTConfig: []}
+RESUMED = "trainer.resume_mode=path"
+BESIDE = {GRPOConfig: ["reward.reward_model.enable=true", RESUMED], SFTConfig: [RESUMED]}
 
 
 def load(*overrides: str) -> GRPOConfig:

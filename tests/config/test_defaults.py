@@ -23,10 +23,12 @@ VALUES = {
     "rollout.max_model_len": "2000",
     "rollout.val_kwargs.do_sample": None,
     "rollout.val_kwargs.n": None,
+    "trainer.resume_from_path": None,
     "reshard.lora": None,
+    "algorithm.gdpo_reward_weights": None,
+    "reward.custom_reward_function.name": None,
     "reward.reward_model.enable": None,
     "reward.reward_model.model_path": None,
-    "reward.weights": "[2.0]",
     "algorithm.rollout_correction.rollout_rs": None,
     "algorithm.rollout_correction.rollout_rs_threshold": None,
 }
@@ -56,6 +58,8 @@ def other_value(key: str, type_: str, default: Any) -> str | None:
     if " | " in choices:
         texts = [c for c in choices.removeprefix("list of ").split(" | ") if c != default]
         return texts[0]
+    if choices in ("list of float", "list of int"):
+        return "[2.0]" if choices.endswith("float") else "[2]"
     if isinstance(default, bool):
         return str(not default).lower()
     if isinstance(default, int):

@@ -117,6 +117,21 @@ def test_truncation(tmp_path, chatml, truncation, expected):
             "no turn has the role assistant",
         ),
         (
+            {"m": [{"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}]},
+            {"messages_key": "m"},
+            "line 1: the chat starts with the assistant",
+        ),
+        (
+            {"prompt": [], "response": "2"},
+            {},
+            "prompt is .., expected a chat",
+        ),
+        (
+            {"prompt": "1", "response": "2"},
+            {"chat_template": "{{ '' }}"},
+            "the chat template made an empty conversation",
+        ),
+        (
             {"prompt": "1", "response": "2"},
             {"chat_template": "{{ messages | length }} {{ messages[0].content }}"},
             "changes turn 1 when other turns are there",

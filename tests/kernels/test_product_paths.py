@@ -56,8 +56,11 @@ def test_products_of_16_bit_inputs(options, op, dtype):
             log_probs, entropy = linear_token_log_probs(hidden, weight, ids, **options)
             (log_probs + entropy).sum().backward()
         else:
-            old = torch.full((rows,), -6.0)
-            linear_policy_loss(hidden, weight, ids, torch.ones(rows), old, **options)[0].backward()
+            loss_inputs = {
+                "advantages": torch.ones(rows),
+                "old_log_probs": torch.full((rows,), -6.0),
+            }
+            linear_policy_loss(hidden, weight, ids, **loss_inputs, **options)[0].backward()
 
     dtypes = product_dtypes(run)
     if has_fast_products(dtype):  # products into float32 are csrc/linear's own

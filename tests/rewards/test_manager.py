@@ -65,6 +65,23 @@ def test_extras_of_the_same_name_are_told_apart(tmp_path):
     assert (result.extras["x"], result.extras["b/x"]) == ([1.0] * 3, [2.0] * 3)
 
 
+def test_functions_of_the_same_name_keep_their_results(tmp_path):
+    """Files of one name in three folders: none replaces the results of another."""
+    files = []
+    for k in range(3):
+        (tmp_path / str(k)).mkdir()
+        files.append(tmp_path / str(k) / "right.py")
+        files[-1].write_text(f"def compute_score({NAMES}): return {{'score': {k}, 'x': {10 * k}}}")
+    config = RewardConfig(CustomRewardConfig(tuple(map(str, files))))
+    result = score(build_reward_manager(config, 10))
+    assert result.scores == [3.0] * 3
+    names = ["x", "right", "right/x", "right/right", "right/x_2", "right/right_2"]
+    assert {name: values[0] for name, values in result.extras.items()} == dict(
+        zip(names, [0.0, 0.0, 10.0, 1.0, 20.0, 2.0], strict=True)
+    )
+    assert [part.scores[0] for part in result.parts.values()] == [0.0, 1.0, 2.0]
+
+
 def test_batch_gets_lists(tmp_path):
     body = "return [float(s == g) for s, g in zip(solution_strs, ground_truths, strict=True)]"
     assert score(manager(tmp_path, {"b": body}, "batch")).scores == [1.0, 0.0, 1.0]

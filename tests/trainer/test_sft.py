@@ -107,7 +107,7 @@ def test_null_val_files_skip_validation(tmp_path: Path) -> None:
         ("trainer.resume_mode=path", ["resume_mode=path and a folder go together"]),
         ("trainer.logger=[wandb]", ["wandb, which is not installed"]),
         ("ulysses_sequence_parallel_size=2", ["does not divide the 1 ranks"]),
-        ("use_remove_padding=true", ["always packed"]),
+        ("engine.strategy=megatron", ["training is FSDP2"]),
         ("data.multiturn.messages_key=chat", ["no column 'chat'"]),
     ],
 )

@@ -1,0 +1,45 @@
+"""What a job hands on to vLLM, and what is said where vLLM does not start with it."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from hybridengine.config import ConfigError, load_config
+from hybridengine.rollout import vllm
+from hybridengine.trainer.setup import build_engine
+from tests.tiny_models import save_tiny
+
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+
+def build(folder: Path, *overrides: str):
+    path = save_tiny("llama", folder)
+    needed = [f"model.path={path}", "data.train_files=t.jsonl", "rollout.name=vllm"]
+    dtypes = ["rollout.dtype=float32", "actor.fsdp_config.dtype=float32"]
+    config = load_config(None, [*needed, *dtypes, *overrides])
+    return build_engine(config, AutoTokenizer.from_pretrained(path))
+
+
+def test_options_and_stop_texts_reach_the_engine(tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(vllm, "VllmEngine", lambda *args, **options: seen.update(options))
+    build(tmp_path, "rollout.engine_kwargs.vllm.block_size=32", "rollout.stop=END")
+    assert seen["engine_options"]["block_size"] == 32
+    assert seen["engine_options"]["max_num_seqs"] == 256
+    assert seen["stop_texts"] is True
+    build(tmp_path)
+    assert "block_size" not in seen["engine_options"] and seen["stop_texts"] is False
+
+
+def test_a_value_that_vllm_refuses_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise ValueError("1 validation error\nfor block_size")
+
+    monkeypatch.setattr(vllm, "VllmEngine", refuse)
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.vllm is .*'block_size': 'x'") as error:
+        build(tmp_path, "rollout.engine_kwargs.vllm.block_size=x")
+    assert "1 validation error for block_size" in str(error.value)
+    with pytest.raises(ValueError, match="1 validation error") as error:
+        build(tmp_path)  # nothing was handed on: it is not the configuration's fault
+    assert not isinstance(error.value, ConfigError)
