@@ -22,8 +22,9 @@ def print_advice(advice: Advice, console: Console) -> None:
         f"[bold]{advice.num_parameters / 1e9:.2f}B parameters, {n} ranks on {advice.nodes} "
         f"node{'s' if advice.nodes > 1 else ''}, {n // t} engines of TP {t}; per rank and sync:"
     )
-    rows = [_row(option) for option in advice.options]
-    names = [_name(option).replace(", ", ",\n") for option in advice.options]
+    shown = advice.options[:6]  # what fits a terminal; they are sorted
+    rows = [_row(option) for option in shown]
+    names = [_name(option).replace(", ", ",\n") for option in shown]
     table = Table(
         "TP groups,\nrow-parallel", *names, box=None, pad_edge=False
     )  # an option a column: fits 80 columns
@@ -71,8 +72,14 @@ def _reason(best: Option, others: list[Option]) -> str:
     other = others[0]
     if other.seconds < best.seconds * 1.01:
         return f"It hardly matters here: with {_name(other)} a sync takes as long."
+    spread = max(best.plan.bytes_sent) < 0.9 * max(other.plan.bytes_sent)
+    why = (
+        "The sending is spread over more ranks"
+        if spread
+        else ("More of what an engine rank needs is in its own shards")
+    )
     return (
-        f"More of what an engine rank needs is in its own shards: a sync takes "
+        f"{why}: a sync takes "
         f"{other.seconds / max(best.seconds, 1e-9):.2f} times as long with {_name(other)}."
     )
 

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from hybridengine.reshard import EngineLayout, TensorSpec
+from hybridengine.reshard import Copy, EngineLayout, TensorSpec
 from hybridengine.reshard.advice_view import draw_advice, print_advice
 from hybridengine.reshard.advisor import advise
+from hybridengine.reshard.geometry import contiguous_strides
+from hybridengine.reshard.shards import dim1_parameters
 from hybridengine.rollout import tp_groups
 from tests.reshard.brute_force import fused_layout
 from tests.tiny_models import tiny_config
@@ -54,6 +57,68 @@ def test_several_nodes_keep_tp_groups_inside_a_node() -> None:
             sum(int(traffic[s, r]) for s in range(8) if node[s] != node[r]) for r in range(8)
         ]
         assert option.inter_bytes == max(crossing)
+
+
+def test_time_is_that_of_the_busiest_rank_of_each_bucket_and_of_each_collective() -> None:
+    layouts = [fused_layout(SHAPES, rank, 2) for rank in range(2)]
+    shapes = {n: s for n, (_, s) in SHAPES.items()}
+
+    def seconds(**options: float) -> list[float]:
+        speeds = {"intra_gb_per_s": 4.0, "inter_gb_per_s": 1.0, "latency_us": 0.0, **options}
+        return [o.seconds for o in advise(shapes, layouts, 8, nodes=2, **speeds).options]
+
+    advice = advise(shapes, layouts, 8, nodes=2, bucket_bytes=4096)
+    for option in advice.options:
+        assert len(option.plan.buckets) > 1
+        busiest = np.maximum(option.plan.traffic().sum(0), option.plan.traffic().sum(1)).max()
+        moved = sum(b.intra_bytes + b.inter_bytes for b in option.plan.buckets)
+        assert busiest <= moved, "no bucket takes less than its busiest rank"
+    plain, slow = seconds(), seconds(latency_us=1000.0)
+    buckets = [len(o.plan.buckets) for o in advise(shapes, layouts, 8, nodes=2).options]
+    assert slow == pytest.approx([t + 1e-3 * n for t, n in zip(plain, buckets, strict=True)])
+
+
+def test_experts_fewer_than_ranks_are_sharded_on_dim_1() -> None:
+    """On dim 0 four of sixteen ranks would send all; the trainer decides by the same function."""
+    shapes = {"experts": (4, 32, 16), "router": (4, 16), "odd": (4, 9, 16)}
+    strides = {n: contiguous_strides(s) for n, s in shapes.items()}
+    copies = [Copy(n, n, 0, 0, s, strides[n], strides[n]) for n, s in shapes.items()]
+    tensors = {n: TensorSpec(s, strides[n], torch.bfloat16) for n, s in shapes.items()}
+    assert dim1_parameters(shapes, {}, 16) == {"experts"}
+    assert dim1_parameters(shapes, {}, 4) == set(), "an expert for every rank"
+    assert dim1_parameters(shapes, {"router": 1, "experts": 1}, 4) == {"experts", "router"}
+    del shapes["odd"], tensors["odd"]
+    layout = EngineLayout(tensors, copies[:2])
+    best, other = advise(shapes, [layout], 16).options
+    assert (best.expert_dim, other.expert_dim) == (1, 0)
+    assert max(best.plan.bytes_sent) < 1.2 * best.received_bytes
+    assert max(other.plan.bytes_sent) > 3 * other.received_bytes
+    assert best.seconds < other.seconds
+
+
+def test_what_few_ranks_would_send_is_reported_with_a_remedy() -> None:
+    shapes = {"experts": (4, 9, 16)}
+    strides = contiguous_strides((4, 9, 16))
+    layout = EngineLayout(
+        {"experts": TensorSpec((4, 9, 16), strides, torch.bfloat16)},
+        [Copy("experts", "experts", 0, 0, (4, 9, 16), strides, strides)],
+    )
+    console = Console(record=True, width=400, file=io.StringIO())
+    print_advice(advise(shapes, [layout], 16), console)
+    assert "sends 3.8 times what it receives" in (text := console.export_text()), text
+    assert "replicas of fewer shards (HSDP, fsdp_size)" in text
+    spread = advise(shapes, [layout], 16, fsdp_size=4).options[0].plan
+    assert max(spread.bytes_sent) == max(spread.bytes_received)
+
+
+def test_replicas_in_every_node_send_nothing_across() -> None:
+    layouts = [fused_layout(SHAPES, rank, 2) for rank in range(2)]
+    shapes = {n: s for n, (_, s) in SHAPES.items()}
+    best = advise(shapes, layouts, 16, nodes=4, fsdp_size=4).options[0]
+    assert best.tp_in_node and best.received_bytes > best.inter_bytes == 0
+    assert advise(shapes, layouts, 16, nodes=4).options[0].inter_bytes > 0
+    with pytest.raises(ValueError, match="fsdp_size: got 5, expected a divisor of the 16 ranks"):
+        advise(shapes, layouts, 16, fsdp_size=5)
 
 
 def test_groups_inside_nodes() -> None:
