@@ -22,8 +22,9 @@ from hybridengine.config.aliases import RL_NAMES, SFT_NAMES
 from hybridengine.config.checks import faults
 from hybridengine.config.errors import ConfigError, ConfigNote
 from hybridengine.config.names import Settings
-from hybridengine.config.schema import GRPOConfig, JobConfig, Options
+from hybridengine.config.schema import GRPOConfig, JobConfig
 from hybridengine.config.sft import SFTConfig
+from hybridengine.config.types import Options
 
 __all__ = ["PPO", "config_to_yaml", "keys_of", "load_config", "load_sft_config"]
 

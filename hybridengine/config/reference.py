@@ -18,8 +18,9 @@ from rich.text import Text
 
 from hybridengine.config.errors import ConfigError
 from hybridengine.config.loading import PPO
-from hybridengine.config.schema import GRPOConfig, Options
+from hybridengine.config.schema import GRPOConfig
 from hybridengine.config.sft import SFTConfig
+from hybridengine.config.types import Options
 
 __all__ = ["Key", "key_reference", "key_table"]
 

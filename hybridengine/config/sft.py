@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybridengine.config.schema import (
-    Count,
-    Flag,
     JobConfig,
     OptimConfig,
+    RunConfig,
+    ShardingConfig,
+    TrainedModelConfig,
+)
+from hybridengine.config.types import (
+    Count,
+    Flag,
     Options,
     PathText,
     PathTexts,
     Positive,
-    RunConfig,
     Seed,
-    ShardingConfig,
-    TrainedModelConfig,
     Truncation,
 )
 

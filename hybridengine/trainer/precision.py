@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybridengine.config import JobConfig
 from hybridengine.config.loading import keys_of
-from hybridengine.config.schema import Dtype
+from hybridengine.config.types import Dtype
 from hybridengine.kernels import has_fast_products
 
 __all__ = ["describe_precision", "resolve_dtypes"]

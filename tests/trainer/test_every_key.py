@@ -123,10 +123,10 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "critic.model.path": ("{dir}/other", CRITIC),
     "critic.cliprange_value": ("1e-4", (*CRITIC, "actor.ppo_epochs=2")),
     "algorithm.adv_estimator": ("rloo", ()),
-    "algorithm.gdpo_reward_keys": ("[even,shorter]", GDPO),
+    "algorithm.gdpo_reward_keys": ("[even,reward]", GDPO),
     "algorithm.gdpo_reward_weights": (
         "[1,2]",
-        (*GDPO, "algorithm.gdpo_reward_keys=[even,shorter]"),
+        (*GDPO, "algorithm.gdpo_reward_keys=[even,reward]"),
     ),
     "algorithm.gamma": ("0.5", ("algorithm.adv_estimator=reinforce_plus_plus",)),
     "algorithm.lam": ("0.5", CRITIC),
