@@ -86,6 +86,21 @@ def test_a_rank_receives_what_it_lacks_and_nothing_else(world_size: int, tp_size
         assert all(r["bound"] < 2 * whole for r in results)
 
 
+def nodes_body(rank: int, world_size: int) -> tuple[bool, list[int], int]:
+    whole = values(UNEVEN)
+    engine, _, resharder = build(UNEVEN, 2, whole=whole, replicas=2)
+    resharder.sync(1, verify=True)
+    right = all(torch.equal(engine.tensors[n], t) for n, t in expected(engine, whole).items())
+    return right, resharder.plan.bytes_crossing, max(resharder.plan.bytes_received)
+
+
+def test_a_replica_in_each_node_sends_to_its_node() -> None:
+    """Two nodes of two ranks, as LOCAL_WORLD_SIZE tells every rank."""
+    for right, crossing, received in run_ranks(nodes_body, 4, env={"LOCAL_WORLD_SIZE": "2"}):
+        assert right and received > 0
+        assert crossing == [0] * 4
+
+
 # At TP 2 on 2 ranks the columns stay where they are; what is replicated has to travel.
 BIG: Shapes = {
     **{f"c{i}": ("column", (1024, 512)) for i in range(4)},
