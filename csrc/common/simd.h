@@ -142,30 +142,52 @@ HE_SIMD VecF at_most(float most, VecF x) {
 #endif
 }
 
-// 2^x for -150 <= x < 128 (NaN stays NaN), 0 at -150. The polynomial is 2^r on [0, 1), minimax of
-// degree 6 with 2^0 exactly 1: relative error 2e-9 before rounding, 2^-24 after.
-HE_SIMD VecF exp2(VecF x) {
-#if defined(__AVX512F__)
-  const VecF r = (VecF)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
+// The largest integer no larger than x, |x| < 2^22.
+HE_SIMD VecF floor(VecF x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (VecF)_mm256_floor_ps((__m256)x);
 #else
-  VecF whole = (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to an integer
-  whole = whole > x ? whole - 1.0f : whole;
-  const VecF r = x - whole;
+  const VecF whole = (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  return whole > x ? whole - 1.0f : whole;
 #endif
+}
+
+// 2^r on [0, 1), minimax of degree 6 with 2^0 exactly 1: relative error 2e-9 before rounding,
+// 2^-24 after.
+HE_SIMD VecF exp2_fraction(VecF r) {
   VecF p = splat(2.161291914e-4f);
   p = p * r + 1.246784534e-3f;
   p = p * r + 9.675451674e-3f;
   p = p * r + 5.548528057e-2f;
   p = p * r + 2.402293056e-1f;
   p = p * r + 6.931470444e-1f;
-  p = p * r + 1.0f;
+  return p * r + 1.0f;
+}
+
+// 2^x for -150 <= x < 128 (NaN stays NaN), 0 at -150.
+HE_SIMD VecF exp2(VecF x) {
 #if defined(__AVX512F__)
-  return (VecF)_mm512_scalef_ps((__m512)p, (__m512)x);  // times 2^floor(x)
+  const VecF p = exp2_fraction((VecF)_mm512_reduce_ps((__m512)x, 0x09));  // x - floor(x)
+  return (VecF)_mm512_scalef_ps((__m512)p, (__m512)x);                    // times 2^floor(x)
 #else
+  const VecF whole = floor(x);
+  const VecF p = exp2_fraction(x - whole);
   // 2^n in two factors, so that results below the normal range are right as well.
   const VecI exponent = (VecI)(whole + 12582912.0f) - 0x4B400000;
   const VecI half = exponent >> 1;
   return p * (VecF)((half + 127) << 23) * (VecF)((exponent - half + 127) << 23);
+#endif
+}
+
+// The same for -150 <= x < 63 (NaN becomes anything): one factor less.
+HE_SIMD VecF exp2_below_63(VecF x) {
+#if defined(__AVX512F__)
+  return exp2(x);
+#else
+  const VecF whole = floor(x);
+  const VecI p = (VecI)exp2_fraction(x - whole);
+  // 2^(x + 64) is in the normal range; its low bits are those of floor(x) + 64.
+  return (VecF)(p + ((VecI)(whole + 12582976.0f) << 23)) * 0x1p-64f;
 #endif
 }
 

@@ -240,7 +240,7 @@ void backward_row(const LogProbBackward& p, int64_t r) {
   const auto at = [&](VecF x) {
     const VecF y = row.capped(x);
     const VecF log2_p = at_least(-150.0f, (y - shift) * factor2 - log2_sum);
-    VecF grad = exp2(log2_p) * (constant + slope2 * log2_p);
+    VecF grad = exp2_below_63(log2_p) * (constant + slope2 * log2_p);
     if constexpr (general) {
       if (row.softcap > 0) {
         const VecF t = y / row.softcap;

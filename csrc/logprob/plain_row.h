@@ -4,9 +4,10 @@
 // entry takes 13 of them (16-bit types: 13 with the conversion): d = y * factor2 - c in one, with
 // c near the largest; no clamp and no maximum; 2^d from a quintic with leading coefficient 1, an
 // addition in place of a multiply-add, its scale divided out at the end of the row. Two vectors
-// are begun while the two before them are finished. What this cannot do (removed entries, rows
-// with one dominant entry that may not be the reference) it refuses, and the caller takes the
-// general way.
+// are begun while the two before them are finished. Narrower vectors take 15: rounding is an
+// addition and a subtraction there, and d is clamped for the integer arithmetic. What this cannot
+// do (removed entries, rows with one dominant entry that may not be the reference) it refuses, and
+// the caller takes the general way.
 #pragma once
 
 #include <cmath>
@@ -59,7 +60,7 @@ struct Begun {
 
 #if defined(__AVX512F__)
 constexpr float kExp2Scale = 532.107849f;
-constexpr double kLeastSum = 0;
+constexpr double kLeastMean = 0;
 
 HE_SIMD Begun begin_exp2(VecPair d) {
   return {d,
@@ -80,11 +81,11 @@ HE_SIMD VecPair finish_exp2(const Begun& v) {
   return {scaled_exp2(v.d.a, v.r.a), scaled_exp2(v.d.b, v.r.b)};
 }
 #else
-constexpr double kExp2Scale = 753.212149;
+constexpr double kExp2Scale = 753.212167;  // rounded coefficients: not off to one side on average
 // d is kept where adding n to the exponent of the polynomial neither underflows nor overflows. An
-// entry that is raised to 2^-130 is nothing beside sums of at least kLeastSum.
-constexpr float kLeastD = -130.0f, kMostD = 100.0f;
-constexpr double kLeastSum = 1e-24;
+// entry that is raised to 2^-134 is nothing beside a mean of at least kLeastMean.
+constexpr float kLeastD = -134.0f, kMostD = 100.0f;
+constexpr double kLeastMean = 1e-33;
 
 HE_SIMD Begun begin_exp2(VecPair d) {
   Begun v;
@@ -197,7 +198,7 @@ bool reduce_plain(const T* x, int64_t vocab, int64_t token, int64_t block_size, 
   sums.e = sum(e) * scale;
   sums.e_d = (sum(e_d) * scale - residual * sums.e) * 0.6931471805599453;
   sums = unbiased(sums, factor);
-  return sums.e >= kLeastSum;
+  return sums.e >= kLeastMean * vocab;
 }
 
 // Whether the sums are as exact as those about the true maximum: they are where the token makes up
