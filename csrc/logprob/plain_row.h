@@ -22,8 +22,7 @@ constexpr bool kFused = true;
 constexpr bool kFused = false;
 #endif
 
-constexpr float kExp2Scale = 532.107849f;
-constexpr float kFarBelow = -1e30f;  // 2^d is 0 there, and 0 * d is no NaN
+constexpr float kFarBelow = -1e30f;  // adds nothing, and 0 * d is no NaN
 
 typedef double VecD __attribute__((vector_size(kWidth * 8)));
 
@@ -50,28 +49,21 @@ HE_SIMD bool all_at_most(float most, VecF v) {
 #endif
 }
 
-// Two vectors on their way to 2^d.
+// Two vectors on their way to 2^d = 2^n * 2^r.
 struct Begun {
-  VecPair d, r;  // r = d - floor(d)
+  VecPair d, r;
+#if !defined(__AVX512F__)
+  VecPair t;  // 1.5 * 2^23 + n: n in the low bits
+#endif
 };
 
-HE_SIMD VecF clamped(VecF d) {
 #if defined(__AVX512F__)
-  return d;
-#else
-  const VecF low = at_least(-200.0f, d);  // the integer arithmetic of 2^floor(d) ends somewhere
-  return low > 150.0f ? splat(150.0f) : low;
-#endif
-}
+constexpr float kExp2Scale = 532.107849f;
+constexpr double kLeastSum = 0;
 
-HE_SIMD VecF fraction(VecF d) {
-#if defined(__AVX512F__)
-  return (VecF)_mm512_reduce_ps((__m512)d, 0x09);
-#else
-  const VecF x = clamped(d);
-  const VecF whole = (x + 12582912.0f) - 12582912.0f;
-  return x - (whole > x ? whole - 1.0f : whole);
-#endif
+HE_SIMD Begun begin_exp2(VecPair d) {
+  return {d,
+          {(VecF)_mm512_reduce_ps((__m512)d.a, 0x09), (VecF)_mm512_reduce_ps((__m512)d.b, 0x09)}};
 }
 
 // kExp2Scale * 2^d; minimax on [0, 1) with both ends exact, relative error 9e-8 before rounding.
@@ -81,47 +73,75 @@ HE_SIMD VecF scaled_exp2(VecF d, VecF r) {
   p = p * r + 127.790634f;
   p = p * r + 368.831482f;
   p = p * r + kExp2Scale;
-#if defined(__AVX512F__)
   return (VecF)_mm512_scalef_ps((__m512)p, (__m512)d);
-#else
-  const VecI exponent = __builtin_convertvector(clamped(d) - r, VecI);
-  const VecI half = exponent >> 1;
-  return p * (VecF)((half + 127) << 23) * (VecF)((exponent - half + 127) << 23);
-#endif
 }
+
+HE_SIMD VecPair finish_exp2(const Begun& v) {
+  return {scaled_exp2(v.d.a, v.r.a), scaled_exp2(v.d.b, v.r.b)};
+}
+#else
+constexpr double kExp2Scale = 753.212149;
+// d is kept where adding n to the exponent of the polynomial neither underflows nor overflows. An
+// entry that is raised to 2^-130 is nothing beside sums of at least kLeastSum.
+constexpr float kLeastD = -130.0f, kMostD = 100.0f;
+constexpr double kLeastSum = 1e-24;
+
+HE_SIMD Begun begin_exp2(VecPair d) {
+  Begun v;
+  v.d = {at_most(kMostD, at_least(kLeastD, d.a)), at_most(kMostD, at_least(kLeastD, d.b))};
+  v.t = {v.d.a + 12582912.0f, v.d.b + 12582912.0f};  // 1.5 * 2^23: rounds to an integer
+  v.r = {v.d.a - (v.t.a - 12582912.0f), v.d.b - (v.t.b - 12582912.0f)};
+  return v;
+}
+
+// kExp2Scale * 2^d; minimax on [-1/2, 1/2], relative error 8e-8 before rounding.
+HE_SIMD VecF scaled_exp2(VecF r, VecF t) {
+  VecF p = r + 7.28773546f;
+  p = p * r + 41.8086472f;
+  p = p * r + 180.937531f;
+  p = p * r + 522.086731f;
+  p = p * r + 753.212219f;
+  return (VecF)((VecI)p + ((VecI)t << 23));
+}
+
+HE_SIMD VecPair finish_exp2(const Begun& v) {
+  return {scaled_exp2(v.r.a, v.t.a), scaled_exp2(v.r.b, v.t.b)};
+}
+#endif
 
 template <typename T>
 struct PlainBlock {
   VecF factor2, c;
   VecPair e{}, e_d{};  // sums of kExp2Scale * 2^d and of that times d
 
-  Begun begin(VecPair y) const {
-    const VecPair d{y.a * factor2 - c, y.b * factor2 - c};
-    return {d, {fraction(d.a), fraction(d.b)}};
-  }
+  Begun begin(VecPair y) const { return begin_exp2({y.a * factor2 - c, y.b * factor2 - c}); }
   void finish(const Begun& v) {
-    const VecF a = scaled_exp2(v.d.a, v.r.a), b = scaled_exp2(v.d.b, v.r.b);
-    e.a += a;
-    e.b += b;
-    e_d.a += a * v.d.a;
-    e_d.b += b * v.d.b;
+    const VecPair value = finish_exp2(v);
+    e.a += value.a;
+    e.b += value.b;
+    e_d.a += value.a * v.d.a;
+    e_d.b += value.b * v.d.b;
   }
   void add(const T* x, int64_t count) {
+    PlainBlock sums = *this;  // in registers: its own members would be stored at every step
     int64_t i = 0;
-    if (count >= 2 * kWidth) {
+    if constexpr (kWidth < 16) {  // with 16 registers two pairs under way would be spilled
+      for (; i + 2 * kWidth <= count; i += 2 * kWidth) sums.finish(begin(load_pair(x + i)));
+    } else if (count >= 2 * kWidth) {
       Begun next = begin(load_pair(x));
       for (i = 2 * kWidth; i + 2 * kWidth <= count; i += 2 * kWidth) {
         const Begun now = next;
         next = begin(load_pair(x + i));
-        finish(now);
+        sums.finish(now);
       }
-      finish(next);
+      sums.finish(next);
     }
     for (; i < count; i += kWidth) {
       const int64_t rest = count - i;
       const VecF y = rest >= kWidth ? load(x + i) : load_part(x + i, rest, kFarBelow);
-      finish(begin({y, splat(kFarBelow)}));
+      sums.finish(begin({y, splat(kFarBelow)}));
     }
+    *this = sums;
   }
   // An infinite or NaN e_d makes 0 * e_d NaN.
   bool at_most(float most) const {
@@ -140,7 +160,7 @@ bool reduce_plain(const T* x, int64_t vocab, int64_t token, int64_t block_size, 
   if (token >= 0) reference = std::fmax(reference, to_float(x[token]));
   float c = reference * factor2;
   // A lane of a block adds up this many entries, each at most 1 if the reference is the maximum.
-  const float most = kExp2Scale * static_cast<float>(block_size / (2 * kWidth));
+  const float most = static_cast<float>(kExp2Scale * (block_size / (2 * kWidth)));
   VecD e{}, e_d{};
   const auto block_of = [&](int64_t begin, int64_t end) {
     PlainBlock<T> block{splat(factor2), splat(c)};
@@ -177,7 +197,7 @@ bool reduce_plain(const T* x, int64_t vocab, int64_t token, int64_t block_size, 
   sums.e = sum(e) * scale;
   sums.e_d = (sum(e_d) * scale - residual * sums.e) * 0.6931471805599453;
   sums = unbiased(sums, factor);
-  return true;
+  return sums.e >= kLeastSum;
 }
 
 // Whether the sums are as exact as those about the true maximum: they are where the token makes up
