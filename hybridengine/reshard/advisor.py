@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.layout import EngineLayout
-from hybridengine.reshard.plan import ReshardPlan, build_plan
+from hybridengine.reshard.plan import Planner, ReshardPlan
 from hybridengine.reshard.shards import ShardSpec, dim1_parameters
 from hybridengine.rollout.engine import tp_groups
 
@@ -103,11 +103,12 @@ def advise(
     options = []
     for grouping, groups in _groupings(world_size, tp_size, nodes).items():
         in_node = all(len({node[rank] for rank in group}) == 1 for group in groups)
+        tp_rank = {rank: place for group in groups for place, rank in enumerate(group)}
+        on_rank = [layouts[tp_rank[rank]] for rank in range(world_size)]
+        planner = Planner(on_rank, bucket_bytes, node)
         for dims, columns in _shardings(shapes, layouts, fsdp_size).items():
             sources = _sources(shapes, columns, world_size, fsdp_size)
-            tp_rank = {rank: place for group in groups for place, rank in enumerate(group)}
-            on_rank = [layouts[tp_rank[rank]] for rank in range(world_size)]
-            plan = build_plan(sources, on_rank, bucket_bytes, node)
+            plan = planner.plan(sources)
             seconds = sum(
                 bucket.intra_bytes / (intra_gb_per_s * 1e9)
                 + bucket.inter_bytes / (inter_gb_per_s * 1e9)

@@ -26,7 +26,7 @@ from hybridengine.reshard.overlaps import Read
 from hybridengine.reshard.routes import Ranks, Route
 from hybridengine.reshard.shards import ShardSpec
 
-__all__ = ["Bucket", "Piece", "ReshardPlan", "Slice", "Unit", "build_plan"]
+__all__ = ["Bucket", "Piece", "Planner", "ReshardPlan", "Slice", "Unit", "build_plan"]
 
 
 class Slice(NamedTuple):
@@ -214,29 +214,55 @@ def build_plan(
     Raises LayoutError when a layout names an unknown source or an engine element is written by no
     source, or twice, or when a bucket cannot hold one row of a source.
     """
-    if bucket_bytes < 1 << 12:
-        raise ValueError(f"bucket_bytes: got {bucket_bytes}, expected at least 4096")
-    nodes = [0] * len(layouts) if nodes is None else list(nodes)
-    if len(nodes) != len(layouts):
-        raise ValueError(f"nodes: got {len(nodes)} entries, expected one per rank: {len(layouts)}")
-    distinct = list({id(layout): layout for layout in layouts}.values())
-    index = {id(layout): i for i, layout in enumerate(distinct)}
-    layout_of = [index[id(layout)] for layout in layouts]
-    for layout in distinct:
-        check_coverage(layout)
-    fallback = {n: why for layout in distinct for n, why in layout.fallback.items()}
-    routes = _Routes(Ranks(layout_of, nodes))
-    kinds, destinations = _kinds(sources, distinct, routes)
-    moving = {key: kind for key, kind in kinds.items() if key[0] not in fallback}
-    buckets, moved, staging_bytes = _fill_buckets(sources, moving, bucket_bytes, len(layouts))
-    needed, lower_bound = np.zeros((2, len(layouts)), np.int64)
-    for (_, dtype), kind in kinds.items():
-        needed += kind.needed[layout_of] * dtype.itemsize
-        lower_bound += kind.missing * dtype.itemsize
-    digest = _digest(bucket_bytes, layout_of, nodes, sources, distinct)
-    per_rank = (moved[:2].sum(0), moved[2:].sum(0), moved[1], needed, lower_bound)
-    summed = (*(a.tolist() for a in per_rank), staging_bytes, fallback, digest)
-    return ReshardPlan(len(layouts), sources, buckets, *summed, layout_of, kinds, destinations)
+    return Planner(layouts, bucket_bytes, nodes).plan(sources)
+
+
+class Planner:
+    """Plans for the same engine layouts and different placements of what is trained (the arguments
+    are those of `build_plan`). What some placements have in common is worked out once."""
+
+    def __init__(
+        self,
+        layouts: Sequence[EngineLayout],
+        bucket_bytes: int = 64 << 20,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        if bucket_bytes < 1 << 12:
+            raise ValueError(f"bucket_bytes: got {bucket_bytes}, expected at least 4096")
+        self._bucket_bytes = bucket_bytes
+        self._nodes = [0] * len(layouts) if nodes is None else list(nodes)
+        if len(self._nodes) != len(layouts):
+            raise ValueError(
+                f"nodes: got {len(self._nodes)} entries, expected one per rank: {len(layouts)}"
+            )
+        self._layouts = list({id(layout): layout for layout in layouts}.values())
+        index = {id(layout): i for i, layout in enumerate(self._layouts)}
+        self._layout_of = [index[id(layout)] for layout in layouts]
+        for layout in self._layouts:
+            check_coverage(layout)
+        self._routes = _Routes(Ranks(self._layout_of, self._nodes))
+        self._known_kinds: dict[tuple, Kind] = {}
+        self._known_shares: dict[tuple[Kind, int], _Shares] = {}
+
+    def plan(self, sources: Mapping[str, ShardSpec]) -> ReshardPlan:
+        """As `build_plan`, which raises the same."""
+        world_size = len(self._layout_of)
+        fallback = {n: why for layout in self._layouts for n, why in layout.fallback.items()}
+        kinds, destinations = _kinds(sources, self._layouts, self._routes, self._known_kinds)
+        moving = {key: kind for key, kind in kinds.items() if key[0] not in fallback}
+        buckets, moved, staging_bytes = _fill_buckets(
+            sources, moving, self._bucket_bytes, world_size, self._known_shares
+        )
+        needed, lower_bound = np.zeros((2, world_size), np.int64)
+        for (_, dtype), kind in kinds.items():
+            needed += kind.needed[self._layout_of] * dtype.itemsize
+            lower_bound += kind.missing * dtype.itemsize
+        digest = _digest(self._bucket_bytes, self._layout_of, self._nodes, sources, self._layouts)
+        per_rank = (moved[:2].sum(0), moved[2:].sum(0), moved[1], needed, lower_bound)
+        summed = (*(a.tolist() for a in per_rank), staging_bytes, fallback, digest)
+        return ReshardPlan(
+            world_size, sources, buckets, *summed, self._layout_of, kinds, destinations
+        )
 
 
 def _fill_buckets(
@@ -244,9 +270,12 @@ def _fill_buckets(
     kinds: Mapping[_Source, Kind],
     bucket_bytes: int,
     world_size: int,
+    known: dict[tuple[Kind, int], _Shares],
 ) -> tuple[list[Bucket], np.ndarray, int]:
-    """(buckets, bytes moved int64 [4, N] as `Kind.loads`, most bytes that a rank stages)."""
-    shares: dict[tuple[Kind, int], list[Staged]] = {}
+    """(buckets, bytes moved int64 [4, N] as `Kind.loads`, most bytes that a rank stages).
+
+    known: shares by (kind, bytes of an element), to which those of new kinds are added.
+    """
     buckets: list[Bucket] = []
     filling: dict[tuple, tuple[Bucket, np.ndarray, np.ndarray]] = {}
     total, staging_bytes = np.zeros((4, world_size), np.int64), 0
@@ -261,23 +290,55 @@ def _fill_buckets(
 
     for (source, dtype), kind in kinds.items():
         key, spec = (kind, dtype.itemsize), sources[source]
-        if key not in shares:
-            shares[key] = find_shares(source, *key, bucket_bytes)
+        if key not in known:
+            known[key] = _Shares(find_shares(source, *key, bucket_bytes))
+        shares, first = known[key], 0
         sort = (spec.dtype, dtype, spec.frozen, spec.merged)
-        for share, loads, staged in shares[key]:
-            bucket, used, moved = filling.get(sort) or (None, 0, None)
-            used = used + staged
-            if bucket is None or used.max() > bucket_bytes:
-                if bucket is not None:
-                    close(bucket, used - staged, moved)
-                bucket, used, moved = Bucket(*sort), staged, np.zeros_like(total)
-                buckets.append(bucket)
-            bucket.units.append(Unit(source, share))
-            moved += loads
-            filling[sort] = bucket, used, moved
+        while first < len(shares.units):
+            if sort not in filling:
+                filling[sort] = Bucket(*sort), np.zeros(world_size, np.int64), np.zeros_like(total)
+                buckets.append(filling[sort][0])
+            bucket, used, moved = filling[sort]
+            end = shares.that_fit(first, used, bucket_bytes)
+            if end == first:
+                close(*filling.pop(sort))
+                continue
+            bucket.units += [Unit(source, share) for share in shares.units[first:end]]
+            used += shares.staged[end] - shares.staged[first]
+            moved += shares.loads[first:end].sum(0, dtype=np.int64)
+            first = end
     for last in filling.values():
         close(*last)
     return buckets, total, staging_bytes
+
+
+class _Shares:
+    """The T shares of a source.
+
+    staged: bytes that each rank stages of those before a share, int64 [T + 1, N]. loads: of each
+    share, as `Kind.loads`, [T, 4, N].
+    """
+
+    def __init__(self, shares: Sequence[Staged]) -> None:
+        self.units = [s.share for s in shares]
+        self.staged = _running_sums([s.staged for s in shares])
+        self.loads = np.stack([s.loads for s in shares])
+        self._busiest = _running_sums([s.staged.max() for s in shares])
+
+    def that_fit(self, first: int, used: np.ndarray, limit: int) -> int:
+        """Behind the last of the shares from `first` on that fit on every rank beside `used`."""
+        room = limit - used.max() + self._busiest[first]
+        end = max(first, int(np.searchsorted(self._busiest, room, "right")) - 1)  # fits at least
+        begin = used - self.staged[first]
+        while end < len(self.units) and (begin + self.staged[end + 1]).max() <= limit:
+            end += 1
+        return end
+
+
+def _running_sums(values: Sequence[np.ndarray]) -> np.ndarray:
+    sums = np.zeros((len(values) + 1, *np.shape(values[0])), np.int64)
+    np.cumsum(values, axis=0, out=sums[1:])
+    return sums
 
 
 class _Routes:
@@ -297,9 +358,15 @@ class _Routes:
 
 
 def _kinds(
-    sources: Mapping[str, ShardSpec], layouts: Sequence[EngineLayout], routes: _Routes
+    sources: Mapping[str, ShardSpec],
+    layouts: Sequence[EngineLayout],
+    routes: _Routes,
+    known: dict[tuple, Kind],
 ) -> tuple[dict[_Source, Kind], dict[_Source, list[list[str]]]]:
-    """What is needed of each source, one Kind object for all sources of equal needs."""
+    """What is needed of each source, one Kind object for all sources of equal needs.
+
+    known: Kinds by what makes them equal, to which new ones are added.
+    """
     needs: dict[_Source, list[list[tuple[str, Block]]]] = defaultdict(lambda: [[] for _ in layouts])
     for i, layout in enumerate(layouts):
         for copy in layout.copies:
@@ -315,7 +382,6 @@ def _kinds(
     place = {source: i for i, source in enumerate(sources)}
     ordered = sorted(needs, key=lambda key: (place[key[0]], str(key[1])))
     kinds: dict[_Source, Kind] = {}
-    known: dict[tuple, Kind] = {}
     for source, dtype in ordered:
         groups, spec = needs[source, dtype], sources[source]
         blocks = [tuple(block for _, block in group) for group in groups]

@@ -33,7 +33,14 @@ from hybridengine.reshard.reordering import find_reordering, reordered_layout, u
 from hybridengine.rollout.engine import WeightTarget
 from hybridengine.rollout.vllm_lora import LoraSlot
 
-__all__ = ["VllmWeights", "WeightsInPlace", "live_tensors", "record_vllm", "replaced"]
+__all__ = [
+    "VllmWeights",
+    "WeightsInPlace",
+    "live_tensors",
+    "record_vllm",
+    "replaced",
+    "unused_parameters",
+]
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -72,6 +79,14 @@ def record_vllm(vllm_config: Any, checkpoint: Checkpoint, dtype: torch.dtype) ->
         return record_engine(model, model.load_weights, checkpoint, dtype)
 
 
+def unused_parameters(checkpoint: Checkpoint) -> frozenset[str]:
+    """What vLLM's loader may leave out: stored buffers, and the rest of a vision tower behind the
+    layer whose features are used (`vision_feature_layer`), through which no gradient comes."""
+    if "vision_feature_layer" not in checkpoint.config:
+        return checkpoint.buffers
+    return checkpoint.buffers | {n for n in checkpoint.parameters if "vision_tower." in n}
+
+
 class VllmWeights(WeightTarget):
     """The weights of one worker of vLLM, in this process.
 
@@ -91,7 +106,7 @@ class VllmWeights(WeightTarget):
         self._check_parallelism()
         self.tp_rank = get_tensor_model_parallel_rank()
         self.dtype = config.model_config.dtype
-        self.unused = checkpoint.buffers
+        self.unused = unused_parameters(checkpoint)
         self.differences = describe_differences(
             checkpoint.config, config.model_config.hf_config.to_dict()
         )

@@ -45,7 +45,7 @@ _VISION = dict(
     spatial_merge_size=2, temporal_patch_size=2, mlp_ratio=2, intermediate_size=96,
     out_hidden_size=128, fullatt_block_indexes=[1],
 )  # fmt: skip
-_SIGLIP = dict(
+_VIT = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     image_size=56, patch_size=14,
 )  # fmt: skip
@@ -246,14 +246,22 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "gemma3": Entry(
         "gemma3",
-        sub_configs={"text_config": _TEXT | {"num_hidden_layers": 6}, "vision_config": _SIGLIP},
+        sub_configs={
+            "text_config": _TEXT | {"num_hidden_layers": 6},
+            "vision_config": _VIT | {"vision_use_head": False},
+        },
     ),
     "paligemma": Entry(
         "paligemma",
         {"projection_dim": 128},
         sub_configs={
             "text_config": {"model_type": "gemma"} | _TEXT,
-            "vision_config": {"model_type": "siglip_vision_model", "projection_dim": 128} | _SIGLIP,
+            "vision_config": _VIT
+            | {
+                "model_type": "siglip_vision_model",
+                "projection_dim": 128,
+                "vision_use_head": False,
+            },
         },
     ),
     "gemma4_text": _text(
@@ -266,20 +274,16 @@ CATALOGUE: dict[str, Entry] = {
         linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
         layer_types=["linear_attention", "full_attention"],
     ),
-    "flex_olmo": _text("flex_olmo", **_MOE),
+    "flex_olmo": _text("flex_olmo", **_MOE | {"moe_intermediate_size": 192}),
     "exaone_moe": _text(
         "exaone_moe", **_MOE, num_shared_experts=1, first_k_dense_replace=1, n_group=1,
         topk_group=1, layer_types=["sliding_attention", "full_attention"],
-    ),
-    "afmoe": _text(
-        "afmoe", **_MOE, num_dense_layers=1, num_shared_experts=1,
-        layer_types=["sliding_attention", "full_attention"],
     ),
     "mistral3": Entry(
         "mistral3",
         sub_configs={
             "text_config": {"model_type": "mistral"} | _TEXT,
-            "vision_config": {"model_type": "pixtral", "head_dim": 16} | _SIGLIP,
+            "vision_config": {"model_type": "pixtral", "head_dim": 16} | _VIT,
         },
     ),
     "llava": Entry(

@@ -59,10 +59,11 @@ class BareEngine(WeightTarget):
     """vLLM's model, as its loader leaves it, without an engine around it."""
 
     def __init__(self, model, in_place, checkpoint, vllm_config, tp_rank: int) -> None:
-        from hybridengine.rollout.vllm_weights import record_vllm
+        from hybridengine.rollout.vllm_weights import record_vllm, unused_parameters
 
         self._model, self._in_place, self._checkpoint = model, in_place, checkpoint
-        self.tp_rank, self.dtype, self.unused = tp_rank, DTYPE, checkpoint.buffers
+        self.tp_rank, self.dtype = tp_rank, DTYPE
+        self.unused = unused_parameters(checkpoint)
         layout = record_vllm(vllm_config, checkpoint, DTYPE)
         self.layout = in_place.follow(model, layout, checkpoint.parameters)
 
@@ -273,7 +274,10 @@ class _Case:
 
 
 def _reachable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that vLLM's objects hold, registered or not, by one path to it."""
+    """Every tensor that vLLM's objects hold, registered or not, by one path to it.
+
+    What torch.fx keeps of tracing a module (`_tensor_constant0`) is no part of a model.
+    """
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     queue: list[tuple[str, Any]] = [("", model)]
@@ -289,7 +293,8 @@ def _reachable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         elif isinstance(value, list | tuple):
             queue += [(f"{path}.{i}", part) for i, part in enumerate(value)]
         elif _holds_weights(value):
-            queue += [(f"{path}.{key}", part) for key, part in vars(value).items()]
+            parts = vars(value).items()
+            queue += [(f"{path}.{k}", x) for k, x in parts if not k.startswith("_tensor_constant")]
     return found
 
 
