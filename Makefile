@@ -30,7 +30,7 @@ demo-long: setup ## SFT, then GRPO, and the curve over both (SEED=2: another see
 test: setup ## All tests (GPU tests run where there is a GPU)
 	@$(PY) -m pytest -q
 
-test-architectures: setup ## Reshard 76 architectures against vLLM's loader; docs/architectures.md
+test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
 
 lint: setup ## ruff, clang-format and mypy, changing nothing

@@ -244,9 +244,9 @@ void backward_row(const LogProbBackward& p, int64_t r) {
     if constexpr (general) {
       if (row.softcap > 0) {
         const VecF t = y / row.softcap;
-        grad = select(x == kMinusInfinity, VecF{},
-                      grad * (1.0f - t * t) * (row.scale_in * row.softcap));
+        grad = grad * (1.0f - t * t) * (row.scale_in * row.softcap);
       }
+      grad = select(x == kMinusInfinity, VecF{}, grad);  // also where all entries are removed
     }
     return grad;
   };
