@@ -75,6 +75,12 @@ class RowOptions(NamedTuple):
         )
 
 
+def in_shape(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Results [T] as [...]; where that is their shape already, themselves: FSDP2 warns of a module
+    that returns a view."""
+    return rows if rows.shape == shape else rows.view(shape)
+
+
 def row_options(
     op: str,
     token_ids: Tensor,

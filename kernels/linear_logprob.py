@@ -25,7 +25,7 @@ from ._linear_arguments import (
     wide_dtype,
 )
 from ._mixed_product import WIDENED_BYTES, keeps_16_bits, mixed_product
-from ._row_options import RowOptions, row_options
+from ._row_options import RowOptions, in_shape, row_options
 from .logprob import rows_backward, rows_forward
 
 register_backends(
@@ -103,7 +103,7 @@ def linear_token_log_probs(
         hidden if hidden.dim() == 2 else hidden.flatten(0, -2), weight, bias, token_ids.flatten(),
         *options, budget(op, hidden, budget_bytes), deterministic, main_grad, backend,
     )  # fmt: skip
-    return log_probs.view(token_ids.shape), entropy.view(token_ids.shape)
+    return in_shape(log_probs, token_ids.shape), in_shape(entropy, token_ids.shape)
 
 
 class Chunks:

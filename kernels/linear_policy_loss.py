@@ -24,7 +24,7 @@ from ._linear_arguments import (
     split_row_options,
     wide_dtype,
 )
-from ._row_options import row_options
+from ._row_options import in_shape, row_options
 from .aggregation import LOSS_AGG_MODES, Segments, denominators, token_arguments, token_weights
 from .linear_logprob import Chunks, LinearGrads, linear_token_log_probs
 from .logprob import rows_backward, rows_forward, token_log_probs
@@ -165,7 +165,7 @@ def linear_policy_loss(
         # 0-d stand-ins of the inputs: the backward keeps them, and not what they stand for.
         anchors = [None if t is None else t[:0].sum() for t in (hidden, weight, bias)]
         loss = _AttachGradients.apply(loss, hidden, weight, bias, main_grad, *grads, *anchors)
-    return loss, log_probs.view(shape), entropy.view(shape), metrics
+    return loss, in_shape(log_probs, shape), in_shape(entropy, shape), metrics
 
 
 class _AttachGradients(torch.autograd.Function):

@@ -25,7 +25,7 @@ from . import _check as check
 from ._backend import choose_backend, native, register_backends
 from ._logprob_parallel import merge_partials
 from ._logprob_reference import reference_backward, reference_forward
-from ._row_options import RowOptions, row_options
+from ._row_options import RowOptions, in_shape, row_options
 
 register_backends("token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
 
@@ -104,7 +104,7 @@ def token_log_probs(
     log_probs, entropy, row_max, log_sum, squares = torch.ops.hybridengine.token_log_probs(
         flat, token_ids.flatten(), *options, return_stats, inplace_backward, backend
     )
-    outputs = (log_probs.view(shape), entropy.view(shape))
+    outputs = (in_shape(log_probs, shape), in_shape(entropy, shape))
     if not return_stats:
         return outputs
     factor = logit_scale if softcap is None else 1.0

@@ -308,3 +308,14 @@ def test_masks_of_any_number_type(dtype):
     assert torch.equal(found, want)
     with pytest.raises(ValueError, match=r"response_mask\[0\] is 0.5"):
         linear_policy_loss(*problem(), **given, response_mask=torch.full((ROWS,), 0.5))
+
+
+@pytest.mark.parametrize("op", ["token_log_probs", "linear_token_log_probs"])
+def test_results_of_packed_tokens_are_no_views(op: str) -> None:
+    """FSDP2 warns of a module that returns a view, once for every forward."""
+    hidden, ids = torch.randn(3, 8, requires_grad=True), torch.tensor([0, 3, 1])
+    if op == "token_log_probs":
+        results = token_log_probs(hidden, ids)
+    else:
+        results = linear_token_log_probs(hidden, torch.randn(4, 8), ids)
+    assert not any(result._is_view() for result in results)
