@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -60,7 +61,8 @@ def main(connection_fd: int, stack_fd: int, parent: int, index: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)
     random.seed(index)
-    _Worker(Connection(connection_fd)).serve()
+    with suppress(EOFError, ConnectionError):  # closed or reset: the rank has ended
+        _Worker(Connection(connection_fd)).serve()
 
 
 class _Worker:
@@ -71,10 +73,7 @@ class _Worker:
 
     def serve(self) -> None:
         while True:
-            try:
-                kind, key, *request = self._connection.recv()
-            except EOFError:
-                return
+            kind, key, *request = self._connection.recv()
             if kind == "load":
                 self._send(self._load(key, *request))
             elif kind == "batch":

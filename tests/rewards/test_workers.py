@@ -223,6 +223,23 @@ def test_no_worker_is_left_by_a_rank_that_is_killed(tmp_path):
     raise AssertionError(f"worker {worker} still runs")
 
 
+def test_a_reset_connection_ends_a_worker_without_a_traceback() -> None:
+    """As when a rank is ended that has not read all results yet."""
+    program = textwrap.dedent("""
+        import os
+        from multiprocessing.connection import Pipe
+        from hybridengine.reward_worker.main import main
+        ours, theirs = Pipe()
+        theirs.send("not read")
+        ours.close()
+        main(os.dup(theirs.fileno()), 2, os.getppid(), 0)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def is_running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as stat:
