@@ -59,7 +59,11 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=[*find_packages(include=["hybridengine", "hybridengine.*"]), "hybridengine.kernels"],
+    packages=[
+        *find_packages(include=["hybridengine", "hybridengine.*"]),
+        "hybridengine.kernels",
+        *(f"hybridengine.kernels.{name}" for name in find_packages("kernels")),
+    ],
     package_dir={"hybridengine.kernels": "kernels"},
     package_data={"hybridengine": ["py.typed", "*.pyi", "**/*.yaml"]},
     ext_modules=[Extension("hybridengine._C", sources=[])],

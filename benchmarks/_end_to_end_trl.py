@@ -21,7 +21,7 @@ os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    from hybridengine.rollout.vllm import prepare_environment
+    from hybridengine.rollout.vllm.engine import prepare_environment
 
     prepare_environment()
     import datasets
@@ -30,7 +30,7 @@ def main() -> None:
     from trl.generation import vllm_generation
 
     from benchmarks._end_to_end_data import reward
-    from hybridengine.rollout.vllm_weights import WeightsInPlace
+    from hybridengine.rollout.vllm.weights import WeightsInPlace
 
     rows = datasets.load_dataset("parquet", data_files=job["train"], split="train")
     rows = rows.map(lambda row: {"ground_truth": row["reward_model"]["ground_truth"]})

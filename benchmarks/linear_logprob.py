@@ -21,7 +21,8 @@ from hybridengine.kernels import (
     policy_loss,
 )
 from hybridengine.kernels import token_log_probs as from_logits
-from hybridengine.kernels.linear_logprob import Chunks, budget
+from hybridengine.kernels.linear.arguments import budget
+from hybridengine.kernels.linear.logprob import Chunks
 
 from benchmarks import _linear_peers, peers
 from benchmarks.frame import KEYS, OURS, Bench, rms_error

@@ -115,9 +115,9 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     from torch.distributed.tensor import Shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hybridengine.model import describe_checkpoint
     from hybridengine.reshard import Resharder
-    from hybridengine.rollout.vllm import VllmEngine
+    from hybridengine.reshard.record.checkpoint import describe_checkpoint
+    from hybridengine.rollout.vllm.engine import VllmEngine
 
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):

@@ -13,9 +13,10 @@ import torch
 from hybridengine.kernels.strided_copy import CopyTable, strided_copy
 
 from benchmarks.frame import OURS, Bench
-from hybridengine.reshard import Copy, EngineLayout, ShardSpec, TensorSpec, build_plan
-from hybridengine.reshard.exchange import Exchange, TableMaker
-from hybridengine.reshard.geometry import contiguous_strides
+from hybridengine.reshard import build_plan
+from hybridengine.reshard.execute.exchange import Exchange, TableMaker
+from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
+from hybridengine.sharding.geometry import contiguous_strides
 
 RANKS, TP, RANK = 8, 4, 1
 Shape = tuple[int, int]
@@ -40,7 +41,7 @@ def run(bench: Bench) -> None:
     local = {n: local_shape(spec) for n, spec in sources.items()}
     strides = {n: contiguous_strides(shape) for n, shape in local.items()}
     maker = TableMaker(plan, RANK, strides, bench.device)
-    with mock.patch("hybridengine.reshard.exchange.CopyTable", _WithRows):
+    with mock.patch("hybridengine.reshard.execute.exchange.CopyTable", _WithRows):
         exchanges = [maker.exchange(bucket) for bucket in plan.buckets]
     # Random bits would be NaNs; zeros would be one page of memory.
     shards = {n: torch.randn(shape, device=bench.device) for n, shape in local.items()}

@@ -7,11 +7,11 @@ namespace hybridengine {
 
 void register_advantage(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
-void register_linear(pybind11::module_& m);
+void register_mixed_gemm(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_policy_loss(pybind11::module_& m);
-void register_reshard(pybind11::module_& m);
+void register_strided_copy(pybind11::module_& m);
 
 }  // namespace hybridengine
 
@@ -26,9 +26,9 @@ PYBIND11_MODULE(_C, m) {
 #endif
   register_advantage(m);
   register_balance(m);
-  register_linear(m);
+  register_mixed_gemm(m);
   register_logprob(m);
   register_packing(m);
   register_policy_loss(m);
-  register_reshard(m);
+  register_strided_copy(m);
 }

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
-from hybridengine.reshard import reshard
+from hybridengine.integrations.vllm import reshard
 
 
 def main(path: str, steps: int = 3, tp_size: int = 1) -> None:

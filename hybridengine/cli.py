@@ -117,7 +117,7 @@ def _job(load: Callable[[], JobConfig], dry_run: bool) -> None:
 
 
 def _run(config: JobConfig, dry_run: bool) -> int:
-    from hybridengine.launch import launch_ranks, run_rank
+    from hybridengine.runtime.launch import launch_ranks, run_rank
 
     under_torchrun = "RANK" in os.environ
     if not under_torchrun or os.environ["RANK"] == "0":
@@ -248,8 +248,9 @@ def reshard_plan(
     trust_remote_code: Annotated[bool, typer.Option()] = False,
 ) -> None:
     """What a weight sync would move, before anything is bought: no weights, no GPUs."""
-    from hybridengine.reshard.advice_view import draw_advice, print_advice
-    from hybridengine.reshard.advisor import advise, record_engine_layouts
+    from hybridengine.reshard.advisor.advise import advise
+    from hybridengine.reshard.advisor.view import draw_advice, print_advice
+    from hybridengine.rollout.vllm.record import record_engine_layouts
 
     try:
         shapes, layouts = record_engine_layouts(os.path.expanduser(model), tp, trust_remote_code)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["EXIT_USER_ERROR", "UserError", "print_error", "print_note"]
+__all__ = ["EXIT_USER_ERROR", "ModelError", "UserError", "print_error", "print_note"]
 
 EXIT_USER_ERROR = 2
 
@@ -34,3 +34,7 @@ def _print(text: str, style: str) -> None:
     from rich.console import Console
 
     Console(file=sys.stderr, soft_wrap=True).print(text, style=style, markup=False, highlight=False)
+
+
+class ModelError(UserError):
+    """A model cannot be found, loaded, run packed or saved; the message says what to do."""

@@ -11,25 +11,20 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from hybridengine.algorithms import NEEDS
 from hybridengine.checkpoint import check_resume
+from hybridengine.checkpoint.pretrained import check_disk_space
 from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset, PromptLoader
 from hybridengine.data.sft import SFTDataset
 from hybridengine.errors import UserError
-from hybridengine.model import (
-    check_disk_space,
-    check_model,
-    check_sequence_parallel,
-    check_target_modules,
-    check_weights,
-    checkpoint_layout,
-    is_sequence_classifier,
-    longest_sequence,
-)
+from hybridengine.model import check_sequence_parallel, check_target_modules, is_sequence_classifier
+from hybridengine.model.checking import check_model, longest_sequence
+from hybridengine.model.weight_files import check_weights
+from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.rewards import RewardManager, RewardResult, score_checked
-from hybridengine.rollout.vllm import check_engine_options
+from hybridengine.rollout.vllm.engine import check_engine_options
 from hybridengine.tracking import check_loggers
+from hybridengine.trainer.algorithms import NEEDS
 from hybridengine.trainer.rollouts import SCORE_NAMES
 from hybridengine.trainer.setup import engine_name, load_data
 from hybridengine.trainer.sft import load_sft_data

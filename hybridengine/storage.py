@@ -20,6 +20,7 @@ from typing import Any
 __all__ = [
     "MANIFEST",
     "StorageError",
+    "atomic_file",
     "damage",
     "file_records",
     "foreign_file",
@@ -195,3 +196,18 @@ def _crc32(file: Path) -> int:
         while chunk := source.read(_READ_BYTES):
             value = zlib.crc32(chunk, value)
     return value
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary neighbour of `path` to write; it takes the name only if the block succeeds.
+
+    The ending is kept, for writers that choose a format by it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -17,8 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import linear_live_rows, logprob_triton, policy_loss_triton
-from .token_loss import LOSS_MODES, SEQUENCE_MODES
+from .linear import active_rows as linear_live_rows
+from .logprob import triton as logprob_triton
+from .policy_loss import triton as policy_loss_triton
+from .policy_loss.terms import LOSS_MODES, SEQUENCE_MODES
 
 Usage = tuple[int, int, int]
 Build = Callable[[int], Usage]

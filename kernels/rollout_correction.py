@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _check as check
-from .aggregation import (
+from .policy_loss.aggregation import (
     Segments,
     as_mask,
     check_given,
@@ -24,7 +24,7 @@ from .aggregation import (
     kept,
     token_arguments,
 )
-from .token_loss import log_ratio
+from .policy_loss.terms import log_ratio
 
 _MAX_LOG_RATIO = 20.0
 # A token's log-ratio in a sum: far beyond what policies give, and infinities of both signs cancel.

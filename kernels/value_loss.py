@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _check as check
-from .aggregation import (
+from .policy_loss.aggregation import (
     Segments,
     as_mask,
     check_aggregation,

@@ -136,9 +136,9 @@ def main() -> int:
         results = list(pool.map(lambda job: compile_source(nvcc, *job), jobs))
     problems = [problem for problem, _ in results if problem]
     kernels = demangle([kernel for _, found in results for kernel in found])
-    triton_problems, triton_kernels = compile_triton(architectures)
+    triton_problems, triton = compile_triton(architectures)
     problems += triton_problems
-    kernels += triton_kernels
+    kernels += triton
     print(table(kernels))
     spilling = [k for k in kernels if k.spill_bytes]
     problems += [f"{k.name} for sm_{k.architecture} spills {k.spill_bytes} bytes" for k in spilling]

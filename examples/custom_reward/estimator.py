@@ -2,7 +2,7 @@
 
 from hybridengine.kernels import group_advantage
 
-from hybridengine.algorithms import register_estimator
+from hybridengine.trainer.algorithms import register_estimator
 
 
 @register_estimator("clipped_mean")

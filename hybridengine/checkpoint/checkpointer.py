@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridengine.checkpoint import folders
 from hybridengine.checkpoint.folders import CheckpointError, SavedCheckpoint
+from hybridengine.checkpoint.pretrained import check_disk_space
 from hybridengine.checkpoint.resume import (
     CONFIG,
     STATE,
@@ -37,11 +38,10 @@ from hybridengine.checkpoint.resume import (
     read_state,
     resume_plan,
 )
-from hybridengine.model.export import check_disk_space
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer
 from hybridengine.model.parameters import is_finite, parameter_shards
-from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
+from hybridengine.runtime.rank_zero import broadcast_from_rank0, run_on_rank0
 from hybridengine.storage import file_records
 
 __all__ = ["Checkpointer"]

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hybridengine.checkpoint.folders import CheckpointError, SavedCheckpoint, open_checkpoint
+from hybridengine.checkpoint.pretrained import check_disk_space, write_pretrained
 from hybridengine.checkpoint.resume import TENSORS, resume_plan
-from hybridengine.model.errors import ModelError
-from hybridengine.model.export import check_disk_space, write_pretrained
+from hybridengine.errors import ModelError
 from hybridengine.model.parameters import parameter_shards
 from hybridengine.storage import MANIFEST, foreign_file, new_folder, read_manifest
 

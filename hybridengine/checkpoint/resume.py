@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 
-from hybridengine.algorithms import NEEDS
 from hybridengine.checkpoint.folders import (
     CheckpointError,
     SavedCheckpoint,
@@ -18,6 +17,7 @@ from hybridengine.checkpoint.folders import (
     open_checkpoint,
 )
 from hybridengine.config import GRPOConfig, JobConfig, config_to_yaml
+from hybridengine.trainer.algorithms import NEEDS
 
 __all__ = [
     "CONFIG",

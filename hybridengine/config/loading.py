@@ -19,12 +19,12 @@ from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from hybridengine.config.aliases import RL_NAMES, SFT_NAMES
-from hybridengine.config.checks import faults
 from hybridengine.config.errors import ConfigError, ConfigNote
 from hybridengine.config.names import Settings
 from hybridengine.config.schema import GRPOConfig, JobConfig
 from hybridengine.config.sft import SFTConfig
 from hybridengine.config.types import Options
+from hybridengine.config.validation import faults
 
 __all__ = ["PPO", "config_to_yaml", "keys_of", "load_config", "load_sft_config"]
 

@@ -255,7 +255,7 @@ def _numbers(text: float | str) -> list[float]:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    adv_estimator: str = "grpo"  # a name of hybridengine.algorithms, or one of your own
+    adv_estimator: str = "grpo"  # a name of hybridengine.trainer.algorithms, or one of your own
     norm_adv_by_std_in_grpo: Flag = True  # false: as Dr.GRPO
     gdpo_reward_keys: Texts = ()  # results of the reward that gdpo normalises; none: its functions
     gdpo_reward_weights: tuple[Number, ...] | None = None  # of those; null: reward.weights, else 1

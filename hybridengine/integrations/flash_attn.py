@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridengine.kernels import _check as check
 from hybridengine.kernels import pack
-from hybridengine.kernels.packing import inverse_order
+from hybridengine.kernels.packing.op import inverse_order
 
 __all__ = [
     "index_first_axis",

@@ -1,9 +1,7 @@
 """Hugging Face causal LMs, unchanged: loaded onto FSDP2 shards, run packed, stepped, exported."""
 
+from hybridengine.errors import ModelError
 from hybridengine.model.attention import ATTENTION
-from hybridengine.model.checking import check_model, longest_sequence
-from hybridengine.model.errors import ModelError
-from hybridengine.model.export import check_disk_space, save_pretrained
 from hybridengine.model.forward import PackedBatch, pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.loading import load_causal_lm, sharding_mesh
 from hybridengine.model.lora import (
@@ -15,14 +13,9 @@ from hybridengine.model.lora import (
 )
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import SCHEDULES, Optimizer, clip_grad_norm_
-from hybridengine.model.parameters import (
-    checkpoint_layout,
-    describe_checkpoint,
-    parameter_shards,
-)
+from hybridengine.model.parameters import parameter_shards
 from hybridengine.model.ulysses import check_sequence_parallel, gather_rows
 from hybridengine.model.value import is_sequence_classifier, packed_values
-from hybridengine.model.weight_files import check_weights
 
 __all__ = [
     "ATTENTION",
@@ -33,18 +26,12 @@ __all__ = [
     "adapter_shards",
     "adapters_disabled",
     "apply_lora",
-    "check_disk_space",
-    "check_model",
     "check_sequence_parallel",
     "check_target_modules",
-    "check_weights",
-    "checkpoint_layout",
     "clip_grad_norm_",
-    "describe_checkpoint",
     "gather_rows",
     "is_sequence_classifier",
     "load_causal_lm",
-    "longest_sequence",
     "on_device",
     "pack_rollouts",
     "packed_log_probs",
@@ -52,6 +39,5 @@ __all__ = [
     "packed_values",
     "parameter_shards",
     "save_adapter",
-    "save_pretrained",
     "sharding_mesh",
 ]

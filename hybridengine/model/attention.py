@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from hybridengine.kernels.packing import inverse_order
-from hybridengine.model.errors import ModelError
+from hybridengine.errors import ModelError
+from hybridengine.kernels.packing.op import inverse_order
 from hybridengine.model.ulysses import heads_for_tokens, tokens_for_heads
 
 __all__ = ["ATTENTION", "varlen_attention"]

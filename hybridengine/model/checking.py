@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hybridengine.model.errors import ModelError
+from hybridengine.errors import ModelError
 from hybridengine.model.weight_files import check_weight_index
 
 __all__ = ["check_model", "longest_sequence"]

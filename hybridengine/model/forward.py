@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybridengine.model.errors import ModelError
+from hybridengine.errors import ModelError
 from hybridengine.model.head import LogProbsOf, gives_log_probs
 from hybridengine.model.ulysses import SequencePart, gather_rows, split_sequence
 

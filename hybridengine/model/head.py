@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hybridengine.model.errors import ModelError
+from hybridengine.errors import ModelError
 
 __all__ = ["LogProbsOf", "gives_log_probs", "prepare_head"]
 

@@ -23,15 +23,15 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from hybridengine.errors import ModelError
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.checking import check_model
-from hybridengine.model.errors import ModelError
 from hybridengine.model.head import prepare_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Parking
 from hybridengine.model.parameters import is_finite, parameter_shards
-from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
 from hybridengine.model.value import put_value_head, read_model
+from hybridengine.runtime.rank_zero import broadcast_from_rank0, run_on_rank0
 
 __all__ = ["load_causal_lm", "sharding_mesh"]
 

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from hybridengine.model.errors import ModelError
-from hybridengine.model.rank_zero import run_on_rank0
-from hybridengine.reshard.lora import Adapter, gathered
+from hybridengine.errors import ModelError
+from hybridengine.runtime.rank_zero import run_on_rank0
+from hybridengine.sharding.adapter import Adapter, gathered
 from hybridengine.storage import new_folder
 
 __all__ = [

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hybridengine.reshard.shards import local_shard
+from hybridengine.sharding.shards import local_shard
 
 __all__ = ["Parking", "on_device"]
 

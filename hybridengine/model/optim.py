@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from hybridengine.model.errors import ModelError
+from hybridengine.errors import ModelError
 from hybridengine.model.offload import Parking
-from hybridengine.reshard.lora import gathered
-from hybridengine.reshard.shards import local_shard
+from hybridengine.sharding.adapter import gathered
+from hybridengine.sharding.shards import local_shard
 
 __all__ = ["SCHEDULES", "Optimizer", "clip_grad_norm_"]
 

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
     Transpose,
     WeightConverter,
     WeightTransform,
-    revert_weight_conversion,
 )
 
-from hybridengine.model.errors import ModelError
-from hybridengine.reshard.layout import Checkpoint, LayoutError, record_checkpoint
-from hybridengine.reshard.shards import local_shard
+from hybridengine.sharding.shards import local_shard
 
-__all__ = [
-    "checkpoint_layout",
-    "describe_checkpoint",
-    "is_finite",
-    "name_as_checkpoint",
-    "original_class",
-    "parameter_shards",
-    "without_peft",
-]
+__all__ = ["is_finite", "name_as_checkpoint", "original_class", "parameter_shards", "without_peft"]
 
 
 def original_class(model: nn.Module) -> type:
@@ -80,35 +68,6 @@ def _plain(name: str) -> str:
     for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer."):
         name = name.replace(wrapper, "")
     return name
-
-
-def checkpoint_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> Checkpoint:
-    """How the checkpoint of the causal LM of `config` is cut from its trained parameters.
-
-    Raises:
-        ModelError: a checkpoint tensor that is computed from parameters rather than copied.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return describe_checkpoint(model)
-
-
-def describe_checkpoint(model: PreTrainedModel) -> Checkpoint:
-    """How transformers' own conversion makes the tensors `save_pretrained` writes of `model`.
-
-    Most checkpoint tensors are one parameter; an expert of a fused weight is a slice of one.
-
-    Raises:
-        ModelError: as `checkpoint_layout`.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in parameter_shards(model).items()}
-    name_as_checkpoint(model)
-    try:
-        checkpoint = record_checkpoint(shapes, lambda whole: revert_weight_conversion(model, whole))
-        buffers = frozenset(shapes.keys() & {_plain(name) for name, _ in model.named_buffers()})
-        return replace(checkpoint, buffers=buffers, config=model.config.to_dict())
-    except LayoutError as error:
-        raise ModelError(f"{original_class(model).__name__} cannot be resharded: {error}") from None
 
 
 def name_as_checkpoint(model: PreTrainedModel) -> None:

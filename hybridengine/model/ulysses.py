@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from transformers import PretrainedConfig
 
-from hybridengine.model.errors import ModelError
+from hybridengine.errors import ModelError
 
 if TYPE_CHECKING:
     from hybridengine.model.forward import PackedBatch

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hybridengine.model.errors import ModelError
+from hybridengine.errors import ModelError
 from hybridengine.model.forward import PackedBatch, packed_logits
 from hybridengine.model.ulysses import gather_rows
 

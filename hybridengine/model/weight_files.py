@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.utils import logging
 
-from hybridengine.model.errors import ModelError
+from hybridengine.errors import ModelError
 
 __all__ = ["check_weight_index", "check_weights"]
 

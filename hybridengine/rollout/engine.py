@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hybridengine.reshard.layout import EngineLayout, LayoutError
-from hybridengine.reshard.lora import Adapter
+from hybridengine.sharding.weight_target import StaleWeightsError, WeightTarget
 
-__all__ = [
-    "Completion",
-    "RolloutEngine",
-    "SamplingSpec",
-    "StaleWeightsError",
-    "WeightTarget",
-    "tp_groups",
-]
-
-
-class StaleWeightsError(RuntimeError):
-    """The engine's weights are not a whole, committed version."""
+__all__ = ["Completion", "RolloutEngine", "SamplingSpec"]
 
 
 @dataclass(frozen=True)
@@ -53,94 +40,6 @@ class Completion:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
-
-
-def tp_groups(world_size: int, tp_size: int, ranks_per_node: int | None = None) -> list[list[int]]:
-    """Tensor-parallel groups over the training ranks, strided: group j is {j, j+N/t, j+2N/t, …}.
-
-    Rank r then is TP rank r // (N/t), so the dim-0 rows FSDP2 gives it lie inside its TP slice
-    (HybridFlow's zero-redundancy grouping, arXiv 2409.19256, section 5.3). With several nodes the
-    groups are strided inside each node if they fit there: generation reduces over a group twice per
-    layer and token, which must not cross nodes.
-    """
-    if tp_size < 1 or world_size % tp_size:
-        raise ValueError(
-            f"tensor_model_parallel_size: got {tp_size}, expected a divisor of the {world_size} "
-            "ranks. Change it or the number of ranks."
-        )
-    span = ranks_per_node or world_size
-    if span % tp_size or world_size % span:
-        span = world_size
-    stride = span // tp_size
-    return [
-        list(range(node + j, node + span, stride))
-        for node in range(0, world_size, span)
-        for j in range(stride)
-    ]
-
-
-class WeightTarget(ABC):
-    """One rank's weights of an engine, which the reshard writes in place.
-
-    tp_rank: place in the tensor-parallel group. layout: how the weights derive from the checkpoint.
-    weight_version: the last committed version, None before the first sync. unused: trained
-    parameters that the engine need not read (stored buffers). differences: where its configuration
-    differs from the trained model's, a sentence for error messages.
-    """
-
-    tp_rank: int
-    layout: EngineLayout
-    unused: Set[str] = frozenset()
-    differences: str = ""
-    weight_version: int | None = None
-    _updating: int | None = None
-
-    @abstractmethod
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The live weight tensors, by the names of `layout.destinations`."""
-
-    @abstractmethod
-    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load whole checkpoint tensors through the engine's own loader (reshard fallback)."""
-
-    def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
-        """Use whole adapters, by parameter name, beside the weights from `version` on."""
-        raise LayoutError(
-            f"{type(self).__name__} holds no adapters beside its weights; merge them "
-            "(reshard.lora=merged)"
-        )
-
-    def check_ready(self) -> None:  # noqa: B027, most always are
-        """Raise LayoutError while the weights cannot be written: requests run, the engine sleeps.
-
-        The resharder calls it before every sync.
-        """
-
-    def _take_memory(self) -> None:  # noqa: B027, most never give it away
-        """Make sure the weights are in memory."""
-
-    @abstractmethod
-    def _forget_cached_prefixes(self) -> None:
-        """Drop everything computed from older weights. Raises ReshardError if some remains."""
-
-    def refuse_if_torn(self) -> None:
-        """Raise StaleWeightsError after a sync that failed half-way, until the next whole one."""
-        if self._updating is not None:
-            raise StaleWeightsError(
-                f"the sync to weight version {self._updating} did not finish, so the engine's "
-                f"weights are a mixture (last whole version: {self.weight_version}). "
-                "Run a whole sync() first."
-            )
-
-    @contextmanager
-    def weight_update(self, version: int) -> Iterator[None]:
-        """While it is open, and after it failed, the engine refuses to generate."""
-        self._updating = version
-        self._take_memory()
-        yield
-        self._forget_cached_prefixes()
-        self.weight_version = version
-        self._updating = None
 
 
 class RolloutEngine(WeightTarget):

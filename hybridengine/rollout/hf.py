@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from hybridengine.reshard.coverage import describe_differences
-from hybridengine.reshard.layout import Checkpoint, LayoutError, identity_layout
+from hybridengine.reshard.plan.coverage import describe_differences
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
+from hybridengine.sharding.layout import Checkpoint, LayoutError, identity_layout
 
 __all__ = ["HfEngine"]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hybridengine.config import ConfigError
-from hybridengine.tracking.atomic import atomic_file
+from hybridengine.storage import atomic_file
 
 __all__ = ["MetricsLogger", "check_loggers"]
 

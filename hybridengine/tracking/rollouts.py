@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridengine.tracking.atomic import atomic_file
+from hybridengine.storage import atomic_file
 
 __all__ = ["write_rollouts"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridengine.tracking.atomic import atomic_file
+from hybridengine.storage import atomic_file
 
 __all__ = ["accuracy_interval", "gain_interval", "write_summary"]
 

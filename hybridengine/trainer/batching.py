@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.distributed import Session
 from hybridengine.kernels import balance
 from hybridengine.model import Optimizer, PackedBatch, pack_rollouts
+from hybridengine.runtime import Session
 from hybridengine.trainer.rollouts import Rollout
 
 __all__ = ["Batch", "Micro", "MicroBatch", "Mini", "Replicas", "means", "split_micro_batches"]

@@ -17,15 +17,15 @@ from hybridengine.checkpoint import (
     SavedCheckpoint,
     changed_settings,
 )
+from hybridengine.checkpoint.pretrained import save_description, save_pretrained
+from hybridengine.checkpoint.run_dir import set_earlier_run_aside
 from hybridengine.config import JobConfig, config_to_yaml
 from hybridengine.data import PromptLoader
-from hybridengine.distributed import Session
-from hybridengine.model import ModelError, Optimizer, on_device, save_adapter, save_pretrained
-from hybridengine.model.export import save_description
-from hybridengine.model.rank_zero import broadcast_from_rank0, run_on_rank0
+from hybridengine.model import ModelError, Optimizer, on_device, save_adapter
+from hybridengine.runtime import Session
+from hybridengine.runtime.rank_zero import broadcast_from_rank0, run_on_rank0
 from hybridengine.tracking import FlopCounter, performance_metrics
 from hybridengine.trainer.report import Reporter
-from hybridengine.trainer.run_dir import set_earlier_run_aside
 
 __all__ = ["MAX_SKIPPED_UPDATES", "Job"]
 

@@ -7,12 +7,13 @@ import math
 import torch
 from rich.table import Table
 
-from hybridengine.algorithms import NEEDS
 from hybridengine.checkpoint import resume_plan
 from hybridengine.config import GRPOConfig, SFTConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.sft import SFTDataset
-from hybridengine.model import check_model, checkpoint_layout
+from hybridengine.model.checking import check_model
+from hybridengine.reshard.record.checkpoint import checkpoint_layout
+from hybridengine.trainer.algorithms import NEEDS
 from hybridengine.trainer.precision import describe_precision
 from hybridengine.trainer.setup import engine_name
 
@@ -105,7 +106,8 @@ def sync_volume(config: GRPOConfig) -> str:
         whole = sum(map(math.prod, shapes.values())) * _itemsize(config.rollout.dtype)
         received = lower = whole * (1 - 1 / config.world_size)
     else:
-        from hybridengine.reshard.advisor import advise, record_engine_layouts
+        from hybridengine.reshard.advisor.advise import advise
+        from hybridengine.rollout.vllm.record import record_engine_layouts
 
         shapes, layouts = record_engine_layouts(
             config.model.path,

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine.config import JobConfig, config_to_yaml
-from hybridengine.distributed import Session
+from hybridengine.runtime import Session
+from hybridengine.storage import atomic_file
 from hybridengine.tracking import (
     MetricsLogger,
     Progress,
     plot_learning_curves,
     write_summary,
 )
-from hybridengine.tracking.atomic import atomic_file
 
 __all__ = ["Reporter"]
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from hybridengine.distributed import Session
 from hybridengine.model import on_device, pack_rollouts, packed_values
+from hybridengine.runtime import Session
 from hybridengine.trainer.batching import split_micro_batches
 from hybridengine.trainer.rollouts import Rollout
 

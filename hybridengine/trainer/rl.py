@@ -21,15 +21,21 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from hybridengine.algorithms import NEEDS, AdvantageOptions, KLController, Responses, advantages
 from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptLoader
-from hybridengine.distributed import Session, run_rank
 from hybridengine.kernels import token_kl
 from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
 from hybridengine.rollout import SamplingSpec
+from hybridengine.runtime import Session, run_rank
 from hybridengine.tracking import write_rollouts
+from hybridengine.trainer.algorithms import (
+    NEEDS,
+    AdvantageOptions,
+    KLController,
+    Responses,
+    advantages,
+)
 from hybridengine.trainer.batching import Batch, Replicas
 from hybridengine.trainer.held_out import HeldOut
 from hybridengine.trainer.job import Job

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hybridengine.data import PromptSample
-from hybridengine.distributed import Session
 from hybridengine.rewards import RewardManager, score_checked
 from hybridengine.rollout import Completion, RolloutEngine, SamplingSpec
+from hybridengine.runtime import Session
 
 if TYPE_CHECKING:
     from hybridengine.trainer.reward_model import RewardModel

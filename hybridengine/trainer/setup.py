@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from hybridengine.algorithms import check_estimator
 from hybridengine.config import ConfigError, GRPOConfig, JobConfig
 from hybridengine.config.schema import OptimConfig, RateConfig
 from hybridengine.data import PromptDataset
-from hybridengine.distributed import Session
 from hybridengine.errors import UserError
 from hybridengine.model import (
     ModelError,
@@ -23,18 +21,21 @@ from hybridengine.model import (
     adapter_shards,
     adapters_disabled,
     apply_lora,
-    check_model,
-    checkpoint_layout,
     load_causal_lm,
     on_device,
     parameter_shards,
     sharding_mesh,
 )
-from hybridengine.reshard import Checkpoint, Resharder
-from hybridengine.reshard.shards import dim1_parameters
+from hybridengine.model.checking import check_model
+from hybridengine.reshard import Resharder
+from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.rewards import RewardManager, build_reward_manager, import_file
 from hybridengine.rollout import RolloutEngine
+from hybridengine.runtime import Session
+from hybridengine.sharding import Checkpoint
+from hybridengine.sharding.shards import dim1_parameters
 from hybridengine.trainer.actor import Actor
+from hybridengine.trainer.algorithms import check_estimator
 from hybridengine.trainer.batching import Replicas
 from hybridengine.trainer.critic import Critic
 from hybridengine.trainer.reward_model import RewardModel
@@ -106,7 +107,7 @@ def _import_external(name: str) -> None:
 
 def engine_name(config: GRPOConfig) -> str:
     """The engine `rollout.name` stands for here: auto is vllm where it is installed."""
-    from hybridengine.rollout.vllm import vllm_available
+    from hybridengine.rollout.vllm.engine import vllm_available
 
     name = config.rollout.name
     if name == "auto":
@@ -134,7 +135,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         from hybridengine.rollout.hf import HfEngine
 
         return HfEngine(model.path, _checkpoint(config), tokenizer=tokenizer, **common, **own)
-    from hybridengine.rollout.vllm import VllmEngine
+    from hybridengine.rollout.vllm.engine import VllmEngine
 
     build = partial(
         VllmEngine,

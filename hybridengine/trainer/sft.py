@@ -19,9 +19,9 @@ from torch import Tensor
 from hybridengine.config import SFTConfig
 from hybridengine.data import PromptLoader
 from hybridengine.data.sft import SFTDataset, SFTSample
-from hybridengine.distributed import Session, run_rank
 from hybridengine.model import PackedBatch, packed_log_probs
 from hybridengine.model.forward import pack_targets
+from hybridengine.runtime import Session, run_rank
 from hybridengine.trainer.batching import split_micro_batches
 from hybridengine.trainer.job import Job
 from hybridengine.trainer.plan import sft_plan

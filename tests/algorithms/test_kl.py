@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hybridengine.algorithms import KLController
+from hybridengine.trainer.algorithms import KLController
 
 
 def test_fixed_stays():

@@ -5,7 +5,7 @@ import torch
 from hybridengine.kernels import pack
 from omegaconf import OmegaConf
 
-from hybridengine.algorithms import (
+from hybridengine.trainer.algorithms import (
     ESTIMATORS,
     AdvantageOptions,
     Responses,

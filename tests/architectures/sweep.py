@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from hybridengine.reshard.shards import local_shard
-from hybridengine.rollout.engine import WeightTarget, tp_groups
+from hybridengine.sharding.shards import local_shard
+from hybridengine.sharding.tp_groups import tp_groups
+from hybridengine.sharding.weight_target import WeightTarget
 from tests.architectures.catalogue import CATALOGUE
 
 __all__ = ["Outcome", "sweep_body"]
@@ -59,7 +60,7 @@ class BareEngine(WeightTarget):
     """vLLM's model, as its loader leaves it, without an engine around it."""
 
     def __init__(self, model, in_place, checkpoint, vllm_config, tp_rank: int) -> None:
-        from hybridengine.rollout.vllm_weights import record_vllm, unused_parameters
+        from hybridengine.rollout.vllm.record import record_vllm, unused_parameters
 
         self._model, self._in_place, self._checkpoint = model, in_place, checkpoint
         self.tp_rank, self.dtype = tp_rank, DTYPE
@@ -82,7 +83,7 @@ def sweep_body(
     rank: int, world_size: int, tp_size: int, folder: str, names: list[str]
 ) -> list[Outcome]:
     """The outcome of each architecture on this rank (the body of one world of ranks)."""
-    from hybridengine.rollout.vllm import prepare_environment
+    from hybridengine.rollout.vllm.engine import prepare_environment
 
     prepare_environment()
     if importlib.util.find_spec("torchvision") is None:
@@ -104,7 +105,7 @@ def _start_vllm_groups(rank: int, world_size: int, tp_size: int) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    from hybridengine.rollout.vllm import _own_shared_memory, _strided_groups
+    from hybridengine.rollout.vllm.engine import _own_shared_memory, _strided_groups
 
     with (
         set_current_vllm_config(VllmConfig()),
@@ -153,7 +154,7 @@ class _Case:
     def configure(self) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        from hybridengine.model import describe_checkpoint
+        from hybridengine.reshard.record.checkpoint import describe_checkpoint
 
         config = CATALOGUE[self.outcome.architecture].config()
         causal = type(config) in AutoModelForCausalLM._model_mapping
@@ -254,7 +255,7 @@ class _Case:
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        from hybridengine.rollout.vllm_weights import WeightsInPlace
+        from hybridengine.rollout.vllm.weights import WeightsInPlace
 
         stored = revert_weight_conversion(self.hf, self._full(seed))
         config = copy.copy(self.vllm_config)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.multirank
 
 def save_and_export(rank: int, world_size: int, folder: Path, overrides: dict) -> None:
     """A trained step, its checkpoint, and the model as the run itself writes it, in float32."""
-    from hybridengine.model import save_pretrained
+    from hybridengine.checkpoint.pretrained import save_pretrained
 
     run = start_run(rank, world_size, folder, **overrides)
     run.step(1)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridengine.distributed import EXIT_PEER_LOST, EXIT_STOPPED
-from hybridengine.launch import _describe
+from hybridengine.runtime import EXIT_PEER_LOST, EXIT_STOPPED
+from hybridengine.runtime.launch import _describe
 from hybridengine.tracking import PhaseStatus, read_status
 from tests.trainer.toy import start_toy, toy_job
 

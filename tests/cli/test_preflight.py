@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from hybridengine import cli
 from hybridengine.checkpoint.folders import partial, publish
 from hybridengine.config import load_sft_config
-from hybridengine.model import check_model, check_weights, longest_sequence
+from hybridengine.model.checking import check_model, longest_sequence
+from hybridengine.model.weight_files import check_weights
 from hybridengine.trainer.plan import start_of
 from tests.tiny_models import save_tiny, tiny_config
 

@@ -13,8 +13,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hybridengine.distributed import peers
-from hybridengine.distributed.peers import PeerWatch, _Peer
+from hybridengine.runtime import peers
+from hybridengine.runtime.peers import PeerWatch, _Peer
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hybridengine.config import ConfigError
-from hybridengine.distributed import RunLock
+from hybridengine.runtime import RunLock
 
 HOLDER = """
 import sys, time
-from hybridengine.distributed.run_lock import RunLock
+from hybridengine.runtime.run_lock import RunLock
 with RunLock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

@@ -11,11 +11,11 @@ from contextlib import suppress
 
 import pytest
 
-from hybridengine.distributed import EXIT_STOPPED
+from hybridengine.runtime import EXIT_STOPPED
 
 RANK = """
 import os, sys, time, threading
-from hybridengine.distributed.stop import StopSignals
+from hybridengine.runtime.stop import StopSignals
 
 signals = StopSignals()
 signals.can_wait = sys.argv[1] == "True"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multirank
 
 def train(rank: int, world_size: int, example: Path, overrides: list[str]) -> None:
     from hybridengine.config import load_sft_config
-    from hybridengine.distributed import PeerWatch, Session
+    from hybridengine.runtime import PeerWatch, Session
     from hybridengine.tracking import PhaseStatus
     from hybridengine.trainer.sft import _Run
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from hybridengine.kernels.linear_live_rows import LiveRowGrads
-from hybridengine.kernels.linear_logprob import Chunks
-from hybridengine.kernels.logprob import row_options, rows_forward
+from hybridengine.kernels.linear.active_rows import LiveRowGrads
+from hybridengine.kernels.linear.logprob import Chunks
+from hybridengine.kernels.logprob.op import rows_forward
+from hybridengine.kernels.logprob.row_options import row_options
 from triton.runtime import interpreter
 
 from tests import tolerances
@@ -115,15 +116,15 @@ def test_the_whole_operator(monkeypatch):
     extra = {"entropy_coeff": 0.01, "kl_coef": 0.1}
     kernels = sys.modules
     monkeypatch.setattr(
-        kernels["hybridengine.kernels.linear_policy_loss"],
+        kernels["hybridengine.kernels.linear.policy_loss"],
         "choose_backend", lambda op, device, requested: requested or "triton",
     )  # fmt: skip
     monkeypatch.setattr(
-        kernels["hybridengine.kernels.logprob"],
+        kernels["hybridengine.kernels.logprob.op"],
         "_label_flag", lambda device: torch.zeros(1, dtype=torch.int32),
     )  # fmt: skip
     monkeypatch.setattr(
-        kernels["hybridengine.kernels.logprob"],
+        kernels["hybridengine.kernels.logprob.op"],
         "_backend_for", lambda logits, requested: requested,
     )  # fmt: skip
     tensors, token_ids, _ = problem(60, 16, 101)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from hybridengine.kernels import logprob, logprob_triton, token_log_probs
+from hybridengine.kernels import token_log_probs
+from hybridengine.kernels.logprob import op as logprob
+from hybridengine.kernels.logprob import triton as logprob_triton
 
 from tests import tolerances
 from tests.kernels import test_logprob as plain

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
-from hybridengine.kernels.policy_loss_triton import policy_loss_triton
+from hybridengine.kernels.policy_loss.triton import policy_loss_triton
 
 from tests.kernels.policy_batches import KL, batch, doubled, impossible_tokens, run, same
 
@@ -18,7 +18,9 @@ class Native:
 
 @pytest.fixture(autouse=True)
 def triton_for_cpp(monkeypatch):
-    monkeypatch.setattr(sys.modules["hybridengine.kernels.policy_loss"], "native", lambda: Native)
+    monkeypatch.setattr(
+        sys.modules["hybridengine.kernels.policy_loss.op"], "native", lambda: Native
+    )
 
 
 @pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)

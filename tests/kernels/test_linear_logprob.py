@@ -7,8 +7,8 @@ from hybridengine.kernels import (
     linear_token_log_probs,
     token_log_probs,
 )
-from hybridengine.kernels._mixed_product import WIDENED_BYTES
-from hybridengine.kernels.linear_logprob import Chunks
+from hybridengine.kernels.linear.logprob import Chunks
+from hybridengine.kernels.linear.mixed_gemm import WIDENED_BYTES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.kernels import linear_logprob, linear_policy_loss, policy_loss
-from hybridengine.kernels.aggregation import LOSS_AGG_MODES
-from hybridengine.kernels.linear_logprob import Chunks
-from hybridengine.kernels.token_loss import LOSS_MODES, LossOptions
+from hybridengine.kernels import linear_policy_loss, policy_loss
+from hybridengine.kernels.linear import logprob as linear_logprob
+from hybridengine.kernels.linear.logprob import Chunks
+from hybridengine.kernels.policy_loss.aggregation import LOSS_AGG_MODES
+from hybridengine.kernels.policy_loss.terms import LOSS_MODES, LossOptions
 
 from tests import tolerances
 from tests.kernels.test_linear_logprob import (

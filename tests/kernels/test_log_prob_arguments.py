@@ -7,7 +7,7 @@ import pytest
 import torch
 from hybridengine.kernels import linear_policy_loss, linear_token_log_probs, token_log_probs
 from hybridengine.kernels._backend import native
-from hybridengine.kernels._row_options import row_options
+from hybridengine.kernels.logprob.row_options import row_options
 from torch.autograd import forward_ad
 
 from tests import tolerances

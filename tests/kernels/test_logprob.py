@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hybridengine.kernels import token_log_probs
-from hybridengine.kernels._logprob_reference import reference_token_log_probs
-from hybridengine.kernels.logprob import RowOptions, row_options, rows_backward, rows_forward
+from hybridengine.kernels.logprob.op import rows_backward, rows_forward
+from hybridengine.kernels.logprob.reference import reference_token_log_probs
+from hybridengine.kernels.logprob.row_options import RowOptions, row_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

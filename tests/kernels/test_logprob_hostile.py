@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from hybridengine.kernels import check_labels, token_log_probs
-from hybridengine.kernels.logprob import row_options, rows_backward, rows_forward
+from hybridengine.kernels.logprob.op import rows_backward, rows_forward
+from hybridengine.kernels.logprob.row_options import row_options
 
 from tests import tolerances
 from tests.kernels.test_logprob import plain_pytorch, problem, value_and_gradient

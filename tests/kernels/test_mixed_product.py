@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hybridengine.kernels import _mixed_product
 from hybridengine.kernels._backend import native
-from hybridengine.kernels._mixed_product import mixed_product
+from hybridengine.kernels.linear import mixed_gemm
+from hybridengine.kernels.linear.mixed_gemm import mixed_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,8 +63,8 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize("sizes", ((5, 40, 16), (40, 5, 16), (5, 9, 100), (3, 4, 0)))
 def test_widened_blocks(monkeypatch, sizes, dtypes, transposed):
     """What a CPU without 16-bit products runs, the larger operand in blocks."""
-    monkeypatch.setattr(_mixed_product, "native", lambda: None)
-    monkeypatch.setattr(_mixed_product, "WIDENED_BYTES", 7 * 4 * 16)
+    monkeypatch.setattr(mixed_gemm, "native", lambda: None)
+    monkeypatch.setattr(mixed_gemm, "WIDENED_BYTES", 7 * 4 * 16)
     a, b = (
         stored(torch.randn(n, sizes[2]).to(getattr(torch, dtype)), flag)
         for n, dtype, flag in zip(sizes, dtypes, transposed, strict=False)

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from hybridengine.kernels import policy_loss, select_by_covariance, token_kl
-from hybridengine.kernels.token_loss import LossOptions, token_loss
+from hybridengine.kernels.policy_loss.terms import LossOptions, token_loss
 
 LOW, HIGH, C, TAU_POS, TAU_NEG, COV = 0.2, 0.28, 3.0, 1.0, 1.05, 0.7
 OPTIONS = LossOptions(LOW, HIGH, C, TAU_POS, TAU_NEG, COV)

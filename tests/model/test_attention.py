@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.errors import ModelError
 from hybridengine.model.attention import _varlen_mask, varlen_attention
-from hybridengine.model.errors import ModelError
 
 
 class Layer(torch.nn.Module):

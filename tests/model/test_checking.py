@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, FalconConfig, GptOssConfig, Qwen3NextConfig, T5Config
 
-from hybridengine.model import ModelError, Optimizer, check_disk_space, check_model
+from hybridengine.checkpoint.pretrained import check_disk_space
+from hybridengine.model import ModelError, Optimizer
+from hybridengine.model.checking import check_model
 from tests.tiny_models import save_tiny, tiny_config
 
 

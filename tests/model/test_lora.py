@@ -19,6 +19,7 @@ def train_and_save(rank: int, world_size: int, path: str, out: str) -> dict:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoTokenizer
 
+    from hybridengine.checkpoint.pretrained import save_pretrained
     from hybridengine.model import (
         adapters_disabled,
         load_causal_lm,
@@ -26,7 +27,6 @@ def train_and_save(rank: int, world_size: int, path: str, out: str) -> dict:
         packed_log_probs,
         packed_logits,
         save_adapter,
-        save_pretrained,
     )
 
     model = load_causal_lm(

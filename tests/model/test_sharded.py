@@ -111,7 +111,8 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
 def test_ranks_equal_one_process(tmp_path: Path, kind: str, world_size: int) -> None:
     from safetensors import safe_open
 
-    from hybridengine.model import check_model, checkpoint_layout
+    from hybridengine.model.checking import check_model
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout
 
     path = save_tiny(kind, tmp_path)
     results = run_ranks(step_body, world_size, path)
@@ -126,7 +127,8 @@ def test_ranks_equal_one_process(tmp_path: Path, kind: str, world_size: int) -> 
 def export_body(rank: int, world_size: int, path: str, out: str) -> dict:
     from transformers import AutoTokenizer
 
-    from hybridengine.model import ModelError, parameter_shards, save_pretrained
+    from hybridengine.checkpoint.pretrained import save_pretrained
+    from hybridengine.model import ModelError, parameter_shards
 
     model = load(path, world_size, torch.bfloat16, gradient_checkpointing=True)
     computed = []

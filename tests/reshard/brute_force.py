@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hybridengine.reshard import Copy, EngineLayout, TensorSpec
-from hybridengine.reshard.geometry import contiguous_strides
+from hybridengine.sharding import Copy, EngineLayout, TensorSpec
+from hybridengine.sharding.geometry import contiguous_strides
 
 __all__ = [
     "assert_both_sides_agree",

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hybridengine.reshard import EngineLayout, Resharder
-from hybridengine.rollout import tp_groups
+from hybridengine.reshard import Resharder
 from hybridengine.rollout.engine import RolloutEngine
+from hybridengine.sharding import EngineLayout, tp_groups
 from tests.reshard.brute_force import fused_layout
 
 __all__ = ["MemoryEngine", "Shapes", "build", "expected", "values"]

@@ -13,12 +13,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from hybridengine.reshard import Copy, EngineLayout, TensorSpec
-from hybridengine.reshard.advice_view import draw_advice, print_advice
-from hybridengine.reshard.advisor import advise
-from hybridengine.reshard.geometry import contiguous_strides
-from hybridengine.reshard.shards import dim1_parameters
-from hybridengine.rollout import tp_groups
+from hybridengine.reshard.advisor.advise import advise
+from hybridengine.reshard.advisor.view import draw_advice, print_advice
+from hybridengine.sharding import Copy, EngineLayout, TensorSpec, tp_groups
+from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sharding.shards import dim1_parameters
 from tests.reshard.brute_force import fused_layout
 from tests.tiny_models import tiny_config
 

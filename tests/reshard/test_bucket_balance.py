@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import Copy, EngineLayout, ReshardPlan, ShardSpec, TensorSpec, build_plan
-from hybridengine.reshard.flows import find_shares
-from hybridengine.reshard.geometry import contiguous_strides
-from hybridengine.reshard.shards import dim1_parameters
-from hybridengine.rollout import tp_groups
+from hybridengine.reshard import ReshardPlan, build_plan
+from hybridengine.reshard.plan.flows import find_shares
+from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec, tp_groups
+from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sharding.shards import dim1_parameters
 from tests.reshard.brute_force import assert_both_sides_agree, assert_delivers, brute_force_bound
 
 Model = dict[str, tuple[str, tuple[int, ...]]]

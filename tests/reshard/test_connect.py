@@ -53,8 +53,8 @@ def reorder_after_loading() -> None:
 
 
 def build_llm(path: str):
-    from hybridengine.rollout.plugin import register
-    from hybridengine.rollout.vllm import _own_shared_memory, prepare_environment
+    from hybridengine.rollout.vllm.engine import _own_shared_memory, prepare_environment
+    from hybridengine.rollout.vllm.transfer import register
 
     prepare_environment()
     from vllm import LLM
@@ -122,7 +122,8 @@ class Case:
 
 def replaced(case: Case) -> dict:
     """What a training script does to a model between syncs."""
-    from hybridengine.reshard import PlanOutdatedError, connect, reshard
+    from hybridengine.integrations.vllm import connect, reshard
+    from hybridengine.reshard import PlanOutdatedError
 
     model, wrong, versions = build_model(), [], []
     link = connect(model, case.llm)
@@ -161,7 +162,7 @@ def busy(case: Case) -> dict:
     """Requests, caches, sleep and moved experts at the time of a sync."""
     from vllm import SamplingParams
 
-    from hybridengine.reshard import connect
+    from hybridengine.integrations.vllm import connect
 
     model, engine = build_model(), case.engine
     link = connect(model, case.llm)
@@ -209,7 +210,7 @@ def busy(case: Case) -> dict:
 
 def unlike(case: Case) -> dict[str, str]:
     """Trained models that are not the engine's."""
-    from hybridengine.reshard import connect
+    from hybridengine.integrations.vllm import connect
 
     models = {
         "larger MLP": build_model(intermediate_size=160),
@@ -278,8 +279,8 @@ def leave(layer: Layer) -> None:
 
 def processed(case: Case) -> dict[str, str]:
     """What becomes of a weight that is processed after loading; the engine takes no part."""
-    from hybridengine.reshard.layout import identity_layout
-    from hybridengine.rollout.vllm_weights import WeightsInPlace
+    from hybridengine.rollout.vllm.weights import WeightsInPlace
+    from hybridengine.sharding.layout import identity_layout
 
     told = {}
     for change in (pack_away, scale, allocate, only_once, first_only, flip, leave):
@@ -296,7 +297,7 @@ def processed(case: Case) -> dict[str, str]:
 
 
 def not_a_number(case: Case) -> dict:
-    from hybridengine.reshard import connect
+    from hybridengine.integrations.vllm import connect
 
     model = build_model()
     with torch.no_grad():

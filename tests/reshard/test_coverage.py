@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import Copy, EngineLayout, LayoutError
-from hybridengine.reshard.coverage import check_sources, describe_differences
-from hybridengine.reshard.geometry import contiguous_strides
+from hybridengine.reshard.plan.coverage import check_sources, describe_differences
+from hybridengine.sharding import Copy, EngineLayout, LayoutError
+from hybridengine.sharding.geometry import contiguous_strides
 
 
 def reading(name: str, view: torch.Tensor) -> Copy:

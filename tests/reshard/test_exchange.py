@@ -166,7 +166,7 @@ def test_peak_memory_is_two_buckets() -> None:
 def overlap_body(rank: int, world_size: int) -> dict:
     from hybridengine.kernels.strided_copy import CopyTable
 
-    from hybridengine.reshard import resharder as module
+    from hybridengine.reshard.execute import resharder as module
 
     _, _, resharder = build(BIG, 2, whole=values(BIG), bucket_bytes=1 << 20)
     log: list[str] = []
@@ -214,7 +214,8 @@ def test_packing_sending_and_unpacking_overlap() -> None:
 
 
 def planless_body(rank: int, world_size: int) -> int:
-    from hybridengine.reshard import exchange, plan, resharder
+    from hybridengine.reshard.execute import exchange, resharder
+    from hybridengine.reshard.plan import planner as plan
 
     engine, _, made = build(UNEVEN, 2, whole=values(UNEVEN))
     made.sync(1)

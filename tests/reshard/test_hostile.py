@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import LayoutError, RankLostError, ReshardError
-from hybridengine.rollout import SamplingSpec, StaleWeightsError
+from hybridengine.reshard import RankLostError, ReshardError
+from hybridengine.rollout import SamplingSpec
+from hybridengine.sharding import LayoutError, StaleWeightsError
 from tests.ranks import run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, mesh_of, shard, values
 

@@ -15,8 +15,10 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 
 def plan_one(folder: str, config, world_size: int, tp_size: int) -> dict[str, object]:
     """What recording one model loaded, and its plan at `world_size` ranks."""
-    from hybridengine.reshard import ShardSpec, build_plan, layers
-    from hybridengine.reshard.advisor import record_engine_layouts
+    from hybridengine.reshard import build_plan
+    from hybridengine.reshard.record import layers
+    from hybridengine.rollout.vllm.record import record_engine_layouts
+    from hybridengine.sharding import ShardSpec
 
     path = Path(folder) / type(config).__name__
     config.save_pretrained(path)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.reshard import layers
-from hybridengine.reshard.layout import EngineLayout, record_checkpoint
+from hybridengine.reshard.record import layers
+from hybridengine.reshard.record.loader import record_checkpoint
+from hybridengine.sharding.layout import EngineLayout
 from tests.architectures.catalogue import CATALOGUE, Entry
 from tests.ranks import run_ranks
 
@@ -50,7 +51,7 @@ def record_both(rank: int, world_size: int, folder: str) -> dict[str, dict]:
     """Each model, at TP 2, recorded by kinds of layers and in full, in one process."""
     import torch.distributed as dist
 
-    from hybridengine.reshard.advisor import record_engine_layouts
+    from hybridengine.rollout.vllm.record import record_engine_layouts
 
     dist.destroy_process_group()  # the advisor makes a world of its own
     by_kinds, some, loaded = layers._layer_kinds, layers._samples, []

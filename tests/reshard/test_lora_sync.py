@@ -138,8 +138,8 @@ def test_experts_and_replicated_shards(tmp_path: Path) -> None:
 
 
 def test_what_has_no_slots_is_refused() -> None:
-    from hybridengine.reshard import LayoutError
-    from hybridengine.rollout.vllm_lora import slot_options
+    from hybridengine.rollout.vllm.lora import slot_options
+    from hybridengine.sharding import LayoutError
 
     experts = {"model.layers.0.mlp.experts.gate_up_proj": (4, 128, 128)}
     assert slot_options(0, experts) == {}

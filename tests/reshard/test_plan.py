@@ -8,15 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import (
-    Copy,
-    EngineLayout,
-    LayoutError,
-    ShardSpec,
-    TensorSpec,
-    build_plan,
-)
-from hybridengine.reshard.geometry import (
+from hybridengine.reshard import build_plan
+from hybridengine.sharding import Copy, EngineLayout, LayoutError, ShardSpec, TensorSpec, tp_groups
+from hybridengine.sharding.geometry import (
     NotABlock,
     contiguous_strides,
     count_below,
@@ -24,7 +18,6 @@ from hybridengine.reshard.geometry import (
     factor,
     reach,
 )
-from hybridengine.rollout import tp_groups
 from tests.reshard.brute_force import (
     assert_both_sides_agree,
     assert_delivers,

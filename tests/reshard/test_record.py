@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import Copy, LayoutError, record_checkpoint, record_layout
-from hybridengine.reshard.copies import compose, merge
-from hybridengine.reshard.geometry import NotABlock, contiguous_strides
+from hybridengine.reshard import record_checkpoint, record_layout
+from hybridengine.sharding import Copy, LayoutError
+from hybridengine.sharding.copies import compose, merge
+from hybridengine.sharding.geometry import NotABlock, contiguous_strides
 
 
 def walk(offset: int, sizes, strides) -> np.ndarray:

@@ -9,10 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import Copy, EngineLayout, LayoutError, TensorSpec
-from hybridengine.reshard.coverage import check_coverage
-from hybridengine.reshard.geometry import contiguous_strides
-from hybridengine.reshard.reordering import find_reordering, reordered_layout, undo_reordering
+from hybridengine.reshard.plan.coverage import check_coverage
+from hybridengine.reshard.record.reordering import (
+    find_reordering,
+    reordered_layout,
+    undo_reordering,
+)
+from hybridengine.sharding import Copy, EngineLayout, LayoutError, TensorSpec
+from hybridengine.sharding.geometry import contiguous_strides
 
 
 def swap_halves(w: torch.Tensor) -> torch.Tensor:

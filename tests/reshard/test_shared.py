@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard import Copy, EngineLayout, ReshardPlan, ShardSpec, TensorSpec, build_plan
-from hybridengine.reshard.exchange import Exchange, TableMaker
-from hybridengine.reshard.geometry import Block, contiguous_strides
-from hybridengine.reshard.overlaps import shared_reads
+from hybridengine.reshard import ReshardPlan, build_plan
+from hybridengine.reshard.execute.exchange import Exchange, TableMaker
+from hybridengine.reshard.plan.overlaps import shared_reads
+from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
+from hybridengine.sharding.geometry import Block, contiguous_strides
 from tests.reshard.brute_force import (
     assert_both_sides_agree,
     assert_delivers,

@@ -32,8 +32,8 @@ def plain_model(path: str, lora: bool = False):
 
 
 def plain_llm(path: str):
-    from hybridengine.rollout.plugin import register
-    from hybridengine.rollout.vllm import _own_shared_memory, prepare_environment
+    from hybridengine.rollout.vllm.engine import _own_shared_memory, prepare_environment
+    from hybridengine.rollout.vllm.transfer import register
 
     prepare_environment()
     from vllm import LLM
@@ -67,8 +67,9 @@ def wrong_tensors(engine_model, checkpoint: dict) -> list[str]:
 def standalone_body(rank: int, world_size: int, path: str) -> dict:
     from vllm import SamplingParams
 
-    from hybridengine.reshard import LayoutError, connect, reshard
-    from hybridengine.rollout import StaleWeightsError, plugin
+    from hybridengine.integrations.vllm import connect, reshard
+    from hybridengine.rollout.vllm import transfer as plugin
+    from hybridengine.sharding import LayoutError, StaleWeightsError
 
     llm = plain_llm(path)
     engine_model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import LayoutError, PlanOutdatedError, Resharder, ReshardError
-from hybridengine.reshard.lora import Adapter, sums_of_bits
+from hybridengine.reshard import PlanOutdatedError, Resharder, ReshardError
 from hybridengine.rollout import SamplingSpec
+from hybridengine.sharding import LayoutError
+from hybridengine.sharding.adapter import Adapter
+from hybridengine.sharding.checksums import sums_of_bits
 from tests.reshard.memory_engine import Shapes, build, expected, values
 
 SHAPES: Shapes = {

@@ -29,16 +29,12 @@ def build(
 ):
     import torch.distributed as dist
 
-    from hybridengine.model import (
-        check_model,
-        checkpoint_layout,
-        load_causal_lm,
-        parameter_shards,
-        sharding_mesh,
-    )
+    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.checking import check_model
     from hybridengine.model.lora import adapter_shards
     from hybridengine.reshard import Resharder
-    from hybridengine.rollout.vllm import VllmEngine
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout
+    from hybridengine.rollout.vllm.engine import VllmEngine
 
     checkpoint = checkpoint_layout(check_model(path))
     engine = VllmEngine(
@@ -85,7 +81,8 @@ class LargestAllocation(TorchDispatchMode):
 
 def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     from hybridengine.model import parameter_shards
-    from hybridengine.rollout import SamplingSpec, StaleWeightsError
+    from hybridengine.rollout import SamplingSpec
+    from hybridengine.sharding import StaleWeightsError
 
     engine, model, resharder = build(path, tp_size, torch.bfloat16, bucket_bytes=4096)
     with pytest.raises(StaleWeightsError, match="Run sync"):

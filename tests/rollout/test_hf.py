@@ -19,8 +19,10 @@ PROMPTS = [[5, 9, 33], [7, 8, 9, 10, 11, 12, 13], [3] * 12]
 def build(path: str, world_size: int, stop_token_ids: list[int]):
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.model import check_model, checkpoint_layout, load_causal_lm, parameter_shards
+    from hybridengine.model import load_causal_lm, parameter_shards
+    from hybridengine.model.checking import check_model
     from hybridengine.reshard import Resharder
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout
     from hybridengine.rollout.hf import HfEngine
 
     engine = HfEngine(
@@ -79,7 +81,8 @@ def test_fallback_generates_as_hugging_face_does(tmp_path: Path) -> None:
 
 
 def torn_body(rank: int, world_size: int, path: str) -> list[str]:
-    from hybridengine.rollout import SamplingSpec, StaleWeightsError
+    from hybridengine.rollout import SamplingSpec
+    from hybridengine.sharding import StaleWeightsError
 
     engine, resharder = build(path, world_size, [])
     spec = SamplingSpec(max_tokens=2)
@@ -120,7 +123,8 @@ def test_torn_weights_refuse_to_generate(tmp_path: Path) -> None:
 
 def damaged_body(rank: int, world_size: int, path: str) -> list[str]:
     from hybridengine.reshard import ReshardError
-    from hybridengine.rollout import SamplingSpec, StaleWeightsError
+    from hybridengine.rollout import SamplingSpec
+    from hybridengine.sharding import StaleWeightsError
 
     engine, resharder = build(path, world_size, [])
     resharder.sync(1, verify=True)
@@ -154,7 +158,8 @@ def test_damaged_bytes_are_found_and_named(tmp_path: Path) -> None:
 
 
 def other_plan_body(rank: int, world_size: int, path: str) -> str:
-    from hybridengine.reshard import LayoutError, Resharder
+    from hybridengine.reshard import Resharder
+    from hybridengine.sharding import LayoutError
 
     engine, resharder = build(path, world_size, [])
     with pytest.raises(LayoutError) as refused:

@@ -17,17 +17,13 @@ PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20]
 
 
 def body(rank: int, world_size: int, path: str) -> None:
-    from hybridengine.model import (
-        check_model,
-        checkpoint_layout,
-        load_causal_lm,
-        parameter_shards,
-        sharding_mesh,
-    )
+    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.checking import check_model
     from hybridengine.model.offload import Parking
     from hybridengine.reshard import Resharder
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout
     from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.vllm import VllmEngine
+    from hybridengine.rollout.vllm.engine import VllmEngine
 
     checkpoint = checkpoint_layout(check_model(path))
     engine = VllmEngine(

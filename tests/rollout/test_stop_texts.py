@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.rollout.vllm import vllm_available
+from hybridengine.rollout.vllm.engine import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -20,17 +20,13 @@ def body(rank: int, world_size: int, path: str, kind: str):
     """(free completions, the stop text, completions with it) of greedy decoding."""
     from transformers import AutoTokenizer
 
-    from hybridengine.model import (
-        check_model,
-        checkpoint_layout,
-        load_causal_lm,
-        parameter_shards,
-        sharding_mesh,
-    )
+    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.checking import check_model
     from hybridengine.reshard import Resharder
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout
     from hybridengine.rollout import SamplingSpec
     from hybridengine.rollout.hf import HfEngine
-    from hybridengine.rollout.vllm import VllmEngine
+    from hybridengine.rollout.vllm.engine import VllmEngine
 
     tokenizer, checkpoint = (
         AutoTokenizer.from_pretrained(path),

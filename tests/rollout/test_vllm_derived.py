@@ -22,10 +22,11 @@ def train(folder: str, kind: str, dtype: torch.dtype):
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
-    from hybridengine.model import describe_checkpoint, parameter_shards
+    from hybridengine.model import parameter_shards
     from hybridengine.reshard import Resharder
+    from hybridengine.reshard.record.checkpoint import describe_checkpoint
     from hybridengine.rollout import SamplingSpec
-    from hybridengine.rollout.vllm import VllmEngine
+    from hybridengine.rollout.vllm.engine import VllmEngine
 
     torch.manual_seed(0)
     config = CATALOGUE[kind].config()
@@ -62,7 +63,7 @@ def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    from hybridengine.model import save_pretrained
+    from hybridengine.checkpoint.pretrained import save_pretrained
 
     _, model, after = train(folder, kind, torch.float32)
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
@@ -72,7 +73,7 @@ def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
 
 def loaded_body(rank: int, world_size: int, folder: str) -> list:
     """vLLM alone, from the exported checkpoint."""
-    from hybridengine.rollout.vllm import prepare_environment
+    from hybridengine.rollout.vllm.engine import prepare_environment
 
     prepare_environment()
     from vllm import LLM, SamplingParams

@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from hybridengine.data import PromptSample
+from hybridengine.runtime.status import clear_status
+from hybridengine.storage import atomic_file
 from hybridengine.tracking import (
     MetricsLogger,
     PhaseStatus,
@@ -20,8 +22,6 @@ from hybridengine.tracking import (
     write_rollouts,
     write_summary,
 )
-from hybridengine.tracking.atomic import atomic_file
-from hybridengine.tracking.status import clear_status
 from hybridengine.trainer.rollouts import Rollout
 
 STEP = {"critic/score/mean": 0.25, "response_length/mean": 4.0, "timing_s/step": 9.5}

@@ -95,7 +95,7 @@ def _effects_of(kind: Kind, folder: Path, keys: Sequence[str]) -> dict[str, tupl
 
 
 def effects_body(rank: int, world_size: int, kind: Kind, folder: Path, jobs: list) -> list[str]:
-    from hybridengine.distributed import PeerWatch
+    from hybridengine.runtime import PeerWatch
 
     watch = PeerWatch(rank, world_size)
     spy = Spy()
@@ -162,8 +162,8 @@ def is_plain(value: Any) -> bool:
 
 def effect(kind: Kind, folder: Path, overrides: Sequence[str], watch: Any, spy: Spy) -> str:
     """All that can be seen of a job, as text."""
-    from hybridengine.distributed import Session
     from hybridengine.errors import UserError
+    from hybridengine.runtime import Session
     from hybridengine.tracking import PhaseStatus
 
     for name in ("run", "elsewhere"):

@@ -110,7 +110,7 @@ def run_jobs(
 def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]]) -> list[Result]:
     import torch.distributed as dist
 
-    from hybridengine.distributed import PeerWatch, Session
+    from hybridengine.runtime import PeerWatch, Session
     from hybridengine.tracking import PhaseStatus
     from hybridengine.trainer import report
 

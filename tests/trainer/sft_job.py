@@ -58,8 +58,8 @@ def sft_settings(folder: Path, **overrides: object) -> list[str]:
 
 def start_run(rank: int, world_size: int, folder: Path, **overrides: object):
     """The job of this rank, whose process group is there already."""
-    from hybridengine.distributed import PeerWatch, Session
-    from hybridengine.tracking.status import PhaseStatus
+    from hybridengine.runtime import PeerWatch, Session
+    from hybridengine.runtime.status import PhaseStatus
     from hybridengine.trainer.sft import _Run
 
     config: SFTConfig = load_sft_config(

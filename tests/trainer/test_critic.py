@@ -28,9 +28,9 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from torch.distributed.tensor import distribute_tensor
 
     from hybridengine.config import GRPOConfig, schema
-    from hybridengine.distributed import PeerWatch, Session
     from hybridengine.model import Optimizer, load_causal_lm
-    from hybridengine.tracking.status import PhaseStatus
+    from hybridengine.runtime import PeerWatch, Session
+    from hybridengine.runtime.status import PhaseStatus
     from hybridengine.trainer.batching import Batch, Replicas
     from hybridengine.trainer.critic import Critic
 

@@ -50,9 +50,9 @@ def body(
     from torch.distributed.device_mesh import init_device_mesh
 
     from hybridengine.config import GRPOConfig, schema
-    from hybridengine.distributed import PeerWatch, Session
     from hybridengine.model import Optimizer, load_causal_lm
-    from hybridengine.tracking.status import PhaseStatus
+    from hybridengine.runtime import PeerWatch, Session
+    from hybridengine.runtime.status import PhaseStatus
     from hybridengine.trainer.actor import Actor
     from hybridengine.trainer.batching import Batch, Replicas
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.tracking.status import read_status
+from hybridengine.runtime.status import read_status
 from tests.trainer.toy import start_toy, toy_job
 
 pytestmark = pytest.mark.multirank
@@ -91,7 +91,7 @@ def test_an_end_with_exit_code_0_is_no_success(tmp_path: Path, ranks: int, call:
     (tmp_path / "mine.py").write_text(
         "import os\n"
         "from sys import exit\n"
-        "from hybridengine.algorithms import advantages, register_estimator\n"
+        "from hybridengine.trainer.algorithms import advantages, register_estimator\n"
         "@register_estimator('ending')\n"
         "def ending(responses, options):\n"
         f"    if os.environ['RANK'] == '{ranks - 1}':\n"

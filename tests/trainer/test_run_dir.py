@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridengine.checkpoint import SavedCheckpoint, find_checkpoints
 from hybridengine.checkpoint.folders import partial, publish
-from hybridengine.trainer.run_dir import set_earlier_run_aside
+from hybridengine.checkpoint.run_dir import set_earlier_run_aside
 
 
 def used_folder(dir: Path, rollouts: Path) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from hybridengine.checkpoint import find_checkpoints
-from hybridengine.distributed import EXIT_STOPPED
-from hybridengine.tracking.status import read_status
+from hybridengine.runtime import EXIT_STOPPED
+from hybridengine.runtime.status import read_status
 from tests.trainer.sft_job import sft_settings, write_sft_job
 from tests.trainer.toy import toy_job
 

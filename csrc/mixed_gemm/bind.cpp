@@ -1,0 +1,118 @@
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/empty.h>
+
+#include <optional>
+
+#include "common/binding.h"
+#include "common/page_pool.h"
+#include "mixed_gemm/params.h"
+
+namespace hybridengine {
+
+namespace {
+
+namespace blas = at::native::cpublas;
+
+template <typename T>
+void multiply_tile(int64_t depth, int64_t lda, bool accumulate, const uint16_t* a,
+                   const uint16_t* b, float* c) {
+  blas::brgemm(kTileRows, kTileColumns, depth, lda, kTileColumns, kTileColumns, accumulate,
+               reinterpret_cast<const T*>(a), reinterpret_cast<const T*>(b), c);
+}
+
+// Whether the vendor's kernel exists on this machine and takes pairs of k side by side: tried once.
+// Without AVX512-BF16 (float16: AVX512-FP16) there is none; oneDNN says so with its own exception.
+template <typename T>
+bool works() {
+  T a[kTileRows * 32], b[kTileColumns * 32];
+  float c[kTileRows * kTileColumns];
+  for (int64_t i = 0; i < kTileRows * 32; ++i) a[i] = static_cast<float>(i * 7 % 13 - 6);
+  for (int64_t i = 0; i < kTileColumns * 32; ++i) b[i] = static_cast<float>(i * 5 % 11 - 5);
+  try {
+    multiply_tile<T>(32, 32, false, reinterpret_cast<const uint16_t*>(a),
+                     reinterpret_cast<const uint16_t*>(b), c);
+    blas::brgemm_release();
+  } catch (const std::exception&) {
+    return false;
+  }
+  for (int64_t m = 0; m < kTileRows; ++m) {
+    for (int64_t n = 0; n < kTileColumns; ++n) {
+      float sum = 0;  // of small integers: exact
+      for (int64_t k = 0; k < 32; ++k) {
+        sum += static_cast<float>(a[m * 32 + k]) *
+               static_cast<float>(b[(k / 2 * kTileColumns + n) * 2 + k % 2]);
+      }
+      if (c[m * kTileColumns + n] != sum) return false;
+    }
+  }
+  return true;
+}
+
+bool has_mixed_product(at::ScalarType dtype) {
+  if (cpu_isa() != Isa::avx512) return false;
+  static const bool bfloat16 = works<at::BFloat16>(), half = works<at::Half>();
+  return (dtype == at::kBFloat16 && bfloat16) || (dtype == at::kHalf && half);
+}
+
+// `x` [rows, k], with stride 1 along one of them.
+Operand operand(const at::Tensor& x, const char* name, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(
+      x.dim() == 2 && x.scalar_type() == dtype && (x.stride(0) == 1 || x.stride(1) == 1),
+      "mixed_product: ", name, " has shape ", x.sizes(), ", strides ", x.strides(), " and dtype ",
+      x.scalar_type(), "; expected a ", dtype, " matrix with stride 1 along a dimension");
+  // [rows, 1] with row stride 1 has either order; only along k may a pack read pairs.
+  return {static_cast<const uint16_t*>(x.const_data_ptr()), x.stride(0), x.stride(1)};
+}
+
+// out [m, n] float32 (+)= a [m, k] @ b [n, k].T (+ bias [n]), a and b bfloat16 or float16.
+void mixed_product(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,
+                   at::Tensor& out, bool accumulate) {
+  TORCH_CHECK(a.is_cpu() && has_mixed_product(a.scalar_type()),
+              "mixed_product: no 16-bit product into float32 for ", a.scalar_type(), " on ",
+              a.device(), " of this machine");
+  check_same_device("mixed_product", {{"a", a}, {"b", b}, {"bias", bias}, {"out", out}});
+  MixedProduct p{};
+  p.a = operand(a, "a", a.scalar_type());
+  p.b = operand(b, "b", a.scalar_type());
+  p.m = a.size(0), p.n = b.size(0), p.k = a.size(1);
+  TORCH_CHECK_VALUE(b.size(1) == p.k && out.dim() == 2 && out.size(0) == p.m &&
+                        out.size(1) == p.n && out.scalar_type() == at::kFloat && out.is_cpu() &&
+                        b.is_cpu() && (p.n <= 1 || out.stride(1) == 1),
+                    "mixed_product: a is ", a.sizes(), ", b ", b.sizes(), " and out ", out.sizes(),
+                    " ", out.scalar_type(), "; expected [m, k], [n, k] and float32 [m, n]");
+  if (bias) {
+    TORCH_CHECK_VALUE(!accumulate, "mixed_product: bias and accumulate exclude each other");
+    check_vector(*bias, "bias", at::kFloat, p.n);
+    p.bias = bias->const_data_ptr<float>();
+  }
+  if (p.m == 0 || p.n == 0) return;
+  p.out = out.mutable_data_ptr<float>();
+  p.out_stride = out.stride(0);
+  p.accumulate = accumulate;
+  p.share_a = p.m <= p.n;
+  const int64_t rows = p.share_a ? rounded_up(p.m, kTileRows) : rounded_up(p.n, kTileColumns);
+  at::Tensor shared = at::empty({rows * padded_depth(p.k)}, a.options());
+  p.shared = static_cast<uint16_t*>(shared.mutable_data_ptr());
+  const bool half = a.scalar_type() == at::kHalf;
+  p.multiply_tile = half ? multiply_tile<at::Half> : multiply_tile<at::BFloat16>;
+  p.release = [] { blas::brgemm_release(); };
+  p.num_threads = at::get_num_threads();
+  py::gil_scoped_release no_gil;
+  mixed_product_cpu(p);
+}
+
+}  // namespace
+
+void register_mixed_gemm(py::module_& m) {
+  m.def(
+      "empty_pooled",
+      [](const std::vector<int64_t>& shape, at::ScalarType dtype) {
+        return empty_pooled(shape, at::TensorOptions().dtype(dtype));
+      },
+      py::arg("shape"), py::arg("dtype"));
+  m.def("has_mixed_product", &has_mixed_product, py::arg("dtype"));
+  m.def("mixed_product", &mixed_product, py::arg("a"), py::arg("b"), py::arg("bias"),
+        py::arg("out"), py::arg("accumulate"));
+}
+
+}  // namespace hybridengine

@@ -1,0 +1,252 @@
+#include <ATen/ops/empty.h>
+
+#include <map>
+#include <vector>
+
+#include "common/binding.h"
+#include "strided_copy/params.h"
+
+namespace hybridengine {
+
+namespace {
+
+constexpr int64_t kTableColumns = 4 + 3 * kCopyDims;
+
+bool is_float(at::ScalarType type) {
+  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
+}
+
+DType raw_dtype(int64_t bytes) {
+  return bytes == 1   ? DType::raw1
+         : bytes == 2 ? DType::raw2
+         : bytes == 4 ? DType::raw4
+                      : DType::raw8;
+}
+
+// No tensor has more: products of a size and a stride within it fit an int64_t.
+constexpr int64_t kMaxElements = int64_t{1} << 60;
+
+// How far the rows reach into one tensor: its last element that any row touches.
+struct Reach {
+  int64_t last = -1;
+  int64_t row = 0;
+};
+using Reaches = std::map<int64_t, Reach>;  // by number of the tensor
+
+// The rows of a table, checked once; `copy` then only looks at the tensors. On CUDA the rows are
+// uploaded at the first copy and the tensors' addresses where they changed, so that a copy which
+// repeats an earlier one is a single launch, and can be captured in a graph.
+class CopyTable {
+ public:
+  explicit CopyTable(const at::Tensor& table);
+  void copy(const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& destinations);
+
+ private:
+  void upload(const at::Device& device, const std::vector<void*>& addresses, void* stream);
+
+  std::vector<CopyRow> rows_;
+  Reaches src_reach_, dst_reach_;
+  int64_t num_chunks_ = 0;
+  at::Tensor device_rows_, device_addresses_;
+  std::vector<void*> uploaded_;
+};
+
+// Offset + sum of (size - 1) * stride, or false where that is above kMaxElements or the sum of
+// products does not fit: with sizes and strides from anywhere, plain arithmetic wraps around.
+bool last_element(int64_t offset, const int64_t* size, const int64_t* stride, int64_t& last) {
+  last = offset;
+  for (int dim = 0; dim < kCopyDims; ++dim) {
+    int64_t step;
+    if (__builtin_mul_overflow(size[dim] - 1, stride[dim], &step) ||
+        __builtin_add_overflow(last, step, &last))
+      return false;
+  }
+  return last <= kMaxElements;
+}
+
+// Checks one side of row `number` and notes how far it reaches.
+void note_reach(Reaches& reaches, const char* name, int64_t number, int64_t index, int64_t offset,
+                const int64_t* size, const int64_t* stride) {
+  TORCH_CHECK_INDEX(index >= 0 && index < (int64_t{1} << 31), "strided_copy: row ", number,
+                    " names ", name, "[", index, "], which cannot exist");
+  TORCH_CHECK_INDEX(offset >= 0, "strided_copy: row ", number, " begins at element ", offset,
+                    " of ", name, "[", index, "]; offsets must not be negative");
+  for (int dim = 0; dim < kCopyDims; ++dim)
+    TORCH_CHECK_INDEX(stride[dim] >= 0, "strided_copy: row ", number, " has stride ", stride[dim],
+                      " in dimension ", dim, " of ", name, "[", index,
+                      "]; strides must not be negative");
+  int64_t last;
+  TORCH_CHECK_INDEX(last_element(offset, size, stride, last), "strided_copy: row ", number,
+                    " reaches more than 2^60 elements beyond the start of ", name, "[", index,
+                    "]; no tensor has as many");
+  Reach& reach = reaches[index];
+  if (last > reach.last) reach = {last, number};
+}
+
+CopyTable::CopyTable(const at::Tensor& table) {
+  TORCH_CHECK_VALUE(
+      table.dim() == 2 && table.size(1) == kTableColumns && table.scalar_type() == at::kLong &&
+          table.is_contiguous() && table.device().is_cpu(),
+      "strided_copy: table has shape ", table.sizes(), ", dtype ", table.scalar_type(), " on ",
+      table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
+  const int64_t* entry = table.const_data_ptr<int64_t>();
+  rows_.reserve(table.size(0));
+  int64_t all_elements = 0;
+  for (int64_t i = 0; i < table.size(0); ++i, entry += kTableColumns) {
+    const int64_t* size = entry + 4;
+    const int64_t* src_stride = size + kCopyDims;
+    const int64_t* dst_stride = src_stride + kCopyDims;
+    bool empty = false, fits = true;
+    int64_t elements = 1;
+    for (int dim = 0; dim < kCopyDims; ++dim) {
+      TORCH_CHECK_VALUE(size[dim] >= 0, "strided_copy: row ", i, " has size ", size[dim],
+                        " in dimension ", dim, "; sizes must not be negative");
+      empty |= size[dim] == 0;
+      fits = fits && !__builtin_mul_overflow(elements, size[dim], &elements);
+    }
+    if (empty) continue;
+    TORCH_CHECK_VALUE(fits && elements <= kMaxElements - all_elements, "strided_copy: row ", i,
+                      " has, with those before it, more than 2^60 elements; expected the sizes of "
+                      "slices of tensors");
+    all_elements += elements;
+    note_reach(src_reach_, "sources", i, entry[0], entry[2], size, src_stride);
+    note_reach(dst_reach_, "destinations", i, entry[1], entry[3], size, dst_stride);
+    CopyRow row{};
+    row.src = static_cast<int32_t>(entry[0]);
+    row.dst = static_cast<int32_t>(entry[1]);
+    row.src_offset = entry[2];
+    row.dst_offset = entry[3];
+    for (int dim = 0; dim < kCopyDims; ++dim) {
+      row.size[dim] = size[dim];
+      row.src_stride[dim] = src_stride[dim];
+      row.dst_stride[dim] = dst_stride[dim];
+    }
+    coalesce(row);
+    row.src_align = alignment(row, row.src_stride);
+    row.dst_align = alignment(row, row.dst_stride);
+    row.first_chunk = num_chunks_;
+    num_chunks_ += (num_elements(row) + kChunkElements - 1) / kChunkElements;
+    rows_.push_back(row);
+  }
+}
+
+// The addresses of the tensors of one side, after checking that the rows stay inside them.
+void resolve(const std::vector<at::Tensor>& tensors, const Reaches& reaches, const char* name,
+             const at::Device& device, std::vector<void*>& addresses) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    TORCH_CHECK_VALUE(tensor.scalar_type() == tensors[0].scalar_type(), "strided_copy: ", name, "[",
+                      i, "] has dtype ", tensor.scalar_type(), " but ", name, "[0] has ",
+                      tensors[0].scalar_type(), "; all of them must share one dtype");
+    TORCH_CHECK_VALUE(tensor.device() == device, "strided_copy: ", name, "[", i, "] is on ",
+                      tensor.device(), "; expected ", device, " like sources[0]");
+    TORCH_CHECK_VALUE(tensor.has_storage(), "strided_copy: ", name, "[", i, "] has layout ",
+                      tensor.layout(), "; expected a dense tensor");
+    addresses.push_back(tensor.data_ptr());
+  }
+  for (const auto& [index, reach] : reaches) {
+    TORCH_CHECK_INDEX(index < static_cast<int64_t>(tensors.size()), "strided_copy: row ", reach.row,
+                      " names ", name, "[", index, "], but there are ", tensors.size());
+    const at::Tensor& tensor = tensors[index];
+    const int64_t available =
+        static_cast<int64_t>(tensor.storage().nbytes()) / tensor.element_size() -
+        tensor.storage_offset();
+    TORCH_CHECK_INDEX(reach.last < available, "strided_copy: row ", reach.row, " reaches element ",
+                      reach.last, " of ", name, "[", index, "], which has ", available,
+                      " elements from its start");
+  }
+}
+
+// Equal dtypes move bytes; others must be floats that convert.
+void choose_dtypes(const at::Tensor& source, const at::Tensor& destination,
+                   StridedCopyParams& params) {
+  const at::ScalarType src = source.scalar_type();
+  const at::ScalarType dst = destination.scalar_type();
+  if (src == dst) {
+    TORCH_CHECK_VALUE(source.element_size() <= 8, "strided_copy: dtype ", src, " is not supported");
+    params.src_dtype = params.dst_dtype = raw_dtype(source.element_size());
+    return;
+  }
+  TORCH_CHECK_VALUE(is_float(src) && is_float(dst), "strided_copy: no cast from ", src, " to ", dst,
+                    "; float32, float16, bfloat16 and float64 cast to each other, every other "
+                    "dtype only copies to itself");
+  params.src_dtype = float_dtype(source, "sources[0]");
+  params.dst_dtype = float_dtype(destination, "destinations[0]");
+}
+
+void CopyTable::copy(const std::vector<at::Tensor>& sources,
+                     const std::vector<at::Tensor>& destinations) {
+  if (rows_.empty()) return;
+  TORCH_CHECK_VALUE(!sources.empty() && !destinations.empty(),
+                    "strided_copy: a table with rows needs sources and destinations, got ",
+                    sources.size(), " and ", destinations.size());
+  const at::Device device = sources[0].device();
+  StridedCopyParams params{};
+  std::vector<void*> addresses;
+  resolve(sources, src_reach_, "sources", device, addresses);
+  resolve(destinations, dst_reach_, "destinations", device, addresses);
+  choose_dtypes(sources[0], destinations[0], params);
+  params.num_rows = static_cast<int64_t>(rows_.size());
+  params.num_chunks = num_chunks_;
+  params.num_threads = at::get_num_threads();
+  if (device.is_cpu()) {
+    params.rows = rows_.data();
+    params.sources = reinterpret_cast<const char* const*>(addresses.data());
+    params.destinations = reinterpret_cast<char* const*>(addresses.data() + sources.size());
+    py::gil_scoped_release no_gil;
+    strided_copy_cpu(params);
+    return;
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (device.is_cuda()) {
+    TORCH_CHECK_VALUE(params.num_chunks < (int64_t{1} << 31),
+                      "strided_copy: the table moves more than 2^45 elements; split it");
+    const c10::DeviceGuard guard(device);
+    void* stream = current_stream(device);
+    upload(device, addresses, stream);
+    params.rows = static_cast<const CopyRow*>(device_rows_.const_data_ptr());
+    auto* there = static_cast<void**>(device_addresses_.mutable_data_ptr());
+    params.sources = reinterpret_cast<const char* const*>(there);
+    params.destinations = reinterpret_cast<char* const*>(there + sources.size());
+    check_cuda(strided_copy_cuda(params, stream), "strided_copy");
+    return;
+  }
+#endif
+  no_kernel_for(device, "strided_copy");
+}
+
+#ifdef HYBRIDENGINE_WITH_CUDA
+void CopyTable::upload(const at::Device& device, const std::vector<void*>& addresses,
+                       void* stream) {
+  const auto put = [&](const void* host, size_t bytes) {
+    const at::Tensor there =
+        at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device));
+    check_cuda(upload_cuda(host, there.mutable_data_ptr(), static_cast<int64_t>(bytes), stream),
+               "strided_copy");
+    return there;
+  };
+  if (!device_rows_.defined() || device_rows_.device() != device) {
+    device_rows_ = put(rows_.data(), rows_.size() * sizeof(CopyRow));
+    uploaded_.clear();
+  }
+  if (uploaded_ != addresses) {
+    device_addresses_ = put(addresses.data(), addresses.size() * sizeof(void*));
+    uploaded_ = addresses;
+  }
+}
+#endif
+
+}  // namespace
+
+void register_strided_copy(py::module_& m) {
+  py::class_<CopyTable>(m, "CopyTable")
+      .def(py::init<const at::Tensor&>(), py::arg("table"))
+      .def("copy", &CopyTable::copy, py::arg("sources"), py::arg("destinations"));
+  m.def(
+      "strided_copy",
+      [](const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& destinations,
+         const at::Tensor& table) { CopyTable(table).copy(sources, destinations); },
+      py::arg("sources"), py::arg("destinations"), py::arg("table"));
+}
+
+}  // namespace hybridengine

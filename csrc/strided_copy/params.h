@@ -1,0 +1,30 @@
+// strided_copy: dst[row slice] = cast(src[row slice]) for every row of a table of strided slices.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/isa.h"
+#include "strided_copy/copy_row.h"
+
+namespace hybridengine {
+
+struct StridedCopyParams {
+  const CopyRow* rows;         // coalesced, chunk numbers filled in; on the device that copies
+  const char* const* sources;  // first element of each tensor; the arrays are there too
+  char* const* destinations;
+  int64_t num_rows;
+  int64_t num_chunks;
+  DType src_dtype;
+  DType dst_dtype;
+  int num_threads;
+};
+
+HE_CPU_KERNEL(strided_copy_cpu, StridedCopyParams)
+
+// Both return a cudaError_t.
+int strided_copy_cuda(const StridedCopyParams& params, void* stream);
+// Copies host memory, which may be reused on return, to the device in the order of the stream.
+int upload_cuda(const void* host, void* device, int64_t bytes, void* stream);
+
+}  // namespace hybridengine

@@ -1,0 +1,94 @@
+// CPU strided_copy: threads take equal shares of all chunks, whatever the sizes of the rows.
+#include "common/parallel.h"
+#include "common/simd.h"
+#include "strided_copy/params.h"
+
+namespace hybridengine::HYBRIDENGINE_ISA {
+
+namespace {
+
+template <typename S, typename D>
+void copy_run(const S* src, D* dst, int64_t count) {
+  if constexpr (__is_same(S, D)) {
+    std::memcpy(dst, src, count * sizeof(S));
+  } else if constexpr (__is_same(S, double) || __is_same(D, double)) {
+    for (int64_t i = 0; i < count; ++i) dst[i] = convert<S, D>(src[i]);
+  } else {
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) store(dst + i, load(src + i));
+    for (; i < count; ++i) dst[i] = convert<S, D>(src[i]);
+  }
+}
+
+template <typename S, typename D>
+void copy_range(const CopyRow& row, const S* source, D* destination, int64_t begin, int64_t end) {
+  const int64_t src_step = row.src_stride[kCopyDims - 1];
+  const int64_t dst_step = row.dst_stride[kCopyDims - 1];
+  while (begin < end) {
+    const CopySpan span = locate(row, begin);
+    const int64_t run = span.run < end - begin ? span.run : end - begin;
+    const S* src = source + span.src;
+    D* dst = destination + span.dst;
+    if (src_step == 1 && dst_step == 1) {
+      copy_run(src, dst, run);
+    } else {
+      for (int64_t i = 0; i < run; ++i) dst[i * dst_step] = convert<S, D>(src[i * src_step]);
+    }
+    begin += run;
+  }
+}
+
+template <typename S, typename D>
+void copy_all(const StridedCopyParams& params) {
+  parallel_for(params.num_chunks, 1, params.num_threads, [&](int64_t begin, int64_t end) {
+    int64_t index = find_row(params.rows, params.num_rows, begin);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      while (index + 1 < params.num_rows && params.rows[index + 1].first_chunk <= chunk) ++index;
+      const CopyRow& row = params.rows[index];
+      const int64_t first = (chunk - row.first_chunk) * kChunkElements;
+      const int64_t total = num_elements(row);
+      copy_range(row, reinterpret_cast<const S*>(params.sources[row.src]) + row.src_offset,
+                 reinterpret_cast<D*>(params.destinations[row.dst]) + row.dst_offset, first,
+                 total < first + kChunkElements ? total : first + kChunkElements);
+    }
+  });
+}
+
+template <typename S>
+void dispatch_dst(const StridedCopyParams& params) {
+  switch (params.dst_dtype) {
+    case DType::f32:
+      return copy_all<S, float>(params);
+    case DType::f16:
+      return copy_all<S, f16>(params);
+    case DType::bf16:
+      return copy_all<S, bf16>(params);
+    default:
+      return copy_all<S, double>(params);
+  }
+}
+
+}  // namespace
+
+void strided_copy_cpu(const StridedCopyParams& params) {
+  switch (params.src_dtype) {
+    case DType::f32:
+      return dispatch_dst<float>(params);
+    case DType::f16:
+      return dispatch_dst<f16>(params);
+    case DType::bf16:
+      return dispatch_dst<bf16>(params);
+    case DType::f64:
+      return dispatch_dst<double>(params);
+    case DType::raw1:
+      return copy_all<uint8_t, uint8_t>(params);
+    case DType::raw2:
+      return copy_all<uint16_t, uint16_t>(params);
+    case DType::raw4:
+      return copy_all<uint32_t, uint32_t>(params);
+    case DType::raw8:
+      return copy_all<uint64_t, uint64_t>(params);
+  }
+}
+
+}  // namespace hybridengine::HYBRIDENGINE_ISA

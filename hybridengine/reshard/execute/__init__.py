@@ -1,0 +1,1 @@
+"""Execution: pack, all-to-all, unpack into the live engine weights, verify."""

@@ -1,0 +1,1 @@
+"""Planning: which rank sends which slice to which, in which bucket."""

@@ -1,0 +1,1 @@
+"""Recording: which strided copies turn trained parameters into an engine's weights."""

@@ -1,0 +1,139 @@
+"""The reshard as a backend of vLLM's weight-transfer interface, for engines in the same process.
+
+    llm = LLM(..., distributed_executor_backend="external_launcher",
+              weight_transfer_config={"backend": "hybridengine"})
+    llm.init_weight_transfer_engine({"init_info": {"model": fsdp_model, "llm": llm}})
+    llm.start_weight_update()  # every rank, as all of these; after every step from here on
+    llm.update_weights({"update_info": {}})
+    llm.finish_weight_update("1")
+
+vLLM finds it by the entry point `vllm.general_plugins`. It hands a backend the worker's model but
+nothing of the engine, whose prefix cache must go and which must not generate from a mixture: so the
+init info names the engine as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import LLM
+from vllm.config import get_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader import base_loader
+
+from hybridengine.model.lora import adapter_shards
+from hybridengine.model.parameters import parameter_shards, without_peft
+from hybridengine.reshard.execute.failures import agreed
+from hybridengine.reshard.execute.resharder import Resharder
+from hybridengine.reshard.record.checkpoint import describe_checkpoint
+from hybridengine.rollout.vllm.weights import VllmWeights, WeightsInPlace
+from hybridengine.sharding.layout import LayoutError
+
+__all__ = ["BACKEND", "attach", "register"]
+
+BACKEND = "hybridengine"
+_IN_PLACE = "_hybridengine_in_place"  # where a model that vLLM loaded for this backend keeps its
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process; does nothing the second time."""
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(BACKEND, HybridEngineTransfer)
+    process = base_loader.process_weights_after_loading
+
+    def process_in_place(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        transfer = get_current_vllm_config().weight_transfer_config
+        if transfer is None or transfer.backend != BACKEND:
+            process(model, *args, **kwargs)
+            return
+        in_place = WeightsInPlace()
+        in_place.process(process, model, *args, **kwargs)
+        setattr(model, _IN_PLACE, in_place)
+
+    base_loader.process_weights_after_loading = process_in_place
+
+
+def attach(fsdp_model: torch.nn.Module, llm: LLM, bucket_bytes: int) -> Resharder:
+    """`hybridengine.reshard.connect`."""
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
+    if worker is None:
+        raise LayoutError(
+            "the LLM does not run in this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before "
+            'vLLM is imported and build it with distributed_executor_backend="external_launcher"'
+        )
+    in_place = getattr(worker.model_runner.get_model(), _IN_PLACE, None)
+    if in_place is None:
+        raise LayoutError(
+            "the LLM was loaded without this backend, so vLLM may have packed its weights away: "
+            f'build it with weight_transfer_config={{"backend": "{BACKEND}"}}'
+        )
+    source = without_peft(fsdp_model)
+    target = agreed(lambda: _LlmWeights(llm, describe_checkpoint(source), in_place))
+    return Resharder(
+        lambda: parameter_shards(source), target, bucket_bytes, lambda: adapter_shards(source)
+    )
+
+
+class _LlmWeights(VllmWeights):
+    """The weights of an `LLM`, which takes no request while they are a mixture."""
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if "weights" in self._llm.llm_engine.model_executor.sleeping_tags:
+            raise LayoutError(
+                "the engine sleeps, so its weights have no memory: call "
+                "llm.wake_up(tags=['weights']) before the sync"
+            )
+
+    @contextmanager
+    def weight_update(self, version: int) -> Iterator[None]:
+        engine = self._llm.llm_engine
+        engine.add_request = lambda *args, **kwargs: self.refuse_if_torn()
+        with super().weight_update(version):
+            yield
+        del engine.add_request
+
+
+@dataclass
+class _InitInfo(WeightTransferInitInfo):
+    model: Any  # the FSDP2 model on this rank
+    llm: Any  # the engine on this rank
+    bucket_bytes: int = 64 << 20
+
+
+@dataclass
+class _UpdateInfo(WeightTransferUpdateInfo):
+    version: int | None = None  # null: the last one + 1
+    verify: bool = False
+
+
+class HybridEngineTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
+    """One `update_weights` is one whole sync; start and finish have nothing left to do."""
+
+    init_info_cls, update_info_cls = _InitInfo, _UpdateInfo
+    supports_draft_weight_update = False
+    _link: Resharder | None = None
+
+    def init_transfer_engine(self, init_info: _InitInfo) -> None:
+        self._link = attach(init_info.model, init_info.llm, init_info.bucket_bytes)
+
+    def start_weight_update(self) -> None:
+        if self._link is None:
+            raise RuntimeError("call init_weight_transfer_engine with the model and the LLM first")
+
+    def receive_weights(self, update_info: _UpdateInfo) -> None:
+        assert self._link is not None
+        self._link.sync(update_info.version, verify=update_info.verify)
+
+    def finish_weight_update(self) -> None:
+        """A sync commits itself."""
+
+    def shutdown(self) -> None:
+        self._link = None

@@ -1,0 +1,7 @@
+"""Operators from hidden states and the output head's weight: no [T, V] logits exist."""
+
+from .logprob import linear_token_log_probs
+from .mixed_gemm import has_fast_products
+from .policy_loss import linear_policy_loss
+
+__all__ = ["has_fast_products", "linear_policy_loss", "linear_token_log_probs"]
