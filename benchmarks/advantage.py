@@ -1,79 +1,71 @@
-"""Group advantages and GAE against verl: the released package where it is installed."""
+"""Group advantages and GAE against verl."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from hybridengine.kernels import gae, group_advantage, whiten
+from torch import Tensor
 
-from benchmarks.frame import OURS, Bench, rms_error
+from benchmarks._baselines import verl_algorithms
+from benchmarks._bench import OURS, Bench, rms_error
 
-
-def verl():
-    try:
-        from benchmarks import _verl
-    except ImportError as error:
-        print(f"# verl left out: {error}")
-        return None
-    return _verl.core_algos
+Calls = dict[str, Callable[[], Any]]
 
 
 def run(bench: Bench) -> None:
-    group(bench, verl())
-    token_level(bench, verl())
+    verl = verl_algorithms()
+    per_response(bench, verl)
+    per_token(bench, verl)
 
 
-def group(bench: Bench, core) -> None:
+def per_response(bench: Bench, verl: Any | None) -> None:
     """One reward per response in, one advantage per response out."""
     count, size = (1024 if bench.quick else 16384), 8
     rewards = torch.rand(count, device=bench.device)
     ids = torch.arange(count, device=bench.device) // size
     exact = group_advantage(rewards.cpu().double(), ids.cpu(), backend="reference")
-    implementations = {OURS: lambda: group_advantage(rewards, ids)}
+    implementations: Calls = {OURS: lambda: group_advantage(rewards, ids)}
     errors = {OURS: rms_error(group_advantage(rewards, ids).cpu(), exact)}
-    if core is not None:
+    if verl is not None:
         index, column = ids.cpu().numpy(), rewards[:, None]
         ones = torch.ones_like(column)
         for name in ("grpo", "grpo_vectorized"):
-            function = core.get_adv_estimator_fn(name)
-
-            def call(function=function):
-                return function(column.clone(), ones, index=index)[0]
-
+            function = verl.core_algos.get_adv_estimator_fn(name)
             label = "verl" if name == "grpo" else "verl_vectorized"
-            implementations[label] = call
-            errors[label] = rms_error(call()[:, 0].cpu(), exact)
+            implementations[label] = partial(verl_advantages, function, column, ones, index)
+            errors[label] = rms_error(implementations[label]()[:, 0].cpu(), exact)
     bench.compare(
-        "group_advantage",
-        "grpo",
-        f"{count} in groups of {size}",
-        torch.float32,
-        implementations,
-        bytes_moved=count * (4 + 8 + 4),
-        errors=errors,
-    )
+        "group_advantage", "grpo", f"{count} in groups of {size}", torch.float32, implementations,
+        bytes_moved=count * (4 + 8 + 4), errors=errors,
+    )  # fmt: skip
 
 
-def token_level(bench: Bench, core) -> None:
+def verl_advantages(function: Callable, column: Tensor, ones: Tensor, index: Any) -> Tensor:
+    return function(column.clone(), ones, index=index)[0]
+
+
+def per_token(bench: Bench, verl: Any | None) -> None:
+    """Rewards and values per token in, advantages and returns out."""
     batch, seqlen = (64, 128) if bench.quick else (256, 4096)
     rewards, values = (torch.randn(batch, seqlen, device=bench.device) for _ in range(2))
     ends = torch.arange(0, batch * seqlen + 1, seqlen, device=bench.device, dtype=torch.int32)
     flat_rewards, flat_values = rewards.flatten(), values.flatten()
 
-    def ours():
+    def ours() -> tuple[Tensor, Tensor]:
         return gae(flat_rewards, flat_values, ends, gamma=0.99, lam=0.95)
 
-    implementations = {OURS: ours, f"{OURS} (with whitening)": lambda: whiten(ours()[0])}
-    if core is not None:
+    implementations: Calls = {OURS: ours, f"{OURS} (with whitening)": lambda: whiten(ours()[0])}
+    if verl is not None:
+        compute = verl.core_algos.compute_gae_advantage_return
         ones = torch.ones_like(rewards)
-        implementations["verl (with whitening)"] = lambda: core.compute_gae_advantage_return(
-            rewards, values, ones, 0.99, 0.95
+        implementations["verl (with whitening)"] = partial(
+            compute, rewards, values, ones, 0.99, 0.95
         )
     bench.compare(
-        "gae",
-        "forward",
-        f"{batch}x{seqlen}",
-        torch.float32,
-        implementations,
-        bytes_moved=16 * rewards.numel(),
-        limit="copy",
-    )
+        "gae", "forward", f"{batch}x{seqlen}", torch.float32, implementations,
+        bytes_moved=16 * rewards.numel(), peak="copy",
+    )  # fmt: skip

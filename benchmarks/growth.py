@@ -1,17 +1,18 @@
-"""How time and memory of log-probs from hidden states grow with T and with V, and the plots of it.
+"""Growth of time and memory of log-probs from hidden states with T and with V, with plots.
 
 `python -m benchmarks growth` also writes growth_T.png and growth_V.png in benchmarks/results/.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from hybridengine.kernels import linear_token_log_probs
 
-from benchmarks import peers
-from benchmarks.frame import OURS, ROOT, Bench
+from benchmarks import _baselines
+from benchmarks._bench import OURS, ROOT, Bench
 
 WIDTH = 256
 
@@ -37,23 +38,18 @@ def point(bench: Bench, axis: str, rows: int, vocab: int) -> None:
     hidden, weight = draw(rows, WIDTH), draw(vocab, WIDTH) / WIDTH**0.5
     token_ids = torch.randint(0, vocab, (rows,), generator=generator, device=bench.device)
 
-    def step(function):
+    def step(function: Callable) -> tuple[torch.Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in (hidden, weight)]
         log_probs, entropy = function(*leaves, token_ids)
         return torch.autograd.grad(log_probs.sum() + entropy.sum(), leaves)
 
-    functions = {
+    functions: dict[str, Callable] = {
         OURS: partial(linear_token_log_probs, budget_bytes=2**25),
-        "eager": lambda h, w, ids: peers.eager(torch.nn.functional.linear(h, w), ids),
+        "eager": _baselines.eager_from_hidden,
     }
-    bench.compare(
-        f"growth_{axis}",
-        "both",
-        f"T={rows} V={vocab}",
-        hidden.dtype,
-        {name: partial(step, function) for name, function in functions.items()},
-        flops=6 * rows * WIDTH * vocab,
-    )
+    steps = {name: partial(step, function) for name, function in functions.items()}
+    shape, flops = f"T={rows} V={vocab}", 6 * rows * WIDTH * vocab
+    bench.compare(f"growth_{axis}", "both", shape, hidden.dtype, steps, flops=flops)
 
 
 def plot(rows: list[dict], axis: str, device: str) -> None:
@@ -65,8 +61,8 @@ def plot(rows: list[dict], axis: str, device: str) -> None:
     figure, (time_axes, memory_axes) = pyplot.subplots(1, 2, figsize=(9, 3.5))
     for name in (OURS, "eager"):
         chosen = [r for r in rows if r["op"] == f"growth_{axis}" and r["impl"] == name]
-        place = 0 if axis == "T" else 1
-        x = [int(r["shape"].split()[place].split("=")[1]) for r in chosen]
+        column = 0 if axis == "T" else 1
+        x = [int(r["shape"].split()[column].split("=")[1]) for r in chosen]
         time_axes.loglog(x, [r["ms_p50"] for r in chosen], "o-", label=name)
         memory_axes.semilogx(x, [r["peak_mib"] for r in chosen], "o-", label=name)
     for axes in (time_axes, memory_axes):

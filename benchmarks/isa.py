@@ -1,4 +1,4 @@
-"""Running as on a CPU with a narrower instruction set: every library has a variable of its own.
+"""Limit the CPU instruction set, through the environment variable that each library has for it.
 
 env $(python -m benchmarks.isa avx2) COMMAND
 """
@@ -20,11 +20,15 @@ LIMITS = {
 }
 
 
+def is_limited() -> bool:
+    """Whether this process runs under one of LIMITS."""
+    return any(limit.items() <= os.environ.items() for limit in LIMITS.values())
+
+
 def limit_isa(name: str) -> None:
-    """Start this command again under the limit, unless it already runs under it."""
-    wanted = LIMITS[name]
-    if any(os.environ.get(key) != value for key, value in wanted.items()):
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, **wanted})
+    """Restart this command under the limit, unless it already runs under it."""
+    if not LIMITS[name].items() <= os.environ.items():
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **LIMITS[name]})
 
 
 if __name__ == "__main__":

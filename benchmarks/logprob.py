@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import torch
-from hybridengine.kernels import logprob, token_log_probs
+from collections.abc import Callable
+from functools import partial
 
-from benchmarks import peers
-from benchmarks.frame import OURS, Bench, rms_error
+import torch
+from hybridengine.kernels import token_log_probs
+from hybridengine.kernels.logprob.options import row_options
+from hybridengine.kernels.logprob.rows import rows_backward, rows_forward
+from torch import Tensor
+
+from benchmarks import _baselines
+from benchmarks._bench import OURS, Bench, largest_errors
 
 NOT_COMPARED = {
     "liger": "its log-softmax of given logits is a Triton kernel, without entropy",
-    "cut_cross_entropy": "takes hidden states, not logits: see linear_logprob",
+    "cut_cross_entropy": "takes hidden states, not logits: see the benchmark linear",
 }
 
 
@@ -23,50 +29,43 @@ def shapes(bench: Bench) -> list[tuple[int, int]]:
 
 
 def run(bench: Bench) -> None:
-    for name, why in NOT_COMPARED.items():
-        print(f"# {name}: {why}")
+    baselines, missing = _baselines.from_logits()
+    _baselines.print_missing(NOT_COMPARED | missing)
     for rows, vocab in shapes(bench):
         for dtype in (torch.float32, torch.bfloat16):
-            one_shape(bench, rows, vocab, dtype)
+            one_shape(bench, rows, vocab, dtype, baselines)
 
 
-def one_shape(bench: Bench, rows: int, vocab: int, dtype: torch.dtype) -> None:
+def one_shape(
+    bench: Bench, rows: int, vocab: int, dtype: torch.dtype, baselines: dict[str, Callable]
+) -> None:
     generator = torch.Generator(bench.device).manual_seed(0)
     logits = torch.randn(rows, vocab, generator=generator, device=bench.device, dtype=dtype) * 2
     token_ids = torch.randint(0, vocab, (rows,), generator=generator, device=bench.device)
-    functions = {OURS: token_log_probs, **peers.from_logits()}
-    exact = peers.exact(logits[:16], token_ids[:16])
-    errors = {
-        name: max(
-            rms_error(got, want)
-            for got, want in zip(function(logits[:16], token_ids[:16]), exact, strict=True)
-        )
-        for name, function in functions.items()
-    }
+    functions: dict[str, Callable] = {OURS: token_log_probs, **baselines}
+    exact = _baselines.exact(logits[:16], token_ids[:16])
+    errors = largest_errors(functions, (logits[:16], token_ids[:16]), exact)
     shape = f"T={rows} V={vocab}"
     with torch.no_grad():
+        calls: dict[str, Callable] = {
+            name: partial(f, logits, token_ids) for name, f in functions.items()
+        }
         bench.compare(
-            "logprob",
-            "forward",
-            shape,
-            dtype,
-            {name: lambda f=f: f(logits, token_ids) for name, f in functions.items()},
-            bytes_moved=logits.nbytes,
-            limit="read",
+            "logprob", "forward", shape, dtype, calls, bytes_moved=logits.nbytes, peak="read",
             errors=errors,
-        )
+        )  # fmt: skip
     calls = {name: backward_call(f, logits, token_ids) for name, f in functions.items()}
     calls[f"{OURS}_inplace"] = inplace_call(logits.clone(), token_ids)
     bench.compare(
-        "logprob", "backward", shape, dtype, calls, bytes_moved=2 * logits.nbytes, limit="copy"
+        "logprob", "backward", shape, dtype, calls, bytes_moved=2 * logits.nbytes, peak="copy"
     )
 
 
-def backward_call(function, logits, token_ids):
-    """The gradient of both outputs alone; the graph is built here, once, at the first call."""
+def backward_call(function: Callable, logits: Tensor, token_ids: Tensor) -> Callable[[], object]:
+    """Return a call of the backward alone; the first call also runs the forward."""
     state: list = []
 
-    def call():
+    def call() -> object:
         if not state:
             leaf = logits.detach().requires_grad_()
             state.append((leaf, function(leaf, token_ids)))
@@ -77,12 +76,10 @@ def backward_call(function, logits, token_ids):
     return call
 
 
-def inplace_call(logits, token_ids):
-    """In place the logits are used up, so the kernel itself is called, on what it left behind."""
-    plain = logprob.RowOptions(1.0, None, 1.0, 0.0, -100, None, None, "")
+def inplace_call(logits: Tensor, token_ids: Tensor) -> Callable[[], object]:
+    """Return a call of the backward kernel in place, which overwrites the logits every time."""
+    options = row_options("logprob", token_ids, logits.shape[-1])
     with torch.no_grad():
-        results = list(logprob.rows_forward(logits, token_ids, plain, False, None)[:4])
+        results = list(rows_forward(logits, token_ids, options, False, None)[:4])
     ones = torch.ones_like(results[0])
-    return lambda: logprob.rows_backward(
-        logits, logits, token_ids, plain, results, ones, ones, None
-    )
+    return lambda: rows_backward(logits, logits, token_ids, options, results, ones, ones, None)

@@ -1,8 +1,9 @@
-"""Peak memory of two whole training steps with each memory option on and off, one at a time.
+"""Peak memory of two full training steps with each memory option on and off, one at a time.
 
 SmolLM2-135M, ragged sequences in one micro-batch, forward, backward and AdamW on one rank, every
-row in a process of its own. On a GPU it is the allocator's peak; on a CPU the process's, less what
-it had before the model, and offloading moves nothing there: host and device are the same memory.
+row in its own process. On a GPU the peak is that of the allocator; on a CPU it is that of the
+process less its memory before the model, and offloading changes nothing: host and device are the
+same memory.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.frame import KEYS, OURS, ROOT, Bench, line, status_kib
+from benchmarks._bench import OURS, ROOT, Bench, status_kib
 
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
 SEQUENCES, SHORTEST, LONGEST = 12, 32, 384
-ROWS: dict[str, dict] = {  # what differs from the first
+ROWS: dict[str, dict] = {  # differences from the first row
     "default": {},
     "gradient checkpointing": {"load": {"gradient_checkpointing": True}},
     "LoRA rank 16": {"lora_rank": 16},
@@ -42,22 +43,14 @@ def run(bench: Bench) -> None:
             raise RuntimeError(f"{name}: ended with {done.returncode}:\n{done.stderr[-2000:]}")
         mib, ms, tokens = json.loads(done.stdout.splitlines()[-1])
         first = first or mib
-        row = dict.fromkeys(KEYS) | {
-            "op": "memory",
-            "pass": "step",
-            "impl": OURS if not options else name,
-            "shape": f"{tokens} tokens",
-            "dtype": "bfloat16",
-            "device": bench.device_name,
-            "ms_p50": ms,
-            "peak_mib": mib,
-        }
-        bench.rows.append(row)
-        print(line(row) + f"  {mib / first:.2f}x of the default", flush=True)
+        bench.add(
+            "memory", "step", name if options else OURS, f"{tokens} tokens", dtype="bfloat16",
+            ms_p50=ms, peak_mib=mib, note=f"  {mib / first:.2f}x of the default",
+        )  # fmt: skip
 
 
 def worker(device: str, options: dict) -> tuple[float, float, int]:
-    """(peak MiB, ms of the second step, tokens that went through the model)."""
+    """Return (peak MiB, ms of the second step, tokens per micro-batch)."""
     from hybridengine.model import (
         Optimizer,
         apply_lora,
@@ -94,11 +87,9 @@ def worker(device: str, options: dict) -> tuple[float, float, int]:
             (log_probs.mean() + 0.01 * entropy.mean()).backward()
             optimizer.step(1.0)
         seconds = time.perf_counter() - start
-    peak = (
-        torch.cuda.max_memory_allocated() / 2**20
-        if device == "cuda"
-        else (status_kib("VmHWM") - before) / 2**10
-    )
+    peak = (status_kib("VmHWM") - before) / 2**10
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**20
     return peak, seconds * 1e3, batch.input_ids.numel()
 
 

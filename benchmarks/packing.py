@@ -1,17 +1,20 @@
-"""Packing and unpacking against flash-attn's form: nonzero and gather, zero-fill and scatter.
+"""Packing and unpacking against flash-attn's algorithm: nonzero and gather, zero-fill and scatter.
 
-flash-attn itself installs only where CUDA is; `flash_attn_algorithm` is its bert_padding written
-again: unpad_input once for the layout, then one gather per tensor; pad_input by zeros and scatter.
+flash-attn itself installs only with CUDA; `flash_attn_algorithm` repeats its bert_padding:
+unpad_input once for the layout, then one gather per tensor; pad_input with zeros and scatter.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from hybridengine.kernels import pack, unpack
 from torch import Tensor
 
-from benchmarks.frame import OURS, Bench
+from benchmarks._bench import OURS, Bench
 
 
 def flash_attn_unpad(tensors: list[Tensor], mask: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -56,47 +59,33 @@ def run(bench: Bench) -> None:
     compare(bench, many, mask, f"{batch}x{seqlen}, 8 tensors", torch.float32)
 
 
-def compare(bench: Bench, tensors: list[Tensor], mask: Tensor, shape: str, dtype) -> None:
+def compare(
+    bench: Bench, tensors: list[Tensor], mask: Tensor, shape: str, dtype: torch.dtype
+) -> None:
     packed = pack(tensors, mask)
     values, indices = list(packed.values), packed.indices
-    in_rows = sum(value.nbytes for value in values)
-    # The layout is written with the mask's pass and read again by the rows'.
-    layout = sum(x.nbytes for x in (packed.indices, packed.position_ids, packed.inverse))
+    packed_bytes = sum(value.nbytes for value in values)
+    # The layout is written by the pass over the mask and read again by that over the rows.
+    inverse = packed.inverse
+    assert inverse is not None
+    layout = sum(x.nbytes for x in (packed.indices, packed.position_ids, inverse))
+    against = partial(bench.compare, "packing", shape=shape, dtype=dtype, peak="copy")
     if len(tensors) == 1:
-        there = torch.empty_like(values[0])
-        bench.compare(
-            "packing",
-            "copy",
-            shape,
-            dtype,
-            {
-                "copy_ into memory there": lambda: there.copy_(values[0]),
-                "clone (fresh memory)": values[0].clone,
-            },
-            bytes_moved=2 * in_rows,
-            limit="copy",
-        )
-    bench.compare(
-        "packing",
-        "pack",
-        shape,
-        dtype,
-        {
-            OURS: lambda: pack(tensors, mask),
-            "flash_attn_algorithm": lambda: flash_attn_unpad(tensors, mask),
-        },
-        bytes_moved=2 * in_rows + mask.nbytes + layout + indices.nbytes,
-        limit="copy",
-    )
-    bench.compare(
-        "packing",
-        "unpack",
-        shape,
-        dtype,
-        {
-            OURS: lambda: unpack(values, packed),
-            "flash_attn_algorithm": lambda: flash_attn_pad(values, indices, *mask.shape),
-        },
-        bytes_moved=in_rows + sum(tensor.nbytes for tensor in tensors) + packed.inverse.nbytes,
-        limit="copy",
-    )
+        destination = torch.empty_like(values[0])
+        copies: dict[str, Callable] = {
+            "copy_ into existing memory": lambda: destination.copy_(values[0]),
+            "clone (fresh memory)": values[0].clone,
+        }
+        against("copy", implementations=copies, bytes_moved=2 * packed_bytes)
+    packs: dict[str, Callable] = {
+        OURS: lambda: pack(tensors, mask),
+        "flash_attn_algorithm": lambda: flash_attn_unpad(tensors, mask),
+    }
+    bytes_moved = 2 * packed_bytes + mask.nbytes + layout + indices.nbytes
+    against("pack", implementations=packs, bytes_moved=bytes_moved)
+    unpacks: dict[str, Callable] = {
+        OURS: lambda: unpack(values, packed),
+        "flash_attn_algorithm": lambda: flash_attn_pad(values, indices, *mask.shape),
+    }
+    bytes_moved = packed_bytes + sum(tensor.nbytes for tensor in tensors) + inverse.nbytes
+    against("unpack", implementations=unpacks, bytes_moved=bytes_moved)

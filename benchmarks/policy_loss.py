@@ -1,21 +1,25 @@
-"""Policy loss, forward and backward, against plain PyTorch, torch.compile and verl."""
+"""Policy loss, forward and backward, against plain PyTorch and verl."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from hybridengine.kernels import LOSS_MODES, policy_loss
+from torch import Tensor
 
-from benchmarks.advantage import verl
-from benchmarks.frame import OURS, Bench, rms_error
+from benchmarks._baselines import verl_algorithms
+from benchmarks._bench import OURS, Bench, rms_error
 
-MODES = {"ppo_clip": "vanilla", "gspo": "gspo", "cispo": "cispo", "gmpo": "geo_mean"}
+VERL_MODES = {"ppo_clip": "vanilla", "gspo": "gspo", "cispo": "cispo", "gmpo": "geo_mean"}
 
 
 def run(bench: Bench) -> None:
     batch, seqlen = (16, 256) if bench.quick else (1024, 1024)
     generator = torch.Generator(bench.device).manual_seed(0)
 
-    def normal(scale):
+    def normal(scale: float) -> Tensor:
         noise = torch.randn(batch, seqlen, generator=generator, device=bench.device)
         return noise * scale
 
@@ -24,73 +28,66 @@ def run(bench: Bench) -> None:
     advantages = normal(1)[:, :1].expand(batch, seqlen).contiguous()
     mask = torch.rand(batch, seqlen, generator=generator, device=bench.device) < 0.9
     ends = torch.arange(0, old.numel() + 1, seqlen, device=bench.device, dtype=torch.int32)
-    for mode in LOSS_MODES if not bench.quick else MODES:
-        compare(bench, mode, log_probs, old, advantages, mask, ends)
+    verl = verl_algorithms()
+    for mode in VERL_MODES if bench.quick else LOSS_MODES:
+        compare(bench, mode, log_probs, old, advantages, mask, ends, verl)
 
 
-def compare(bench, mode, log_probs, old, advantages, mask, ends) -> None:
-    flat = [x.flatten() for x in (log_probs, old, advantages, mask)]
-    selected = torch.rand(flat[0].shape, device=bench.device) < 0.01
+def compare(
+    bench: Bench,
+    mode: str,
+    log_probs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ends: Tensor,
+    verl: Any | None,
+) -> None:
+    """All tensors are [B, L], as verl takes them; ours run on their packed form."""
+    packed = [x.flatten() for x in (log_probs, old, advantages, mask)]
     agg = "seq-mean-token-mean" if mode in ("gspo", "gmpo", "sapo") else "token-mean"
-    tokens = int(mask.sum())
+    options = {
+        "response_mask": packed[3],
+        "loss_mode": mode,
+        "selected": torch.rand(packed[0].shape, device=bench.device) < 0.01,
+        "loss_agg_mode": agg,
+        "cu_seqlens": ends,
+        "global_num_tokens": int(mask.sum()),
+        "global_num_seqs": mask.size(0),
+    }
+    leaf = packed[0].clone().requires_grad_()
 
-    def step(backend, dtype=torch.float32):
-        x = flat[0].to(dtype, copy=True).requires_grad_()
-        loss, _ = policy_loss(
-            *(x, flat[1].to(dtype), flat[2].to(dtype)),
-            response_mask=flat[3],
-            loss_mode=mode,
-            selected=selected,
-            loss_agg_mode=agg,
-            cu_seqlens=ends,
-            global_num_tokens=tokens,
-            global_num_seqs=mask.size(0),
-            backend=backend,
-        )
+    def ours() -> Tensor:
+        loss, _ = policy_loss(leaf, packed[1], packed[2], **options)
+        return torch.autograd.grad(loss, leaf)[0]
+
+    def eager(dtype: torch.dtype = torch.float32) -> Tensor:
+        x = packed[0].to(dtype, copy=True).requires_grad_()
+        constants = (packed[1].to(dtype), packed[2].to(dtype))
+        loss, _ = policy_loss(x, *constants, **options, backend="reference")
         return torch.autograd.grad(loss, x)[0]
 
-    x = flat[0].clone().requires_grad_()
-
-    def ours():
-        loss, _ = policy_loss(
-            *(x, flat[1], flat[2]),
-            response_mask=flat[3],
-            loss_mode=mode,
-            selected=selected,
-            loss_agg_mode=agg,
-            cu_seqlens=ends,
-            global_num_tokens=tokens,
-            global_num_seqs=mask.size(0),
-        )
-        return torch.autograd.grad(loss, x)[0]
-
-    implementations = {OURS: ours, "eager": lambda: step("reference")}
-    exact = step("reference", torch.float64)
+    implementations: dict[str, Callable[[], Tensor]] = {OURS: ours, "eager": eager}
+    exact = eager(torch.float64)
     errors = {name: rms_error(call(), exact) for name, call in implementations.items()}
-    core = verl() if mode in MODES else None
-    if core is not None:
-        implementations["verl"] = verl_step(core, mode, log_probs, old, advantages, mask, agg)
+    if verl is not None and mode in VERL_MODES:
+        implementations["verl"] = verl_step(verl, mode, log_probs, old, advantages, mask, agg)
     count = log_probs.numel()
+    bytes_moved = count * (3 * 4 + 1 + 4)  # three inputs and the mask in, the gradient out
     bench.compare(
-        "policy_loss",
-        "fwd+bwd",
-        f"{mode}, {count} tokens",
-        torch.float32,
-        implementations,
-        bytes_moved=count * (3 * 4 + 1 + 4),  # three inputs and the mask in, the gradient out
-        limit="read",
-        errors=errors,
-    )
+        "policy_loss", "fwd+bwd", f"{mode}, {count} tokens", torch.float32, implementations,
+        bytes_moved=bytes_moved, peak="read", errors=errors,
+    )  # fmt: skip
 
 
-def verl_step(core, mode, log_probs, old, advantages, mask, agg):
-    from benchmarks._verl import ActorConfig
-
-    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    function = core.get_policy_loss_fn(MODES[mode])
+def verl_step(
+    verl: Any, mode: str, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, agg: str
+) -> Callable[[], Tensor]:
+    config = verl.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    function = verl.core_algos.get_policy_loss_fn(VERL_MODES[mode])
     floats = mask.float()
 
-    def step():
+    def step() -> Tensor:
         x = log_probs.detach().clone().requires_grad_()
         loss, _ = function(old, x, advantages, floats, agg, config)
         return torch.autograd.grad(loss, x)[0]

@@ -1,9 +1,9 @@
-"""A whole weight sync, FSDP2 ranks into live vLLM ranks, against gathering whole parameters.
+"""A weight sync from FSDP2 ranks into running vLLM ranks, against gathering full parameters.
 
-Peers, on the same ranks, model and engine:
+Baselines, on the same ranks, model and engine:
   verl            full_tensor() of every float32 parameter on every rank, then the engine's
-                  load_weights (verl's FSDP workers; TRL and AReaL's FSDP paths do the same). Its
-                  copy into a transfer bucket is left out, in its favour.
+                  load_weights (verl's FSDP workers; TRL and AReaL's FSDP paths do the same),
+                  without its copy into a transfer bucket
   gather_bf16     the same, cast to the engine's dtype before the gather
 
 A full run also draws benchmarks/results/reshard.png.
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.frame import KEYS, OURS, ROOT, Bench, line
+from benchmarks._bench import OURS, ROOT, Bench
 from tests.ranks import run_ranks
 
 CASES = ((2, 2), (4, 2), (8, 2), (4, 4))
@@ -32,34 +32,25 @@ def run(bench: Bench) -> None:
         with tempfile.TemporaryDirectory() as folder:
             million = _write_config(Path(folder), bench.quick)
             results = run_ranks(_rank, ranks, folder, tp_size, timeout_s=580)
-        fastest_peer = min(t[len(t) // 2] for n, (t, _) in results[0].items() if n != OURS)
+        medians = {name: times[len(times) // 2] for name, (times, _) in results[0].items()}
+        best_baseline = min(p50 for name, p50 in medians.items() if name != OURS)
         for name, (times, received) in results[0].items():
-            row = dict.fromkeys(KEYS)
-            p50 = times[len(times) // 2]
-            row |= {
-                "op": "reshard",
-                "pass": "sync",
-                "impl": name,
-                "shape": f"{million}M N={ranks} tp={tp_size}",
-                "dtype": "float32→bf16",
-                "device": f"{ranks} gloo ranks, 1 thread each",
-                "ms_p20": times[len(times) // 5],
-                "ms_p50": p50,
-                "ms_p80": times[len(times) * 4 // 5],
-                "gb_per_s": received / p50 / 1e6,
-                "ratio_to_best_peer": fastest_peer / p50 if name == OURS else None,
-            }
-            bench.rows.append(row)
-            print(line(row), f" {received / 2**20:.1f} MiB received per rank", flush=True)
-            if name == OURS:
-                verl = results[0]["verl"][0]
-                print(f"# {verl[len(verl) // 2] / p50:.1f}x verl's way", flush=True)
+            p50 = medians[name]
+            bench.add(
+                "reshard", "sync", name, f"{million}M N={ranks} tp={tp_size}",
+                dtype="float32→bf16", device=f"{ranks} gloo ranks, 1 thread each", isa=None,
+                ms_p20=times[len(times) // 5], ms_p50=p50, ms_p80=times[len(times) * 4 // 5],
+                gb_per_s=received / p50 / 1e6,
+                ratio_to_best_peer=best_baseline / p50 if name == OURS else None,
+                note=f"  {received / 2**20:.1f} MiB received per rank",
+            )  # fmt: skip
+        print(f"# {medians['verl'] / medians[OURS]:.1f}x vs verl's way", flush=True)
     if not bench.quick:
         plot(bench.rows, ROOT / "benchmarks" / "results" / "reshard.png")
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Bars per case, on a logarithmic axis, with how many times verl's way takes longer."""
+    """Draw bars per case on a logarithmic axis, labelled with verl's time over ours."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -70,8 +61,8 @@ def plot(rows: list[dict], path: Path) -> None:
     axes = figure.subplots()
     kinds = ((OURS, "#2563eb"), ("gather_bf16", "#868e96"), ("verl", "#d9480f"))
     for i, (impl, colour) in enumerate(kinds):
-        places = [n + (i - 1) * 0.27 for n in range(len(shapes))]
-        bars = axes.bar(places, [taken[s, impl] for s in shapes], 0.25, color=colour, label=impl)
+        positions = [n + (i - 1) * 0.27 for n in range(len(shapes))]
+        bars = axes.bar(positions, [taken[s, impl] for s in shapes], 0.25, color=colour, label=impl)
         if impl == OURS:
             ratios = [f"{taken[s, 'verl'] / taken[s, OURS]:.1f}×" for s in shapes]
             axes.bar_label(bars, ratios, padding=3, fontweight="bold", color=colour)
@@ -89,7 +80,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def _write_config(folder: Path, quick: bool) -> int:
-    """A Llama of about 0.5B parameters (quick: 5M), as a folder without weights."""
+    """Write the config of a Llama of 0.5B parameters (quick: 5M); return the millions of them."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -109,21 +100,21 @@ def _write_config(folder: Path, quick: bool) -> int:
 
 
 def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
-    """Time each way on this rank; the time of a round is that of its slowest rank."""
+    """Time each implementation on this rank; the time of a round is that of its slowest rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import describe_checkpoint
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout
     from hybridengine.rollout.vllm.engine import VllmEngine
 
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = {id(p): name for name, p in model.named_parameters()}
-    checkpoint = describe_checkpoint(model)
+    checkpoint = checkpoint_layout(model)
     engine = VllmEngine(
         path,
         checkpoint,
@@ -148,7 +139,7 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     rest = sum(p.numel() for p in parameters.values()) - own
 
     def gather(dtype: torch.dtype) -> None:
-        engine.load_whole((n, p.detach().to(dtype).full_tensor()) for n, p in parameters.items())
+        engine.load_full((n, p.detach().to(dtype).full_tensor()) for n, p in parameters.items())
 
     ways = {
         OURS: (lambda: resharder.sync(1), resharder.plan.bytes_received[rank]),

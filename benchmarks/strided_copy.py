@@ -1,6 +1,6 @@
-"""The moves of a reshard on one rank: pack, local and unpack tables of a 7B model's plan, N=8 t=4.
+"""The copies of a reshard on one rank: pack, local and unpack tables of a 7B model, N=8 t=4.
 
-Peer: the same slices, one torch call each.
+The baseline is one torch call per slice.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from unittest import mock
 
 import torch
 from hybridengine.kernels.strided_copy import CopyTable, strided_copy
+from torch import Tensor
 
-from benchmarks.frame import OURS, Bench
+from benchmarks._bench import OURS, Bench
 from hybridengine.reshard import build_plan
-from hybridengine.reshard.execute.exchange import Exchange, TableMaker
+from hybridengine.reshard.execute.exchange import Exchange, ExchangeBuilder
 from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
 from hybridengine.sharding.geometry import contiguous_strides
 
 RANKS, TP, RANK = 8, 4, 1
 Shape = tuple[int, int]
+Tensors = dict[str, Tensor]
 
 
 class _WithRows(CopyTable):
-    """Keeps the rows for the peer."""
+    """A CopyTable with its rows, for the baseline."""
 
     def __init__(self, table: torch.Tensor, device: torch.device) -> None:
         super().__init__(table, device)
@@ -40,9 +42,9 @@ def run(bench: Bench) -> None:
     plan = build_plan(sources, [layouts[rank * TP // RANKS] for rank in range(RANKS)])
     local = {n: local_shape(spec) for n, spec in sources.items()}
     strides = {n: contiguous_strides(shape) for n, shape in local.items()}
-    maker = TableMaker(plan, RANK, strides, bench.device)
+    builder = ExchangeBuilder(plan, RANK, strides, bench.device)
     with mock.patch("hybridengine.reshard.execute.exchange.CopyTable", _WithRows):
-        exchanges = [maker.exchange(bucket) for bucket in plan.buckets]
+        exchanges = [builder.build(bucket) for bucket in plan.buckets]
     # Random bits would be NaNs; zeros would be one page of memory.
     shards = {n: torch.randn(shape, device=bench.device) for n, shape in local.items()}
     layout = layouts[RANK * TP // RANKS]
@@ -52,42 +54,45 @@ def run(bench: Bench) -> None:
     }
     largest = max(max(sum(e.send_counts), sum(e.receive_counts)) for e in exchanges)
     buffer = torch.randn(largest, device=bench.device).to(torch.bfloat16)
-    for way in ("pack", "local", "unpack"):
-        measure(bench, way, exchanges, shards, engine, buffer)
+    for kind in ("pack", "local", "unpack"):
+        measure(bench, kind, exchanges, shards, engine, buffer)
 
 
-def measure(bench: Bench, way: str, exchanges: list[Exchange], shards, engine, buffer) -> None:
-    """All tables of one way, one after the other, as a sync runs them."""
-    calls, slow, bytes_moved, num_rows = [], [], 0, 0
+def measure(
+    bench: Bench,
+    kind: str,
+    exchanges: list[Exchange],
+    shards: Tensors,
+    engine: Tensors,
+    buffer: Tensor,
+) -> None:
+    """Time all tables of one kind, one after the other, as a sync runs them."""
+    ours, eager, bytes_moved, num_rows = [], [], 0, 0
     for exchange in exchanges:
-        table: _WithRows = getattr(exchange, way)
+        table: _WithRows = getattr(exchange, kind)
         if not len(table):
             continue
-        read = [buffer] if way == "unpack" else [shards[slab.name] for slab in exchange.slabs]
-        write = [buffer] if way == "pack" else [engine[name] for name in exchange.destinations]
-        calls.append(partial(table.copy, read, write))
-        slow.append(partial(strided_copy, read, write, table.rows, backend="reference"))
+        read = [buffer] if kind == "unpack" else [shards[name] for name, _ in exchange.sources]
+        write = [buffer] if kind == "pack" else [engine[name] for name in exchange.destinations]
+        ours.append(partial(table.copy, read, write))
+        eager.append(partial(strided_copy, read, write, table.rows, backend="reference"))
         numel = int(table.rows[:, 4:8].prod(1).sum())
         bytes_moved += numel * (read[0].element_size() + write[0].element_size())
         num_rows += len(table)
 
-    def all_of(steps):
-        return lambda: [step() for step in steps]
+    def run_all(copies: list[partial]) -> None:
+        for copy in copies:
+            copy()
 
-    bench.compare(
-        "strided_copy",
-        way,
-        f"{num_rows} slices {bytes_moved >> 20} MiB",
-        torch.bfloat16 if way == "unpack" else torch.float32,
-        {OURS: all_of(calls), "eager": all_of(slow)},
-        bytes_moved=bytes_moved,
-        limit="copy",
-    )
+    calls = {OURS: partial(run_all, ours), "eager": partial(run_all, eager)}
+    shape = f"{num_rows} slices {bytes_moved >> 20} MiB"
+    dtype = torch.bfloat16 if kind == "unpack" else torch.float32
+    bench.compare("strided_copy", kind, shape, dtype, calls, bytes_moved=bytes_moved, peak="copy")
 
 
 def local_shape(spec: ShardSpec) -> tuple[int, ...]:
     shape = list(spec.shape)
-    low, high = spec.interval(RANK)
+    low, high = spec.row_range(RANK)
     shape[spec.dim] = high - low
     return tuple(shape)
 
@@ -95,7 +100,7 @@ def local_shape(spec: ShardSpec) -> tuple[int, ...]:
 def llama(
     hidden: int, inner: int, vocab: int, count: int
 ) -> tuple[dict[str, tuple[int, ...]], list[EngineLayout]]:
-    """Parameter shapes, and what each TP rank of an engine makes of them: fused qkv and gate_up."""
+    """Parameter shapes, and the layout of each TP rank of an engine with fused qkv and gate_up."""
     shapes: dict[str, tuple[int, ...]] = {"embed": (vocab, hidden), "head": (vocab, hidden)}
     fused: dict[str, list[str]] = {"embed": ["embed"], "head": ["head"]}
     for i in range(count):
@@ -125,9 +130,9 @@ def layout_of(
         shape = (at // shapes[names[0]][1], shapes[names[0]][1])
         destinations[destination] = TensorSpec(shape, (shape[1], 1), torch.bfloat16)
     for name in shapes.keys() - {n for names in fused.values() for n in names}:
-        whole = shapes[name]
-        part = (whole[0], whole[1] // (1 if name.endswith("norm") else TP))
-        start = 0 if part == whole else tp_rank * part[1]
+        full = shapes[name]
+        part = (full[0], full[1] // (1 if name.endswith("norm") else TP))
+        start = 0 if part == full else tp_rank * part[1]
         take(name, name, 0, part, start)
         destinations[name] = TensorSpec(part, contiguous_strides(part), torch.bfloat16)
     assert sum(math.prod(s.shape) for s in destinations.values()) == sum(c.numel for c in copies)

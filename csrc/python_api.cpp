@@ -7,8 +7,9 @@ namespace hybridengine {
 
 void register_advantage(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
-void register_mixed_gemm(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
+void register_memory_pool(pybind11::module_& m);
+void register_mixed_gemm(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_policy_loss(pybind11::module_& m);
 void register_strided_copy(pybind11::module_& m);
@@ -26,8 +27,9 @@ PYBIND11_MODULE(_C, m) {
 #endif
   register_advantage(m);
   register_balance(m);
-  register_mixed_gemm(m);
   register_logprob(m);
+  register_memory_pool(m);
+  register_mixed_gemm(m);
   register_packing(m);
   register_policy_loss(m);
   register_strided_copy(m);

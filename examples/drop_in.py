@@ -1,9 +1,9 @@
-"""The fused policy loss in a plain PyTorch loop: no trainer, no engine, one import.
+"""The fused policy loss in a plain PyTorch loop, without trainer or engine.
 
     python examples/drop_in.py
 
-A linear policy over 5,000 tokens learns which token each of 64 contexts rewards, by sampling,
-rewarding and taking policy-gradient steps. Logits of all tokens at once are never stored.
+A linear policy over 5,000 tokens learns the rewarded token of each of 64 contexts: sample, reward,
+policy-gradient step. The logits of all tokens are never stored at once.
 """
 
 import torch
@@ -25,9 +25,9 @@ def main() -> float:
         with torch.no_grad():
             probabilities = (contexts @ head.t()).softmax(-1)
             tokens = probabilities.multinomial(SAMPLES, replacement=True).flatten()
-            # Half of the samples are replaced by the target, so that there is something to find.
-            lucky = torch.rand(tokens.shape) < 0.5
-            tokens = torch.where(lucky, target[groups], tokens)
+            # Half of the samples are replaced by the target, so that some are rewarded.
+            replaced = torch.rand(tokens.shape) < 0.5
+            tokens = torch.where(replaced, target[groups], tokens)
             rewards = (tokens == target[groups]).float()
             advantages = group_advantage(rewards, groups)
             old_log_probs, _ = linear_token_log_probs(hidden, head, tokens)

@@ -1,16 +1,16 @@
-"""Weights from any FSDP2 model into vLLM, in a training loop of your own.
+"""Sync the weights of any FSDP2 model into vLLM, in a training loop of your own.
 
     torchrun --nproc-per-node 2 examples/reshard_standalone.py MODEL_FOLDER
 
-REINFORCE without anything of our trainer: the reward is the share of even token ids. What the
-reshard needs is marked with (1), (2) and (3).
+REINFORCE without our trainer; the reward is the fraction of even token ids. The lines that the
+reshard needs are marked (1), (2) and (3).
 """
 
 import os
 import sys
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # (1) vLLM runs in this process
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a CPU has other work to do, too
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the same CPU cores train
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def main(path: str, steps: int = 3, tp_size: int = 1) -> None:
     sampling = SamplingParams(max_tokens=16, temperature=1.0, logprobs=0, seed=rank // tp_size)
     prompts = [{"prompt_token_ids": [5 + i, 7, 11]} for i in range(8)]
     for step in range(steps):
-        report = reshard(model, llm)  # (3) every rank; the first call plans, all others only move
+        report = reshard(model, llm)  # (3) every rank; the first call also plans
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         worst, rewards = 0.0, []
         for output in outputs:

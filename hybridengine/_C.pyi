@@ -1,4 +1,4 @@
-"""The native kernels (csrc/). Users call hybridengine.kernels; this is what that calls."""
+"""Type stub of the native extension (csrc/), which hybridengine.kernels calls."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ class LogProbOptions:
         logit_scale: float,
         softcap: float,
         ignore_index: int,
-        keep_mask: Tensor | None,
+        vocab_mask: Tensor | None,
         vocab_range: Tensor | None,
     ) -> None: ...
 
@@ -43,8 +43,8 @@ def group_advantage(
     token_mask: Tensor | None,
     num_tokens: int,
 ) -> tuple[Tensor, Tensor]: ...
-def empty_pooled(shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
-def has_mixed_product(dtype: torch.dtype) -> bool: ...
+def empty_from_pool(shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+def has_mixed_gemm(dtype: torch.dtype) -> bool: ...
 def log_prob_forward(
     logits: Tensor,
     token_ids: Tensor,
@@ -63,9 +63,9 @@ def log_prob_backward(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
-    places: Tensor | None,
+    row_index: Tensor | None,
 ) -> None: ...
-def mixed_product(
+def mixed_gemm(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool
 ) -> None: ...
 def move_rows(

@@ -1,7 +1,7 @@
-"""The `hybridengine` command: run a job, list its settings, export a checkpoint, plan a reshard.
+"""The `hybridengine` command: run a job, list its keys, export a checkpoint, plan a reshard.
 
-torch is imported by the commands that need it, once the configuration is known to be good: help,
-`keys` and a wrong setting answer at once.
+Commands import torch when they need it, after the configuration is checked, so that help, `keys`
+and a wrong setting answer at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -20,25 +21,33 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine import __version__
-from hybridengine.config import (
-    PPO,
+from hybridengine.config import PPO, GRPOConfig, JobConfig, SFTConfig, load_config, load_sft_config
+from hybridengine.errors import (
+    EXIT_USER_ERROR,
     ConfigError,
     ConfigNote,
-    GRPOConfig,
-    JobConfig,
-    SFTConfig,
-    load_config,
-    load_sft_config,
+    UserError,
+    print_error,
+    print_note,
 )
-from hybridengine.errors import EXIT_USER_ERROR, UserError, print_error, print_note
 
 __all__ = ["main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+@contextmanager
+def _report_user_errors() -> Iterator[None]:
+    """Print a UserError as one line and exit with code 2."""
+    try:
+        yield
+    except UserError as error:
+        print_error(error)
+        raise typer.Exit(EXIT_USER_ERROR) from None
+
+
+def _show_version(show: bool) -> None:
+    if show:
         print(f"hybridengine {__version__}")
         raise typer.Exit
 
@@ -46,7 +55,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _hybridengine(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """The fast path of LLM reinforcement learning."""
@@ -56,45 +66,42 @@ _Settings = Annotated[
     list[str],
     typer.Argument(metavar="[CONFIG.YAML] [KEY=VALUE]...", help="A YAML file, settings, or both."),
 ]
-_DryRun = Annotated[bool, typer.Option(help="Check everything, print the plan, stop.")]
+_DryRun = Annotated[bool, typer.Option(help="Check everything, print the plan, exit.")]
 
 
 @app.command()
 def grpo(settings: _Settings, dry_run: _DryRun = False) -> None:
-    """Train with GRPO; starts the ranks itself unless torchrun already has."""
+    """Train with GRPO. Starts the ranks itself unless run under torchrun."""
     _job(lambda: load_config(*_split(settings)), dry_run)
 
 
 @app.command()
 def ppo(settings: _Settings, dry_run: _DryRun = False) -> None:
-    """Train with PPO: as grpo, with a critic (algorithm.adv_estimator is gae by default)."""
+    """Train with PPO: as grpo, with a critic (algorithm.adv_estimator=gae by default)."""
     _job(lambda: load_config(*_split(settings), PPO), dry_run)
 
 
 @app.command()
 def sft(settings: _Settings, dry_run: _DryRun = False) -> None:
-    """Fine-tune on given conversations; starts the ranks itself unless torchrun already has."""
+    """Fine-tune on conversations. Starts the ranks itself unless run under torchrun."""
     _job(lambda: load_sft_config(*_split(settings)), dry_run)
 
 
 @app.command()
 def keys(
     kind: Annotated[str, typer.Argument(help="grpo, ppo or sft.")] = "grpo",
-    containing: Annotated[str, typer.Argument(help="Only keys with this in them.")] = "",
+    containing: Annotated[str, typer.Argument(help="Only keys that contain this text.")] = "",
 ) -> None:
     """List every key of a job: type, default and meaning."""
     from hybridengine.config.reference import key_table
 
-    try:
+    with _report_user_errors():
         table = key_table(kind, containing)
-    except UserError as error:
-        print_error(error)
-        raise typer.Exit(EXIT_USER_ERROR) from None
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _split(settings: list[str]) -> tuple[str | None, list[str]]:
-    """(the YAML file or None, the overrides)."""
+    """Return the YAML file or None, and the overrides."""
     first, *others = settings
     if "=" in first and not Path(first).is_file():
         return None, settings
@@ -102,45 +109,36 @@ def _split(settings: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _job(load: Callable[[], JobConfig], dry_run: bool) -> None:
-    first_rank = os.environ.get("RANK", "0") == "0"
-    try:
-        with warnings.catch_warnings(record=True) as noted:
+    is_first = os.environ.get("RANK", "0") == "0"
+    with _report_user_errors():
+        with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always", ConfigNote)
             config = load()
-        for note in noted if first_rank else ():
+        for note in notes if is_first else ():
             print_note(str(note.message))
-        code = _run(config, dry_run)
-    except UserError as error:
-        print_error(error)
-        code = EXIT_USER_ERROR
-    raise typer.Exit(code)
+
+        from hybridengine.preflight import check_launch
+        from hybridengine.trainer.start import launch, start_rank
+
+        if not dry_run:
+            check_launch(config)
+        if is_first:
+            plan = _check_and_plan(config, dry_run)
+            if dry_run:
+                Console().print(plan)
+        if not dry_run:
+            raise typer.Exit(start_rank(config) if "RANK" in os.environ else launch(config))
 
 
-def _run(config: JobConfig, dry_run: bool) -> int:
-    from hybridengine.runtime.launch import launch_ranks, run_rank
-
-    under_torchrun = "RANK" in os.environ
-    if not under_torchrun or os.environ["RANK"] == "0":
-        plan = _plan(config, dry_run)
-        if dry_run:
-            Console().print(plan)
-    if dry_run:
-        return 0
-    if under_torchrun:
-        _check_world(config)
-        return run_rank(config)
-    if config.trainer.nnodes > 1:
-        raise ConfigError(
-            f"trainer.nnodes is {config.trainer.nnodes}; start this command under torchrun "
-            "--nnodes on every machine, which tells the ranks where to meet"
-        )
-    return launch_ranks(config)
-
-
-def _plan(config: JobConfig, dry_run: bool) -> Table:
+def _check_and_plan(config: JobConfig, dry_run: bool) -> Table:
     from hybridengine.preflight import check_grpo, check_sft
-    from hybridengine.trainer.plan import plan_table, sft_plan, start_of, sync_volume
-    from hybridengine.trainer.precision import resolve_dtypes
+    from hybridengine.trainer.plan import (
+        plan_table,
+        resolve_dtypes,
+        sft_plan,
+        start_of,
+        sync_volume,
+    )
 
     config = resolve_dtypes(config)
     if isinstance(config, SFTConfig):
@@ -150,40 +148,31 @@ def _plan(config: JobConfig, dry_run: bool) -> Table:
         assert isinstance(config, GRPOConfig)
         prompts = check_grpo(config)
         table, num_samples = plan_table(config, *prompts), len(prompts[0])
-    if dry_run:  # the run itself says these when it knows them
+    if dry_run:  # a run prints these itself, when they are known
         table.add_row("[bold]start", start_of(config, num_samples))
         if isinstance(config, GRPOConfig):
             table.add_row("[bold]weight sync", sync_volume(config))
     return table
 
 
-def _check_world(config: JobConfig) -> None:
-    started = int(os.environ["WORLD_SIZE"])
-    if started != config.world_size:
-        raise ConfigError(
-            f"torchrun started {started} ranks but trainer.n_gpus_per_node * trainer.nnodes is "
-            f"{config.world_size}; make them equal"
-        )
-
-
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint, verl's too, or a run's folder.")
+        Path, typer.Argument(help="A checkpoint (also verl's) or a run's folder.")
     ],
     out: Annotated[Path, typer.Option(help="The Hugging Face folder to write.")],
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    as_adapter: Annotated[bool, typer.Option(help="Of a LoRA run: the adapter alone.")] = False,
+    as_adapter: Annotated[bool, typer.Option(help="Write only the LoRA adapter.")] = False,
     trust_remote_code: Annotated[bool, typer.Option()] = False,
 ) -> None:
-    """Write a checkpoint's model as a Hugging Face folder, on one CPU, and read it back."""
+    """Convert a checkpoint to a Hugging Face folder, on one CPU, and read it back."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     from hybridengine.checkpoint.export import export_checkpoint
 
     disable_progress_bar()
-    try:
+    with _report_user_errors():
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ConfigError(f"--dtype is {dtype!r}, expected bfloat16, float16 or float32")
         source = export_checkpoint(
@@ -193,15 +182,12 @@ def export(
             trust_remote_code,
             as_adapter,
         )
-    except UserError as error:
-        print_error(error)
-        raise typer.Exit(EXIT_USER_ERROR) from None
     Console().print(f"{source} → {out}", soft_wrap=True)
 
 
 @app.command()
 def env() -> None:
-    """Print versions, devices, and the backend every kernel takes here, with the reason."""
+    """Print versions, devices, and the backend of every kernel with the reason."""
     import torch
 
     from hybridengine.kernels import backend_table, has_fast_products
@@ -226,30 +212,24 @@ def env() -> None:
     console.print(kernels)
 
 
-_reshard = typer.Typer(no_args_is_help=True, help="The weight sync from FSDP2 to vLLM.")
+_reshard = typer.Typer(no_args_is_help=True, help="Plan the weight sync from FSDP2 to vLLM.")
 app.add_typer(_reshard, name="reshard")
-
-
-@_reshard.callback()
-def _reshard_group() -> None:
-    """The weight sync from FSDP2 to vLLM."""
 
 
 @_reshard.command("plan")
 def reshard_plan(
-    model: Annotated[str, typer.Option(help="Folder with config.json, or a name.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Training ranks, all of them.")],
+    model: Annotated[str, typer.Option(help="Folder with config.json, or a model name.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Training ranks, on all nodes.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
     fsdp_size: Annotated[int, typer.Option(help="Shards per replica (HSDP); -1: all ranks.")] = -1,
     intra_gb_per_s: Annotated[float, typer.Option(help="Per rank, inside a node.")] = 450.0,
     inter_gb_per_s: Annotated[float, typer.Option(help="Per rank, across nodes.")] = 50.0,
-    png: Annotated[Path | None, typer.Option(help="Draw it here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the plan to this file.")] = None,
     trust_remote_code: Annotated[bool, typer.Option()] = False,
 ) -> None:
-    """What a weight sync would move, before anything is bought: no weights, no GPUs."""
-    from hybridengine.reshard.advisor.advise import advise
-    from hybridengine.reshard.advisor.view import draw_advice, print_advice
+    """Predict what a weight sync moves; needs no weights and no GPUs."""
+    from hybridengine.reshard.advisor import advise, draw_advice, print_advice
     from hybridengine.rollout.vllm.record import record_engine_layouts
 
     try:

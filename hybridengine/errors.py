@@ -1,13 +1,24 @@
-"""What a user can mend: one error class for it, its exit code, and how it is printed.
+"""The errors that a user can correct, their exit code, and how they are printed.
 
-Light on purpose: the command line reports a wrong setting without loading torch.
+Imports only the standard library, so that the command line and reward workers start fast.
 """
 
 from __future__ import annotations
 
 import sys
 
-__all__ = ["EXIT_USER_ERROR", "ModelError", "UserError", "print_error", "print_note"]
+__all__ = [
+    "EXIT_USER_ERROR",
+    "ConfigError",
+    "ConfigNote",
+    "DataError",
+    "ModelError",
+    "RewardError",
+    "UserError",
+    "print_error",
+    "print_note",
+    "shorten",
+]
 
 EXIT_USER_ERROR = 2
 
@@ -18,6 +29,43 @@ class UserError(ValueError):
     The message says what was given, what was expected, and what to do; it is shown without a
     traceback.
     """
+
+
+class ConfigError(UserError):
+    """A configuration that cannot run: one line for each fault (key, given, expected, what to do).
+
+    faults: the lines; the message of several is a list of them.
+    """
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
+        several = f"{len(faults)} settings cannot be used:"
+        super().__init__(faults[0] if len(faults) == 1 else "\n  ".join([several, *faults]))
+
+    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
+        return type(self), self.faults
+
+
+class DataError(UserError):
+    """A data file or row that cannot be used; the message names file and row."""
+
+
+class ModelError(UserError):
+    """A model that cannot be found, loaded, run packed or saved."""
+
+
+class RewardError(UserError):
+    """A reward function that cannot be loaded, raised, took too long, or returned no number."""
+
+
+class ConfigNote(UserWarning):
+    """A key that is accepted and has no effect here."""
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return `text`, cut in the middle to `limit` characters."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}…{text[half + 1 - limit :]}"
 
 
 def print_error(error: Exception | str) -> None:
@@ -34,7 +82,3 @@ def _print(text: str, style: str) -> None:
     from rich.console import Console
 
     Console(file=sys.stderr, soft_wrap=True).print(text, style=style, markup=False, highlight=False)
-
-
-class ModelError(UserError):
-    """A model cannot be found, loaded, run packed or saved; the message says what to do."""

@@ -1,4 +1,9 @@
-"""Everything about a run that can be known to be wrong before a rank starts."""
+"""Check the configuration against machine, model files and data, before any rank starts.
+
+Configuration checks have two homes: `config.validation` checks keys against each other, this module
+checks them against everything else. It decides what is checked; the packages below
+provide the checks of their own files (`check_model`, `check_weights`, `check_resume`, …).
+"""
 
 from __future__ import annotations
 
@@ -12,35 +17,31 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridengine.checkpoint import check_resume
-from hybridengine.checkpoint.pretrained import check_disk_space
-from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
-from hybridengine.data import PromptDataset, PromptLoader
-from hybridengine.data.sft import SFTDataset
+from hybridengine.config import ConfigError, GRPOConfig, JobConfig, SFTConfig
+from hybridengine.data import PromptDataset, PromptLoader, SFTDataset
 from hybridengine.errors import UserError
 from hybridengine.model import check_sequence_parallel, check_target_modules, is_sequence_classifier
-from hybridengine.model.checking import check_model, longest_sequence
-from hybridengine.model.weight_files import check_weights
-from hybridengine.reshard.record.checkpoint import checkpoint_layout
+from hybridengine.model.validation import check_model, check_weights, longest_sequence
+from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rewards import RewardManager, RewardResult, score_checked
-from hybridengine.rollout.vllm.engine import check_engine_options
-from hybridengine.tracking import check_loggers
+from hybridengine.rollout.vllm.environment import check_engine_options
+from hybridengine.storage import check_disk_space
+from hybridengine.tracking.metrics import check_loggers
 from hybridengine.trainer.algorithms import NEEDS
+from hybridengine.trainer.build import engine_name, load_data, saved_states
 from hybridengine.trainer.rollouts import SCORE_NAMES
-from hybridengine.trainer.setup import engine_name, load_data
 from hybridengine.trainer.sft import load_sft_data
 
-__all__ = ["check_grpo", "check_sft"]
+__all__ = ["check_grpo", "check_launch", "check_sft"]
 
-# The reward of an empty answer to the first prompts, and to the first of each data_source, shows a
-# broken function.
-_PROBED_ROWS = 3
+_PROBED_ROWS = 3  # whose empty answer is scored, besides the first row of each data_source
 
 
 def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]:
-    """Check devices, model, disk, data and reward; loads no weights.
+    """Check devices, model, disk, data and reward; load no weights.
 
     Returns the training and the validation prompts. Raises ConfigError, ModelError, DataError or
-    RewardError, with one sentence, or ConfigError with one for each of several faults.
+    RewardError for one fault, and a ConfigError with a line for each of several.
     """
     model, faults = _check_run(config), _Faults()
     with faults:
@@ -62,8 +63,40 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     return train, val
 
 
+def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
+    """As `check_grpo`, for SFT; returns the training and the validation conversations."""
+    model, faults = _check_run(config), _Faults()
+    with faults:
+        check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
+    with faults:
+        _check_adapters(config, model)
+    with faults:
+        _, train, val = load_sft_data(config)
+        samples = [sample.ids for part in (train, val) for sample in part or ()]
+        _check_tokens(model, samples)
+        _check_length(model, max(map(len, samples)), "the longest conversation", "data.max_length")
+        _check_resume(config, train, model)
+    faults.report()
+    return train, val
+
+
+def check_launch(config: JobConfig) -> None:
+    """Check the number of ranks that torchrun started, and that several nodes use torchrun."""
+    started = os.environ.get("WORLD_SIZE")
+    if started is not None and int(started) != config.world_size:
+        raise ConfigError(
+            f"torchrun started {started} ranks but trainer.n_gpus_per_node * trainer.nnodes is "
+            f"{config.world_size}; make them equal"
+        )
+    if started is None and config.trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes is {config.trainer.nnodes}; start this command under torchrun "
+            "--nnodes on every node, so that the ranks can find each other"
+        )
+
+
 class _Faults:
-    """Collects the user errors of checks that do not depend on each other, as `with` blocks."""
+    """Collect the user errors of independent checks, each a `with` block."""
 
     def __init__(self) -> None:
         self._errors: list[UserError] = []
@@ -76,69 +109,91 @@ class _Faults:
         return isinstance(error, UserError)
 
     def report(self) -> None:
-        """Raise what was collected: one error as it was, several as a ConfigError of them all."""
+        """Raise a single error as it is, several as one ConfigError."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
             raise ConfigError(*map(str, self._errors))
 
 
-def _check_reward(
-    config: GRPOConfig, reward: RewardManager, train: PromptDataset, val: PromptDataset | None
+def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
+    """Check what every kind of training needs; return the model's configuration."""
+    trainer, trust = config.trainer, config.model.trust_remote_code
+    ranks, devices = trainer.n_gpus_per_node, torch.cuda.device_count()
+    if devices and ranks > devices:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node is {ranks} but this machine has {devices} GPUs; lower it"
+        )
+    check_loggers(trainer.logger)
+    model = check_model(config.model.path, trust)
+    check_weights(config.model.path, model, trust)
+    shapes = checkpoint_layout_from_config(model, trust).tensors.values()
+    num_bytes = sum(map(math.prod, shapes)) * torch.bfloat16.itemsize
+    check_disk_space(trainer.default_local_dir, num_bytes)
+    return model
+
+
+def _check_adapters(config: GRPOConfig | SFTConfig, model: PretrainedConfig) -> None:
+    if config.model.lora_rank:
+        check_target_modules(model, config.model.target_modules, config.model.trust_remote_code)
+
+
+def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -> None:
+    """Check that every token id has a row in the embedding."""
+    rows = model.get_text_config().vocab_size
+    largest = max((max(ids) for ids in sequences if len(ids)), default=0)
+    if largest >= rows:
+        raise ConfigError(
+            f"the tokenizer makes token id {largest}, but the model's vocabulary has {rows} "
+            "tokens (vocab_size); use the tokenizer that belongs to the model"
+        )
+
+
+def _check_length(model: PretrainedConfig, length: int, what: str, key: str) -> None:
+    limit = longest_sequence(model)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"{what} has {length} tokens, but the model was made for {limit} "
+            f"(max_position_embeddings); lower {key}"
+        )
+
+
+def _check_resume(
+    config: GRPOConfig | SFTConfig, train: PromptDataset | SFTDataset, model: PretrainedConfig
 ) -> None:
-    """Score an empty answer to some prompts of each dataset, which shows a broken function."""
-    for dataset in (train, val):
-        if dataset is not None:
-            firsts = {sample.data_source: sample for sample in reversed(dataset)}
-            probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
-            result = score_checked(reward, probed, [""] * len(probed), [0] * len(probed))
-            _check_reward_names(config, result)
+    """Check that the checkpoint to resume from fits the data and the model."""
+    data = config.data
+    loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
+    layout = checkpoint_layout_from_config(model, config.model.trust_remote_code)
+    check_resume(config, loader, layout.parameters, saved_states(config))
 
 
-def _check_reward_names(config: GRPOConfig, result: RewardResult) -> None:
-    """Check that the reward gives what the algorithm needs besides the score."""
-    algorithm = config.algorithm
-    model = ["reward_model"] if config.reward.reward_model.enable else []
-    parts, there = [*result.parts, *model], [*result.extras, *model]
-    wanted: dict[str, Sequence[str]] = {}
-    if algorithm.filter_groups.enable:
-        wanted["filter_groups.metric"] = [algorithm.filter_groups.metric]
-    if "reward_parts" in NEEDS[algorithm.adv_estimator]:
-        keys = algorithm.gdpo_reward_keys
-        wanted["gdpo_reward_keys"] = [name for name in keys if name not in parts]
-        if len(keys or parts) < 2:
-            raise ConfigError(
-                f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, which normalises several "
-                f"rewards each by itself, and there is one ({', '.join(keys or parts)}); give "
-                "several functions in reward.custom_reward_function.path, or name what the "
-                "function returns in algorithm.gdpo_reward_keys"
-            )
-    for key, names in wanted.items():
-        if missing := sorted(set(names) - set(there) - set(SCORE_NAMES)):
-            raise ConfigError(
-                f"algorithm.{key} names {missing[0]!r}, which the reward does not give; it gives "
-                f"{', '.join(['score', *there])}"
-            )
+def _check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
+    """Check the tensor-parallel size against attention heads, key-value heads and engine."""
+    text, tp_size = model.get_text_config(), config.rollout.tensor_model_parallel_size
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
 
+    def fits(size: int) -> bool:  # fewer key-value heads than ranks are replicated evenly
+        return heads % size == 0 and max(kv_heads, size) % min(kv_heads, size) == 0
 
-def _check_value_models(config: GRPOConfig) -> None:
-    """Critic and reward model can be read as such."""
-    trust, reward_path = config.model.trust_remote_code, config.reward.reward_model.model_path
-    if path := config.critic.model.path:
-        critic = check_model(path, trust)
-        check_weights(path, critic, trust, is_sequence_classifier(critic))
-    if reward_path:
-        model = check_model(reward_path, trust)
-        if not is_sequence_classifier(model):
-            raise ConfigError(
-                f"reward.reward_model.model_path {reward_path!r} is no sequence classifier; give a "
-                "model of a ...ForSequenceClassification class with one label"
-            )
-        check_weights(reward_path, model, trust, classifier=True)
+    if not fits(tp_size):
+        fitting = [size for size in range(1, heads + 1) if fits(size)]
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size is {tp_size}, which does not divide the model's "
+            f"{heads} attention heads ({kv_heads} key-value heads); choose one of {fitting}"
+        )
+    adapters = config.reshard.lora == "adapters"
+    if engine_name(config) == "hf" and (tp_size > 1 or adapters):
+        key = "reshard.lora=adapters" if adapters else "rollout.tensor_model_parallel_size above 1"
+        raise ConfigError(
+            f"{key} needs vLLM, and the engine is plain generate; set rollout.name=vllm (`make "
+            "setup` installs it), or change the key"
+        )
 
 
 def _check_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
-    """The engine can be built as configured: its length, its memory, and what is handed to it."""
+    """Check the engine's sequence length, memory and further arguments."""
     rollout = config.rollout
     _check_length(
         model,
@@ -166,14 +221,14 @@ def _check_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
 def _check_engine_memory(config: GRPOConfig, model: PretrainedConfig) -> None:
     rollout, ranks = config.rollout, config.trainer.n_gpus_per_node
     if not torch.cuda.is_available():
-        wanted, there = rollout.kv_cache_gib * ranks, _host_memory() / 2**30
-        if wanted > there:
+        total, memory = rollout.kv_cache_gib * ranks, _host_memory() / 2**30
+        if total > memory:
             raise ConfigError(
                 f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
-                f"{wanted:.1f} GiB in all, but this machine has {there:.1f} GiB of memory; lower it"
+                f"{total:.1f} GiB in all, but this machine has {memory:.1f} GiB of memory; lower it"
             )
         return
-    shapes = checkpoint_layout(model, config.model.trust_remote_code).parameters
+    shapes = checkpoint_layout_from_config(model, config.model.trust_remote_code).parameters
     numel = sum(map(math.prod, shapes.values())) / rollout.tensor_model_parallel_size
     weights = numel * getattr(torch, rollout.dtype).itemsize / 2**30
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -186,7 +241,7 @@ def _check_engine_memory(config: GRPOConfig, model: PretrainedConfig) -> None:
 
 
 def _host_memory() -> float:
-    """Bytes that this process can have: the machine's, or its control group's limit."""
+    """Return the bytes of memory of this machine, or of its control group."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for limit in (Path("/sys/fs/cgroup/memory.max"),
                   Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):  # fmt: skip
@@ -195,93 +250,55 @@ def _host_memory() -> float:
     return memory
 
 
-def _check_length(model: PretrainedConfig, length: int, what: str, key: str) -> None:
-    limit = longest_sequence(model)
-    if limit is not None and length > limit:
-        raise ConfigError(
-            f"{what} has {length} tokens, but the model was made for {limit} "
-            f"(max_position_embeddings); lower {key}"
-        )
+def _check_value_models(config: GRPOConfig) -> None:
+    """Check the model files of critic and reward model."""
+    trust, reward_path = config.model.trust_remote_code, config.reward.reward_model.model_path
+    if path := config.critic.model.path:
+        critic = check_model(path, trust)
+        check_weights(path, critic, trust, is_sequence_classifier(critic))
+    if reward_path:
+        model = check_model(reward_path, trust)
+        if not is_sequence_classifier(model):
+            raise ConfigError(
+                f"reward.reward_model.model_path {reward_path!r} is not a sequence classifier; "
+                "give a model of a ...ForSequenceClassification class with one label"
+            )
+        check_weights(reward_path, model, trust, classifier=True)
 
 
-def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -> None:
-    """Every token id has a row in the embedding."""
-    rows = model.get_text_config().vocab_size
-    largest = max((max(ids) for ids in sequences if len(ids)), default=0)
-    if largest >= rows:
-        raise ConfigError(
-            f"the tokenizer gives token id {largest}, but the model's vocabulary has {rows} "
-            "tokens (vocab_size); use the tokenizer that belongs to the model"
-        )
-
-
-def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
-    """As `check_grpo`, for `hybridengine sft`: the training and the validation conversations."""
-    model, faults = _check_run(config), _Faults()
-    with faults:
-        check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
-    with faults:
-        _check_adapters(config, model)
-    with faults:
-        _, train, val = load_sft_data(config)
-        samples = [sample.ids for part in (train, val) for sample in part or ()]
-        _check_tokens(model, samples)
-        _check_length(model, max(map(len, samples)), "the longest conversation", "data.max_length")
-        _check_resume(config, train, model)
-    faults.report()
-    return train, val
-
-
-def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
-    """What every kind of training needs; returns the model's configuration."""
-    trainer, trust = config.trainer, config.model.trust_remote_code
-    ranks, devices = trainer.n_gpus_per_node, torch.cuda.device_count()
-    if devices and ranks > devices:
-        raise ConfigError(
-            f"trainer.n_gpus_per_node is {ranks} but this machine has {devices} GPUs; lower it"
-        )
-    check_loggers(trainer.logger)
-    model = check_model(config.model.path, trust)
-    check_weights(config.model.path, model, trust)
-    weights = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).tensors.values())
-    check_disk_space(trainer.default_local_dir, weights * torch.bfloat16.itemsize)
-    return model
-
-
-def _check_adapters(config: GRPOConfig | SFTConfig, model: PretrainedConfig) -> None:
-    if config.model.lora_rank:
-        check_target_modules(model, config.model.target_modules, config.model.trust_remote_code)
-
-
-def _check_resume(
-    config: GRPOConfig | SFTConfig, train: PromptDataset | SFTDataset, model: PretrainedConfig
+def _check_reward(
+    config: GRPOConfig, reward: RewardManager, train: PromptDataset, val: PromptDataset | None
 ) -> None:
-    """The checkpoint that the run would resume from fits the data and the model."""
-    data = config.data
-    loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
-    layout = checkpoint_layout(model, config.model.trust_remote_code)
-    check_resume(config, loader, layout.parameters)
+    """Score an empty answer to some prompts of each dataset, to detect a broken function."""
+    for dataset in (train, val):
+        if dataset is not None:
+            firsts = {sample.data_source: sample for sample in reversed(dataset)}
+            probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
+            result = score_checked(reward, probed, [""] * len(probed), [0] * len(probed))
+            _check_reward_names(config, result)
 
 
-def _check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
-    """The tensor-parallel size divides the heads, and fits the key-value heads and the engine."""
-    text, tp_size = model.get_text_config(), config.rollout.tensor_model_parallel_size
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-
-    def fits(size: int) -> bool:  # fewer key-value heads than ranks are replicated evenly
-        return heads % size == 0 and max(kv_heads, size) % min(kv_heads, size) == 0
-
-    if not fits(tp_size):
-        fitting = [size for size in range(1, heads + 1) if fits(size)]
-        raise ConfigError(
-            f"rollout.tensor_model_parallel_size is {tp_size}, which does not divide the model's "
-            f"{heads} attention heads ({kv_heads} key-value heads); choose one of {fitting}"
-        )
-    adapters = config.reshard.lora == "adapters"
-    if engine_name(config) == "hf" and (tp_size > 1 or adapters):
-        key = "reshard.lora=adapters" if adapters else "rollout.tensor_model_parallel_size above 1"
-        raise ConfigError(
-            f"{key} needs vLLM, and the engine is plain generate; set rollout.name=vllm (`make "
-            "setup` installs it), or change the key"
-        )
+def _check_reward_names(config: GRPOConfig, result: RewardResult) -> None:
+    """Check that the reward returns the results, besides the score, that the algorithm needs."""
+    algorithm = config.algorithm
+    model = ["reward_model"] if config.reward.reward_model.enable else []
+    parts, returned = [*result.parts, *model], [*result.extras, *model]
+    needed: dict[str, Sequence[str]] = {}
+    if algorithm.filter_groups.enable:
+        needed["filter_groups.metric"] = [algorithm.filter_groups.metric]
+    if "reward_parts" in NEEDS[algorithm.adv_estimator]:
+        keys = algorithm.gdpo_reward_keys
+        needed["gdpo_reward_keys"] = [name for name in keys if name not in parts]
+        if len(keys or parts) < 2:
+            raise ConfigError(
+                f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, which normalises several "
+                f"rewards separately, and there is one ({', '.join(keys or parts)}); give several "
+                "functions in reward.custom_reward_function.path, or name results of the "
+                "function in algorithm.gdpo_reward_keys"
+            )
+    for key, names in needed.items():
+        if missing := sorted(set(names) - set(returned) - set(SCORE_NAMES)):
+            raise ConfigError(
+                f"algorithm.{key} names {missing[0]!r}, which the reward does not return; it "
+                f"returns {', '.join(['score', *returned])}"
+            )

@@ -1,8 +1,8 @@
-"""Folders that are complete or absent, and whose removal deletes nothing of a user's own.
+"""Files and folders that are complete or absent; a user's own files are never deleted.
 
-`seal` writes `complete.json`, which lists every file of a folder with its size and checksum, after
-all of them are on the disk. What replaces or removes such a folder deletes only the files listed
-there; anything else is moved to `previous-<n>/` beside it.
+`write_manifest` writes `complete.json`, which lists every file of a folder with its size and
+checksum, after all of them are on the disk. Replacing or removing such a folder deletes only the
+files listed there; anything else is moved to `previous-<n>/` next to it.
 """
 
 from __future__ import annotations
@@ -17,56 +17,43 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "MANIFEST",
-    "StorageError",
-    "atomic_file",
-    "damage",
-    "file_records",
-    "foreign_file",
-    "fsync_path",
-    "new_folder",
-    "read_manifest",
-    "remove_folder",
-    "replace_folder",
-    "seal",
-    "set_aside",
-]
+from hybridengine.errors import ModelError
 
 MANIFEST = "complete.json"
 
 Record = list[int]  # [bytes, CRC-32]
 
-_READ_BYTES = 1 << 22
 _PREVIOUS = re.compile(r"previous-(\d+)")
 
 
 class StorageError(ValueError):
-    """A folder that is incomplete or damaged; the message says what is wrong with which file."""
+    """A folder that is incomplete or damaged; the message names the file and the reason."""
 
 
 def file_records(folder: Path, names: Iterable[str] | None = None) -> dict[str, Record]:
-    """Size and CRC-32 of files in `folder`, which are flushed to the disk first.
+    """Flush files in `folder` to the disk and return the size and CRC-32 of each.
 
-    names: relative to `folder`; None: every file there but the manifest.
+    names: relative to `folder`; None: all files but the manifest.
     """
-    wanted = _files(folder) - {MANIFEST} if names is None else set(names)
-    for name in wanted:
+    selected = _files(folder) - {MANIFEST} if names is None else set(names)
+    for name in selected:
         fsync_path(folder / name)
-    paths = {name: folder / name for name in sorted(wanted)}
+    paths = {name: folder / name for name in sorted(selected)}
     return {name: [path.stat().st_size, _crc32(path)] for name, path in paths.items()}
 
 
-def seal(folder: Path, records: Mapping[str, Record] | None = None, **extra: Any) -> None:
-    """Make `folder` complete: all of it on the disk, readable as the umask says, and listed.
+def write_manifest(folder: Path, records: Mapping[str, Record] | None = None, **extra: Any) -> None:
+    """Make `folder` complete: list its files in the manifest, flush all of it to the disk.
 
-    records: of all files, as `file_records` gives them; None: they are computed here.
-    extra: more to keep in the manifest.
+    Files get the permissions of the umask (temporary files of writers have 0600).
+
+    records: of all files, as `file_records` returns them; None: compute them.
+    extra: further entries of the manifest.
     """
     records = file_records(folder) if records is None else records
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({**extra, "files": dict(records)}, indent=1))
-    mode = manifest.stat().st_mode & 0o666  # of a plain new file; writers' temporary ones have 0600
+    mode = manifest.stat().st_mode & 0o666
     for name in records:
         (folder / name).chmod(mode)
     fsync_path(manifest)
@@ -75,66 +62,85 @@ def seal(folder: Path, records: Mapping[str, Record] | None = None, **extra: Any
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `seal` wrote; StorageError if there is none, or it was cut."""
+    """Return the manifest of `folder`; StorageError if there is none, or it is damaged."""
     try:
-        found = json.loads((folder / MANIFEST).read_text())
-        for name, record in found["files"].items():
+        manifest = json.loads((folder / MANIFEST).read_text())
+        for name, record in manifest["files"].items():
             if isinstance(record, int):
                 raise StorageError("was written by an older version, without checksums")
             if len(record) != 2 or Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"malformed entry {name!r}")
     except FileNotFoundError:
-        what = f"has no {MANIFEST}: it was never completed" if folder.is_dir() else "is no folder"
-        raise StorageError(what) from None
+        reason = (
+            f"has no {MANIFEST}: it was never completed" if folder.is_dir() else "does not exist"
+        )
+        raise StorageError(reason) from None
     except StorageError:
         raise
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise StorageError(f"has a damaged {MANIFEST} ({error}); copy it again") from None
-    return found
+    return manifest
 
 
-def damage(folder: Path, records: Mapping[str, Record], checksums: bool) -> str | None:
-    """The first difference between `records` and the files of `folder`; None if there is none.
+def find_damage(folder: Path, records: Mapping[str, Record], checksums: bool) -> str | None:
+    """Describe the first difference between `records` and the files of `folder`, or return None.
 
-    checksums: read every byte, not only the sizes.
+    checksums: compare contents too, not only sizes.
     """
     for name, (size, crc32) in records.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
-            return f"{name} is missing or cut, expected {size} bytes; copy it again"
+            return f"{name} is missing or truncated, expected {size} bytes; copy it again"
         if checksums and _crc32(file) != crc32:
-            return f"{name} is damaged: its checksum is not the one it was written with"
+            return f"{name} is damaged: its checksum differs from the recorded one"
     return None
 
 
-def foreign_file(folder: Path) -> str | None:
-    """A file in `folder` that its manifest does not list; None if nothing there is a user's own."""
-    try:
-        own = {MANIFEST, *read_manifest(folder)["files"]}
-    except StorageError:
-        own = set()
-    return min(_files(folder) - own, default=None)
+def find_foreign_file(folder: Path) -> str | None:
+    """Return a file in `folder` that its manifest does not list, or None."""
+    return min(_files(folder) - _own_files(folder), default=None)
 
 
 @contextmanager
-def new_folder(name: Path, **extra: Any) -> Iterator[Path]:
-    """Yield a hidden neighbour of `name` to write files into; if the block succeeds, it is sealed
-    (with `extra`) and takes the name (`replace_folder`), else it is removed."""
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary file next to `path` to write; it is renamed if the block succeeds.
+
+    The suffix is kept, for writers that choose a format by it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(name: Path, **extra: Any) -> Iterator[Path]:
+    """Yield a hidden folder next to `name` to write files into.
+
+    If the block succeeds, it gets a manifest (with `extra`) and takes the name (`replace_folder`),
+    else it is removed.
+    """
     partial = name.with_name(f".{name.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         yield partial
-        seal(partial, **extra)
+        write_manifest(partial, **extra)
         replace_folder(partial, name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def replace_folder(written: Path, name: Path) -> None:
-    """Give a complete folder its name; what had the name is removed, or moved to `previous-<n>`
-    if it holds anything that was not written by this package."""
-    if name.is_dir() and foreign_file(name) is None:
+    """Rename a complete folder to `name`.
+
+    An existing `name` is removed, or moved to `previous-<n>` if it contains files that this package
+    did not write.
+    """
+    if name.is_dir() and find_foreign_file(name) is None:
         outgoing = name.with_name(f".{name.name}.replaced")
         if outgoing.exists():
             remove_folder(outgoing)
@@ -143,18 +149,15 @@ def replace_folder(written: Path, name: Path) -> None:
         remove_folder(outgoing)
     else:
         if os.path.lexists(name):
-            set_aside([name], name.parent)
+            archive([name], name.parent)
         written.rename(name)
     fsync_path(name.parent)
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete what the manifest of `folder` lists, and `folder` itself if nothing else is there."""
-    try:
-        own = list(read_manifest(folder)["files"])
-    except StorageError:
-        own = []
-    (folder / MANIFEST).unlink(missing_ok=True)  # first: half a folder must not pass for complete
+    """Delete the files that the manifest of `folder` lists, and `folder` if it is then empty."""
+    own = _own_files(folder)
+    (folder / MANIFEST).unlink(missing_ok=True)  # first: a partly deleted folder is incomplete
     for name in own:
         (folder / name).unlink(missing_ok=True)
     inner = sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True)
@@ -163,8 +166,8 @@ def remove_folder(folder: Path) -> None:
             path.rmdir()
 
 
-def set_aside(paths: Iterable[Path], root: Path) -> Path:
-    """Move `paths` into a new folder `<root>/previous-<n>`, which is returned."""
+def archive(paths: Iterable[Path], root: Path) -> Path:
+    """Move `paths` into a new folder `<root>/previous-<n>` and return it."""
     numbers = [int(m[1]) for p in root.iterdir() if (m := _PREVIOUS.fullmatch(p.name))]
     previous = root / f"previous-{max(numbers, default=0) + 1}"
     previous.mkdir()
@@ -176,12 +179,20 @@ def set_aside(paths: Iterable[Path], root: Path) -> Path:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _own_files(folder: Path) -> set[str]:
+    """Return the manifest and the files it lists; empty if there is no valid manifest."""
+    try:
+        return {MANIFEST, *read_manifest(folder)["files"]}
+    except StorageError:
+        return set()
 
 
 def _files(folder: Path) -> set[str]:
@@ -193,21 +204,29 @@ def _files(folder: Path) -> set[str]:
 def _crc32(file: Path) -> int:
     value = 0
     with file.open("rb") as source:
-        while chunk := source.read(_READ_BYTES):
+        while chunk := source.read(1 << 22):
             value = zlib.crc32(chunk, value)
     return value
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary neighbour of `path` to write; it takes the name only if the block succeeds.
+def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
+    """Raise ModelError if `out_dir` is not writable or its disk has less than `num_bytes` free."""
+    folder = Path(out_dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ModelError(f"output folder {str(out_dir)!r}: {str(folder)!r} is not writable")
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ModelError(
+            f"output folder {str(out_dir)!r} has {_readable(free)} free, needs "
+            f"{_readable(num_bytes)}; free some space or choose another folder"
+        )
 
-    The ending is kept, for writers that choose a format by it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+def _readable(num_bytes: int) -> str:
+    """Format as in 1000 bytes, 12.3 MiB, 1.5 GiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,16 +1,18 @@
-"""The operators of LLM reinforcement learning, a file or a package each.
+"""The operators of LLM reinforcement learning: a module or a package each.
 
-Every operator is a public function over a `torch.library` op with a fake kernel, an autograd
-formula and a plain-PyTorch `reference` backend that is its specification.
+An operator is a public function over a `torch.library` op with a fake kernel, an autograd formula
+and a plain-PyTorch `reference` backend, its specification. Modules with a leading underscore are
+what operators share.
 """
 
+from ._aggregation import LOSS_AGG_MODES
 from ._backend import backend_table, choose_backend
 from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
 from .linear import has_fast_products, linear_policy_loss, linear_token_log_probs
 from .logprob import RowStats, check_labels, token_log_probs
 from .packing import Packed, pack, pack_sequences, unpack
-from .policy_loss import LOSS_AGG_MODES, LOSS_MODES, policy_loss, select_by_covariance, token_kl
+from .policy_loss import LOSS_MODES, policy_loss, select_by_covariance, token_kl
 from .rollout_correction import REJECTION_CRITERIA, RolloutCorrection, rollout_correction
 from .strided_copy import strided_copy
 from .value_loss import value_loss

@@ -1,23 +1,46 @@
-"""Which implementation of an operator runs: chosen by device, or by name.
+"""The choice of an operator's backend, by device or by name.
 
 An operator registers its backends per device in order of preference. `HYBRIDENGINE_BACKEND` or
-an operator's `backend=` picks one; a choice that cannot work here is an error that says why.
+an operator's `backend=` requests one; if it is not available, the error says why. The functions
+have no caches: torch.compile traces through them, and warns of each cache that it meets.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 
+
+def _load_extension() -> tuple[Any, str]:
+    """Import `hybridengine._C`; return it, or None and why it is missing.
+
+    An extension that exists but does not load is warned of: everything still runs, but slowly.
+    """
+    if importlib.util.find_spec("hybridengine._C") is None:
+        return None, "hybridengine._C is not built (pip install -e .)"
+    try:
+        from hybridengine import _C
+    except ImportError as error:
+        reason = (
+            f"hybridengine._C does not load with torch {torch.__version__} ({error}); it is bound "
+            "to the torch that it was built with: install hybridengine again"
+        )
+        warnings.warn(reason, RuntimeWarning, stacklevel=2)
+        return None, reason
+    return _C, ""
+
+
+_EXTENSION, _WHY_NO_EXTENSION = _load_extension()
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _REGISTERED: dict[str, dict[str, tuple[str, ...]]] = {}
 
 
 class BackendRow(NamedTuple):
-    """One line of `backend_table()`."""
+    """A row of `backend_table()`."""
 
     op: str
     device: str
@@ -25,39 +48,33 @@ class BackendRow(NamedTuple):
     why: str
 
 
-@functools.cache
-def native():
-    """The extension module `hybridengine._C`, or None where it was not built.
+def native() -> Any:
+    """Return the extension module `hybridengine._C`, or None if it cannot be used.
 
     Raises:
-        ValueError: HYBRIDENGINE_ISA names no instruction set.
+        ValueError: HYBRIDENGINE_ISA is not the name of an instruction set.
     """
     isa = os.environ.get("HYBRIDENGINE_ISA") or "avx512"
     if isa not in ("portable", "avx2", "avx512"):
         raise ValueError(f"HYBRIDENGINE_ISA is {isa!r}; expected portable, avx2 or avx512.")
-    try:
-        from hybridengine import _C
-    except ImportError:
-        return None
-    return _C
+    return _EXTENSION
 
 
-@functools.cache
-def _missing(backend: str, device: str) -> str | None:
-    """Why `backend` cannot run on `device`, or None if it can."""
+def _unavailable(backend: str, device: str) -> str | None:
+    """Return why `backend` cannot run on `device`, or None if it can."""
     if backend == "reference":
         return None
-    if backend == "cpp":
-        if device != "cpu":
-            return f"it runs on CPU tensors, these are on {device}"
-        return None if native() else "hybridengine._C is not built (pip install -e .)"
-    if device != "cuda":
-        return f"it runs on CUDA tensors, these are on {device}"
-    if backend == "cuda":
-        if native() is None:
-            return "hybridengine._C is not built (pip install -e .)"
-        return None if native().with_cuda else "hybridengine._C was built without CUDA"
-    return None if importlib.util.find_spec("triton") else "triton is not installed"
+    needs = "cpu" if backend == "cpp" else "cuda"
+    if device != needs:
+        return f"it runs on {needs.upper()} tensors, these are on {device}"
+    if backend == "triton":
+        return None if _HAS_TRITON else "triton is not installed"
+    extension = native()
+    if extension is None:
+        return _WHY_NO_EXTENSION
+    if backend == "cuda" and not extension.with_cuda:
+        return "hybridengine._C was built without CUDA"
+    return None
 
 
 def register_backends(op: str, **by_device: tuple[str, ...]) -> None:
@@ -65,19 +82,22 @@ def register_backends(op: str, **by_device: tuple[str, ...]) -> None:
     _REGISTERED[op] = by_device
 
 
-def choose_backend(op: str, device: torch.device, requested: str | None = None) -> str:
-    """The backend that runs `op` on `device`.
+def choose_backend(
+    op: str, device: torch.device, requested: str | None = None, dtype: torch.dtype | None = None
+) -> str:
+    """Return the backend that runs `op` on `device`; `reference` if `dtype` is float64.
 
     Raises:
         ValueError: the requested backend (argument or HYBRIDENGINE_BACKEND) does not exist for
-            this operator or cannot run here; the message names what is missing.
+            this operator or is not available; the message says what is missing.
     """
     requested = requested or os.environ.get("HYBRIDENGINE_BACKEND") or None
-    return _choose(op, device.type, requested)[0]
+    chosen, _ = _choose(op, device.type, requested)
+    return "reference" if dtype == torch.float64 else chosen
 
 
-@functools.cache
 def _choose(op: str, device: str, requested: str | None) -> tuple[str, str]:
+    """Return the backend and the reason for it."""
     offered = _REGISTERED[op].get(device, ("reference",))
     if requested is not None:
         known = sorted({name for names in _REGISTERED[op].values() for name in names})
@@ -85,16 +105,16 @@ def _choose(op: str, device: str, requested: str | None) -> tuple[str, str]:
             raise ValueError(
                 f"{op}: backend {requested!r} does not exist; expected one of {', '.join(known)}."
             )
-        reason = _missing(requested, device)
+        reason = _unavailable(requested, device)
         if reason is not None:
             raise ValueError(
                 f"{op}: backend {requested!r} cannot run here: {reason}. "
-                "Leave backend= and HYBRIDENGINE_BACKEND unset to take the best one."
+                "Unset backend= and HYBRIDENGINE_BACKEND to use the best one."
             )
         return requested, "requested"
-    skipped = []
+    skipped: list[str] = []
     for name in offered:
-        reason = _missing(name, device)
+        reason = _unavailable(name, device)
         if reason is None:
             return name, "; ".join(skipped) or f"best for {device}"
         skipped.append(f"{name}: {reason}")
@@ -102,7 +122,7 @@ def _choose(op: str, device: str, requested: str | None) -> tuple[str, str]:
 
 
 def backend_table() -> list[BackendRow]:
-    """Rows (op, device, backend, why) for every operator and every device of this machine."""
+    """Return a row (op, device, backend, why) per operator and device of this machine."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     requested = os.environ.get("HYBRIDENGINE_BACKEND") or None
     rows = []

@@ -1,11 +1,11 @@
 """The argument checks that all operators share: one function per kind of argument.
 
 Every function takes the operator's name and the argument's name first and raises an error that
-says which argument of which operator is wrong, what was given, what was expected and what to do.
+names both, and says what was given, what was expected and what to do.
 
-Devices, shapes, dtypes and numbers are checked always. What tensors hold is checked where reading
-is free: in CPU tensors that have memory. On other devices a look would wait for the device; there
-the kernels have defined results (see each operator). Fake and traced tensors have no values.
+Devices, shapes, dtypes and numbers are always checked. Values of tensors are checked only in CPU
+tensors that have memory: reading them on another device would synchronize with it (each operator
+defines its results there), and fake and traced tensors have none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import difflib
 import functools
 from collections.abc import Callable, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +23,31 @@ from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _IDS = (torch.int64, torch.int32)
-_MASKS = (
+NUMBERS = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS,
 )  # fmt: skip
 _MAX_INT32 = 2**31 - 1
 
-# What the letters of shape patterns stand for: size, and the argument it was read from.
+# For every letter of the shape patterns: its size, and the name of the argument that set it.
 Sizes = dict[str, tuple[int | tuple[int, ...], str]]
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` can be read here without waiting for a device."""
+    """Return whether the values of `tensor` can be read without synchronizing with a device."""
     if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return False
     return not is_fake(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def not_none(op: str, **tensors: Tensor | None) -> None:
+    """Check that no tensor is None."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise TypeError(f"{op}: {name} is None; expected a tensor.")
+
+
 def same_device(op: str, **tensors: Tensor | None) -> None:
-    """Every tensor is on the device of the first; None is left out."""
+    """Check that every tensor is on the device of the first; None is skipped."""
     first = ""
     for name, tensor in tensors.items():
         if tensor is None:
@@ -55,10 +63,10 @@ def same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def shape(op: str, name: str, tensor: Tensor, pattern: str, sizes: Sizes) -> None:
-    """`tensor` has the shape `pattern`: letters for dimensions, "..." for any number in front.
+    """Check a shape against a pattern: a letter per dimension, a leading "..." for any number.
 
-    A letter that `sizes` knows has that size; others are entered there, so that one dictionary
-    passed from argument to argument makes them agree.
+    A letter in `sizes` must have that size; others are added to it. One dictionary passed to the
+    checks of all arguments makes their shapes agree.
 
     Example:
         >>> sizes = {}
@@ -68,11 +76,11 @@ def shape(op: str, name: str, tensor: Tensor, pattern: str, sizes: Sizes) -> Non
         (4, 'weight')
     """
     letters = pattern.split()
-    many = letters[:1] == ["..."]
-    given = list(tensor.shape)
-    if tensor.dim() < len(letters) - 1 or (not many and tensor.dim() != len(letters)):
+    leading = letters[:1] == ["..."]
+    given: list[Any] = list(tensor.shape)
+    if tensor.dim() < len(letters) - 1 or (not leading and tensor.dim() != len(letters)):
         raise _wrong_shape(op, name, given, letters, sizes)
-    if many:
+    if leading:
         split = tensor.dim() - len(letters) + 1
         given = [tuple(given[:split]), *given[split:]]
     for letter, size in zip(letters, given, strict=True):
@@ -82,9 +90,11 @@ def shape(op: str, name: str, tensor: Tensor, pattern: str, sizes: Sizes) -> Non
             raise _wrong_shape(op, name, list(tensor.shape), letters, sizes)
 
 
-def _wrong_shape(op, name, given, letters, sizes) -> ValueError:
+def _wrong_shape(
+    op: str, name: str, given: list[int], letters: list[str], sizes: Sizes
+) -> ValueError:
     known = [
-        f"{letter} = {list(size) if letter == '...' else size} (from {owner})"
+        f"{letter} = {list(size) if isinstance(size, tuple) else size} (from {owner})"
         for letter, (size, owner) in sizes.items()
         if letter in letters
     ]
@@ -96,7 +106,7 @@ def _wrong_shape(op, name, given, letters, sizes) -> ValueError:
 
 
 def dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype] = FLOATS) -> None:
-    """`tensor` has one of the dtypes; any floating-point one without `allowed`."""
+    """Check that `tensor` has an allowed dtype."""
     if tensor.dtype not in allowed:
         raise ValueError(
             f"{op}: {name} has dtype {_short(tensor.dtype)}; expected "
@@ -105,24 +115,24 @@ def dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype] = F
 
 
 def floats(op: str, **tensors: Tensor | None) -> None:
-    """Every tensor that is not None is of floating point."""
+    """Check that every tensor has a floating-point dtype; None is skipped."""
     for name, tensor in tensors.items():
         if tensor is not None:
             dtype(op, name, tensor)
 
 
 def ids(op: str, name: str, tensor: Tensor) -> Tensor:
-    """int32 or int64 -> int64, contiguous. Floats are refused: converting would truncate them."""
+    """Check for int32 or int64; return int64, contiguous. (Converting floats would truncate.)"""
     dtype(op, name, tensor, _IDS)
     return tensor.long().contiguous()
 
 
 def mask(op: str, name: str, tensor: Tensor) -> Tensor:
-    """bool, integer or float -> bool; non-zero is True.
+    """Check for bool, integers or floats; return bool, True where nonzero.
 
-    A float other than 0 and 1 is refused (CPU): a weight or NaN is no mask.
+    On a CPU, floats other than 0 and 1 (weights, NaN) are an error.
     """
-    dtype(op, name, tensor, _MASKS)
+    dtype(op, name, tensor, NUMBERS)
     if tensor.dtype == torch.bool:
         return tensor
     if tensor.is_floating_point() and readable(tensor):
@@ -139,10 +149,10 @@ def mask(op: str, name: str, tensor: Tensor) -> Tensor:
 def cu_seqlens(
     op: str, tensor: Tensor, num_tokens: int, mask: Tensor | None = None, name: str = "cu_seqlens"
 ) -> Tensor:
-    """[N + 1] int32 or int64 that starts at 0, does not descend and ends at T -> int32.
+    """Check for [N + 1] int32 or int64, from 0 to T in ascending order; return int32.
 
-    Tokens past the end (rows that `pack(capacity=)` left free) are refused unless `mask`, [T]
-    bool, masks them: they belong to no sequence.
+    Tokens after the last end (the free rows of `pack(capacity=)`) belong to no sequence: `mask`,
+    [T] bool, must be False there.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} is {_described(tensor)}; expected a tensor [N + 1].")
@@ -194,7 +204,7 @@ def number(
     at_most: float | None = None,
     infinite: bool = False,
 ) -> float:
-    """A number within bounds, as a float. NaN is refused, and inf unless `infinite`."""
+    """Check for a number within bounds, no NaN, and no inf unless `infinite`; return a float."""
     if isinstance(value, bool | Tensor) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{op}: {name} is {_described(value)}; expected a number.")
     value = float(value)
@@ -214,9 +224,9 @@ def number(
 
 
 def integer(op: str, name: str, value: int, *, at_least: int | None = None) -> int:
-    """An integer within bounds; a float or a tensor is refused."""
-    whole = isinstance(value, int) or hasattr(value, "__index__")
-    if isinstance(value, bool | Tensor) or not whole:
+    """Check for an integer within bounds; a float or a tensor is an error."""
+    integral = isinstance(value, int) or hasattr(value, "__index__")
+    if isinstance(value, bool | Tensor) or not integral:
         raise TypeError(f"{op}: {name} is {_described(value)}; expected an integer.")
     if at_least is not None and value < at_least:
         raise ValueError(f"{op}: {name} is {value}; expected an integer of at least {at_least}.")
@@ -224,15 +234,17 @@ def integer(op: str, name: str, value: int, *, at_least: int | None = None) -> i
 
 
 def ordered(op: str, low_name: str, low: float, high_name: str, high: float) -> None:
-    """low <= high, both already numbers."""
+    """Check that low <= high."""
     if low > high:
         raise ValueError(
             f"{op}: {low_name} is {low}, above {high_name}, which is {high}; exchange them."
         )
 
 
-def choice(op: str, name: str, value: str, known: Sequence[str], aliases: Sequence[str] = ()):
-    """`value` is one of the names."""
+def choice(
+    op: str, name: str, value: str, known: Sequence[str], aliases: Sequence[str] = ()
+) -> None:
+    """Check that `value` is one of the names; the error suggests a similar one."""
     if value in known or value in aliases:
         return
     names = [*known, *aliases]
@@ -244,7 +256,7 @@ def choice(op: str, name: str, value: str, known: Sequence[str], aliases: Sequen
 
 
 def no_forward_ad(op: str, **tensors: Tensor | None) -> None:
-    """No tensor carries a tangent: without a formula it would be dropped silently."""
+    """Check that no tensor has a forward-mode tangent, which would be dropped silently."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
@@ -256,26 +268,26 @@ def no_forward_ad(op: str, **tensors: Tensor | None) -> None:
 
 
 class _Raise(torch.autograd.Function):
-    """The first `count` tensors, with a gradient in all of them that raises."""
+    """Return the first `count` tensors; their backward raises an error."""
 
     @staticmethod
-    def forward(ctx, message, count, *tensors):
+    def forward(ctx: Any, message: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.message = message
         return tensors[:count]
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: Any, *_: Any) -> None:
         raise RuntimeError(ctx.message)
 
 
 def differentiable_once(op: str) -> Callable:
-    """Decorate a backward function: derivatives of its results raise an error naming `op`.
+    """Decorate a backward function: second derivatives raise an error that names `op`.
 
-    The function runs without recording. With create_graph=True its results depend, for autograd,
-    on the incoming gradients and on the saved tensors that require a gradient, through a node that
-    raises. (Results that are constants, as `torch.autograd.function.once_differentiable` makes
-    them, drop terms silently where other terms depend on the same inputs.) So save every
-    differentiable input, or a 0-d stand-in such as `input[:0].sum()` where memory matters.
+    The function runs without recording. With create_graph=True its results are connected to the
+    incoming gradients and to the saved tensors that require a gradient, by a node that raises.
+    (`torch.autograd.function.once_differentiable` returns constants instead, which silently drops
+    terms of a sum whose other terms depend on the same inputs.) So save every differentiable
+    input, or `input[:0].sum()`, a 0-d tensor with the same autograd edge, to save memory.
     """
     message = (
         f"{op}: a derivative of its gradient was requested, and {op} can be differentiated once "
@@ -284,7 +296,7 @@ def differentiable_once(op: str) -> Callable:
 
     def decorate(backward: Callable) -> Callable:
         @functools.wraps(backward)
-        def run(ctx, *grads):
+        def run(ctx: Any, *grads: Any) -> Any:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
             anchors = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
@@ -303,7 +315,7 @@ def differentiable_once(op: str) -> Callable:
     return decorate
 
 
-def _described(value) -> str:
+def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"{value!r} ({type(value).__name__})"

@@ -1,8 +1,9 @@
-"""Balancing: sequences to ranks and to micro-batches so that every one has as many tokens."""
+"""balance: assign sequences to ranks and micro-batches with nearly equal numbers of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,29 +21,28 @@ class Imbalance(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """largest / mean: 1 is perfect, and what is above it is the time the others wait."""
+        """largest / mean: 1 is perfect; the excess over 1 is the time that the other ranks wait."""
         return self.largest / self.mean if self.mean else 1.0
 
 
 def balance(
     lengths: Iterable[int] | Tensor, num_bins: int, *, equal_count: bool = False
 ) -> list[list[int]]:
-    """Split sequences into bins whose total lengths are as equal as can be found quickly.
+    """Split sequences into bins of nearly equal total length.
 
-    Karmarkar-Karp differencing, then exchanges with the fullest bin until none helps. The same
-    lengths always give the same bins.
+    Karmarkar-Karp differencing, then exchanges with the fullest bin until none helps. The result is
+    deterministic.
 
     Args:
         lengths: of N sequences, 0 or more each: any iterable of integers, or a tensor [N].
-        num_bins: how many bins; where N is at least that, none is empty.
+        num_bins: the number of bins; with at least as many sequences, none is empty.
         equal_count: the numbers of sequences in the bins differ by one at most.
 
     Returns:
         num_bins lists of positions in `lengths`, each ascending.
 
     Raises:
-        ValueError: num_bins below 1, a length that is negative or no integer (the message names
-            it).
+        ValueError: num_bins below 1, a length that is negative or no integer.
         RuntimeError: the extension is not built.
 
     Example:
@@ -59,18 +59,18 @@ def balance_by_tokens(
 ) -> list[list[int]]:
     """Split sequences into the fewest balanced bins that hold at most `max_tokens` each.
 
-    The number of bins is searched between a bound from below and what best-fit decreasing needs.
-    Called again with a larger `min_bins`, it returns exactly that many (rounded up to
-    `multiple_of`).
+    Their number is searched between a lower bound and the bins of best-fit decreasing. Called again
+    with a larger `min_bins`, it returns exactly that many (rounded up to `multiple_of`), so ranks
+    that must agree pass the largest number that any of them needs.
 
     Args:
         lengths: of N sequences: any iterable of integers, or a tensor [N].
         max_tokens: the token budget of a micro-batch.
-        min_bins: at least so many bins; ranks that must agree give the largest any of them needs.
+        min_bins: the smallest number of bins to return.
         multiple_of: the number of bins is a multiple of this.
 
     Raises:
-        ValueError: a sequence alone exceeds the budget (the message names it).
+        ValueError: a sequence longer than max_tokens.
 
     Example:
         >>> balance_by_tokens([5, 5, 4, 3], 9)
@@ -85,7 +85,7 @@ def balance_by_tokens(
 
 
 def imbalance(lengths: Iterable[int] | Tensor, bins: Sequence[Sequence[int]]) -> Imbalance:
-    """How even `bins` are: the largest, smallest and mean total of `lengths` in a bin."""
+    """Compute the largest, smallest and mean total length of `bins`."""
     lengths = _listed("imbalance", lengths)
     totals = [sum(lengths[i] for i in items) for items in bins]
     if not totals:
@@ -94,7 +94,7 @@ def imbalance(lengths: Iterable[int] | Tensor, bins: Sequence[Sequence[int]]) ->
 
 
 def _listed(op: str, lengths: Iterable[int] | Tensor) -> list[int]:
-    """Once: an iterator can be read only once."""
+    """Check the lengths and return them as a list of int."""
     values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
     if not isinstance(values, list):
         raise ValueError(f"{op}: lengths has shape []; expected [N].")
@@ -106,7 +106,8 @@ def _listed(op: str, lengths: Iterable[int] | Tensor) -> list[int]:
     return [length.__index__() for length in values]
 
 
-def _native(op: str):
-    if native() is None:
+def _native(op: str) -> ModuleType:
+    module = native()
+    if module is None:
         raise RuntimeError(f"{op} needs hybridengine._C, which is not built (pip install -e .)")
-    return native()
+    return module

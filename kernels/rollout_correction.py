@@ -1,33 +1,25 @@
-"""Correction for the gap between the engine that generated and the policy that trains.
+"""rollout_correction: correct for the mismatch between rollout engine and training policy.
 
-Importance weights (per token or per sequence; truncated or masked beyond a threshold) and
-rejection of tokens and sequences, as verl's rollout correction defines them; what goes into
-policy_loss is `rollout_is_weights` and a smaller `response_mask`. Nothing waits for the GPU.
+Importance weights (per token or per sequence, truncated or masked beyond a threshold) and rejection
+of tokens and sequences, as in verl's rollout correction. The results are `rollout_is_weights` and a
+smaller `response_mask` for policy_loss. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from . import _check as check
-from .policy_loss.aggregation import (
-    Segments,
-    as_mask,
-    check_given,
-    compute_dtype,
-    denominator,
-    kept,
-    token_arguments,
-)
-from .policy_loss.terms import log_ratio
+from ._aggregation import global_count
+from ._per_token import TokenSequences, as_mask, compute_dtype, token_arguments, zero_masked
+from .policy_loss.terms import MAX_LOG_RATIO, log_ratio
 
-_MAX_LOG_RATIO = 20.0
-# A token's log-ratio in a sum: far beyond what policies give, and infinities of both signs cancel.
+# Bound of a token's log-ratio in a sum, far beyond real ones: infinities of both signs then cancel.
 _MAX_TERM = 2.0**20
 
 REJECTION_CRITERIA = (
@@ -39,10 +31,10 @@ REJECTION_CRITERIA = (
 
 
 class RolloutCorrection(NamedTuple):
-    """What `rollout_correction` computes; tensors of the shape of its inputs, without gradient."""
+    """Results of `rollout_correction`, of the shape of its inputs, without gradient."""
 
     weights: Tensor | None  # for policy_loss(rollout_is_weights=); 0 where masked
-    response_mask: Tensor  # bool, what rejection left
+    response_mask: Tensor  # bool, the tokens that were not rejected
     metrics: dict[str, Tensor]
 
 
@@ -66,14 +58,14 @@ def rollout_correction(
     Args:
         old_log_probs, rollout_log_probs: [T], packed tokens, or [B, L], whose rows are the
             sequences; of the training policy and of the engine.
-        cu_seqlens: [N + 1] int32 or int64; needed beside [T]. Tokens past its end must be masked.
+        cu_seqlens: [N + 1] int32 or int64; needed with [T]. Tokens past its end must be masked.
         response_mask: the same shape, bool or 0/1; what masked tokens hold does not matter.
         rollout_is: "token": rho_t; "sequence": the product of rho over the sequence; None: no
             weights. The exponent is clamped to [-20, 20].
         rollout_is_threshold: weights are truncated to it (TIS, arXiv 1802.01561's rho-bar); None
             does not truncate.
         rollout_is_lower: given, weights outside [lower, threshold] become 0 instead (IcePop).
-        rejection: criterion -> threshold; a token stays if every criterion keeps it. Criteria are
+        rejection: criterion -> threshold; a token that fails any criterion is rejected. Criteria:
             token_k1, token_k2, token_k3, seq_sum_k1 ... seq_mean_k3, seq_max_k2, seq_max_k3, with
             k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho. k2 and k3 take an upper
             bound; k1 takes (lower, upper) for exp(k1), the ratio rollout / training.
@@ -90,7 +82,7 @@ def rollout_correction(
             shapes, dtypes, devices, cu_seqlens that does not fit.
     """
     op = "rollout_correction"
-    check_given(op, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
+    check.not_none(op, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     threshold, lower = _check_weights(rollout_is, rollout_is_threshold, rollout_is_lower)
     bounds = _check_rejection(rejection or {})
     with torch.no_grad():
@@ -104,14 +96,14 @@ def rollout_correction(
             raise ValueError(f"{op}: old_log_probs is [T]; give cu_seqlens, or [B, L].")
         dtype = compute_dtype(old_log_probs)
         old, rollout = (tokens[k].to(dtype) for k in ("old_log_probs", "rollout_log_probs"))
-        mask = as_mask(tokens["response_mask"], old)
-        num_tokens = denominator(op, "global_num_tokens", global_num_tokens, mask.device, mask.sum)
-        segments = Segments.of(cu_seqlens, mask)
-        log_rho = log_ratio(kept(old, mask), kept(rollout, mask))
-        safe = log_rho.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        mask = as_mask(tokens.get("response_mask"), old)
+        num_tokens = global_count(op, "global_num_tokens", global_num_tokens, mask.device, mask.sum)
+        sequences = TokenSequences.of(cu_seqlens, mask)
+        log_rho = log_ratio(zero_masked(old, mask), zero_masked(rollout, mask))
+        safe = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
         def mean(values: Tensor) -> Tensor:
-            return kept(values, mask).sum(dtype=torch.float64) / num_tokens
+            return zero_masked(values, mask).sum(dtype=torch.float64) / num_tokens
 
         metrics = {
             "kl": mean(-log_rho),
@@ -123,8 +115,7 @@ def rollout_correction(
             exponent = safe
             if rollout_is == "sequence":
                 terms = log_rho.clamp(-_MAX_TERM, _MAX_TERM)
-                total = segments.mean(terms, mask) * segments.counts[segments.ids]
-                exponent = total.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+                exponent = sequences.sum(terms, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             raw = exponent.exp()
             outside = raw > threshold
             if lower is None:
@@ -132,20 +123,26 @@ def rollout_correction(
             else:
                 outside |= raw < lower
                 weights = raw.masked_fill(outside, 0)
-            weights = kept(weights, mask)
+            weights = zero_masked(weights, mask)
             metrics["is_weight_mean"] = mean(weights)
             metrics["is_clipped_fraction"] = mean(outside.to(raw.dtype))
             metrics["is_weight_max"] = torch.cat([weights.new_zeros(1), weights]).max()
             weights = weights.view(old_log_probs.shape)
-        keep = mask
+        accepted = mask
         for criterion, bound in bounds.items():
-            keep = keep & _accepts(criterion, bound, safe, mask, segments)
-        metrics["rejected_fraction"] = mean((~keep).to(safe.dtype))
-    return RolloutCorrection(weights, keep.view(old_log_probs.shape), metrics)
+            accepted = accepted & _within(criterion, bound, safe, mask, sequences)
+        metrics["rejected_fraction"] = mean((~accepted).to(safe.dtype))
+    return RolloutCorrection(weights, accepted.view(old_log_probs.shape), metrics)
 
 
-def _accepts(criterion, threshold, log_rho, mask, segments: Segments) -> Tensor:
-    """[T] bool: the tokens (of the sequences) within the threshold."""
+def _within(
+    criterion: str,
+    threshold: float | tuple[float, float],
+    log_rho: Tensor,
+    mask: Tensor,
+    sequences: TokenSequences,
+) -> Tensor:
+    """Return the tokens whose divergence, or that of their sequence, is within the threshold."""
     level, _, kind = criterion.rpartition("_")
     if kind == "k1":
         divergence = -log_rho
@@ -154,14 +151,14 @@ def _accepts(criterion, threshold, log_rho, mask, segments: Segments) -> Tensor:
     else:
         divergence = log_rho.expm1() - log_rho
     if level == "seq_mean":
-        divergence = segments.mean(divergence, mask)
+        divergence = sequences.mean(divergence, mask)
     elif level == "seq_sum":
-        divergence = segments.mean(divergence, mask) * segments.counts[segments.ids]
+        divergence = sequences.sum(divergence, mask)
     elif level == "seq_max":
-        most = torch.zeros(segments.counts.shape, dtype=log_rho.dtype, device=mask.device)
-        most.scatter_reduce_(0, segments.ids, kept(divergence, mask), "amax")
-        divergence = most[segments.ids]
-    if kind == "k1":
+        largest = torch.zeros(sequences.lengths.shape, dtype=log_rho.dtype, device=mask.device)
+        largest.scatter_reduce_(0, sequences.ids, zero_masked(divergence, mask), "amax")
+        divergence = largest[sequences.ids]
+    if isinstance(threshold, tuple):
         return (divergence >= math.log(threshold[0])) & (divergence <= math.log(threshold[1]))
     return divergence <= threshold
 
@@ -169,7 +166,7 @@ def _accepts(criterion, threshold, log_rho, mask, segments: Segments) -> Tensor:
 def _check_weights(
     level: str | None, threshold: float | None, lower: float | None
 ) -> tuple[float, float | None]:
-    """(threshold, lower) as numbers."""
+    """Return (threshold, lower) as numbers."""
     op = "rollout_correction"
     if level is not None:
         check.choice(op, "rollout_is", level, ("token", "sequence"))
@@ -184,7 +181,7 @@ def _check_weights(
 def _check_rejection(
     rejection: Mapping[str, float | tuple[float, float]],
 ) -> dict[str, float | tuple[float, float]]:
-    """The thresholds as numbers, or pairs of numbers for k1."""
+    """Return the thresholds as numbers, for k1 as pairs of numbers."""
     op = "rollout_correction"
     bounds: dict[str, float | tuple[float, float]] = {}
     if not isinstance(rejection, Mapping):
@@ -195,7 +192,8 @@ def _check_rejection(
         check.choice(op, "a criterion of rejection", criterion, REJECTION_CRITERIA)
         name = f"rejection[{criterion!r}]"
         if not criterion.endswith("k1"):
-            bounds[criterion] = check.number(op, name, bound, above=0, infinite=True)
+            upper = cast(float, bound)
+            bounds[criterion] = check.number(op, name, upper, above=0, infinite=True)
             continue
         if not isinstance(bound, tuple | list) or len(bound) != 2:
             raise ValueError(

@@ -1,13 +1,14 @@
-"""strided_copy: move a table of strided slices between two sets of tensors, with a cast.
+"""strided_copy: copy a table of strided slices between two lists of tensors, with a cast.
 
-Packing, unpacking and the local moves of the weight reshard are all this one operator: gather
-and cast (float32 master to bfloat16, say) in one launch, whatever the number of slices.
+The weight reshard packs, unpacks and copies locally with it: one launch whatever the number of
+slices, with the cast (float32 to bfloat16, say) in the same pass.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ TABLE_COLUMNS = 16
 
 
 class CopyTable:
-    """A table of slices for many copies: checked once and, on CUDA, uploaded once.
+    """A table of slices for repeated copies: checked once and, on CUDA, uploaded once.
 
-    `copy` does what `strided_copy` does with `table` (see there for its columns and the errors)
-    between tensors on `device`. From the second copy between the same addresses on it is one launch
-    and nothing else, so it can be captured in a CUDA graph. One table serves one stream.
+    `copy` is `strided_copy` with `table` (see there for the columns and the errors) between tensors
+    on `device`. A copy between the same addresses as the one before is a single launch, so it can
+    be captured in a CUDA graph. Use a table on one stream only.
     """
 
     def __init__(self, table: Tensor, device: torch.device) -> None:
@@ -58,10 +59,10 @@ def strided_copy(
         table: [P, 16] int64 on the CPU. A row is (src_index, dst_index, src_offset, dst_offset,
             size[4], src_stride[4], dst_stride[4]), in elements counted from the first element of
             the tensor; unused leading dimensions have size 1 and stride 0. Destination slices
-            must not overlap. An empty table and rows of size 0 move nothing.
+            must not overlap. An empty table and rows of size 0 copy nothing.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
 
-    The value is cast as `tensor.to()` does (float32 to bfloat16: round to nearest even); float64,
+    Values are cast as by `tensor.to()` (float32 to bfloat16: round to nearest even); float64,
     float32, float16 and bfloat16 cast to each other, any other dtype only copies to itself.
 
     Raises:
@@ -94,44 +95,39 @@ def _strided_copy(
 
 
 @_strided_copy.register_fake
-def _(sources, destinations, table, backend):
+def _(sources: Any, destinations: Any, table: Tensor, backend: str | None) -> None:
     return None
 
 
 def _reference(table: Tensor, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-    """The specification: as_strided on both sides, then copy_."""
+    """Copy with as_strided on both sides and copy_: the specification."""
     sides = (("sources", sources, 0, 2, 8), ("destinations", destinations, 1, 3, 12))
-    moves = []
+    pairs = []
     for number, row in enumerate(table.tolist()):
         size = row[4:8]
         if 0 in size:
             continue
         views = []
-        for name, tensors, which, offset, stride in sides:
-            _check_slice(number, name, tensors, row[which], row[offset], size, row[stride:][:4])
-            tensor = tensors[row[which]]
-            start = tensor.storage_offset() + row[offset]
-            views.append(tensor.as_strided(size, row[stride:][:4], start))
-        moves.append(views)
-    for source, destination in moves:
+        for name, tensors, which, at, steps in sides:
+            index, offset, stride = row[which], row[at], row[steps : steps + 4]
+            where = f"strided_copy: row {number}"
+            if not 0 <= index < len(tensors):
+                raise IndexError(f"{where} names {name}[{index}], but there are {len(tensors)}")
+            if offset < 0 or min(stride) < 0 or min(size) < 0:
+                raise IndexError(
+                    f"{where} has offset {offset}, sizes {size} and strides {stride} in "
+                    f"{name}[{index}]; they must not be negative"
+                )
+            tensor = tensors[index]
+            start = tensor.storage_offset()
+            last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            available = tensor.untyped_storage().nbytes() // tensor.element_size() - start
+            if last >= available:
+                raise IndexError(
+                    f"{where} reaches element {last} of {name}[{index}], which has {available} "
+                    "elements from its start"
+                )
+            views.append(tensor.as_strided(size, stride, start + offset))
+        pairs.append(views)
+    for source, destination in pairs:
         destination.copy_(source)
-
-
-def _check_slice(number: int, name: str, tensors, index: int, offset: int, size, stride) -> None:
-    """The slice lies inside tensors[index]; Python's integers do not wrap around."""
-    where = f"strided_copy: row {number}"
-    if not 0 <= index < len(tensors):
-        raise IndexError(f"{where} names {name}[{index}], but there are {len(tensors)}")
-    if offset < 0 or min(stride) < 0 or min(size) < 0:
-        raise IndexError(
-            f"{where} has offset {offset}, sizes {size} and strides {stride} in {name}[{index}]; "
-            "they must not be negative"
-        )
-    tensor = tensors[index]
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    available = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
-    if last >= available:
-        raise IndexError(
-            f"{where} reaches element {last} of {name}[{index}], which has {available} elements "
-            "from its start"
-        )

@@ -1,4 +1,4 @@
-"""value_loss: the critic's clipped squared error, with the policy loss's global denominators."""
+"""value_loss: the clipped squared error of a critic, aggregated as policy_loss is."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ import torch
 from torch import Tensor
 
 from . import _check as check
-from .policy_loss.aggregation import (
-    Segments,
-    as_mask,
-    check_aggregation,
-    check_given,
-    compute_dtype,
-    denominators,
-    kept,
-    token_arguments,
-    token_weights,
-)
+from ._aggregation import check_aggregation, loss_denominators, token_weights
+from ._per_token import as_mask, compute_dtype, token_arguments, zero_masked
 
 
 def value_loss(
@@ -35,8 +26,8 @@ def value_loss(
     """Compute sum_t weight_t max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
 
     The clipped value loss of PPO's implementations (arXiv 2005.12729, section 3), in float64 for
-    float64 values, else in float32; weights as in policy_loss. Plain PyTorch: differentiable as
-    often as one likes, in both modes.
+    float64 values, else in float32; weights as in policy_loss. Plain PyTorch, with derivatives
+    of any order in reverse and forward mode.
 
     Args:
         values: [T], packed tokens, or [B, L], whose rows are the sequences; differentiable.
@@ -47,14 +38,14 @@ def value_loss(
             policy_loss.
 
     Returns:
-        (loss, metrics): vf_loss is the loss; vf_clipfrac, vpred_mean are sums divided by the
-        global number of tokens. All add up over micro-batches and ranks.
+        (loss, metrics): vf_loss is the loss; vf_clipfrac and vpred_mean are sums divided by the
+        global number of tokens. All of them add up over micro-batches and ranks.
 
     Raises:
         ValueError: as policy_loss.
     """
     op = "value_loss"
-    check_given(op, values=values, old_values=old_values, returns=returns)
+    check.not_none(op, values=values, old_values=old_values, returns=returns)
     loss_scale_factor = check_aggregation(op, loss_agg_mode, loss_scale_factor)
     clip = float("inf") if cliprange_value is None else cliprange_value
     clip = check.number(op, "cliprange_value", clip, at_least=0, infinite=True)
@@ -64,21 +55,21 @@ def value_loss(
         {"response_mask": response_mask},
         cu_seqlens,
     )
-    mask = as_mask(tokens["response_mask"], tokens["values"])
-    num_tokens, num_seqs = denominators(
+    mask = as_mask(tokens.get("response_mask"), tokens["values"])
+    denominators = loss_denominators(
         op, loss_agg_mode, mask, cu_seqlens, global_num_tokens, global_num_seqs
-    ).unbind()
-    segments = None if cu_seqlens is None else Segments.of(cu_seqlens, mask)
-    dtype = compute_dtype(values)
-    weights = token_weights(
-        loss_agg_mode, mask, segments, num_tokens, num_seqs, loss_scale_factor
-    ).to(dtype)
-    values = kept(tokens["values"].to(dtype), mask)
-    old, targets = (kept(tokens[k].detach().to(dtype), mask) for k in ("old_values", "returns"))
-    near = torch.minimum(torch.maximum(values, old - clip), old + clip)
-    free, bounded = (values - targets).square(), (near - targets).square()
-    clipped = bounded > free
-    loss = 0.5 * (weights * torch.where(clipped, bounded, free)).sum()
+    )
+    weights = token_weights(loss_agg_mode, mask, cu_seqlens, denominators, loss_scale_factor)
+    dtype, num_tokens = compute_dtype(values), denominators[0]
+    values, old, targets = (
+        zero_masked(tensor.to(dtype), mask)
+        for tensor in (tokens["values"], tokens["old_values"].detach(), tokens["returns"].detach())
+    )
+    clipped_values = torch.minimum(torch.maximum(values, old - clip), old + clip)
+    unclipped_error, clipped_error = ((v - targets).square() for v in (values, clipped_values))
+    clipped = clipped_error > unclipped_error
+    errors = torch.where(clipped, clipped_error, unclipped_error)
+    loss = 0.5 * (weights.to(dtype) * errors).sum()
     metrics = {
         "vf_loss": loss,
         "vf_clipfrac": clipped.to(dtype).sum() / num_tokens,

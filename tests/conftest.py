@@ -1,17 +1,17 @@
-"""What every test shares: GPU tests are left out where there is no GPU."""
+"""Settings of all tests: a cache of their own, and no GPU tests where there is no GPU."""
 
 import os
 import tempfile
 
 import torch
 
-# Tokenised data of tests is for them alone; processes that they start inherit it.
+# Processes that the tests start inherit it.
 _CACHE = tempfile.TemporaryDirectory(prefix="hybridengine-cache-")
 os.environ["HYBRIDENGINE_CACHE"] = _CACHE.name
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselected, not skipped: a skip would read like a test that nearly ran."""
+    """Deselect GPU tests without a GPU; skipped ones would clutter the report."""
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]

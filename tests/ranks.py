@@ -1,11 +1,11 @@
-"""Real ranks for tests: fresh processes with a gloo group, results back, failures shown.
+"""Run a function on gloo ranks, each a new process, and return the results or the first failure.
 
     def body(rank: int, world_size: int, hidden: int) -> float: ...
     results = run_ranks(body, 2, 64)          # [result of rank 0, result of rank 1]
 
-The parent holds the rendezvous store, as torchrun's agent does, so no port is guessed and tests can
-run side by side. `body` must be importable (module level), because ranks are new processes. They
-are forked from a server that has done nothing but the slow imports, which cost each seconds.
+The parent holds the rendezvous store, as torchrun's agent does, so that the port is free and tests
+can run in parallel. `body` is a module-level function. Ranks are forked from a server that has
+done the slow imports and nothing else.
 """
 
 from __future__ import annotations
@@ -27,13 +27,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailure", "run_ranks"]
+__all__ = ["RankFailure", "message_of", "run_ranks"]
 
 _PRELOAD = ["hybridengine.model", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not finish in time; the message holds its traceback."""
+    """A rank raised, exited or did not finish in time; the message has its traceback."""
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """The type and text of the error that `call` raises, "no error" if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def run_ranks(
@@ -45,12 +54,11 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on `world_size` gloo ranks and return their results.
 
-    Args and results cross by pickle (tensors by value). `env` joins the variables torchrun sets
-    (RANK, WORLD_SIZE, MASTER_ADDR, ...); only what reads it as torch is imported misses it.
+    Arguments and results are pickled (tensors by value). `env` is added to the variables that
+    torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, ...); it is set after torch is imported.
 
-    Raises:
-        RankFailure: with the traceback of the first rank that failed (or its exit code, or the
-            ranks late after `timeout_s`, whose stacks go to stderr). All ranks are ended.
+    Raises RankFailure with the traceback of the first rank that failed, or its exit code, or the
+    ranks that are late after `timeout_s`, whose stacks go to stderr. All ranks are ended.
     """
     store = dist.TCPStore(
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=True
@@ -102,7 +110,7 @@ def _start_rank(
         target=_rank_main, args=(environment, payload, timeout_s, theirs), name=f"rank{rank}"
     )
     process.start()
-    theirs.close()  # so that the death of the rank shows as end of file
+    theirs.close()  # an exit of the rank is then an end of file
     return process, ours
 
 
@@ -121,7 +129,7 @@ def _rank_main(
     except BaseException:
         message = pickle.dumps((False, traceback.format_exc()))
     parent.send_bytes(message)
-    # A rank that leaves first would tear down connections others still use: all leave together.
+    # Ranks exit together: the first one would close connections that others still use.
     with contextlib.suppress(EOFError):
         parent.recv_bytes()
 
@@ -146,7 +154,7 @@ def _collect(
             except EOFError:
                 processes[rank].join()
                 raise RankFailure(
-                    f"rank {rank} died without a word, exit code {processes[rank].exitcode}"
+                    f"rank {rank} ended without a result, exit code {processes[rank].exitcode}"
                 ) from None
             if not ok:
                 raise RankFailure(f"rank {rank} of {len(processes)} failed:\n{value}")

@@ -1,4 +1,4 @@
-"""The rank launcher itself: results, failures, deaths and time-outs all come back."""
+"""tests.ranks: results, failures, exits and timeouts of ranks."""
 
 import os
 import time
@@ -24,7 +24,7 @@ def _fail_on_last(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def _die_on_last(rank: int, world_size: int) -> None:
+def _exit_on_last(rank: int, world_size: int) -> None:
     if rank == world_size - 1:
         os._exit(7)
     time.sleep(60)
@@ -48,9 +48,9 @@ def test_failure_names_rank_and_ends_the_others() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_death_is_reported() -> None:
-    with pytest.raises(RankFailure, match="rank 1 died without a word, exit code 7"):
-        run_ranks(_die_on_last, 2)
+def test_an_exit_is_reported() -> None:
+    with pytest.raises(RankFailure, match="rank 1 ended without a result, exit code 7"):
+        run_ranks(_exit_on_last, 2)
 
 
 def test_timeout_is_reported() -> None:

@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     Gemma2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
@@ -23,7 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-__all__ = ["TINY", "save_tiny", "tiny_config"]
+__all__ = ["TINY", "save_classifier", "save_tiny", "tiny_config"]
 
 VOCAB = 101
 _COMMON = dict(
@@ -78,4 +79,15 @@ def save_tiny(kind: str, folder: Path | str, dtype: torch.dtype = torch.float32,
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
         chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
     ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def save_classifier(kind: str, folder: Path, labels: int = 1) -> str:
+    """Write a tiny sequence classifier to `folder` and return `folder` as str."""
+    config = tiny_config(kind)
+    config.num_labels = labels
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
     return str(folder)

@@ -15,11 +15,11 @@ GRAD_ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 # one rounding of the exact result, where plain PyTorch happens to be exactly right.
 ERROR_FACTOR = 2.0
 ROUNDING = 2.0**-24
-# A row moved by 1e4, which changes no difference of its logits: with fused multiply-add the kernels
-# subtract a rounded reference and put the rounding right in float64 at the end of the row, so sums
-# differ far below float32 and results by at most one unit in the last place; entries of the
+# A row with a logit offset of 1e4, which changes no difference of its logits: with fused
+# multiply-add the kernels subtract a rounded reference and correct for the rounding in float64 at
+# the end of the row, so results differ by at most one unit in the last place, and entries of the
 # gradient, of size 1 at most, by that of log p.
-FAR_ROW = {"rtol": 2.0**-23, "atol": 2.0**-23}
+LARGE_OFFSET = {"rtol": 2.0**-23, "atol": 2.0**-23}
 
 # Policy loss in float64, two orders of the same sum (micro-batches, permutations).
 POLICY_LOSS_SPLIT = {"rtol": 1e-12, "atol": 1e-12}

@@ -1,6 +1,6 @@
-"""Print, as CMake `set` lines, what the build needs to know about this Python and its torch.
+"""Print the facts about this Python and its torch that the build needs, as CMake `set` lines.
 
-Exits with one sentence when torch or Python's headers are missing.
+Exits with an error message if torch or Python's headers are missing.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ def main() -> None:
             f"hybridengine: torch is not installed for {sys.executable}: run `pip install torch` "
             "first, and build with `pip install --no-build-isolation .`"
         )
-    # torch/version.py is read, not imported: importing torch costs seconds on every configure.
+    # Read torch/version.py as text: importing torch takes seconds on every configure.
     torch_dir = Path(spec.origin).parent
     version_text = (torch_dir / "version.py").read_text()
     version = re.search(r"__version__ = '([^']+)'", version_text)

@@ -1,16 +1,17 @@
-"""Compile every CUDA and Triton kernel for every target and read what ptxas says of it.
+"""Compile every CUDA and Triton kernel for every target and report its resource usage.
 
     python tools/cuda_check.py [--arch 90a ...]
 
-No GPU, no torch, nothing but nvcc is needed for csrc/*/*_cuda.cu; Triton kernels are compiled too
-where triton is installed. Prints one line per kernel and target (registers, shared memory, stack,
-spills) and exits with 1 if anything does not compile or spills a register.
+csrc/*/*_cuda.cu needs nvcc only, no GPU and no torch; the Triton kernels are compiled if triton is
+installed. Prints one line per kernel and target (registers, shared memory, stack, spills) and exits
+with 1 if a kernel does not compile or spills registers.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import importlib.util
 import os
 import re
 import shutil
@@ -35,7 +36,7 @@ class Kernel(NamedTuple):
 
 
 def compile_source(nvcc: str, source: Path, architecture: str) -> tuple[str, list[Kernel]]:
-    """-> (what went wrong or "", the kernels of this file)."""
+    """Return an error message ("" for none) and the kernels of this file."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [
@@ -52,21 +53,21 @@ def compile_source(nvcc: str, source: Path, architecture: str) -> tuple[str, lis
 
 
 def parse(log: str, source: Path, architecture: str) -> list[Kernel]:
-    """The entry functions of a ptxas -v log."""
+    """Return the entry functions of a ptxas -v log."""
     kernels = []
     name, stack, spills = "", 0, 0
     for line in log.splitlines():
-        if found := re.search(r"Compiling entry function '(\w+)'", line):
-            name = found[1]
-        elif found := re.search(
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            name = match[1]
+        elif match := re.search(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
         ):
-            stack, spills = int(found[1]), int(found[2]) + int(found[3])
-        elif name and (found := re.search(r"Used (\d+) registers", line)):
+            stack, spills = int(match[1]), int(match[2]) + int(match[3])
+        elif name and (match := re.search(r"Used (\d+) registers", line)):
             shared = re.search(r"(\d+) bytes smem", line)
             kernels.append(
                 Kernel(
-                    *(source.name, name, architecture, int(found[1])),
+                    *(source.name, name, architecture, int(match[1])),
                     *(int(shared[1]) if shared else 0, stack, spills),
                 )
             )
@@ -98,8 +99,8 @@ def table(kernels: list[Kernel]) -> str:
 
 
 def compile_triton(architectures: list[str]) -> tuple[list[str], list[Kernel]]:
-    """Every kernel that kernels/_triton_builds.py lists, if triton is installed."""
-    if importlib_missing("triton") or not (ROOT / "kernels" / "_triton_builds.py").is_file():
+    """Compile every kernel of kernels/_triton_builds.py, if triton is installed."""
+    if importlib.util.find_spec("triton") is None:
         return [], []
     sys.path.insert(0, str(ROOT))
     from hybridengine.kernels import _triton_builds
@@ -116,26 +117,20 @@ def compile_triton(architectures: list[str]) -> tuple[list[str], list[Kernel]]:
     return problems, kernels
 
 
-def importlib_missing(module: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(module) is None
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=list(ARCHITECTURES), metavar="SM")
     architectures = parser.parse_args().arch
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if nvcc is None:
-        print("cuda-check: nvcc was not found: put it on PATH or set CUDACXX.", file=sys.stderr)
+        print("cuda-check: nvcc is not installed: add it to PATH or set CUDACXX.", file=sys.stderr)
         return 1
     sources = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
     jobs = [(source, architecture) for source in sources for architecture in architectures]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         results = list(pool.map(lambda job: compile_source(nvcc, *job), jobs))
     problems = [problem for problem, _ in results if problem]
-    kernels = demangle([kernel for _, found in results for kernel in found])
+    kernels = demangle([kernel for _, of_file in results for kernel in of_file])
     triton_problems, triton = compile_triton(architectures)
     problems += triton_problems
     kernels += triton

@@ -6,15 +6,19 @@ every backend that runs here, divided by that of the plain PyTorch expression in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from hybridengine.kernels import linear_token_log_probs, token_log_probs
+from torch import Tensor
 
 ROWS, VOCAB, WIDTH = 256, 32_003, 256
 
 
 def options(generator: torch.Generator, device: str) -> dict[str, dict]:
-    keep = torch.rand(ROWS, VOCAB, generator=generator) < 0.5
+    vocab_mask = torch.rand(ROWS, VOCAB, generator=generator) < 0.5
     temperatures = torch.rand(ROWS, generator=generator) + 0.5
     return {
         "plain": {},
@@ -22,35 +26,48 @@ def options(generator: torch.Generator, device: str) -> dict[str, dict]:
         "per-token temperature": {"temperature": temperatures.to(device)},
         "soft-cap 15": {"softcap": 15.0},
         "logit scale 0.25": {"logit_scale": 0.25},
-        "keep-mask": {"keep_mask": keep.to(device)},
+        "vocab mask": {"vocab_mask": vocab_mask.to(device)},
     }
 
 
-def plain(logits, token_ids, temperature=1.0, softcap=None, logit_scale=1.0, keep_mask=None):
+def plain(
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probs and entropy with plain PyTorch."""
     x = (logits if logits.dtype == torch.float64 else logits.float()) * logit_scale
     if softcap is not None:
         x = softcap * torch.tanh(x / softcap)
-    x = x / (temperature[:, None].to(x) if torch.is_tensor(temperature) else temperature)
-    if keep_mask is not None:
-        x = x.masked_fill(~keep_mask, -torch.inf)
+    x = x / (temperature[:, None].to(x) if isinstance(temperature, Tensor) else temperature)
+    if vocab_mask is not None:
+        x = x.masked_fill(~vocab_mask, -torch.inf)
     log_p = F.log_softmax(x, dim=-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
     return log_p.gather(1, token_ids[:, None]).squeeze(1), entropy
 
 
-def results(function, inputs, *rest, **arguments):
+def results(
+    function: Callable, inputs: Sequence[Tensor], *rest: Any, **arguments: Any
+) -> list[Tensor]:
+    """Return log-probs, entropy and the gradients of `inputs`, in float64 on the CPU."""
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     log_probs, entropy = function(*leaves, *rest, **arguments)[:2]
     grads = torch.autograd.grad((log_probs.sum() + entropy.sum()), leaves)
     return [t.detach().cpu().double() for t in (log_probs, entropy, *grads)]
 
 
-def factors(exact, peer, ours) -> list[str]:
-    found = []
-    for e, p, o in zip(exact, peer, ours, strict=True):
-        error, peer_error = ((v - e).square().mean().sqrt().item() for v in (o, p))
-        found.append(f"{error:.1e} / {peer_error:.1e} = {error / peer_error:.2f}")
-    return found
+def factors(
+    exact: Sequence[Tensor], baseline: Sequence[Tensor], ours: Sequence[Tensor]
+) -> list[str]:
+    cells = []
+    for e, p, o in zip(exact, baseline, ours, strict=True):
+        error, plain_error = ((v - e).square().mean().sqrt().item() for v in (o, p))
+        cells.append(f"{error:.1e} / {plain_error:.1e} = {error / plain_error:.2f}")
+    return cells
 
 
 def from_logits(backend: str, device: str) -> None:
@@ -60,30 +77,30 @@ def from_logits(backend: str, device: str) -> None:
         logits = (torch.randn(ROWS, VOCAB, generator=generator) * 4).to(dtype).to(device)
         token_ids = torch.randint(0, VOCAB, (ROWS,), generator=generator).to(device)
         for name, chosen in options(generator, device).items():
-            if "keep_mask" in chosen:
-                chosen["keep_mask"].scatter_(1, token_ids[:, None], True)
+            if "vocab_mask" in chosen:
+                chosen["vocab_mask"].scatter_(1, token_ids[:, None], True)
             exact = results(plain, [logits.double()], token_ids, **chosen)
-            peer = results(plain, [logits], token_ids, **chosen)
+            baseline = results(plain, [logits], token_ids, **chosen)
             ours = results(token_log_probs, [logits], token_ids, backend=backend, **chosen)
-            cells = [str(dtype).removeprefix("torch."), name, *factors(exact, peer, ours)]
+            cells = [str(dtype).removeprefix("torch."), name, *factors(exact, baseline, ours)]
             print(f"| {' | '.join(cells)} |")
 
 
-def of_led_rows(backend: str, device: str) -> None:
-    """Rows that one entry leads: 1 - p and the entropy are sums of small numbers there."""
-    print("\n| leader, nats ahead | log-prob | entropy | gradient |\n|---|---|---|---|")
+def from_peaked_logits(backend: str, device: str) -> None:
+    """Peaked rows, where 1 - p and the entropy are sums of small numbers."""
+    print("\n| peak, gap in nats | log-prob | entropy | gradient |\n|---|---|---|---|")
     for gap in (5, 17, 30):
-        for leads in (True, False):
+        for token_is_peak in (True, False):
             generator = torch.Generator().manual_seed(0)
             logits = torch.randn(ROWS, VOCAB, generator=generator).to(device)
             token_ids = torch.randint(1, VOCAB, (ROWS,), generator=generator).to(device)
-            leader = token_ids if leads else token_ids - 1
-            logits.scatter_(1, leader[:, None], logits.amax(1, keepdim=True) + gap)
+            peak = token_ids if token_is_peak else token_ids - 1
+            logits.scatter_(1, peak[:, None], logits.amax(1, keepdim=True) + gap)
             exact = results(plain, [logits.double()], token_ids)
-            peer = results(plain, [logits], token_ids)
+            baseline = results(plain, [logits], token_ids)
             ours = results(token_log_probs, [logits], token_ids, backend=backend)
-            who = "the token" if leads else "another"
-            print(f"| {' | '.join([f'{who}, {gap}', *factors(exact, peer, ours)])} |")
+            name = "the token" if token_is_peak else "another entry"
+            print(f"| {' | '.join([f'{name}, {gap}', *factors(exact, baseline, ours)])} |")
 
 
 def from_hidden(backend: str, device: str) -> None:
@@ -95,10 +112,10 @@ def from_hidden(backend: str, device: str) -> None:
         weight = (torch.randn(VOCAB, WIDTH, generator=generator) / 4).to(dtype).to(device)
         token_ids = torch.randint(0, VOCAB, (ROWS,), generator=generator).to(device)
 
-        def two_steps(h, w, ids):
+        def two_steps(h: Tensor, w: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
             return plain(F.linear(h, w), ids)
 
-        def widened(h, w, ids):
+        def float32_head(h: Tensor, w: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
             return plain(F.linear(h.float(), w.float()), ids)
 
         exact = results(two_steps, [hidden.double(), weight.double()], token_ids)
@@ -106,23 +123,24 @@ def from_hidden(backend: str, device: str) -> None:
             linear_token_log_probs, [hidden, weight], token_ids, backend=backend,
             budget_bytes=2**23,
         )  # fmt: skip
-        peers = {"": two_steps}
+        baselines = {"": two_steps}
         if dtype != torch.float32:
-            peers[", PyTorch with a float32 head"] = widened
-        for name, peer in peers.items():
-            found = factors(exact, results(peer, [hidden, weight], token_ids), ours)
-            print(f"| {' | '.join([str(dtype).removeprefix('torch.') + name, *found])} |")
+            baselines[", PyTorch with a float32 head"] = float32_head
+        for name, baseline in baselines.items():
+            cells = factors(exact, results(baseline, [hidden, weight], token_ids), ours)
+            print(f"| {' | '.join([str(dtype).removeprefix('torch.') + name, *cells])} |")
 
 
 def main() -> None:
     print(
         "# Exactness of log-prob and entropy\n\n"
         "Root-mean-square error against float64, ours / plain PyTorch's (float32 arithmetic on the "
-        "same inputs) = factor. The promise is a factor of at most 2; tests/kernels hold every "
-        "backend to it. Written by `python tools/exactness.py`, from 256 rows of 32,003 logits "
-        "(hidden width 256 where there is one); gradients have the dtype of their inputs, so for "
-        "16-bit ones both errors are mostly the final rounding. From hidden states PyTorch rounds "
-        "16-bit logits and ours does not; the rows named so widen hidden and weight for PyTorch."
+        "same inputs) = factor. The numerical contract is a factor of at most 2; tests/kernels "
+        "check it for every backend. Written by `python tools/exactness.py`, from 256 rows of "
+        "32,003 logits (hidden width 256). Gradients have the dtype of their inputs, so for 16-bit "
+        "inputs both errors are mostly the final rounding. From hidden states PyTorch rounds "
+        "16-bit logits and ours does not; `PyTorch with a float32 head` converts hidden and weight "
+        "first."
     )
     backends = {"cpp": "cpu"}
     if torch.cuda.is_available():
@@ -131,15 +149,16 @@ def main() -> None:
         print(f"\n## Backend `{backend}`, torch {torch.__version__}")
         print("\n### `token_log_probs`")
         from_logits(backend, device)
-        print("\n### `token_log_probs` of rows that one entry leads, float32")
-        of_led_rows(backend, device)
+        print("\n### `token_log_probs` of peaked rows (one entry above all others), float32")
+        from_peaked_logits(backend, device)
         print("\n### `linear_token_log_probs`")
         from_hidden(backend, device)
     if len(backends) == 1:
         print(
             "\nBackends `cuda` and `triton`: not yet measured (no GPU on this machine). In "
-            "Triton's interpreter one case is above the factor of 2: float32 rows that the token "
-            "leads by 30 nats, gradient of log-prob and entropy together, 4.4e-18 beside 7.9e-19."
+            "Triton's interpreter one case is above the factor of 2: float32 rows with the "
+            "token 30 nats above all others, gradient of log-prob and entropy together, 4.4e-18 / "
+            "7.9e-19."
         )
 
 

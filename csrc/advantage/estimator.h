@@ -1,4 +1,4 @@
-// What a response's advantage is, given its group: shared by the CPU and the CUDA kernel.
+// The advantage of a response, given its group: shared by the CPU and the CUDA kernel.
 #pragma once
 
 #include <cmath>
@@ -8,6 +8,7 @@
 
 namespace hybridengine {
 
+// In the order of GROUP_ESTIMATORS in kernels/advantage/group.py.
 enum class Estimator : int32_t {
   grpo,      // (r - mean) / (std + epsilon)         arXiv 2402.03300, section 4.1.2
   mean,      // r - mean                             arXiv 2503.20783 (Dr. GRPO)
@@ -17,8 +18,8 @@ enum class Estimator : int32_t {
   opo,       // r - length-weighted mean             arXiv 2505.23585, eq. 8
 };
 
-// Sums over a group of d = r - shift, `shift` being any reward of the group: exact where all are
-// equal, and free of cancellation.
+// Sums over a group of d = r - shift, where shift is a reward of the group: exact where all rewards
+// are equal, and without cancellation.
 struct GroupStats {
   double shift;
   double sum;         // of d
@@ -39,7 +40,7 @@ struct EstimatorOptions {
 
 HE_HOST_DEVICE double advantage_of(double reward, int64_t row, const GroupStats& group,
                                    const EstimatorOptions& options) {
-  // Alone in its group a response has nothing to be compared with: mean 0 and std 1, as in verl.
+  // A group of one has mean 0 and std 1, as in verl.
   const bool alone = group.count == 1;
   const double n = static_cast<double>(group.count);
   const double mean = alone ? 0 : group.shift + group.sum / n;

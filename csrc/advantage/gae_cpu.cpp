@@ -1,4 +1,4 @@
-// GAE: every sequence is one serial scan from its end; threads take sequences.
+// GAE on the CPU: a serial scan from the end of every sequence, in parallel over sequences.
 #include <cmath>
 
 #include "advantage/params.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kTokenGrain = 16384;
 
-// Masked tokens (tool output, padding) are stepped over: neighbours see each other across them.
+// Masked tokens (tool output, padding) are skipped: t + 1 is the next unmasked token.
 template <bool kHasValues, bool kHasMask>
 void scan_sequence(const GaeParams& p, int64_t begin, int64_t end) {
   const double decay = p.gamma * p.lam;

@@ -1,4 +1,4 @@
-// GAE: one block per sequence scans tiles from the end; inside a tile a parallel scan of maps.
+// GAE on CUDA: one block per sequence scans tiles from the end; a tile is a parallel scan of maps.
 #include <cuda_runtime.h>
 
 #include "advantage/gae_scan.h"
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(GaeParams p) {
   const int64_t end = bounded_entry(p.cu_seqlens[blockIdx.x + 1], p.num_tokens);
   if (threadIdx.x == 0) carried = State{0, 0};
   for (int64_t tile_end = end; tile_end > begin; tile_end -= kTile) {
-    const int64_t last = tile_end - 1 - threadIdx.x * kPerThread;  // this thread's rightmost
+    const int64_t last = tile_end - 1 - threadIdx.x * kPerThread;  // rightmost token of this thread
     GaeMap mine = gae_identity();
     for (int i = 0; i < kPerThread; ++i) mine = gae_compose(map_of_token(p, last - i, begin), mine);
     const GaeMap inclusive = warp_scan(mine);
@@ -66,10 +66,10 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(GaeParams p) {
     __syncthreads();
     State state = carried;
     for (int w = 0; w < warp; ++w) state = apply(warp_maps[w], state);
-    const State leaving = apply(inclusive, state);  // the last thread's is the whole tile's
+    const State after = apply(inclusive, state);  // of the last thread: after the full tile
     state = apply(before, state);
     __syncthreads();
-    if (threadIdx.x == kThreads - 1) carried = leaving;
+    if (threadIdx.x == kThreads - 1) carried = after;
     for (int i = 0; i < kPerThread; ++i) {
       const int64_t t = last - i;
       if (t < begin) break;

@@ -1,16 +1,16 @@
-// GAE as a scan from the right over (next value, next advantage), so that blocks can share it.
+// GAE as an associative scan from the right over (next value, next advantage).
 #pragma once
 
 #include "common/host_device.h"
 
 namespace hybridengine {
 
-// What a stretch of tokens does to the (value, advantage) that comes in from its right:
-// advantage -> a + b * value + c * advantage; value -> `value` if the stretch has a token.
+// The effect of consecutive tokens on the (value, advantage) to their right:
+// advantage -> a + b * value + c * advantage; value -> `value` if any of them is unmasked.
 struct GaeMap {
   double a, b, c;
   double value;
-  bool any;
+  bool any;  // an unmasked token
 };
 
 HE_HOST_DEVICE GaeMap gae_identity() { return GaeMap{0, 0, 1, 0, false}; }
@@ -20,7 +20,7 @@ HE_HOST_DEVICE GaeMap gae_token(double reward, double value, double gamma, doubl
   return GaeMap{reward - value, gamma, gamma * lam, value, true};
 }
 
-// `left` follows `right` in the scan's direction: left(right(x)).
+// left(right(x)): `left` holds the tokens before those of `right`.
 HE_HOST_DEVICE GaeMap gae_compose(const GaeMap& left, const GaeMap& right) {
   GaeMap map;
   map.any = left.any || right.any;

@@ -1,4 +1,5 @@
-// Group advantages in two passes over the rows: find the groups by hashing, then finish the rows.
+// Group advantages on the CPU: a serial pass collects the groups by hashing, a parallel one
+// finishes the rows.
 #include <cmath>
 
 #include "advantage/params.h"
@@ -16,7 +17,7 @@ uint64_t hash(int64_t id) {
   return h ^ (h >> 32);
 }
 
-// The group of `row`, a new one if its id was not seen before.
+// The group of `row`; a new one for a new id.
 int64_t find_group(const GroupAdvantageParams& p, int64_t row, int64_t& num_groups) {
   const int64_t id = p.group_ids[row];
   if (row > 0 && p.group_ids[row - 1] == id) return p.group_of[row - 1];

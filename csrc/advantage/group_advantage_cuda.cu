@@ -1,5 +1,5 @@
-// Group advantages on CUDA: the passes of group_slots.h, a thread per row each, then a warp per row
-// where the result is spread to tokens. Linear in the rows, and the same bits on every run.
+// Group advantages on CUDA: the passes of group_slots.h with a thread per row, then a warp per row
+// to copy the result to tokens. Linear in the rows, and bitwise deterministic.
 #include <cuda_runtime.h>
 
 #include "advantage/params.h"

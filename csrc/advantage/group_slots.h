@@ -1,9 +1,9 @@
-// Group statistics in passes over the rows that may run in any order, in parallel, and still give
-// the same bits: a group is a slot of a hash table, extremes are maxima of ordered bits, and sums
-// are sums of integers, scaled by the largest magnitude in the group. No sort, no order.
+// Group statistics in passes over the rows that give the same bits in any order of the rows, also
+// in parallel: a group is a slot of a hash table, extremes are maxima of ordered bits, and sums are
+// sums of integers scaled by the largest magnitude in the group. Nothing is sorted.
 //
 // `Ops` supplies add(u64*, u64), max(u64*, u64) and swap(u64*, u64 expected, u64 desired) -> old:
-// atomics on CUDA. Zeroed memory is a table of free slots.
+// atomics on CUDA. A zeroed table has only free slots.
 #pragma once
 
 #include <cmath>
@@ -17,10 +17,10 @@ struct GroupSlot {
   uint64_t owner;                                // 1 + a row of the group; 0: free
   uint64_t first;                                // ~ the lowest row
   uint64_t best;                                 // ordered bits of the best reward, then ~ its row
-  uint64_t second;                               // ordered bits of the best reward but that one
+  uint64_t second;                               // ordered bits of the best reward of another row
   uint64_t count;                                // rows
   uint64_t bad;                                  // 1: a reward is not finite
-  uint64_t most, most_length, most_length_sum;   // bits of the largest magnitude in a sum
+  uint64_t max_d, max_length, max_length_sum;    // bits of the largest magnitude in a sum
   uint64_t sum, sum_square, length, length_sum;  // as in GroupStats, fixed point
 };
 
@@ -55,12 +55,12 @@ HE_HOST_DEVICE uint64_t magnitude_bits(double value) {
   return bits;
 }
 
-// The power of two that brings `count` values of at most `most` to a sum below 2^62.
-HE_HOST_DEVICE double fixed_scale(double most, uint64_t count) {
-  if (!(most > 0) || !(most < INFINITY)) return 0;
+// The power of two by which the sum of `count` values of at most `max_value` stays below 2^62.
+HE_HOST_DEVICE double fixed_scale(double max_value, uint64_t count) {
+  if (!(max_value > 0) || !(max_value < INFINITY)) return 0;
   int headroom = 1;
   while (headroom < 63 && uint64_t{1} << (headroom - 1) < count) ++headroom;
-  return ldexp(1.0, 62 - headroom - ilogb(most));
+  return ldexp(1.0, 62 - headroom - ilogb(max_value));
 }
 
 struct GroupScales {
@@ -74,10 +74,10 @@ HE_HOST_DEVICE double double_of(uint64_t bits) {
 }
 
 HE_HOST_DEVICE GroupScales scales_of(const GroupSlot& slot) {
-  const double most = double_of(slot.most);
-  return {fixed_scale(most, slot.count), fixed_scale(most * most, slot.count),
-          fixed_scale(double_of(slot.most_length), slot.count),
-          fixed_scale(double_of(slot.most_length_sum), slot.count)};
+  const double max_d = double_of(slot.max_d);
+  return {fixed_scale(max_d, slot.count), fixed_scale(max_d * max_d, slot.count),
+          fixed_scale(double_of(slot.max_length), slot.count),
+          fixed_scale(double_of(slot.max_length_sum), slot.count)};
 }
 
 HE_HOST_DEVICE double from_fixed(uint64_t sum, double scale) {
@@ -94,7 +94,7 @@ HE_HOST_DEVICE double from_first(const GroupRows& p, const GroupSlot& slot, int6
 
 HE_HOST_DEVICE int64_t best_row(const GroupSlot& slot) { return static_cast<uint32_t>(~slot.best); }
 
-// Pass 1: the row's slot, and what needs nothing but the row.
+// Pass 1: the slot of the row, and statistics that need only the row.
 template <class Ops>
 HE_HOST_DEVICE void enter_group(const GroupRows& p, int64_t row) {
   const int64_t id = p.group_ids[row], mask = p.table_size - 1;
@@ -113,16 +113,16 @@ HE_HOST_DEVICE void enter_group(const GroupRows& p, int64_t row) {
   if (!(fabsf(reward) < INFINITY)) Ops::max(&slot.bad, 1);
 }
 
-// Pass 2: what needs the first and the best row of the group.
+// Pass 2: statistics that need the first and the best row of the group.
 template <class Ops>
 HE_HOST_DEVICE void measure_row(const GroupRows& p, int64_t row) {
   GroupSlot& slot = p.slots[p.slot_of[row]];
   const double d = from_first(p, slot, row);
-  Ops::max(&slot.most, magnitude_bits(d));
+  Ops::max(&slot.max_d, magnitude_bits(d));
   if (row != best_row(slot)) Ops::max(&slot.second, ordered_bits(p.rewards[row]));
   if (!p.lengths) return;
-  Ops::max(&slot.most_length, magnitude_bits(p.lengths[row]));
-  Ops::max(&slot.most_length_sum, magnitude_bits(p.lengths[row] * d));
+  Ops::max(&slot.max_length, magnitude_bits(p.lengths[row]));
+  Ops::max(&slot.max_length_sum, magnitude_bits(p.lengths[row] * d));
 }
 
 // Pass 3: the sums.

@@ -14,7 +14,7 @@ struct GroupAdvantageParams {
   const float* lengths;       // [num_rows] response lengths; opo only, else null
   float* advantages;          // [num_rows]
   const int32_t* cu_seqlens;  // [num_rows + 1] or null
-  const bool* token_mask;     // [num_tokens] or null: every token
+  const bool* token_mask;     // [num_tokens] or null: no token is masked
   float* token_advantages;    // [num_tokens], written where cu_seqlens is given; 0 if masked
   int64_t num_rows;
   int64_t num_tokens;
@@ -24,14 +24,14 @@ struct GroupAdvantageParams {
   int64_t* group_of;   // CPU scratch [num_rows]
   GroupStats* groups;  // CPU scratch [num_rows]
   int64_t* bad_row;    // CPU: the first row whose reward is not finite
-  GroupRows rows;      // CUDA: rewards, ids and lengths again, with the scratch of group_slots.h
+  GroupRows rows;      // CUDA: rewards, ids and lengths, with the scratch of group_slots.h
   int num_threads;
 };
 
 struct GaeParams {
   const float* rewards;       // [num_tokens]
   const float* values;        // [num_tokens] or null: all zero
-  const bool* token_mask;     // [num_tokens] or null; masked tokens are stepped over
+  const bool* token_mask;     // [num_tokens] or null; masked tokens are skipped
   const int32_t* cu_seqlens;  // [num_sequences + 1]
   float* advantages;          // [num_tokens], 0 where masked or past the last sequence
   float* returns;             // [num_tokens], advantages + values

@@ -1,5 +1,5 @@
-// Splitting lengths into bins of nearly equal sums: Karmarkar-Karp differencing (1982), on
-// states kept sparse, then exchanges between the fullest bin and the others.
+// Lengths into bins of nearly equal sums: Karmarkar-Karp differencing (1982) on sparse states, then
+// exchanges between the fullest bin and the others.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@ class Partition {
         num_items_(lengths.size()),
         num_bins_(num_bins),
         equal_count_(equal_count) {
-    // Blanks of length 0 let the counts of equal_count differ by one. The last state holds them
-    // all, one for each bin, and no exchange moves them.
+    // With equal_count, padding items of length 0 let the counts differ by one. The last state
+    // holds all of them, one per bin, and no exchange moves them.
     if (equal_count)
       while (static_cast<int64_t>(lengths_.size()) % num_bins != 0) lengths_.push_back(0);
     order_.resize(lengths_.size());
@@ -34,8 +34,8 @@ class Partition {
     Bins best = differencing();
     improve(best);
     const int64_t total = std::accumulate(lengths_.begin(), lengths_.end(), int64_t{0});
-    const bool has_blanks = static_cast<int64_t>(lengths_.size()) > num_items_;
-    if (!has_blanks && fullest(best) > (total + num_bins_ - 1) / num_bins_) {
+    const bool has_padding = static_cast<int64_t>(lengths_.size()) > num_items_;
+    if (!has_padding && fullest(best) > (total + num_bins_ - 1) / num_bins_) {
       Bins other = largest_first();
       improve(other);
       if (fullest(other) < fullest(best)) best.swap(other);
@@ -49,7 +49,7 @@ class Partition {
   struct Set {  // a chain of items through next_
     int64_t sum, head, tail;
   };
-  using State = std::vector<Set>;  // by falling sums; sets that hold nothing are left out
+  using State = std::vector<Set>;  // by descending sums, without empty sets
 
   int64_t spread(const State& state) const {
     const bool full = static_cast<int64_t>(state.size()) == num_bins_;
@@ -65,11 +65,11 @@ class Partition {
     return a.sum != b.sum ? a.sum > b.sum : a.head < b.head;
   }
 
-  // The fullest sets of one state meet the emptiest of the other.
+  // Joins the fullest sets of one state with the emptiest of the other.
   State merged(State a, const State& b) {
     const int64_t size_a = a.size(), size_b = b.size();
     const int64_t overlap = std::max<int64_t>(0, size_a + size_b - num_bins_);
-    const int64_t changed = size_a - overlap;  // what lies before it is still in order
+    const int64_t changed = size_a - overlap;  // the sets before it are still in order
     for (int64_t i = 0; i < overlap; ++i) {
       Set& set = a[size_a - 1 - i];
       set = joined(set, b[size_b - overlap + i]);
@@ -99,7 +99,7 @@ class Partition {
     if (order_.empty()) return bins;
     next_.assign(lengths_.size(), -1);
     std::vector<State> states = first_states();
-    using Entry = std::pair<int64_t, int64_t>;  // spread, -state: the earlier of equals first
+    using Entry = std::pair<int64_t, int64_t>;  // spread, -state: of equals the first
     std::priority_queue<Entry> queue;
     for (size_t i = 0; i < states.size(); ++i)
       queue.push({spread(states[i]), -static_cast<int64_t>(i)});
@@ -171,7 +171,7 @@ class Partition {
     return result;
   }
 
-  void carry(const Pick& pick, std::vector<int64_t>& from, std::vector<int64_t>& to) const {
+  void transfer(const Pick& pick, std::vector<int64_t>& from, std::vector<int64_t>& to) const {
     for (const int64_t item : {pick.first, pick.second}) {
       if (item < 0) continue;
       from.erase(std::find(from.begin(), from.end(), item));
@@ -179,7 +179,7 @@ class Partition {
     }
   }
 
-  // Exchanges once so that `gap` = sum(from) - sum(to) shrinks most; false if nothing helps.
+  // Makes the exchange that reduces `gap` = sum(from) - sum(to) most; false if none does.
   bool exchange(std::vector<int64_t>& from, std::vector<int64_t>& to, int64_t gap) const {
     const int most = lengths_.size() <= kFewItems ? 2 : 1;  // pairs are quadratic
     int64_t best = gap;
@@ -200,14 +200,15 @@ class Partition {
       }
     }
     if (best == gap) return false;
-    carry(best_take, to, from);
-    carry(best_give, from, to);
+    transfer(best_take, to, from);
+    transfer(best_give, from, to);
     sort_bin(from);
     sort_bin(to);
     return true;
   }
 
-  // Every exchange lowers the sum of squares, so this ends; the bound keeps it short.
+  // Every exchange lowers the sum of squares, so this terminates; the bound on rounds limits its
+  // time.
   void improve(Bins& bins) const {
     std::set<std::pair<int64_t, int64_t>> by_sum;  // sum, bin
     for (int64_t i = 0; i < num_bins_; ++i) {
@@ -237,19 +238,19 @@ class Partition {
   int64_t num_items_;
   int64_t num_bins_;
   bool equal_count_;
-  std::vector<int64_t> order_;  // items by falling length
+  std::vector<int64_t> order_;  // items by descending length
   std::vector<int64_t> next_;
 };
 
-// With at least as many items as bins no bin stays empty, even where all lengths are 0.
+// With at least as many items as bins, no bin stays empty, even where all lengths are 0.
 inline void fill_empty_bins(Bins& bins) {
   for (auto& bin : bins) {
     if (!bin.empty()) continue;
-    const auto most = std::max_element(
+    const auto longest = std::max_element(
         bins.begin(), bins.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
-    if (most->size() < 2) return;
-    bin.push_back(most->front());  // bins are sorted by length: the shortest
-    most->erase(most->begin());
+    if (longest->size() < 2) return;
+    bin.push_back(longest->front());  // bins are sorted by length: the shortest
+    longest->erase(longest->begin());
   }
 }
 

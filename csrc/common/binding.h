@@ -1,5 +1,5 @@
-// What every bind.cpp needs: tensors in and out of Python, argument checks, device and stream.
-// Narrow on purpose: torch/extension.h would cost the better part of a minute per file.
+// Shared by every bind.cpp: tensor conversion, argument checks, device and stream. It includes
+// narrow headers only, because torch/extension.h takes most of a minute to compile.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -34,7 +34,7 @@ inline DType float_dtype(const at::Tensor& tensor, const char* name) {
   }
 }
 
-// TORCH_CHECK_VALUE for the shape and type of an argument: raises ValueError naming it.
+// Raises ValueError unless the argument is a contiguous vector of this size and type.
 inline void check_vector(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
                          int64_t size) {
   TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.scalar_type() == dtype && tensor.size(0) == size &&
@@ -43,7 +43,7 @@ inline void check_vector(const at::Tensor& tensor, const char* name, at::ScalarT
                     "; expected a contiguous [", size, "] tensor of ", dtype);
 }
 
-// A tensor argument by name; absent ones are left out of checks.
+// A tensor argument and its name; absent tensors are not checked.
 struct NamedTensor {
   NamedTensor(const char* name, const at::Tensor& tensor) : name(name), tensor(&tensor) {}
   NamedTensor(const char* name, const std::optional<at::Tensor>& tensor)

@@ -1,4 +1,4 @@
-// Element types as kernels see them, with the conversions both CPU and CUDA use.
+// The element types of the kernels and their conversions, for CPU and CUDA.
 #pragma once
 
 #include <cstdint>

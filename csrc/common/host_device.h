@@ -1,9 +1,9 @@
-// Marks functions that the CPU kernels, the CUDA kernels and the tests share.
+// Marks functions that CPU kernels, CUDA kernels and tests share.
 #pragma once
 
 #ifdef __CUDACC__
 #define HE_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-// always_inline: an out-of-line copy compiled for AVX-512 must never serve the portable kernels.
+// always_inline: otherwise the linker could choose an AVX-512 copy for the portable kernels.
 #define HE_HOST_DEVICE inline __attribute__((always_inline))
 #endif

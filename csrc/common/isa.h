@@ -1,6 +1,6 @@
-// One source, three instruction sets. CMake compiles every *_cpu.cpp once per set with
-// HYBRIDENGINE_ISA = portable | avx2 | avx512; the kernel lives in that namespace, and the
-// function that HE_CPU_KERNEL declares calls the widest one this machine has.
+// Dispatch over instruction sets. CMake compiles every *_cpu.cpp once per set with HYBRIDENGINE_ISA
+// = portable | avx2 | avx512, each time inside the namespace of that name; the function that
+// HE_CPU_KERNEL declares calls the widest one that this machine supports.
 #pragma once
 
 namespace hybridengine {

@@ -1,4 +1,4 @@
-// Threads for CPU kernels: body(begin, end) over [0, count), contiguous and balanced parts.
+// Threads for CPU kernels: body(begin, end) is called for contiguous, equal parts of [0, count).
 #pragma once
 
 #include <omp.h>
@@ -7,7 +7,7 @@
 
 namespace hybridengine {
 
-// num_threads comes from the binding (torch.get_num_threads()); a part is never below `grain`.
+// num_threads: torch.get_num_threads(), set by the binding. grain: the smallest part.
 template <typename Body>
 void parallel_for(int64_t count, int64_t grain, int num_threads, const Body& body) {
   if (count <= 0) return;

@@ -1,12 +1,12 @@
-// The check of cu_seqlens that every operator over packed sequences makes on the CPU.
+// The check of cu_seqlens that all operators over packed sequences share.
 #pragma once
 
 #include "common/binding.h"
 
 namespace hybridengine {
 
-// On a GPU reading the values would wait for the device; there kernels stay within the tokens
-// (sequence_bounds.h).
+// The values are checked on the CPU only: reading them from a GPU would synchronize. The CUDA
+// kernels clamp them (sequence_bounds.h).
 inline void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t num_tokens, const char* op) {
   check_vector(cu_seqlens, "cu_seqlens", at::kInt, cu_seqlens.numel());
   TORCH_CHECK_VALUE(cu_seqlens.numel() > 0, op, ": cu_seqlens is empty; expected [N + 1] values");

@@ -1,6 +1,6 @@
-// Float vectors as wide as the instruction set this file is compiled for. Included only by
-// *_cpu.cpp files, inside whose ISA namespace everything lives; the compiler's vector extensions
-// make one source serve AVX-512, AVX2, NEON and SSE2.
+// Float vectors of the width of the instruction set that the file is compiled for, by the
+// compiler's vector extensions: one source for AVX-512, AVX2, NEON and SSE2. Included only by
+// *_cpu.cpp files; everything is in their ISA namespace.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ typedef uint16_t VecH __attribute__((vector_size(kWidth * 2)));
 HE_SIMD VecF splat(float value) { return value - VecF{}; }
 HE_SIMD VecF select(VecI mask, VecF yes, VecF no) { return mask ? yes : no; }
 
-// Where either is NaN, b.
+// The larger of a and b; b where either is NaN.
 HE_SIMD VecF max(VecF a, VecF b) {
 #if defined(__AVX512F__)
   return (VecF)_mm512_max_ps((__m512)a, (__m512)b);
@@ -67,7 +67,8 @@ HE_SIMD VecF load(const f16* p) {
 #endif
 }
 
-// 2 * kWidth elements as two vectors, shared out in the cheapest order; store_pair undoes it.
+// 2 * kWidth elements as two vectors in an order that depends on the type (bfloat16: even and odd
+// elements). store_pair restores it.
 struct VecPair {
   VecF a, b;
 };
@@ -85,7 +86,7 @@ HE_SIMD VecPair load_pair(const bf16* p) {
 
 HE_SIMD void store(float* p, VecF v) { std::memcpy(p, &v, sizeof v); }
 
-// Rounded to bfloat16 in the upper half; the lower half is left over.
+// Rounded to bfloat16 in the upper 16 bits; the lower 16 bits are undefined.
 HE_SIMD VecU bf16_rounded(VecF v) {
   const VecU bits = (VecU)v;
   const VecU rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
@@ -147,8 +148,8 @@ HE_SIMD VecF floor(VecF x) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   return (VecF)_mm256_floor_ps((__m256)x);
 #else
-  const VecF whole = (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to an integer
-  return whole > x ? whole - 1.0f : whole;
+  const VecF rounded = (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  return rounded > x ? rounded - 1.0f : rounded;
 #endif
 }
 
@@ -170,24 +171,24 @@ HE_SIMD VecF exp2(VecF x) {
   const VecF p = exp2_fraction((VecF)_mm512_reduce_ps((__m512)x, 0x09));  // x - floor(x)
   return (VecF)_mm512_scalef_ps((__m512)p, (__m512)x);                    // times 2^floor(x)
 #else
-  const VecF whole = floor(x);
-  const VecF p = exp2_fraction(x - whole);
-  // 2^n in two factors, so that results below the normal range are right as well.
-  const VecI exponent = (VecI)(whole + 12582912.0f) - 0x4B400000;
+  const VecF integral = floor(x);
+  const VecF p = exp2_fraction(x - integral);
+  // 2^n as two factors, so that subnormal results are right as well.
+  const VecI exponent = (VecI)(integral + 12582912.0f) - 0x4B400000;
   const VecI half = exponent >> 1;
   return p * (VecF)((half + 127) << 23) * (VecF)((exponent - half + 127) << 23);
 #endif
 }
 
-// The same for -150 <= x < 63 (NaN becomes anything): one factor less.
+// The same for -150 <= x < 63 with one factor less; undefined for NaN.
 HE_SIMD VecF exp2_below_63(VecF x) {
 #if defined(__AVX512F__)
   return exp2(x);
 #else
-  const VecF whole = floor(x);
-  const VecI p = (VecI)exp2_fraction(x - whole);
+  const VecF integral = floor(x);
+  const VecI p = (VecI)exp2_fraction(x - integral);
   // 2^(x + 64) is in the normal range; its low bits are those of floor(x) + 64.
-  return (VecF)(p + ((VecI)(whole + 12582976.0f) << 23)) * 0x1p-64f;
+  return (VecF)(p + ((VecI)(integral + 12582976.0f) << 23)) * 0x1p-64f;
 #endif
 }
 
@@ -223,12 +224,12 @@ HE_SIMD VecF tanh(VecF x) {
   p = p * square - 3.33332819422e-1f;
   const VecF near_zero = p * square * x + x;
   const VecF capped = magnitude > 9.1f ? splat(9.1f) : magnitude;  // tanh is 1 from there on
-  const VecF far = 1.0f - 2.0f / (exp(2.0f * capped) + 1.0f);
-  const VecF signed_far = (VecF)((VecI)far | ((VecI)x & (int32_t)0x80000000));
-  return magnitude < 0.625f ? near_zero : signed_far;
+  const VecF saturated = 1.0f - 2.0f / (exp(2.0f * capped) + 1.0f);
+  const VecF signed_saturated = (VecF)((VecI)saturated | ((VecI)x & (int32_t)0x80000000));
+  return magnitude < 0.625f ? near_zero : signed_saturated;
 }
 
-// In float64, in a fixed order: the same on every run and every thread count.
+// The sum of the lanes in float64, in a fixed order.
 HE_SIMD double sum(VecF v) {
   double lanes[kWidth];
   for (int i = 0; i < kWidth; ++i) lanes[i] = v[i];
@@ -244,7 +245,7 @@ HE_SIMD float largest(VecF v) {
   return result;
 }
 
-// The last `count` < kWidth elements of a row; missing lanes read as `fill`.
+// The last `count` < kWidth elements of a row, the other lanes filled with `fill`.
 template <typename T>
 HE_SIMD VecF load_part(const T* p, int64_t count, float fill) {
   VecF v = splat(fill);

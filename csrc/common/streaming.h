@@ -1,5 +1,5 @@
-// Copies and fills that go around the caches: a store into a line that is not in the cache would
-// first read it, a third more traffic for a copy. For results too large to be found there later.
+// Non-temporal copies and fills. An ordinary store reads a cache line before it overwrites it,
+// which is a third more traffic for a copy. For results that are too large to stay in the cache.
 // Included only by *_cpu.cpp files.
 #pragma once
 
@@ -27,9 +27,9 @@ static inline void stream(char* p, Line v) { std::memcpy(p, &v, sizeof v); }
 #endif
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kShortestStream = 512;  // bytes both functions need: less is mostly ragged ends
+constexpr int64_t kMinStreamBytes = 512;  // bytes; shorter copies are mostly unaligned ends
 
-// Once per thread, after its last stream: the stores become visible in order.
+// Call once per thread after its last streaming store, to order it before later stores.
 static inline void stream_fence() {
 #if defined(__x86_64__)
   _mm_sfence();

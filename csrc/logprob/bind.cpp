@@ -15,14 +15,14 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// The options of the operator, in the order kernels/logprob.py passes them.
+// RowOptions of kernels/logprob/options.py.
 struct Options {
   double temperature;
   OptionalTensor temperatures;
   double logit_scale;
   double softcap;
   int64_t ignore_index;
-  OptionalTensor keep_mask;
+  OptionalTensor vocab_mask;
   OptionalTensor vocab_range;
 };
 
@@ -45,15 +45,15 @@ void fill(LogitRows& p, const at::Tensor& logits, const at::Tensor& token_ids, c
   check_same_device("token_log_probs", {{"logits", logits},
                                         {"token_ids", token_ids},
                                         {"temperature", o.temperatures},
-                                        {"keep_mask", o.keep_mask},
+                                        {"vocab_mask", o.vocab_mask},
                                         {"vocab_range", o.vocab_range}});
   TORCH_CHECK_VALUE(logits.dim() == 2 && (logits.size(1) <= 1 || logits.stride(1) == 1),
                     "token_log_probs: logits has shape ", logits.sizes(), " and strides ",
                     logits.strides(), "; expected [T, V] with inner stride 1");
   p.dtype = float_dtype(logits, "logits");
   TORCH_CHECK_VALUE(p.dtype != DType::f64,
-                    "token_log_probs: logits has dtype float64, which only backend='reference' "
-                    "computes; expected float32, bfloat16 or float16");
+                    "token_log_probs: logits has dtype float64; expected float32, bfloat16 or "
+                    "float16 (backend='reference' takes float64)");
   p.rows = logits.size(0);
   p.vocab = logits.size(1);
   check_vector(token_ids, "token_ids", at::kLong, p.rows);
@@ -65,14 +65,14 @@ void fill(LogitRows& p, const at::Tensor& logits, const at::Tensor& token_ids, c
     check_vector(*o.vocab_range, "vocab_range", at::kLong, 2);
     p.vocab_range = o.vocab_range->const_data_ptr<int64_t>();
   }
-  if (o.keep_mask) {
-    TORCH_CHECK_VALUE(o.keep_mask->sizes() == logits.sizes() &&
-                          o.keep_mask->scalar_type() == at::kBool &&
-                          (p.vocab <= 1 || o.keep_mask->stride(1) == 1),
-                      "token_log_probs: keep_mask has shape ", o.keep_mask->sizes(), " and dtype ",
-                      o.keep_mask->scalar_type(), "; expected bool ", logits.sizes());
-    p.keep_mask = static_cast<const uint8_t*>(o.keep_mask->const_data_ptr());
-    p.keep_stride = o.keep_mask->stride(0);
+  if (o.vocab_mask) {
+    TORCH_CHECK_VALUE(
+        o.vocab_mask->sizes() == logits.sizes() && o.vocab_mask->scalar_type() == at::kBool &&
+            (p.vocab <= 1 || o.vocab_mask->stride(1) == 1),
+        "token_log_probs: vocab_mask has shape ", o.vocab_mask->sizes(), " and dtype ",
+        o.vocab_mask->scalar_type(), "; expected bool ", logits.sizes());
+    p.vocab_mask = static_cast<const uint8_t*>(o.vocab_mask->const_data_ptr());
+    p.mask_stride = o.vocab_mask->stride(0);
   }
   p.temperatures = optional_row_vector(o.temperatures, "temperature", p.rows);
   p.temperature = static_cast<float>(o.temperature);
@@ -96,7 +96,8 @@ void run(const LogProbForward& p, const at::Device& device) {
   no_kernel_for(device, "token_log_probs");
 }
 
-// -> log_probs, entropy, row_max, log_sum, sum_p_squared, each [T] (the last empty if not asked).
+// -> log_probs, entropy, row_max, log_sum, sum_p_squared, each [T] (the last one empty if not
+// wanted).
 std::vector<at::Tensor> log_prob_forward(const at::Tensor& logits, const at::Tensor& token_ids,
                                          const Options& options, bool want_sum_p_squared,
                                          const OptionalTensor& bad_label) {
@@ -117,7 +118,7 @@ std::vector<at::Tensor> log_prob_forward(const at::Tensor& logits, const at::Ten
   return out;
 }
 
-// Vocabulary-parallel half of the forward: [T, 5], see LogProbForward::partial.
+// The vocabulary-parallel forward: [T, 5], see LogProbForward::partial.
 at::Tensor log_prob_partial(const at::Tensor& logits, const at::Tensor& token_ids,
                             const Options& options, const OptionalTensor& bad_label) {
   LogProbForward p{};
@@ -130,12 +131,12 @@ at::Tensor log_prob_partial(const at::Tensor& logits, const at::Tensor& token_id
   return partial;
 }
 
-// Writes d(loss)/d(logits) into grad_logits, which may be logits itself; with `places` into those
-// of its rows.
+// Writes d(loss)/d(logits) into grad_logits, which may be logits itself. With `row_index`, the
+// gradient of row t goes to row row_index[t] of grad_logits.
 void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
                        const Options& options, const std::vector<at::Tensor>& row_results,
                        const OptionalTensor& grad_log_probs, const OptionalTensor& grad_entropy,
-                       at::Tensor& grad_logits, const OptionalTensor& places) {
+                       at::Tensor& grad_logits, const OptionalTensor& row_index) {
   LogProbBackward p{};
   fill(p, logits, token_ids, options);
   TORCH_CHECK_VALUE(row_results.size() == 4,
@@ -148,15 +149,16 @@ void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
                                                  {"grad_log_probs", grad_log_probs},
                                                  {"grad_entropy", grad_entropy},
                                                  {"grad_logits", grad_logits},
-                                                 {"places", places}});
+                                                 {"row_index", row_index}});
   p.grad_dtype = float_dtype(grad_logits, "grad_logits");
   TORCH_CHECK_VALUE(
       grad_logits.dim() == 2 && grad_logits.size(1) == p.vocab &&
-          (places || grad_logits.size(0) == p.rows) &&
+          (row_index || grad_logits.size(0) == p.rows) &&
           (p.grad_dtype == p.dtype || (p.dtype == DType::f32 && p.grad_dtype != DType::f64)) &&
           (p.vocab <= 1 || grad_logits.stride(1) == 1),
-      "token_log_probs backward: grad_logits must look like logits, or have a "
-      "16-bit dtype beside float32 logits");
+      "token_log_probs backward: grad_logits has shape ", grad_logits.sizes(), " and dtype ",
+      grad_logits.scalar_type(), "; expected ", logits.sizes(), ", inner stride 1 and dtype ",
+      logits.scalar_type(), " (or a 16-bit dtype for float32 logits)");
   const char* names[] = {"log_probs", "entropy", "row_max", "log_sum"};
   for (int i = 0; i < 4; ++i) check_vector(row_results[i], names[i], at::kFloat, p.rows);
   p.log_probs = row_results[0].const_data_ptr<float>();
@@ -167,9 +169,9 @@ void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
   p.grad_entropy = optional_row_vector(grad_entropy, "grad_entropy", p.rows);
   p.grad_logits = grad_logits.mutable_data_ptr();
   p.grad_stride = grad_logits.stride(0);
-  if (places) {
-    check_vector(*places, "places", at::kInt, p.rows);
-    p.places = places->const_data_ptr<int32_t>();
+  if (row_index) {
+    check_vector(*row_index, "row_index", at::kInt, p.rows);
+    p.row_index = row_index->const_data_ptr<int32_t>();
   }
   if (logits.device().is_cpu()) {
     py::gil_scoped_release no_gil;
@@ -195,7 +197,7 @@ void register_logprob(py::module_& m) {
       .def(py::init<double, OptionalTensor, double, double, int64_t, OptionalTensor,
                     OptionalTensor>(),
            py::arg("temperature"), py::arg("temperatures"), py::arg("logit_scale"),
-           py::arg("softcap"), py::arg("ignore_index"), py::arg("keep_mask"),
+           py::arg("softcap"), py::arg("ignore_index"), py::arg("vocab_mask"),
            py::arg("vocab_range"));
   m.def("log_prob_forward", &log_prob_forward, py::arg("logits"), py::arg("token_ids"),
         py::arg("options"), py::arg("want_sum_p_squared"), py::arg("bad_label"));
@@ -203,7 +205,7 @@ void register_logprob(py::module_& m) {
         py::arg("options"), py::arg("bad_label"));
   m.def("log_prob_backward", &log_prob_backward, py::arg("logits"), py::arg("token_ids"),
         py::arg("options"), py::arg("row_results"), py::arg("grad_log_probs"),
-        py::arg("grad_entropy"), py::arg("grad_logits"), py::arg("places"));
+        py::arg("grad_entropy"), py::arg("grad_logits"), py::arg("row_index"));
 }
 
 }  // namespace hybridengine

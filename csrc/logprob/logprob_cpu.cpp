@@ -1,7 +1,7 @@
-// CPU log-prob kernels. Forward: each block of a row is exponentiated against the largest logit so
-// far while its own maximum is taken; the few blocks that held a larger one are done once more,
-// out of L1. A row is always one thread's, in a fixed order: results do not depend on the thread
-// count or on the neighbours.
+// CPU log-prob kernels. Forward: each block of a row is exponentiated relative to the largest logit
+// so far while its own maximum is computed; the few blocks with a larger maximum are repeated from
+// L1. One thread reduces a row in a fixed order: results depend neither on the number of threads
+// nor on the other rows.
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -21,30 +21,30 @@ constexpr double kLn2 = 0.6931471805599453;
 constexpr double kLog2e = 1.4426950408889634;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// One row of logits; `general` adds the keep-mask and the soft-cap.
+// One row of logits; `general` adds the vocab mask and the soft-cap.
 template <typename T, bool general>
 struct Row {
   const T* logits;
-  const uint8_t* keep;
+  const uint8_t* mask;
   float softcap, scale_in;  // y = softcap * tanh(scale_in * x)
 
   explicit Row(const LogitRows& rows, int64_t row)
       : logits(static_cast<const T*>(rows.logits) + row * rows.row_stride),
-        keep(general && rows.keep_mask ? rows.keep_mask + row * rows.keep_stride : nullptr),
+        mask(general && rows.vocab_mask ? rows.vocab_mask + row * rows.mask_stride : nullptr),
         softcap(rows.softcap),
         scale_in(rows.softcap > 0 ? rows.logit_scale / rows.softcap : 0) {}
 
   VecF kept(VecF x, int64_t i, int64_t count) const {
     if constexpr (general) {
-      if (keep) {
+      if (mask) {
         for (int64_t lane = 0; lane < count; ++lane)
-          x[lane] = keep[i + lane] ? x[lane] : kMinusInfinity;
+          x[lane] = mask[i + lane] ? x[lane] : kMinusInfinity;
       }
     }
     return x;
   }
-  // -inf marks a removed entry. A logit of -inf is one, but for a soft-cap that makes it -softcap:
-  // there it becomes a number for which tanh is -1.
+  // -inf marks a removed entry. With a soft-cap, a logit of -inf is not removed: y is -softcap, so
+  // it is replaced by a finite number whose tanh is -1.
   VecF marked(VecF x) const {
     if constexpr (general) {
       if (softcap > 0) return at_least(std::numeric_limits<float>::lowest(), x);
@@ -92,7 +92,7 @@ struct Accumulators {
   // d is kept in units of log 2 here.
   void add(VecF y, VecF shift, VecF factor2) {
     max_y = max(max_y, y);
-    // 2^-150 is 0, and 0 * d must not be 0 * inf.
+    // 2^-150 rounds to 0; an infinite d would give 0 * inf.
     const VecF d = at_least(-150.0f, (y - shift) * factor2);
     const VecF value = exp2(d);
     e += value;
@@ -123,12 +123,12 @@ void add_range(const Row<T, general>& row, int64_t begin, int64_t end, float shi
   if constexpr (general) sums.e_e += sum(a.e_e) + sum(b.e_e);
 }
 
-// The sums of a block without the token; the maximum is the whole block's.
+// The sums of a block without the token, but its maximum including the token.
 template <typename T, bool general>
 RowSums block_sums(const Row<T, general>& row, int64_t begin, int64_t end, int64_t token,
                    float max_so_far, float factor) {
   RowSums sums{kMinusInfinity, 0, 0, 0};
-  // With removed entries only there is nothing to shift by, and -inf - -inf would be NaN.
+  // Only removed entries so far: -inf - -inf would be NaN.
   const float shift = max_so_far > kMinusInfinity ? max_so_far : 0;
   if (token >= begin && token < end) {
     add_range(row, begin, token, shift, factor, sums);
@@ -178,7 +178,7 @@ bool plain_forward(const Row<T, false>& row, int64_t vocab, int64_t token, float
   const auto block_max = [&](int64_t begin, int64_t end) { return range_max(row, begin, end); };
   if (!reduce_plain(row.logits, vocab, token, kBlock, factor, block_max, sums)) return false;
   result = finish_row(sums, row.y(token), factor);
-  return good_enough(sums, result);
+  return is_exact(sums, result);
 }
 
 template <typename T, bool general>
@@ -218,11 +218,24 @@ void forward_row(const LogProbForward& p, int64_t r) {
   if (p.sum_p_squared) p.sum_p_squared[r] = result.sum_p_squared;
 }
 
+// The gradient of the token's entry, from that of its y.
+template <typename T, bool general>
+float token_gradient(const Row<T, general>& row, int64_t token, float grad) {
+  if constexpr (general) {
+    if (row.raw_part(token, 1)[0] == kMinusInfinity) return 0;
+    if (row.softcap > 0) {
+      const float t = row.y(token) / row.softcap;
+      return grad * ((1.0f - t * t) * (row.scale_in * row.softcap));
+    }
+  }
+  return grad;
+}
+
 template <typename T, typename Out, bool general>
 void backward_row(const LogProbBackward& p, int64_t r) {
-  const int64_t place = place_of(p, r);
-  if (place < 0) return;
-  Out* out = static_cast<Out*>(p.grad_logits) + place * p.grad_stride;
+  const int64_t out_row = grad_row(p, r);
+  if (out_row < 0) return;
+  Out* out = static_cast<Out*>(p.grad_logits) + out_row * p.grad_stride;
   const float factor = row_factor(p, r);
   const RowGradient gradient = row_gradient(p, r, factor);
   if (gradient.zero) {
@@ -231,7 +244,7 @@ void backward_row(const LogProbBackward& p, int64_t r) {
   }
   const Row<T, general> row(p, r);
   const int64_t token = local_label(p, r);
-  // log p in units of log 2: one exp2 without a range reduction of its own.
+  // log p in units of log 2, the argument of exp2.
   const VecF shift = splat(p.row_max[r]);
   const VecF factor2 = splat(exp2_factor(factor));
   const VecF log2_sum = splat(static_cast<float>(p.log_sum[r] * kLog2e));
@@ -246,29 +259,20 @@ void backward_row(const LogProbBackward& p, int64_t r) {
         const VecF t = y / row.softcap;
         grad = grad * (1.0f - t * t) * (row.scale_in * row.softcap);
       }
-      grad = select(x == kMinusInfinity, VecF{}, grad);  // also where all entries are removed
+      grad = select(x == kMinusInfinity, VecF{}, grad);  // also in a row of removed entries only
     }
     return grad;
   };
-  // The token's entry has its own exact form; its logit is read before it can be overwritten.
+  // Read the token's logit before it can be overwritten.
   const bool here = token >= 0 && token < p.vocab;
-  float token_grad = gradient.token;
-  if (here && general) {
-    const VecF x = row.raw_part(token, 1);
-    if (x[0] == kMinusInfinity) {
-      token_grad = 0;
-    } else if (row.softcap > 0) {
-      const float t = row.y(token) / row.softcap;
-      token_grad *= (1.0f - t * t) * (row.scale_in * row.softcap);
-    }
-  }
+  const float token_grad = here ? token_gradient(row, token, gradient.token) : 0;
   int64_t i = 0;
   if constexpr (!general) {
     for (; i + 2 * kWidth <= p.vocab; i += 2 * kWidth) {
       const VecPair x = row.raw_pair(i);
       if constexpr (std::is_same_v<T, Out>) {
         store_pair(out + i, {at(x.a), at(x.b)});
-      } else {  // float32 pairs are two neighbours, 16-bit ones may be even and odd elements
+      } else {  // pairs have a different order in 16-bit types
         store(out + i, at(x.a));
         store(out + i + kWidth, at(x.b));
       }
@@ -315,11 +319,11 @@ struct Backward {
 }  // namespace
 
 void log_prob_forward_cpu(const LogProbForward& p) {
-  for_each_row<Forward>(p, p.softcap > 0 || p.keep_mask || p.sum_p_squared || p.partial);
+  for_each_row<Forward>(p, p.softcap > 0 || p.vocab_mask || p.sum_p_squared || p.partial);
 }
 
 void log_prob_backward_cpu(const LogProbBackward& p) {
-  for_each_row<Backward>(p, p.softcap > 0 || p.keep_mask);
+  for_each_row<Backward>(p, p.softcap > 0 || p.vocab_mask);
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

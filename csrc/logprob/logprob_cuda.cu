@@ -1,5 +1,5 @@
-// CUDA log-prob kernels: one block per row, 16-byte loads, one read of the logits forward, one
-// read and one write backward. Row offsets are 64-bit throughout.
+// CUDA log-prob kernels: one block per row, 16-byte loads. The forward reads the logits once; the
+// backward reads them once and writes the gradient once. Row offsets are 64-bit.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -30,29 +30,29 @@ __device__ __forceinline__ float exp2_fast(float x) {
 template <typename T, bool general>
 struct Row {
   const T* logits;
-  const uint8_t* keep;
+  const uint8_t* mask;
   float softcap, scale_in;
   int64_t vocab;
 
   __device__ Row(const LogitRows& rows, int64_t row)
       : logits(static_cast<const T*>(rows.logits) + row * rows.row_stride),
-        keep(general && rows.keep_mask ? rows.keep_mask + row * rows.keep_stride : nullptr),
+        mask(general && rows.vocab_mask ? rows.vocab_mask + row * rows.mask_stride : nullptr),
         softcap(rows.softcap),
         scale_in(rows.softcap > 0 ? rows.logit_scale / rows.softcap : 0),
         vocab(rows.vocab) {}
 
-  // y of the logit x at column i; -inf for an entry that is not kept.
+  // y of the logit x in column i; -inf for an entry that the mask removes.
   __device__ float y(float x, int64_t i) const {
     if constexpr (general) {
-      if (keep && !keep[i]) return -INFINITY;
+      if (mask && !mask[i]) return -INFINITY;
       if (softcap > 0) return softcap * tanhf(scale_in * x);
     }
     return x;
   }
 };
 
-// Calls body(first column, values, count) for every group of this thread; `count` is the group
-// size but at the unaligned head and tail of the row, which go one element at a time.
+// Calls body(first column, values, count) for every group of this thread. `count` is the group
+// size, or 1 in the unaligned head and tail of the row.
 template <typename T, typename Body>
 __device__ __forceinline__ void for_each_group(const T* row, int64_t vocab, const Body& body) {
   constexpr int kSize = Group<T>::kSize;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void for_each_group(const T* row, int64_t vocab, cons
   const auto* aligned = reinterpret_cast<const Group<T>*>(row + head);
   int64_t g = threadIdx.x;
   for (; g + 3 * kThreads < groups; g += 4 * kThreads) {
-    Group<T> loaded[4];  // all four loads are in flight before the first is used
+    Group<T> loaded[4];  // four loads in flight before the first use
 #pragma unroll
     for (int u = 0; u < 4; ++u) loaded[u] = aligned[g + u * kThreads];
 #pragma unroll
@@ -103,7 +103,7 @@ __device__ __forceinline__ void accumulate(ThreadSums& sums, const float* y, int
     sums.e_e *= shrink * shrink;
     sums.max = top;
   }
-  if (sums.max == -INFINITY) {  // nothing but removed entries so far; a NaN among them counts
+  if (sums.max == -INFINITY) {  // only removed entries so far; propagate a NaN among them
 #pragma unroll
     for (int j = 0; j < size; ++j) {
       if (j < count && y[j] != y[j]) sums.e = y[j];
@@ -127,7 +127,7 @@ __device__ RowSums shuffle_down(const RowSums& sums, int offset) {
           __shfl_down_sync(~0u, sums.e_d, offset), __shfl_down_sync(~0u, sums.e_e, offset)};
 }
 
-// The whole row's sums, in thread 0; lanes and warps join in a fixed order.
+// The sums of the row, in thread 0; lanes and warps are joined in a fixed order.
 __device__ RowSums reduce_block(const ThreadSums& mine, float factor) {
   __shared__ RowSums warps[kThreads / 32];
   RowSums sums = unbiased({mine.max, mine.e, mine.e_d * 0.6931471805599453, mine.e_e}, factor);
@@ -195,6 +195,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   write_row(p, r, sums, bad ? NAN : token_y, result);
 }
 
+// The difference of the two alignments, in elements.
+template <typename T, typename Out>
+__device__ __forceinline__ uintptr_t column_offset(const T* logits, const Out* out) {
+  return reinterpret_cast<uintptr_t>(logits) / sizeof(T) -
+         reinterpret_cast<uintptr_t>(out) / sizeof(Out);
+}
+
 template <typename T, typename Out, bool general>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ LogProbBackward p) {
@@ -203,18 +210,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   struct alignas(kSize * sizeof(Out)) Gradients {
     Out values[kSize];
   };
-  const int64_t place = place_of(p, r);
-  if (place < 0) return;
-  Out* out = static_cast<Out*>(p.grad_logits) + place * p.grad_stride;
+  const int64_t out_row = grad_row(p, r);
+  if (out_row < 0) return;
+  Out* out = static_cast<Out*>(p.grad_logits) + out_row * p.grad_stride;
   const float factor = row_factor(p, r);
   const RowGradient gradient = row_gradient(p, r, factor);
+  if (gradient.zero) {  // a masked row is not read: it may hold NaN
+    for (int64_t i = threadIdx.x; i < p.vocab; i += kThreads) out[i] = FromFloat<Out>::of(0.0f);
+    return;
+  }
   const Row<T, general> row(p, r);
   const int64_t token = local_label(p, r);
   const float shift = p.row_max[r], log_sum = p.log_sum[r];
-  const bool same_alignment = (reinterpret_cast<uintptr_t>(row.logits) / sizeof(T) -
-                               reinterpret_cast<uintptr_t>(out) / sizeof(Out)) %
-                                  kSize ==
-                              0;
+  const bool same_alignment = column_offset(row.logits, out) % kSize == 0;
   const auto emit = [&](int64_t first, const Group<T>& group, int count) {
     Gradients result;
 #pragma unroll
@@ -234,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         if (y == -INFINITY) grad = 0;
       }
-      result.values[j] = FromFloat<Out>::of(gradient.zero ? 0.0f : grad);
+      result.values[j] = FromFloat<Out>::of(grad);
     }
     if (count == kSize && same_alignment) {
       *reinterpret_cast<Gradients*>(out + first) = result;
@@ -242,10 +250,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int j = 0; j < count; ++j) out[first + j] = result.values[j];
     }
   };
-  if (gradient.zero) {  // not read: what a masked row holds, NaN included, stays out
-    for (int64_t i = threadIdx.x; i < p.vocab; i += kThreads) out[i] = FromFloat<Out>::of(0.0f);
-    return;
-  }
   for_each_group(row.logits, p.vocab, emit);
 }
 
@@ -289,11 +293,12 @@ struct Backward {
 }  // namespace
 
 int log_prob_forward_cuda(const LogProbForward& p, void* stream) {
-  return dispatch<Forward>(p, p.softcap > 0 || p.keep_mask || p.sum_p_squared || p.partial, stream);
+  return dispatch<Forward>(p, p.softcap > 0 || p.vocab_mask || p.sum_p_squared || p.partial,
+                           stream);
 }
 
 int log_prob_backward_cuda(const LogProbBackward& p, void* stream) {
-  return dispatch<Backward>(p, p.softcap > 0 || p.keep_mask, stream);
+  return dispatch<Backward>(p, p.softcap > 0 || p.vocab_mask, stream);
 }
 
 }  // namespace hybridengine

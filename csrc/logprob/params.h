@@ -2,8 +2,8 @@
 //
 // A logit x becomes y = softcap * tanh(logit_scale * x / softcap) (just x without a soft-cap), and
 // z = y * factor with factor = 1 / temperature (logit_scale / temperature without a soft-cap).
-// p = softmax(z). Everything is computed from z - max(z), never from z itself: rows around -1e4
-// are as exact as rows around 0.
+// p = softmax(z). Everything is computed from z - max(z): rows with a large logit offset (-1e4) are
+// as exact as rows around 0.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +13,20 @@
 
 namespace hybridengine {
 
-// What both directions read.
+// Inputs of forward and backward.
 struct LogitRows {
   const void* logits;  // [rows, vocab], inner stride 1
   int64_t row_stride;  // elements
   int64_t rows;
   int64_t vocab;
   DType dtype;
-  const int64_t* token_ids;  // [rows], counted over the whole vocabulary
-  int64_t ignore_index;      // such a row is not read; its outputs and gradients are 0
-  // Where the vocabulary is split over ranks: [2], the first id of this slice and the size of the
-  // whole vocabulary, beside the logits in memory; else null.
+  const int64_t* token_ids;  // [rows], ids of the full vocabulary
+  int64_t ignore_index;      // rows with this label are not read; their outputs and gradients are 0
+  // Vocabulary-parallel: [2], on the device of the logits: the first id of this slice and the size
+  // of the full vocabulary; else null.
   const int64_t* vocab_range;
-  const uint8_t* keep_mask;  // [rows, vocab] or null: 0 removes an entry from the distribution
-  int64_t keep_stride;
+  const uint8_t* vocab_mask;  // [rows, vocab] or null: 0 removes an entry from the distribution
+  int64_t mask_stride;
   const float* temperatures;  // [rows], or null for `temperature`
   float temperature;
   float logit_scale;
@@ -37,14 +37,14 @@ struct LogitRows {
 struct LogProbForward : LogitRows {
   float* log_probs;  // [rows]
   float* entropy;
-  float* row_max;        // max of y; a reference near it in a row without options (plain_row.h)
-  float* log_sum;        // log sum exp(z - that)
+  float* row_max;        // max of y, or a reference close to it (plain_row.h)
+  float* log_sum;        // log sum exp(z - row_max * factor)
   float* sum_p_squared;  // or null
-  // Vocabulary-parallel: where not null only this is written, [rows, 5]:
-  // max y, sum e, sum e*d, y of the token (-inf: not in this slice), sum e^2, with
-  // d = z - max z, e = exp(d), and the sums over all entries but the token.
+  // Vocabulary-parallel: if not null, only this is written. [rows, 5]: max y, sum e, sum e*d, y of
+  // the token (-inf: not in this slice), sum e^2, with d = z - max z and e = exp(d). The sums are
+  // over all entries except the token's.
   float* partial;
-  int32_t* bad_label;  // device path: set to 1 when a label is out of range (its row becomes NaN)
+  int32_t* bad_label;  // CUDA: set to 1 if a label is out of range (its row becomes NaN)
 };
 
 struct LogProbBackward : LogitRows {
@@ -55,9 +55,9 @@ struct LogProbBackward : LogitRows {
   const float* grad_log_probs;  // [rows] or null
   const float* grad_entropy;    // [rows] or null
   void* grad_logits;            // may be logits itself
-  DType grad_dtype;             // that of logits, or 16-bit beside float32 logits
+  DType grad_dtype;             // that of logits, or a 16-bit one for float32 logits
   int64_t grad_stride;
-  const int32_t* places;  // [rows] of grad_logits, -1 for a row that is not written; or null
+  const int32_t* row_index;  // [rows] or null: the row of grad_logits to write to; -1: none
 };
 
 HE_CPU_KERNEL(log_prob_forward_cpu, LogProbForward)

@@ -1,13 +1,14 @@
-// The forward of a row without options, for instruction sets with fused multiply-add.
+// A faster forward of rows without soft-cap and vocab mask, for instruction sets with fused
+// multiply-add.
 //
-// Arithmetic bounds it, not memory: a core with 512-bit vectors does two operations a cycle. So an
-// entry takes 13 of them (16-bit types: 13 with the conversion): d = y * factor2 - c in one, with
-// c near the largest; no clamp and no maximum; 2^d from a quintic with leading coefficient 1, an
-// addition in place of a multiply-add, its scale divided out at the end of the row. Two vectors
-// are begun while the two before them are finished. Narrower vectors take 15: rounding is an
-// addition and a subtraction there, and d is clamped for the integer arithmetic. What this cannot
-// do (removed entries, rows with one dominant entry that may not be the reference) it refuses, and
-// the caller takes the general way.
+// The forward is bound by arithmetic, not by memory: a core with 512-bit vectors executes two
+// operations a cycle. An entry takes 13 operations (for 16-bit types including the conversion):
+// d = y * factor2 - c is one multiply-add, with c close to the maximum; there is no clamp and no
+// running maximum; 2^d is a quintic with leading coefficient 1, which saves a multiplication, and
+// its scale is divided out at the end of the row. Two vectors are started while the previous two
+// are finished. Narrower vectors take 15 operations: rounding is an addition and a subtraction, and
+// d is clamped for the integer arithmetic. Rows that this form cannot compute exactly (removed
+// entries; peaked rows whose largest entry may not be the reference) are left to the general form.
 #pragma once
 
 #include <cmath>
@@ -23,7 +24,7 @@ constexpr bool kFused = true;
 constexpr bool kFused = false;
 #endif
 
-constexpr float kFarBelow = -1e30f;  // adds nothing, and 0 * d is no NaN
+constexpr float kPadding = -1e30f;  // fills lanes: adds 0 to the sums, and 0 * d is not NaN
 
 typedef double VecD __attribute__((vector_size(kWidth * 8)));
 
@@ -50,7 +51,7 @@ HE_SIMD bool all_at_most(float most, VecF v) {
 #endif
 }
 
-// Two vectors on their way to 2^d = 2^n * 2^r.
+// Two vectors between begin_exp2 and finish_exp2: 2^d = 2^n * 2^r.
 struct Begun {
   VecPair d, r;
 #if !defined(__AVX512F__)
@@ -81,9 +82,9 @@ HE_SIMD VecPair finish_exp2(const Begun& v) {
   return {scaled_exp2(v.d.a, v.r.a), scaled_exp2(v.d.b, v.r.b)};
 }
 #else
-constexpr double kExp2Scale = 753.212167;  // rounded coefficients: not off to one side on average
-// d is kept where adding n to the exponent of the polynomial neither underflows nor overflows. An
-// entry that is raised to 2^-134 is nothing beside a mean of at least kLeastMean.
+constexpr double kExp2Scale = 753.212167;  // fitted: the mean error of the rounded quintic is 0
+// d is clamped so that adding n to the exponent of the polynomial neither underflows nor overflows.
+// An entry raised to 2^-134 is negligible if the mean is at least kLeastMean.
 constexpr float kLeastD = -134.0f, kMostD = 100.0f;
 constexpr double kLeastMean = 1e-33;
 
@@ -124,9 +125,9 @@ struct PlainBlock {
     e_d.b += value.b * v.d.b;
   }
   void add(const T* x, int64_t count) {
-    PlainBlock sums = *this;  // in registers: its own members would be stored at every step
+    PlainBlock sums = *this;  // a local copy stays in registers
     int64_t i = 0;
-    if constexpr (kWidth < 16) {  // with 16 registers two pairs under way would be spilled
+    if constexpr (kWidth < 16) {  // 16 registers do not hold two pairs at a time
       for (; i + 2 * kWidth <= count; i += 2 * kWidth) sums.finish(begin(load_pair(x + i)));
     } else if (count >= 2 * kWidth) {
       Begun next = begin(load_pair(x));
@@ -139,20 +140,21 @@ struct PlainBlock {
     }
     for (; i < count; i += kWidth) {
       const int64_t rest = count - i;
-      const VecF y = rest >= kWidth ? load(x + i) : load_part(x + i, rest, kFarBelow);
-      sums.finish(begin({y, splat(kFarBelow)}));
+      const VecF y = rest >= kWidth ? load(x + i) : load_part(x + i, rest, kPadding);
+      sums.finish(begin({y, splat(kPadding)}));
     }
     *this = sums;
   }
-  // An infinite or NaN e_d makes 0 * e_d NaN.
+  // False also where e_d is infinite or NaN: 0 * e_d is NaN then.
   bool at_most(float most) const {
     return all_at_most(most, max(e.a, e.b) + 0.0f * (e_d.a + e_d.b));
   }
 };
 
-// Adds x[0, vocab) without `token` (-1: none) into `sums`, relative to a reference that becomes
-// sums.max: no less than the token's logit, and nothing is larger than it by a factor above
-// block / (2 kWidth). False: not done.
+// Adds x[0, vocab) without `token` (-1: none) to `sums`, relative to a reference that becomes
+// sums.max. The reference is at least the token's logit; the exponential of no entry exceeds that
+// of the reference by more than a factor of block_size / (2 kWidth). Returns false if the row needs
+// the general form.
 template <typename T, typename RangeMax>
 bool reduce_plain(const T* x, int64_t vocab, int64_t token, int64_t block_size, float factor,
                   const RangeMax& range_max, RowSums& sums) {
@@ -160,7 +162,7 @@ bool reduce_plain(const T* x, int64_t vocab, int64_t token, int64_t block_size, 
   float reference = range_max(0, block_size < vocab ? block_size : vocab);
   if (token >= 0) reference = std::fmax(reference, to_float(x[token]));
   float c = reference * factor2;
-  // A lane of a block adds up this many entries, each at most 1 if the reference is the maximum.
+  // A lane of a block sums this many entries, each at most 1 if the reference is the maximum.
   const float most = static_cast<float>(kExp2Scale * (block_size / (2 * kWidth)));
   VecD e{}, e_d{};
   const auto block_of = [&](int64_t begin, int64_t end) {
@@ -191,7 +193,7 @@ bool reduce_plain(const T* x, int64_t vocab, int64_t token, int64_t block_size, 
     e += widen(block.e.a) + widen(block.e.b);
     e_d += widen(block.e_d.a) + widen(block.e_d.b);
   }
-  // From c, which is rounded, to the reference.
+  // c is rounded: correct for its difference from the reference.
   const double residual = double{reference} * factor2 - c;
   const double scale = std::exp2(-residual) / kExp2Scale;
   sums.max = reference;
@@ -201,10 +203,11 @@ bool reduce_plain(const T* x, int64_t vocab, int64_t token, int64_t block_size, 
   return sums.e >= kLeastMean * vocab;
 }
 
-// Whether the sums are as exact as those about the true maximum: they are where the token makes up
-// most of the row, and where no single entry does. An entry that does is 1 there, and here 1 to a
-// rounding, which is more than all the others where it leads by 30.
-inline bool good_enough(const RowSums& others, const RowResult& result) {
+// Whether the sums are as exact as those relative to the true maximum. They are if the token makes
+// up most of the row, or if no entry does. An entry that dominates a peaked row is exactly 1
+// relative to the maximum, but rounded here; that rounding exceeds the sum of all others at a gap
+// of 30.
+inline bool is_exact(const RowSums& others, const RowResult& result) {
   return std::isfinite(result.entropy) && (others.e <= 0.5 || result.entropy >= 0.5f);
 }
 

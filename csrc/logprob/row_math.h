@@ -1,4 +1,4 @@
-// The scalar end of a row, shared by the CPU and the CUDA kernel.
+// Scalar arithmetic of a row, shared by the CPU and the CUDA kernel.
 #pragma once
 
 #include <cmath>
@@ -8,11 +8,11 @@
 
 namespace hybridengine {
 
-// What a pass over a row accumulates; the token's own entry is kept apart, so that p -> 1 loses
-// nothing: 1 - p is the sum over the others, not a difference of nearly equal numbers.
+// The sums of a pass over a row, without the token's own entry: as p -> 1, 1 - p stays exact
+// because it is the sum over the other entries, not a difference of nearly equal numbers.
 struct RowSums {
   float max;   // max of y
-  double e;    // sum of e = exp(d), d = (y - max) * factor, over all but the token
+  double e;    // sum of e = exp(d), d = (y - max) * factor
   double e_d;  // sum of e * d
   double e_e;  // sum of e * e
 };
@@ -26,14 +26,14 @@ HE_HOST_DEVICE float row_factor(const LogitRows& rows, int64_t row) {
   return static_cast<float>((rows.softcap > 0 ? 1.0 : double{rows.logit_scale}) / temperature);
 }
 
-// The rows' factor in units of log 2, as the kernels multiply by it.
+// The row's factor in units of log 2, rounded to float32 as the kernels use it.
 HE_HOST_DEVICE float exp2_factor(float factor) {
   return static_cast<float>(double{factor} * 1.4426950408889634);
 }
 
-// Sums of d that were all multiplied by that, a rounded number: 30 below the maximum, e is off by
-// 4e-7 of itself, and in every entry to the same side. e and e_d are corrected to first order, the
-// sum of e * d * d being taken for that of entries at one d: at its least, so never too much.
+// Corrects e and e_d, to first order, for the rounding of exp2_factor. That rounding has the same
+// sign in every entry: 30 below the maximum, e has a relative error of 4e-7. The sum of e * d * d
+// is estimated by its lower bound e_d^2 / e, so the correction is never too large.
 HE_HOST_DEVICE RowSums unbiased(RowSums sums, float factor) {
   const double off = double{factor} * 1.4426950408889634 / exp2_factor(factor) - 1.0;
   const double e_d = sums.e_d;
@@ -49,7 +49,7 @@ HE_HOST_DEVICE RowResult finish_row(const RowSums& sums, float token_y, float fa
   const double log_sum = d == 0 ? log1p(sums.e) : log(total);
   const double e_d = sums.e_d + (e > 0 ? e * d : 0.0);
   RowResult result;
-  // The ratio keeps 1 - p also where d is not 0; far below, e is subnormal.
+  // The ratio keeps 1 - p exact where d is not 0; below -600 e may be subnormal.
   result.log_prob = static_cast<float>(d > -600 ? 0.0 - log1p(sums.e / e) : d - log_sum);
   result.entropy = static_cast<float>(log_sum - e_d / total);
   result.log_sum = static_cast<float>(log_sum);
@@ -57,7 +57,7 @@ HE_HOST_DEVICE RowResult finish_row(const RowSums& sums, float token_y, float fa
   return result;
 }
 
-// Joins the sums of two parts of one row; parts are joined in a fixed order.
+// Joins the sums of two parts of a row.
 HE_HOST_DEVICE RowSums join(const RowSums& a, const RowSums& b, float factor) {
   const bool swap = a.max < b.max;
   RowSums sums{swap ? b.max : a.max, swap ? b.e : a.e, swap ? b.e_d : a.e_d, swap ? b.e_e : a.e_e};
@@ -65,7 +65,7 @@ HE_HOST_DEVICE RowSums join(const RowSums& a, const RowSums& b, float factor) {
                     swap ? a.e_e : b.e_e};
   const double shift = (double{low.max} - sums.max) * factor;
   const double shrink = exp(shift);
-  // A part of removed entries only (-inf) would make 0 * inf; a NaN in any part stays one.
+  // Skip a part of removed entries only (-inf), which would give 0 * inf; propagate NaN.
   if (shrink > 0 || low.e != low.e) {
     sums.e += low.e * shrink;
     sums.e_d += (low.e_d + shift * low.e) * shrink;
@@ -83,18 +83,18 @@ HE_HOST_DEVICE bool label_is_bad(const LogitRows& rows, int64_t row) {
   return label != rows.ignore_index && (label < 0 || label >= vocab_total(rows));
 }
 
-// The label's column in this slice of the vocabulary; outside [0, vocab): it lies in another.
+// The label's column in this slice of the vocabulary; outside [0, vocab) if in another slice.
 HE_HOST_DEVICE int64_t local_label(const LogitRows& rows, int64_t row) {
   return rows.token_ids[row] - (rows.vocab_range ? rows.vocab_range[0] : 0);
 }
 
-// The row of grad_logits that row r's gradient goes to; negative: none.
-HE_HOST_DEVICE int64_t place_of(const LogProbBackward& rows, int64_t r) {
-  return rows.places ? rows.places[r] : r;
+// The row of grad_logits that the gradient of row r is written to; negative: none.
+HE_HOST_DEVICE int64_t grad_row(const LogProbBackward& rows, int64_t r) {
+  return rows.row_index ? rows.row_index[r] : r;
 }
 
-// d(loss)/d(y_j) = p_j * (constant + slope * log p_j) for j other than the token; the token's own
-// entry is `token`, with 1 - p taken as -expm1(log p), which is right to rounding as p -> 1.
+// d(loss)/d(y_j) = p_j * (constant + slope * log p_j) for j other than the token. `token` is the
+// gradient of the token's entry, with 1 - p as -expm1(log p), which is exact as p -> 1.
 struct RowGradient {
   float constant, slope, token;
   bool zero;

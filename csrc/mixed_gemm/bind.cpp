@@ -4,7 +4,6 @@
 #include <optional>
 
 #include "common/binding.h"
-#include "common/page_pool.h"
 #include "mixed_gemm/params.h"
 
 namespace hybridengine {
@@ -20,8 +19,8 @@ void multiply_tile(int64_t depth, int64_t lda, bool accumulate, const uint16_t* 
                reinterpret_cast<const T*>(a), reinterpret_cast<const T*>(b), c);
 }
 
-// Whether the vendor's kernel exists on this machine and takes pairs of k side by side: tried once.
-// Without AVX512-BF16 (float16: AVX512-FP16) there is none; oneDNN says so with its own exception.
+// Whether oneDNN has the kernel on this machine and expects B in the layout of MultiplyTile. It
+// needs AVX512-BF16 (float16: AVX512-FP16); without it oneDNN throws an exception.
 template <typename T>
 bool works() {
   T a[kTileRows * 32], b[kTileColumns * 32];
@@ -48,7 +47,7 @@ bool works() {
   return true;
 }
 
-bool has_mixed_product(at::ScalarType dtype) {
+bool has_mixed_gemm(at::ScalarType dtype) {
   if (cpu_isa() != Isa::avx512) return false;
   static const bool bfloat16 = works<at::BFloat16>(), half = works<at::Half>();
   return (dtype == at::kBFloat16 && bfloat16) || (dtype == at::kHalf && half);
@@ -58,30 +57,30 @@ bool has_mixed_product(at::ScalarType dtype) {
 Operand operand(const at::Tensor& x, const char* name, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(
       x.dim() == 2 && x.scalar_type() == dtype && (x.stride(0) == 1 || x.stride(1) == 1),
-      "mixed_product: ", name, " has shape ", x.sizes(), ", strides ", x.strides(), " and dtype ",
+      "mixed_gemm: ", name, " has shape ", x.sizes(), ", strides ", x.strides(), " and dtype ",
       x.scalar_type(), "; expected a ", dtype, " matrix with stride 1 along a dimension");
-  // [rows, 1] with row stride 1 has either order; only along k may a pack read pairs.
+  // A [rows, 1] matrix with row stride 1 counts as either layout.
   return {static_cast<const uint16_t*>(x.const_data_ptr()), x.stride(0), x.stride(1)};
 }
 
 // out [m, n] float32 (+)= a [m, k] @ b [n, k].T (+ bias [n]), a and b bfloat16 or float16.
-void mixed_product(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,
-                   at::Tensor& out, bool accumulate) {
-  TORCH_CHECK(a.is_cpu() && has_mixed_product(a.scalar_type()),
-              "mixed_product: no 16-bit product into float32 for ", a.scalar_type(), " on ",
-              a.device(), " of this machine");
-  check_same_device("mixed_product", {{"a", a}, {"b", b}, {"bias", bias}, {"out", out}});
-  MixedProduct p{};
+void mixed_gemm(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,
+                at::Tensor& out, bool accumulate) {
+  TORCH_CHECK(a.is_cpu() && has_mixed_gemm(a.scalar_type()),
+              "mixed_gemm: no 16-bit kernel with a float32 result for ", a.scalar_type(), " on ",
+              a.device(), " of this machine; convert the operands to float32");
+  check_same_device("mixed_gemm", {{"a", a}, {"b", b}, {"bias", bias}, {"out", out}});
+  MixedGemm p{};
   p.a = operand(a, "a", a.scalar_type());
   p.b = operand(b, "b", a.scalar_type());
   p.m = a.size(0), p.n = b.size(0), p.k = a.size(1);
   TORCH_CHECK_VALUE(b.size(1) == p.k && out.dim() == 2 && out.size(0) == p.m &&
                         out.size(1) == p.n && out.scalar_type() == at::kFloat && out.is_cpu() &&
                         b.is_cpu() && (p.n <= 1 || out.stride(1) == 1),
-                    "mixed_product: a is ", a.sizes(), ", b ", b.sizes(), " and out ", out.sizes(),
+                    "mixed_gemm: a is ", a.sizes(), ", b ", b.sizes(), " and out ", out.sizes(),
                     " ", out.scalar_type(), "; expected [m, k], [n, k] and float32 [m, n]");
   if (bias) {
-    TORCH_CHECK_VALUE(!accumulate, "mixed_product: bias and accumulate exclude each other");
+    TORCH_CHECK_VALUE(!accumulate, "mixed_gemm: bias and accumulate exclude each other");
     check_vector(*bias, "bias", at::kFloat, p.n);
     p.bias = bias->const_data_ptr<float>();
   }
@@ -98,21 +97,15 @@ void mixed_product(const at::Tensor& a, const at::Tensor& b, const std::optional
   p.release = [] { blas::brgemm_release(); };
   p.num_threads = at::get_num_threads();
   py::gil_scoped_release no_gil;
-  mixed_product_cpu(p);
+  mixed_gemm_cpu(p);
 }
 
 }  // namespace
 
 void register_mixed_gemm(py::module_& m) {
-  m.def(
-      "empty_pooled",
-      [](const std::vector<int64_t>& shape, at::ScalarType dtype) {
-        return empty_pooled(shape, at::TensorOptions().dtype(dtype));
-      },
-      py::arg("shape"), py::arg("dtype"));
-  m.def("has_mixed_product", &has_mixed_product, py::arg("dtype"));
-  m.def("mixed_product", &mixed_product, py::arg("a"), py::arg("b"), py::arg("bias"),
-        py::arg("out"), py::arg("accumulate"));
+  m.def("has_mixed_gemm", &has_mixed_gemm, py::arg("dtype"));
+  m.def("mixed_gemm", &mixed_gemm, py::arg("a"), py::arg("b"), py::arg("bias"), py::arg("out"),
+        py::arg("accumulate"));
 }
 
 }  // namespace hybridengine

@@ -1,4 +1,4 @@
-// Packing and tiling around the vendor's 16-bit products; see params.h.
+// Packing and tiling around oneDNN's 16-bit GEMM; see params.h.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -55,7 +55,7 @@ void transpose(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t colu
     for (int64_t j = 0; j < columns; ++j) move(i, j);
 }
 
-// out[k / 2, i, k % 2] = in[k, i]: pairs of k side by side.
+// out[k / 2, i, k % 2] = in[k, i]: two neighbours along k side by side.
 void interleave(const uint16_t* in, int64_t in_stride, int64_t depth, int64_t count, uint16_t* out,
                 int64_t out_stride) {
   for (int64_t k = 0; k + 1 < depth; k += 2) {
@@ -73,7 +73,7 @@ void interleave(const uint16_t* in, int64_t in_stride, int64_t depth, int64_t co
   }
 }
 
-// Rows [begin, begin + count) of `x` as [tile, depth]; what is padding becomes 0.
+// Rows [begin, begin + count) of `x` as [kTileRows, depth], padded with zeros.
 void pack_rows(const Operand& x, int64_t begin, int64_t count, int64_t k, uint16_t* out) {
   const int64_t depth = padded_depth(k);
   if (x.k_stride == 1) {
@@ -94,7 +94,7 @@ void pack_rows(const Operand& x, int64_t begin, int64_t count, int64_t k, uint16
   std::memset(out + count * depth, 0, 2 * (kTileRows - count) * depth);
 }
 
-// Rows [begin, begin + count) of `x` as [depth / 2, kTileColumns, 2]; what is padding becomes 0.
+// Rows [begin, begin + count) of `x` as [depth / 2, kTileColumns, 2], padded with zeros.
 void pack_columns(const Operand& x, int64_t begin, int64_t count, int64_t k, uint16_t* out) {
   const int64_t depth = padded_depth(k);
   if (count < kTileColumns) std::memset(out, 0, 2 * depth * kTileColumns);
@@ -111,9 +111,9 @@ void pack_columns(const Operand& x, int64_t begin, int64_t count, int64_t k, uin
   }
 }
 
-constexpr int64_t kCachedBytes = 16 << 20;  // a larger result is not in the cache when it is read
+constexpr int64_t kCachedBytes = 16 << 20;  // a larger result leaves the cache before it is read
 
-void write_tile(const MixedProduct& p, int64_t row, int64_t column, const float* tile) {
+void write_tile(const MixedGemm& p, int64_t row, int64_t column, const float* tile) {
   const bool around_cache = p.m * p.n * static_cast<int64_t>(sizeof(float)) > kCachedBytes;
   const int64_t rows = std::min(kTileRows, p.m - row);
   const int64_t columns = std::min(kTileColumns, p.n - column);
@@ -135,7 +135,7 @@ void write_tile(const MixedProduct& p, int64_t row, int64_t column, const float*
 
 }  // namespace
 
-void mixed_product_cpu(const MixedProduct& p) {
+void mixed_gemm_cpu(const MixedGemm& p) {
   const int64_t depth = padded_depth(p.k);
   const auto pack = [&](bool as_rows, int64_t index, uint16_t* out) {
     const int64_t tile = as_rows ? kTileRows : kTileColumns, begin = index * tile;

@@ -1,9 +1,9 @@
 // out[m, n] (+)= sum_k a[m, k] * b[n, k] + bias[n], from 16-bit operands into float32.
 //
-// The products are the vendor's (oneDNN's batch-reduce kernel, through `multiply_tile`), which
-// accumulates in float32 and never rounds to 16 bits; here are the packing into its layouts, the
-// loop over tiles and the threads. A row of `out` is computed in the same order whatever the other
-// rows are, and however many: its bits depend on nothing else.
+// Tiles are multiplied by oneDNN's batch-reduce GEMM (through `multiply_tile`), which accumulates
+// in float32 and never rounds to 16 bits. This code packs the operands into its layouts, loops over
+// the tiles and distributes them over threads. A row of `out` is summed in a fixed order: its bits
+// do not depend on the other rows or on their number.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +23,12 @@ struct Operand {
   int64_t k_stride;
 };
 
-// c [kTileRows, kTileColumns] (+)= a [kTileRows, depth], row stride lda, times b, which holds pairs
-// of k side by side: [depth / 2, kTileColumns, 2].
+// c [kTileRows, kTileColumns] (+)= a @ b: a is [kTileRows, depth] with row stride lda, b is
+// [depth / 2, kTileColumns, 2], that is, two neighbours along k lie side by side.
 using MultiplyTile = void (*)(int64_t depth, int64_t lda, bool accumulate, const uint16_t* a,
                               const uint16_t* b, float* c);
 
-struct MixedProduct {
+struct MixedGemm {
   Operand a, b;
   int64_t m, n, k;
   const float* bias;  // [n] or null
@@ -37,15 +37,15 @@ struct MixedProduct {
   bool accumulate;
   // The smaller operand is packed once, for all threads; the larger one tile by tile.
   bool share_a;
-  uint16_t* shared;  // room for packed_elements(m or n, k)
+  uint16_t* shared;  // its packed elements
   MultiplyTile multiply_tile;
-  void (*release)();  // of what multiply_tile keeps per thread
+  void (*release)();  // frees what multiply_tile allocated for this thread
   int num_threads;
 };
 
 inline int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 inline int64_t padded_depth(int64_t k) { return rounded_up(k, 32); }
 
-HE_CPU_KERNEL(mixed_product_cpu, MixedProduct)
+HE_CPU_KERNEL(mixed_gemm_cpu, MixedGemm)
 
 }  // namespace hybridengine

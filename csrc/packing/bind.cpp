@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "common/binding.h"
-#include "common/page_pool.h"
+#include "common/memory_pool.h"
 #include "packing/params.h"
 
 namespace hybridengine {
@@ -39,7 +39,7 @@ void layout(const PackLayoutParams& params, const at::Device& device) {
 #endif
 }
 
-// capacity < 0: exactly as many rows as tokens are kept, which on a GPU waits for the device.
+// capacity < 0: as many rows as the mask has tokens, which on a GPU waits for the device.
 Layout pack_layout(const at::Tensor& mask, int64_t capacity) {
   const int64_t bytes = mask.element_size();
   TORCH_CHECK_VALUE(mask.dim() == 2 && at::isIntegralType(mask.scalar_type(), true) &&
@@ -72,7 +72,7 @@ Layout pack_layout(const at::Tensor& mask, int64_t capacity) {
       total += lengths[b];
       longest = std::max(longest, lengths[b]);
     }
-    TORCH_CHECK_VALUE(capacity < 0 || total <= capacity, "pack: the mask keeps ", total,
+    TORCH_CHECK_VALUE(capacity < 0 || total <= capacity, "pack: the mask has ", total,
                       " tokens, but capacity is ", capacity, "; give a larger capacity");
     if (capacity < 0) {
       capacity = total;
@@ -147,9 +147,9 @@ void check_rows(const std::vector<at::Tensor>& sources, const at::Tensor& index,
     TORCH_CHECK_VALUE(source.dim() >= leading && sources[0].dim() >= leading &&
                           source.sizes().slice(0, leading) == sources[0].sizes().slice(0, leading),
                       "move_rows: tensors[", i, "] has shape ", source.sizes(), ", tensors[0] ",
-                      sources[0].sizes(), "; expected them to begin alike");
+                      sources[0].sizes(), "; expected the same leading dimensions");
     TORCH_CHECK_VALUE(shifts[i] == 0 || (shifts[i] == 1 && position_ids), "move_rows: shifts[", i,
-                      "] is ", shifts[i], "; expected 0, or 1 beside position_ids");
+                      "] is ", shifts[i], "; expected 0, or 1 with position_ids");
   }
   int64_t rows = 1;
   for (const int64_t size : out_shape) rows *= size;
@@ -157,7 +157,7 @@ void check_rows(const std::vector<at::Tensor>& sources, const at::Tensor& index,
                     ", which has ", rows, " rows; expected ", index.numel(), " as in index");
 }
 
-// Row tensors of every source, kMaxRowTensors at a time; sources share their leading dimensions.
+// Moves the rows of all sources, kMaxRowTensors per launch; sources share their leading dimensions.
 std::vector<at::Tensor> move_rows(const std::vector<at::Tensor>& sources, const at::Tensor& index,
                                   const std::optional<at::Tensor>& position_ids, int64_t leading,
                                   const std::vector<int64_t>& out_shape,
@@ -181,14 +181,14 @@ std::vector<at::Tensor> move_rows(const std::vector<at::Tensor>& sources, const 
   params.position_ids = position_ids ? position_ids->const_data_ptr<int64_t>() : nullptr;
   params.bad_index = &bad_index;
   params.num_threads = at::get_num_threads();
-  std::vector<at::Tensor> kept_alive;
+  std::vector<at::Tensor> contiguous;
   for (size_t i = 0; i < sources.size(); ++i) {
     const at::Tensor source =
         rows_are_contiguous(sources[i], leading) ? sources[i] : sources[i].contiguous();
-    kept_alive.push_back(source);
+    contiguous.push_back(source);
     std::vector<int64_t> shape(out_shape);
     shape.insert(shape.end(), source.sizes().begin() + leading, source.sizes().end());
-    results.push_back(empty_pooled(shape, source.options()));
+    results.push_back(empty_from_pool(shape, source.options()));
     const int64_t bytes = source.element_size();
     TORCH_CHECK_VALUE(bytes <= 8, "pack: tensors[", i, "] has dtype ", source.scalar_type(),
                       ", which is not supported; view it as a real type");

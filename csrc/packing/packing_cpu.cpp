@@ -1,3 +1,5 @@
+// Packing on the CPU: rows are moved as runs of consecutive source rows; large results bypass the
+// caches.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -11,32 +13,32 @@ namespace {
 
 constexpr int64_t kLayoutGrain = 16384;       // mask elements per task
 constexpr int64_t kMoveGrainBytes = 65536;    // bytes per task
-constexpr int64_t kStreamedBytes = 16 << 20;  // a result of that size goes around the caches
+constexpr int64_t kStreamedBytes = 16 << 20;  // results of this size bypass the caches
 
 template <typename Mask>
 int64_t count_row(const Mask* row, int64_t seqlen) {
-  int64_t kept = 0;
-  for (int64_t l = 0; l < seqlen; ++l) kept += row[l] != 0;
-  return kept;
+  int64_t tokens = 0;
+  for (int64_t l = 0; l < seqlen; ++l) tokens += row[l] != 0;
+  return tokens;
 }
 
-// Writes one padded row as runs of kept and of masked tokens: real masks have very few runs.
+// Writes one padded row as runs of unmasked and of masked tokens: real masks have very few runs.
 template <typename Mask>
 void layout_row(const PackLayoutParams& p, int64_t b, int64_t first) {
   const Mask* row = static_cast<const Mask*>(p.mask) + b * p.mask_row_stride;
   int64_t* inverse = p.inverse + b * p.seqlen;
   int64_t position = 0;
   for (int64_t l = 0; l < p.seqlen;) {
-    const bool keep = row[l] != 0;
+    const bool unmasked = row[l] != 0;
     int64_t end = l + 1;
-    while (end < p.seqlen && (row[end] != 0) == keep) ++end;
+    while (end < p.seqlen && (row[end] != 0) == unmasked) ++end;
     const int64_t out = first + position;
-    const int64_t fits = keep ? std::clamp<int64_t>(p.capacity - out, 0, end - l) : 0;
+    const int64_t fits = unmasked ? std::clamp<int64_t>(p.capacity - out, 0, end - l) : 0;
     for (int64_t i = 0; i < fits; ++i) p.indices[out + i] = b * p.seqlen + l + i;
     for (int64_t i = 0; i < fits; ++i) p.position_ids[out + i] = position + i;
     for (int64_t i = 0; i < fits; ++i) inverse[l + i] = out + i;
     for (int64_t i = l + fits; i < end; ++i) inverse[i] = -1;
-    if (keep) position += end - l;
+    if (unmasked) position += end - l;
     l = end;
   }
 }
@@ -98,7 +100,7 @@ void fill_as(char* destination, int64_t bytes, uint64_t bits) {
 }
 
 void fill(char* destination, int64_t bytes, uint64_t bits, int element_size, bool streamed) {
-  if (bits == 0 && streamed && bytes >= kShortestStream)
+  if (bits == 0 && streamed && bytes >= kMinStreamBytes)
     stream_zeros(destination, bytes);
   else if (bits == 0)
     std::memset(destination, 0, bytes);
@@ -120,7 +122,7 @@ void copy_narrow(char* destination, const char* source, int64_t rows, int64_t st
 }
 
 void copy_bytes(char* destination, const char* source, int64_t bytes, bool streamed) {
-  if (streamed && bytes >= kShortestStream)
+  if (streamed && bytes >= kMinStreamBytes)
     stream_copy(destination, source, bytes);
   else
     std::memcpy(destination, source, bytes);
@@ -155,7 +157,7 @@ void move_run(const MoveRowsParams& p, const RowTensor& tensor, const Run& run, 
     fill(destination, run.length * tensor.row_bytes, tensor.fill, tensor.element_size, streamed);
     return;
   }
-  for (int64_t done = 0; done < run.length;) {  // one turn per outer step of the source
+  for (int64_t done = 0; done < run.length;) {  // one outer index of the source at a time
     const int64_t outer = (run.source + done) / p.source_inner;
     const int64_t inner = (run.source + done) - outer * p.source_inner;
     const int64_t rows = std::min(run.length - done, p.source_inner - inner);

@@ -1,3 +1,4 @@
+// Packing on CUDA: one block per padded row for the layout, one per tile of rows for the copy.
 #include <cuda_runtime.h>
 
 #include "packing/params.h"
@@ -10,14 +11,14 @@ constexpr int kWarps = kThreads / 32;
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
 template <typename Mask>
-__device__ bool kept(const PackLayoutParams& p, int64_t b, int64_t l) {
+__device__ bool is_token(const PackLayoutParams& p, int64_t b, int64_t l) {
   return l < p.seqlen && static_cast<const Mask*>(p.mask)[b * p.mask_row_stride + l] != 0;
 }
 
 __device__ int64_t block_sum(int64_t value) {
   __shared__ int64_t partial[kWarps];
   for (int offset = 16; offset; offset /= 2) value += __shfl_down_sync(kFullWarp, value, offset);
-  __syncthreads();  // the previous call's reads are over
+  __syncthreads();  // the reads of the previous call are done
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
   int64_t sum = 0;
@@ -30,15 +31,15 @@ template <typename Mask>
 __global__ void __launch_bounds__(kThreads) count_kernel(PackLayoutParams p) {
   const int64_t b = blockIdx.x;
   int64_t count = 0;
-  for (int64_t l = threadIdx.x; l < p.seqlen; l += kThreads) count += kept<Mask>(p, b, l);
+  for (int64_t l = threadIdx.x; l < p.seqlen; l += kThreads) count += is_token<Mask>(p, b, l);
   count = block_sum(count);
   if (threadIdx.x == 0) p.counts[b] = count;
 }
 
-// Kept tokens before this thread's among the block's kThreads; `total` gets all of them.
-__device__ int block_rank(bool keep, int& total) {
+// The number of tokens in lower threads of the block; `total` is set to the number in all of them.
+__device__ int block_rank(bool unmasked, int& total) {
   __shared__ int warp_counts[kWarps];
-  const unsigned ballot = __ballot_sync(kFullWarp, keep);
+  const unsigned ballot = __ballot_sync(kFullWarp, unmasked);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();
   if (lane == 0) warp_counts[warp] = __popc(ballot);
@@ -64,11 +65,11 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(PackLayoutParams p) {
   int64_t position = 0;
   for (int64_t base = 0; base < p.seqlen; base += kThreads) {
     const int64_t l = base + threadIdx.x;
-    const bool keep = kept<Mask>(p, b, l);
+    const bool unmasked = is_token<Mask>(p, b, l);
     int total;
-    const int64_t rank = position + block_rank(keep, total);
+    const int64_t rank = position + block_rank(unmasked, total);
     const int64_t out = first + rank;
-    const bool fits = keep && out < p.capacity;
+    const bool fits = unmasked && out < p.capacity;
     if (fits) {
       p.indices[out] = b * p.seqlen + l;
       p.position_ids[out] = rank;
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(PackLayoutParams p) {
     p.cu_seqlens[b + 1] = static_cast<int32_t>(min_of(first + position, p.capacity));
   }
   if (b != p.batch - 1) return;
-  const int64_t end = first + position;  // the last block also writes what is past the end
+  const int64_t end = first + position;  // the last block also writes the rows past the end
   if (threadIdx.x == 0) *p.num_dropped = end > p.capacity ? end - p.capacity : 0;
   for (int64_t t = end + threadIdx.x; t < p.capacity; t += kThreads) {
     p.indices[t] = -1;
@@ -114,7 +115,7 @@ __device__ void move_tile(const MoveRowsParams& p, const RowTensor& t, int64_t f
     int64_t source = -1;
     if (row < p.rows && (t.shift == 0 || p.position_ids[row] != 0)) source = p.index[row];
     Unit value = fill;
-    if (source >= 0 && source < p.source_rows) {  // an index outside reads nothing, it fills
+    if (source >= 0 && source < p.source_rows) {  // an index outside gives the fill value
       const int64_t outer = p.source_inner == p.source_rows ? 0 : source / p.source_inner;
       const char* begin =
           t.source + outer * t.outer_stride + (source - outer * p.source_inner) * t.inner_stride;
@@ -174,7 +175,7 @@ int pack_layout_cuda(const PackLayoutParams& p, void* stream) {
 }
 
 int move_rows_cuda(const MoveRowsParams& p, void* stream) {
-  int64_t tiles = 1;  // of the widest tensor; the others' surplus blocks leave at once
+  int64_t tiles = 1;  // of the widest tensor; surplus blocks of the others return at once
   for (int i = 0; i < p.num_tensors; ++i) {
     const int64_t per_tile =
         p.tensors[i].row_bytes >= kTileBytes ? 1 : kTileBytes / p.tensors[i].row_bytes;

@@ -8,13 +8,13 @@
 namespace hybridengine {
 
 struct PackLayoutParams {
-  const void* mask;         // [batch, seqlen], non-zero keeps the token
+  const void* mask;         // [batch, seqlen], non-zero for tokens
   int mask_element_size;    // 1, 4 or 8 bytes (bool / int8, int32, int64)
   int64_t mask_row_stride;  // in elements; the inner stride is 1
   int64_t batch;
   int64_t seqlen;
   int64_t capacity;       // rows of indices and position_ids; tokens beyond it are dropped
-  int64_t* counts;        // [batch], kept tokens of every row
+  int64_t* counts;        // [batch], tokens of every row
   int64_t* starts;        // [batch + 1], scratch of the CPU kernel
   int32_t* cu_seqlens;    // [batch + 1], clamped to capacity
   int64_t* position_ids;  // [capacity], zero past the last token
@@ -24,7 +24,7 @@ struct PackLayoutParams {
   int num_threads;
 };
 
-// One of the tensors moved by a call; a "row" is what one token owns. Source row r lies at
+// One of the tensors moved by a call; a row is the data of one token. Source row r is at
 // (r / source_inner) * outer_stride + (r % source_inner) * inner_stride bytes.
 struct RowTensor {
   const char* source;
@@ -34,7 +34,7 @@ struct RowTensor {
   int64_t row_bytes;
   uint64_t fill;     // bits of one element, for rows whose index is -1
   int element_size;  // 1, 2, 4, 8
-  int shift;         // 1: row t takes what belongs to t + 1 of the same sequence (labels)
+  int shift;         // 1: row t gets the row of t + 1 of the same sequence (labels)
 };
 
 inline constexpr int kMaxRowTensors = 32;  // per launch
@@ -47,7 +47,7 @@ struct MoveRowsParams {
   int64_t source_inner;
   const int64_t* index;         // [rows], source row; -1 fills
   const int64_t* position_ids;  // [rows], needed where a tensor is shifted
-  int64_t* bad_index;           // CPU: an index outside the source, if there is one; it fills too
+  int64_t* bad_index;  // CPU: set to an index outside the source, if any; its row gets the fill
   int num_threads;
 };
 

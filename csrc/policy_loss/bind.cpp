@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "common/binding.h"
-#include "common/page_pool.h"
+#include "common/memory_pool.h"
 #include "common/sequences.h"
 #include "policy_loss/params.h"
 
@@ -27,9 +27,9 @@ const bool* optional_bools(const OptionalTensor& tensor, const char* name, int64
   return tensor->const_data_ptr<bool>();
 }
 
-// The loss and its sums [1 + kNumSums], the gradients by log_probs and entropy (empty if not
-// wanted). `options` is TokenLossOptions in its order; `coefficients` are kl_coef, entropy_coeff
-// and loss_scale_factor; `denominators` is [2] float64: global tokens and sequences.
+// Returns the loss and its sums [1 + kNumSums], and the gradients by log_probs and entropy (empty
+// if not wanted). `options` is TokenLossOptions in its order; `coefficients` are kl_coef,
+// entropy_coeff and loss_scale_factor; `denominators` is [2] float64: global tokens and sequences.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
     const at::Tensor& log_probs, const at::Tensor& old_log_probs, const at::Tensor& advantages,
     const OptionalTensor& mask, const OptionalTensor& selected, const OptionalTensor& ref_log_probs,
@@ -83,15 +83,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
   params.num_threads = at::get_num_threads();
 
   const int64_t chunk = device.is_cpu() ? kCpuChunk : kCudaChunk;
-  const int64_t stats_bytes = needs_segments(params) ? sizeof(SegmentStats) : 0;
+  const int64_t stats_bytes = needs_sequence_stats(params) ? sizeof(SequenceStats) : 0;
   const auto& floats = log_probs.options();
   at::Tensor sums = at::empty({1 + kNumSums}, floats);
-  at::Tensor gradient = empty_pooled({wants_gradient ? tokens : 0}, floats);
-  at::Tensor entropy_gradient = empty_pooled({wants_entropy_gradient ? tokens : 0}, floats);
-  at::Tensor segments = at::empty({params.num_sequences * stats_bytes}, floats.dtype(at::kByte));
+  at::Tensor gradient = empty_from_pool({wants_gradient ? tokens : 0}, floats);
+  at::Tensor entropy_gradient = empty_from_pool({wants_entropy_gradient ? tokens : 0}, floats);
+  at::Tensor sequence_stats =
+      at::empty({params.num_sequences * stats_bytes}, floats.dtype(at::kByte));
   at::Tensor partials =
       at::empty({(tokens + chunk - 1) / chunk, kNumSums}, floats.dtype(at::kDouble));
-  params.segments = static_cast<SegmentStats*>(segments.mutable_data_ptr());
+  params.sequence_stats = static_cast<SequenceStats*>(sequence_stats.mutable_data_ptr());
   params.partials = partials.mutable_data_ptr<double>();
   params.sums = sums.mutable_data_ptr<float>();
   if (wants_gradient) params.gradient = gradient.mutable_data_ptr<float>();

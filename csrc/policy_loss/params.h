@@ -4,11 +4,12 @@
 #include <cstdint>
 
 #include "common/isa.h"
-#include "policy_loss/token_loss.h"
+#include "policy_loss/terms.h"
 
 namespace hybridengine {
 
-// The weight of an unmasked token in the loss, in the order of kernels/policy_loss.py.
+// The weight of an unmasked token in the loss, in the order of LOSS_AGG_MODES in
+// kernels/_aggregation.py.
 enum class LossAggMode : int32_t {
   token_mean,
   token_sum,
@@ -17,8 +18,8 @@ enum class LossAggMode : int32_t {
   seq_mean_token_sum_norm
 };
 
-// Columns of the sums; the first three are weighted as the loss is, the next four divided by the
-// global number of tokens.
+// Columns of the sums: the first three are weighted like the loss, the next four divided by the
+// global number of tokens. In the order of _METRICS in kernels/policy_loss/op.py.
 enum PolicyLossSum {
   kPgLoss,
   kKlLoss,
@@ -31,9 +32,9 @@ enum PolicyLossSum {
   kNumSums
 };
 
-// What a sequence needs to know before its tokens are visited.
-struct SegmentStats {
-  float count;      // unmasked tokens
+// Statistics of a sequence that its tokens need.
+struct SequenceStats {
+  float length;     // unmasked tokens
   float log_ratio;  // mean token log-ratio (gspo), mean clipped one (gmpo)
   float advantage;  // mean advantage (gmpo)
   float is_weight;  // geometric mean of the rollout weights (gmpo)
@@ -43,7 +44,7 @@ struct PolicyLossParams {
   const float* log_probs;  // [num_tokens], as all that follow
   const float* old_log_probs;
   const float* advantages;
-  const bool* mask;            // or null: every token counts
+  const bool* mask;            // or null: no token is masked
   const bool* selected;        // clip_cov, kl_cov
   const float* ref_log_probs;  // or null: no KL
   const float* entropy;        // or null
@@ -61,7 +62,7 @@ struct PolicyLossParams {
   float loss_scale_factor;
   const double* global_num_tokens;  // [1]
   const double* global_num_seqs;    // [1], seq-mean modes
-  SegmentStats* segments;           // scratch [num_sequences], where needs_segments()
+  SequenceStats* sequence_stats;    // scratch [num_sequences], where needs_sequence_stats()
   double* partials;                 // scratch [num_chunks][kNumSums]
   float* sums;                      // [1 + kNumSums]: the loss, then PolicyLossSum
   float* gradient;                  // [num_tokens] or null
@@ -72,13 +73,26 @@ struct PolicyLossParams {
 // Tokens per row of partials: fixed, so that sums do not depend on the number of threads.
 inline constexpr int64_t kCpuChunk = 16384, kCudaChunk = 2048;
 
-HE_HOST_DEVICE bool needs_segments(const PolicyLossParams& p) {
+HE_HOST_DEVICE bool needs_sequence_stats(const PolicyLossParams& p) {
   return p.mode == LossMode::gspo || p.mode == LossMode::gmpo ||
          p.agg_mode == LossAggMode::seq_mean_token_mean;
 }
 
-// The weight of the unmasked tokens of a sequence with `count` of them.
-HE_HOST_DEVICE float token_weight(const PolicyLossParams& p, float count) {
+// The first sequence that ends after token t; num_sequences if there is none.
+HE_HOST_DEVICE int64_t find_sequence(const PolicyLossParams& p, int64_t t) {
+  int64_t low = 0, high = p.num_sequences;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (p.cu_seqlens[middle + 1] > t)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
+// The weight of the unmasked tokens of a sequence with `length` of them.
+HE_HOST_DEVICE float token_weight(const PolicyLossParams& p, float length) {
   switch (p.agg_mode) {
     case LossAggMode::token_mean:
       return static_cast<float>(1 / *p.global_num_tokens);
@@ -87,14 +101,14 @@ HE_HOST_DEVICE float token_weight(const PolicyLossParams& p, float count) {
     case LossAggMode::seq_mean_token_sum:
       return static_cast<float>(1 / *p.global_num_seqs);
     case LossAggMode::seq_mean_token_mean:
-      return static_cast<float>(1 / (*p.global_num_seqs * (count > 1 ? count : 1)));
+      return static_cast<float>(1 / (*p.global_num_seqs * (length > 1 ? length : 1)));
     case LossAggMode::seq_mean_token_sum_norm:
       return static_cast<float>(1 / (*p.global_num_seqs * p.loss_scale_factor));
   }
   return 0;
 }
 
-// From the totals in PolicyLossSum order to what the caller sees.
+// Writes the loss and the metrics from the totals, which are in PolicyLossSum order.
 HE_HOST_DEVICE void finish_sums(const PolicyLossParams& p, const double* totals) {
   const double loss = totals[kPgLoss] + (p.ref_log_probs ? p.kl_coef * totals[kKlLoss] : 0) -
                       (p.entropy ? p.entropy_coeff * totals[kEntropy] : 0);

@@ -1,5 +1,5 @@
-// Policy loss on the CPU: chunks of tokens, a vector at a time, every input read once (the
-// sequence modes read log-probs and advantages once more, for the means of their sequences).
+// Policy loss on the CPU: chunks of tokens, a vector at a time, every input read once. The sequence
+// modes first read log-probs and advantages for the means of the sequences.
 #include <cmath>
 #include <cstring>
 
@@ -11,7 +11,7 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
-constexpr int64_t kBlock = 1024;  // tokens summed in float32 before float64 takes over
+constexpr int64_t kBlock = 1024;  // tokens summed in float32, then added in float64
 
 struct VectorOps {
   using F = VecF;
@@ -36,22 +36,22 @@ VecI widened(VecB bytes) {
 #endif
 }
 
-// `whole`: all kWidth lanes, known to the compiler; else the `count` tokens that end a run.
-template <bool whole>
+// `full`: all kWidth lanes, known at compile time; else the last `count` tokens of a run.
+template <bool full>
 VecF load_some(const float* p, int64_t count) {
-  return whole ? load(p) : load_part(p, count, 0);
+  return full ? load(p) : load_part(p, count, 0);
 }
 
-template <bool whole>
+template <bool full>
 void store_some(float* p, VecF v, int64_t count) {
-  if (whole) return store(p, v);
+  if (full) return store(p, v);
   store_part(p, v, count);
 }
 
-template <bool whole>
+template <bool full>
 VecI load_mask(const bool* p, int64_t count) {
   VecB bytes{};
-  std::memcpy(&bytes, p, whole ? kWidth : count);
+  std::memcpy(&bytes, p, full ? kWidth : count);
   return widened(bytes) != 0;
 }
 
@@ -61,11 +61,11 @@ VecI first_lanes(int64_t count) {
   return lane < static_cast<int32_t>(count);
 }
 
-// What a run of tokens of one sequence shares.
+// Consecutive tokens of one sequence, or of any where no statistics are needed.
 struct Run {
   int64_t begin, end;
   float weight;
-  SegmentStats segment;
+  SequenceStats sequence;
 };
 
 struct Lanes {
@@ -73,65 +73,65 @@ struct Lanes {
   VecF ppo_kl, ratio, pg, kl, entropy;
 };
 
-template <LossMode mode, bool whole>
-Token<VectorOps> load_token(const PolicyLossParams& p, int64_t t, int64_t count, VecI keep,
-                            const SegmentStats& segment) {
+template <LossMode mode, bool full>
+Token<VectorOps> load_token(const PolicyLossParams& p, int64_t t, int64_t count, VecI unmasked,
+                            const SequenceStats& sequence) {
   const VecF zero = splat(0);
   Token<VectorOps> token;
-  token.log_prob = select(keep, load_some<whole>(p.log_probs + t, count), zero);
-  token.old_log_prob = select(keep, load_some<whole>(p.old_log_probs + t, count), zero);
-  token.advantage = select(keep, load_some<whole>(p.advantages + t, count), zero);
-  token.segment_log_ratio = splat(segment.log_ratio);
-  token.segment_advantage = splat(segment.advantage);
+  token.log_prob = select(unmasked, load_some<full>(p.log_probs + t, count), zero);
+  token.old_log_prob = select(unmasked, load_some<full>(p.old_log_probs + t, count), zero);
+  token.advantage = select(unmasked, load_some<full>(p.advantages + t, count), zero);
+  token.seq_log_ratio = splat(sequence.log_ratio);
+  token.seq_advantage = splat(sequence.advantage);
   constexpr bool selects = mode == LossMode::clip_cov || mode == LossMode::kl_cov;
-  token.selected = selects ? load_mask<whole>(p.selected + t, count) & keep : VecI{};
+  token.selected = selects ? load_mask<full>(p.selected + t, count) & unmasked : VecI{};
   return token;
 }
 
-template <bool whole>
-VecI kept_lanes(const PolicyLossParams& p, int64_t t, int64_t count) {
-  const VecI keep = p.mask ? load_mask<whole>(p.mask + t, count) : ~VecI{};
-  return whole ? keep : keep & first_lanes(count);
+template <bool full>
+VecI unmasked_lanes(const PolicyLossParams& p, int64_t t, int64_t count) {
+  const VecI unmasked = p.mask ? load_mask<full>(p.mask + t, count) : ~VecI{};
+  return full ? unmasked : unmasked & first_lanes(count);
 }
 
-template <LossMode mode, bool whole>
+template <LossMode mode, bool full>
 void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run& run, int64_t t,
            int64_t count, Lanes& lanes, VecF& ratio_max) {
   const VecF zero = splat(0), one = splat(1);
-  const VecI keep = kept_lanes<whole>(p, t, count);
-  const Token<VectorOps> token = load_token<mode, whole>(p, t, count, keep, run.segment);
+  const VecI unmasked = unmasked_lanes<full>(p, t, count);
+  const Token<VectorOps> token = load_token<mode, full>(p, t, count, unmasked, run.sequence);
   const TokenTerms<VectorOps> terms = token_loss<mode, VectorOps>(token, options);
   VecF is_weight = one;
   if (p.is_weights)
     is_weight = mode == LossMode::gmpo
-                    ? splat(run.segment.is_weight)
-                    : select(keep, load_some<whole>(p.is_weights + t, count), zero);
-  lanes.pg += select(keep, terms.loss * is_weight, zero);
-  lanes.minus_clipped += keep & terms.clipped;
-  lanes.minus_clipped_lower += keep & terms.clipped_lower;
-  lanes.ppo_kl -= select(keep, terms.log_ratio, zero);
-  const VecF ratio = select(keep, terms.ratio, zero);
+                    ? splat(run.sequence.is_weight)
+                    : select(unmasked, load_some<full>(p.is_weights + t, count), zero);
+  lanes.pg += select(unmasked, terms.loss * is_weight, zero);
+  lanes.minus_clipped += unmasked & terms.clipped;
+  lanes.minus_clipped_lower += unmasked & terms.clipped_lower;
+  lanes.ppo_kl -= select(unmasked, terms.log_ratio, zero);
+  const VecF ratio = select(unmasked, terms.ratio, zero);
   lanes.ratio += ratio;
   ratio_max = max(ratio, ratio_max);
   VecF gradient = terms.gradient * is_weight;
   if (p.ref_log_probs) {
-    const VecF ref = select(keep, load_some<whole>(p.ref_log_probs + t, count), zero);
+    const VecF ref = select(unmasked, load_some<full>(p.ref_log_probs + t, count), zero);
     const KlTerms<VectorOps> kl =
         token_kl<VectorOps>(p.kl_type, p.kl_straight_through, token.log_prob, ref);
-    lanes.kl += select(keep, kl.value, zero);
+    lanes.kl += select(unmasked, kl.value, zero);
     gradient += p.kl_coef * kl.gradient;
   }
-  if (p.entropy) lanes.entropy += select(keep, load_some<whole>(p.entropy + t, count), zero);
+  if (p.entropy) lanes.entropy += select(unmasked, load_some<full>(p.entropy + t, count), zero);
   if (p.gradient)
-    store_some<whole>(p.gradient + t, select(keep, gradient * run.weight, zero), count);
+    store_some<full>(p.gradient + t, select(unmasked, gradient * run.weight, zero), count);
   if (p.entropy_gradient)
-    store_some<whole>(p.entropy_gradient + t,
-                      select(keep, splat(-p.entropy_coeff * run.weight), zero), count);
+    store_some<full>(p.entropy_gradient + t,
+                     select(unmasked, splat(-p.entropy_coeff * run.weight), zero), count);
 }
 
 template <LossMode mode>
 void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
-  const TokenLossOptions options = p.options;  // a copy that no store of a gradient can change
+  const TokenLossOptions options = p.options;  // a copy, which does not alias the gradients
   VecF ratio_max{};
   for (int64_t block = run.begin; block < run.end; block += kBlock) {
     const int64_t end = block + kBlock < run.end ? block + kBlock : run.end;
@@ -148,70 +148,57 @@ void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
     totals[kPpoKl] += sum(lanes.ppo_kl);
     totals[kRatio] += sum(lanes.ratio);
   }
-  // Ratios are positive, so a zero is a masked token's; a NaN is in the sum.
-  const float most = largest(ratio_max);
-  if (most > totals[kRatioMax] && most > 0) totals[kRatioMax] = most;
+  // Ratios are positive: 0 is a masked token. A NaN shows in the sum.
+  const float max_ratio = largest(ratio_max);
+  if (max_ratio > totals[kRatioMax] && max_ratio > 0) totals[kRatioMax] = max_ratio;
   if (std::isnan(totals[kRatio])) totals[kRatioMax] = NAN;
-}
-
-// The first sequence that ends after token t.
-int64_t find_sequence(const PolicyLossParams& p, int64_t t) {
-  int64_t low = 0, high = p.num_sequences;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (p.cu_seqlens[middle + 1] > t)
-      high = middle;
-    else
-      low = middle + 1;
-  }
-  return low;
 }
 
 template <LossMode mode>
 void visit_chunk(const PolicyLossParams& p, int64_t begin, int64_t end, double* totals) {
   for (int i = 0; i < kNumSums; ++i) totals[i] = 0;
   totals[kRatioMax] = -INFINITY;
-  if (!needs_segments(p)) {
-    visit_run<mode>(p, Run{begin, end, token_weight(p, 1), SegmentStats{}}, totals);
+  if (!needs_sequence_stats(p)) {
+    visit_run<mode>(p, Run{begin, end, token_weight(p, 1), SequenceStats{}}, totals);
     return;
   }
   for (int64_t n = find_sequence(p, begin); begin < end; ++n) {
     const bool past_end = n >= p.num_sequences;  // tokens that belong to no sequence
     const int64_t stop = past_end || p.cu_seqlens[n + 1] > end ? end : p.cu_seqlens[n + 1];
-    const SegmentStats segment = past_end ? SegmentStats{} : p.segments[n];
-    const float weight = past_end ? 0 : token_weight(p, segment.count);
-    visit_run<mode>(p, Run{begin, stop, weight, segment}, totals);
+    const SequenceStats sequence = past_end ? SequenceStats{} : p.sequence_stats[n];
+    const float weight = past_end ? 0 : token_weight(p, sequence.length);
+    visit_run<mode>(p, Run{begin, stop, weight, sequence}, totals);
     begin = stop;
   }
 }
 
-struct SegmentLanes {
+struct SequenceLanes {
   VecI minus_count;
   VecF log_ratio, advantage, log_weight;
 };
 
-template <LossMode mode, bool whole>
-void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SegmentLanes& lanes) {
-  const VecI keep = kept_lanes<whole>(p, t, left);
-  lanes.minus_count += keep;
+template <LossMode mode, bool full>
+void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SequenceLanes& lanes) {
+  const VecI unmasked = unmasked_lanes<full>(p, t, left);
+  lanes.minus_count += unmasked;
   if (mode != LossMode::gspo && mode != LossMode::gmpo) return;
-  const auto token = load_token<mode, whole>(p, t, left, keep, SegmentStats{});
+  const auto token = load_token<mode, full>(p, t, left, unmasked, SequenceStats{});
   const VecF x =
       mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
-  lanes.log_ratio += select(keep, x, splat(0));
+  lanes.log_ratio += select(unmasked, x, splat(0));
   if (mode != LossMode::gmpo) return;
   lanes.advantage += token.advantage;
   if (!p.is_weights) return;
-  const VecF weight = select(keep, load_some<whole>(p.is_weights + t, left), splat(1));
-  lanes.log_weight += select(keep, VectorOps::log(weight + 1e-10f), splat(0));
+  const VecF weight = select(unmasked, load_some<full>(p.is_weights + t, left), splat(1));
+  lanes.log_weight += select(unmasked, VectorOps::log(weight + 1e-10f), splat(0));
 }
 
 template <LossMode mode>
-SegmentStats segment_stats(const PolicyLossParams& p, int64_t begin, int64_t end) {
+SequenceStats compute_stats(const PolicyLossParams& p, int64_t begin, int64_t end) {
   double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
   for (int64_t block = begin; block < end; block += kBlock) {
     const int64_t stop = block + kBlock < end ? block + kBlock : end;
-    SegmentLanes lanes{};
+    SequenceLanes lanes{};
     int64_t t = block;
     for (; t + kWidth <= stop; t += kWidth) add_tokens<mode, true>(p, t, kWidth, lanes);
     if (t < stop) add_tokens<mode, false>(p, t, stop - t, lanes);
@@ -221,18 +208,18 @@ SegmentStats segment_stats(const PolicyLossParams& p, int64_t begin, int64_t end
     log_weight += sum(lanes.log_weight);
   }
   const double n = count > 1 ? count : 1;
-  return SegmentStats{static_cast<float>(count), static_cast<float>(log_ratio / n),
-                      static_cast<float>(advantage / n),
-                      static_cast<float>(std::exp(log_weight / n))};
+  return SequenceStats{static_cast<float>(count), static_cast<float>(log_ratio / n),
+                       static_cast<float>(advantage / n),
+                       static_cast<float>(std::exp(log_weight / n))};
 }
 
 template <LossMode mode>
 void run(const PolicyLossParams& p) {
-  if (needs_segments(p)) {
+  if (needs_sequence_stats(p)) {
     const int64_t grain = kCpuChunk * p.num_sequences / (p.num_tokens + 1) + 1;
     parallel_for(p.num_sequences, grain, p.num_threads, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n)
-        p.segments[n] = segment_stats<mode>(p, p.cu_seqlens[n], p.cu_seqlens[n + 1]);
+        p.sequence_stats[n] = compute_stats<mode>(p, p.cu_seqlens[n], p.cu_seqlens[n + 1]);
     });
   }
   const int64_t chunks = (p.num_tokens + kCpuChunk - 1) / kCpuChunk;

@@ -1,5 +1,5 @@
-// Policy loss on CUDA: a launch for the sequences' means where a mode needs them, one for the
-// tokens, and one block that adds the partial sums in a fixed order.
+// Policy loss on CUDA: one launch for the means of the sequences where a mode needs them, one for
+// the tokens, and one block that adds the partial sums in a fixed order.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -18,7 +18,7 @@ constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 __device__ double block_sum(double value) {
   __shared__ double partial[kWarps];
   for (int offset = 16; offset; offset /= 2) value += __shfl_down_sync(kFullWarp, value, offset);
-  __syncthreads();  // the previous call's reads are over
+  __syncthreads();  // the reads of the previous call are done
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
   double sum = 0;
@@ -43,14 +43,14 @@ __device__ float block_max(float value) {
 
 template <LossMode mode>
 __device__ Token<ScalarOps> load_token(const PolicyLossParams& p, int64_t t,
-                                       const SegmentStats& segment) {
+                                       const SequenceStats& sequence) {
   constexpr bool selects = mode == LossMode::clip_cov || mode == LossMode::kl_cov;
-  return Token<ScalarOps>{p.log_probs[t],    p.old_log_probs[t], p.advantages[t],
-                          segment.log_ratio, segment.advantage,  selects && p.selected[t]};
+  return Token<ScalarOps>{p.log_probs[t],     p.old_log_probs[t], p.advantages[t],
+                          sequence.log_ratio, sequence.advantage, selects && p.selected[t]};
 }
 
 template <LossMode mode>
-__global__ void __launch_bounds__(kThreads) segment_kernel(PolicyLossParams p) {
+__global__ void __launch_bounds__(kThreads) sequence_kernel(PolicyLossParams p) {
   const int64_t begin = bounded_entry(p.cu_seqlens[blockIdx.x], p.num_tokens);
   const int64_t end = bounded_entry(p.cu_seqlens[blockIdx.x + 1], p.num_tokens);
   double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) segment_kernel(PolicyLossParams p) {
     if (p.mask && !p.mask[t]) continue;
     count += 1;
     if (mode != LossMode::gspo && mode != LossMode::gmpo) continue;
-    const Token<ScalarOps> token = load_token<mode>(p, t, SegmentStats{});
+    const Token<ScalarOps> token = load_token<mode>(p, t, SequenceStats{});
     log_ratio +=
         mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
     advantage += token.advantage;
@@ -66,22 +66,10 @@ __global__ void __launch_bounds__(kThreads) segment_kernel(PolicyLossParams p) {
   }
   count = block_sum(count);
   const double n = count > 1 ? count : 1;
-  const SegmentStats stats{static_cast<float>(count), static_cast<float>(block_sum(log_ratio) / n),
-                           static_cast<float>(block_sum(advantage) / n),
-                           static_cast<float>(exp(block_sum(log_weight) / n))};
-  if (threadIdx.x == 0) p.segments[blockIdx.x] = stats;
-}
-
-__device__ int64_t find_sequence(const PolicyLossParams& p, int64_t t) {
-  int64_t low = 0, high = p.num_sequences;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (p.cu_seqlens[middle + 1] > t)
-      high = middle;
-    else
-      low = middle + 1;
-  }
-  return low;
+  const SequenceStats stats{static_cast<float>(count), static_cast<float>(block_sum(log_ratio) / n),
+                            static_cast<float>(block_sum(advantage) / n),
+                            static_cast<float>(exp(block_sum(log_weight) / n))};
+  if (threadIdx.x == 0) p.sequence_stats[blockIdx.x] = stats;
 }
 
 struct Sums {
@@ -90,11 +78,11 @@ struct Sums {
 
 template <LossMode mode>
 __device__ void visit(const PolicyLossParams& p, int64_t t, float weight,
-                      const SegmentStats& segment, Sums& sums) {
-  const Token<ScalarOps> token = load_token<mode>(p, t, segment);
+                      const SequenceStats& sequence, Sums& sums) {
+  const Token<ScalarOps> token = load_token<mode>(p, t, sequence);
   const TokenTerms<ScalarOps> terms = token_loss<mode, ScalarOps>(token, p.options);
   float is_weight = 1;
-  if (p.is_weights) is_weight = mode == LossMode::gmpo ? segment.is_weight : p.is_weights[t];
+  if (p.is_weights) is_weight = mode == LossMode::gmpo ? sequence.is_weight : p.is_weights[t];
   sums.pg += weight * (terms.loss * is_weight);
   sums.clipped += terms.clipped;
   sums.clipped_lower += terms.clipped_lower;
@@ -116,22 +104,22 @@ __device__ void visit(const PolicyLossParams& p, int64_t t, float weight,
 template <LossMode mode>
 __global__ void __launch_bounds__(kThreads)
     token_kernel(const __grid_constant__ PolicyLossParams p) {
-  const bool by_segment = needs_segments(p);
+  const bool by_sequence = needs_sequence_stats(p);
   const int64_t begin = blockIdx.x * kCudaChunk;
   const int64_t end = begin + kCudaChunk < p.num_tokens ? begin + kCudaChunk : p.num_tokens;
   Sums sums{0, 0, 0, 0, 0, 0, 0, -INFINITY};
-  float weight = by_segment ? 0 : token_weight(p, 1);
+  float weight = by_sequence ? 0 : token_weight(p, 1);
   for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
-    SegmentStats segment{};
-    bool keep = !p.mask || p.mask[t];
-    if (by_segment && keep) {
+    SequenceStats sequence{};
+    bool unmasked = !p.mask || p.mask[t];
+    if (by_sequence && unmasked) {
       const int64_t n = find_sequence(p, t);
-      keep = n < p.num_sequences;  // else the token belongs to no sequence
-      if (keep) segment = p.segments[n];
-      weight = token_weight(p, segment.count);
+      unmasked = n < p.num_sequences;  // else the token belongs to no sequence
+      if (unmasked) sequence = p.sequence_stats[n];
+      weight = token_weight(p, sequence.length);
     }
-    if (keep) {
-      visit<mode>(p, t, weight, segment, sums);
+    if (unmasked) {
+      visit<mode>(p, t, weight, sequence, sums);
     } else {
       if (p.gradient) p.gradient[t] = 0;
       if (p.entropy_gradient) p.entropy_gradient[t] = 0;
@@ -154,21 +142,21 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(PolicyLossParams p, in
 #pragma unroll
   for (int i = 0; i < kNumSums; ++i) {
     double sum = 0;
-    float most = -INFINITY;
+    float max_value = -INFINITY;
     for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += kThreads) {
       const double value = p.partials[chunk * kNumSums + i];
       sum += value;
-      most = larger(static_cast<float>(value), most);
+      max_value = larger(static_cast<float>(value), max_value);
     }
-    totals[i] = i == kRatioMax ? block_max(most) : block_sum(sum);
+    totals[i] = i == kRatioMax ? block_max(max_value) : block_sum(sum);
   }
   if (threadIdx.x == 0) finish_sums(p, totals);
 }
 
 template <LossMode mode>
 int launch(const PolicyLossParams& p, cudaStream_t stream) {
-  if (needs_segments(p) && p.num_sequences > 0)
-    segment_kernel<mode><<<static_cast<unsigned>(p.num_sequences), kThreads, 0, stream>>>(p);
+  if (needs_sequence_stats(p) && p.num_sequences > 0)
+    sequence_kernel<mode><<<static_cast<unsigned>(p.num_sequences), kThreads, 0, stream>>>(p);
   const int64_t chunks = (p.num_tokens + kCudaChunk - 1) / kCudaChunk;
   if (chunks > 0) token_kernel<mode><<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(p);
   finish_kernel<<<1, kThreads, 0, stream>>>(p, chunks);

@@ -26,16 +26,16 @@ DType raw_dtype(int64_t bytes) {
 // No tensor has more: products of a size and a stride within it fit an int64_t.
 constexpr int64_t kMaxElements = int64_t{1} << 60;
 
-// How far the rows reach into one tensor: its last element that any row touches.
+// The last element of a tensor that any row accesses, and that row.
 struct Reach {
   int64_t last = -1;
   int64_t row = 0;
 };
 using Reaches = std::map<int64_t, Reach>;  // by number of the tensor
 
-// The rows of a table, checked once; `copy` then only looks at the tensors. On CUDA the rows are
-// uploaded at the first copy and the tensors' addresses where they changed, so that a copy which
-// repeats an earlier one is a single launch, and can be captured in a graph.
+// The rows of a table, checked once; `copy` checks only the tensors. On CUDA the rows are uploaded
+// at the first copy and addresses when they change, so that a repeated copy is a single launch and
+// can be captured in a graph.
 class CopyTable {
  public:
   explicit CopyTable(const at::Tensor& table);
@@ -51,8 +51,7 @@ class CopyTable {
   std::vector<void*> uploaded_;
 };
 
-// Offset + sum of (size - 1) * stride, or false where that is above kMaxElements or the sum of
-// products does not fit: with sizes and strides from anywhere, plain arithmetic wraps around.
+// last = offset + sum of (size - 1) * stride; false where that overflows or is above kMaxElements.
 bool last_element(int64_t offset, const int64_t* size, const int64_t* stride, int64_t& last) {
   last = offset;
   for (int dim = 0; dim < kCopyDims; ++dim) {
@@ -64,9 +63,9 @@ bool last_element(int64_t offset, const int64_t* size, const int64_t* stride, in
   return last <= kMaxElements;
 }
 
-// Checks one side of row `number` and notes how far it reaches.
-void note_reach(Reaches& reaches, const char* name, int64_t number, int64_t index, int64_t offset,
-                const int64_t* size, const int64_t* stride) {
+// Checks one side of row `number` and updates the reach of its tensor.
+void update_reach(Reaches& reaches, const char* name, int64_t number, int64_t index, int64_t offset,
+                  const int64_t* size, const int64_t* stride) {
   TORCH_CHECK_INDEX(index >= 0 && index < (int64_t{1} << 31), "strided_copy: row ", number,
                     " names ", name, "[", index, "], which cannot exist");
   TORCH_CHECK_INDEX(offset >= 0, "strided_copy: row ", number, " begins at element ", offset,
@@ -109,8 +108,8 @@ CopyTable::CopyTable(const at::Tensor& table) {
                       " has, with those before it, more than 2^60 elements; expected the sizes of "
                       "slices of tensors");
     all_elements += elements;
-    note_reach(src_reach_, "sources", i, entry[0], entry[2], size, src_stride);
-    note_reach(dst_reach_, "destinations", i, entry[1], entry[3], size, dst_stride);
+    update_reach(src_reach_, "sources", i, entry[0], entry[2], size, src_stride);
+    update_reach(dst_reach_, "destinations", i, entry[1], entry[3], size, dst_stride);
     CopyRow row{};
     row.src = static_cast<int32_t>(entry[0]);
     row.dst = static_cast<int32_t>(entry[1]);
@@ -205,9 +204,9 @@ void CopyTable::copy(const std::vector<at::Tensor>& sources,
     void* stream = current_stream(device);
     upload(device, addresses, stream);
     params.rows = static_cast<const CopyRow*>(device_rows_.const_data_ptr());
-    auto* there = static_cast<void**>(device_addresses_.mutable_data_ptr());
-    params.sources = reinterpret_cast<const char* const*>(there);
-    params.destinations = reinterpret_cast<char* const*>(there + sources.size());
+    auto* device_data = static_cast<void**>(device_addresses_.mutable_data_ptr());
+    params.sources = reinterpret_cast<const char* const*>(device_data);
+    params.destinations = reinterpret_cast<char* const*>(device_data + sources.size());
     check_cuda(strided_copy_cuda(params, stream), "strided_copy");
     return;
   }
@@ -218,19 +217,19 @@ void CopyTable::copy(const std::vector<at::Tensor>& sources,
 #ifdef HYBRIDENGINE_WITH_CUDA
 void CopyTable::upload(const at::Device& device, const std::vector<void*>& addresses,
                        void* stream) {
-  const auto put = [&](const void* host, size_t bytes) {
-    const at::Tensor there =
+  const auto to_device = [&](const void* host, size_t bytes) {
+    const at::Tensor buffer =
         at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device));
-    check_cuda(upload_cuda(host, there.mutable_data_ptr(), static_cast<int64_t>(bytes), stream),
+    check_cuda(upload_cuda(host, buffer.mutable_data_ptr(), static_cast<int64_t>(bytes), stream),
                "strided_copy");
-    return there;
+    return buffer;
   };
   if (!device_rows_.defined() || device_rows_.device() != device) {
-    device_rows_ = put(rows_.data(), rows_.size() * sizeof(CopyRow));
+    device_rows_ = to_device(rows_.data(), rows_.size() * sizeof(CopyRow));
     uploaded_.clear();
   }
   if (uploaded_ != addresses) {
-    device_addresses_ = put(addresses.data(), addresses.size() * sizeof(void*));
+    device_addresses_ = to_device(addresses.data(), addresses.size() * sizeof(void*));
     uploaded_ = addresses;
   }
 }

@@ -8,23 +8,24 @@
 namespace hybridengine {
 
 constexpr int kCopyDims = 4;
-constexpr int64_t kChunkElements =
-    16384;                         // what one CUDA block, or one step of a CPU thread, moves
+// Elements per chunk, which one CUDA block or one step of a CPU thread copies.
+constexpr int64_t kChunkElements = 16384;
 constexpr int32_t kMaxAlign = 16;  // elements in the widest group: 16 bytes of int8
 
-// Says nothing of where its tensors lie, so that a table is uploaded once and used for many copies.
+// Tensors are indices, not addresses, so that a table is uploaded once and used for many copies.
 struct CopyRow {
   int64_t src_offset;  // of the first element, in elements of its tensor
   int64_t dst_offset;
   int64_t size[kCopyDims];  // slowest dimension first
   int64_t src_stride[kCopyDims];
   int64_t dst_stride[kCopyDims];
-  int64_t first_chunk;  // chunks of all rows are numbered through
-  int32_t src;          // which tensor
+  int64_t first_chunk;  // number of its first chunk among those of all rows
+  int32_t src;          // index of the tensor
   int32_t dst;
-  int32_t
-      src_align;  // power of two (at most kMaxAlign) that divides all outer strides, in elements;
-  int32_t dst_align;  // 0 where elements are not adjacent
+  // The largest power of two, up to kMaxAlign, that divides all outer strides, in elements; 0 where
+  // elements are not adjacent.
+  int32_t src_align;
+  int32_t dst_align;
 };
 
 struct CopySpan {
@@ -37,7 +38,7 @@ HE_HOST_DEVICE int64_t num_elements(const CopyRow& row) {
   return row.size[0] * row.size[1] * row.size[2] * row.size[3];
 }
 
-// Where element `flat` (row-major over `size`) lies on both sides.
+// The offsets of element `flat` (row-major over `size`) on both sides.
 HE_HOST_DEVICE CopySpan locate(const CopyRow& row, int64_t flat) {
   CopySpan span{0, 0, 0};
   for (int dim = kCopyDims - 1; dim >= 0; --dim) {

@@ -10,8 +10,8 @@
 namespace hybridengine {
 
 struct StridedCopyParams {
-  const CopyRow* rows;         // coalesced, chunk numbers filled in; on the device that copies
-  const char* const* sources;  // first element of each tensor; the arrays are there too
+  const CopyRow* rows;         // coalesced, with chunk numbers; on the device that copies
+  const char* const* sources;  // first element of each tensor; arrays on that device
   char* const* destinations;
   int64_t num_rows;
   int64_t num_chunks;
@@ -24,7 +24,7 @@ HE_CPU_KERNEL(strided_copy_cpu, StridedCopyParams)
 
 // Both return a cudaError_t.
 int strided_copy_cuda(const StridedCopyParams& params, void* stream);
-// Copies host memory, which may be reused on return, to the device in the order of the stream.
+// Copies host memory to the device in stream order; the host memory may be reused on return.
 int upload_cuda(const void* host, void* device, int64_t bytes, void* stream);
 
 }  // namespace hybridengine

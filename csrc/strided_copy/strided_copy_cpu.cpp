@@ -1,4 +1,4 @@
-// CPU strided_copy: threads take equal shares of all chunks, whatever the sizes of the rows.
+// strided_copy on the CPU: threads take equal parts of all chunks, whatever the sizes of the rows.
 #include "common/parallel.h"
 #include "common/simd.h"
 #include "strided_copy/params.h"

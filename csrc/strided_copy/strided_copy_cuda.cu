@@ -1,5 +1,5 @@
-// CUDA strided_copy: one launch over the whole table, one block per chunk, 16-byte accesses
-// wherever both sides allow them.
+// strided_copy on CUDA: one launch for the table, one block per chunk, 16-byte accesses where both
+// sides allow them.
 #include <cuda_runtime.h>
 
 #include "strided_copy/params.h"

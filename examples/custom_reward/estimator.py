@@ -1,4 +1,4 @@
-"""An advantage estimator of one's own: the distance from the group's mean, at most 1."""
+"""A custom advantage estimator: the distance from the group's mean, clipped to [-1, 1]."""
 
 from hybridengine.kernels import group_advantage
 
@@ -7,12 +7,12 @@ from hybridengine.trainer.algorithms import register_estimator
 
 @register_estimator("clipped_mean")
 def clipped_mean(responses, options):
-    """Advantages and returns, [T] each, 0 where masked."""
-    out = group_advantage(
+    """Return advantages and returns, [T] each, 0 where masked."""
+    returns = group_advantage(
         responses.rewards,
         responses.group_ids,
         estimator="mean",
         cu_seqlens=responses.cu_seqlens,
         response_mask=responses.response_mask,
     )
-    return out.clamp(-1, 1), out
+    return returns.clamp(-1, 1), returns

@@ -1,4 +1,4 @@
-"""A small rule beside the reward model: responses that only repeat themselves lose up to 1."""
+"""A penalty of up to 1 for repeated word pairs, added to the reward model's score."""
 
 from itertools import pairwise
 

@@ -1,29 +1,21 @@
-"""Checkpoints: saved beside the training, complete or absent, resumed exactly."""
+"""Save, resume and export: checkpoints, Hugging Face folders, adapters, archived runs."""
 
 from hybridengine.checkpoint.checkpointer import Checkpointer
 from hybridengine.checkpoint.folders import (
     CheckpointError,
     SavedCheckpoint,
-    find_checkpoints,
-    open_checkpoint,
-)
-from hybridengine.checkpoint.resume import (
-    Resumable,
-    ResumePlan,
     changed_settings,
     check_resume,
+    find_checkpoints,
     resume_plan,
 )
 
 __all__ = [
     "CheckpointError",
     "Checkpointer",
-    "Resumable",
-    "ResumePlan",
     "SavedCheckpoint",
     "changed_settings",
     "check_resume",
     "find_checkpoints",
-    "open_checkpoint",
     "resume_plan",
 ]

@@ -1,7 +1,6 @@
-"""A checkpoint as a Hugging Face folder, on one CPU without any process group.
+"""Export a checkpoint of this package or of verl as a Hugging Face folder.
 
-Reads our checkpoints (DCP) and verl's `model_world_size_W_rank_R.pt` shards, the latter as data
-only: nothing in them is executed.
+Runs in one process on a CPU, without a process group.
 """
 
 from __future__ import annotations
@@ -9,26 +8,23 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hybridengine.checkpoint.folders import CheckpointError, SavedCheckpoint, open_checkpoint
-from hybridengine.checkpoint.pretrained import check_disk_space, write_pretrained
-from hybridengine.checkpoint.resume import TENSORS, resume_plan
+from hybridengine import storage
+from hybridengine.checkpoint.folders import TENSORS, CheckpointError, open_checkpoint, resume_plan
+from hybridengine.checkpoint.pretrained import write_pretrained
 from hybridengine.errors import ModelError
 from hybridengine.model.parameters import parameter_shards
-from hybridengine.storage import MANIFEST, foreign_file, new_folder, read_manifest
 
-__all__ = ["export_checkpoint"]
-
-_ADAPTER = "adapter"  # the folder of a LoRA run's checkpoint
-_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_ADAPTER = "adapter"  # folder of a LoRA run's checkpoint
+_VERL_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 def export_checkpoint(
@@ -38,121 +34,117 @@ def export_checkpoint(
     trust_remote_code: bool = False,
     as_adapter: bool = False,
 ) -> Path:
-    """Write the model of a checkpoint to `out`, and read it back to compare.
+    """Write the model of a checkpoint to `out`, then read it back and compare.
 
-    path: a checkpoint, or a run's folder, whose newest checkpoint is taken. Returns the checkpoint.
-    as_adapter: of a LoRA run, write the adapter as PEFT loads it; else it is merged into its base.
+    path: a checkpoint, or a run's folder, whose newest checkpoint is taken. Return the checkpoint.
+    as_adapter: write the adapter of a LoRA run in PEFT's format; otherwise it is merged.
 
     Raises:
-        CheckpointError: no complete and undamaged checkpoint there, or one that does not fit its
-            own config.
-        ModelError: `out` cannot be written, holds files that no export wrote, or does not read
-            back as it was written.
+        CheckpointError: there is no complete and undamaged checkpoint, or it does not fit its own
+            config.
+        ModelError: `out` cannot be written, contains files that no export wrote, or does not
+            load as it was written.
     """
-    out = _checked_out(Path(out))
-    found = _locate(Path(path))
-    folder = found.path if isinstance(found, SavedCheckpoint) else found
-    if isinstance(found, SavedCheckpoint):
-        found.verify()
+    out = _check_out(Path(out))
+    folder = _find_checkpoint(Path(path))
     try:
         if as_adapter:
-            _write_adapter(folder, out)
+            _export_adapter(folder, out)
         else:
-            _write_model(folder, out, dtype, trust_remote_code)
+            _export_model(folder, out, dtype, trust_remote_code)
     except OSError as error:
         raise ModelError(f"exporting {folder} to {str(out)!r} failed: {error}") from error
     return folder
 
 
-def _checked_out(out: Path) -> Path:
-    """`out` as an absolute path; ModelError if writing there would delete what is not ours."""
+def _check_out(out: Path) -> Path:
+    """Return `out` as an absolute path; ModelError if an export there would delete other files."""
     out = out.expanduser().resolve()
     if Path.cwd().is_relative_to(out):
         raise ModelError(
-            f"output folder {str(out)!r} is, or holds, the working folder; name a new folder"
+            f"output folder {str(out)!r} is, or contains, the working directory; name a new folder"
         )
     if out.exists() and not out.is_dir():
         raise ModelError(f"output folder {str(out)!r} is a file; name a new folder")
     if out.is_dir() and any(out.iterdir()):
-        other = foreign_file(out)
-        if other is None and "exported_from" not in read_manifest(out):
-            other = MANIFEST  # of a checkpoint, or of what a run has written
-        if other is not None:
+        foreign = storage.find_foreign_file(out)
+        if foreign is None and "exported_from" not in storage.read_manifest(out):
+            foreign = storage.MANIFEST  # a checkpoint, or the output of a run
+        if foreign is not None:
             raise ModelError(
-                f"output folder {str(out)!r} holds {other!r}, which no export wrote; name a new "
-                "folder (only an earlier export is replaced)"
+                f"output folder {str(out)!r} contains {foreign!r}, which no export wrote; name a "
+                "new folder (only an earlier export is replaced)"
             )
     return out
 
 
-def _write_adapter(folder: Path, out: Path) -> None:
-    if not (folder / _ADAPTER).is_dir():
-        raise CheckpointError(f"checkpoint {folder} holds no adapter: all weights were trained")
-    with new_folder(out, exported_from=str(folder)) as partial:
-        shutil.copytree(
-            folder / _ADAPTER, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST)
-        )
-
-
-def _write_model(folder: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    described = folder / "huggingface"
-    if not (described / "config.json").is_file():
-        raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
-    config = AutoConfig.from_pretrained(described, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    wanted = parameter_shards(model)
-    check_disk_space(out, sum(tensor.numel() for tensor in wanted.values()) * dtype.itemsize)
-    if any(folder.glob("model_world_size_*")):
-        found = _read_verl(folder, wanted)
-    elif (folder / _ADAPTER).is_dir():
-        found = _merge_adapter(folder, trust_remote_code)
-    else:
-        found = _read_dcp(folder, wanted, dtype)
-    tensors = {n: x.to(dtype) if x.is_floating_point() else x for n, x in found.items()}
-    tokenizer = AutoTokenizer.from_pretrained(described, trust_remote_code=trust_remote_code)
-    generation = None
-    if (described / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(described)
-    write_pretrained(
-        type(model), config, generation, tokenizer, tensors, out, exported_from=str(folder)
-    )
-
-
-def _locate(path: Path) -> SavedCheckpoint | Path:
-    """A checkpoint, or the newest of a run; or the folder of verl's with the tensors."""
-    for candidate in (path, path / "actor"):
-        if any(candidate.glob("model_world_size_*_rank_*.pt")):
-            return candidate
-    latest = path / "latest_checkpointed_iteration.txt"  # verl's
-    if latest.is_file():
-        step = latest.read_text().strip()
-        if not step.isdigit():
-            raise CheckpointError(f"{latest} holds {step[:40]!r}, expected the number of a step")
-        return _locate(path / f"global_step_{step}")
+def _find_checkpoint(path: Path) -> Path:
+    """Return the folder of a verified checkpoint, the newest one of a run, or verl's shards."""
+    if verl_folder := _find_verl_folder(path):
+        return verl_folder
     plan = resume_plan(path, "auto")
     if plan.skipped:
         raise CheckpointError(
-            f"{plan.skipped[-1]}; to export an older one name it, as {plan.candidates[0].path}"
+            f"{plan.skipped[-1]}; to export an older one, name it, e.g. {plan.candidates[0].path}"
         )
-    return plan.candidates[0] if plan.candidates else open_checkpoint(path)
+    checkpoint = plan.candidates[0] if plan.candidates else open_checkpoint(path)
+    checkpoint.verify()
+    return checkpoint.path
+
+
+def _export_adapter(folder: Path, out: Path) -> None:
+    if not (folder / _ADAPTER).is_dir():
+        raise CheckpointError(f"checkpoint {folder} has no adapter: all weights were trained")
+    with storage.atomic_folder(out, exported_from=str(folder)) as partial:
+        shutil.copytree(
+            folder / _ADAPTER,
+            partial,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns(storage.MANIFEST),
+        )
+
+
+def _export_model(folder: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool) -> None:
+    hf_folder = folder / "huggingface"
+    if not (hf_folder / "config.json").is_file():
+        raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
+    config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    expected = parameter_shards(model)
+    storage.check_disk_space(
+        out, sum(tensor.numel() for tensor in expected.values()) * dtype.itemsize
+    )
+    if any(folder.glob("model_world_size_*")):
+        tensors = _read_verl(folder, expected)
+    elif (folder / _ADAPTER).is_dir():
+        tensors = _merge_adapter(folder, trust_remote_code)
+    else:
+        tensors = _read_dcp(folder, expected, dtype)
+    tensors = {n: x.to(dtype) if x.is_floating_point() else x for n, x in tensors.items()}
+    tokenizer = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
+    if (hf_folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(hf_folder)
+    write_pretrained(model, tokenizer, tensors, out, exported_from=str(folder))
 
 
 def _read_dcp(
-    folder: Path, wanted: Mapping[str, torch.Tensor], dtype: torch.dtype
+    folder: Path, expected: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     tensors = {
         name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype)
-        for name, x in wanted.items()
+        for name, x in expected.items()
     }
     saved = {f"actor/model/{name}": tensor for name, tensor in tensors.items()}
     try:
-        with warnings.catch_warnings():  # "assuming the intent is to load in a single process": yes
+        with warnings.catch_warnings():  # "assuming the intent is to load in a single process"
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(saved, checkpoint_id=folder / TENSORS, no_dist=True)
     except dcp.CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"checkpoint {folder} does not hold its model: {reason}") from error
+        raise CheckpointError(
+            f"checkpoint {folder} does not contain its model: {reason}"
+        ) from error
     return tensors
 
 
@@ -166,54 +158,78 @@ def _merge_adapter(folder: Path, trust_remote_code: bool) -> dict[str, torch.Ten
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint {folder} adapts the model {path!r}, which cannot be read: {error}"
+            f"checkpoint {folder} is an adapter of the model {path!r}, which cannot be read: "
+            f"{error}"
         ) from None
     return parameter_shards(PeftModel.from_pretrained(base, folder / _ADAPTER).merge_and_unload())
 
 
-def _read_verl(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    files = {}
-    for file in folder.glob("model_world_size_*_rank_*.pt"):
-        world, rank = map(int, _SHARD.fullmatch(file.name).groups())
-        files[rank] = file
-    if sorted(files) != list(range(world)):
-        raise CheckpointError(f"checkpoint {folder} has shards of ranks {sorted(files)} of {world}")
+def _find_verl_folder(path: Path) -> Path | None:
+    """Return the folder with verl's shards: `path`, its `actor`, or that of its latest step."""
+    for candidate in (path, path / "actor"):
+        if any(_VERL_SHARD.fullmatch(f.name) for f in candidate.glob("model_world_size_*.pt")):
+            return candidate
+    latest = path / "latest_checkpointed_iteration.txt"
+    if not latest.is_file():
+        return None
+    step = latest.read_text().strip()
+    if not step.isdigit():
+        raise CheckpointError(f"{latest} contains {step[:40]!r}, expected the number of a step")
+    return _find_verl_folder(path / f"global_step_{step}")
+
+
+def _read_verl(folder: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the full tensors with the names and shapes of `expected`; execute no code of a file.
+
+    Raises:
+        CheckpointError: a shard is missing or cannot be loaded with `weights_only`, or a tensor is
+            missing or has another shape.
+    """
+    files, world_size = {}, 0
+    for file in folder.iterdir():
+        if match := _VERL_SHARD.fullmatch(file.name):
+            world_size, rank = map(int, match.groups())
+            files[rank] = file
+    if sorted(files) != list(range(world_size)):
+        raise CheckpointError(
+            f"checkpoint {folder} has shards of ranks {sorted(files)}, expected {world_size}"
+        )
     try:
         shards = [
             torch.load(files[rank], map_location="cpu", weights_only=True, mmap=True)
-            for rank in range(world)
+            for rank in range(world_size)
         ]
     except (UnpicklingError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
-            f"checkpoint {folder} has a shard that is no data: {reason}"
+            f"checkpoint {folder} has a shard that is not plain data: {reason}"
         ) from None
-    if missing := sorted(set(wanted) - set(shards[0])):
+    if missing := sorted(set(expected) - set(shards[0])):
         raise CheckpointError(f"checkpoint {folder} lacks {missing[0]!r}, one of {len(missing)}")
-    return {
-        name: _joined(folder, name, [shard[name] for shard in shards], like.shape)
-        for name, like in wanted.items()
-    }
+    tensors = {}
+    for name, like in expected.items():
+        full = _concatenate([shard[name] for shard in shards], like.shape)
+        if full.shape != like.shape:
+            raise CheckpointError(
+                f"checkpoint {folder}: {name} is {tuple(full.shape)}, expected {tuple(like.shape)}"
+            )
+        tensors[name] = full
+    return tensors
 
 
-def _joined(folder: Path, name: str, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """The whole tensor; parts[r] is rank r's: a DTensor, or a plain piece along dim 0."""
-    first = parts[0]
+def _concatenate(shards: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """Join one tensor's shards by rank: DTensors, or plain shards of dim 0 (or replicas)."""
+    first = shards[0]
     if isinstance(first, DTensor):
-        mesh = first.device_mesh.mesh
-        local = [part.to_local() for part in parts]
-        whole = _join_mesh(local, mesh, first.placements)
-    else:
-        whole = first if first.shape == shape else torch.cat(parts)
-    if whole.shape != shape:
-        raise CheckpointError(
-            f"checkpoint {folder}: {name} is {tuple(whole.shape)}, expected {tuple(shape)}"
-        )
-    return whole
+        local = [shard.to_local() for shard in shards if isinstance(shard, DTensor)]
+        return _join_mesh(local, first.device_mesh.mesh, first.placements)
+    return first if first.shape == shape else torch.cat(list(shards))
 
 
-def _join_mesh(local: list[torch.Tensor], ranks: torch.Tensor, placements) -> torch.Tensor:
-    """Concatenate over each dimension of `ranks` that shards, take any where it replicates."""
+def _join_mesh(
+    local: Sequence[torch.Tensor], ranks: torch.Tensor, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """Concatenate along each mesh dimension that shards; take the first where it replicates."""
     if not placements:
         return local[int(ranks)]
     placement, *inner = placements

@@ -1,59 +1,23 @@
-"""Write a sharded model as a Hugging Face folder that transformers and vLLM load."""
+"""Write a model as a Hugging Face folder for transformers and vLLM, and its adapter for PEFT."""
 
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from transformers import (
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridengine.errors import ModelError
-from hybridengine.model.lora import adapter_shards, save_adapter
-from hybridengine.model.parameters import name_as_checkpoint, original_class, parameter_shards
-from hybridengine.runtime.rank_zero import run_on_rank0
-from hybridengine.sharding.adapter import Adapter
-from hybridengine.storage import new_folder
-
-__all__ = [
-    "check_disk_space",
-    "save_description",
-    "save_pretrained",
-    "write_pretrained",
-]
-
-
-def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
-    """Raise ModelError if `out_dir` cannot be written or its disk has not `num_bytes` free."""
-    folder = Path(out_dir).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ModelError(f"output folder {str(out_dir)!r}: {str(folder)!r} is no writable folder")
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise ModelError(
-            f"output folder {str(out_dir)!r} has {_readable(free)} free where "
-            f"{_readable(num_bytes)} are needed; free some space or choose another folder"
-        )
-
-
-def _readable(num_bytes: int) -> str:
-    """In the largest unit of which it has at least one: 1000 bytes, 12.3 MiB, 1.5 GiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
+from hybridengine.model.lora import adapter_shards, lora_layers
+from hybridengine.model.parameters import original_class, parameter_shards, use_checkpoint_names
+from hybridengine.runtime.all_ranks import run_on_rank0
+from hybridengine.sharding.shards import full_tensor
+from hybridengine.storage import atomic_folder, check_disk_space
 
 
 def save_pretrained(
@@ -62,115 +26,132 @@ def save_pretrained(
     out_dir: str | Path,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write weights (in `dtype`), config, generation config and tokenizer; all ranks call.
+    """Write weights (in `dtype`), config, generation config and tokenizer; collective.
 
-    Adapters are merged into what they adapt. Parameters are gathered one at a time in `dtype` and
-    kept by rank 0 alone, in CPU memory. The folder appears under its name when it is complete and
-    read back, replacing what was there.
+    Adapters are merged. The folder is read back and compared before it takes its name, and replaces
+    an existing one.
 
     Raises:
-        ModelError: on every rank, if rank 0 cannot write; nothing that looks whole is left.
+        ModelError: on every rank, if rank 0 cannot write; no incomplete folder is left.
     """
     out = Path(out_dir).absolute()
-    stored = parameter_shards(model)
-    num_bytes = sum(tensor.numel() for tensor in stored.values()) * dtype.itemsize
+    num_bytes = sum(t.numel() for t in parameter_shards(model).values()) * dtype.itemsize
     doing = f"saving the model to {str(out)!r}"
     run_on_rank0(lambda: check_disk_space(out, num_bytes), doing)
-    state_dict = _gather(stored, adapter_shards(model), dtype)
-    run_on_rank0(
-        lambda: write_pretrained(
-            original_class(model), model.config, _generation(model), tokenizer, state_dict, out
-        ),
-        doing,
-    )
+    state_dict = _full_state_dict(model, dtype)
+    run_on_rank0(lambda: write_pretrained(model, tokenizer, state_dict, out), doing)
 
 
-def _save_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path
-) -> None:
-    """All that `save_pretrained` writes but the weights; all ranks call."""
-
-    def write() -> None:
-        model.config.save_pretrained(out_dir)
-        if (generation := _generation(model)) is not None:
-            generation.save_pretrained(out_dir)
-        tokenizer.save_pretrained(out_dir)
-
-    run_on_rank0(write, f"saving the model's configuration to {str(out_dir)!r}")
-
-
-def save_description(
+def save_model_files(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, weights: bool
 ) -> None:
-    """What makes a checkpoint in `folder` one of this model: `huggingface`, with `weights` or
-    without, and `adapter` if it has one; all ranks call."""
-    (save_pretrained if weights else _save_config)(model, tokenizer, folder / "huggingface")
+    """Write `huggingface/` and, with LoRA, `adapter/` into a checkpoint's `folder`; collective.
+
+    weights: write the full weights as well as config and tokenizer.
+    """
+    hf_folder = folder / "huggingface"
+
+    def save_configs() -> None:
+        model.config.save_pretrained(hf_folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(hf_folder)
+        tokenizer.save_pretrained(hf_folder)
+
+    if weights:
+        save_pretrained(model, tokenizer, hf_folder)
+    else:
+        run_on_rank0(save_configs, f"saving the model's configuration to {str(hf_folder)!r}")
     if hasattr(model, "peft_config"):
         save_adapter(model, folder / "adapter")
 
 
-def _generation(model: PreTrainedModel) -> GenerationConfig | None:
-    return model.generation_config if model.can_generate() else None
-
-
 @torch.no_grad()
-def _gather(
-    stored: dict[str, DTensor | torch.Tensor], adapters: dict[str, Adapter], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Whole tensors on rank 0's CPU; empty elsewhere."""
-    whole = {}
-    for name, tensor in stored.items():
+def _full_state_dict(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Gather full tensors in `dtype`, one at a time, to the CPU of rank 0; empty elsewhere.
+
+    `get_model_state_dict(full_state_dict=True, cpu_offload=True)` gathers float32: twice the
+    traffic, and twice the memory on rank 0.
+    """
+    adapters, state_dict = adapter_shards(model), {}
+    for name, tensor in parameter_shards(model).items():
         if name in adapters:
-            tensor = adapters[name].merge_whole(tensor).to(dtype)
+            tensor = adapters[name].merge_full(tensor).to(dtype)
         elif tensor.is_floating_point():
-            tensor = tensor.to(dtype)  # before the gather: half the bytes
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+            tensor = tensor.to(dtype)  # before the gather
+        full = full_tensor(tensor)
         if dist.get_rank() == 0:
-            whole[name] = tensor.cpu()
-    return whole
+            state_dict[name] = full.cpu()
+    return state_dict
 
 
 def write_pretrained(
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    generation: GenerationConfig | None,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     state_dict: Mapping[str, torch.Tensor],
     out: Path,
     **origin: str,
 ) -> None:
-    """Write full tensors, named as `parameter_shards` names them, and read them back to compare.
+    """Write full tensors, named as by `parameter_shards`, then read them back and compare.
 
-    origin: kept in the folder's manifest, see `storage.seal`.
+    model: gives the class and the configs only. origin: further entries of the folder's manifest,
+    see `storage.write_manifest`.
 
     Raises:
-        ModelError: what transformers loads from the folder is not what was written; nothing is
-            left then.
+        ModelError: transformers loads other values than were written; no folder is left.
     """
     dtype = next(x.dtype for x in state_dict.values() if x.is_floating_point())
+    model_class: Any = original_class(model)
     with torch.device("meta"):
-        skeleton = model_class(copy.deepcopy(config)).to(dtype)
-    if generation is not None:
-        skeleton.generation_config = generation
-    name_as_checkpoint(skeleton)
-    with new_folder(out, **origin) as partial:
+        skeleton = model_class(copy.deepcopy(model.config)).to(dtype)
+    if model.can_generate():
+        skeleton.generation_config = model.generation_config
+    use_checkpoint_names(skeleton)
+    with atomic_folder(out, **origin) as partial:
         skeleton.save_pretrained(partial, state_dict=dict(state_dict))
         tokenizer.save_pretrained(partial)
         _compare(model_class, partial, state_dict, dtype)
 
 
 def _compare(
-    model_class: type[PreTrainedModel],
-    folder: Path,
-    written: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
+    model_class: Any, folder: Path, written: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
     model, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     loaded = parameter_shards(model)
     wrong = {name for name, x in loaded.items() if not torch.equal(x, written[name].to(x.dtype))}
-    if found := sorted(wrong | set(report["missing_keys"]) | (set(written) - set(loaded))):
+    if names := sorted(wrong | set(report["missing_keys"]) | (set(written) - set(loaded))):
         raise ModelError(
-            f"the written model does not read back: {len(found)} tensors, such as {found[0]!r}, "
-            "are missing, differ or are not finite"
+            f"the saved model differs from the model in memory: {len(names)} tensors, such as "
+            f"{names[0]!r}, are missing, changed or not finite"
         )
+
+
+@torch.no_grad()
+def save_adapter(model: PreTrainedModel, out_dir: str | Path) -> None:
+    """Write the adapter in float32 as a folder for `peft.PeftModel.from_pretrained`; collective.
+
+    Raises:
+        ModelError: on every rank, if rank 0 cannot write.
+    """
+    tensors = {}
+    for name, layer in lora_layers(model):
+        for part in ("lora_A", "lora_B"):
+            full = full_tensor(getattr(layer, part)[layer.active_adapters[0]].weight.detach())
+            if dist.get_rank() == 0:
+                tensors[f"base_model.model.{name}.{part}.weight"] = full.cpu().contiguous()
+
+    config: Any = copy.copy(*model.peft_config.values())
+    config.target_modules = sorted(name for name, _ in lora_layers(model))
+    config.base_model_name_or_path = _base_name(model.config.name_or_path or "")
+    config.inference_mode = True
+
+    def write() -> None:
+        with atomic_folder(Path(out_dir).absolute()) as out:
+            save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+            config.save_pretrained(str(out))
+
+    run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}")
+
+
+def _base_name(name: str) -> str:
+    """Return the absolute path of a local base model, or a hub name unchanged."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name

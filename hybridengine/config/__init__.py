@@ -1,30 +1,38 @@
 """Typed configuration of a run: YAML plus `key=value` overrides, under verl's key names.
 
-Every key here changes what a run does. A key that does not exist is an error, with a suggestion
-where one is close; verl's keys are accepted, mapped or explained by `config.aliases`, the one table
-of them. All faults of a configuration are one error. Nothing here imports torch.
-
     config = load_config("examples/demo/config.yaml", ["actor.optim.lr=1e-6"])
+
+Every key changes what a run does. An unknown key is an error, with a suggestion where one is close;
+verl's other keys are accepted, renamed or refused by the tables of `config.aliases`. All faults are
+one error. Nothing here imports torch.
+
+    common, rl, sft    every key: type, range, default, meaning
+    aliases            verl's keys
+    loading            YAML and overrides → a checked configuration
+    validation         keys checked against each other
+    reference          the list that `hybridengine keys` prints
 """
 
-from hybridengine.config.errors import ConfigError, ConfigNote
-from hybridengine.config.loading import (
-    PPO,
-    config_to_yaml,
-    keys_of,
-    load_config,
-    load_sft_config,
-)
-from hybridengine.config.schema import GRPOConfig, JobConfig
-from hybridengine.config.sft import SFTConfig
+from hybridengine.config.common import Dtype, JobConfig, OptimConfig, RateConfig, ShardingConfig
+from hybridengine.config.loading import PPO, config_to_yaml, keys_of, load_config, load_sft_config
+from hybridengine.config.rl import DataConfig, GRPOConfig, RewardConfig
+from hybridengine.config.sft import SFTConfig, SFTDataConfig
+from hybridengine.errors import ConfigError, ConfigNote
 
 __all__ = [
     "PPO",
     "ConfigError",
     "ConfigNote",
+    "DataConfig",
+    "Dtype",
     "GRPOConfig",
     "JobConfig",
+    "OptimConfig",
+    "RateConfig",
+    "RewardConfig",
     "SFTConfig",
+    "SFTDataConfig",
+    "ShardingConfig",
     "config_to_yaml",
     "keys_of",
     "load_config",

@@ -1,16 +1,15 @@
-"""What verl's keys mean here: the one table of them, a `Names` for each kind of job.
+"""What verl's keys mean here: one AliasTable for each kind of job.
 
-A key that is ours is taken as it is. Every other one is first renamed by `aliases` (the longest
-prefix wins, the rest of the path is kept), so the patterns below are about names without
-`actor_rollout_ref.`; then the first table that matches decides, in this order:
+A native key is taken as it is. Every other key is first renamed by `aliases` (the longest prefix
+wins, the rest of the path is kept), so the patterns below are about names without
+`actor_rollout_ref.`; then the first table with a matching pattern decides, in this order:
 
-    fixed     we always do the same: these values are accepted, any other is refused
-    shared    it is one setting with another key of ours: its value has to be equal
-    refused   it changes what is computed, and we do not do it: the sentence says what to do
-    ignored   it changes no result: accepted and named in one note, with the reason
+    fixed     the setting has one value here: these values are accepted, any other is refused
+    shared    the setting is that of another native key: the value has to be equal
+    refused   it changes results and is not supported: the text says what to do instead
+    ignored   it changes no result: accepted, and named in one note with the reason
 
-The left side holds patterns (`*` matches dots too), separated by blanks. null is verl's "not set"
-and accepted by all of them.
+Patterns (`*` matches dots too) are separated by blanks. All tables accept null, verl's "not set".
 """
 
 from __future__ import annotations
@@ -19,30 +18,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RL_NAMES", "SFT_NAMES", "Names"]
-
 
 @dataclass(frozen=True)
-class Names:
-    """How one kind of job reads keys that are not its own; see the module."""
+class AliasTable:
+    """How one kind of job reads keys that are not native; see the module."""
 
-    aliases: Mapping[str, str]
+    aliases: Mapping[str, str]  # prefix → native prefix
     fixed: Mapping[str, tuple[tuple[Any, ...], str]]  # patterns → (accepted values, why no other)
-    shared: Mapping[str, str]  # patterns → our key
-    refused: Mapping[str, str]  # patterns → what to do
+    shared: Mapping[str, str]  # patterns → native key
+    refused: Mapping[str, str]  # patterns → what to do instead
     ignored: Mapping[str, str]  # patterns → why it has no effect
+
+    def native(self, given: str) -> str:
+        """Return `given` with the longest prefix that is an alias replaced."""
+        matching = [alias for alias in self.aliases if f"{given}.".startswith(f"{alias}.")]
+        alias = max(matching, key=len, default="")
+        return self.aliases[alias] + given[len(alias) :] if alias else given
 
 
 _OFF = (False, 0, -1, "")
+_UNSUPPORTED = "it is not supported"
 _BY_TOKENS = "micro-batches are filled by tokens, see actor.ppo_max_token_len_per_gpu"
 _PACKED = "sequences are always packed"
-_FUSED = "the fused operators do it"
-_PLACED = "where tensors wait is for all models as actor.fsdp_config says"
-_ACTORS = "critic and reference are laid out and split as the actor"
+_FUSED = "the operators are always fused"
+_OFFLOAD = "offload of all models follows actor.fsdp_config"
+_AS_ACTOR = "critic and reference are sharded as the actor"
 _RAY = "ranks are started by torchrun, not by Ray"
-_ENGINE = "give it to the engine by rollout.engine_kwargs.vllm"
+_ENGINE = "pass it to the engine in rollout.engine_kwargs.vllm"
 _OWN_CODE = "register your own under a name, see model.external_lib"
-_TEXT = "data is text; images, video and audio are not read"
+_ONE_TURN = "a rollout is one response, without tools"
+_COLOCATED = "engine and trainer always share ranks"
+_TEXT = "only text is supported, no images, video or audio"
+_MANAGER = "set reward.reward_manager.name to package.module.Class"
 _NOT_FSDP = "training is FSDP2; tensor, pipeline and expert parallelism are the engine's"
 
 _REFUSED = {
@@ -53,7 +60,7 @@ _REFUSED = {
     "*.lora_adapter_path *.lora.adapter_path": "merge the adapter into the model first",
     "model.exclude_modules": "name the modules to adapt in model.target_modules",
     "*.custom_cls.*": "convert the data to verl's columns",
-    "trainer.checkpoint_callback_class": "it is not done here",
+    "trainer.checkpoint_callback_class": _UNSUPPORTED,
     "trainer.default_hdfs_dir": "copy the run's folder yourself",
 }  # fmt: skip
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -61,23 +68,23 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.optimizer": (("AdamW", "adamw"), "the optimizer is AdamW"),
     "*.optimizer_impl": (("torch.optim",), "the optimizer is torch's AdamW"),
     "*.optim.total_training_steps": ((-1,), "set trainer.total_training_steps"),
-    "*.min_lr_ratio": ((0, 0.0), "schedules end at 0"),
+    "*.min_lr_ratio": ((0,), "schedules end at 0"),
     "*.num_cycles": ((0.5,), "the cosine schedule is half a cycle"),
     "*.zero_indexed_step": ((True,), "the first step is step 0 of the schedule"),
-    "*.model_dtype": (("fp32", "float32"), "trained weights are float32, the compute is "
+    "*.model_dtype": (("fp32", "float32"), "trained weights are float32, the compute type is "
                       "fsdp_config.dtype"),
     "*.mixed_precision.param_dtype": (("bf16", "bfloat16"), "set fsdp_config.dtype"),
     "*.mixed_precision.reduce_dtype *.mixed_precision.buffer_dtype": (
         ("fp32", "float32"), "gradients are reduced in float32"),
     "*.qat.enable *.mtp.enable *.tiled_mlp.enabled *.full_determinism "
-    "*.use_no_sync_for_gradient_accumulation": (_OFF, "it is not done here"),
+    "*.use_no_sync_for_gradient_accumulation trainer.esi_redundant_time trainer.val_only": (
+        _OFF, _UNSUPPORTED),
     "*.enable_activation_offload": (_OFF, "set model.enable_gradient_checkpointing to save memory"),
     "*.pad_to_length": (_OFF, _PACKED),
     "*.lora.rank": ((0,), "set model.lora_rank"),
     "*.freeze_vision_tower": (_OFF, _TEXT),
-    "data.train_max_samples data.val_max_samples": ((-1,), "write fewer rows to the file"),
-    "trainer.device": (("cuda", "cpu"), "ranks use GPUs where there are some, else the CPU"),
-    "trainer.esi_redundant_time trainer.val_only": (_OFF, "it is not done here"),
+    "data.train_max_samples data.val_max_samples": ((-1,), "write fewer rows to the data file"),
+    "trainer.device": (("cuda", "cpu"), "ranks use GPUs if there are any, else the CPU"),
     "trainer.del_local_ckpt_after_load": (_OFF, "set trainer.max_actor_ckpt_to_keep"),
 }  # fmt: skip
 _IGNORED = {
@@ -93,15 +100,15 @@ _IGNORED = {
     "traced; a run writes its timings to metrics.jsonl",
     "*.checkpoint.* checkpoint.*": "a checkpoint always has everything, saved in the background; "
     "trainer.save_hf_model adds a Hugging Face folder",
-    "*.qat.* *.turbo_config.* *.mtp.* *.lora.*": "it belongs to a part that is switched off",
+    "*.qat.* *.turbo_config.* *.mtp.* *.lora.*": "it belongs to a feature that is off",
     "*.use_shm data.tokenizer data.*num_workers data.filter_overlong_prompts_workers "
-    "data.return_raw* data.return_full_prompt": "how data is loaded changes no result",
-    "data.trust_remote_code": "model.trust_remote_code is for all",
+    "data.return_raw* data.return_full_prompt": "it changes how data is loaded, not what",
+    "data.trust_remote_code": "model.trust_remote_code is for all models",
     "ray_kwargs.* ray_init.* *.nccl_timeout trainer.ray_* trainer.use_legacy_worker_impl "
     "trainer.use_v1": _RAY,
 }  # fmt: skip
 
-RL_NAMES = Names(
+RL_ALIASES = AliasTable(
     aliases={
         "actor_rollout_ref.model": "model",
         "actor_rollout_ref.actor": "actor",
@@ -109,9 +116,8 @@ RL_NAMES = Names(
         "actor_rollout_ref.ref": "ref",
         "actor_rollout_ref.model.custom_chat_template": "data.chat_template",
         "actor_rollout_ref.rollout.seed": "seed",
-        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": (
-            "actor.ulysses_sequence_parallel_size"
-        ),
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size":
+            "actor.ulysses_sequence_parallel_size",
         "actor_rollout_ref.actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
         "critic.fsdp": "critic.model.fsdp_config",
         "custom_reward_function": "reward.custom_reward_function",
@@ -130,11 +136,10 @@ RL_NAMES = Names(
     },
     refused=_REFUSED | {
         "actor.ppo_micro_batch_size": "set actor.ppo_max_token_len_per_gpu, in tokens",
-        "ref.model.*": "the reference is the model that training begins with",
+        "ref.model.*": "the reference is the initial model",
         "actor.tis_imp_ratio_cap": "set algorithm.rollout_correction.rollout_is_threshold",
         "actor.policy_loss.?*": "the constants of a loss mode are its paper's, see "
         "docs/algorithms.md",
-        "actor.tau_pos actor.tau_neg": "they are SAPO's 1.0 and 1.05",
         "rollout.stop_token_ids": "set rollout.stop, or eos_token_id in the model's "
         "generation_config.json",
         "rollout.repetition_penalty rollout.min_p": "it would change the distribution that is "
@@ -145,7 +150,7 @@ RL_NAMES = Names(
         "reward.reward_loop_* reward.reward_model.reward_loop_*": _OWN_CODE,
         "model.torch_dtype": "set actor.fsdp_config.dtype",
         "rollout.agent.agent_loop_config_path rollout.agent.custom_async_server.* "
-        "rollout.multi_turn.*_path data.*tool*_path": "a rollout is one response, without tools",
+        "rollout.multi_turn.*_path data.*tool*_path": _ONE_TURN,
     },
     fixed=_FIXED | {
         "actor.loss_scale_factor": ((), "it is data.max_response_length"),
@@ -154,12 +159,12 @@ RL_NAMES = Names(
             _OFF, "set actor.fsdp_config.param_offload"),
         "actor.policy_loss.clip_cov_ratio actor.policy_loss.kl_cov_ratio": (
             (0.0002,), "it is the paper's 0.0002"),
-        "actor.policy_loss.clip_cov_lb": ((1, 1.0), "it is the paper's 1"),
-        "actor.policy_loss.clip_cov_ub": ((5, 5.0), "it is the paper's 5"),
+        "actor.policy_loss.clip_cov_lb": ((1,), "it is the paper's 1"),
+        "actor.policy_loss.clip_cov_ub": ((5,), "it is the paper's 5"),
         "actor.policy_loss.ppo_kl_coef": ((0.1,), "it is 0.1"),
-        "actor.tau_pos": ((1, 1.0), "it is SAPO's 1.0"),
+        "actor.tau_pos": ((1,), "it is SAPO's 1.0"),
         "actor.tau_neg": ((1.05,), "it is SAPO's 1.05"),
-        "actor_rollout_ref.hybrid_engine": ((True,), "engine and trainer always share ranks"),
+        "actor_rollout_ref.hybrid_engine": ((True,), _COLOCATED),
         "rollout.do_sample": ((True,), "set rollout.temperature low to sample less"),
         "rollout.ignore_eos": (_OFF, "a response ends at the end-of-sequence token"),
         "rollout.over_sample_rate": (_OFF, "every prompt gets rollout.n responses"),
@@ -172,30 +177,25 @@ RL_NAMES = Names(
         "rollout.limit_images": ((), _TEXT),
         "rollout.quantization rollout.quantization_config_file rollout.mtp rollout.qat": (
             (), "the engine's weights are the trainer's, in rollout.dtype"),
-        "rollout.enable_rollout_routing_replay": (_OFF, "it is not done here"),
-        "rollout.disaggregation.enabled": (_OFF, "engine and trainer always share ranks"),
-        "rollout.multi_turn.enable": (_OFF, "a rollout is one response, without tools"),
-        "rollout.agent.default_agent_loop": (
-            ("single_turn_agent",), "a rollout is one response, without tools"),
-        "rollout.nnodes": ((0,), "engine and trainer always share ranks"),
+        "rollout.enable_rollout_routing_replay algorithm.use_pf_ppo distillation.enabled "
+        "algorithm.rollout_correction.bypass_mode transfer_queue.enable skip.*.enable "
+        "algorithm.rollout_correction.rollout_is_batch_normalize": (_OFF, _UNSUPPORTED),
+        "rollout.disaggregation.enabled": (_OFF, _COLOCATED),
+        "rollout.multi_turn.enable": (_OFF, _ONE_TURN),
+        "rollout.agent.default_agent_loop": (("single_turn_agent",), _ONE_TURN),
+        "rollout.nnodes": ((0,), _COLOCATED),
         "rollout.engine_kwargs.sglang.* rollout.engine_kwargs.trtllm.*": (
             (), "the engine is vLLM or plain generate"),
         "critic.model.lora_rank critic.model.lora.rank": ((0,), "the critic trains all weights"),
-        "critic.enable": ((True,), "algorithm.adv_estimator=gae has a critic, others have none"),
-        "algorithm.use_pf_ppo": (_OFF, "it is not done here"),
-        "algorithm.rollout_correction.bypass_mode "
-        "algorithm.rollout_correction.rollout_is_batch_normalize": (_OFF, "it is not done here"),
+        "critic.enable": ((True,), "only algorithm.adv_estimator=gae has a critic"),
         "algorithm.rollout_correction.loss_type": (
             ("ppo_clip",), "set actor.policy_loss.loss_mode"),
         "data.validation_shuffle": (_OFF, "validation keeps the order of its files"),
-        "reward.reward_manager.source": (("register",), "set reward.reward_manager.name to "
-                                         "package.module.Class"),
-        "reward.reward_manager.module.*": (("custom_reward_manager",), "set "
-                                           "reward.reward_manager.name to package.module.Class"),
+        "reward.reward_manager.source": (("register",), _MANAGER),
+        "reward.reward_manager.module.*": (("custom_reward_manager",), _MANAGER),
         "reward.reward_model.enable_resource_pool": (_OFF, "all models share the ranks"),
-        "distillation.enabled transfer_queue.enable skip.*.enable": (_OFF, "it is not done here"),
-        "trainer.v1.trainer_mode": (("sync",), "rollouts are always from the newest weights"),
-        "trainer.v1.sampler.custom_sampler.*": ((), "it is not done here"),
+        "trainer.v1.trainer_mode": (("sync",), "rollouts always use the newest weights"),
+        "trainer.v1.sampler.custom_sampler.*": ((), _UNSUPPORTED),
     },
     shared={
         "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
@@ -206,9 +206,8 @@ RL_NAMES = Names(
         "critic.optim.betas": "actor.optim.betas",
         "critic.optim.lr_scheduler_type critic.optim.warmup_style": "actor.optim.lr_scheduler_type",
         "critic.model.fsdp_config.dtype ref.fsdp_config.dtype": "actor.fsdp_config.dtype",
-        "critic.model.trust_remote_code reward.reward_model.trust_remote_code": (
-            "model.trust_remote_code"
-        ),
+        "critic.model.trust_remote_code reward.reward_model.trust_remote_code":
+            "model.trust_remote_code",
         "rollout.prompt_length": "data.max_prompt_length",
         "rollout.response_length reward.reward_kwargs.max_resp_len": "data.max_response_length",
     },
@@ -217,50 +216,47 @@ RL_NAMES = Names(
         "ref.log_prob_* critic.*_max_token_len_per_gpu reward.reward_model.*micro_batch_size* "
         "reward.reward_model.forward_max_token_len_per_gpu": _BY_TOKENS,
         "ref.fsdp_config.*offload* critic.model.fsdp_config.*offload* "
-        "reward.reward_model.fsdp_config.*offload*": _PLACED,
+        "reward.reward_model.fsdp_config.*offload*": _OFFLOAD,
         "ref.strategy ref.fsdp_config.* critic.model.fsdp_config.* "
         "reward.reward_model.fsdp_config.* *.ulysses_sequence_parallel_size "
         "critic.model.enable_gradient_checkpointing critic.data_loader_seed "
-        "actor.data_loader_seed": _ACTORS,
+        "actor.data_loader_seed": _AS_ACTOR,
         "critic.model.external_lib reward.reward_model.external_lib": "model.external_lib is for "
-        "all",
+        "all models",
         "critic.model.custom_chat_template": "the critic gets the actor's tokens",
         "critic.model.lora* critic.model.*_modules": "the critic trains all its weights",
         "critic.loss_scale_factor": "it is data.max_response_length",
-        "actor.calculate_entropy actor.calculate_sum_pi_squared rollout.calculate_log_probs": (
-            "entropy and log-probs are always there"
-        ),
+        "actor.calculate_entropy actor.calculate_sum_pi_squared rollout.calculate_log_probs":
+            "entropy and log-probs are always computed",
         "rollout.mode rollout.load_format rollout.layered_summon rollout.disable_log_stats "
         "rollout.skip_tokenizer_init rollout.multi_stage_wake_up rollout.checkpoint_engine.* "
         "rollout.agent.num_workers rollout.n_gpus_per_node rollout.router_config_path "
         "rollout.max_parallel_loading_workers rollout.moe_load_balance_metrics_interval "
-        "rollout.disaggregation.*": (
-            "the engine runs in the ranks that train, and the reshard gives it its weights"
-        ),
+        "rollout.disaggregation.*": "the engine runs on the training ranks and gets its weights by "
+        "the reshard",
         "rollout.multi_turn.*": "it belongs to rollout.multi_turn.enable",
         "data.gen_batch_size": "prompts are generated data.train_batch_size at a time",
         "data.image_* data.video_key data.audio_key data.return_multi_modal_inputs "
         "data.mm_processor_kwargs.*": _TEXT,
         "algorithm.pf_ppo.* distillation.* transfer_queue.* skip.* trainer.v1.*": "it belongs to a "
-        "part that is switched off",
+        "feature that is off",
         "algorithm.filter_groups.max_inflight_gen_batches": "batches are generated one by one",
-        "reward.overlong_buffer.log": "the punishment is always in the metrics",
+        "reward.overlong_buffer.log": "the penalty is always in the metrics",
         "reward.reward_model.num_workers reward.*launch_reward_fn_async "
-        "reward.reward_model.use_reward_loop reward.sandbox_fusion.*": "rewards are called "
-        "where rollouts are made",
+        "reward.reward_model.use_reward_loop reward.sandbox_fusion.*": "rewards are "
+        "computed on the ranks that generate",
         "reward.reward_model.rollout.* reward.reward_model.n_gpus_per_node "
-        "reward.reward_model.nnodes reward.reward_model.strategy reward.reward_model.max_length": (
-            "a reward model runs packed on the ranks that train"
-        ),
-        "reward.reward_model.input_tokenizer": "texts are tokenized again where tokenizers differ",
+        "reward.reward_model.nnodes reward.reward_model.strategy reward.reward_model.max_length":
+            "a reward model runs packed on the training ranks",
+        "reward.reward_model.input_tokenizer": "texts are tokenised again where tokenizers differ",
         "trainer.log_val_generations trainer.validation_data_dir": "all rollouts are written, see "
         "trainer.rollout_data_dir",
         "trainer.max_critic_ckpt_to_keep": "actor and critic share a checkpoint",
     },
 )  # fmt: skip
 
-_MESSAGES = "set data.messages_key for whole chats"
-SFT_NAMES = Names(
+_MESSAGES = "set data.messages_key for rows that are chats"
+SFT_ALIASES = AliasTable(
     aliases={
         "model.partial_pretrain": "model.path",
         "engine": "model.fsdp_config",
@@ -281,12 +277,10 @@ SFT_NAMES = Names(
         "and name them in data.prompt_key and data.response_key",
         "data.*tools_key data.*enable_thinking_key": "chats are rendered without tools; "
         "data.apply_chat_template_kwargs is for every row",
-        "model.external_lib": "an SFT run has nothing to register",
-        "optim.override_optimizer_config*": "the optimizer is AdamW with betas and weight_decay",
+        "model.external_lib": "an SFT run has no registries",
     },
     fixed=_FIXED | {
         "model.fsdp_config optim model model_engine": (("fsdp", "hf_model", "dp"), _NOT_FSDP),
-        "optim.optimizer": (("AdamW", "adamw"), "the optimizer is AdamW"),
         "optim.total_training_steps": ((-1,), "set trainer.total_training_steps"),
         "model.fsdp_config.offload_params model.fsdp_config.param_offload": (
             _OFF, "set model.fsdp_config.offload_policy"),
@@ -297,8 +291,7 @@ SFT_NAMES = Names(
         "data.use_dynamic_bsz": "micro-batches are of data.micro_batch_size_per_gpu conversations, "
         "or filled by tokens where that is null",
         "data.multiturn.enable": _MESSAGES,
-        "data.ignore_input_ids_mismatch": "a chat is rendered once, and the template says what is "
-        "the assistant's",
-        "profiler.*": "nothing is profiled",
+        "data.ignore_input_ids_mismatch": "a chat is rendered once, and the template tells the "
+        "assistant's tokens",
     },
 )  # fmt: skip

@@ -1,14 +1,21 @@
-"""YAML and overrides → a checked configuration; all that is wrong with it is one error."""
+"""YAML and overrides → a checked configuration.
+
+Keys are flattened, renamed to native ones (`config.aliases`), checked by pydantic one by one and by
+`config.validation` against each other. All faults are raised as one ConfigError.
+"""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import re
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,24 +25,24 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
-from hybridengine.config.aliases import RL_NAMES, SFT_NAMES
-from hybridengine.config.errors import ConfigError, ConfigNote
-from hybridengine.config.names import Settings
-from hybridengine.config.schema import GRPOConfig, JobConfig
+from hybridengine.config.aliases import RL_ALIASES, SFT_ALIASES, AliasTable
+from hybridengine.config.common import JobConfig, Options
+from hybridengine.config.rl import GRPOConfig
 from hybridengine.config.sft import SFTConfig
-from hybridengine.config.types import Options
-from hybridengine.config.validation import faults
+from hybridengine.config.validation import find_faults
+from hybridengine.errors import ConfigError, ConfigNote
 
-__all__ = ["PPO", "config_to_yaml", "keys_of", "load_config", "load_sft_config"]
-
-# What `hybridengine ppo` takes by default.
+# The defaults of `hybridengine ppo` that differ from those of `hybridengine grpo`.
 PPO = {
     "algorithm.adv_estimator": "gae",
     "trainer.default_local_dir": "runs/ppo",
     "trainer.experiment_name": "ppo",
 }
 _REQUIRED = ("model.path", "data.train_files")
-_KINDS = {GRPOConfig: ("grpo", RL_NAMES), SFTConfig: ("sft", SFT_NAMES)}
+_KINDS = {GRPOConfig: ("grpo", RL_ALIASES), SFTConfig: ("sft", SFT_ALIASES)}
+_HYDRA_KEYS = ("_target_", "hydra", "defaults")
+_KEYS_IN_TEXT = re.compile(r"[\w.]*\w")
+_type_adapter = functools.cache(TypeAdapter)
 
 
 def load_config(
@@ -45,8 +52,8 @@ def load_config(
 ) -> GRPOConfig:
     """Read a YAML file (None: defaults only), apply `key=value` overrides, check everything.
 
-    defaults: native key → value, in place of the schema's own. A key of verl's without effect here
-    is a ConfigNote warning. Raises ConfigError with every fault at once: an unreadable file,
+    defaults: native key → value, replaces the schema's own default. A key of verl without effect
+    here is a ConfigNote warning. Raises ConfigError with every fault at once: an unreadable file,
     unknown keys, wrong types or ranges, and settings that contradict each other.
     """
     return _load(GRPOConfig, path, overrides, defaults)
@@ -58,12 +65,12 @@ def load_sft_config(path: str | Path | None, overrides: Sequence[str] = ()) -> S
 
 
 def config_to_yaml(config: JobConfig) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    """Return the resolved configuration as YAML; `load_config` reads it back to an equal one."""
     return OmegaConf.to_yaml(OmegaConf.create(asdict(typing.cast("Any", config))))
 
 
 def keys_of(group: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of a config class with its type."""
+    """Yield every key of a config class with its type."""
     hints = typing.get_type_hints(group)
     for f in fields(group):
         if is_dataclass(hints[f.name]):
@@ -72,25 +79,21 @@ def keys_of(group: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{f.name}", hints[f.name]
 
 
-_NAMED = re.compile(r"[\w.]*\w")  # keys in a sentence
-_adapter = functools.cache(TypeAdapter)
-
-
 def _load(schema: Any, path: Any, overrides: Sequence[str], defaults: Mapping[str, Any]) -> Any:
-    kind, names = _KINDS[schema]
-    keys = dict(keys_of(schema))
-    free = frozenset(key for key, hint in keys.items() if hint == Options)
-    given = Settings(kind, names, frozenset(keys), free, dict(defaults))
+    kind, aliases = _KINDS[schema]
+    types = dict(keys_of(schema))
+    free = frozenset(key for key, hint in types.items() if hint == Options)
+    given = _Settings(kind, aliases, frozenset(types), free, dict(defaults))
     if path is not None:
-        given.take(_read_file(path), str(path))
-    given.take(_read_overrides(overrides, given.faults), "the command line")
+        file = Path(path).expanduser()
+        given.add(_read(lambda: OmegaConf.load(file), f"config file {file}"), str(path))
+    given.add(_read_overrides(overrides, given.faults), "the command line")
     for key in _REQUIRED:
-        if not given.values.get(key) and key not in given.doubtful:
-            given.faults.append(f"{key} is required and was not given; set it in the config")
-            given.doubtful.add(key)
-    config = _validated(schema, given)
-    crossed = itertools.chain(faults(config), given.check_shared(config))
-    given.faults += [f for f in crossed if not given.doubtful & set(_NAMED.findall(f))]
+        if not given.values.get(key) and key not in given.faulty_keys:
+            given.add_fault(f"{key} is required and was not given; set it in the config", key)
+    config = _validate(schema, given)
+    crossed = itertools.chain(find_faults(config), given.shared_faults(config))
+    given.faults += [f for f in crossed if not given.faulty_keys & set(_KEYS_IN_TEXT.findall(f))]
     if given.faults:
         raise ConfigError(*given.faults)
     for reason, ignored in given.notes.items():
@@ -98,35 +101,8 @@ def _load(schema: Any, path: Any, overrides: Sequence[str], defaults: Mapping[st
     return config
 
 
-def _validated(schema: Any, given: Settings) -> Any:
-    """The configuration, with the defaults in place of values of a wrong type or range."""
-    while True:
-        tree: dict[str, Any] = {}
-        for key, value in given.values.items():
-            *groups, leaf = key.split(".")
-            functools.reduce(lambda node, name: node.setdefault(name, {}), groups, tree)[leaf] = (
-                value
-            )
-        try:
-            return _adapter(schema).validate_python(tree)
-        except ValidationError as error:
-            for key, message in _messages(error, given.values).items():
-                given.faults.append(f"{key} is {given.values.pop(key)!r}: {message}")
-                given.doubtful.add(key)
-
-
-def _messages(error: ValidationError, values: Mapping[str, Any]) -> dict[str, str]:
-    """By key, the first thing that is wrong with its value."""
-    found: dict[str, str] = {}
-    for fault in error.errors():
-        paths = itertools.accumulate(map(str, fault["loc"]), "{}.{}".format)
-        key = next(path for path in paths if path in values)
-        found.setdefault(key, f"{fault['msg'][0].lower()}{fault['msg'][1:]}")
-    return found
-
-
 def _read_overrides(overrides: Sequence[str], faults: list[str]) -> Mapping[str, Any]:
-    """`key=value`, with Hydra's `+` and `++` before the key; what is no such pair is a fault."""
+    """Read `key=value`, with Hydra's `+` and `++` before the key; append what is no such pair."""
     pairs = []
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -139,12 +115,7 @@ def _read_overrides(overrides: Sequence[str], faults: list[str]) -> Mapping[str,
     return _read(lambda: OmegaConf.from_dotlist(pairs), f"overrides {pairs}")
 
 
-def _read_file(path: str | Path) -> Mapping[str, Any]:
-    path = Path(path).expanduser()
-    return _read(lambda: OmegaConf.load(path), f"config file {path}")
-
-
-def _read(read: typing.Callable[[], Any], what: str) -> Mapping[str, Any]:
+def _read(read: Callable[[], Any], what: str) -> Mapping[str, Any]:
     try:
         content = OmegaConf.to_container(read(), resolve=True)
     except FileNotFoundError:
@@ -155,3 +126,160 @@ def _read(read: typing.Callable[[], Any], what: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{what} must hold `key: value` groups, not a list")
     return typing.cast("Mapping[str, Any]", content)
+
+
+@dataclass
+class _Settings:
+    """What files and overrides set, by native key, and what is wrong with it.
+
+    known: all native keys; free: those whose value is a mapping with keys of any name.
+    values: native key → value. faults: one line each. faulty_keys: native keys that a fault is
+    about; further faults about them would only repeat it. notes: reason → keys without effect.
+    """
+
+    kind: str
+    aliases: AliasTable
+    known: frozenset[str]
+    free: frozenset[str]
+    values: dict[str, Any] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    faulty_keys: set[str] = field(default_factory=set)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    _shared: list[tuple[str, str, Any]] = field(default_factory=list)
+
+    def add(self, tree: Mapping[str, Any], source: str) -> None:
+        """Add the settings of one source; they replace those of earlier sources."""
+        here: dict[str, tuple[str, Any]] = {}
+        for given, value in _leaves(tree, self.free):
+            key = self.aliases.native(given)
+            if key in self.free and isinstance(value, Mapping):
+                merged = OmegaConf.merge(self.values.get(key) or {}, value)
+                self.values[key] = OmegaConf.to_container(merged)
+            elif key not in self.known:
+                self._add_foreign(given, key, value, source)
+            elif value is None and given != key:  # verl's "not set"
+                continue
+            elif key in here and here[key][1] not in (None, value):
+                both = f"{here[key][0]} and {given}"
+                self.add_fault(f"{key} is given twice in {source}, as {both}; keep one", key)
+            else:
+                here[key] = (given, value)
+        self.values |= {key: value for key, (_, value) in here.items()}
+
+    def add_fault(self, text: str, *keys: str) -> None:
+        self.faults.append(text)
+        self.faulty_keys.update(keys)
+
+    def shared_faults(self, config: Any) -> Iterator[str]:
+        """Yield a fault for each key whose value has to equal that of another key and does not."""
+        for given, ours, value in self._shared:
+            own = attrgetter(ours)(config)
+            equal = (own, list(own)) if isinstance(own, tuple) else (own,)
+            if own != "auto" and value not in equal:
+                yield f"{given} is {value!r}, but it is one setting with {ours}, which is {own!r}"
+
+    def _add_foreign(self, given: str, key: str, value: Any, source: str) -> None:
+        """Classify a key that is not native as fixed, shared, refused, ignored or unknown."""
+        table, where = self.aliases, f"{given} (in {source})"
+        if rule := _match(table.fixed, given, key):
+            accepted, reason = rule
+            if value is not None and not any(_same(value, a) for a in accepted):
+                self.add_fault(f"{where} is {value!r}, which cannot be set here: {reason}")
+            else:
+                self.notes.setdefault(reason, []).append(given)
+        elif ours := _match(table.shared, given, key):
+            if value is not None:
+                self._shared.append((given, ours, value))
+        elif reason := _match(table.refused, given, key):
+            if value is not None:
+                self.add_fault(f"{where} is not a key here: {reason}")
+        elif reason := _match(table.ignored, given, key):
+            self.notes.setdefault(reason, []).append(given)
+        elif group := [k for k in self.known if k.startswith(f"{key}.")]:
+            self.add_fault(f"{where} is a group of keys, not {value!r}", *group)
+        else:
+            close = _similar_keys(key, self.known)
+            self.add_fault(f"{where} is not a known key; {self._advice(key, close)}", *close)
+
+    def _advice(self, key: str, close: list[str]) -> str:
+        if close:
+            return f"did you mean {' or '.join(close)}?"
+        groups = sorted({k.split(".", 1)[0] for k in self.known if "." in k})
+        if key.split(".", 1)[0] not in groups:
+            return f"the groups are {', '.join(groups)}"
+        return f"`hybridengine keys {self.kind}` lists them"
+
+
+def _leaves(
+    tree: Mapping[str, Any], free: frozenset[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of a tree; the value of a key in `free` is a whole mapping."""
+    for name, value in tree.items():
+        if name in _HYDRA_KEYS:
+            continue
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not any(f".{key}".endswith(f".{f}") for f in free):
+            yield from _leaves(value, free, f"{key}.")
+        else:
+            yield key, value
+
+
+def _match(table: Mapping[str, Any], *keys: str) -> Any:
+    for patterns, entry in table.items():
+        if any(fnmatchcase(key, pattern) for pattern in patterns.split() for key in keys):
+            return entry
+    return None
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    """Whether both are equal and both or neither a bool: 1 is not True."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
+
+
+def _similar_keys(key: str, known: frozenset[str]) -> list[str]:
+    """Return up to three keys with the same last part, else one whose last part is misspelt."""
+    group, _, leaf = key.rpartition(".")
+    same_group: dict[str, str] = {}
+    by_leaf: dict[str, list[str]] = {}
+    for k in sorted(known):
+        own_group, _, own_leaf = k.rpartition(".")
+        by_leaf.setdefault(own_leaf, []).append(k)
+        if own_group == group:
+            same_group[own_leaf] = k
+    if leaf in by_leaf:
+        return difflib.get_close_matches(key, by_leaf[leaf], cutoff=0)
+    if near := difflib.get_close_matches(leaf, same_group, 1, cutoff=0.66):
+        return [same_group[near[0]]]
+    near = difflib.get_close_matches(leaf, by_leaf, 1, cutoff=0.85)
+    return difflib.get_close_matches(key, by_leaf[near[0]], 1, cutoff=0) if near else []
+
+
+def _validate(schema: Any, given: _Settings) -> Any:
+    """Return the configuration, with defaults in place of values of a wrong type or range."""
+    while True:
+        try:
+            return _type_adapter(schema).validate_python(_nested(given.values))
+        except ValidationError as error:
+            for key, message in _messages(error, given.values).items():
+                given.add_fault(f"{key} is {given.values.pop(key)!r}: {message}", key)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *groups, leaf = key.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[leaf] = value
+    return tree
+
+
+def _messages(error: ValidationError, values: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by key, pydantic's first message about its value."""
+    messages: dict[str, str] = {}
+    for fault in error.errors():
+        paths = itertools.accumulate(map(str, fault["loc"]), "{}.{}".format)
+        key = next(path for path in paths if path in values)
+        messages.setdefault(key, f"{fault['msg'][0].lower()}{fault['msg'][1:]}")
+    return messages

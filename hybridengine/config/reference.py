@@ -1,4 +1,7 @@
-"""Every key with its type, default and meaning, read from the schema and the comments in it."""
+"""List every key with its type, default and meaning, for `hybridengine keys`.
+
+The type comes from pydantic's JSON schema, the meaning is the comment at the end of the key's line.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,28 @@ import textwrap
 import tokenize
 import typing
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
-import annotated_types
+from pydantic import TypeAdapter
 from rich.table import Table
 from rich.text import Text
 
-from hybridengine.config.errors import ConfigError
 from hybridengine.config.loading import PPO
-from hybridengine.config.schema import GRPOConfig
+from hybridengine.config.rl import GRPOConfig
 from hybridengine.config.sft import SFTConfig
-from hybridengine.config.types import Options
-
-__all__ = ["Key", "key_reference", "key_table"]
+from hybridengine.errors import ConfigError
 
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "grpo": (GRPOConfig, {}),
     "ppo": (GRPOConfig, PPO),
     "sft": (SFTConfig, {}),
 }
+_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
+_LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     name: str
     type: str
     default: str
@@ -40,7 +41,7 @@ class Key:
 
 
 def key_reference(kind: str) -> list[Key]:
-    """The keys of `grpo`, `ppo` or `sft`; ConfigError for another kind."""
+    """Return the keys of `grpo`, `ppo` or `sft`; ConfigError for another kind."""
     if kind not in _KINDS:
         raise ConfigError(f"kind is {kind!r}, expected one of {', '.join(_KINDS)}")
     schema, defaults = _KINDS[kind]
@@ -48,70 +49,62 @@ def key_reference(kind: str) -> list[Key]:
 
 
 def key_table(kind: str, containing: str = "") -> Table:
-    """`key_reference` to print, a line a key; only those whose name contains `containing`."""
+    """Return `key_reference` as a table, with the keys whose name contains `containing`."""
     table = Table("key", "type", "default", "meaning", box=None, pad_edge=False)
     for key in key_reference(kind):
         if containing in key.name:
-            table.add_row(*map(Text, astuple(key)))
+            table.add_row(*map(Text, key))
     return table
 
 
 def _keys(group: type, prefix: str, defaults: dict[str, Any]) -> Iterator[Key]:
     hints = typing.get_type_hints(group, include_extras=True)
-    plain, meanings, instance = typing.get_type_hints(group), _comments(group), group()
+    meanings, instance = _comments(group), group()
     for f in fields(group):
         name = f"{prefix}{f.name}"
-        if is_dataclass(plain[f.name]):
-            yield from _keys(typing.cast("type", plain[f.name]), f"{name}.", defaults)
+        if is_dataclass(hints[f.name]):
+            yield from _keys(hints[f.name], f"{name}.", defaults)
         else:
+            type_ = _type_text(TypeAdapter(hints[f.name]).json_schema())
             default = defaults.get(name, getattr(instance, f.name))
-            yield Key(name, _type(hints[f.name]), _value(default), meanings.get(f.name, ""))
+            yield Key(name, type_, _value_text(default), meanings.get(f.name, ""))
 
 
 def _comments(group: type) -> dict[str, str]:
-    """By field, the comment on its last line, of the class that defines it last."""
-    found: dict[str, str] = {}
+    """Return, by field, the comment at the end of its definition, inherited ones included."""
+    comments: dict[str, str] = {}
     for base in reversed(group.__mro__):
         if not is_dataclass(base):
             continue
         source = textwrap.dedent(inspect.getsource(base))
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT}
+        by_line = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT}
         for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                comment = comments.get(node.end_lineno or 0, "").replace("# fmt: skip", "")
-                found[node.target.id] = comment.strip("# ")
-    return found
+                comment = by_line.get(node.end_lineno or 0, "").replace("# fmt: skip", "")
+                comments[node.target.id] = comment.strip("# ")
+    return comments
 
 
-def _type(hint: Any) -> str:
-    """A type as a person writes it: `int >= 1 or null`, `constant | linear | cosine`."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        limits = [limit for part in parts[1:] for limit in _limits(part)]
-        return " ".join([_type(parts[0]), *limits])
-    if hint == Options:
+def _type_text(schema: dict[str, Any]) -> str:
+    """Describe a JSON schema in words: `int >= 1 or null`, `constant | linear | cosine`."""
+    if "anyOf" in schema:
+        return " or ".join(map(_type_text, schema["anyOf"]))
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    if "prefixItems" in schema:
+        return f"[{', '.join(map(_type_text, schema['prefixItems']))}]"
+    if schema["type"] == "array":
+        return f"list of {_type_text(schema['items'])}"
+    if schema["type"] == "object":
         return "mapping"
-    if origin is Literal:
-        return " | ".join(map(str, parts))
-    if origin is tuple:
-        kinds = [_type(part) for part in parts if part is not ...]
-        return f"list of {kinds[0]}" if ... in parts else f"[{', '.join(kinds)}]"
-    if parts:  # a union
-        return " or ".join(_type(part) for part in parts)
-    return "null" if hint is type(None) else hint.__name__
+    limits = [f"{sign} {schema[name]}" for name, sign in _LIMITS.items() if name in schema]
+    return " ".join([_TYPES.get(schema["type"], schema["type"]), *limits])
 
 
-def _limits(part: Any) -> Iterator[str]:
-    for limit in getattr(part, "metadata", ()):
-        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-            if isinstance(limit, annotated_types.BaseMetadata) and hasattr(limit, name):
-                yield f"{sign} {getattr(limit, name)}"
-
-
-def _value(default: Any) -> str:
+def _value_text(default: Any) -> str:
     if default is None or isinstance(default, bool):
         return {None: "null", True: "true", False: "false"}[default]
     if isinstance(default, tuple | list):
-        return f"[{', '.join(map(_value, default))}]"
+        return f"[{', '.join(map(_value_text, default))}]"
     return str(default) if default != "" else '""'

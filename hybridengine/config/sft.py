@@ -1,33 +1,30 @@
-"""Every key of an SFT run; rules as in `hybridengine.config.schema`."""
+"""Every key of an SFT run; the rules are those of `hybridengine.config.common`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybridengine.config.schema import (
+from pydantic import StrictBool
+
+from hybridengine.config.common import (
     JobConfig,
     OptimConfig,
-    RunConfig,
-    ShardingConfig,
-    TrainedModelConfig,
-)
-from hybridengine.config.types import (
-    Count,
-    Flag,
     Options,
     PathText,
     PathTexts,
-    Positive,
+    PositiveFloat,
+    PositiveInt,
+    RunConfig,
     Seed,
+    ShardingConfig,
+    TrainedModelConfig,
     Truncation,
 )
-
-__all__ = ["SFTConfig", "SFTDataConfig"]
 
 
 @dataclass(frozen=True)
 class SFTFsdpConfig(ShardingConfig):
-    offload_policy: Flag = False  # weights, gradients and moments live, and step, in host memory
+    offload_policy: StrictBool = False  # weights, gradients, optimizer in host memory
 
 
 @dataclass(frozen=True)
@@ -39,29 +36,29 @@ class SFTModelConfig(TrainedModelConfig):
 class SFTDataConfig:
     train_files: PathTexts = ()  # conversations: files, folders or globs
     val_files: PathTexts | None = None  # null: no validation at all
-    messages_key: str | None = None  # column of whole chats; null: prompt_key and response_key
-    prompt_key: str = "prompt"  # text, or a chat
-    response_key: str = "response"  # text that is trained on
-    max_length: Count = 1024  # tokens of a conversation
-    truncation: Truncation = "error"  # of longer ones: refuse, or cut at the left or right
-    train_batch_size: Count = 256  # conversations per optimizer step, all ranks
-    micro_batch_size_per_gpu: Count | None = None  # null: by tokens
-    max_token_len_per_gpu: Count = 8192  # in one micro-batch
-    shuffle: Flag = True  # a new order every epoch, by seed
+    messages_key: str | None = None  # column of chats; null: prompt_key and response_key
+    prompt_key: str = "prompt"  # column of a text or a chat
+    response_key: str = "response"  # column of the text that is trained on
+    max_length: PositiveInt = 1024  # of a conversation, in tokens
+    truncation: Truncation = "error"  # of longer ones: an error, or cut at the left or right
+    train_batch_size: PositiveInt = 256  # conversations per optimizer step, over all ranks
+    micro_batch_size_per_gpu: PositiveInt | None = None  # null: by max_token_len_per_gpu
+    max_token_len_per_gpu: PositiveInt = 8192  # tokens in one micro-batch
+    shuffle: StrictBool = True  # a new order every epoch, by seed
     chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
-    apply_chat_template_kwargs: Options = field(default_factory=dict)  # for the chat template
+    apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
 
 
 @dataclass(frozen=True)
 class SFTOptimConfig(OptimConfig):
-    lr: Positive = 1e-5  # learning rate of AdamW
-    clip_grad: Positive = 1.0  # global gradient norm
+    lr: PositiveFloat = 1e-5  # learning rate of AdamW
+    clip_grad: PositiveFloat = 1.0  # maximum global gradient norm
 
 
 @dataclass(frozen=True)
 class SFTTrainerConfig(RunConfig):
     default_local_dir: PathText = "runs/sft"  # the run's folder
-    experiment_name: str = "sft"  # in wandb
+    experiment_name: str = "sft"  # run in wandb
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class SFTConfig(JobConfig):
     data: SFTDataConfig = SFTDataConfig()
     optim: SFTOptimConfig = SFTOptimConfig()
     trainer: SFTTrainerConfig = SFTTrainerConfig()
-    ulysses_sequence_parallel_size: Count = 1  # ranks that share a micro-batch
+    ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
     seed: Seed = 1  # of data order, dropout and initial adapters
 
     @property

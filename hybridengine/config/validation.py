@@ -1,21 +1,26 @@
-"""Settings that are each right and wrong together, as one sentence each."""
+"""Check keys against each other.
+
+Configuration checks have two homes. This module needs nothing but the configuration: no torch, no
+machine, no file. What depends on the machine, the model files or the data is `preflight`'s.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
-from hybridengine.config.schema import GRPOConfig, JobConfig, RateConfig
+from hybridengine.config.common import JobConfig, RateConfig
+from hybridengine.config.rl import GRPOConfig
 from hybridengine.config.sft import SFTConfig
-
-__all__ = ["faults"]
 
 _RANKS = "ranks (trainer.n_gpus_per_node * trainer.nnodes)"
 
 
-def faults(config: JobConfig) -> Iterator[str]:
-    """Everything that is wrong with `config`.
+def find_faults(config: JobConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that contradicts another.
 
-    Each sentence has its keys' full names, by which those about a refused value are left out.
+    A sentence contains the full names of its keys: `load_config` drops those about a key whose
+    value is already refused.
     """
     yield from _resume(config)
     if isinstance(config, SFTConfig):
@@ -39,24 +44,19 @@ def _resume(config: JobConfig) -> Iterator[str]:
 
 
 def _sft(config: SFTConfig) -> Iterator[str]:
-    data, optim = config.data, config.optim
-    yield from _divisors(
-        config,
-        **{
-            "model.fsdp_config.fsdp_size": config.sharding.fsdp_size,
-            "ulysses_sequence_parallel_size": config.sequence_parallel_size,
-        },
-    )
+    data = config.data
+    yield from _divisors(config, "model.fsdp_config.fsdp_size", "ulysses_sequence_parallel_size")
     if data.micro_batch_size_per_gpu is None and data.max_token_len_per_gpu < data.max_length:
         yield (
-            f"data.max_token_len_per_gpu is {data.max_token_len_per_gpu}, less than one longest "
-            f"conversation of data.max_length {data.max_length}; raise it"
+            f"data.max_token_len_per_gpu is {data.max_token_len_per_gpu}, less than the longest "
+            f"conversation, data.max_length {data.max_length}; raise it"
         )
-    yield from _warmup("optim", optim)
+    yield from _warmup("optim", config.optim)
 
 
-def _divisors(config: JobConfig, **sizes: int) -> Iterator[str]:
-    for key, size in sizes.items():
+def _divisors(config: JobConfig, *keys: str) -> Iterator[str]:
+    for key in keys:
+        size = attrgetter(key)(config)
         if size == 0 or (size > 0 and config.world_size % size):
             yield f"{key} is {size}, which does not divide the {config.world_size} {_RANKS}"
 
@@ -70,36 +70,30 @@ def _warmup(group: str, optim: RateConfig) -> Iterator[str]:
 
 
 def _ranks(config: GRPOConfig) -> Iterator[str]:
-    batch, mini = config.data.train_batch_size, config.ppo_mini_batch_size
-    yield from _divisors(
-        config,
-        **{
-            "rollout.tensor_model_parallel_size": config.rollout.tensor_model_parallel_size,
-            "actor.fsdp_config.fsdp_size": config.sharding.fsdp_size,
-            "actor.ulysses_sequence_parallel_size": config.sequence_parallel_size,
-        },
-    )
-    if batch % mini:
+    batch, mini_batch = config.data.train_batch_size, config.ppo_mini_batch_size
+    sizes = ("actor.fsdp_config.fsdp_size", "actor.ulysses_sequence_parallel_size")
+    yield from _divisors(config, "rollout.tensor_model_parallel_size", *sizes)
+    if batch % mini_batch:
         yield (
-            f"actor.ppo_mini_batch_size is {mini}, which does not divide data.train_batch_size "
-            f"{batch}; choose a divisor"
+            f"actor.ppo_mini_batch_size is {mini_batch}, which does not divide "
+            f"data.train_batch_size {batch}; choose a divisor"
         )
-    if mini * config.rollout.n < config.data_parallel_size:
+    if mini_batch * config.rollout.n < config.data_parallel_size:
         yield (
-            f"one optimizer step sees {mini * config.rollout.n} responses "
-            f"(actor.ppo_mini_batch_size * rollout.n) but {config.data_parallel_size} ranks want "
-            "some; raise one of the two"
+            f"one optimizer step has {mini_batch * config.rollout.n} responses "
+            f"(actor.ppo_mini_batch_size * rollout.n) but {config.data_parallel_size} ranks need "
+            "one each; raise one of the two"
         )
 
 
 def _lengths(config: GRPOConfig) -> Iterator[str]:
-    rollout, sharing = config.rollout, config.sequence_parallel_size
-    longest, most = config.longest, config.actor.ppo_max_token_len_per_gpu
-    if most * sharing < longest:
+    rollout, sp_size = config.rollout, config.sequence_parallel_size
+    longest, max_tokens = config.max_sequence_length, config.actor.ppo_max_token_len_per_gpu
+    if max_tokens * sp_size < longest:
         yield (
-            f"actor.ppo_max_token_len_per_gpu is {most} on each of the {sharing} ranks that share "
-            f"a micro-batch (actor.ulysses_sequence_parallel_size), less than one longest sequence "
-            f"of {longest} tokens (data.max_prompt_length + data.max_response_length)"
+            f"actor.ppo_max_token_len_per_gpu is {max_tokens} on each of {sp_size} ranks that "
+            "share a micro-batch (actor.ulysses_sequence_parallel_size), less than the longest "
+            f"sequence of {longest} tokens (data.max_prompt_length + data.max_response_length)"
         )
     if config.max_model_len < longest:
         yield (
@@ -108,8 +102,8 @@ def _lengths(config: GRPOConfig) -> Iterator[str]:
         )
     if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < config.max_model_len:
         yield (
-            f"rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, less than one "
-            f"prompt may have ({config.max_model_len}, rollout.max_model_len), and "
+            f"rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, less than the "
+            f"longest prompt ({config.max_model_len}, rollout.max_model_len), and "
             "rollout.enable_chunked_prefill is false; raise it, or allow chunks"
         )
 
@@ -148,14 +142,14 @@ def _rewards(config: GRPOConfig) -> Iterator[str]:
     if not files and names != ("compute_score",):
         yield (
             f"reward.custom_reward_function.name is {list(names)}, but there is no "
-            "reward.custom_reward_function.path to look for it in; give the Python file"
+            "reward.custom_reward_function.path that defines it; give the Python file"
         )
     if model.enable != bool(model.model_path):
         yield (
             f"reward.reward_model.enable is {model.enable} and model_path is "
             f"{model.model_path!r}; give both or neither"
         )
-    wanted = len(files) + model.enable or 1  # by data_source
+    num_rewards = len(files) + model.enable or 1  # none given: the rule of each data_source
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     if weights is not None and len(weights) != len(keys):
         yield (
@@ -167,7 +161,7 @@ def _rewards(config: GRPOConfig) -> Iterator[str]:
             "algorithm.use_kl_in_reward is true, but algorithm.adv_estimator gdpo normalises the "
             "rewards themselves; use actor.use_kl_loss"
         )
-    if reward.weights is not None and len(reward.weights) != wanted:
+    if reward.weights is not None and len(reward.weights) != num_rewards:
         yield (
             f"reward.weights has {len(reward.weights)} numbers for {len(files)} reward functions "
             f"and {int(model.enable)} reward models; give one for each"

@@ -1,6 +1,16 @@
-"""Prompts: files in verl's row schema → token ids, in an order every rank agrees on."""
+"""Read data files, tokenise them with the chat template, and iterate over batches.
 
+files            parquet and JSON files → rows
+chats            a row's chat → text
+prompts          rows → prompts of RL
+conversations    rows → conversations of SFT, with a loss mask
+cache            tokenised datasets on disk, shared by the ranks of a machine
+loader           batches in a seeded order that resumes exactly
+"""
+
+from hybridengine.data.conversations import SFTDataset, SFTSample
 from hybridengine.data.loader import PromptLoader
-from hybridengine.data.prompts import DataError, PromptDataset, PromptSample
+from hybridengine.data.prompts import PromptDataset, PromptSample
+from hybridengine.errors import DataError
 
-__all__ = ["DataError", "PromptDataset", "PromptLoader", "PromptSample"]
+__all__ = ["DataError", "PromptDataset", "PromptLoader", "PromptSample", "SFTDataset", "SFTSample"]

@@ -1,4 +1,4 @@
-"""From a row of a file to a chat, and from a chat to text."""
+"""Parse the chat of a row, and render a chat as text with the chat template."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-from hybridengine.config.schema import DataConfig
-from hybridengine.config.sft import SFTDataConfig
-from hybridengine.data.files import DataError, data_files, read_rows
+from hybridengine.config import DataConfig, SFTDataConfig
+from hybridengine.errors import DataError, shorten
 
-__all__ = ["ChatTemplate", "chat_of", "chunks", "require", "rows_of", "short"]
-
-T = TypeVar("T")
-
-_RENDER_S = 10.0  # for one chat; a template can loop for years
-_CHUNK = 256  # rows that are tokenised at once
-_SHAREGPT = {
+_RENDER_TIMEOUT_S = 10.0  # for one chat; a template may loop forever
+_SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -34,33 +27,11 @@ _SHAREGPT = {
 }
 
 
-def rows_of(files: str | Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of all files; DataError where there is none."""
-    found, empty = data_files(files), True
-    for file in found:
-        for item in read_rows(file):
-            empty = False
-            yield item
-    if empty:
-        names = ", ".join(map(str, found))
-        raise DataError(f"no rows in {names}; the data file is empty")
+def parse_chat(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the chat in column `key` as [{"role", "content"}, …].
 
-
-def chunks(rows: Iterator[T]) -> Iterator[list[T]]:
-    """The rows in lists of those to tokenise at once."""
-    while chunk := list(islice(rows, _CHUNK)):
-        yield chunk
-
-
-def require(where: str, row: Mapping[str, Any], *columns: str) -> None:
-    for column in columns:
-        if column not in row:
-            there = ", ".join(row) or "none"
-            raise DataError(f"{where} has no column {column!r}; columns there: {there}")
-
-
-def chat_of(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """The chat in column `key`: [{"role", "content"}, …], or ShareGPT's [{"from", "value"}, …]."""
+    ShareGPT's [{"from", "value"}, …] is converted. Raises DataError for anything else.
+    """
     chat = row[key]
     fault = "" if isinstance(chat, list) and chat else "it is no list of messages"
     messages = [_message(turn) for turn in chat] if not fault else []
@@ -68,39 +39,40 @@ def chat_of(where: str, row: Mapping[str, Any], key: str) -> list[dict[str, Any]
         fault = fault or (_fault(message) and f"turn {turn}: {_fault(message)}")
     if fault:
         raise DataError(
-            f"{where}: {key} is {short(chat)}, expected a chat, a list like "
+            f"{where}: {key} is {shorten(repr(chat), 80)}, expected a chat, a list like "
             f'[{{"role": "user", "content": "…"}}]; {fault}'
         )
     return messages
 
 
 def _message(turn: Any) -> Any:
-    """In OpenAI's form; keys that parquet filled with null are left out."""
+    """Return a turn in OpenAI's form, without the keys that parquet filled with null."""
     if not isinstance(turn, Mapping):
         return turn
     turn = {name: value for name, value in turn.items() if value is not None or name == "content"}
     if "from" in turn and "role" not in turn:
         role = turn["from"]
-        known = _SHAREGPT.get(role, role) if isinstance(role, str) else role
+        known = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
         return {"role": known, "content": turn.get("value")}
     return turn
 
 
 def _fault(message: Any) -> str:
+    """Return what is wrong with a message, "" for a valid one."""
     if not isinstance(message, Mapping):
-        return f"it is {short(message)}"
+        return f"it is {shorten(repr(message), 80)}"
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        return f"role is {short(role)}"
+        return f"role is {shorten(repr(role), 80)}"
     if content is None and message.get("tool_calls"):
         return ""
     if isinstance(content, list):
         return "content is a list of parts, and only text is supported"
-    return "" if isinstance(content, str) else f"content is {short(content)}, not text"
+    return "" if isinstance(content, str) else f"content is {shorten(repr(content), 80)}, not text"
 
 
 class ChatTemplate:
-    """The chat template of a run and what is passed to it.
+    """The chat template of a run, with its variables.
 
     data: chat_template is Jinja text, a file with it, or None for the tokenizer's own;
     apply_chat_template_kwargs are further variables of the template.
@@ -109,17 +81,17 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, data: DataConfig | SFTDataConfig) -> None:
         self._tokenizer = tokenizer
         self.options = dict(data.apply_chat_template_kwargs)
-        self.text = _find(tokenizer, data.chat_template)
+        self.text = _find_template(tokenizer, data.chat_template)
 
     def render(self, where: str, chat: Sequence[Mapping[str, Any]], prompt: bool) -> str:
-        """The chat as text; prompt: up to where the assistant begins to speak.
+        """Return the chat as text; prompt: with the generation prompt of the assistant at its end.
 
-        Raises DataError where the template raises, loops or gives no text.
+        Raises DataError where the template raises, loops or returns no text.
         """
         from jinja2 import TemplateError
 
         try:
-            with _time_limit(_RENDER_S):
+            with _time_limit(_RENDER_TIMEOUT_S):
                 text = self._tokenizer.apply_chat_template(
                     chat,
                     chat_template=self.text,
@@ -131,12 +103,12 @@ class ChatTemplate:
         except TemplateError as error:
             raise DataError(f"{where}: the chat template refuses this chat: {error}") from None
         except Exception as error:  # what its expressions raise, and range() above 100,000
-            reason = f"{type(error).__name__}: {error}"
-            raise DataError(f"{where}: the chat template fails: {short(reason, 300)}") from None
+            reason = f"{type(error).__name__}: {error}"[:300]
+            raise DataError(f"{where}: the chat template fails: {reason}") from None
         return str(text)
 
 
-def _find(tokenizer: Any, template: str | None) -> str:
+def _find_template(tokenizer: Any, template: str | None) -> str:
     if template is None:
         if not tokenizer.chat_template:
             raise DataError("the tokenizer has no chat template; set data.chat_template")
@@ -164,7 +136,7 @@ def _find(tokenizer: Any, template: str | None) -> str:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in Python code that runs longer; for the main thread only."""
+    """Raise TimeoutError after `seconds` in the main thread; no effect in other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -174,7 +146,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
     handler = signal.signal(signal.SIGALRM, stop)
     started = time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)  # of an alarm that was set
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)  # of the caller's own alarm
     try:
         yield
     finally:
@@ -183,8 +155,3 @@ def _time_limit(seconds: float) -> Iterator[None]:
         if left:
             rest = max(0.001, left - (time.monotonic() - started))
             signal.setitimer(signal.ITIMER_REAL, rest, interval)
-
-
-def short(value: Any, most: int = 80) -> str:
-    text = value if isinstance(value, str) and most > 80 else repr(value)
-    return text if len(text) <= most else text[: most - 3] + "…"

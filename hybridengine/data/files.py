@@ -1,4 +1,4 @@
-"""Rows of parquet and JSON files, as plain dicts."""
+"""Read rows of parquet and JSON files as plain dicts."""
 
 from __future__ import annotations
 
@@ -7,37 +7,36 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import UserError
-
-__all__ = ["DataError", "data_files", "read_rows"]
+from hybridengine.errors import DataError
 
 _ENDINGS = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
-_MAX_DEPTH = 100  # of lists and objects in each other
+_EXPECTED = f"{', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}"
+_CHUNK_ROWS = 256
+_MAX_DEPTH = 100  # of nested lists and objects
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class DataError(UserError):
-    """A data file or row that cannot be used; the message says which, and what was expected."""
-
-
 def data_files(names: str | Sequence[str]) -> list[Path]:
-    """Return the files that `names` stand for: files, folders (all data files below), globs.
+    """Return the data files of `names`: files, folders (all data files below them) and globs.
 
-    The files of a folder or glob are in the order of their names.
+    The files of a folder or glob are sorted by name.
 
-    Raises DataError for a name that stands for no file, and for an unknown ending.
+    Raises DataError for a name without a file, and for an unknown ending.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for name in [names] if isinstance(names, str) else names:
         path = Path(name).expanduser()
         if path.is_dir():
-            files = [f for f in sorted(path.rglob("*")) if f.is_file() and _has_ending(f)]
+            files = [
+                f for f in sorted(path.rglob("*")) if f.is_file() and f.name.endswith(_ENDINGS)
+            ]
             if not files:
-                raise DataError(f"data folder {path} holds no {_endings()} file")
+                raise DataError(f"data folder {path} holds no {_EXPECTED} file")
         elif path.is_file():
             files = [path]
         else:
@@ -46,33 +45,52 @@ def data_files(names: str | Sequence[str]) -> list[Path]:
             if not files:
                 verb = "matches no file" if glob.has_magic(name) else "does not exist"
                 raise DataError(f"data file {path} {verb}; check data.train_files / data.val_files")
-        found += files
-    for file in found:
-        if not _has_ending(file):
-            raise DataError(f"data file {file} ends in {file.suffix!r}, expected {_endings()}")
-    return found
+        paths += files
+    for file in paths:
+        if not file.name.endswith(_ENDINGS):
+            raise DataError(f"data file {file} ends in {file.suffix!r}, expected {_EXPECTED}")
+    return paths
 
 
-def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row) for every row, `where` naming the file and the line or row number.
+def read_files(names: str | Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, row) for every row of `data_files(names)`.
 
-    A .json file is an array of rows, or has one row per line as .jsonl.
+    where: the file and the line or row number, for messages. A .json file is an array of rows, or
+    has one row per line like .jsonl.
 
-    Raises DataError for content that cannot be parsed.
+    Raises DataError for content that cannot be parsed, and where there is no row at all.
     """
+    files, empty = data_files(names), True
+    for where, row in chain.from_iterable(map(_read, files)):
+        if not isinstance(row, dict):
+            raise DataError(f"{where} is a JSON {type(row).__name__}, expected an object")
+        empty = False
+        yield where, row
+    if empty:
+        raise DataError(f"no rows in {', '.join(map(str, files))}; the data file is empty")
+
+
+def read_chunks(names: str | Sequence[str]) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """As `read_files`, in lists of rows to tokenise at once."""
+    rows = read_files(names)
+    while chunk := list(islice(rows, _CHUNK_ROWS)):
+        yield chunk
+
+
+def require_columns(where: str, row: Mapping[str, Any], *columns: str) -> None:
+    """Raise DataError where `row` lacks one of `columns`."""
+    for column in columns:
+        if column not in row:
+            columns_there = ", ".join(row) or "none"
+            raise DataError(f"{where} has no column {column!r}; columns there: {columns_there}")
+
+
+def _read(file: Path) -> Iterator[tuple[str, Any]]:
     if file.suffix == ".parquet":
         return _parquet_rows(file)
     if file.name.removesuffix(".gz").endswith(".json") and _is_array(file):
-        return _array_rows(file)
-    return _line_rows(file)
-
-
-def _has_ending(file: Path) -> bool:
-    return file.name.endswith(_ENDINGS)
-
-
-def _endings() -> str:
-    return f"{', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}"
+        return _array_items(file)
+    return _line_items(file)
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -98,14 +116,10 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"data file {file} is not a readable parquet file: {reason}") from None
 
 
-def _open(file: Path) -> Any:
-    return gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb")
-
-
 def _lines(file: Path) -> Iterator[bytes]:
-    """The lines of the file, which may be compressed, without a byte order mark."""
+    """Yield the lines of a plain or gzip file, without a byte order mark."""
     try:
-        with _open(file) as lines:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
             for number, line in enumerate(lines):
                 yield line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
     except (OSError, EOFError, zlib.error) as error:
@@ -117,25 +131,15 @@ def _is_array(file: Path) -> bool:
     return first.lstrip().startswith(b"[")
 
 
-def _array_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    rows = _parse(str(file), b"".join(_lines(file)))
-    if not isinstance(rows, list):
-        raise DataError(f"{file} is a JSON {type(rows).__name__}, expected a list")
-    for number, row in enumerate(rows):
-        yield _object(f"{file}, item {number}", row)
+def _array_items(file: Path) -> Iterator[tuple[str, Any]]:
+    for number, item in enumerate(_parse(str(file), b"".join(_lines(file)))):
+        yield f"{file}, item {number}", item
 
 
-def _line_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _line_items(file: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(_lines(file), start=1):
-        where = f"{file}, line {number}"
         if line.strip():
-            yield _object(where, _parse(where, line))
-
-
-def _object(where: str, row: Any) -> tuple[str, dict[str, Any]]:
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is a JSON {type(row).__name__}, expected an object")
-    return where, row
+            yield (where := f"{file}, line {number}"), _parse(where, line)
 
 
 def _parse(where: str, data: bytes) -> Any:
@@ -144,34 +148,32 @@ def _parse(where: str, data: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8: {error}") from None
     try:
-        value = json.loads(text, object_pairs_hook=_without_duplicates)
+        value = json.loads(text, object_pairs_hook=_unique_keys)
         if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(value) > _MAX_DEPTH:
             raise RecursionError
     except RecursionError:
-        raise DataError(
-            f"{where} has more than {_MAX_DEPTH} lists and objects in each other"
-        ) from None
+        raise DataError(f"{where} has more than {_MAX_DEPTH} nested lists and objects") from None
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from None
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            half = error.object[error.start]
+            surrogate = error.object[error.start]
             raise DataError(
-                f"{where} has {half!a}, half of a surrogate pair, which is no character; "
+                f"{where} has {surrogate!a}, half of a surrogate pair, which is no character; "
                 "remove it or write the pair"
             ) from None
     return value
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"an object has the key {twice!r} twice")
-    return found
+    return value
 
 
 def _depth(value: Any) -> int:

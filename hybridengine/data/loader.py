@@ -1,4 +1,4 @@
-"""Batches of prompts in a seeded order that resumes exactly where it stopped."""
+"""Batches of samples in a seeded order, with exact resume."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from hybridengine.data.files import DataError
-
-__all__ = ["PromptLoader"]
+from hybridengine.errors import DataError
 
 
 class PromptLoader:
-    """Endless batches of `batch_size` prompts; each epoch is a permutation of its own.
+    """Yields endless batches of `batch_size` samples; every epoch has its own permutation.
 
-    The order is a function of (seed, epoch) alone, so every rank sees the same batches. The last
-    `len(dataset) % batch_size` prompts of an epoch's permutation wait for another epoch.
+    The order is a function of (seed, epoch) alone, so every rank sees the same batches and a resume
+    needs only the number of batches. Each epoch drops the last `len(dataset) % batch_size` samples
+    of its permutation.
     """
 
     def __init__(
@@ -28,7 +27,7 @@ class PromptLoader:
             )
         self._dataset, self._batch_size = dataset, batch_size
         self._seed, self._shuffle = seed, shuffle
-        self._batch = 0  # batches given since the start, over all epochs
+        self._batch = 0  # batches returned so far, over all epochs
 
     def __len__(self) -> int:
         """Batches in one epoch."""
@@ -36,20 +35,23 @@ class PromptLoader:
 
     @property
     def epoch(self) -> int:
-        """Of the next batch, counted from 0."""
+        """Epoch of the next batch, from 0."""
         return self._batch // len(self)
 
     def next_batch(self) -> list[Any]:
+        """Return the next `batch_size` samples."""
         start = self._batch % len(self) * self._batch_size
-        order = self._order(self.epoch)[start : start + self._batch_size]
+        order = list(range(len(self._dataset)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{self.epoch}").shuffle(order)
         self._batch += 1
-        return [self._dataset[i] for i in order]
+        return [self._dataset[i] for i in order[start : start + self._batch_size]]
 
     def state_dict(self) -> dict[str, Any]:
         return {"batch": self._batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; DataError if the data or the seed changed since."""
+        """Continue after `state`; DataError if the data or the seed have changed since."""
         for key, now in self._identity().items():
             if state[key] != now:
                 raise DataError(
@@ -64,9 +66,3 @@ class PromptLoader:
             "seed": self._seed,
             "shuffle": self._shuffle,
         }
-
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self._dataset)))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order

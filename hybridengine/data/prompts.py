@@ -1,7 +1,7 @@
-"""The prompts of a run: verl's row schema, the tokenizer's chat template, token ids.
+"""Prompts of RL: rows in verl's schema → token ids by the chat template.
 
-A row is `data_source`, `prompt` (a chat: list of {role, content}), `reward_model.ground_truth` and,
-if there, `extra_info`. Other columns are left alone.
+A row has `data_source`, `prompt` (a chat: list of {role, content}), `reward_model.ground_truth` and
+optionally `extra_info`. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -10,41 +10,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridengine.config.schema import DataConfig
-from hybridengine.data.chats import ChatTemplate, chat_of, chunks, require, rows_of, short
-from hybridengine.data.files import DataError, data_files
-from hybridengine.data.records import Records, fingerprint
-
-__all__ = ["DataError", "PromptDataset", "PromptSample"]
+from hybridengine.config import DataConfig
+from hybridengine.data.cache import CachedDataset, fingerprint
+from hybridengine.data.chats import ChatTemplate, parse_chat
+from hybridengine.data.files import data_files, read_chunks, require_columns
+from hybridengine.errors import DataError, shorten
 
 
 @dataclass(frozen=True)
 class PromptSample:
     index: int  # position in the files, before any filtering
     prompt_ids: list[int]
-    prompt_text: str  # what the model sees, template included
+    prompt_text: str  # the rendered chat template
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
     chat: Sequence[Mapping[str, Any]] = ()  # as in the file
 
 
-class PromptDataset(Records[PromptSample]):
+class PromptDataset(CachedDataset[PromptSample]):
     """All prompts of one or more files, tokenised once per machine.
 
     Attributes:
-        dropped: how many rows `filter_overlong_prompts` removed.
+        dropped: the number of rows that `filter_overlong_prompts` removed.
 
-    Raises DataError, before any training, for every fault of a file, a row or a template.
+    Raises DataError for any fault of a file, a row or the template.
     """
 
     def __init__(self, files: str | Sequence[str], tokenizer: Any, data: DataConfig) -> None:
-        found, template = data_files(files), ChatTemplate(tokenizer, data)
+        paths, template = data_files(files), ChatTemplate(tokenizer, data)
         settings = (
             *(data.prompt_key, data.reward_fn_key, data.max_prompt_length, data.truncation),
             *(data.filter_overlong_prompts, template.text, sorted(template.options.items())),
         )
-        key = fingerprint(tokenizer, found, "prompts", *settings)
+        key = fingerprint(tokenizer, paths, "prompts", *settings)
         super().__init__(key, lambda: _samples(files, tokenizer, template, data))
         if not self:
             raise DataError(
@@ -56,54 +55,46 @@ class PromptDataset(Records[PromptSample]):
 def _samples(
     files: str | Sequence[str], tokenizer: Any, template: ChatTemplate, data: DataConfig
 ) -> Iterator[PromptSample | None]:
-    """One sample per row; None for one that is dropped."""
-    index = 0
-    for rows in chunks(rows_of(files)):
+    """Yield a sample for each row, None for one that is dropped."""
+    index = -1
+    for rows in read_chunks(files):
         chats = [_chat(where, row, data) for where, row in rows]
         texts = [
             template.render(where, chat, True) for (where, _), chat in zip(rows, chats, strict=True)
         ]
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template wrote them
+        # The template has already written the special tokens.
+        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
         for (where, row), chat, text, ids in zip(rows, chats, texts, encoded, strict=True):
-            yield _sample(index, where, row, chat, text, ids, tokenizer, data)
             index += 1
-
-
-def _sample(
-    index: int,
-    where: str,
-    row: Mapping[str, Any],
-    chat: Sequence[Mapping[str, Any]],
-    text: str,
-    ids: list[int],
-    tokenizer: Any,
-    data: DataConfig,
-) -> PromptSample | None:
-    if len(ids) > data.max_prompt_length:
-        if data.filter_overlong_prompts:
-            return None
-        ids = _truncated(where, ids, data)
-        text = tokenizer.decode(ids)
-    if not ids:
-        raise DataError(f"{where}: the chat template made an empty prompt")
-    source, truth = str(row[data.reward_fn_key]), row["reward_model"]["ground_truth"]
-    return PromptSample(index, ids, text, source, truth, row.get("extra_info") or {}, chat)
+            if len(ids) > data.max_prompt_length:
+                if data.filter_overlong_prompts:
+                    yield None
+                    continue
+                ids = _truncate(where, ids, data)
+                text = tokenizer.decode(ids)
+            if not ids:
+                raise DataError(f"{where}: the chat template made an empty prompt")
+            source, truth = str(row[data.reward_fn_key]), row["reward_model"]["ground_truth"]
+            yield PromptSample(index, ids, text, source, truth, row.get("extra_info") or {}, chat)
 
 
 def _chat(where: str, row: Mapping[str, Any], data: DataConfig) -> list[dict[str, Any]]:
-    """The prompt of a row that has all that a row needs."""
-    require(where, row, data.prompt_key, data.reward_fn_key, "reward_model")
+    """Check the columns of a row and return its prompt."""
+    require_columns(where, row, data.prompt_key, data.reward_fn_key, "reward_model")
     reward_model, extra_info = row["reward_model"], row.get("extra_info") or {}
     if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
         raise DataError(
-            f"{where}: reward_model is {short(reward_model)}, expected an object with ground_truth"
+            f"{where}: reward_model is {shorten(repr(reward_model), 80)}, expected an object with "
+            "ground_truth"
         )
     if not isinstance(extra_info, Mapping):
-        raise DataError(f"{where}: extra_info is {short(extra_info)}, expected an object")
-    return chat_of(where, row, data.prompt_key)
+        raise DataError(
+            f"{where}: extra_info is {shorten(repr(extra_info), 80)}, expected an object"
+        )
+    return parse_chat(where, row, data.prompt_key)
 
 
-def _truncated(where: str, ids: list[int], data: DataConfig) -> list[int]:
+def _truncate(where: str, ids: list[int], data: DataConfig) -> list[int]:
     limit = data.max_prompt_length
     if data.truncation == "error":
         raise DataError(

@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding (2.7 and later), same names and tuples, one pass over memory each.
+"""Drop-in for flash_attn.bert_padding (2.7 and later): same names and results.
 
     from hybridengine.integrations.flash_attn import pad_input, unpad_input
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hybridengine.kernels import _check as check
 from hybridengine.kernels import pack
-from hybridengine.kernels.packing.op import inverse_order
+from hybridengine.kernels.packing import inverse_order
+from hybridengine.kernels.packing.op import move
 
 __all__ = [
     "index_first_axis",
@@ -26,12 +27,12 @@ __all__ = [
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Tokens of a padded batch, one after the other; differentiable.
+    """Pack the tokens of a padded batch; differentiable.
 
     Args:
         hidden_states: [B, L, ...].
         attention_mask: [B, L], 1 for tokens.
-        unused_mask: [B, L], 1 for places that are kept in the result but not used.
+        unused_mask: [B, L], 1 for further tokens that are packed but not counted in seqused.
 
     Returns:
         (x [T, ...], indices int64 [T] into the flattened batch, cu_seqlens int32 [B + 1],
@@ -39,20 +40,20 @@ def unpad_input(
     """
     op = "unpad_input"
     _check_mask(op, hidden_states, "attention_mask", attention_mask)
-    used = kept = check.mask(op, "attention_mask", attention_mask)
+    used = packed_mask = check.mask(op, "attention_mask", attention_mask)
     if unused_mask is not None:
         _check_mask(op, hidden_states, "unused_mask", unused_mask)
-        kept = used | check.mask(op, "unused_mask", unused_mask)
-    packed = pack([hidden_states], kept)
+        packed_mask = used | check.mask(op, "unused_mask", unused_mask)
+    packed = pack([hidden_states], packed_mask)
     seqused = used.sum(dim=-1, dtype=torch.int32)
     return packed.values[0], packed.indices, packed.cu_seqlens, packed.max_seqlen, seqused
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """[T, ...] back to [batch, seqlen, ...], zero elsewhere, in one pass; differentiable.
+    """Copy [T, ...] back to [batch, seqlen, ...], zero elsewhere; differentiable.
 
-    indices: int32 or int64 [T], each row's own place in the flattened batch. Anything else would
-    lose rows and is refused: by an IndexError on the CPU, by an assertion on the device elsewhere.
+    indices: int32 or int64 [T], a distinct row of the flattened batch for every token. Others raise
+    an IndexError on the CPU and fail an assertion on the device elsewhere: rows would be lost.
     """
     check.integer("pad_input", "batch", batch, at_least=0)
     check.integer("pad_input", "seqlen", seqlen, at_least=0)
@@ -60,12 +61,12 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """x[indices] along the first axis. An index given twice gets the sum of both gradients."""
+    """Return x[indices] along the first axis. A repeated index gets the sum of the gradients."""
     return x.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros [first_axis_dim, ...] with `values` at `indices`, in one pass; differentiable.
+    """Return zeros [first_axis_dim, ...] with `values` at `indices`; differentiable.
 
     indices: as in `pad_input`.
     """
@@ -77,7 +78,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Like unpad_input where rows hold several sequences.
+    """Pack the tokens of a padded batch whose rows hold several sequences; differentiable.
 
     Args:
         hidden_states: [B, L, ...].
@@ -92,7 +93,7 @@ def unpad_input_for_concatenated_sequences(
     _check_mask(op, hidden_states, "attention_mask_in_length", lengths_BL)
     seqlen = lengths_BL.size(1)
     filled = lengths_BL.sum(dim=1, keepdim=True)
-    # The result's size waits for a GPU anyway, so that looking costs nothing more.
+    # The size of the result waits for a GPU anyway, so reading costs nothing more.
     if bool((lengths_BL < 0).any()) or bool((filled > seqlen).any()):
         raise ValueError(
             f"{op}: attention_mask_in_length has rows whose lengths are negative or add up to more "
@@ -116,7 +117,7 @@ def _check_mask(op: str, hidden_states: Tensor, name: str, mask: Tensor) -> None
 
 
 def _scatter(op: str, name: str, values: Tensor, indices: Tensor, shape: list[int]) -> Tensor:
-    """Zeros [*shape, ...] with row t of `values` at row indices[t]; every row has its own."""
+    """Return zeros [*shape, ...] with row t of `values` at row indices[t], all distinct."""
     check.same_device(op, **{name: values}, indices=indices)
     check.no_forward_ad(op, **{name: values})
     if values.dim() == 0 or indices.dim() != 1 or indices.numel() != values.shape[0]:
@@ -125,19 +126,17 @@ def _scatter(op: str, name: str, values: Tensor, indices: Tensor, shape: list[in
             "expected [T] and [T, ...]."
         )
     indices, rows = check.ids(op, "indices", indices), math.prod(shape)
-    own = (indices >= 0) & (indices < rows)
-    inverse = inverse_order(torch.where(own, indices, -1), rows)
+    valid = (indices >= 0) & (indices < rows)
+    inverse = inverse_order(torch.where(valid, indices, -1), rows)
     if rows:
-        place = torch.arange(indices.numel(), device=indices.device)
-        own = own & (inverse[indices.clamp(0, rows - 1)] == place)
-    if not check.readable(own):
-        torch._assert_async(own.all(), f"{op}: an index outside [0, {rows}), or given twice")
-    elif not own.all():
-        t = int((~own).nonzero()[0])
+        position = torch.arange(indices.numel(), device=indices.device)
+        valid = valid & (inverse[indices.clamp(0, rows - 1)] == position)
+    if not check.readable(valid):
+        torch._assert_async(valid.all(), f"{op}: an index outside [0, {rows}), or given twice")
+    elif not valid.all():
+        t = int((~valid).nonzero()[0])
         raise IndexError(
             f"{op}: indices[{t}] is {int(indices[t])}; expected 0 <= index < {rows}, every index "
             f"once: two rows of {name} do not fit into one."
         )
-    return torch.ops.hybridengine.move_rows(
-        [values], inverse, indices, None, 1, shape, [0.0], [0], None
-    )[0]
+    return move([values], inverse, indices, 1, shape, 0.0, None)[0]

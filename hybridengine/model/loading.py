@@ -1,45 +1,45 @@
-"""Any Hugging Face causal LM, unchanged, sharded by FSDP2 from one reader.
+"""Load any Hugging Face causal LM, unchanged, as FSDP2 shards.
 
-Every rank builds the model on the meta device and shards it; rank 0 reads the checkpoint and
-scatters it parameter by parameter, so no other rank holds more than one whole parameter.
+Every rank builds the model on the meta device and shards it. Rank 0 reads the checkpoint and
+broadcasts it parameter by parameter, so the other ranks hold at most one unsharded parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
+from torch.distributed.tensor import Shard
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hybridengine.errors import ModelError
 from hybridengine.model.attention import ATTENTION
-from hybridengine.model.checking import check_model
-from hybridengine.model.head import prepare_head
+from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
-from hybridengine.model.offload import Parking
+from hybridengine.model.offload import Offloader
 from hybridengine.model.parameters import is_finite, parameter_shards
-from hybridengine.model.value import put_value_head, read_model
-from hybridengine.runtime.rank_zero import broadcast_from_rank0, run_on_rank0
-
-__all__ = ["load_causal_lm", "sharding_mesh"]
+from hybridengine.model.validation import check_model
+from hybridengine.runtime.all_ranks import broadcast_from_rank0, run_on_rank0
 
 
 def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
-    """All ranks as one row of shards, or as replicas of `fsdp_size` neighbouring ranks each (HSDP).
+    """Return a 1-D mesh of all ranks, or an HSDP mesh of replicas of `fsdp_size` ranks each.
 
-    Every replica holds the whole model, so its all-gathers stay among its ranks, at world_size /
+    Every replica holds the full model, so all-gathers stay among its ranks, at world_size /
     fsdp_size times the memory; gradients are reduced over all ranks.
     """
     if fsdp_size in (-1, world_size):
@@ -65,36 +65,103 @@ def load_causal_lm(
     cpu_offload: bool = False,
     param_offload: bool = False,
 ) -> PreTrainedModel:
-    """The model at `path` (folder or hub name) on `mesh` (`sharding_mesh`); all ranks call.
+    """Load the model at `path` (folder or hub name) onto `mesh` (`sharding_mesh`); collective.
 
-    Masters, gradients and logits are float32, the rest runs in `param_dtype`. A parameter whose
-    name `shard_dim1` accepts is sharded on dim 1 where the mesh divides it evenly, all others on
-    dim 0. Attention is `hybridengine.model.attention`, so the model takes packed input.
+    Master weights, gradients and logits are float32; the rest runs in `param_dtype`. Attention is
+    `hybridengine.model.attention`, so the model takes packed input. It is returned in eval mode,
+    that is without dropout; `model.train()` turns the configured dropout on.
 
-    A decoder layer is gathered at once or, with `min_num_params`, the smallest modules that have so
-    many parameters; what remains (the embeddings among it) belongs to the root. It is sharded again
-    after its forward, unless `reshard_after_forward` is off. With `forward_prefetch` the next one
-    is gathered before this one's forward, not after. With `cpu_offload` the shards and their
-    gradients live in host memory, and an optimizer steps there.
-
-    With `use_fused_kernels` log-probs come straight from hidden states (`hybridengine.model.head`).
-    With `value_head` its logits are one value per position, see `hybridengine.model.value`; `path`
-    may then be a sequence classifier.
-
-    With `param_offload` its weights are on their device inside `on_device(model)` only.
-
-    adapt: changes the model before it is sharded (`apply_lora`), the same way on every rank.
-
-    The model comes in eval mode, that is without dropout; only its checkpointed layers are in train
-    mode, which is what turns checkpointing on. `model.train()` adds the configured dropout.
+    Args:
+        shard_dim1: names of parameters to shard on dim 1 where the mesh divides it evenly; all
+            others are sharded on dim 0.
+        gradient_checkpointing: recompute decoder layers in backward. Only these layers are then in
+            train mode, which transformers' checkpointing requires.
+        reshard_after_forward: free unsharded weights after the forward.
+        adapt: modifies the model before it is sharded (`apply_lora`), the same way on every rank.
+        forward_prefetch: start the next group's all-gather before this group's forward.
+        min_num_params: shard the smallest modules with that many parameters as a group each; 0: a
+            group per decoder layer. The remaining parameters (such as embeddings) are the root's.
+        value_head: logits are one value per position (a linear head [1, H]); `path` may be a
+            sequence classifier.
+        use_fused_kernels: compute log-probs from hidden states (`hybridengine.model.head`).
+        cpu_offload: keep shards and gradients in host memory, where the optimizer then steps.
+        param_offload: keep weights in host memory outside `on_device(model)`.
 
     Raises:
-        ModelError: on every rank, also for what only rank 0 sees (unreadable or missing weights).
+        ModelError: on every rank, also if only rank 0 fails (unreadable or missing weights).
     """
     config = check_model(path, trust_remote_code)
-    doing = f"loading model {path!r}"
-    weights = run_on_rank0(lambda: read_model(path, config, trust_remote_code, value_head), doing)
-    run_on_rank0(lambda: _check_finite(weights), doing)
+    weights = run_on_rank0(
+        lambda: _read_weights(path, config, trust_remote_code, value_head),
+        f"loading model {path!r}",
+    )
+    model = _build_model(path, config, trust_remote_code, value_head)
+    if model.can_generate() and not value_head:
+        settings = weights.generation_config if weights is not None else None
+        model.generation_config = broadcast_from_rank0(settings) or GenerationConfig()
+    if adapt is not None:
+        adapt(model)
+        run_on_rank0(functools.partial(adapt, weights), "adapting the model")  # type: ignore[arg-type]
+    patch_head(model, use_fused_kernels)
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    groups = _modules_of_size(model, min_num_params) if min_num_params else layers
+    _shard(model, groups, mesh, shard_dim1, param_dtype, cpu_offload, reshard_after_forward)
+    if forward_prefetch:
+        for group, following in pairwise(groups):
+            assert isinstance(group, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
+            group.set_modules_to_forward_prefetch([following])
+    _load_weights(model, weights, mesh, cpu_offload)
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers:
+            layer.training = True
+    offloader = Offloader(lambda: parameter_shards(model).values(), param_offload)
+    model.offloader = offloader  # type: ignore[assignment]
+    return model
+
+
+def is_sequence_classifier(config: PretrainedConfig) -> bool:
+    """Return whether the checkpoint of `config` has a sequence classification head."""
+    return any("SequenceClassification" in name for name in config.architectures or ())
+
+
+def _read_weights(
+    path: str, config: PretrainedConfig, trust_remote_code: bool, value_head: bool
+) -> PreTrainedModel:
+    """Read the full causal LM at `path` in float32, with a value head if `value_head`."""
+    classifier = value_head and is_sequence_classifier(config)
+    auto_class: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    if classifier and config.num_labels != 1:
+        raise ModelError(
+            f"model {path!r} has {config.num_labels} labels; a reward or value model has one"
+        )
+    model, report = auto_class.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+    )
+    if classifier:
+        _move_score_to_output_head(model, trust_remote_code)
+    elif value_head:
+        _set_value_head(model)
+    parameters = dict(model.named_parameters())
+    if missing := sorted(parameters.keys() & set(report["missing_keys"])):
+        raise ModelError(
+            f"the checkpoint {path!r} lacks {len(missing)} weights of {type(model).__name__}, "
+            f"such as {missing[0]!r}; use a complete checkpoint"
+        )
+    if bad := next((name for name, x in parameters.items() if not is_finite(x)), None):
+        raise ModelError(
+            f"{bad} contains NaN or infinity: the file is damaged, or the run that wrote it had "
+            "diverged"
+        )
+    return model
+
+
+def _build_model(
+    path: str, config: PretrainedConfig, trust_remote_code: bool, value_head: bool
+) -> PreTrainedModel:
+    """Build the model on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
@@ -105,60 +172,22 @@ def load_causal_lm(
     if model._is_stateful or not model._supports_attention_backend:
         raise ModelError(f"model {path!r} ({type(model).__name__}) cannot run packed")
     if value_head:
-        put_value_head(model)
-    elif model.can_generate():
-        settings = weights.generation_config if weights is not None else None
-        model.generation_config = broadcast_from_rank0(settings) or GenerationConfig()
-    if adapt is not None:
-        adapt(model)
-        run_on_rank0(lambda: adapt(weights), "adapting the model")
-    prepare_head(model, use_fused_kernels)
-    layers = _decoder_layers(model)
-    groups = _modules_of_size(model, min_num_params) if min_num_params else layers
-    options = _fsdp_options(model, mesh, shard_dim1, param_dtype, cpu_offload)
-    for group in reversed(groups):  # FSDP2 wants the inner of nested modules first
-        fully_shard(group, reshard_after_forward=reshard_after_forward, **options)
-    # The root's own parameters are needed again as soon as backward begins: FSDP2's default.
-    fully_shard(model, **options)
-    if forward_prefetch:
-        for group, following in pairwise(groups):
-            group.set_modules_to_forward_prefetch([following])
-    _fill(model, weights, mesh, cpu_offload)
-    model.eval()
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for layer in layers:
-            layer.training = True
-    model.parking = Parking(lambda: parameter_shards(model).values(), param_offload)
+        _set_value_head(model)
     return model
 
 
-def _check_finite(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not is_finite(parameter):
-            raise ModelError(
-                f"{name} holds values that are not finite (NaN or infinity): the file is damaged, "
-                "or the run that wrote it had diverged"
-            )
-
-
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def _modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Module]:
-    """The smallest modules with `min_num_params` parameters outside of those inside them."""
+    """Return the smallest modules with `min_num_params` parameters, not counting nested groups."""
     embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}  # may be tied
     chosen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
-        """Parameters of `module` that are in no group yet."""
-        left = sum(p.numel() for p in module.parameters(recurse=False))
-        left += sum(visit(child) for child in module.children())
-        runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)  # else FSDP2 has no hook
-        if left < min_num_params or not runs or embeddings & set(module.modules()):
-            return left
+        """Return the number of parameters of `module` that are in no group yet."""
+        num_params = sum(p.numel() for p in module.parameters(recurse=False))
+        num_params += sum(visit(child) for child in module.children())
+        is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)  # FSDP2 hooks forward
+        if num_params < min_num_params or not is_called or embeddings & set(module.modules()):
+            return num_params
         chosen.add(module)
         return 0
 
@@ -166,14 +195,41 @@ def _modules_of_size(model: PreTrainedModel, min_num_params: int) -> list[nn.Mod
     return [module for module in model.modules() if module in chosen]
 
 
-def _fsdp_options(
+def _set_value_head(model: PreTrainedModel) -> None:
+    """Replace the output head of a causal LM by a zero Linear(H, 1) on the same device."""
+    old = model.get_output_embeddings()
+    weight = None if old is None else getattr(old, "weight", None)
+    if weight is None:
+        raise ModelError(f"{type(model).__name__} has no output head to replace by a value head")
+    head = nn.Linear(weight.shape[1], 1, bias=False, dtype=weight.dtype, device=weight.device)
+    nn.init.zeros_(head.weight)
+    model.set_output_embeddings(head)
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        config.tie_word_embeddings = False
+        if getattr(config, "final_logit_softcapping", None):  # for logits, not for values
+            config.final_logit_softcapping = None
+
+
+def _move_score_to_output_head(model: PreTrainedModel, trust_remote_code: bool = False) -> None:
+    """Move the `score` head of a sequence classifier to where its causal LM has the output head."""
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(model.config, trust_remote_code=trust_remote_code)
+    head = causal.get_output_embeddings()
+    name = next(n for n, module in causal.named_modules() if module is head)
+    model.set_submodule(name, model.get_submodule("score"))
+    del model.score
+
+
+def _shard(
     model: nn.Module,
+    groups: Sequence[nn.Module],
     mesh: DeviceMesh,
     shard_dim1: Callable[[str], bool],
     param_dtype: torch.dtype,
     cpu_offload: bool,
-) -> dict[str, Any]:
-    """What `fully_shard` is told about every group of parameters alike."""
+    reshard_after_forward: bool,
+) -> None:
+    """Apply FSDP2 to each of `groups` and to the rest of `model`, in place."""
     names = {id(p): columns_of(name) for name, p in model.named_parameters()}
     shard_size = mesh.size(mesh.ndim - 1)
 
@@ -182,43 +238,35 @@ def _fsdp_options(
         return Shard(1) if divides and shard_dim1(names[id(param)]) else None
 
     pinned = torch.cuda.is_available()
-    return {
+    options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
         "shard_placement_fn": placement,
-        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)
+        if cpu_offload
+        else fsdp.OffloadPolicy(),
     }
+    for group in reversed(groups):  # FSDP2 requires inner modules first
+        fsdp.fully_shard(group, reshard_after_forward=reshard_after_forward, **options)
+    # FSDP2 does not reshard the root after forward: backward begins with its parameters.
+    fsdp.fully_shard(model, **options)
 
 
-def _fill(model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh, cpu_offload: bool) -> None:
-    """Give the meta model its shards and buffers; `weights` is the whole model on rank 0."""
+def _load_weights(
+    model: nn.Module, weights: nn.Module | None, mesh: DeviceMesh, cpu_offload: bool
+) -> None:
+    """Materialize the sharded meta `model` from `weights`, the full model on rank 0."""
     device = torch.device(mesh.device_type)
-    whole = None if weights is None else dict(weights.named_parameters())
-    for name, param in list(model.named_parameters()):
-        assert isinstance(param, DTensor)
-        if whole is None:
-            source = torch.empty(param.shape, dtype=param.dtype, device=device)
-        else:
-            source = whole[name].detach()
-            whole[name].data = torch.empty(0)  # rank 0 lets go of what it has handed out
-        filled = distribute_tensor(source, mesh, param.placements)
-        filled = filled.cpu() if cpu_offload else filled
-        filled = nn.Parameter(filled, requires_grad=param.requires_grad)
-        torch.utils.swap_tensors(param, filled)  # wherever it is held: weights may be tied
-    # Buffers that are computed, not stored (rotary frequencies), are real on rank 0 only.
+    model.to_empty(device="cpu" if cpu_offload else device)
+    set_model_state_dict(
+        model,
+        {} if weights is None else weights.state_dict(),
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    # Computed buffers (rotary frequencies) are not in the state dict. Buffers are not offloaded.
     buffers = broadcast_from_rank0(None if weights is None else dict(weights.named_buffers()))
     assert buffers is not None
-    # `to` lets FSDP2 take note of the new parameters; where those are offloaded, buffers are not.
-    home = torch.device("cpu") if cpu_offload else device
-    _put_buffers(model, buffers, home)
-    model.to(home)
-    _put_buffers(model, buffers, device)
-    dist.barrier()
-
-
-def _put_buffers(
-    model: nn.Module, buffers: Mapping[str, torch.Tensor], device: torch.device
-) -> None:
     for name, buffer in buffers.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, buffer.to(device))
+    dist.barrier()

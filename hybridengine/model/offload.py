@@ -1,4 +1,4 @@
-"""Device memory given up while it is not needed: values wait in host memory."""
+"""Offload tensors to host memory while their device memory is needed elsewhere."""
 
 from __future__ import annotations
 
@@ -10,59 +10,56 @@ from torch import nn
 
 from hybridengine.sharding.shards import local_shard
 
-__all__ = ["Parking", "on_device"]
 
+class Offloader:
+    """Tensors that are on their device inside `on_device()` only, and empty outside of it.
 
-class Parking:
-    """Tensors that have device memory only inside `present()`; all others see them empty.
+    FSDP2's `CPUOffloadPolicy` streams every all-gather from host memory and steps there; this moves
+    all tensors once per phase. Storages are resized to zero and back, not replaced, so the views
+    and references that FSDP2, the optimizer and the reshard hold stay valid. Do not read, write or
+    save an offloaded tensor.
 
-    The storages are emptied and filled again, not replaced: FSDP2, the optimizer and the reshard
-    keep the tensors and views they hold. tensors: asked each time, so state may come into being
-    later. What is parked must not be read, written or saved outside `present()`.
+    tensors: called at every offload, so that optimizer state may be created later.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], enabled: bool = True) -> None:
         self._tensors, self._enabled = tensors, enabled
-        self._uses = 0
-        self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._depth = 0
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         if enabled:
-            self._park()
+            self._offload()
 
     @contextmanager
-    def present(self) -> Iterator[None]:
-        """The tensors are on their device with their values; nests."""
-        self._uses += 1
-        self._bring()
-        yield
-        self._uses -= 1
-        if self._enabled and not self._uses:
-            self._park()
-
-    def _bring(self) -> None:
-        for storage, host in self._parked:
+    def on_device(self) -> Iterator[None]:
+        """Onload the tensors; offload them again at the end of the outermost block."""
+        self._depth += 1
+        for storage, host in self._offloaded:
             storage.resize_(host.numel())
             _bytes_of(storage).copy_(host, non_blocking=True)
-        self._parked.clear()
+        self._offloaded.clear()
+        yield
+        self._depth -= 1
+        if self._enabled and not self._depth:
+            self._offload()
 
-    def _park(self) -> None:
+    def _offload(self) -> None:
         all_storages = (local_shard(tensor).untyped_storage() for tensor in self._tensors())
         storages = {s.data_ptr(): s for s in all_storages if s.nbytes()}
         for storage in storages.values():
-            on_device = _bytes_of(storage)
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_device.is_cuda)
-            self._parked.append((storage, host.copy_(on_device, non_blocking=True)))
+            device_bytes = _bytes_of(storage)
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device_bytes.is_cuda)
+            self._offloaded.append((storage, host.copy_(device_bytes, non_blocking=True)))
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies are made before their sources go
+            torch.cuda.synchronize()  # finish the copies before their sources are freed
         for storage in storages.values():
             storage.resize_(0)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # for the engine, which has an allocator of its own
+        torch.cuda.empty_cache()  # the engine has an allocator of its own
 
 
 @contextmanager
 def on_device(model: nn.Module) -> Iterator[nn.Module]:
-    """`model` (of `load_causal_lm`) with its weights on their device, where they may be parked."""
-    with model.parking.present():  # type: ignore[operator, union-attr]
+    """Yield `model` (of `load_causal_lm`) with its weights onloaded."""
+    with model.offloader.on_device():  # type: ignore[operator, union-attr]
         yield model
 
 

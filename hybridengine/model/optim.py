@@ -1,43 +1,40 @@
-"""AdamW over FSDP2 shards, learning-rate schedules and the true global gradient norm."""
+"""AdamW over FSDP2 shards, learning-rate schedules and the global gradient norm."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from hybridengine.errors import ModelError
-from hybridengine.model.offload import Parking
-from hybridengine.sharding.adapter import gathered
-from hybridengine.sharding.shards import local_shard
+from hybridengine.model.offload import Offloader
+from hybridengine.sharding.shards import full_tensor, local_shard
 
-__all__ = ["SCHEDULES", "Optimizer", "clip_grad_norm_"]
+_SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
-SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
-
-# Loss scale of float16: halved by gradients that overflow, doubled after so many that did not.
-_FIRST_LOSS_SCALE = 2.0**16
+# Loss scale of float16: halved by an overflow, doubled after this many steps without one.
+_INITIAL_LOSS_SCALE = 2.0**16
 _GROWTH_INTERVAL = 400
 
 
 class Optimizer:
-    """Fused AdamW with its schedule; as in verl, weight decay falls on every parameter.
+    """Fused AdamW with a learning-rate schedule; as in verl, all parameters have weight decay.
 
     schedule: linear warm-up from 0 over `warmup_steps`, then constant, or linear or cosine decay to
     0 at `total_steps`.
 
-    skipped_in_a_row: updates skipped since the last one, for a gradient norm that was not finite;
-    those that only lower the loss scale of float16 do not count.
+    param_dtype: compute dtype of the model. With float16, multiply the loss by `loss_scale` (1
+    otherwise) before backward.
 
-    param_dtype: of the model's compute; float16 gradients need a loss multiplied by `loss_scale`,
-    which is 1 otherwise. offload: Adam's moments are on the device during `step()` only; whoever
-    else reads them does so inside `state.present()`.
+    offload: keep Adam's moments on the device during `step()` only. To read them at another time,
+    use `with optimizer.offloader.on_device()`.
+
+    skipped_in_a_row: consecutive updates skipped because the gradient norm was not finite, not
+    counting those that only lower the loss scale of float16.
     """
 
     def __init__(
@@ -54,114 +51,112 @@ class Optimizer:
         param_dtype: torch.dtype = torch.bfloat16,
         offload: bool = False,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise ModelError(f"schedule {schedule!r} is unknown; choose from {sorted(SCHEDULES)}")
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.parameters, self._names = list(named.values()), list(named)
+        if schedule not in _SCHEDULES:
+            raise ModelError(f"schedule {schedule!r} is unknown; choose from {sorted(_SCHEDULES)}")
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(self._named.values())
         self.adamw = torch.optim.AdamW(
             self.parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
-        self.schedule: LRScheduler = get_scheduler(
-            SCHEDULES[schedule],
+        scheduler: Any = get_scheduler(
+            _SCHEDULES[schedule],
             self.adamw,
             num_warmup_steps=warmup_steps,
             num_training_steps=total_steps,
         )
+        # The factor alone: LRScheduler warns if the first update is skipped.
+        self._lr_factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+        self._lr = lr
+        self._num_steps = 0  # skipped updates count too
         self.last_lr = 0.0
         self._param_dtype = str(param_dtype).removeprefix("torch.")
         self._scaling = param_dtype == torch.float16
-        self.loss_scale = _FIRST_LOSS_SCALE if self._scaling else 1.0
+        self.loss_scale = _INITIAL_LOSS_SCALE if self._scaling else 1.0
         self._steps_at_scale = 0
         self.skipped_in_a_row = 0
         self._skipped_norms: list[float] = []
-        self.state = Parking(self._moments, offload)
+        self.offloader = Offloader(self._moments, offload)
 
     def _moments(self) -> Iterable[torch.Tensor]:
         states = self.adamw.state.values()
         return (x for state in states for x in state.values() if isinstance(x, torch.Tensor))
 
     def step(self, max_norm: float) -> torch.Tensor:
-        """Clip, step, advance the schedule, drop the gradients; returns the norm before clipping.
+        """Clip, update, advance the schedule, clear the gradients; return the norm before clipping.
 
-        A gradient norm that is not finite skips the update, so that the weights survive it.
+        An update whose gradient norm is not finite is skipped: weights and moments stay unchanged.
         """
         norm = clip_grad_norm_(self.parameters, max_norm, self.loss_scale)
-        self.last_lr = float(self.schedule.get_last_lr()[0])
+        self.last_lr = self._lr * self._lr_factor(self._num_steps)
+        for group in self.adamw.param_groups:
+            group["lr"] = self.last_lr
         finite = bool(norm.isfinite())
         if finite:
-            with self.state.present():
+            with self.offloader.on_device():
                 self.adamw.step()
             self.skipped_in_a_row = 0
         else:
             self._skipped_norms.append(float(norm))
             self.skipped_in_a_row += self.loss_scale <= 1
         if self._scaling:
-            self._adapt_loss_scale(finite)
-        self._advance()
+            self._steps_at_scale = self._steps_at_scale + 1 if finite else 0
+            if not finite:
+                self.loss_scale /= 2
+            elif self._steps_at_scale % _GROWTH_INTERVAL == 0:
+                self.loss_scale *= 2
+        self._num_steps += 1
         self.adamw.zero_grad(set_to_none=True)
         return norm
 
-    def take_skipped(self) -> list[float]:
-        """The gradient norms of the updates skipped since the last call."""
+    def pop_skipped_norms(self) -> list[float]:
+        """Return the gradient norms of the updates skipped since the last call."""
         norms, self._skipped_norms = self._skipped_norms, []
         return norms
 
     @torch.no_grad()
     def moments(self) -> dict[str, torch.Tensor]:
-        """Adam's live state by `<parameter>/<kind>`, to save or to load into; zeros at first."""
-        live = {}
-        for name, parameter in zip(self._names, self.parameters, strict=True):
+        """Return Adam's state as `<parameter>/<key>`, not copied, to save or to load into.
+
+        It is created (zeros) if no update has been made.
+        """
+        moments: dict[str, torch.Tensor] = {}
+        for name, parameter in self._named.items():
             state = self.adamw.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), device=local_shard(parameter).device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-            live |= {f"{name}/{kind}": tensor for kind, tensor in state.items()}
-        return live
+            moments |= {f"{name}/{key}": tensor for key, tensor in state.items()}
+        return moments
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule and the loss scale are; the moments are tensors, see `moments`."""
+        """Return the position in the schedule and the loss scale; for tensors see `moments`."""
         return {
             "param_dtype": self._param_dtype,
-            "schedule_step": self.schedule.last_epoch,
+            "schedule_step": self._num_steps,
             "loss_scale": self.loss_scale,
             "steps_at_scale": self._steps_at_scale,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get("param_dtype", self._param_dtype) == self._param_dtype:  # else its first scale
+        if state.get("param_dtype", self._param_dtype) == self._param_dtype:
             self.loss_scale = state["loss_scale"]
             self._steps_at_scale = int(state["steps_at_scale"])
-        self.schedule.last_epoch = int(state["schedule_step"]) - 1
-        self._advance()
-
-    def _advance(self) -> None:
-        with warnings.catch_warnings():  # a skipped first update is meant
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            self.schedule.step()
-
-    def _adapt_loss_scale(self, finite: bool) -> None:
-        self._steps_at_scale = self._steps_at_scale + 1 if finite else 0
-        if not finite:
-            self.loss_scale /= 2
-        elif self._steps_at_scale % _GROWTH_INTERVAL == 0:
-            self.loss_scale *= 2
+        self._num_steps = int(state["schedule_step"])
 
 
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter], max_norm: float, loss_scale: float = 1.0
 ) -> torch.Tensor:
-    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before.
+    """Clip the gradients to a global L2 norm of `max_norm`; return the norm before, float32 [].
 
-    Gradients of a loss multiplied by `loss_scale` are divided by it first.
-
-    The norm, float32 scalar, is that of the whole model's gradient and equal on all ranks. One that
-    is not finite leaves the gradients alone, so that the caller can drop the step.
+    Gradients are divided by `loss_scale` first. The norm is that of the full model's gradient and
+    the same on all ranks. If it is not finite, the gradients are left unchanged.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    kinds = ([g for g in grads if isinstance(g, DTensor) == sharded] for sharded in (True, False))
-    norms = [gathered(torch.nn.utils.get_total_norm(kind)) for kind in kinds if kind]
+    groups = ([g for g in grads if isinstance(g, DTensor) == sharded] for sharded in (True, False))
+    norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in groups if group]
     norm = torch.nn.utils.get_total_norm(norms) / loss_scale
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     scale = torch.where(norm.isfinite(), clip, 1.0) / loss_scale

@@ -1,8 +1,9 @@
-"""The sharded weights of a model, and what its Hugging Face checkpoint makes of them."""
+"""The sharded parameters of a model, their names, and the names its checkpoint gives them."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,87 +11,83 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    Transpose,
-    WeightConverter,
-    WeightTransform,
-)
+from transformers.core_model_loading import PrefixChange, Transpose, WeightConverter
 
 from hybridengine.sharding.shards import local_shard
 
-__all__ = ["is_finite", "name_as_checkpoint", "original_class", "parameter_shards", "without_peft"]
-
 
 def original_class(model: nn.Module) -> type:
-    """The class `model` had before FSDP2 put its own in front."""
+    """Return the class of `model` before `fully_shard` changed it."""
     return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
 
 
 def parameter_shards(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
-    """Live parameters and persistent buffers by module name; tied ones once, under the first name.
+    """Return parameters and persistent buffers by name, not copied; tied ones under one name.
 
-    A DTensor is this rank's share of a parameter (a float32 master, no copy); a plain tensor is
-    whole on every rank. Adapters are left out, and what they adapt has the name it has without
-    them.
+    A DTensor is this rank's shard of a float32 master weight; a plain tensor is replicated. Adapter
+    weights are left out, and their base weights have the names of the model without adapters.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward pass leaves the root's parameters whole
+    _reshard(model)
     stored = {
-        _plain(name): parameter.detach()
+        unwrapped_name(name): parameter.detach()
         for name, parameter in model.named_parameters()
         if ".lora_" not in name
     }
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                stored[_plain(f"{prefix}.{name}" if prefix else name)] = buffer
+                stored[unwrapped_name(f"{prefix}.{name}" if prefix else name)] = buffer
     return stored
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element (of a DTensor: of this rank's shard) is NaN or infinite."""
+    """Return whether no element (of a DTensor: of the local shard) is NaN or infinite."""
     local = local_shard(tensor)
     if not local.is_floating_point() or not local.numel():
         return True
-    return bool(torch.stack(local.aminmax()).isfinite().all())  # in one pass, without a mask
+    return bool(torch.stack(local.aminmax()).isfinite().all())  # one pass, no mask
 
 
-def without_peft(model: nn.Module) -> nn.Module:
-    """The Hugging Face model itself, sharded again by every FSDP2 module around or inside it."""
-    parameter_shards(model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def unwrap_peft(model: nn.Module) -> nn.Module:
+    """Return the Hugging Face model inside PEFT's wrapper, with all FSDP2 modules resharded."""
+    _reshard(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def _plain(name: str) -> str:
-    """A parameter's name without what wraps its module."""
+def _reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the root's parameters stay unsharded after a forward
+
+
+def unwrapped_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of modules that wrap others."""
     for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer."):
         name = name.replace(wrapper, "")
     return name
 
 
-def name_as_checkpoint(model: PreTrainedModel) -> None:
-    """Let transformers save `model` with the names and shapes that published checkpoints have.
+def use_checkpoint_names(model: PreTrainedModel) -> None:
+    """Make transformers save `model` with the names and shapes of published checkpoints.
 
-    Those checkpoints, and so vLLM's loaders, keep `vision_model.` in the names of a vision tower,
-    which transformers drops while loading and restores only for a model that it has loaded. A
-    prefix of all names stays out, as in transformers: it depends on the model a checkpoint is from.
-    They also keep some experts transposed, which transformers undoes while loading only.
+    These, and so vLLM's loaders, keep `vision_model.` in the names of a vision tower; transformers
+    drops it while loading and restores it only for a model that it has loaded itself. A prefix of
+    all names is not restored, as in transformers: it depends on the checkpoint the model is from.
+    Published checkpoints also keep some experts transposed, which transformers undoes only while
+    loading.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         known = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [c for c in known if c.scope_prefix or not isinstance(c, PrefixChange)]
-    model._weight_conversions = [_always_transposing(c) for c in conversions] or None
+    model._weight_conversions = [_with_transpose(c) for c in conversions] or None  # type: ignore[assignment]
 
 
-def _always_transposing(conversion: WeightTransform) -> WeightTransform:
-    if not isinstance(conversion, WeightConverter):
-        return conversion
-    changed = copy.copy(conversion)
-    changed.operations = [
-        Transpose(op.dim0, op.dim1) if isinstance(op, Transpose) else op
-        for op in conversion.operations
-    ]
-    return changed
+def _with_transpose(conversion: Any) -> Any:
+    if isinstance(conversion, WeightConverter):
+        conversion = copy.copy(conversion)
+        conversion.operations = [
+            Transpose(op.dim0, op.dim1) if isinstance(op, Transpose) else op
+            for op in conversion.operations
+        ]
+    return conversion

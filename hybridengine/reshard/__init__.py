@@ -1,13 +1,33 @@
-"""Zero-redundancy reshard from FSDP2 shards to the engine's tensor-parallel weights."""
+"""Weight sync from FSDP2 shards to the tensor-parallel weights of an engine, without redundancy.
 
-from hybridengine.reshard.execute.failures import PlanOutdatedError, RankLostError, ReshardError
-from hybridengine.reshard.execute.resharder import Resharder, SyncReport
+    record   Copy          strided copy: trained parameter → engine tensor, as the engine loads it
+             EngineLayout  all copies of one engine rank
+    plan     ShardSpec     which ranks hold which rows (RowRange) of a parameter
+             Block         a Copy in the coordinates of the parameter, so that it can be cut
+             SourceClass   parameters with equal ShardSpec and Blocks (equal layers): planned once
+             Chunk         what of a parameter travels together, small against a bucket
+             SliceCopy     one strided slice of a Chunk: shard, sender, receiver, writes
+             Bucket        Chunks of many parameters that travel in one all-to-all
+             ReshardPlan   all Buckets; the same on every rank
+    execute  Exchange      a Bucket on one rank: tables of strided copies (pack, local, unpack)
+             Resharder     sync(): pack → all-to-all → unpack for every Exchange, then commit
+
+`record` and `plan` run once, `execute` at every step. The advisor plans without running anything.
+"""
+
+from hybridengine.reshard.execute.resharder import (
+    PlanOutdatedError,
+    RankFailedError,
+    Resharder,
+    ReshardError,
+    SyncReport,
+)
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
 from hybridengine.reshard.record.loader import record_checkpoint, record_layout
 
 __all__ = [
     "PlanOutdatedError",
-    "RankLostError",
+    "RankFailedError",
     "ReshardError",
     "ReshardPlan",
     "Resharder",

@@ -1,27 +1,5 @@
-"""What runs in a reward worker process: the user's files, the built-in rules, the loop of calls.
+"""What runs in a reward worker process: the call loop, the user's files, the built-in rules.
 
-It imports the standard library only, so that a worker starts in a tenth of a second and holds
-neither torch nor the engine.
+A package separate from `rewards`, because it imports only the standard library: a worker starts
+in a tenth of a second and holds neither torch nor the engine.
 """
-
-from hybridengine.reward_worker.function import (
-    ARGUMENTS,
-    BATCH_ARGUMENTS,
-    BUILT_IN,
-    FunctionSource,
-    RewardError,
-    import_file,
-    import_reward_function,
-    reward_file,
-)
-
-__all__ = [
-    "ARGUMENTS",
-    "BATCH_ARGUMENTS",
-    "BUILT_IN",
-    "FunctionSource",
-    "RewardError",
-    "import_file",
-    "import_reward_function",
-    "reward_file",
-]

@@ -1,4 +1,4 @@
-"""Importing a `compute_score` function, with verl's signature, from a Python file."""
+"""Import a `compute_score` function, with verl's signature, from a Python file."""
 
 from __future__ import annotations
 
@@ -12,19 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import UserError
-
-__all__ = [
-    "ARGUMENTS",
-    "BATCH_ARGUMENTS",
-    "BUILT_IN",
-    "FunctionSource",
-    "RewardError",
-    "error_line",
-    "import_file",
-    "import_reward_function",
-    "reward_file",
-]
+from hybridengine.errors import RewardError
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -37,13 +25,9 @@ BUILT_IN = {
 }
 
 
-class RewardError(UserError):
-    """A reward function that cannot be loaded, raised, took too long, or gave no number."""
-
-
 @dataclass(frozen=True)
 class FunctionSource:
-    """Where a reward function was defined; is_async: whether it is a coroutine function."""
+    """Where a reward function is defined; is_async: whether it is a coroutine function."""
 
     file: Path
     name: str
@@ -55,12 +39,12 @@ class FunctionSource:
 
     @property
     def label(self) -> str:
-        """What its score is called next to those of other functions."""
+        """The name of its score among those of several functions."""
         return self.file.stem if self.name == "compute_score" else self.name
 
 
 def reward_file(path: str | Path) -> Path:
-    """Return the file that `path`, a Python file or a name in BUILT_IN, stands for.
+    """Return the file of `path`, a Python file or a name in BUILT_IN.
 
     Raises RewardError where it does not exist.
     """
@@ -107,7 +91,7 @@ def import_reward_function(
 
 @cache
 def _module(file: Path) -> Any:
-    """The module of `file`, imported once for all functions in it."""
+    """Import the module of `file` once for all functions in it."""
     return import_file(file)
 
 
@@ -123,7 +107,7 @@ def import_file(file: Path) -> Any:
     sys.modules[spec.name] = module  # dataclasses and pickling in the user's file look it up
     try:
         spec.loader.exec_module(module)
-    except RewardError:  # of a built-in rule, in words of its own
+    except RewardError:  # of a built-in rule, already a full message
         raise
     except SyntaxError as error:
         raise RewardError(

@@ -1,12 +1,12 @@
-"""The loop of a reward worker: load a function, call it on responses, send numbers back.
+"""The loop of a reward worker: load a function, call it on responses, send the scores.
 
-Requests arrive over one connection, pickled:
+Requests arrive pickled over one connection:
 
-    ("load", key, path, name, arguments)    → FunctionSource, or Fault
-    ("call", key, kwargs of N calls)        → (i, seconds, Outcome) as each ends
-    ("batch", key, kwargs with lists, N)    → (0, seconds, list of Outcome)
+    ("load", key, path, name, arguments)    → FunctionSource or Failure
+    ("call", key, kwargs of N calls)        → (i, seconds, Outcome) when each call ends
+    ("batch", key, kwargs with lists, N)    → (0, seconds, list of Outcome, or Failure)
 
-The process ends when the connection is closed, and is killed when its parent is.
+The process ends when the connection is closed, and is killed when its parent process ends.
 """
 
 from __future__ import annotations
@@ -21,43 +21,37 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hybridengine.reward_worker.function import (
-    FunctionSource,
-    RewardError,
-    error_line,
-    import_reward_function,
-)
-from hybridengine.reward_worker.results import shorten, to_numbers, to_rows
-
-__all__ = ["Fault", "Outcome", "main"]
+from hybridengine.errors import RewardError, shorten
+from hybridengine.reward_worker.function import FunctionSource, error_line, import_reward_function
+from hybridengine.reward_worker.results import show, to_numbers, to_rows
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Why there are no numbers; goes on from the function's name, unless is_complete."""
+class Failure:
+    """Why a function could not be loaded, or a call returned no numbers."""
 
-    text: str
-    is_complete: bool = False
+    message: str
 
 
-Outcome = dict[str, float] | Fault
+Outcome = dict[str, float] | Failure
 
 
 def main(connection_fd: int, stack_fd: int, parent: int, index: int) -> None:
     """Serve requests until the connection is closed.
 
-    stack_fd: where SIGUSR1 writes the stack of the running call; parent: the process to end with;
-    index: of this worker, the seed of `random`.
+    stack_fd: file to which SIGUSR1 writes the stack of the running call. parent: process id of the
+    rank, with which this process ends. index: number of this worker, the seed of `random`.
     """
-    if hasattr(ctypes.CDLL(None), "prctl"):  # Linux; elsewhere a closed connection has to do
+    if hasattr(ctypes.CDLL(None), "prctl"):  # Linux; elsewhere the closed connection ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return  # it ended before the line above
+        return  # the parent ended before the line above
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)
     random.seed(index)
@@ -69,7 +63,6 @@ class _Worker:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._functions: dict[int, tuple[Callable[..., Any], FunctionSource]] = {}
-        self._loop: Any = None  # one event loop for all calls: clients that they keep belong to it
 
     def serve(self) -> None:
         while True:
@@ -81,7 +74,7 @@ class _Worker:
                 results = self._batch(key, *request)
                 self._send((0, time.perf_counter() - started, results))
             elif self._functions[key][1].is_async:
-                self._event_loop().run_until_complete(self._gather(key, *request))
+                self._loop.run_until_complete(self._gather(key, *request))
             else:
                 for i, arguments in enumerate(*request):
                     started = time.perf_counter()
@@ -89,42 +82,42 @@ class _Worker:
                     self._send((i, time.perf_counter() - started, outcome))
 
     def _send(self, message: Any) -> None:
-        for stream in (sys.stdout, sys.stderr):  # what the function printed comes first
+        for stream in (sys.stdout, sys.stderr):  # print the function's output first
             if stream is not None and not stream.closed:
                 stream.flush()
         self._connection.send(message)
 
-    def _load(self, key: int, *where: Any) -> FunctionSource | Fault:
+    def _load(self, key: int, *where: Any) -> FunctionSource | Failure:
         try:
             self._functions[key] = import_reward_function(*where)
         except RewardError as error:
-            return Fault(str(error), is_complete=True)
+            return Failure(str(error))
         if self._functions[key][1].is_async:
-            self._event_loop()  # whose import is no part of a call's time
+            _ = self._loop  # so that importing asyncio is no part of a call's time
         return self._functions[key][1]
 
     def _call(self, key: int, arguments: dict[str, Any]) -> Outcome:
         function, source = self._functions[key]
         try:
             return _outcome(self._result(function(**arguments)), source)
-        except BaseException as error:  # SystemExit must not end the worker without a word
+        except BaseException as error:  # also SystemExit, which would end the worker
             return _raised(error, source)
 
     def _batch(
-        self, key: int, arguments: dict[str, Sequence[Any]], wanted: int
-    ) -> list[Outcome] | Fault:
+        self, key: int, arguments: dict[str, Sequence[Any]], size: int
+    ) -> list[Outcome] | Failure:
         function, source = self._functions[key]
         try:
             results = self._result(function(**arguments))
         except BaseException as error:
             return _raised(error, source)
         try:
-            return [_outcome(result, source) for result in to_rows(results, wanted)]
+            return [_outcome(result, source) for result in to_rows(results, size)]
         except ValueError as error:
-            return _no_numbers(error, source)
+            return _invalid(error, source)
 
     async def _gather(self, key: int, calls: Sequence[dict[str, Any]]) -> None:
-        """All calls at once; each outcome is sent as soon as it is there."""
+        """Run all calls concurrently; send each outcome when it is ready."""
         import asyncio
 
         function, source = self._functions[key]
@@ -139,44 +132,38 @@ class _Worker:
 
         await asyncio.gather(*(one(i, arguments) for i, arguments in enumerate(calls)))
 
-    def _result(self, given: Any) -> Any:
-        """Await what has to be awaited."""
-        if not hasattr(given, "__await__"):
-            return given
+    def _result(self, value: Any) -> Any:
+        """Return the value, awaited if it is an awaitable."""
+        return self._loop.run_until_complete(value) if hasattr(value, "__await__") else value
 
-        async def awaited() -> Any:
-            return await given
+    @cached_property
+    def _loop(self) -> Any:
+        """One event loop for all calls, for clients that functions keep."""
+        import asyncio
 
-        return self._event_loop().run_until_complete(awaited())
-
-    def _event_loop(self) -> Any:
-        if self._loop is None:
-            import asyncio
-
-            self._loop = asyncio.new_event_loop()
-            asyncio.set_event_loop(self._loop)
-        return self._loop
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        return loop
 
 
 def _outcome(result: Any, source: FunctionSource) -> Outcome:
     try:
         return to_numbers(result)
     except ValueError as error:
-        return _no_numbers(error, source)
+        return _invalid(error, source)
 
 
-def _no_numbers(error: ValueError, source: FunctionSource) -> Fault:
-    return Fault(f"({source.file}:{source.line}): {error}")
+def _invalid(error: ValueError, source: FunctionSource) -> Failure:
+    return Failure(f"reward function {source}: {error}")
 
 
-def _raised(error: BaseException, source: FunctionSource) -> Fault:
-    if isinstance(error, RewardError):  # of a built-in rule, in words of its own
-        return Fault(str(error), is_complete=True)
+def _raised(error: BaseException, source: FunctionSource) -> Failure:
+    if isinstance(error, RewardError):  # of a built-in rule, already a full message
+        return Failure(str(error))
     try:
         text = str(error)
     except Exception:
-        text = shorten(error)
-    if len(text) > 1000:
-        text = f"{text[:500]}…{text[-499:]}"
+        text = show(error)
     where = error_line(error, source.file, source.line)
-    return Fault(f"raised {type(error).__name__}: {text} at {where}")
+    what = f"{type(error).__name__}: {shorten(text, 1000)}"
+    return Failure(f"reward function {source.name} raised {what} at {where}")

@@ -1,4 +1,4 @@
-"""What a reward function returned, as finite numbers."""
+"""Convert the result of a reward function to finite numbers."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-__all__ = ["shorten", "to_numbers", "to_rows"]
-
-_SHOWN = 200  # characters of a value in a message
+from hybridengine.errors import shorten
 
 
-def to_rows(results: Any, wanted: int) -> list[Any]:
-    """Return the results of a function that was called with lists of `wanted` responses.
+def to_rows(results: Any, size: int) -> list[Any]:
+    """Return the results of one call with lists of `size` responses as a list.
 
-    Raises ValueError where it is not a sequence with one result each.
+    Raises ValueError for anything but a sequence with one result for each.
     """
     if hasattr(results, "tolist"):
         results = results.tolist()  # an array or a tensor
     is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
-    if not is_list or len(results) != wanted:
+    if not is_list or len(results) != size:
         given = f"{len(results)} results" if is_list else f"{type(results)}"
-        raise ValueError(f"gave {given} for {wanted} responses; expected a list with one each")
+        raise ValueError(f"returned {given} for {size} responses; expected a list with one each")
     return list(results)
 
 
 def to_numbers(result: Any) -> dict[str, float]:
-    """Return "score" and the further numbers of one result; texts are left out, but for "pred".
+    """Return "score" and the further numbers of one result, without its texts.
 
-    "pred" is the answer that majority votes count; of a text a number that stands for it.
+    The text "pred", the answer that majority votes count, is kept as a hash.
 
     result: a number (also a NumPy scalar or a tensor with one element), or a mapping with "score".
 
@@ -38,7 +36,7 @@ def to_numbers(result: Any) -> dict[str, float]:
     """
     given = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in given:
-        raise ValueError(f"gave a dict without 'score' (keys {sorted(map(str, given))})")
+        raise ValueError(f"returned a dict without 'score' (keys {sorted(map(str, given))})")
     numbers = {}
     for name, value in given.items():
         number = _finite(value)
@@ -49,7 +47,7 @@ def to_numbers(result: Any) -> dict[str, float]:
         elif name == "score" or not isinstance(value, str):
             what = repr(name) if given is result else "its result"
             kind = type(value).__name__
-            raise ValueError(f"{what} is {shorten(value)} ({kind}), expected a finite number")
+            raise ValueError(f"{what} is {show(value)} ({kind}), expected a finite number")
     return numbers
 
 
@@ -66,10 +64,9 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def shorten(value: Any) -> str:
-    """Return repr(value), cut; a value without one (an integer of 5,000 digits) by its type."""
+def show(value: Any) -> str:
+    """Return repr(value), cut in the middle; its type where repr fails (an int of 5,000 digits)."""
     try:
-        text = repr(value)
+        return shorten(repr(value), 200)
     except Exception as error:
         return f"<{type(value).__name__}: {type(error).__name__}>"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}…{text[-_SHOWN // 2 :]}"

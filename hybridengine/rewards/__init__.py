@@ -1,17 +1,22 @@
-"""Rewards: functions from Python files, run in worker processes, combined by a manager.
+"""Score responses: reward functions run in worker processes, a manager combines their scores.
 
-What goes wrong in a function is reported with the sample.
+    manager    call functions, errors name the sample; several become one score per response
+    workers    the worker processes, with time-outs
+
+What runs inside a worker is the package `reward_worker`.
 """
 
-from hybridengine.reward_worker import RewardError, import_file, import_reward_function
+from hybridengine.errors import RewardError
 from hybridengine.rewards.manager import (
     RewardManager,
+    RewardPart,
+    RewardResult,
     build_reward_manager,
     register_manager,
     score_checked,
+    score_responses,
 )
-from hybridengine.rewards.scoring import RewardPart, RewardResult, score_batch, score_responses
-from hybridengine.rewards.workers import RewardFunction, RewardWorkers, load_reward_function
+from hybridengine.rewards.workers import RewardFunction, RewardWorkers
 
 __all__ = [
     "RewardError",
@@ -21,11 +26,7 @@ __all__ = [
     "RewardResult",
     "RewardWorkers",
     "build_reward_manager",
-    "import_file",
-    "import_reward_function",
-    "load_reward_function",
     "register_manager",
-    "score_batch",
     "score_checked",
     "score_responses",
 ]

@@ -1,8 +1,8 @@
-"""Worker processes that run reward functions, where they can be stopped.
+"""Worker processes that run reward functions, with time-outs.
 
-A function that hangs, exits or crashes takes its worker with it, never the rank. Workers are new
-processes (no fork of a process with threads, CUDA or collectives) that import the standard library
-and the user's files. A worker that is lost is replaced at the next call.
+A function that hangs, exits or crashes ends its worker, never the rank. Workers are new processes
+(no fork of a process with threads, CUDA or collectives) that import the standard library and the
+user's files. A failed worker is replaced at the next call.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from hybridengine.reward_worker import ARGUMENTS, FunctionSource, RewardError, reward_file
-from hybridengine.reward_worker.main import Fault
+from hybridengine.errors import RewardError
+from hybridengine.reward_worker.function import ARGUMENTS, FunctionSource, reward_file
+from hybridengine.reward_worker.main import Failure
 
-__all__ = ["CallError", "RewardFunction", "RewardWorkers", "load_reward_function"]
-
-_LOAD_S = 60.0  # at least, for a worker to start and import the user's file
-_POLL_S = 0.5  # between checks that a worker still runs
-_STACK_S = 1.0  # for a worker to write its stack
-_STOP_S = 2.0  # for workers to end by themselves
+_LOAD_S = 60.0  # at least, to start a worker and import the user's file
+_POLL_S = 0.5  # between checks whether a worker still runs
+_STACK_S = 1.0  # limit for a worker to write its stack
+_STOP_S = 2.0  # limit for workers to end by themselves
 _MAIN = (
     "import sys; sys.path[:] = {path!r}\n"
     "from hybridengine.reward_worker.main import main; main{arguments!r}"
@@ -41,73 +40,49 @@ _MAIN = (
 
 
 class CallError(RewardError):
-    """Call number `index` of a function (None: the one of all) did not end with a result.
+    """Call number `index` of a function (None: the call with lists) has no result."""
 
-    is_complete: the text is a sentence of its own; else it goes on from the function's name.
-    """
-
-    def __init__(self, text: str, index: int | None, is_complete: bool = False) -> None:
-        super().__init__(text)
-        self.index, self.is_complete = index, is_complete
+    def __init__(self, message: str, index: int | None) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's function, loaded in `workers`."""
+    """A reward function, loaded in `workers`."""
 
     source: FunctionSource
     key: int
     workers: RewardWorkers = field(repr=False)
 
-    def __str__(self) -> str:
-        return str(self.source)
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def label(self) -> str:
-        """What its score is called next to those of other functions."""
-        return self.source.label
-
-
-def load_reward_function(
-    path: str | Path,
-    name: str = "compute_score",
-    arguments: Sequence[str] = ARGUMENTS,
-    workers: RewardWorkers | None = None,
-) -> RewardFunction:
-    """Load `name` from the file `path` and check that it takes `arguments`, as verl calls it.
-
-    path: a Python file, or a built-in rule ("math_verify", "gsm8k", "data_source"); workers: where
-    it runs, by default workers of its own.
-
-    Raises RewardError for a missing file, one that fails to import or hangs in doing so, a missing
-    function, and a signature that does not take the arguments by name.
-    """
-    return (workers or RewardWorkers()).load(path, name, arguments)
-
 
 class RewardWorkers:
-    """Up to `num_workers` processes that hold every function loaded here.
+    """Up to `num_workers` processes, each with every function loaded here.
 
-    Response i is scored by worker i % num_workers, in order, so that what a function keeps between
-    calls does not depend on timing. Coroutine functions run together, in one worker's event loop.
+    Worker i % num_workers scores response i, in order: the state that a function keeps between
+    calls does not depend on timing. Calls of a coroutine function run concurrently in one worker.
 
-    num_workers: None is the cores of this machine over its ranks; timeout_s: for one call.
+    num_workers: None is cores / ranks of this machine. timeout_s: limit of one call.
     """
 
     def __init__(self, num_workers: int | None = None, timeout_s: float = 60.0) -> None:
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self._num_workers, self._timeout_s = num_workers or max(1, cores), timeout_s
         self._threads = max(1, cores // self._num_workers)
-        self._requests: list[tuple[Any, ...]] = []  # what every worker has to load
+        self._requests: list[tuple[Any, ...]] = []  # to load in every worker
         self._workers: dict[int, _Worker] = {}
         self._finalizer = weakref.finalize(self, _stop, self._workers, os.getpid())
 
-    def load(self, path: str | Path, name: str, arguments: Sequence[str]) -> RewardFunction:
-        """As `load_reward_function`."""
+    def load(
+        self, path: str | Path, name: str = "compute_score", arguments: Sequence[str] = ARGUMENTS
+    ) -> RewardFunction:
+        """Load `name` from the file `path` and check that it takes `arguments`, as verl calls it.
+
+        path: a Python file, or a built-in rule ("math_verify", "gsm8k", "data_source").
+
+        Raises RewardError for a missing file, one that fails or hangs while it is imported, a
+        missing function, and a signature that does not take the arguments by name.
+        """
         reward_file(path)
         key = len(self._requests)
         self._requests.append((str(path), name, tuple(arguments)))
@@ -121,10 +96,10 @@ class RewardWorkers:
     def call(
         self, function: RewardFunction, calls: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, float]]:
-        """Call `function` once with each of `calls`; returns "score" and further numbers of each.
+        """Call `function` with each of `calls`; return "score" and further numbers of each.
 
-        Raises CallError for a call that raises, takes longer than `timeout_s`, ends its process or
-        gives no numbers.
+        Raises CallError for a call that raises, exceeds `timeout_s`, ends its process or returns no
+        numbers.
         """
         used = 1 if function.source.is_async else min(self._num_workers, len(calls))
         work = {k: range(k, len(calls), used) for k in range(used)}
@@ -140,26 +115,25 @@ class RewardWorkers:
         try:
             results: list[Any] = self._run(function, {0: range(1)}, {0: request})[0]
         except CallError as error:
-            raise CallError(str(error), None, error.is_complete) from None
+            raise CallError(str(error), None) from None
         for i, result in enumerate(results):
-            if isinstance(result, Fault):
-                raise CallError(result.text, i)
+            if isinstance(result, Failure):
+                raise CallError(result.message, i)
         return results
 
     def close(self) -> None:
         """End all workers."""
         self._finalizer()
 
-    def _start(self, wanted: Collection[int]) -> None:
-        """Start the workers `wanted` that do not run, and load what they have not loaded yet."""
-        for k in wanted:
-            if k in self._workers and not self._workers[k].is_running:
+    def _start(self, indices: Collection[int]) -> None:
+        """Start those workers of `indices` that do not run; load missing functions."""
+        for k in indices:
+            if k in self._workers and self._workers[k].process.poll() is not None:
                 self._workers.pop(k).kill()
             if k not in self._workers:
                 self._workers[k] = _Worker(k, self._threads)
-        starting = [self._workers[k] for k in wanted]
-        limit = max(_LOAD_S, self._timeout_s)
-        file = Path()
+        starting = [self._workers[k] for k in indices]
+        limit, file = max(_LOAD_S, self._timeout_s), Path()
         try:
             for worker in starting:  # they import at the same time
                 for key in range(len(worker.loaded), len(self._requests)):
@@ -167,15 +141,17 @@ class RewardWorkers:
             for worker in starting:
                 while len(worker.loaded) < len(self._requests):
                     file = reward_file(self._requests[len(worker.loaded)][0])
-                    source = worker.receive(file)
-                    if isinstance(source, Fault):
-                        raise RewardError(source.text)
+                    while (source := worker.poll(file)) is None:
+                        wait([worker.connection], _POLL_S)
+                    if isinstance(source, Failure):
+                        raise RewardError(source.message)
                     worker.loaded.append(source)
-                    worker.expect(limit)
-        except _Lost as lost:
-            how = f"takes longer than {limit:g} s to import" if lost.is_late else lost.how
-            when = "" if lost.is_late else " while it was imported"
-            raise RewardError(f"reward file {lost.where or file} {how}{when}") from None
+                    worker.set_deadline(limit)
+        except _WorkerError as error:
+            what = f"{error.reason} while it was imported"
+            if error.timed_out:
+                what = f"takes longer than {limit:g} s to import"
+            raise RewardError(f"reward file {error.where or file} {what}") from None
         finally:
             if any(len(worker.loaded) < len(self._requests) for worker in starting):
                 self._kill()
@@ -189,7 +165,8 @@ class RewardWorkers:
         """Send `requests` and return the outcome of every index of `work`; both are by worker."""
         self._start(work)
         source, limit, results = function.source, self._timeout_s, dict[int, Any]()
-        late = f"gave no result within reward.timeout_s = {limit:g} s"
+        name, line = f"reward function {source.name}", f"{source.file}:{source.line}"
+        late = f"{name} returned no result within reward.timeout_s = {limit:g} s at"
         pending = {self._workers[k]: list(indices) for k, indices in work.items()}
         worker = next(iter(pending), None)
         try:
@@ -205,21 +182,20 @@ class RewardWorkers:
                         index = work[worker.index][number]
                         pending[worker].remove(index)
                         if seconds > limit:
-                            raise CallError(f"{late} at {source.file}:{source.line}", index)
-                        if isinstance(outcome, Fault):
-                            raise CallError(outcome.text, index, outcome.is_complete)
+                            raise CallError(f"{late} {line}", index)
+                        if isinstance(outcome, Failure):
+                            raise CallError(outcome.message, index)
                         results[index] = outcome
-                        if not source.is_async:  # all async calls began at once
-                            worker.expect(limit)
+                        if not source.is_async:  # async calls all started together
+                            worker.set_deadline(limit)
                     if not pending[worker]:
                         del pending[worker]
-        except _Lost as lost:
+        except _WorkerError as error:
             assert worker is not None
-            where = lost.where or f"{source.file}:{source.line}"
-            text = f"{late if lost.is_late else lost.how} at {where}"
-            raise CallError(text, pending[worker][0]) from None
+            what = late if error.timed_out else f"{name} {error.reason} at"
+            raise CallError(f"{what} {error.where or line}", pending[worker][0]) from None
         finally:
-            if pending:  # replies to come would be taken for those of the next call
+            if pending:  # late replies would be taken for those of the next call
                 self._kill()
         return results
 
@@ -229,18 +205,18 @@ class RewardWorkers:
         self._workers.clear()
 
 
-class _Lost(Exception):
-    """A worker that ended, or has not replied in time."""
+class _WorkerError(Exception):
+    """A worker ended, or did not reply in time; where: `file:line` of the running call."""
 
-    def __init__(self, how: str, where: str = "", is_late: bool = False) -> None:
-        super().__init__(how)
-        self.how, self.where, self.is_late = how, where, is_late
+    def __init__(self, reason: str, where: str = "", timed_out: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.where, self.timed_out = reason, where, timed_out
 
 
 class _Worker:
     """One process and the connection to it.
 
-    loaded: the functions it holds; deadline: of its next reply.
+    loaded: its functions; deadline: of its next reply.
     """
 
     def __init__(self, index: int, threads: int) -> None:
@@ -249,68 +225,64 @@ class _Worker:
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115, closed in kill()
         self.connection, theirs = Pipe()
         arguments = (theirs.fileno(), self._stack.fileno(), os.getpid(), index)
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-c", _MAIN.format(path=sys.path, arguments=arguments)],
             stdin=subprocess.DEVNULL,
             pass_fds=arguments[:2],
-            start_new_session=True,  # Ctrl-C is for the rank; and its children end with it
+            start_new_session=True,  # Ctrl-C reaches the rank only; kill() ends its children too
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
         theirs.close()
 
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def expect(self, limit_s: float) -> None:
-        """The next reply has `limit_s` from now."""
+    def set_deadline(self, limit_s: float) -> None:
+        """Expect the next reply within `limit_s` from now."""
         self.deadline = time.monotonic() + limit_s
 
     def send(self, request: tuple[Any, ...], limit_s: float) -> None:
-        self.expect(limit_s)
+        self.set_deadline(limit_s)
         with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
-            timeval = struct.pack("ll", int(limit_s) + 1, 0)  # a worker that does not read
+            timeval = struct.pack("ll", int(limit_s) + 1, 0)  # for a worker that does not read
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         try:
             self.connection.send(request)
         except BlockingIOError:
-            raise _Lost("does not read what it is sent", is_late=True) from None
+            raise _WorkerError("does not read its requests", timed_out=True) from None
         except OSError:
-            raise self._lost() from None
-
-    def receive(self, file: Path) -> Any:
-        """Wait for the next reply; _Lost where there is none in time."""
-        while (message := self.poll(file)) is None:
-            wait([self.connection], _POLL_S)
-        return message
+            raise self._ended() from None
 
     def poll(self, file: Path) -> Any:
-        """Return the next reply, or None where there is none yet; file: whose lines are named."""
-        ended = not self.is_running  # before the look for what it sent last
+        """Return the next reply, None where there is none yet; file: of the line to report.
+
+        Raises _WorkerError where the process has ended, or has not replied in time.
+        """
+        ended = (
+            self.process.poll() is not None
+        )  # checked first: it may have replied before it ended
         try:
             if self.connection.poll():
                 return self.connection.recv()
         except (EOFError, OSError, pickle.UnpicklingError):
-            raise self._lost() from None
+            raise self._ended() from None
         if ended:
-            raise self._lost()
+            raise self._ended()
         if time.monotonic() > self.deadline:
-            raise _Lost("gave no reply", self._where(file), is_late=True)
+            raise _WorkerError("sent no reply", self._running_line(file), timed_out=True)
         return None
 
-    def _lost(self) -> _Lost:
+    def _ended(self) -> _WorkerError:
+        """Return how the process ended."""
         try:
-            code = self._process.wait(_STOP_S)
+            code = self.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            return _Lost("closed the connection of its process")
+            return _WorkerError("closed the connection of its process")
         if code < 0:
-            return _Lost(f"had its process killed by {signal.Signals(-code).name}")
-        return _Lost(f"ended its process with exit code {code}")
+            return _WorkerError(f"had its process killed by {signal.Signals(-code).name}")
+        return _WorkerError(f"ended its process with exit code {code}")
 
-    def _where(self, file: Path) -> str:
-        """`file:line` where the process is, or "" where it does not answer."""
+    def _running_line(self, file: Path) -> str:
+        """Return `file:line` of the running call, "" where the process does not answer."""
         with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
+            self.process.send_signal(signal.SIGUSR1)
         deadline, line = time.monotonic() + _STACK_S, re.compile(r'File "(.+)", line (\d+) in ')
         while time.monotonic() < deadline:
             time.sleep(_STACK_S / 20)
@@ -321,26 +293,22 @@ class _Worker:
         return ""
 
     def kill(self) -> None:
-        """End the process and those it has started."""
+        """Kill the process and those it has started."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         self.connection.close()
         self._stack.close()
-
-    def stop(self, deadline: float) -> None:
-        """Let the process end by itself until `deadline`, then kill it."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        self.kill()
 
 
 def _stop(workers: dict[int, _Worker], owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of the process they belong to
+        return  # a fork of the process that owns them
     for worker in workers.values():
-        worker.connection.close()  # which it takes as the end
+        worker.connection.close()  # on which it ends
     deadline = time.monotonic() + _STOP_S
     for worker in workers.values():
-        worker.stop(deadline)
+        with suppress(subprocess.TimeoutExpired):
+            worker.process.wait(max(0.0, deadline - time.monotonic()))
+        worker.kill()
     workers.clear()

@@ -1,7 +1,6 @@
 """Rollout engines: token ids in, token ids and log-probs out."""
 
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
-from hybridengine.sharding.tp_groups import tp_groups
 from hybridengine.sharding.weight_target import StaleWeightsError
 
-__all__ = ["Completion", "RolloutEngine", "SamplingSpec", "StaleWeightsError", "tp_groups"]
+__all__ = ["Completion", "RolloutEngine", "SamplingSpec", "StaleWeightsError"]

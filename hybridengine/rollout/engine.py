@@ -1,4 +1,4 @@
-"""The one rollout interface: token ids in, token ids and their log-probs out."""
+"""The rollout interface: token ids in, token ids and their log-probs out."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 
 from hybridengine.sharding.weight_target import StaleWeightsError, WeightTarget
 
-__all__ = ["Completion", "RolloutEngine", "SamplingSpec"]
-
 
 @dataclass(frozen=True)
 class SamplingSpec:
     """How to sample: n responses per prompt, at most max_tokens each.
 
-    temperature 0 is greedy; top_k -1 and top_p 1 leave the distribution whole. stop: texts that end
-    a response; the token that completes one is its last.
+    temperature 0 is greedy; top_k -1 and top_p 1 disable truncation. stop: texts that end a
+    response; the token that completes one is the response's last.
     """
 
     n: int = 1
@@ -31,10 +29,11 @@ class SamplingSpec:
 
 @dataclass(frozen=True)
 class Completion:
-    """One response. log_probs are of the sampling distribution (after temperature, top-k, top-p).
+    """One response.
 
-    finish_reason: "stop" (end of sequence, or a text of SamplingSpec.stop; its token is the last of
-    token_ids) or "length".
+    log_probs: of the sampling distribution (after temperature, top-k, top-p), one per token.
+    finish_reason: "stop" (end-of-sequence token or a text of SamplingSpec.stop; token_ids includes
+    it) or "length".
     """
 
     token_ids: list[int]
@@ -43,11 +42,11 @@ class Completion:
 
 
 class RolloutEngine(WeightTarget):
-    """A generator whose weights the reshard writes in place.
+    """An inference engine whose weights the reshard writes in place.
 
-    tp_size: tensor-parallel size. replica, replicas: which of the N/t engines this rank belongs to
+    tp_size: tensor-parallel size. replica, replicas: index and number of engines over all ranks
     (ranks of one replica pass the same prompts to `generate`). dtype: of the weights. free_cache:
-    whether `sleep()` does anything.
+    whether `sleep()` frees memory.
     """
 
     tp_size: int
@@ -55,7 +54,7 @@ class RolloutEngine(WeightTarget):
     replicas: int
     dtype: torch.dtype
     free_cache: bool = True
-    _asleep: tuple[str, ...] = ()  # which of weights and kv_cache are not in memory
+    _asleep: tuple[str, ...] = ()  # which of "weights" and "kv_cache" are freed
 
     @abstractmethod
     def _generate(
@@ -65,12 +64,12 @@ class RolloutEngine(WeightTarget):
     def generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
     ) -> list[list[Completion]]:
-        """spec.n completions for each prompt of token ids, reproducible from `seed`.
+        """Return spec.n completions for each prompt of token ids, reproducible from `seed`.
 
         Every rank of a replica calls it with the same arguments. Raises StaleWeightsError before
-        the first sync and after a sync that failed half-way, until the next whole one.
+        the first sync, and after a failed sync until the next complete one.
         """
-        self.refuse_if_torn()
+        self.check_complete()
         if self.weight_version is None:
             raise StaleWeightsError("the engine has no weights yet. Run sync() before generate().")
         if not prompts:
@@ -78,13 +77,13 @@ class RolloutEngine(WeightTarget):
         self._wake("weights", "kv_cache")
         return self._generate(prompts, spec, seed)
 
-    def _take_memory(self) -> None:
+    def _prepare_update(self) -> None:
         self._wake("weights")
 
     def sleep(self) -> None:
-        """Leave the device's memory to the trainer.
+        """Free device memory for the trainer.
 
-        The next sync takes back what the weights need, the next `generate` the rest.
+        The next sync allocates the weights again, the next `generate` the rest.
         """
         if self.free_cache and not self._asleep:
             self._suspend()
@@ -97,11 +96,11 @@ class RolloutEngine(WeightTarget):
         self._asleep = tuple(part for part in self._asleep if part not in parts)
 
     def _suspend(self) -> None:
-        """Free what can be freed; weights must keep their values and addresses."""
+        """Free device memory; weights keep their values and addresses."""
 
     def _resume(self, part: str) -> None:
         """Undo `_suspend` for "weights" or "kv_cache"."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Release what the engine holds; it cannot generate afterwards."""
+        """Release the engine's resources; it cannot generate afterwards."""

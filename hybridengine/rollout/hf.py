@@ -1,11 +1,12 @@
-"""Plain Hugging Face generate behind the rollout interface, for machines without vLLM.
+"""Hugging Face `generate` behind the rollout interface, for machines without vLLM.
 
-Each rank keeps one whole model (tensor-parallel size 1); the reshard feeds it like any engine.
+Each rank holds one full model (tensor-parallel size 1), which the reshard writes as in any engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,20 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 
 from hybridengine.reshard.plan.coverage import describe_differences
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
-from hybridengine.sharding.layout import Checkpoint, LayoutError, identity_layout
-
-__all__ = ["HfEngine"]
+from hybridengine.sharding.layout import CheckpointLayout, LayoutError, identity_layout
 
 
 class HfEngine(RolloutEngine):
-    """Left-padded batches through `transformers` generate.
+    """Generate left-padded batches with transformers.
 
-    max_num_seqs: how many sequences are generated at once. tokenizer: what `SamplingSpec.stop` is
-    looked for with. Other arguments as VllmEngine's.
+    max_num_seqs: how many sequences are generated at once. tokenizer: decodes responses to detect
+    the texts of `SamplingSpec.stop`. Other arguments: as of VllmEngine.
     """
 
     def __init__(
         self,
         model_path: str | Path,
-        checkpoint: Checkpoint,
+        checkpoint: CheckpointLayout,
         *,
         stop_token_ids: Sequence[int],
         dtype: torch.dtype = torch.bfloat16,
@@ -52,31 +51,31 @@ class HfEngine(RolloutEngine):
         self.dtype = dtype
         self._stop_token_ids = list(stop_token_ids)
         self._max_num_seqs, self._tokenizer = max_num_seqs, tokenizer
-        own = self._stored()
-        self.unused = checkpoint.buffers
-        self.differences = describe_differences(checkpoint.config, config.to_dict())
-        if extra := sorted(checkpoint.parameters.keys() - own.keys()):
+        tensors = self._tensors()
+        self.optional_parameters = checkpoint.buffers
+        self.config_differences = describe_differences(checkpoint.config, config.to_dict())
+        if extra := sorted(checkpoint.parameters.keys() - tensors.keys()):
             raise LayoutError(
                 f"the engine's model has no parameter {extra[0]!r} (and {len(extra) - 1} more of "
-                f"the trained model). Were both built from the same model?{self.differences}"
+                f"the trained model). Were both built from the same model?{self.config_differences}"
             )
-        self.layout = identity_layout({name: own[name] for name in checkpoint.parameters})
+        self.layout = identity_layout({n: tensors[n] for n in checkpoint.parameters})
 
-    def _stored(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         return {name: tensor.detach() for name, tensor in named}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        own = self._stored()
-        return {name: own[name] for name in self.layout.destinations}
+        tensors = self._tensors()
+        return {name: tensors[name] for name in self.layout.destinations}
 
-    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        own = self.weights()
+    def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own_weights = self.weights()
         for name, tensor in weights:
-            own[name].copy_(tensor)
+            own_weights[name].copy_(tensor)
 
-    def _forget_cached_prefixes(self) -> None:
-        """Nothing is kept between calls."""
+    def _finish_update(self) -> None:
+        """Do nothing: `generate` caches nothing between calls."""
 
     def shutdown(self) -> None:
         del self._model
@@ -86,7 +85,7 @@ class HfEngine(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
     ) -> list[list[Completion]]:
         repeated = [list(ids) for ids in prompts for _ in range(spec.n)]
-        # Neighbours in length share a batch, so little is padded.
+        # Sorted by length, so that little is padded.
         order = sorted(range(len(repeated)), key=lambda i: len(repeated[i]))
         done: dict[int, Completion] = {}
         with torch.random.fork_rng():
@@ -99,14 +98,11 @@ class HfEngine(RolloutEngine):
 
     def _generate_batch(self, prompts: list[list[int]], spec: SamplingSpec) -> list[Completion]:
         rows = [torch.tensor(prompt) for prompt in prompts]
-        left = {"batch_first": True, "padding_side": "left"}
-        ids = pad_sequence(rows, **left).to(self._model.device)
-        mask = pad_sequence([torch.ones_like(row) for row in rows], **left).to(ids.device)
-        sampled = {
-            "temperature": spec.temperature,
-            "top_p": spec.top_p,
-            "top_k": max(spec.top_k, 0),
-        }
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids = pad(rows).to(self._model.device)
+        mask = pad([torch.ones_like(row) for row in rows]).to(ids.device)
+        top_k = max(spec.top_k, 0)
+        sampled = {"temperature": spec.temperature, "top_p": spec.top_p, "top_k": top_k}
         stops = _StopTexts(self._tokenizer, spec.stop, ids.shape[1]) if spec.stop else None
         out = self._model.generate(
             ids,
@@ -131,7 +127,7 @@ class HfEngine(RolloutEngine):
         ]
 
     def _trim(self, ids: list[int], log_probs: list[float], stopped: int | None) -> Completion:
-        """stopped: how many tokens there were when a stop text was complete."""
+        """Cut a row after its end. stopped: number of tokens that complete a stop text, if any."""
         for end, token in enumerate(ids, 1):
             if token in self._stop_token_ids or end == stopped:
                 return Completion(ids[:end], log_probs[:end], "stop")
@@ -139,16 +135,16 @@ class HfEngine(RolloutEngine):
 
 
 class _StopTexts(StoppingCriteria):
-    """Ends each row at the token that completes one of some texts.
+    """Stop each row at the token that completes one of `texts`.
 
-    ends: row → number of its new tokens at that moment.
+    ends: row → number of its new tokens up to there.
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_length: int) -> None:
         if tokenizer is None:
-            raise ValueError("SamplingSpec.stop is looked for in text: give HfEngine a tokenizer")
+            raise ValueError("SamplingSpec.stop needs decoded text: give HfEngine a tokenizer")
         self._tokenizer, self._texts, self._prompt_length = tokenizer, texts, prompt_length
-        # A token is at least a byte, a character at most four; the margin is for special tokens.
+        # A token is at least one byte, a character at most four; the margin is for special tokens.
         self._tail = 4 * max(map(len, texts)) + 16
         self.ends: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Ranks of one machine through torch's elastic launcher, and what is said when one dies."""
+"""Start the ranks of one machine through torch's elastic launcher, and describe a failure."""
 
 from __future__ import annotations
 
@@ -8,60 +8,70 @@ import signal
 import sys
 import threading
 import uuid
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hybridengine.checkpoint.folders import find_checkpoints
-from hybridengine.config import (
-    GRPOConfig,
-    JobConfig,
-    SFTConfig,
-    config_to_yaml,
-    load_config,
-    load_sft_config,
-)
-from hybridengine.errors import EXIT_USER_ERROR, UserError, print_error
-from hybridengine.runtime.peers import EXIT_PEER_LOST
-from hybridengine.runtime.run_lock import RunLock
-from hybridengine.runtime.status import RankStatus, clear_status, read_status
-from hybridengine.runtime.stop import EXIT_STOPPED, STOP_SIGNALS
-from hybridengine.storage import atomic_file
+from hybridengine.errors import print_error
+from hybridengine.runtime.monitor import EXIT_RANK_FAILED
+from hybridengine.runtime.session import EXIT_STOPPED, STOP_SIGNALS
+from hybridengine.runtime.status import RankStatus, read_status
 
-__all__ = ["launch_ranks", "run_rank"]
+_STOPPED = (EXIT_STOPPED, -signal.SIGTERM, -signal.SIGINT)  # exit codes of ranks ended by request
 
 
-def launch_ranks(config: JobConfig) -> int:
-    """Run `trainer.n_gpus_per_node` ranks on this machine until they end; returns the exit code.
+def launch_ranks(
+    arguments: Sequence[str], run_dir: Path, num_ranks: int, how_to_resume: Callable[[], str]
+) -> int:
+    """Run `python arguments...` as `num_ranks` ranks until they end and return the exit code.
+
+    run_dir: where the ranks write their status (`PhaseStatus`); the caller holds its lock.
+    how_to_resume: called after a stop without a checkpoint for the end of the message.
 
     0: the run has finished. EXIT_STOPPED: SIGINT or SIGTERM ended it, and it can be resumed. 1: a
     rank failed; one sentence on stderr says which, how, and in which phase.
-
-    Raises ConfigError if another run is using the folder.
     """
-    dir = Path(config.trainer.default_local_dir)
-    with RunLock(dir):
-        clear_status(dir)
-        handed_over = dir / ".status" / "config.yaml"  # overrides applied
-        with atomic_file(handed_over) as temporary:
-            temporary.write_text(config_to_yaml(config))
-        return _launch(type(config).__name__, handed_over, dir, config.trainer.n_gpus_per_node)
-
-
-def _launch(kind: str, config_file: Path, dir: Path, num_ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
+    _set_environment(num_ranks)
+    requests, failures = _StopRequests(run_dir, num_ranks), dict[int, Any]()
+    try:
+        elastic_launch(_elastic_config(run_dir, num_ranks), sys.executable)(*arguments)
+    except ChildFailedError as error:
+        failures = dict(error.failures)
+    except SignalException as error:
+        requests.signum = requests.signum or error.sigval
+    statuses = read_status(run_dir)
+    if any(status.end == "stopped" for status in statuses.values()):  # rank 0 has printed it
+        return EXIT_STOPPED
+    only_stopped = all(f.exitcode in _STOPPED and not _record(f) for f in failures.values())
+    if only_stopped and (requests.signum or failures):
+        by = signal.Signals(requests.signum).name if requests.signum else "a signal to a rank"
+        print(f"stopped by {by}: {how_to_resume()}", file=sys.stderr)
+        return EXIT_STOPPED
+    if not failures and all(s.end == "finished" for s in statuses.values()) and statuses:
+        return 0
+    print_error(describe_failure(failures, statuses))
+    return 1
+
+
+def _set_environment(num_ranks: int) -> None:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the engine's chatter hides ours
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the engine
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.disable(logging.ERROR)  # what torch's launcher logs, we say in one sentence
-    launch = LaunchConfig(
+    logging.disable(logging.ERROR)  # of torch's launcher; `describe_failure` replaces it
+
+
+def _elastic_config(run_dir: Path, num_ranks: int) -> Any:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
@@ -69,40 +79,17 @@ def _launch(kind: str, config_file: Path, dir: Path, num_ranks: int) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on to the ranks
+        logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / ".status")),  # of the error records
+        signals_to_handle="SIGHUP,SIGQUIT",  # `_StopRequests` handles the others
     )
-    stopping, failures = _StopRequests(dir, num_ranks), dict[int, Any]()
-    try:
-        arguments = ("-m", "hybridengine.runtime.launch", kind, str(config_file))
-        elastic_launch(launch, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        failures = dict(error.failures)
-    except SignalException as error:
-        stopping.signum = stopping.signum or error.sigval
-    statuses = read_status(dir)
-    if any(status.end == "stopped" for status in statuses.values()):  # rank 0 has told
-        return EXIT_STOPPED
-    only_stopped = all(f.exitcode in _STOPPED for f in failures.values()) and not any(
-        status.error for status in statuses.values()
-    )
-    if only_stopped and (stopping.signum or failures):
-        print(f"{_stop_name(stopping.signum)}: {_what_is_left(dir)}", file=sys.stderr)
-        return EXIT_STOPPED
-    if not failures and all(s.end == "finished" for s in statuses.values()) and statuses:
-        return 0
-    print_error(_describe(failures, statuses))
-    return 1
-
-
-_STOPPED = (EXIT_STOPPED, -signal.SIGTERM, -signal.SIGINT)  # exit codes of ranks ended by request
 
 
 class _StopRequests:
     """SIGINT and SIGTERM of the launcher: the first goes to the ranks, the second ends them."""
 
-    def __init__(self, dir: Path, num_ranks: int) -> None:
+    def __init__(self, run_dir: Path, num_ranks: int) -> None:
         self.signum = 0
-        self._dir, self._num_ranks = dir, num_ranks
+        self._dir, self._num_ranks = run_dir, num_ranks
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 signal.signal(number, self._receive)
@@ -132,90 +119,49 @@ class _StopRequests:
                 os.kill(status.pid, signum)
 
 
-def _stop_name(signum: int) -> str:
-    return (
-        f"stopped by {signal.Signals(signum).name}" if signum else "stopped by a signal to a rank"
-    )
+def describe_failure(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) -> str:
+    """Name the rank that failed first, how, and in which phase.
 
-
-def _what_is_left(dir: Path) -> str:
-    """What the same command will do after an end without a checkpoint of its own."""
-    saved = find_checkpoints(dir)
-    if not saved:
-        return "no checkpoint was saved; the same command starts anew"
-    return f"the same command goes on after step {saved[-1].step} (trainer.resume_mode=auto)"
-
-
-def _describe(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) -> str:
-    """Name the rank that failed first; those that only lost it as a peer are not to blame.
-
-    failures: by rank, what the launcher saw end (pid, exitcode, timestamp); others it has stopped.
+    failures: by rank, torch's `ProcessFailure` of every rank whose exit code is not 0, those that
+    the launcher ended by SIGTERM included.
     """
-    killed = [
-        rank  # the launcher ends the others by SIGTERM
-        for rank, failure in failures.items()
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-    ]
-    raised = sorted((s.time, rank) for rank, s in statuses.items() if s.error)
-    lost = [s.lost for s in statuses.values() if s.lost is not None]
-    unfinished = [rank for rank, s in statuses.items() if not s.end and rank not in failures]
-    if killed:
-        rank = killed[0]
-        how = f"was killed by {signal.Signals(-failures[rank].exitcode).name}"
-    elif raised:
-        rank, how = raised[0][1], "failed"
-    elif lost:
-        rank = max(lost, key=lost.count)
-        ended = "exit code 0" if rank not in failures else _exit_of(failures[rank].exitcode)
-        how = f"ended without finishing the run ({ended})"
-    elif failures:
-        rank = min(failures, key=lambda r: (failures[r].exitcode == EXIT_PEER_LOST, r))
-        how = f"ended with {_exit_of(failures[rank].exitcode)}"
-    else:
-        rank = unfinished[0] if unfinished else 0
-        how = "ended without finishing the run (exit code 0)"
-    status = statuses.get(rank)
+    records = {rank: r for rank, f in failures.items() if (r := _record(f))}
+    rank, how = _first_failure(failures, statuses, records)
+    status, failure, record = statuses.get(rank), failures.get(rank), records.get(rank)
     where = f"in phase {status.phase!r} of step {status.step}" if status else "while starting"
-    pid = f" (pid {status.pid if status else failures[rank].pid})" if status or failures else ""
-    why = f": {status.error}" if status and status.error else ""
+    process = status or failure
+    pid = f" (pid {process.pid})" if process else ""
+    why = f": {record['message']}" if record and not record["extraInfo"]["cause"] else ""
     others = "; the other ranks were stopped" if len({*statuses, *failures}) > 1 else ""
     return f"rank {rank}{pid} {how} {where}{why}{others}."
 
 
-def _exit_of(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+def _first_failure(
+    failures: Mapping[int, Any], statuses: Mapping[int, RankStatus], records: Mapping[int, Any]
+) -> tuple[int, str]:
+    """The rank to blame: stalled, killed, failed by itself, or ended with exit code 0."""
+    infos = {rank: record["extraInfo"] for rank, record in records.items()}
+    causes = [e["cause"] for e in sorted(infos.values(), key=lambda e: e["time"]) if e["cause"]]
+    for cause in causes:  # the launcher has killed a stalled rank by now
+        if cause["state"] not in ("failed", "ended"):
+            return cause["rank"], cause["text"].partition(";")[0]
+    for rank, failure in failures.items():
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return rank, f"was killed by {signal.Signals(-failure.exitcode).name}"
+    if own := [(e["time"], rank) for rank, e in infos.items() if not e["cause"]]:
+        return min(own)[1], "failed"
+    victims = (EXIT_RANK_FAILED, -signal.SIGTERM)
+    for rank, failure in failures.items():
+        if failure.exitcode not in victims:
+            return rank, f"ended with exit code {failure.exitcode}"
+    named = [cause["rank"] for cause in causes if cause["rank"] not in failures]
+    unfinished = [rank for rank, s in statuses.items() if not s.end and rank not in failures]
+    if named or unfinished or not failures:
+        return (*named, *unfinished, 0)[0], "ended without finishing the run (exit code 0)"
+    rank = min(failures)
+    return rank, f"ended with exit code {failures[rank].exitcode}"
 
 
-def run_rank(config: JobConfig) -> int:
-    """Train as the rank that torchrun's environment names; returns its exit code.
-
-    Rank 0 holds the lock on the run's folder. Raises ConfigError if another run is using it.
-    """
-    if os.environ["RANK"] != "0":
-        return _run_rank(config)
-    with RunLock(config.trainer.default_local_dir):
-        return _run_rank(config)
-
-
-def _run_rank(config: JobConfig) -> int:
-    from transformers.utils.logging import disable_progress_bar
-
-    from hybridengine.trainer.rl import train_grpo
-    from hybridengine.trainer.sft import train_sft
-
-    disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    finished = True
-    try:
-        if isinstance(config, SFTConfig):
-            finished = train_sft(config)
-        elif isinstance(config, GRPOConfig):
-            finished = train_grpo(config)
-    except UserError:  # the rank has said it, with its phase; a traceback would bury that
-        return EXIT_USER_ERROR
-    return 0 if finished else EXIT_STOPPED
-
-
-if __name__ == "__main__":
-    load = load_sft_config if sys.argv[1] == SFTConfig.__name__ else load_config
-    sys.exit(_run_rank(load(sys.argv[2])))  # the launcher holds the lock
+def _record(failure: Any) -> Any:
+    """What `write_error_record` wrote of a rank; None if it wrote nothing."""
+    return failure.message if isinstance(failure.message, dict) else None

@@ -1,4 +1,7 @@
-"""One rank's life: process group, device, phases, and an end that says what happened."""
+"""One rank's life: process group, device, phases, and an end that names the rank at fault.
+
+SIGINT and SIGTERM: the first requests a stop after the step, the second ends the rank at once.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,31 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.runtime.peers import EXIT_PEER_LOST, PeerWatch
-from hybridengine.runtime.status import PhaseStatus
-from hybridengine.runtime.stop import StopSignals
+from hybridengine.errors import EXIT_USER_ERROR, UserError
+from hybridengine.runtime.failures import CollectiveGuard, is_collective_error, is_timeout
+from hybridengine.runtime.monitor import EXIT_RANK_FAILED, RankMonitor, connect_guard
+from hybridengine.runtime.status import PhaseStatus, write_error_record
 
-__all__ = ["EarlyExit", "Session", "run_rank"]
+EXIT_STOPPED = 3  # exit code of a run that a signal stopped; it can be resumed
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_SAME_REQUEST_S = 1.0  # schedulers signal every process, and torchrun forwards its own signal
 
 
 class EarlyExit(RuntimeError):
-    """Code inside a run ended the process instead of returning."""
+    """Code inside a run called `sys.exit` instead of returning."""
 
 
 class Session:
@@ -32,16 +42,20 @@ class Session:
     timings: seconds per phase since `take_timings`, under the phase's name.
 
     Attributes:
-        was_stopped: whether the run ends before its last step because a signal asked for it.
+        was_stopped: whether the run ends before its last step because a signal requested it.
+        on_phase: called with the name of every phase that begins.
     """
 
     def __init__(
-        self, watch: PeerWatch, status: PhaseStatus, signals: StopSignals | None = None
+        self,
+        status: PhaseStatus,
+        guard: CollectiveGuard | None = None,
+        signals: StopSignals | None = None,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = _device()
         self.step = 0
-        self._watch, self._status, self._signals = watch, status, signals
+        self._status, self._guard, self._signals = status, guard, signals
         self.was_stopped = False
         self._timings: dict[str, float] = {}
         self.on_phase: Callable[[str], None] = lambda phase: None
@@ -52,8 +66,9 @@ class Session:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name and time what runs inside; the name shows up in any failure."""
-        self._watch.enter(name, self.step)
+        """Name and time what runs inside; the name appears in the message of any failure."""
+        if self._guard is not None:
+            self._guard.phase = f"phase {name!r} of step {self.step}"
         self._status.enter(name, self.step)
         self.on_phase(name)
         started = time.perf_counter()
@@ -68,7 +83,7 @@ class Session:
             self._signals.can_wait = True
 
     def stop_signal(self) -> signal.Signals | None:
-        """The signal by which any rank was asked to stop; the same answer on all. Collective."""
+        """Return the signal that requested any rank to stop, the same one on all. Collective."""
         number = torch.tensor(self._signals.requested if self._signals is not None else 0)
         if self.world_size > 1:
             dist.all_reduce(number, dist.ReduceOp.MAX)  # gloo, a fraction of a millisecond
@@ -79,21 +94,15 @@ class Session:
         return timings
 
 
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
+def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: float) -> int:
+    """Run `main` as one rank of a torchrun world and return its exit code.
 
+    timeout_s: how long a collective may wait for the other ranks.
 
-def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: float) -> bool:
-    """Run `main` as one rank of a torchrun world.
-
-    timeout_s: how long a collective may wait for its peers.
-
-    Returns whether `main` has finished; False if it was stopped by SIGINT or SIGTERM after a
-    checkpoint. A failure ends in one line on stderr that names the rank at fault and the phase; the
-    exception is raised on for the launcher to see. A rank that gets SIGTERM because another one
-    failed ends with it. After a time-out, or a fatal signal (as of NCCL's watchdog), stacks are on
+    0: `main` has finished; EXIT_STOPPED: SIGINT or SIGTERM stopped it after a checkpoint;
+    EXIT_USER_ERROR: a UserError. A failure ends in one line on stderr that names the rank at fault
+    and the phase; other exceptions are raised on. A rank that gets SIGTERM because another one
+    failed ends with it. After a timeout or a fatal signal (as of NCCL's watchdog) stacks are on
     stderr too.
     """
     faulthandler.enable()
@@ -101,38 +110,52 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device.type == "cpu" and _is_one_machine():
+    if device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     signals, status = StopSignals(), PhaseStatus(run_dir, rank)
-    watch = PeerWatch(rank, world_size, timeout_s, status.lose)
-    watch.must_end = lambda: signals.requested == signal.SIGTERM
+    guard = connect_guard(rank, world_size)
+    monitor = RankMonitor(guard, timeout_s, lambda: signals.requested == signal.SIGTERM)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        session = Session(watch, status, signals)
+        session = Session(status, guard, signals)
         _call(main, session)
         signals.close(signal.SIG_IGN)
         status.end("stopped" if session.was_stopped else "finished")
+        guard.finish()
     except BaseException as error:
         signals.close(signal.SIG_DFL)
-        late = _is_timeout(error)
-        waiting = f"; meanwhile {watch.whereabouts()}" if late and world_size > 1 else ""
-        watch.fail(error)
-        cause = watch.diagnose() if not late and _may_be_a_peers_fault(error) else None
-        blame = f"; the cause: {cause}" if cause else waiting
-        reason = f"{type(error).__name__}: {error}"
-        print(f"rank {rank} failed in {watch.phase}: {reason}{blame}", file=sys.stderr)
-        sys.stderr.flush()
-        if not cause:
-            status.fail(f"{reason}{waiting}")
-        if cause or late:
-            os._exit(EXIT_PEER_LOST)  # connections to a lost rank would make an orderly exit wait
+        if _report(error, guard):  # connections to the failed rank would delay an orderly exit
+            os._exit(EXIT_RANK_FAILED)
+        if isinstance(error, UserError):  # its message is printed; a traceback would hide it
+            return EXIT_USER_ERROR
         raise
     finally:
-        watch.close()
+        monitor.close()
     if dist.is_initialized():  # vLLM's own shutdown ends it too
         dist.destroy_process_group()
-    return not session.was_stopped
+    return EXIT_STOPPED if session.was_stopped else 0
+
+
+def _report(error: BaseException, guard: CollectiveGuard) -> bool:
+    """Report why this rank ends, to the other ranks, the launcher and on stderr.
+
+    Returns whether another rank is the cause, or is stalled.
+    """
+    reason, blame, cause = f"{type(error).__name__}: {error}", "", None
+    late = is_timeout(error) and bool(guard.others)
+    if late:
+        blame = f"; meanwhile {guard.hang_report()}"
+    elif is_collective_error(error) and (cause := guard.find_cause()):
+        blame = f"; the cause: {cause}"
+    if cause is None:
+        guard.report_failure(error)
+    print(f"rank {guard.rank} failed in {guard.place}: {reason}{blame}", file=sys.stderr)
+    sys.stderr.flush()
+    own_bug = cause is None and not isinstance(error, UserError)
+    stack = "".join(traceback.format_exception(error)) if own_bug else ""
+    write_error_record(f"{reason}{blame}", cause, stack)
+    return late or cause is not None
 
 
 def _call(main: Callable[[Session], None], session: Session) -> None:
@@ -142,16 +165,60 @@ def _call(main: Callable[[Session], None], session: Session) -> None:
         raise EarlyExit(f"sys.exit({error.code!r}) was called in the middle of the run") from error
 
 
-def _may_be_a_peers_fault(error: BaseException) -> bool:
-    """Gloo and NCCL report a lost peer as a plain RuntimeError or a DistError."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
 
 
-def _is_timeout(error: BaseException) -> bool:
-    """Of a collective; gloo, NCCL and the store each have words of their own for it."""
-    words = str(error).lower()
-    return _may_be_a_peers_fault(error) and ("timed out" in words or "timeout" in words)
+class StopSignals:
+    """The stop signals of one rank, read by a thread: inside a collective Python runs no handler.
+
+    Attributes:
+        requested: the number of the first signal; 0 before it.
+        can_wait: whether there is a step to finish; if not, the first signal ends the process.
+    """
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self.can_wait = False
+        self._since = 0.0
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(self._read, True)
+        for number in STOP_SIGNALS:
+            signal.signal(number, _ignore)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_reset_in_child)
+        threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
+
+    def close(self, action: signal.Handlers) -> None:
+        """Set the action of further signals: ignore them at the end of a run, or let them end a
+        failed rank that takes too long to exit."""
+        signal.set_wakeup_fd(-1)
+        for number in STOP_SIGNALS:
+            signal.signal(number, action)
+
+    def _listen(self) -> None:
+        while True:
+            for number in os.read(self._read, 64):
+                if number in STOP_SIGNALS:
+                    self._receive(number)
+
+    def _receive(self, number: int) -> None:
+        again = self.requested and time.monotonic() - self._since > _SAME_REQUEST_S
+        if again or not self.can_wait:
+            sys.stdout.flush()
+            os._exit(EXIT_STOPPED)
+        if not self.requested:
+            self.requested, self._since = number, time.monotonic()
 
 
-def _is_one_machine() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """The wake-up pipe has the number already."""
+
+
+def _reset_in_child() -> None:
+    """A forked child neither writes to its parent's pipe nor ignores signals."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)

@@ -1,29 +1,20 @@
-"""What model, reshard and rollout share: shards, adapters, engine layouts, weight targets."""
+"""Shards, adapters and weight layouts: the types that model, reshard and rollout share."""
 
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.copies import Copy
-from hybridengine.sharding.layout import (
-    Checkpoint,
-    EngineLayout,
-    LayoutError,
-    TensorSpec,
-    identity_layout,
-)
-from hybridengine.sharding.shards import ShardSpec, local_shard
+from hybridengine.sharding.layout import CheckpointLayout, EngineLayout, LayoutError, TensorSpec
+from hybridengine.sharding.shards import ShardSpec
 from hybridengine.sharding.tp_groups import tp_groups
-from hybridengine.sharding.weight_target import StaleWeightsError, WeightTarget
+from hybridengine.sharding.weight_target import StaleWeightsError
 
 __all__ = [
     "Adapter",
-    "Checkpoint",
+    "CheckpointLayout",
     "Copy",
     "EngineLayout",
     "LayoutError",
     "ShardSpec",
     "StaleWeightsError",
     "TensorSpec",
-    "WeightTarget",
-    "identity_layout",
-    "local_shard",
     "tp_groups",
 ]

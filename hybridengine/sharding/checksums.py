@@ -1,27 +1,26 @@
-"""Checksums of tensors' bits."""
+"""Checksums of tensors, equal in every process: of exact bits, and of values in a given dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["sums_of_bits"]
+_ROW = 1 << 10  # 64-bit words in a row of the table of `bit_checksums`
+_CHUNK = 1 << 18  # elements that `value_checksum` converts at a time: it takes a few MiB
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_ROW = 1 << 10  # 64-bit words of a checksum's table row
 
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd
+def bit_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a checksum of the bits of each (contiguous) tensor; two passes over the memory.
 
-
-def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Per tensor a wrapping checksum of its bits; two passes over the memory.
-
-    It tells a frozen parameter that was written to, which version counters do not: optimizers and
-    checkpoint loaders go past them. Words are summed by row and by column of a table, and these
-    sums by odd weights, so two words that change places show.
+    It detects writes to a frozen parameter, which version counters do not: optimizers and
+    checkpoint loaders bypass those. 64-bit words are summed by row and by column of a table, these
+    sums with weights, so that exchanged words change the result.
     """
 
-    def of(tensor: torch.Tensor) -> torch.Tensor:
+    def checksum(tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor.reshape(-1).view(torch.uint8)
         if flat.storage_offset() % 8:
             flat = flat.clone()
@@ -29,12 +28,39 @@ def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
         rows = words.numel() // _ROW
         table = words[: rows * _ROW].view(rows, _ROW)
         rest = (words[table.numel() :], flat[words.numel() * 8 :].to(torch.int64))
-        return torch.stack([_weighted(t) for t in (table.sum(0), table.sum(1), *rest)]).sum()
+        return torch.stack([_weighted_sum(t) for t in (table.sum(0), table.sum(1), *rest)]).sum()
 
-    return torch.stack([of(t) for t in tensors]).tolist() if tensors else []
+    return torch.stack([checksum(t) for t in tensors]).tolist() if tensors else []
 
 
-def _weighted(values: torch.Tensor) -> torch.Tensor:
-    """int64, wrapping: the sum of the values times odd numbers that depend on their index."""
-    weights = torch.arange(values.numel(), device=values.device).mul_(_MIX).mul_(2).add_(1)
-    return weights.mul_(values).sum()
+def value_checksum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a checksum (int64 scalar on the same device) of `values`, any strides, as `dtype`.
+
+    It depends on the order of the elements, not on their strides. All NaNs count as one: their
+    payload has no meaning, and casts do not keep it.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    start = 0
+    for part in chunks(values):
+        part = part.to(dtype).contiguous().view(-1)
+        if part.is_floating_point():
+            part = part.masked_fill(part.isnan(), float("nan"))
+        total += _weighted_sum(part.view(_INTEGERS[part.itemsize]).to(torch.int64), start)
+        start += part.numel()
+    return total
+
+
+def chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield views of at most 2^18 elements, in an order that depends on the shape alone."""
+    if values.numel() <= _CHUNK:
+        yield values
+        return
+    dim = next(d for d, size in enumerate(values.shape) if size > 1)
+    for part in values.split(max(1, values.shape[dim] * _CHUNK // values.numel()), dim):
+        yield from chunks(part)
+
+
+def _weighted_sum(values: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """Return the sum (int64, wrapping) of values[i] times an odd number made of start + i."""
+    index = torch.arange(start, start + values.numel(), device=values.device)
+    return index.mul_(_FACTOR).mul_(2).add_(1).mul_(values).sum()

@@ -1,8 +1,8 @@
-"""One strided copy between two named tensors, and how copies chain.
+"""Strided copies between two named tensors: composing and merging them.
 
-If T is filled by copies and then read, the read is itself a copy from what filled T: `compose`
-finds it. So a checkpoint tensor that is cut out of a trained parameter (one expert of a fused
-weight), or a temporary that a loader fills (a concatenation), never has to exist.
+A → T followed by T → B is a copy A → B; `compose` computes it. So intermediate tensors need not
+exist: a checkpoint tensor that is a slice of a trained parameter (one expert of a fused weight), or
+a temporary of the loader (a concatenation).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 from hybridengine.sharding.geometry import Block, NotABlock, cut, factor
 
-__all__ = ["Copy", "compose", "merge"]
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides, in elements
 
 
 @dataclass(frozen=True, order=True)
 class Copy:
-    """One strided copy: checkpoint tensor `source` → engine tensor `destination`.
+    """One strided copy from tensor `source` to tensor `destination`.
 
-    Offsets and strides count elements from the start of each tensor; both sides share `sizes`.
-    The source is addressed as the contiguous global tensor.
+    Offsets and strides are in elements; both sides share `sizes`. The source is addressed as the
+    contiguous global tensor.
     """
 
     source: str
@@ -37,23 +37,27 @@ class Copy:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def read(self) -> Region:
+        """What it reads of the source."""
+        return self.source_offset, self.sizes, self.source_strides
+
+    @property
+    def written(self) -> Region:
+        """What it writes of the destination."""
+        return self.destination_offset, self.sizes, self.destination_strides
+
     def block(self, shape: tuple[int, ...]) -> Block:
-        """This copy seen from the dimensions of its source of `shape`."""
-        return factor(
-            shape,
-            self.source_offset,
-            self.sizes,
-            self.source_strides,
-            self.destination_offset,
-            self.destination_strides,
-        )
+        """Return this copy in the coordinates of its source, which has `shape`."""
+        return factor(shape, *self.read, self.destination_offset, self.destination_strides)
 
 
 def compose(read: Copy, writes: Iterable[Copy]) -> list[Copy]:
-    """What `read` copies out of a tensor, taken from where `writes` brought it into that tensor.
+    """Return copies from the sources of `writes` to the destination of `read`.
 
-    Elements that no write brought are left out. Raises NotABlock when the two do not step through
-    the tensor in compatible strides, or when writes overlap in what is read.
+    writes: copies into the tensor that `read` copies from. Elements that no write fills are left
+    out. Raises NotABlock if the strides of the two are incompatible, or if two writes fill the same
+    element.
     """
     composed = [copy for write in writes for copy in _through(read, write)]
     if sum(copy.numel for copy in composed) > read.numel:
@@ -62,12 +66,13 @@ def compose(read: Copy, writes: Iterable[Copy]) -> list[Copy]:
 
 
 def _through(read: Copy, write: Copy) -> Iterable[Copy]:
-    """The part of `read` that lies in the region `write` fills, as copies from its source."""
-    first, last = read.source_offset, _last(read.source_offset, read.sizes, read.source_strides)
-    region = (write.destination_offset, write.sizes, write.destination_strides)
-    if 0 in read.sizes or 0 in write.sizes or last < region[0] or first > _last(*region):
+    """Compose one read and one write: copies of the elements that both have in common."""
+    first, last = read.source_offset, _last(*read.read)
+    if 0 in (*read.sizes, *write.sizes) or last < write.destination_offset:
         return
-    if region == (read.source_offset, read.sizes, read.source_strides):
+    if first > _last(*write.written):
+        return
+    if write.written == read.read:
         yield replace(
             write,
             destination=read.destination,
@@ -75,7 +80,7 @@ def _through(read: Copy, write: Copy) -> Iterable[Copy]:
             destination_strides=read.destination_strides,
         )
         return
-    # The write's own strides say into which dimensions the tensor falls: […, s1/s2, s2/s3, s3].
+    # View the tensor with dimensions […, s1/s2, s2/s3, s3], s the strides of the write.
     walk = zip(write.destination_strides, write.sizes, write.source_strides, strict=True)
     axes = sorted((axis for axis in walk if axis[1] > 1), reverse=True)
     steps = [stride for stride, _, _ in axes]
@@ -84,7 +89,7 @@ def _through(read: Copy, write: Copy) -> Iterable[Copy]:
     shape, low = [end], [write.destination_offset // outer]
     for inner in [*steps[1:], 1] if steps else []:
         if outer % inner:
-            raise NotABlock(f"a write with strides {write.destination_strides} is no lattice")
+            raise NotABlock(f"strides {write.destination_strides} do not divide one another")
         shape.append(outer // inner)
         low.append(write.destination_offset // inner % shape[-1])
         outer = inner
@@ -92,7 +97,7 @@ def _through(read: Copy, write: Copy) -> Iterable[Copy]:
     source_strides = [stride for _, _, stride in axes] + [0]
     high = [start + extent for start, extent in zip(low, extents, strict=False)]
     if any(h > n for h, n in zip(high, shape, strict=True)):
-        raise NotABlock(f"a write with strides {write.destination_strides} wraps around")
+        raise NotABlock(f"a write with strides {write.destination_strides} crosses a dimension")
     blocks: list[Block] = [read.block(tuple(shape))]
     for dim, (first, stop) in enumerate(zip(low, high, strict=True)):
         blocks = [part for block in blocks for part in cut(block, dim, first, stop)]
@@ -110,7 +115,7 @@ def _through(read: Copy, write: Copy) -> Iterable[Copy]:
 
 
 def _last(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """The highest address of a strided region."""
+    """Return the highest address of a strided region."""
     return offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 
@@ -119,9 +124,10 @@ def merge(
     source_shapes: Mapping[str, tuple[int, ...]],
     destination_shapes: Mapping[str, tuple[int, ...]],
 ) -> list[Copy]:
-    """Fewer copies that do the same: boxes at equal distances along a dimension become one.
+    """Merge copies of equal boxes at equal distances into one copy with one more axis.
 
-    A fused weight of E experts, loaded expert by expert, is E copies and merges into one.
+    A fused weight of E experts, loaded expert by expert, is E copies that merge into one.
+    source_shapes, destination_shapes: of the named tensors.
     """
     alike: dict[tuple, dict[tuple[int, int], Copy]] = {}
     for c in copies:
@@ -132,20 +138,19 @@ def merge(
         while group:
             first = group[min(group)]
             for run, (source_step, destination_step) in _runs(group):
-                whole = replace(
+                joined = replace(
                     first,
                     sizes=(run, *first.sizes),
                     source_strides=(source_step, *first.source_strides),
                     destination_strides=(destination_step, *first.destination_strides),
                 )
-                read = whole.source_offset, whole.sizes, whole.source_strides
-                write = whole.destination_offset, whole.sizes, whole.destination_strides
-                shapes = source_shapes[first.source], destination_shapes[first.destination]
-                if _is_box(shapes[0], *read) and _is_box(shapes[1], *write):
+                if _is_box(source_shapes[first.source], joined.read) and _is_box(
+                    destination_shapes[first.destination], joined.written
+                ):
                     break
             else:
-                run, source_step, destination_step, whole = 1, 0, 0, first
-            merged.append(whole)
+                run, source_step, destination_step, joined = 1, 0, 0, first
+            merged.append(joined)
             for i in range(run):
                 del group[
                     first.source_offset + i * source_step,
@@ -154,13 +159,13 @@ def merge(
     return merged
 
 
-_NEIGHBOURS = 4  # gate and up of all experts interleave: the next of the same kind is near
+_NEIGHBOURS = 4  # candidates for the next copy of a run: gate and up of all experts alternate
 
 
 def _runs(offsets: Iterable[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
-    """(length, step) of the arithmetic runs of `offsets` that begin at the smallest, longest first.
+    """Return (length, step) of the arithmetic runs from the smallest offset on, longest first.
 
-    Only runs of two or more, ascending on both sides.
+    offsets: (source, destination). Runs have at least two entries and ascend on both sides.
     """
     known = set(offsets)
     s, d = min(known)
@@ -175,12 +180,10 @@ def _runs(offsets: Iterable[tuple[int, int]]) -> list[tuple[int, tuple[int, int]
     return sorted(runs, reverse=True)
 
 
-def _is_box(
-    shape: tuple[int, ...], offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
-) -> bool:
-    """Whether a region of a tensor of `shape` is a box, each dimension along one axis."""
+def _is_box(shape: tuple[int, ...], region: Region) -> bool:
+    """Return whether a region of a tensor of `shape` is a box: one range of each dimension."""
     try:
-        axes = factor(shape, offset, sizes, strides, 0, strides).axes
+        axes = factor(shape, *region, 0, region[2]).axes
     except NotABlock:
         return False
-    return all(step == 1 for _, step in axes) and len({dim for dim, _ in axes}) == len(axes)
+    return all(axis.step == 1 for axis in axes) and len({axis.dim for axis in axes}) == len(axes)

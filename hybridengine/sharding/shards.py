@@ -1,11 +1,11 @@
-"""How a checkpoint tensor lies on the training ranks."""
+"""How a trained parameter is sharded over the training ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,18 +14,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hybridengine.sharding.layout import LayoutError
 
-__all__ = ["Placement", "ShardSpec", "dim1_parameters", "find_change", "local_shard"]
+
+class RowRange(NamedTuple):
+    """Rows [start, stop) of a tensor, counted along its sharded dimension."""
+
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One checkpoint tensor on the training ranks.
+    """Placement of one trained parameter on the training ranks.
 
-    shape: (1,) for a scalar. dim: the sharded dimension, split as torch.chunk does (the last shards
-    may be short or empty).
-    holders: for each shard the ranks that hold it (several under HSDP or replication).
-    frozen: it is sent once. merged: what is sent is formed at every sync from it and an adapter,
-    which takes a bucket's memory as well.
+    shape: global shape, (1,) for a scalar. dim: the sharded dimension. It is split as torch.chunk
+    does: the last shards may be smaller or empty. holders: for each shard, the ranks that hold it
+    (several under HSDP or replication). frozen: the parameter is sent once. merged: every sync
+    sends the sum of the parameter and its adapter; computing it takes memory of the bucket.
     """
 
     shape: tuple[int, ...]
@@ -37,50 +41,57 @@ class ShardSpec:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, world_size: int) -> ShardSpec:
-        """Read the placement of an FSDP2 parameter (a DTensor) or of a replicated tensor."""
+        """Read the placement of an FSDP2 parameter (a DTensor) or of a replicated tensor.
+
+        Raises LayoutError for more than one sharded mesh dimension.
+        """
         shape = tuple(tensor.shape) or (1,)
         if not isinstance(tensor, DTensor):
             return cls(shape, tensor.dtype, 0, _replicated(world_size))
-        sharded = [
-            (axis, p) for axis, p in enumerate(tensor.placements) if not isinstance(p, Replicate)
-        ]
-        if len(sharded) > 1 or any(type(p) is not Shard for _, p in sharded):
+        placements: Iterable[tuple[int, Any]] = enumerate(tensor.placements)
+        split = [(axis, p) for axis, p in placements if not isinstance(p, Replicate)]
+        if len(split) > 1 or any(type(p) is not Shard for _, p in split):
             raise LayoutError(
                 f"parameter {name!r} has placements {tensor.placements}; expected at most one "
                 "Shard(dim), the rest Replicate. Shard it with fully_shard over a 1-D or HSDP mesh."
             )
-        axis, dim = (sharded[0][0], sharded[0][1].dim) if sharded else (None, 0)
+        axis, dim = (split[0][0], split[0][1].dim) if split else (None, 0)
         return cls(shape, tensor.dtype, dim, _holders(tensor.device_mesh, axis))
 
     @property
-    def _chunk(self) -> int:
-        """Positions on `dim` per shard."""
-        return max(1, -(-self.shape[self.dim] // len(self.holders)))
+    def num_rows(self) -> int:
+        """Size of the sharded dimension."""
+        return self.shape[self.dim]
 
-    def intervals(self, part: int = 0, parts: int = 1) -> np.ndarray:
-        """[low, high) on `dim` of one of `parts` nearly equal parts of each shard: int64 [2, S]."""
-        edges = np.minimum(np.arange(len(self.holders) + 1) * self._chunk, self.shape[self.dim])
-        return np.array([edges[:-1] + np.diff(edges) * p // parts for p in (part, part + 1)])
+    @property
+    def _rows_per_shard(self) -> int:
+        return max(1, -(-self.num_rows // len(self.holders)))
 
-    def interval(self, shard: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
-        """[low, high) on `dim` that this shard holds, or of a part of it."""
-        size = self.shape[self.dim]
-        low, high = (min(s * self._chunk, size) for s in (shard, shard + 1))
-        return low + (high - low) * part // parts, low + (high - low) * (part + 1) // parts
+    def row_range(self, shard: int, part: int = 0, num_parts: int = 1) -> RowRange:
+        """Rows of a shard, or of one of `num_parts` nearly equal parts of it."""
+        low, high = (min(s * self._rows_per_shard, self.num_rows) for s in (shard, shard + 1))
+        size = high - low
+        return RowRange(low + size * part // num_parts, low + size * (part + 1) // num_parts)
 
-    def origin(self, shard: int) -> tuple[int, ...]:
-        """The global coordinate of the shard's first element."""
-        origin = [0] * len(self.shape)
-        origin[self.dim] = self.interval(shard)[0]
-        return tuple(origin)
+    def row_ranges(self, part: int = 0, num_parts: int = 1) -> np.ndarray:
+        """`row_range` of all S shards: int64 [2, S], starts and stops."""
+        edges = np.arange(len(self.holders) + 1) * self._rows_per_shard
+        edges = np.minimum(edges, self.num_rows)
+        return np.array(
+            [edges[:-1] + np.diff(edges) * p // num_parts for p in (part, part + 1)], np.int64
+        )
 
-    def held_by(self, rank: int) -> int | None:
+    def shard_of(self, rank: int) -> int | None:
+        """The shard that `rank` holds, None if it holds none."""
         return next((s for s, ranks in enumerate(self.holders) if rank in ranks), None)
 
 
 @lru_cache(maxsize=16)  # one object for all parameters: it has an entry for every rank
 def _holders(mesh: DeviceMesh, axis: int | None) -> tuple[tuple[int, ...], ...]:
-    """The ranks that hold each shard of a tensor sharded along one axis of the mesh, or none."""
+    """Return the ranks that hold each shard of a tensor sharded along `axis` of the mesh.
+
+    axis: None for a replicated tensor.
+    """
     if axis is None:
         return (tuple(mesh.mesh.flatten().tolist()),)
     by_shard = mesh.mesh.movedim(axis, 0).reshape(mesh.mesh.shape[axis], -1)
@@ -92,62 +103,11 @@ def _replicated(world_size: int) -> tuple[tuple[int, ...], ...]:
     return (tuple(range(world_size)),)
 
 
-class Placement(NamedTuple):
-    """What the plan relies on of one parameter on this rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    placements: tuple | None
-    mesh: object
-    local_shape: tuple[int, ...]
-    local_stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Placement:
-        local, mesh = local_shard(tensor), getattr(tensor, "device_mesh", None)
-        placements = getattr(tensor, "placements", None)
-        sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, local.stride()))
-        shape, local_shape, stride = sizes
-        return cls(shape, tensor.dtype, local.device, placements, mesh, local_shape, stride)
-
-
-def dim1_parameters(
-    shapes: Mapping[str, tuple[int, ...]],
-    sliced: Mapping[str, int],
-    num_shards: int,
-    *,
-    rows: bool = True,
-    experts: bool = True,
-) -> set[str]:
-    """Which parameters move fewer bytes in a sync if FSDP2 shards them on dim 1, where it can.
-
-    sliced: as `EngineLayout.sliced_dims`. rows: weights that the engine slices on dim 1 (row
-    parallel). experts: the same of weights with three or more dimensions, and those with fewer
-    rows than shards: on dim 0 only the first ranks would hold and send them.
-    """
-
-    def chosen(name: str, shape: tuple[int, ...]) -> bool:
-        if len(shape) < 2 or shape[1] % num_shards:  # FSDP2 wants it even
-            return False
-        if len(shape) == 2:
-            return rows and sliced.get(name) == 1
-        return experts and (sliced.get(name) == 1 or shape[0] < num_shards)
-
-    return {name for name, shape in shapes.items() if chosen(name, shape)}
-
-
-def find_change(planned: Mapping[str, Placement], current: Mapping[str, Placement]) -> str | None:
-    """How a parameter differs from what was planned for; None if all are as they were."""
-    for name in sorted(planned.keys() ^ current.keys()):
-        return f"parameter {name!r} was {'removed' if name in planned else 'added'}"
-    for name, placement in current.items():
-        for what, then, now in zip(Placement._fields, planned[name], placement, strict=True):
-            if now != then:
-                return f"parameter {name!r} changed its {what} from {then} to {now}"
-    return None
-
-
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, no copy."""
+    """Return this rank's shard of a parameter without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the unsharded parameter on every rank; collective for a DTensor, else no copy."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["tp_groups"]
-
 
 def tp_groups(world_size: int, tp_size: int, ranks_per_node: int | None = None) -> list[list[int]]:
     """Tensor-parallel groups over the training ranks, strided: group j is {j, j+N/t, j+2N/t, …}.

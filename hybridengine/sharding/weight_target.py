@@ -1,4 +1,4 @@
-"""One rank's weights of an engine, as the reshard writes them."""
+"""The interface through which a reshard writes one rank's engine weights."""
 
 from __future__ import annotations
 
@@ -11,72 +11,74 @@ import torch
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.layout import EngineLayout, LayoutError
 
-__all__ = ["StaleWeightsError", "WeightTarget"]
-
 
 class StaleWeightsError(RuntimeError):
-    """The engine's weights are not a whole, committed version."""
+    """The engine's weights are missing or partially updated."""
 
 
 class WeightTarget(ABC):
-    """One rank's weights of an engine, which the reshard writes in place.
+    """One rank's engine weights, which a reshard writes in place.
 
-    tp_rank: place in the tensor-parallel group. layout: how the weights derive from the checkpoint.
-    weight_version: the last committed version, None before the first sync. unused: trained
-    parameters that the engine need not read (stored buffers). differences: where its configuration
-    differs from the trained model's, a sentence for error messages.
+    tp_rank: rank in the tensor-parallel group. layout: how the weights derive from trained
+    parameters. optional_parameters: trained parameters that the engine need not read (persistent
+    buffers). config_differences: a sentence for error messages about how the engine's configuration
+    differs from the trained model's. weight_version: of the last complete update, None before the
+    first.
     """
 
     tp_rank: int
     layout: EngineLayout
-    unused: Set[str] = frozenset()
-    differences: str = ""
+    optional_parameters: Set[str] = frozenset()
+    config_differences: str = ""
     weight_version: int | None = None
-    _updating: int | None = None
+    _updating_to: int | None = None
 
     @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:
-        """The live weight tensors, by the names of `layout.destinations`."""
+        """Return the engine's weight tensors by the names of `layout.destinations`."""
 
     @abstractmethod
-    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load whole checkpoint tensors through the engine's own loader (reshard fallback)."""
+    def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load full parameters through the engine's own loader (fallback of the reshard)."""
 
     def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
-        """Use whole adapters, by parameter name, beside the weights from `version` on."""
+        """Apply full adapters, by parameter name, on top of the weights from `version` on."""
         raise LayoutError(
-            f"{type(self).__name__} holds no adapters beside its weights; merge them "
+            f"{type(self).__name__} applies no adapters on top of its weights; merge them "
             "(reshard.lora=merged)"
         )
 
-    def check_ready(self) -> None:  # noqa: B027, most always are
-        """Raise LayoutError while the weights cannot be written: requests run, the engine sleeps.
+    def check_ready(self) -> None:  # noqa: B027, optional
+        """Raise LayoutError while the weights cannot be written (running requests, sleep).
 
         The resharder calls it before every sync.
         """
 
-    def _take_memory(self) -> None:  # noqa: B027, most never give it away
-        """Make sure the weights are in memory."""
-
-    @abstractmethod
-    def _forget_cached_prefixes(self) -> None:
-        """Drop everything computed from older weights. Raises ReshardError if some remains."""
-
-    def refuse_if_torn(self) -> None:
-        """Raise StaleWeightsError after a sync that failed half-way, until the next whole one."""
-        if self._updating is not None:
+    def check_complete(self) -> None:
+        """Raise StaleWeightsError between a failed update and the next complete one."""
+        if self._updating_to is not None:
             raise StaleWeightsError(
-                f"the sync to weight version {self._updating} did not finish, so the engine's "
-                f"weights are a mixture (last whole version: {self.weight_version}). "
-                "Run a whole sync() first."
+                f"the engine's weights are partially updated: the sync to weight version "
+                f"{self._updating_to} did not finish (last complete version: "
+                f"{self.weight_version}). Run a complete sync() first."
             )
 
     @contextmanager
     def weight_update(self, version: int) -> Iterator[None]:
-        """While it is open, and after it failed, the engine refuses to generate."""
-        self._updating = version
-        self._take_memory()
+        """Mark the weights as partially updated until the body has finished without an error."""
+        self._updating_to = version
+        self._prepare_update()
         yield
-        self._forget_cached_prefixes()
+        self._finish_update()
         self.weight_version = version
-        self._updating = None
+        self._updating_to = None
+
+    def _prepare_update(self) -> None:  # noqa: B027, optional
+        """Bring the weights back into memory."""
+
+    @abstractmethod
+    def _finish_update(self) -> None:
+        """Recompute or drop everything derived from older weights, caches included.
+
+        Raises ReshardError if some of it remains.
+        """

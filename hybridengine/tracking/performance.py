@@ -1,4 +1,4 @@
-"""How fast a step was: throughput, model FLOP utilisation, memory, under verl's names."""
+"""Performance of a step under verl's names: throughput, model FLOP utilisation (MFU), memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["FlopCounter", "performance_metrics"]
-
-# Dense bfloat16 TFLOP/s by the data sheets; the first name that the device's contains counts.
+# Dense bfloat16 TFLOP/s of the data sheets; the first entry that the device name contains applies.
 _PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.5, "H100": 989.5, "H800": 989.5, "H20": 148.0, "A100": 312.0,
     "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L20": 119.5, "A10": 125.0, "MI300X": 1307.0,
@@ -22,7 +20,7 @@ _PEAK_TFLOPS = {
 def performance_metrics(
     num_tokens: int, seconds: float, world_size: int, device: torch.device
 ) -> dict[str, float]:
-    """Of one step in which `world_size` ranks together worked on num_tokens tokens."""
+    """Return the metrics of a step in which all ranks together processed `num_tokens` tokens."""
     metrics = {
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": seconds,
@@ -36,38 +34,37 @@ def performance_metrics(
 
 
 class FlopCounter:
-    """Model FLOPs of training `model`, and their share of what the devices can do (MFU).
+    """Model FLOPs of training `model`, and their share of the peak of all devices (MFU).
 
     Matrix products only (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), with two deviations:
     attention counts its causal half, and frozen weights have no gradient. Recomputation by gradient
-    checkpointing does not count. A mixture of experts counts the experts a token visits. The peak
-    is the data sheet's; of a CPU or an unknown GPU it is a matrix product's measured rate.
+    checkpointing does not count. In a mixture of experts only the experts of a token count. The
+    peak is the data sheet's; for a CPU or an unknown GPU, the measured rate of a matrix product.
     """
 
     def __init__(self, model: Any, device: torch.device, world_size: int) -> None:
         config = model.config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0)
-        visited = getattr(config, "num_experts_per_tok", None) or 1
+        active = getattr(config, "num_experts_per_tok", None) or 1
         embedding = None if config.tie_word_embeddings else model.get_input_embeddings().weight
         self._per_token = 0.0
         for name, p in model.named_parameters():
             if p.ndim < 2 or p is embedding:
                 continue
-            share = visited / experts if experts and ".experts." in name else 1.0
+            share = active / experts if experts and ".experts." in name else 1.0
             self._per_token += share * p.numel() * (6 if p.requires_grad else 4)
-        head_dim = getattr(config, "head_dim", None)
-        width = config.num_attention_heads * (
-            head_dim or config.hidden_size // config.num_attention_heads
-        )
-        self._per_pair = 6.0 * config.num_hidden_layers * width
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._per_pair = 6.0 * config.num_hidden_layers * heads * head_dim
         self._peak = world_size * _peak_flops(device)
 
     def training_flops(self, lengths: Sequence[int]) -> float:
-        """Of a forward and a backward over packed sequences of these lengths."""
+        """Return the FLOPs of a forward and a backward over sequences of these lengths."""
         pairs = sum(length * length for length in lengths)
         return self._per_token * sum(lengths) + self._per_pair * pairs
 
     def utilisation(self, lengths: Sequence[int], seconds: float) -> float:
+        """Return the MFU of a forward and a backward that took `seconds`."""
         return self.training_flops(lengths) / seconds / self._peak
 
 

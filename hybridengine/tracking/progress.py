@@ -1,4 +1,4 @@
-"""One line that says where the run is: phase, step, tokens per second, time left."""
+"""One progress line: phase, step, tokens per second, time left."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
-__all__ = ["Progress"]
-
-_PLAIN_LINE_EVERY_S = 10.0  # without a terminal: often enough to see life, rare enough to read
+_PLAIN_LINE_EVERY_S = 10.0  # without a terminal
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A live bar on a terminal; elsewhere a plain line at most every ten seconds.
+    """A progress bar on a terminal; elsewhere a plain line at most every ten seconds.
 
     with Progress(total_steps=25, console=console) as progress:
         progress.enter("gen", step=1)
@@ -57,7 +55,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar.stop()
 
     def enter(self, phase: str, step: int) -> None:
-        """Show that `phase` of `step` has begun."""
+        """Show the phase of `step` that begins."""
         self._show(f"step {step} {phase}")
 
     def finish_step(self, tokens: int) -> None:
@@ -72,8 +70,7 @@ class Progress(AbstractContextManager["Progress"]):
         if self._console.is_terminal or now - self._last_line < _PLAIN_LINE_EVERY_S:
             return
         self._last_line = now
-        left = (
-            f"{timedelta(seconds=round(task.time_remaining))} left" if task.time_remaining else ""
-        )
+        seconds = task.time_remaining
+        left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
         parts = (f"[{task.completed:.0f}/{task.total:.0f}]", description, task.fields["rate"], left)
         self._console.print("  ".join(filter(None, parts)), markup=False, soft_wrap=True)

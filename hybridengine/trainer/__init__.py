@@ -1,1 +1,1 @@
-"""The trainer: thin, one straight line per step; the kernels carry the weight."""
+"""The training loops: `rl` (GRPO, PPO and related), `sft`, and `base`, which both share."""

@@ -1,94 +1,126 @@
-"""What a run is going to do, in numbers, before it does it."""
+"""The plan of a run, known before it starts: data types, sizes, splits, memory and traffic.
+
+`dtype: auto` is bfloat16 where the hardware multiplies it fast, else float32.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import reduce
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from rich.table import Table
 
 from hybridengine.checkpoint import resume_plan
-from hybridengine.config import GRPOConfig, SFTConfig
-from hybridengine.data import PromptDataset
-from hybridengine.data.sft import SFTDataset
-from hybridengine.model.checking import check_model
-from hybridengine.reshard.record.checkpoint import checkpoint_layout
-from hybridengine.trainer.algorithms import NEEDS
-from hybridengine.trainer.precision import describe_precision
-from hybridengine.trainer.setup import engine_name
-
-__all__ = ["plan_table", "sft_plan", "start_of", "sync_volume"]
+from hybridengine.config import Dtype, GRPOConfig, JobConfig, SFTConfig, keys_of
+from hybridengine.data import PromptDataset, SFTDataset
+from hybridengine.kernels import has_fast_products
+from hybridengine.model.validation import check_model
+from hybridengine.trainer.build import checkpoint_layout, engine_name, num_shards, uses_critic
 
 _GIB = 2.0**30
+_Config = TypeVar("_Config", bound=JobConfig)
 
 
 def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | None) -> Table:
+    """Describe an RL run."""
     data, trainer, tp_size = config.data, config.trainer, config.rollout.tensor_model_parallel_size
     per_epoch = len(train) // data.train_batch_size
     responses = data.train_batch_size * config.rollout.n
     updates = config.actor.ppo_epochs * (data.train_batch_size // config.ppo_mini_batch_size)
     dropped = f", {train.dropped} overlong ones dropped" if train.dropped else ""
-    sharing = config.sequence_parallel_size
-    budget = config.actor.ppo_max_token_len_per_gpu * sharing
-    shared = f" shared by {sharing} ranks" if sharing > 1 else " on each rank"
-    tokens = config.ppo_mini_batch_size * config.rollout.n * config.longest
-    most = -(-tokens // config.data_parallel_size)
-    rows = {
-        "model": config.model.path,
-        "algorithm": f"{config.algorithm.adv_estimator}, {config.actor.policy_loss.loss_mode}, "
-        f"{config.actor.loss_agg_mode}",
-        "ranks": f"{config.world_size}; engine: {config.world_size // tp_size} replicas, "
-        f"tensor parallel over {tp_size}",
-        "precision": describe_precision(
-            ("trainer", config.sharding.dtype), ("engine", config.rollout.dtype)
-        ),
-        "mesh": _mesh(config),
-        "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, "
-        f"{trainer.steps(per_epoch)} in all",
-        "validation": f"{len(val)} prompts" if val is not None else "none",
-        "per step": f"{data.train_batch_size} prompts, {responses} responses, "
-        f"{updates} optimizer step{'s' if updates > 1 else ''}",
-        "lengths": f"prompt up to {data.max_prompt_length}, response up to "
-        f"{data.max_response_length} tokens",
-        "micro-batch": f"up to {budget} tokens{shared}, at most {-(-most // budget)} per "
-        "optimizer step",
-        "memory": ", ".join(f"{name} {size:.2f}" for name, size in _memory_gib(config).items())
-        + " GiB per rank, estimated",
-        "written to": trainer.default_local_dir,
-    }
-    return _table(rows)
+    sp_size = config.sequence_parallel_size
+    max_tokens = config.actor.ppo_max_token_len_per_gpu * sp_size
+    shared = f" shared by {sp_size} ranks" if sp_size > 1 else " on each rank"
+    mini_batch_tokens = config.ppo_mini_batch_size * config.rollout.n * config.max_sequence_length
+    replica_tokens = -(-mini_batch_tokens // config.data_parallel_size)
+    return _table(
+        {
+            "model": config.model.path,
+            "algorithm": f"{config.algorithm.adv_estimator}, {config.actor.policy_loss.loss_mode}, "
+            f"{config.actor.loss_agg_mode}",
+            "ranks": f"{config.world_size}; engine: {config.world_size // tp_size} replicas, "
+            f"tensor parallel over {tp_size}",
+            "precision": describe_precision(
+                ("trainer", config.sharding.dtype), ("engine", config.rollout.dtype)
+            ),
+            "mesh": _mesh(config),
+            "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, "
+            f"{trainer.steps(per_epoch)} in all",
+            "validation": f"{len(val)} prompts" if val is not None else "none",
+            "per step": f"{data.train_batch_size} prompts, {responses} responses, "
+            f"{updates} optimizer step{'s' if updates > 1 else ''}",
+            "lengths": f"prompt up to {data.max_prompt_length}, response up to "
+            f"{data.max_response_length} tokens",
+            "micro-batch": f"up to {max_tokens} tokens{shared}, at most "
+            f"{-(-replica_tokens // max_tokens)} per optimizer step",
+            "memory": ", ".join(f"{name} {size:.2f}" for name, size in _memory_gib(config).items())
+            + " GiB per rank, estimated",
+            "written to": trainer.default_local_dir,
+        }
+    )
 
 
 def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Table:
+    """Describe an SFT run."""
     data, trainer = config.data, config.trainer
     per_epoch = len(train) // data.train_batch_size
-    tokens, learnt = map(sum, zip(*((len(s.ids), s.num_targets) for s in train), strict=True))
-    micro = (
+    tokens, trained = map(sum, zip(*((len(s.ids), s.num_loss_tokens) for s in train), strict=True))
+    micro_batch = (
         f"{data.micro_batch_size_per_gpu} conversations"
         if data.micro_batch_size_per_gpu
         else f"up to {data.max_token_len_per_gpu} tokens"
     )
-    rows = {
-        "model": config.model.path,
-        "ranks": f"{config.world_size}, {config.data_parallel_size} data parallel",
-        "precision": describe_precision(("trainer", config.sharding.dtype)),
-        "training": f"{len(train)} conversations, {tokens} tokens, {learnt} of them learnt",
-        "validation": f"{len(val)} conversations" if val is not None else "none",
-        "steps": f"{per_epoch} per epoch, {trainer.steps(per_epoch)} in all, "
-        f"{data.train_batch_size} conversations each",
-        "micro-batch": f"{micro} per rank",
-        "written to": trainer.default_local_dir,
-    }
-    return _table(rows)
+    return _table(
+        {
+            "model": config.model.path,
+            "ranks": f"{config.world_size}, {config.data_parallel_size} data parallel",
+            "precision": describe_precision(("trainer", config.sharding.dtype)),
+            "training": f"{len(train)} conversations, {tokens} tokens, "
+            f"{trained} of them trained on",
+            "validation": f"{len(val)} conversations" if val is not None else "none",
+            "steps": f"{per_epoch} per epoch, {trainer.steps(per_epoch)} in all, "
+            f"{data.train_batch_size} conversations each",
+            "micro-batch": f"{micro_batch} per rank",
+            "written to": trainer.default_local_dir,
+        }
+    )
 
 
 def start_of(config: GRPOConfig | SFTConfig, num_samples: int) -> str:
-    """Where the run begins: anew, after the step of a checkpoint, or not at all."""
+    """Describe where the run starts: anew, after the step of a checkpoint, or not at all."""
     trainer = config.trainer
     plan = resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
     steps = trainer.steps(num_samples // config.data.train_batch_size)
     done = f"; all {steps} steps are done" if plan.step >= steps else ""
     return f"{plan}{done}"
+
+
+def sync_volume(config: GRPOConfig) -> str:
+    """Describe how much a weight sync will move, from the configuration alone."""
+    itemsize = _itemsize(config.rollout.dtype)
+    if engine_name(config) == "hf":
+        received = lower = _num_parameters(config) * itemsize * (1 - 1 / config.world_size)
+    else:
+        from hybridengine.reshard.advisor import advise
+        from hybridengine.rollout.vllm.record import record_engine_layouts
+
+        shapes, layouts = record_engine_layouts(
+            config.model.path,
+            config.rollout.tensor_model_parallel_size,
+            config.model.trust_remote_code,
+        )
+        nodes, fsdp_size = config.trainer.nnodes, num_shards(config)
+        advice = advise(shapes, layouts, config.world_size, nodes=nodes, fsdp_size=fsdp_size)
+        best = advice.options[0]
+        scale = itemsize / torch.bfloat16.itemsize  # advise plans bfloat16
+        received, lower = best.received_bytes * scale, best.lower_bound_bytes * scale
+    return (
+        f"{received / 2**20:.1f} MiB received per rank and step (lower bound {lower / 2**20:.1f})"
+    )
 
 
 def _table(rows: dict[str, str]) -> Table:
@@ -98,71 +130,42 @@ def _table(rows: dict[str, str]) -> Table:
     return table
 
 
-def sync_volume(config: GRPOConfig) -> str:
-    """What a weight sync will move, planned from the configuration alone."""
-    model = check_model(config.model.path, config.model.trust_remote_code)
-    if engine_name(config) == "hf":
-        shapes = checkpoint_layout(model, config.model.trust_remote_code).parameters
-        whole = sum(map(math.prod, shapes.values())) * _itemsize(config.rollout.dtype)
-        received = lower = whole * (1 - 1 / config.world_size)
-    else:
-        from hybridengine.reshard.advisor.advise import advise
-        from hybridengine.rollout.vllm.record import record_engine_layouts
-
-        shapes, layouts = record_engine_layouts(
-            config.model.path,
-            config.rollout.tensor_model_parallel_size,
-            config.model.trust_remote_code,
-        )
-        nodes, fsdp_size = config.trainer.nnodes, _shards(config)
-        advice = advise(shapes, layouts, config.world_size, nodes=nodes, fsdp_size=fsdp_size)
-        best = advice.options[0]
-        wider = _itemsize(config.rollout.dtype) / torch.bfloat16.itemsize  # what was planned for
-        received, lower = best.received_bytes * wider, best.lower_bound_bytes * wider
-    return (
-        f"{received / 2**20:.1f} MiB received per rank and step (lower bound {lower / 2**20:.1f})"
-    )
-
-
 def _mesh(config: GRPOConfig) -> str:
-    shards = _shards(config)
-    sharing = config.sequence_parallel_size
+    shards, sp_size = num_shards(config), config.sequence_parallel_size
     copies = f"{config.world_size // shards} x " if shards < config.world_size else ""
-    sequences = f", sequences over {sharing} neighbours" if sharing > 1 else ""
+    sequences = f", sequences over {sp_size} neighbours" if sp_size > 1 else ""
     return f"weights sharded over {copies}{shards}{sequences}"
+
+
+def _num_parameters(config: GRPOConfig) -> int:
+    return sum(map(math.prod, checkpoint_layout(config).parameters.values()))
 
 
 def _itemsize(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
-def _shards(config: GRPOConfig) -> int:
-    size = config.sharding.fsdp_size
-    return config.world_size if size == -1 else size
-
-
 def _memory_gib(config: GRPOConfig) -> dict[str, float]:
-    """By part, the largest per rank: float32 masters, gradients and two moments are 16 bytes.
+    """Estimate the peak memory per rank of each part of the run.
 
-    Activations after Korthikanti et al. 2022 (arXiv 2205.05198, section 4): 34 H bytes per token
-    and layer in 16 bits, or 2 H where layers are recomputed.
+    A trained weight takes 16 bytes: float32 master, gradient and two moments. Activations after
+    Korthikanti et al. 2022 (arXiv 2205.05198, section 4): 34 H bytes per token and layer in 16
+    bits, or 2 H where layers are recomputed.
     """
-    trust = config.model.trust_remote_code
-    model = check_model(config.model.path, trust)
-    text = model.get_text_config()
-    numel = sum(math.prod(shape) for shape in checkpoint_layout(model, trust).parameters.values())
+    model = check_model(config.model.path, config.model.trust_remote_code)
+    text, numel = model.get_text_config(), _num_parameters(config)
     per_token = 1 if config.model.enable_gradient_checkpointing else 17  # elements
     per_token *= _itemsize(config.sharding.dtype)
     tokens = max(
         config.actor.ppo_max_token_len_per_gpu,
-        -(-config.longest // config.sequence_parallel_size),
+        -(-config.max_sequence_length // config.sequence_parallel_size),
     )
     lora = config.model.lora_rank > 0  # frozen weights have neither gradients nor moments
-    parts = {"policy": (4.0 if lora else 16.0) * numel / _shards(config)}
+    parts = {"policy": (4.0 if lora else 16.0) * numel / num_shards(config)}
     if config.uses_reference and not lora:
-        parts["reference"] = 4.0 * numel / _shards(config)
-    if "values" in NEEDS.get(config.algorithm.adv_estimator, ()):
-        parts["critic"] = 16.0 * numel / _shards(config)
+        parts["reference"] = 4.0 * numel / num_shards(config)
+    if uses_critic(config):
+        parts["critic"] = 16.0 * numel / num_shards(config)
     parts["activations"] = per_token * tokens * text.hidden_size * text.num_hidden_layers
     engine = _itemsize(config.rollout.dtype) * numel
     parts["engine weights"] = engine / config.rollout.tensor_model_parallel_size
@@ -170,3 +173,42 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
     if engine_name(config) == "vllm" and not torch.cuda.is_available():
         gib["cache"] = config.rollout.kv_cache_gib
     return gib
+
+
+def resolve_dtypes(config: _Config) -> _Config:
+    """Return the configuration with a type in place of every `auto`.
+
+    Collective inside a process group: all ranks get float32 unless bfloat16 is fast on every rank.
+    """
+    fast = torch.tensor(int(_fast_bfloat16()))
+    if dist.is_initialized():
+        dist.all_reduce(fast, op=dist.ReduceOp.MIN)
+    chosen = "bfloat16" if fast else "float32"
+    for key, kind in keys_of(type(config)):
+        if kind == Dtype and reduce(getattr, key.split("."), config) == "auto":
+            config = _with_value(config, key, chosen)
+    return config
+
+
+def describe_precision(*dtypes: tuple[str, str]) -> str:
+    """Describe which part computes in which type, and why; dtypes: pairs (part, type)."""
+    text = ", ".join(f"{part} {dtype}" for part, dtype in dtypes)
+    if torch.cuda.is_available():
+        return text
+    if _fast_bfloat16():
+        return f"{text}; this CPU has fast bfloat16 products (AVX512-BF16)"
+    text += "; this CPU has no fast bfloat16 products (AVX512-BF16 or AMX)"
+    if any(dtype != "float32" for _, dtype in dtypes):
+        text += ", expect it to be slow: dtype=auto takes float32 here"
+    return text
+
+
+def _fast_bfloat16() -> bool:
+    return has_fast_products(torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _with_value(group: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    return replace(
+        group, **{name: _with_value(getattr(group, name), rest, value) if rest else value}
+    )

@@ -1,4 +1,4 @@
-"""From prompts to scored rollouts, the same list on every rank."""
+"""Generate and score responses; every rank gets the same list of rollouts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,12 @@ import torch.distributed as dist
 from hybridengine.data import PromptSample
 from hybridengine.rewards import RewardManager, score_checked
 from hybridengine.rollout import Completion, RolloutEngine, SamplingSpec
-from hybridengine.runtime import Session
+from hybridengine.runtime.session import Session
 
 if TYPE_CHECKING:
-    from hybridengine.trainer.reward_model import RewardModel
+    from hybridengine.trainer.models import RewardModel
 
-__all__ = [
-    "SCORE_NAMES",
-    "Rollout",
-    "RolloutMaker",
-    "reward_parts",
-    "scored_sample",
-    "select_groups",
-]
-
-SCORE_NAMES = ("score", "reward", "seq_reward")  # the score itself, under verl's names too
+SCORE_NAMES = ("score", "reward", "seq_reward")  # of the score; the last two are verl's
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,8 @@ class Rollout:
     """One scored response. log_probs are the engine's, one per response token.
 
     group: position of its prompt in the batch; responses of one prompt share it.
-    parts: (weight, score) by name of the rewards whose weighted sum the score is.
+    parts: by name, (weight, score) of each reward; the score is their weighted sum.
+    pred: a number that stands for the answer in majority votes, where the reward returns one.
     """
 
     group: int
@@ -46,56 +38,54 @@ class Rollout:
     extras: dict[str, float]
     finish_reason: str
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
-    pred: float | None = None  # stands for its answer, where the reward gives one to vote on
+    pred: float | None = None
 
     @property
     def results(self) -> dict[str, float]:
+        """The score and the further results of the reward, by name."""
         return {"score": self.score, **self.extras}
 
     @property
     def num_tokens(self) -> int:
+        """Of prompt and response."""
         return len(self.sample.prompt_ids) + len(self.response_ids)
 
 
-class RolloutMaker:
-    """Spreads a batch of prompts over the engine's replicas, scores, and gathers everything."""
+@dataclass(frozen=True)
+class RolloutGenerator:
+    """Spreads a batch of prompts over the engine's replicas, scores, and gathers the rollouts."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        tokenizer: Any,
-        reward: RewardManager,
-        session: Session,
-        reward_model: RewardModel | None = None,
-    ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
-        self._reward, self._session, self._reward_model = reward, session, reward_model
+    engine: RolloutEngine
+    tokenizer: Any
+    reward: RewardManager
+    session: Session
+    reward_model: RewardModel | None
 
-    def make(self, samples: Sequence[PromptSample], spec: SamplingSpec, seed: int) -> list[Rollout]:
-        """spec.n rollouts per sample, ordered by sample; identical on every rank."""
-        replica, replicas = self._engine.replica, self._engine.replicas
-        mine = range(replica, len(samples), replicas)
-        with self._session.phase("gen"):
-            completions = self._engine.generate([samples[i].prompt_ids for i in mine], spec, seed)
+    def generate(
+        self, samples: Sequence[PromptSample], spec: SamplingSpec, seed: int
+    ) -> list[Rollout]:
+        """Generate and score spec.n responses per sample, in the samples' order. Collective."""
+        replica, replicas = self.engine.replica, self.engine.replicas
+        own = range(replica, len(samples), replicas)
+        with self.session.phase("gen"):
+            completions = self.engine.generate([samples[i].prompt_ids for i in own], spec, seed)
         rollouts: list[Rollout] = []
-        if self._engine.tp_rank == 0:  # the other ranks of a replica hold the same completions
-            with self._session.phase("reward"):
-                groups = [i for i in mine for _ in range(spec.n)]
-                rollouts = self._scored(
-                    samples, groups, [c for group in completions for c in group]
-                )
-        with self._session.phase("gather_rollouts"):
-            gathered: list[list[Rollout]] = [[] for _ in range(self._session.world_size)]
+        if own and self.engine.tp_rank == 0:  # the replica's other ranks have the same
+            with self.session.phase("reward"):
+                groups = [i for i in own for _ in range(spec.n)]
+                rollouts = self._score(samples, groups, [c for part in completions for c in part])
+        with self.session.phase("gather_rollouts"):
+            gathered: list[list[Rollout]] = [[] for _ in range(self.session.world_size)]
             dist.all_gather_object(gathered, rollouts)
         rollouts = sorted((r for part in gathered for r in part), key=lambda r: r.group)
-        return rollouts if self._reward_model is None else self._add_model_scores(rollouts)
+        return rollouts if self.reward_model is None else self._add_model_scores(rollouts)
 
-    def _scored(
+    def _score(
         self, samples: Sequence[PromptSample], groups: list[int], completions: list[Completion]
     ) -> list[Rollout]:
-        ids, asked = [c.token_ids for c in completions], [samples[i] for i in groups]
-        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        result = score_checked(self._reward, asked, texts, list(map(len, ids)))
+        ids, scored = [c.token_ids for c in completions], [samples[i] for i in groups]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        result = score_checked(self.reward, scored, texts, list(map(len, ids)))
         return [
             Rollout(
                 group=i,
@@ -113,10 +103,10 @@ class RolloutMaker:
         ]
 
     def _add_model_scores(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        assert self._reward_model is not None
-        with self._session.phase("reward"):
-            scores = self._reward_model.score(rollouts)
-        weight = self._reward_model.weight
+        assert self.reward_model is not None
+        with self.session.phase("reward"):
+            scores = self.reward_model.score(rollouts)
+        weight = self.reward_model.weight
         return [
             replace(
                 r,
@@ -131,25 +121,26 @@ class RolloutMaker:
 def reward_parts(
     rollouts: Sequence[Rollout], names: Sequence[str], weights: Sequence[float] | None
 ) -> tuple[list[list[float]], tuple[float, ...]]:
-    """The rewards that gdpo normalises each by itself: (their values per rollout, their weights).
+    """Return the rewards that gdpo normalises separately: (values per rollout, weights).
 
     names: results of the reward (algorithm.gdpo_reward_keys); none: the parts of the score.
-    weights: of those names; None: the part's own of a part of the score, 1 of any other result.
+    weights: one per name; None: the weight of a part of the score, 1 for any other result.
     """
     known = rollouts[0].parts
     names = names or tuple(known)
-    own = tuple(known[name][0] if name in known else 1.0 for name in names)
+    default_weights = tuple(known[name][0] if name in known else 1.0 for name in names)
 
     def value(r: Rollout, name: str) -> float:
         if name in r.parts:
             return r.parts[name][1]
         return r.score if name in SCORE_NAMES else r.extras[name]
 
-    return [[value(r, name) for name in names] for r in rollouts], tuple(weights or own)
+    values = [[value(r, name) for name in names] for r in rollouts]
+    return values, tuple(weights or default_weights)
 
 
-def scored_sample(r: Rollout) -> str:
-    """What the reward makes of a response, for a person to read."""
+def format_rollout(r: Rollout) -> str:
+    """Format prompt, response and results for the console."""
     results = ", ".join(f"{name} {value:g}" for name, value in r.results.items())
     return (
         f"scored sample: prompt {r.sample.prompt_text[-200:]!r}\n"
@@ -159,22 +150,21 @@ def scored_sample(r: Rollout) -> str:
 
 
 def select_groups(
-    batches: Sequence[Sequence[Rollout]], metric: str, wanted: int
+    batches: Sequence[Sequence[Rollout]], metric: str, num_groups: int
 ) -> tuple[list[Rollout], int]:
-    """(rollouts of `wanted` groups, how many of these have signal), as DAPO samples them.
+    """Select up to `num_groups` groups, those with signal first (DAPO's dynamic sampling).
 
-    A group has signal where `metric` ("score", or a further result of the reward) is not the same
-    for all its responses, or where it has only one. Groups without it come last, in place of groups
-    that are not there yet. batches: one list per generation; groups are numbered afresh.
+    A group has signal if `metric` ("score", or a further result of the reward) differs among its
+    responses, or if it has one response only. batches: one list of rollouts per generated batch;
+    the selected groups are numbered from 0. Returns (their rollouts, how many have signal).
     """
     groups: dict[tuple[int, int], list[Rollout]] = {}
     for number, batch in enumerate(batches):
         for r in batch:
             groups.setdefault((number, r.group), []).append(r)
-
     name = "score" if metric in SCORE_NAMES else metric
     has_signal = [len(g) == 1 or len({r.results[name] for r in g}) > 1 for g in groups.values()]
     ordered = sorted(zip(has_signal, groups.values(), strict=True), key=lambda pair: not pair[0])
-    chosen = ordered[:wanted]
-    renumbered = [replace(r, group=i) for i, (_, group) in enumerate(chosen) for r in group]
-    return renumbered, sum(signal for signal, _ in chosen)
+    selected = ordered[:num_groups]
+    renumbered = [replace(r, group=i) for i, (_, group) in enumerate(selected) for r in group]
+    return renumbered, sum(signal for signal, _ in selected)

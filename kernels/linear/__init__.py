@@ -1,4 +1,4 @@
-"""Operators from hidden states and the output head's weight: no [T, V] logits exist."""
+"""Operators on hidden states and the output head's weight, without [T, V] logits."""
 
 from .logprob import linear_token_log_probs
 from .mixed_gemm import has_fast_products

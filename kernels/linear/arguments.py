@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _check as check
-from ..logprob.row_options import ROW_SCHEMA, RowOptions
+from .._per_token import compute_dtype
+from ..logprob.options import ROW_SCHEMA, RowOptions
 
-# What the operators over hidden states begin with.
+# The first arguments of the operators over hidden states.
 LINEAR_SCHEMA = (
     f"Tensor hidden, Tensor weight, Tensor? bias, Tensor token_ids, {ROW_SCHEMA}, "
     "int budget_bytes, bool deterministic"
 )
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """Of sums and results."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+def split_row_options(arguments: Sequence) -> tuple[RowOptions, Sequence]:
+    """Split what follows the tensors in LINEAR_SCHEMA into the row options and the rest."""
+    count = len(RowOptions._fields)
+    return RowOptions(*arguments[:count]), arguments[count:]
 
 
 def check_linear(
-    op: str, hidden: Tensor, weight: Tensor, token_ids: Tensor, bias, main_grad
+    op: str,
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    bias: Tensor | None,
+    main_grad: Tensor | None,
 ) -> Tensor:
-    """token_ids as int64, after checking that the arguments fit each other."""
+    """Check that the arguments fit each other; return token_ids as int64."""
     check.same_device(
         op, hidden=hidden, weight=weight, token_ids=token_ids, bias=bias, main_grad=main_grad
     )
@@ -38,22 +46,73 @@ def check_linear(
     check.shape(op, "token_ids", token_ids, "...", sizes)
     if bias is not None:
         check.shape(op, "bias", bias, "V", sizes)
-        check.dtype(op, "bias", bias, (hidden.dtype, wide_dtype(hidden)))
+        check.dtype(op, "bias", bias, (hidden.dtype, compute_dtype(hidden)))
     if main_grad is not None:
         check.shape(op, "main_grad", main_grad, "V H", sizes)
-        check.dtype(op, "main_grad", main_grad, (wide_dtype(weight),))
+        check.dtype(op, "main_grad", main_grad, (compute_dtype(weight),))
         if not main_grad.is_contiguous():
             raise ValueError(f"{op}: main_grad is not contiguous; expected a contiguous tensor.")
     return check.ids(op, "token_ids", token_ids)
 
 
-def budget(op: str, hidden: Tensor, given: int | None) -> int:
-    if given is None:
+def check_budget(op: str, hidden: Tensor, budget_bytes: int | None) -> int:
+    """Return the budget in bytes: 256 MiB on a CPU and 1 GiB on a GPU unless given."""
+    if budget_bytes is None:
         return 2**30 if hidden.is_cuda else 2**28
-    return check.integer(op, "budget_bytes", given, at_least=1)
+    return check.integer(op, "budget_bytes", budget_bytes, at_least=1)
 
 
-def split_row_options(arguments: Sequence) -> tuple[RowOptions, Sequence]:
-    """What follows the tensors in LINEAR_SCHEMA: the row options, and the rest."""
-    count = len(RowOptions._fields)
-    return RowOptions(*arguments[:count]), arguments[count:]
+def empty_gradients(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
+    """Return fake gradients of hidden, weight and bias: empty if None or not wanted."""
+    assert tensors[0] is not None
+    return [
+        tensors[0].new_empty(0) if tensor is None or not want else torch.empty_like(tensor)
+        for tensor, want in zip(tensors, wanted, strict=True)
+    ]
+
+
+def register_linear_autograd(
+    op: str, main_grad_at: int, from_results: Callable[[Sequence[Tensor]], Sequence]
+) -> None:
+    """Register the op `{op}_backward` as the gradient of `op`, and its fake kernel.
+
+    It takes the arguments of `op` (hidden, weight, bias, token_ids, row options, others with
+    main_grad at `main_grad_at`), what `from_results` makes of its results, the gradients of
+    log_probs and entropy, and which of the three gradients are wanted; those are then empty.
+    """
+
+    def fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple:
+        _, rest = split_row_options(arguments[1:])
+        stored = None if rest[main_grad_at] is not None else weight
+        return tuple(empty_gradients((hidden, stored, bias), rest[-1]))
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        options, rest = split_row_options(inputs[4:])
+        # main_grad is not saved: other backward calls may add to it before this one.
+        saved = [
+            x if isinstance(x, Tensor) and i != main_grad_at else None for i, x in enumerate(rest)
+        ]
+        ctx.rest = [x if s is None else None for x, s in zip(rest, saved, strict=True)]
+        options.save(ctx, *inputs[:4], *saved, *output)
+
+    @check.differentiable_once(op)
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
+        no_gradients = (None,) * (1 + len(RowOptions._fields) + len(ctx.rest))
+        wanted = list(ctx.needs_input_grad[:3])
+        if not any(wanted) or (grad_log_probs is None and grad_entropy is None):
+            return None, None, None, *no_gradients
+        options, tensors = RowOptions.restore(ctx)
+        end = 4 + len(ctx.rest)
+        rest = [x if s is None else s for x, s in zip(ctx.rest, tensors[4:end], strict=True)]
+        grads = backward_op(
+            *tensors[:4], *options, *rest, *from_results(tensors[end:]), grad_log_probs,
+            grad_entropy, wanted,
+        )  # fmt: skip
+        wanted[1] = wanted[1] and rest[main_grad_at] is None
+        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), *no_gradients
+
+    backward_op = getattr(torch.ops.hybridengine, f"{op}_backward")
+    torch.library.register_fake(f"hybridengine::{op}_backward", fake)
+    torch.library.register_autograd(f"hybridengine::{op}", backward, setup_context=setup_context)

@@ -1,8 +1,8 @@
-"""Matrix products of 16-bit operands with a float32 result that was never rounded to 16 bits.
+"""Matrix products of 16-bit operands with a float32 result that is never rounded to 16 bits.
 
-On a GPU this is the vendor library's own product with an output type; on a CPU oneDNN's 16-bit
-kernel where the machine has it (csrc/linear). Elsewhere 16-bit products would run at a fifth to a
-thirtieth of the float32 rate: operands are converted to float32 block by block instead.
+On a GPU this is `torch.mm` with an output type; on a CPU oneDNN's 16-bit kernel where the machine
+supports it (csrc/mixed_gemm). Other CPUs run 16-bit products at a fifth to a thirtieth of the
+float32 rate: there the operands are converted to float32 block by block.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from .._backend import native
 
-# Most that a block of an operand takes once it is converted to float32: it is still in the cache
-# when the product reads it.
+# The size of an operand's block after conversion to float32, so that the product reads it from the
+# cache.
 WIDENED_BYTES = 2**22
 
 
 def has_fast_products(dtype: torch.dtype, device: torch.device | str = "cpu") -> bool:
-    """Whether matrix products in `dtype` run at least at the float32 rate on `device`.
+    """Return whether matrix products in `dtype` run at least at the float32 rate on `device`.
 
-    On a CPU that takes AVX512-BF16 for bfloat16 (which every CPU with AMX has) and AVX512-FP16 for
-    float16; `HYBRIDENGINE_ISA` and `ONEDNN_MAX_CPU_ISA` are respected. On a GPU it takes an Ampere
-    or later one for bfloat16.
+    A CPU needs AVX512-BF16 for bfloat16 (every CPU with AMX has it) and AVX512-FP16 for float16;
+    `HYBRIDENGINE_ISA` and `ONEDNN_MAX_CPU_ISA` are respected. A GPU needs Ampere or later for
+    bfloat16.
 
     Example:
         >>> has_fast_products(torch.float32)
@@ -32,21 +32,21 @@ def has_fast_products(dtype: torch.dtype, device: torch.device | str = "cpu") ->
         return True
     if torch.device(device).type == "cuda":
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
-    return native() is not None and native().has_mixed_product(dtype)
+    return native() is not None and native().has_mixed_gemm(dtype)
 
 
 def keeps_16_bits(like: Tensor) -> bool:
-    """Whether products of operands of this dtype and device are taken as they are."""
+    """Return whether operands of this dtype and device are multiplied without conversion."""
     return like.is_cuda or has_fast_products(like.dtype, like.device)
 
 
-def mixed_product(
+def mixed_gemm(
     out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, accumulate: bool = False
 ) -> None:
-    """out [m, n] = a [m, k] @ b [n, k].T + bias [n], or out += a @ b.T with `accumulate`.
+    """Compute out [m, n] = a [m, k] @ b [n, k].T + bias [n], or out += a @ b.T with `accumulate`.
 
-    `out` is float32 where a or b is 16-bit, of their dtype where they are not. Each of a and b has
-    stride 1 along one dimension.
+    `out` is float32 if a or b is 16-bit, otherwise of their dtype. Both a and b have stride 1 along
+    one dimension.
     """
     if a.dtype == b.dtype == out.dtype:
         if accumulate:
@@ -62,7 +62,7 @@ def mixed_product(
         if bias is not None:
             out += bias
     elif a.dtype == b.dtype and has_fast_products(a.dtype, a.device):
-        native().mixed_product(a, b, None if bias is None else bias.float(), out, accumulate)
+        native().mixed_gemm(a, b, None if bias is None else bias.float(), out, accumulate)
     else:
         if bias is not None:
             out.copy_(bias.expand_as(out))
@@ -70,19 +70,21 @@ def mixed_product(
 
 
 def _widened(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """The product in float32: the larger 16-bit operand is converted in blocks, along the dimension
-    in which they are contiguous, the other one as a whole."""
-    wide = out.dtype
-    if b.dtype == wide or (a.dtype != wide and a.numel() > b.numel()):
+    """Compute the product in float32.
+
+    The larger 16-bit operand is converted in contiguous blocks, the other one at once.
+    """
+    dtype = out.dtype
+    if b.dtype == dtype or (a.dtype != dtype and a.numel() > b.numel()):
         out, a, b = out.t(), b, a
-    a = a.to(wide)
-    along = int(b.stride(0) < b.stride(1))  # 0: rows of b, that is columns of out; 1: the sum
-    count, width = b.shape[along], b.shape[1 - along]
-    step = max(1, WIDENED_BYTES // (wide.itemsize * max(1, width)))
-    for begin in range(0, max(1, count), step):
+    a = a.to(dtype)
+    split_dim = int(b.stride(0) < b.stride(1))  # 0: n, the columns of out; 1: k, the sum
+    size, width = b.shape[split_dim], b.shape[1 - split_dim]
+    step = max(1, WIDENED_BYTES // (dtype.itemsize * max(1, width)))
+    for begin in range(0, max(1, size), step):
         part = slice(begin, begin + step)
-        if along:
-            block = b[:, part].to(wide)
-            mixed_product(out, a[:, part], block, accumulate=accumulate or begin > 0)
+        if split_dim == 0:
+            mixed_gemm(out[:, part], a, b[part].to(dtype), accumulate=accumulate)
         else:
-            mixed_product(out[:, part], a, b[part].to(wide), accumulate=accumulate)
+            block = b[:, part].to(dtype)
+            mixed_gemm(out, a[:, part], block, accumulate=accumulate or begin > 0)

@@ -1,32 +1,30 @@
-"""linear_policy_loss: hidden states to policy loss, with the gradients made in the forward.
+"""linear_policy_loss: the policy loss from hidden states, with gradients computed in the forward.
 
-Old log-probs, advantages, mask and the global denominators are known before the forward, so the
-gradient of a chunk of logits can be formed right after its rows are reduced, while it is still in
-the buffer: three matrix products (6 T H V operations) for forward and backward together where the
-two-step form needs four. Rows whose gradient is zero (masked, zero advantage, clipped) are
-compacted away before the two gradient products. docs/linear_policy_loss.md has the derivation.
+Old log-probs, advantages, mask and the global denominators are known before the forward. So the
+gradient of a chunk of logits can be computed right after its rows are reduced, while it is still in
+the buffer: three matrix products (6 T H V operations) for forward and backward together, where the
+two-step form needs four. Inactive rows, whose gradient is zero (masked, zero advantage, clipped),
+are left out of the two gradient products. docs/linear_policy_loss.md has the derivation.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _check as check
+from .._aggregation import LOSS_AGG_MODES, loss_denominators, token_weights
 from .._backend import choose_backend, register_backends
-from ..logprob.op import rows_backward, rows_forward, token_log_probs
-from ..logprob.row_options import in_shape, row_options
-from ..policy_loss.aggregation import (
-    LOSS_AGG_MODES,
-    Segments,
-    denominators,
-    token_arguments,
-    token_weights,
-)
-from ..policy_loss.op import policy_loss
+from .._per_token import compute_dtype, token_arguments
+from ..logprob.op import token_log_probs
+from ..logprob.options import in_shape, row_options
+from ..logprob.rows import rows_forward
+from ..policy_loss.op import kernel_tensors, policy_loss
 from ..policy_loss.terms import (
     KL_TYPES,
     LOSS_MODES,
@@ -35,18 +33,15 @@ from ..policy_loss.terms import (
     LossOptions,
     check_kl_type,
 )
-from .arguments import (
-    LINEAR_SCHEMA,
-    budget,
-    check_linear,
-    split_row_options,
-    wide_dtype,
-)
-from .logprob import Chunks, LinearGrads, linear_token_log_probs
+from .arguments import LINEAR_SCHEMA, check_budget, check_linear, empty_gradients, split_row_options
+from .chunks import Chunks, LinearGradients
+from .logprob import linear_token_log_probs
 
 register_backends(
     "linear_policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
 )
+
+Results = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 
 
 def linear_policy_loss(
@@ -61,7 +56,7 @@ def linear_policy_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
-    keep_mask: Tensor | None = None,
+    vocab_mask: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     response_mask: Tensor | None = None,
     entropy_coeff: float = 0.0,
@@ -69,33 +64,34 @@ def linear_policy_loss(
     deterministic: bool = False,
     main_grad: Tensor | None = None,
     backend: str | None = None,
-    **loss_arguments,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Policy loss from hidden states.
+    **loss_arguments: Any,
+) -> Results:
+    """Compute the policy loss from hidden states.
 
     Args:
-        hidden: [T, H] of packed tokens, or [B, L, H], whose rows are the sequences; every [T] below
-            is then [B, L]. weight: [V, H] of the same dtype; token_ids: [T] int32 or int64.
+        hidden: [T, H], packed tokens, or [B, L, H], whose rows are the sequences; every [T] below
+            is [B, L] then. weight: [V, H] of the same dtype; token_ids: [T] int32 or int64.
         old_log_probs, advantages: [T], constants.
-        temperature, bias, logit_scale, softcap, keep_mask, group, budget_bytes, deterministic: as
+        temperature, bias, logit_scale, softcap, vocab_mask, group, budget_bytes, deterministic: as
             in `linear_token_log_probs`.
-        response_mask: [T] bool, or 0 and 1; None: all. Tokens outside are not read beyond the first
-            matrix product, and their log_probs and entropy are 0.
-        ignore_index: tokens with this label (what `pack(shifted=)` gives the last one of a
-            sequence) are outside the response mask too: not in the loss, its counts or gradients.
-        entropy_coeff: subtracts entropy_coeff * entropy, differentiated.
-        loss_arguments: everything else `policy_loss` takes (loss_mode, clip ratios, loss_agg_mode,
-            cu_seqlens, global denominators, ref_log_probs and the KL, rollout_is_weights, ...).
-        main_grad: [V, H] float32; the backward adds the weight gradient into it and leaves
+        response_mask: [T] bool, or 0 and 1; None: all tokens. Masked tokens enter the first matrix
+            product only; their log_probs and entropy are 0.
+        ignore_index: tokens with this label (`pack(shifted=)` gives it to the last token of a
+            sequence) are masked, too: they are not in the loss, its token counts or its gradients.
+        entropy_coeff: subtract entropy_coeff * entropy, with gradient.
+        loss_arguments: the other arguments of `policy_loss` (loss_mode, clip ratios,
+            loss_agg_mode, cu_seqlens, global denominators, ref_log_probs and the KL,
+            rollout_is_weights, ...).
+        main_grad: [V, H] float32; the backward adds the weight gradient to it and leaves
             weight.grad None.
-        backend: `cpp`, `cuda`, `triton` or `reference`; None takes the best one.
+        backend: `cpp`, `cuda`, `triton` or `reference`; None: the best one.
 
     Returns:
-        (loss, log_probs [T], entropy [T], metrics): loss is differentiable in hidden, weight and
-        bias (once, in reverse mode), the rest is without gradient. The metrics are those of
-        `policy_loss`, tensors on the device; nothing here waits for a GPU. With gspo and gmpo,
-        where a token's gradient needs the whole sequence first, this is `linear_token_log_probs`
-        followed by `policy_loss` (8 T H V operations).
+        (loss, log_probs [T], entropy [T], metrics): loss is differentiable with respect to hidden,
+        weight and bias, once and in reverse mode; the others have no gradient. The metrics are
+        those of `policy_loss`, tensors on the device; nothing waits for a GPU. For gspo and gmpo,
+        where the gradient of a token depends on its whole sequence, this is
+        `linear_token_log_probs` followed by `policy_loss` (8 T H V operations).
 
     Example:
         >>> hidden = torch.zeros(2, 8, requires_grad=True)
@@ -109,99 +105,38 @@ def linear_policy_loss(
     """
     op = "linear_policy_loss"
     token_ids = check_linear(op, hidden, weight, token_ids, bias, main_grad)
-    backend = choose_backend(op, hidden.device, backend)
-    if hidden.dtype == torch.float64:
-        backend = "reference"
-    all_have_gradients = response_mask is None  # but for those labelled ignore_index
+    backend = choose_backend(op, hidden.device, backend, hidden.dtype)
+    # Without a mask, an entropy or KL term gives every row a nonzero gradient.
+    every_row = response_mask is None and (entropy_coeff or loss_arguments.get("kl_coef", 0.0))
     loss_arguments |= {
         "old_log_probs": old_log_probs, "advantages": advantages,
         "response_mask": response_mask, "entropy_coeff": entropy_coeff,
     }  # fmt: skip
     loss_arguments = _packed_arguments(op, token_ids, ignore_index, loss_arguments)
-    old_log_probs, advantages = (loss_arguments.pop(k) for k in ("old_log_probs", "advantages"))
-    shape, mask = token_ids.shape, loss_arguments["response_mask"]
-    ids = token_ids.masked_fill(~mask.view(shape), ignore_index)
-    row_arguments = {
-        "logit_scale": logit_scale, "softcap": softcap, "ignore_index": ignore_index,
-        "keep_mask": keep_mask, "group": group,
+    mask = loss_arguments["response_mask"]
+    token_ids = token_ids.masked_fill(~mask.view(token_ids.shape), ignore_index)
+    head = {
+        "bias": bias, "main_grad": main_grad, "budget_bytes": budget_bytes,
+        "deterministic": deterministic,
     }  # fmt: skip
-    chunking = {"budget_bytes": budget_bytes, "deterministic": deterministic}
+    row_arguments = {
+        "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap,
+        "ignore_index": ignore_index, "vocab_mask": vocab_mask, "group": group,
+    }  # fmt: skip
     mode = loss_arguments.get("loss_mode", "ppo_clip")
     mode = MODE_ALIASES.get(mode, mode)
     if backend == "reference" or mode in SEQUENCE_MODES:
-        # Log-probs, then the loss: the specification, and the form for the sequence-level modes.
-        row_arguments |= {"temperature": temperature, "backend": backend}
-        if backend == "reference" and main_grad is None and not deterministic:
-            wide = wide_dtype(hidden)
-            unmasked = hidden.masked_fill((ids == ignore_index).unsqueeze(-1), 0).to(wide)
-            wide_bias = None if bias is None else bias.to(wide)
-            logits = torch.nn.functional.linear(unmasked, weight.to(wide), wide_bias)
-            log_probs, entropy = token_log_probs(logits, ids, **row_arguments)
-        else:
-            log_probs, entropy = linear_token_log_probs(
-                hidden, weight, ids, bias=bias, main_grad=main_grad, **chunking, **row_arguments
-            )
-        loss, metrics = policy_loss(
-            log_probs.flatten(), old_log_probs, advantages, entropy=entropy.flatten(),
-            backend=backend, **loss_arguments,
-        )  # fmt: skip
-        return loss, log_probs.detach(), entropy.detach(), metrics
-    # The loss and its metrics come from policy_loss itself, on the log-probs found on the way; it
-    # also checks the arguments, before anything large is computed.
-    hidden = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
-    nothing = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
-    with torch.no_grad():
-        policy_loss(nothing, old_log_probs, advantages, entropy=nothing, **loss_arguments)
-    # Where every row has an entropy or KL term and none is masked, none can be without a gradient.
-    terms = entropy_coeff or loss_arguments.get("kl_coef", 0.0)
-    recording = torch.is_grad_enabled()
-    wanted = [t is not None and recording and t.requires_grad for t in (hidden, weight, bias)]
-    log_probs, entropy, *grads = torch.ops.hybridengine.linear_policy_gradient(
-        hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids.flatten(),
-        *row_options(op, ids, weight.shape[0], temperature, **row_arguments),
-        budget(op, hidden, budget_bytes), deterministic,
-        *_for_the_op(advantages, old_log_probs, mode, loss_arguments),
-        not (all_have_gradients and terms), main_grad is not None, wanted, backend,
-    )  # fmt: skip
-    with torch.no_grad():
-        loss, metrics = policy_loss(
-            log_probs, old_log_probs, advantages, entropy=entropy, **loss_arguments
+        return _two_step_loss(
+            hidden, weight, token_ids, head, row_arguments, loss_arguments, backend
         )
-    if any(wanted):
-        # 0-d stand-ins of the inputs: the backward keeps them, and not what they stand for.
-        anchors = [None if t is None else t[:0].sum() for t in (hidden, weight, bias)]
-        loss = _AttachGradients.apply(loss, hidden, weight, bias, main_grad, *grads, *anchors)
-    return loss, in_shape(log_probs, shape), in_shape(entropy, shape), metrics
-
-
-class _AttachGradients(torch.autograd.Function):
-    """loss, with gradients that were computed beside it."""
-
-    @staticmethod
-    def forward(ctx, loss, hidden, weight, bias, main_grad, *grads_and_anchors):
-        ctx.save_for_backward(*grads_and_anchors)
-        ctx.main_grad = main_grad
-        return loss.clone()
-
-    @staticmethod
-    @check.differentiable_once("linear_policy_loss")
-    def backward(ctx, grad_loss):
-        # Asking a GPU whether the factor is 1 would wait for it; a traced graph cannot ask.
-        on_host = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
-        unit = on_host and grad_loss.item() == 1.0
-        needs = list(ctx.needs_input_grad[1:4])
-        if ctx.main_grad is not None and needs[1]:
-            needs[1] = False
-            ctx.main_grad.addcmul_(ctx.saved_tensors[1], grad_loss)
-        scaled = [
-            (grad if unit else grad * grad_loss) if need else None
-            for grad, need in zip(ctx.saved_tensors[:3], needs, strict=True)
-        ]
-        return None, *scaled, *(None,) * 7
+    return _one_pass_loss(
+        hidden, weight, token_ids, head, row_arguments, loss_arguments, mode, backend,
+        not every_row,
+    )  # fmt: skip
 
 
 def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: dict) -> dict:
-    """The loss's arguments, those per token as [T]; its mask leaves out labels ignore_index."""
+    """Check the loss's arguments per token and return them as [T]; mask labels ignore_index."""
     names = ("old_log_probs", "advantages", "ref_log_probs", "rollout_is_weights")
     given, mask = arguments["response_mask"], token_ids != ignore_index
     check.same_device(
@@ -219,40 +154,111 @@ def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: 
     return arguments | tokens | {"cu_seqlens": cu_seqlens}
 
 
-def _for_the_op(advantages, old_log_probs, mode, arguments):
-    """The loss in the order linear_policy_gradient takes it: per-token tensors, then numbers."""
+def _two_step_loss(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, head: dict[str, Any], row_arguments: dict,
+    loss_arguments: dict, backend: str,
+) -> Results:  # fmt: skip
+    """Compute log-probs, then the loss: the specification, and the form of sequence-level modes."""
+    bias = head["bias"]
+    if backend == "reference" and head["main_grad"] is None and not head["deterministic"]:
+        dtype = compute_dtype(hidden)
+        masked = token_ids == row_arguments["ignore_index"]
+        logits = torch.nn.functional.linear(
+            hidden.masked_fill(masked.unsqueeze(-1), 0).to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+        )
+        log_probs, entropy = token_log_probs(logits, token_ids, backend=backend, **row_arguments)
+    else:
+        log_probs, entropy = linear_token_log_probs(
+            hidden, weight, token_ids, backend=backend, **head, **row_arguments
+        )
+    loss, metrics = policy_loss(
+        log_probs.flatten(), entropy=entropy.flatten(), backend=backend, **loss_arguments
+    )
+    return loss, log_probs.detach(), entropy.detach(), metrics
+
+
+def _one_pass_loss(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, head: dict[str, Any], row_arguments: dict,
+    loss_arguments: dict, mode: str, backend: str, inactive_rows: bool,
+) -> Results:  # fmt: skip
+    """Compute log-probs and gradients chunk by chunk, then loss and metrics by `policy_loss`."""
+    op, main_grad = "linear_policy_loss", head["main_grad"]
+    hidden = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
+    zeros = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
+    with torch.no_grad():  # check the arguments of the loss before anything large is computed
+        policy_loss(zeros, entropy=zeros, **loss_arguments)
+    tensors = (hidden, weight, head["bias"])
+    enabled = torch.is_grad_enabled()
+    wanted = [t is not None and enabled and t.requires_grad for t in tensors]
+    log_probs, entropy, *grads = torch.ops.hybridengine.linear_policy_gradient(
+        *(None if t is None else t.detach() for t in tensors), token_ids.flatten(),
+        *row_options(op, token_ids, weight.shape[0], **row_arguments),
+        check_budget(op, hidden, head["budget_bytes"]), head["deterministic"],
+        *_op_arguments(mode, loss_arguments), inactive_rows, main_grad is not None, wanted,
+        backend,
+    )  # fmt: skip
+    with torch.no_grad():
+        loss, metrics = policy_loss(log_probs, entropy=entropy, **loss_arguments)
+    if any(wanted):
+        # 0-d tensors that keep the inputs' autograd edges, for `differentiable_once`, but not
+        # their memory.
+        anchors = [None if t is None else t[:0].sum() for t in tensors]
+        loss = _AttachGradients.apply(loss, *tensors, main_grad, *grads, *anchors)
+    shape = token_ids.shape
+    return loss, in_shape(log_probs, shape), in_shape(entropy, shape), metrics
+
+
+class _AttachGradients(torch.autograd.Function):
+    """Return the loss, with gradients that are already computed."""
+
+    @staticmethod
+    def forward(ctx: Any, loss, hidden, weight, bias, main_grad, *grads_and_anchors):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*grads_and_anchors)
+        ctx.main_grad = main_grad
+        return loss.clone()
+
+    @staticmethod
+    @check.differentiable_once("linear_policy_loss")
+    def backward(ctx: Any, grad_loss: Tensor):  # type: ignore[no-untyped-def]
+        # Reading the value would wait for a GPU, and break a traced graph.
+        on_host = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
+        unit = on_host and grad_loss.item() == 1.0
+        needs = list(ctx.needs_input_grad[1:4])
+        if ctx.main_grad is not None and needs[1]:
+            needs[1] = False
+            ctx.main_grad.addcmul_(ctx.saved_tensors[1], grad_loss)
+        scaled = [
+            (grad if unit else grad * grad_loss) if need else None
+            for grad, need in zip(ctx.saved_tensors[:3], needs, strict=True)
+        ]
+        return None, *scaled, *(None,) * 7
+
+
+def _op_arguments(mode: str, arguments: dict) -> tuple[Any, ...]:
+    """Return the loss as linear_policy_gradient takes it: tensors per token, then numbers."""
     mask = arguments["response_mask"]
     agg_mode = arguments.get("loss_agg_mode", "token-mean")
     cu_seqlens = arguments.get("cu_seqlens")
-    num_tokens, num_seqs = denominators(
+    denominators = loss_denominators(
         "linear_policy_loss", agg_mode, mask, cu_seqlens,
         arguments.get("global_num_tokens"), arguments.get("global_num_seqs"),
-    ).unbind()  # fmt: skip
-    segments = None if cu_seqlens is None else Segments.of(cu_seqlens, mask)
+    )  # fmt: skip
     weights = token_weights(
-        agg_mode, mask, segments, num_tokens, num_seqs, arguments.get("loss_scale_factor")
+        agg_mode, mask, cu_seqlens, denominators, arguments.get("loss_scale_factor")
     )
 
-    def floats(tensor):
-        return None if tensor is None else tensor.detach().float().contiguous()
-
-    selected = arguments.get("selected")
-    per_token = [
-        floats(advantages),
-        floats(old_log_probs),
-        mask,
-        selected,
-        floats(arguments.get("ref_log_probs")),
-        floats(arguments.get("rollout_is_weights")),
-        weights.float(),
-    ]
+    names = ("advantages", "old_log_probs", "response_mask", "selected", "ref_log_probs")
+    per_token = [*kernel_tensors(arguments, *names, "rollout_is_weights"), weights.float()]
     kl_type = arguments.get("kl_type", "low_var_kl")
     modes = (
         LOSS_MODES.index(mode),
         LOSS_AGG_MODES.index("token-sum"),
         KL_TYPES.index(check_kl_type("linear_policy_loss", kl_type)),
     )
-    options = {k: arguments.get(k, v) for k, v in LossOptions()._asdict().items()}
+    defaults = LossOptions._field_defaults
+    options = {name: arguments.get(name, default) for name, default in defaults.items()}
     numbers = [*LossOptions.checked("linear_policy_loss", **options)]
     numbers += [float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"]), 1.0]
     return *per_token, [*modes, kl_type.endswith("+"), True, True], numbers
@@ -263,101 +269,75 @@ def _for_the_op(advantages, old_log_probs, mode, arguments):
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor old_log_probs, Tensor mask, "
     "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor weights, int[] plan, "
-    "float[] numbers, bool dead_rows, bool wide_weight_grad, bool[] wanted, str backend) "
+    "float[] numbers, bool inactive_rows, bool wide_weight_grad, bool[] wanted, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _linear_policy_gradient(hidden, weight, bias, token_ids, *arguments):
-    """log_probs, entropy and the gradients of hidden, weight and bias (empty if not wanted).
+def _gradient_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """Compute log_probs, entropy and the gradients of hidden, weight and bias.
 
-    weights: what the terms of each token are multiplied by in the loss. plan, numbers: those of
-    the op policy_loss. dead_rows: whether rows without a gradient are to be expected.
+    Gradients that are not `wanted` are empty. weights: the weight of each token in the loss.
+    plan, numbers: those of the op policy_loss. inactive_rows: rows may have zero gradient.
     """
     options, rest = split_row_options(arguments)
     budget_bytes, deterministic, *per_token, plan, numbers = rest[:-4]
-    dead_rows, wide_weight_grad, wanted, backend = rest[-4:]
-    on_device = dead_rows and backend in ("cuda", "triton") and _can_compact(hidden, weight)
+    inactive_rows, wide_weight_grad, wanted, backend = rest[-4:]
+    on_device = inactive_rows and backend in ("cuda", "triton") and _can_compact(hidden, weight)
     chunks = Chunks(
         hidden, weight, bias, budget_bytes, deterministic, any(wanted), on_device, options.group
     )
+    rows_arguments = (chunks, token_ids, options, backend, wanted)
     if on_device:
-        from .active_rows import LiveRowGrads
+        from .active_rows import ActiveRowGradients
 
-        grads = LiveRowGrads(chunks, wanted)
+        grads: LinearGradients = ActiveRowGradients(*rows_arguments)
     else:
-        grads = LinearGrads(chunks, wanted, dead=~per_token[2])
+        mask = per_token[2]
+        grads = LinearGradients(*rows_arguments, inactive=~mask, skip_inactive=True)
     log_probs, entropy = (torch.empty_like(per_token[-1]) for _ in range(2))
     for rows in chunks.slices():
         logits = grads.logits(rows)
-        found = rows_forward(logits, token_ids[rows], options.rows(rows), False, backend)[:4]
-        log_probs[rows], entropy[rows] = found[0], found[1]
-        if not any(wanted):
-            continue
-        slopes = _token_slopes(
-            found, [None if t is None else t[rows] for t in per_token], plan, numbers, backend
-        )
-        if on_device:
-            grads.take(logits, rows, token_ids, options, found, slopes, backend)
-            continue
-        where, alive = rows, _alive_rows(logits, *slopes)
-        if alive is not None:
-            if alive.numel() == 0:
-                continue
-            logits = logits[: alive.numel()]
-            found, slopes = ([value[alive] for value in values] for values in (found, slopes))
-            where = alive + rows.start
-        grad_logits = grads.room(logits)
-        rows_backward(
-            logits, grad_logits, token_ids[where], options.rows(where), list(found), *slopes,
-            backend,
-        )  # fmt: skip
-        grads.add(grad_logits, where)
-    return log_probs, entropy, *grads.finished(options.group, wide_weight_grad)
+        results = rows_forward(logits, token_ids[rows], options.select(rows), False, backend)[:4]
+        log_probs[rows], entropy[rows] = results[:2]
+        if any(wanted):
+            tokens = [None if t is None else t[rows] for t in per_token]
+            gradients = _token_gradients(results, tokens, plan, numbers, backend)
+            grads.add_chunk(logits, rows, results, *gradients)
+    return log_probs, entropy, *grads.finish(wide_weight_grad)
 
 
-@_linear_policy_gradient.register_fake
-def _(hidden, weight, bias, *arguments):
+@_gradient_op.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     wide_weight_grad, wanted = arguments[-3], arguments[-2]
     vectors = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2)]
-    grads = [
-        torch.empty_like(t) if want else hidden.new_empty(0)
-        for t, want in zip((hidden, weight, bias), wanted, strict=True)
-    ]
+    grads = empty_gradients((hidden, weight, bias), wanted)
     if wide_weight_grad:
         grads[1] = grads[1].float()
     return *vectors, *grads
 
 
-def _token_slopes(found, per_token, plan, numbers, backend) -> tuple[Tensor, Tensor]:
-    """d loss / d log_prob and d loss / d entropy of a chunk's tokens, by the policy-loss op."""
+def _token_gradients(
+    row_results: Sequence[Tensor],
+    per_token: list[Any],
+    plan: list[int],
+    numbers: list[float],
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Compute d loss / d log_probs and d loss / d entropy of a chunk by the op policy_loss."""
     advantages, old, mask, selected, ref, is_weights, weights = per_token
     ones = torch.ones(2, dtype=torch.float64, device=weights.device)
-    *_, by_log_prob, by_entropy = torch.ops.hybridengine.policy_loss(
-        found[0], found[1], old, advantages, mask, selected, ref, is_weights, None, ones, plan,
-        numbers, backend,
+    *_, grad_log_probs, grad_entropy = torch.ops.hybridengine.policy_loss(
+        row_results[0], row_results[1], old, advantages, mask, selected, ref, is_weights, None,
+        ones, plan, numbers, backend,
     )  # fmt: skip
-    return by_log_prob * weights, by_entropy * weights
+    return grad_log_probs * weights, grad_entropy * weights
 
 
 def _can_compact(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the products over live rows take these; if not, all rows are multiplied."""
+    """Return whether the Triton products over active rows support these tensors."""
     if importlib.util.find_spec("triton") is None:
         return False
-    from .active_rows import fits
+    from .active_rows import supports
 
-    return fits(hidden, weight)
-
-
-def _alive_rows(logits: Tensor, by_log_prob: Tensor, by_entropy: Tensor) -> Tensor | None:
-    """Moves the rows that have a gradient to the front; their numbers, or None for "all".
-
-    On a GPU the count would have to come to the host: there `LiveRowGrads` counts on the device.
-    """
-    if not logits.is_cpu:
-        return None
-    alive = ((by_log_prob != 0) | (by_entropy != 0)).nonzero().squeeze(1)
-    if alive.numel() == logits.shape[0]:
-        return None
-    for target, source in enumerate(alive.tolist()):
-        if target != source:
-            logits[target].copy_(logits[source])
-    return alive
+    return supports(hidden, weight)

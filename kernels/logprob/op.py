@@ -6,15 +6,15 @@ a soft-cap), z = y / temperature and p = softmax(z):
     log_prob = log p[token]      entropy = -sum_v p[v] log p[v]
     d loss / d z[v] = p[v] * (-(g + h * entropy) - h * log p[v])  +  g * [v == token]
 
-with g, h the gradients of log_prob and entropy. Forward is one read of the logits; backward one
-read and one write. Only [T] float32 vectors are saved beside the logits. A row is reduced in a
-fixed order by itself: results do not depend on other rows, on the split of the batch or on the
-number of threads.
+with g, h the gradients of log_prob and entropy. The forward reads the logits once; the backward
+reads them once and writes their gradient once. Only [T] float32 vectors are saved besides the
+logits. Each row is reduced by itself in a fixed order: results do not depend on the other rows, on
+the split of the batch or on the number of threads.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from .. import _check as check
-from .._backend import choose_backend, native, register_backends
-from .reference import reference_backward, reference_forward
-from .row_options import RowOptions, in_shape, row_options
-from .vocab_parallel import merge_partials
-
-register_backends("token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
-
-_label_flags: dict[torch.device, Tensor] = {}
+from .._per_token import compute_dtype
+from .options import ROW_SCHEMA, RowOptions, in_shape, row_options
+from .rows import rows_backward, rows_forward
 
 
 class RowStats(NamedTuple):
-    """Further outputs per row, [T] float32, without gradient."""
+    """Further results per row, [T] float32, without gradient."""
 
     lse: Tensor  # log sum exp z
     max_logit: Tensor  # max y, before the temperature
@@ -48,43 +43,45 @@ def token_log_probs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
-    keep_mask: Tensor | None = None,
+    vocab_mask: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     return_stats: bool = False,
     inplace_backward: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, ...]:
-    """Log-probability of `token_ids` and entropy of the distribution, per row of `logits`.
+) -> tuple[Any, ...]:
+    """Compute the log-probability of `token_ids` and the entropy of every row of `logits`.
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16; float64 takes the reference.
+        logits: [..., V] float32, bfloat16 or float16; float64 uses the reference backend.
         token_ids: [...] int32 or int64.
         temperature: a number, or a tensor [...]; above 0.
         logit_scale: multiplies the logits first; above 0.
-        softcap: y = softcap * tanh(logit_scale * x / softcap); None for none.
-        ignore_index: rows with this label are not read: outputs and gradients are 0 there.
-        keep_mask: [..., V] bool, or 0 and 1; False removes an entry from the distribution
-            (top-k/top-p replay).
-        group: every rank holds a slice of the vocabulary, [..., V_r], in rank order and of any
-            size (as torch.chunk and DTensor cut; empty ones too). The ranks exchange their sizes
-            and one [T, 5] message forward, nothing backward, and do not wait for a GPU.
+        softcap: y = softcap * tanh(logit_scale * x / softcap); None: no soft-cap.
+        ignore_index: rows with this label are not read; their outputs and gradients are 0.
+        vocab_mask: [..., V] bool, or 0 and 1; False removes an entry from the distribution (to
+            replay top-k or top-p sampling).
+        group: vocabulary-parallel ranks. Every rank has a slice of the vocabulary, [..., V_r], in
+            rank order and of any size (as torch.chunk and DTensor split it; empty slices too). The
+            forward exchanges the sizes and one [T, 5] tensor, the backward nothing; neither waits
+            for a GPU.
         return_stats: also return a `RowStats`.
-        inplace_backward: write the gradient over `logits`. Their version counter moves, so that
-            autograd refuses to use them afterwards.
-        backend: `cpp`, `cuda`, `triton` or `reference`; None takes the best one.
+        inplace_backward: write the gradient over `logits` and increment their version counter, so
+            that autograd raises an error if something else needs them.
+        backend: `cpp`, `cuda`, `triton` or `reference`; None: the best one.
 
     Returns:
-        log_probs [T] and entropy [T], float32 whatever the type of the logits, both
-        differentiable in `logits`, once and in reverse mode. An entry with logit -inf is removed
-        like a masked one, and such a token gets -inf; a soft-cap makes infinite logits finite
-        (-softcap and softcap) first. A row with NaN or +inf, or with nothing left, gives NaN.
+        log_probs [...] and entropy [...], float32 for any dtype of the logits, both differentiable
+        with respect to `logits`, once and in reverse mode. A logit of -inf removes its entry, like
+        a masked one, and the token of such an entry has log-prob -inf; with a soft-cap, infinite
+        logits become finite (-softcap and softcap) first. A row that has NaN or +inf, or no entry
+        left, gives NaN.
 
     Raises:
-        IndexError: a label outside [0, V) other than ignore_index. On a CUDA device, where
-            checking would synchronise, such a row gives NaN and `check_labels` raises.
-        ValueError: wrong shapes, dtypes, devices, temperature (on a CUDA device a temperature of a
-            token that is not above 0 makes its row NaN), scale or soft-cap.
-        RuntimeError, NotImplementedError: a second derivative, or a forward-mode one.
+        IndexError: a label outside [0, V) other than ignore_index. On a CUDA device, where the
+            check would synchronize, such a row gives NaN and `check_labels` raises.
+        ValueError: a wrong shape, dtype, device, temperature, scale or soft-cap. (On a CUDA device
+            a per-token temperature that is not above 0 gives NaN instead.)
+        RuntimeError, NotImplementedError: a second derivative; a forward-mode derivative.
 
     Source: online softmax, Milakov & Gimelshein, arXiv 1805.02867.
 
@@ -94,10 +91,10 @@ def token_log_probs(
         (-1.3863, 1.3863)
     """
     op = "token_log_probs"
-    token_ids = check_logits(op, logits, token_ids)
+    token_ids = _check_logits(op, logits, token_ids)
     options = row_options(
-        op, token_ids, logits.shape[-1], temperature, logit_scale, softcap, ignore_index, keep_mask,
-        group,
+        op, token_ids, logits.shape[-1], temperature, logit_scale, softcap, ignore_index,
+        vocab_mask, group,
     )  # fmt: skip
     shape = token_ids.shape
     flat = logits if logits.dim() == 2 else logits.flatten(0, -2)
@@ -113,8 +110,8 @@ def token_log_probs(
     return *outputs, RowStats(lse, max_logit, squares.detach().view(shape))
 
 
-def check_logits(op: str, logits: Tensor, token_ids: Tensor) -> Tensor:
-    """token_ids as int64, after checking that [..., V] and [...] fit."""
+def _check_logits(op: str, logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Check that logits are [..., V] and token_ids [...]; return token_ids as int64."""
     check.same_device(op, logits=logits, token_ids=token_ids)
     check.no_forward_ad(op, logits=logits)
     sizes: check.Sizes = {}
@@ -124,192 +121,80 @@ def check_logits(op: str, logits: Tensor, token_ids: Tensor) -> Tensor:
     return check.ids(op, "token_ids", token_ids)
 
 
-def check_labels(device: torch.device | str = "cuda") -> None:
-    """Raise IndexError if any label on `device` was out of range since the last call.
-
-    Synchronises, so call it where the loop waits for the device anyway.
-    """
-    flag = _label_flags.get(torch.device(device))
-    if flag is not None and flag.item():
-        flag.zero_()
-        raise IndexError(
-            f"token_log_probs: a label on {device} was outside the vocabulary; "
-            "the log-probs of its row are NaN."
-        )
+@torch.library.custom_op(
+    "hybridengine::token_log_probs",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, bool want_squares, "
+    f"bool inplace_backward, str? backend) -> ({', '.join(['Tensor'] * 5)})",
+)
+def _forward_op(logits: Tensor, token_ids: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """The results of `rows_forward`."""
+    *options, want_squares, _, backend = arguments
+    return rows_forward(logits, token_ids, RowOptions(*options), want_squares, backend)
 
 
-def _label_flag(device: torch.device) -> Tensor | None:
-    if device.type == "cpu":
-        return None  # checked before anything is computed
-    if device not in _label_flags:
-        _label_flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _label_flags[device]
-
-
-def _backend_for(logits: Tensor, requested: str | None) -> str:
-    if logits.dtype == torch.float64:
-        return choose_backend("token_log_probs", logits.device, requested or "reference")
-    return choose_backend("token_log_probs", logits.device, requested)
-
-
-def rows_forward(
-    logits: Tensor, token_ids: Tensor, options: RowOptions, want_squares: bool, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """log_probs, entropy, row_max, log_sum, sum_p_squared, without autograd."""
-    backend = _backend_for(logits, backend)
-    if backend == "reference":
-        with torch.no_grad():
-            return reference_forward(logits, token_ids, options, want_squares)
-    logits, flag = _inner_contiguous(logits), _label_flag(logits.device)
-    parallel = options.group != ""
-    if backend == "triton":
-        from . import triton as logprob_triton
-
-        found = logprob_triton.forward(logits, token_ids, options, want_squares, flag)
-    elif parallel:
-        found = [native().log_prob_partial(logits, token_ids, options.native(), flag)]
-    else:
-        found = native().log_prob_forward(logits, token_ids, options.native(), want_squares, flag)
-    if not parallel:
-        return tuple(found)
-    ignored = token_ids == options.ignore_index
-    return merge_partials(found[0], options.factor, options.group, ignored, want_squares)
-
-
-def rows_backward(
-    logits: Tensor,
-    out: Tensor,
-    token_ids: Tensor,
-    options: RowOptions,
-    row_results: list[Tensor],
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    backend: str | None,
-    places: Tensor | None = None,
-) -> None:
-    """Write the gradient of the logits into `out`: `logits` itself, one that looks like it, or a
-    16-bit one beside float32 logits. With `places` ([T] int32) into these rows of `out`, nowhere
-    where it is -1; not by the reference."""
-    backend = _backend_for(logits, backend)
-    if backend == "reference":
-        out.copy_(reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy))
-        return
-    gradients = [
-        None if grad is None else grad.float().contiguous()
-        for grad in (grad_log_probs, grad_entropy)
-    ]
-    logits = _inner_contiguous(logits)
-    if backend == "triton":
-        from . import triton as logprob_triton
-
-        logprob_triton.backward(
-            logits, out, token_ids, options, list(row_results), *gradients, places
-        )
-    else:
-        native().log_prob_backward(
-            logits, token_ids, options.native(), row_results, *gradients, out, places
-        )
-
-
-def _rows_are_apart(logits: Tensor) -> bool:
-    """Whether the rows are contiguous and do not overlap, as those of expanded tensors do."""
-    rows, vocab = logits.shape
-    return (vocab <= 1 or logits.stride(1) == 1) and (rows <= 1 or logits.stride(0) >= vocab)
-
-
-def _inner_contiguous(logits: Tensor) -> Tensor:
-    return logits if logits.shape[1] <= 1 or logits.stride(1) == 1 else logits.contiguous()
-
-
-@torch.library.custom_op("hybridengine::token_log_probs", mutates_args=())
-def _token_log_probs(
-    logits: Tensor,
-    token_ids: Tensor,
-    temperature: float,
-    temperatures: Tensor | None,
-    logit_scale: float,
-    softcap: float,
-    ignore_index: int,
-    keep_mask: Tensor | None,
-    vocab_range: Tensor | None,
-    group: str,
-    want_squares: bool,
-    inplace_backward: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = RowOptions(
-        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, vocab_range, group
-    )
-    return rows_forward(logits, token_ids, options, want_squares, backend)
-
-
-@_token_log_probs.register_fake
-def _(logits, *arguments):
+@_forward_op.register_fake
+def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     rows, want_squares = logits.shape[0], arguments[-3]
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(logits)
     vectors = [logits.new_empty(rows, dtype=dtype) for _ in range(4)]
     return *vectors, logits.new_empty(rows if want_squares else 0, dtype=dtype)
 
 
-def _setup_context(ctx, inputs, output):
-    logits, token_ids, *options = inputs
-    options = RowOptions(*options[:-3])
-    ctx.save_for_backward(logits, token_ids, *options.tensors(), *output[:4])
-    ctx.scalars = options.scalars()
-    ctx.inplace, ctx.backend = inputs[-2], inputs[-1]
-    ctx.set_materialize_grads(False)
-
-
-@check.differentiable_once("token_log_probs")
-def _backward(ctx, grad_log_probs, grad_entropy, *_):
-    nothing = (None,) * 12
-    if not ctx.needs_input_grad[0] or (grad_log_probs is None and grad_entropy is None):
-        return None, *nothing
-    logits, token_ids, *tensors = ctx.saved_tensors
-    options, row_results = RowOptions.of(ctx.scalars, tensors[:3]), tensors[3:]
-    rest = (row_results, grad_log_probs, grad_entropy, ctx.backend)
-    # A compiled graph may not write over a tensor that its forward half saved. While it is traced
-    # (torch 2.11 does not say so here) the logits are a tensor without memory.
-    tracing = torch.compiler.is_compiling() or is_fake(logits)
-    if ctx.inplace and not tracing and _rows_are_apart(logits):
-        logits = logits.detach()
-        rows_backward(logits, logits, token_ids, options, *rest)
-        torch.autograd.graph.increment_version(logits)
-        return logits, *nothing
-    gradient = torch.ops.hybridengine.token_log_probs_backward(logits, token_ids, *options, *rest)
-    return gradient, *nothing
-
-
-@torch.library.custom_op("hybridengine::token_log_probs_backward", mutates_args=())
-def _token_log_probs_backward(
-    logits: Tensor,
-    token_ids: Tensor,
-    temperature: float,
-    temperatures: Tensor | None,
-    logit_scale: float,
-    softcap: float,
-    ignore_index: int,
-    keep_mask: Tensor | None,
-    vocab_range: Tensor | None,
-    group: str,
-    row_results: list[Tensor],
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    backend: str | None,
-) -> Tensor:
+@torch.library.custom_op(
+    "hybridengine::token_log_probs_backward",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, Tensor[] row_results, "
+    "Tensor? grad_log_probs, Tensor? grad_entropy, str? backend) -> Tensor",
+)
+def _backward_op(logits: Tensor, token_ids: Tensor, *arguments: Any) -> Tensor:
+    """The gradient of the logits."""
+    *options, row_results, grad_log_probs, grad_entropy, backend = arguments
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    options = RowOptions(
-        temperature, temperatures, logit_scale, softcap, ignore_index, keep_mask, vocab_range, group
-    )
     rows_backward(
-        logits, grad_logits, token_ids, options, row_results, grad_log_probs, grad_entropy, backend
-    )
+        logits, grad_logits, token_ids, RowOptions(*options), row_results, grad_log_probs,
+        grad_entropy, backend,
+    )  # fmt: skip
     return grad_logits
 
 
-@_token_log_probs_backward.register_fake
-def _(logits, *_):
+@_backward_op.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    logits, token_ids, *fields, _, ctx.inplace, ctx.backend = inputs
+    RowOptions(*fields).save(ctx, logits, token_ids, *output[:4])
+
+
+@check.differentiable_once("token_log_probs")
+def _backward(
+    ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    no_gradients = (None,) * 12
+    if not ctx.needs_input_grad[0] or (grad_log_probs is None and grad_entropy is None):
+        return None, *no_gradients
+    options, (logits, token_ids, *results) = RowOptions.restore(ctx)
+    arguments = (results, grad_log_probs, grad_entropy, ctx.backend)
+    # A compiled graph must not overwrite a tensor that its forward saved. While it is traced the
+    # logits are fake tensors (torch 2.11 does not set is_compiling here).
+    tracing = torch.compiler.is_compiling() or is_fake(logits)
+    if ctx.inplace and not tracing and _rows_are_separate(logits):
+        logits = logits.detach()
+        rows_backward(logits, logits, token_ids, options, *arguments)
+        torch.autograd.graph.increment_version(logits)
+        return logits, *no_gradients
+    gradient = torch.ops.hybridengine.token_log_probs_backward(
+        logits, token_ids, *options, *arguments
+    )
+    return gradient, *no_gradients
+
+
+def _rows_are_separate(logits: Tensor) -> bool:
+    """Return whether rows are contiguous and do not overlap (those of expanded tensors do)."""
+    rows, vocab = logits.shape
+    return (vocab <= 1 or logits.stride(1) == 1) and (rows <= 1 or logits.stride(0) >= vocab)
 
 
 torch.library.register_autograd(

@@ -1,15 +1,21 @@
-"""token_log_probs in Triton, for GPUs the CUDA build does not cover: same passes, same formulas.
+"""token_log_probs in Triton, for GPUs that the CUDA build does not cover: the same algorithm.
 
-Forward: one program per row, an online softmax with sums kept per lane. Backward: one program per
-row and block. The formulas, and why the token's own entry is kept apart, are in csrc/logprob.
+Forward: one program per row, an online softmax with sums per lane. Backward: one program per row
+and block. csrc/logprob/row_math.h has the formulas, and says why the token's own entry is separate.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .options import RowOptions
 
 FORWARD_BLOCK = 2048
 BACKWARD_BLOCK = 2048
@@ -19,26 +25,26 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _tanh(x):
-    """Near 0 a polynomial: 1 - 2 / (e^2x + 1) would lose the leading digits there."""
+    """tanh, by a polynomial near 0, where 1 - 2 / (e^2x + 1) loses its leading digits."""
     square = x * x
     p = -5.70498872745e-3 * square + 2.06390887954e-2
     p = p * square - 5.37397155531e-2
     p = p * square + 1.33314422036e-1
     p = p * square - 3.33332819422e-1
     magnitude = tl.abs(x)
-    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(magnitude, 9.1)) + 1.0)
-    return tl.where(magnitude < 0.625, p * square * x + x, tl.where(x < 0, -far, far))
+    large = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(magnitude, 9.1)) + 1.0)
+    return tl.where(magnitude < 0.625, p * square * x + x, tl.where(x < 0, -large, large))
 
 
 @triton.jit
-def _load_y(logits, keep, offsets, inside, scale, softcap, HAS_KEEP: tl.constexpr,
+def _load_y(logits, vocab_mask, offsets, inside, scale, softcap, HAS_MASK: tl.constexpr,
             HAS_CAP: tl.constexpr):  # fmt: skip
-    """y of the columns; -inf outside the row and for entries that are not kept."""
+    """y of the columns; -inf outside the row and for masked entries."""
     x = tl.load(logits + offsets, mask=inside, other=-float("inf")).to(tl.float32)
     if HAS_CAP:
         x = tl.where(inside, softcap * _tanh(scale * x / softcap), -float("inf"))
-    if HAS_KEEP:
-        kept = tl.load(keep + offsets, mask=inside, other=0) != 0
+    if HAS_MASK:
+        kept = tl.load(vocab_mask + offsets, mask=inside, other=0) != 0
         x = tl.where(kept, x, -float("inf"))
     return x
 
@@ -56,7 +62,7 @@ def _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES: tl.constexp
 
 @triton.jit
 def _vocab_range(vocab_range, vocab, PARALLEL: tl.constexpr):
-    """The first id of this slice of the vocabulary, and the size of all of it."""
+    """The first id of this slice of the vocabulary, and the size of the full vocabulary."""
     if PARALLEL:
         return tl.load(vocab_range), tl.load(vocab_range + 1)
     else:
@@ -65,16 +71,36 @@ def _vocab_range(vocab_range, vocab, PARALLEL: tl.constexpr):
 
 @triton.jit
 def _log1p(x):
-    """float64; exact for small x where log(1 + x) is not."""
+    """log(1 + x) in float64, exact for small x."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * x / tl.where(u == 1.0, 1.0, u - 1.0))
 
 
 @triton.jit
+def _unbiased(e, e_d, factor, factor2):
+    """Correct the sums for the rounding of factor2: `unbiased` in csrc/logprob/row_math.h."""
+    off = factor.to(tl.float64) * _LOG2E / factor2.to(tl.float64) - 1.0
+    square = tl.where(e > 0, e_d * e_d / tl.where(e > 0, e, 1.0), 0.0)
+    return e + off * e_d, e_d + off * (e_d + square)
+
+
+@triton.jit
+def _finish_row(top, others, others_d, others_e, token_y, factor):
+    """Compute log_prob, entropy, log_sum and sum_p_squared from the sums without the token."""
+    d = (token_y.to(tl.float64) - top) * factor
+    own = tl.exp(d)
+    total = others + own
+    log_sum = tl.where(d == 0, _log1p(others), tl.log(total))
+    own_d = tl.where(own > 0, own * d, 0.0)
+    entropy = log_sum - (others_d + own_d) / total
+    return d - log_sum, entropy, log_sum, (others_e + own * own) / (total * total)
+
+
+@triton.jit
 def forward_kernel(
-    logits, keep, token_ids, temperatures, vocab_range, log_probs, entropy, row_max, log_sum,
-    squares, partial, bad_label, row_stride, keep_stride, vocab, ignore_index, temperature, scale,
-    softcap, HAS_KEEP: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
+    logits, vocab_mask, token_ids, temperatures, vocab_range, log_probs, entropy, row_max, log_sum,
+    squares, partial, bad_label, row_stride, mask_stride, vocab, ignore_index, temperature, scale,
+    softcap, HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
     PARALLEL: tl.constexpr, WANT_SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -87,19 +113,19 @@ def forward_kernel(
     factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
     factor2 = factor * _LOG2E
     logits += row * row_stride
-    keep += row * keep_stride
+    vocab_mask += row * mask_stride
     top = -float("inf")
     e = tl.zeros((BLOCK,), tl.float32)
     e_d = tl.zeros((BLOCK,), tl.float32)  # d in units of log 2
     e_e = tl.zeros((BLOCK,), tl.float32)
     columns = tl.arange(0, BLOCK)
-    # An ignored row is not read.
+    # An ignored row is not read: its loop is empty.
     for begin in range(0, tl.where(ignored, 0, vocab), BLOCK):
         offsets = begin + columns
-        y = _load_y(logits, keep, offsets, offsets < vocab, scale, softcap, HAS_KEEP, HAS_CAP)
+        y = _load_y(logits, vocab_mask, offsets, offsets < vocab, scale, softcap, HAS_MASK, HAS_CAP)
         block_top = tl.max(y, 0)
         if block_top > top:
-            # From -inf there is nothing to rescale.
+            # Nothing to rescale while top is -inf.
             shift = tl.where(top == -float("inf"), 0.0, (top - block_top) * factor2)
             shrink = tl.exp2(tl.maximum(shift, -150.0))
             e_d = (e_d + shift * e) * shrink
@@ -107,20 +133,16 @@ def forward_kernel(
             e_e = e_e * shrink * shrink
             top = block_top
         d = (y - tl.where(top == -float("inf"), 0.0, top)) * factor2
-        d = tl.where(d < -150.0, -150.0, d)  # NaN stays; 0 * d must not be 0 * inf
+        d = tl.where(d < -150.0, -150.0, d)  # keeps NaN; an infinite d would give 0 * inf
         value = tl.where((d == -150.0) | (offsets == token), 0.0, tl.exp2(d))
         e += value
         e_d += value * d
         e_e += value * value
     others = tl.sum(e.to(tl.float64), 0)
     others_d = tl.sum(e_d.to(tl.float64), 0) * _LN2
-    # factor2 is rounded, to the same side for all: `unbiased` in csrc/logprob/row_math.h.
-    off = factor.to(tl.float64) * _LOG2E / factor2.to(tl.float64) - 1.0
-    square = tl.where(others > 0, others_d * others_d / tl.where(others > 0, others, 1.0), 0.0)
-    others += off * others_d
-    others_d += off * (others_d + square)
+    others, others_d = _unbiased(others, others_d, factor, factor2)
     others_e = tl.sum(e_e.to(tl.float64), 0)
-    token_y = _load_y(logits, keep, tl.where(here, token, 0), here, scale, softcap, HAS_KEEP,
+    token_y = _load_y(logits, vocab_mask, tl.where(here, token, 0), here, scale, softcap, HAS_MASK,
                       HAS_CAP)  # fmt: skip
     token_y = tl.where(here, token_y, -float("inf"))
     if bad:
@@ -136,53 +158,48 @@ def forward_kernel(
         tl.store(out + 3, token_y)
         tl.store(out + 4, others_e.to(tl.float32))
     else:
-        d = (token_y.to(tl.float64) - top) * factor
-        own = tl.exp(d)
-        total = others + own
-        log_total = tl.where(d == 0, _log1p(others), tl.log(total))
-        own_d = tl.where(own > 0, own * d, 0.0)
-        live = ignored == 0
-        tl.store(log_probs + row, tl.where(live, d - log_total, 0.0).to(tl.float32))
-        found = log_total - (others_d + own_d) / total
-        tl.store(entropy + row, tl.where(live, found, 0.0).to(tl.float32))
+        log_prob, row_entropy, log_total, p_squared = _finish_row(
+            top, others, others_d, others_e, token_y, factor
+        )
+        tl.store(log_probs + row, tl.where(ignored, 0.0, log_prob).to(tl.float32))
+        tl.store(entropy + row, tl.where(ignored, 0.0, row_entropy).to(tl.float32))
         tl.store(row_max + row, top)
-        tl.store(log_sum + row, tl.where(live, log_total, 0.0).to(tl.float32))
+        tl.store(log_sum + row, tl.where(ignored, 0.0, log_total).to(tl.float32))
         if WANT_SQUARES:
-            found = (others_e + own * own) / (total * total)
-            tl.store(squares + row, tl.where(live, found, 0.0).to(tl.float32))
+            tl.store(squares + row, tl.where(ignored, 0.0, p_squared).to(tl.float32))
 
 
 @triton.jit
 def backward_kernel(
-    logits, keep, token_ids, temperatures, vocab_range, log_probs, entropy, row_max, log_sum,
-    grad_log_probs, grad_entropy, places, out, row_stride, keep_stride, out_stride, vocab,
-    ignore_index, temperature, scale, softcap, HAS_KEEP: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_TEMPERATURES: tl.constexpr, PARALLEL: tl.constexpr, HAS_G: tl.constexpr,
-    HAS_H: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    logits, vocab_mask, token_ids, temperatures, vocab_range, log_probs, entropy, row_max, log_sum,
+    grad_log_probs, grad_entropy, row_index, out, row_stride, mask_stride, out_stride, vocab,
+    ignore_index, temperature, scale, softcap, HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr, PARALLEL: tl.constexpr, HAS_GRAD_LOG_PROBS: tl.constexpr,
+    HAS_GRAD_ENTROPY: tl.constexpr, HAS_ROW_INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + row).to(tl.int64) if HAS_PLACES else row
-    if place < 0:
+    out_row = tl.load(row_index + row).to(tl.int64) if HAS_ROW_INDEX else row
+    if out_row < 0:
         return
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < vocab
     label = tl.load(token_ids + row)
-    g = tl.load(grad_log_probs + row) if HAS_G else 0.0
-    h = tl.load(grad_entropy + row) if HAS_H else 0.0
-    asked = tl.abs(g) + tl.abs(h) != 0.0  # NaN counts
-    # A row nobody asks a gradient of is not read: what it holds, NaN included, stays out.
-    alive = offsets < tl.where(asked & (label != ignore_index), vocab, 0)
+    g = tl.load(grad_log_probs + row) if HAS_GRAD_LOG_PROBS else 0.0
+    h = tl.load(grad_entropy + row) if HAS_GRAD_ENTROPY else 0.0
+    # A row with zero gradient is not read: it may hold NaN.
+    active = tl.abs(g) + tl.abs(h) != 0.0  # also NaN
+    readable = offsets < tl.where(active & (label != ignore_index), vocab, 0)
     log_prob = tl.load(log_probs + row)
     row_entropy = tl.load(entropy + row)
     factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
-    y = _load_y(logits + row * row_stride, keep + row * keep_stride, offsets, alive,
-                scale, softcap, HAS_KEEP, HAS_CAP)  # fmt: skip
-    # log p in units of log 2: rounded once less.
+    y = _load_y(logits + row * row_stride, vocab_mask + row * mask_stride, offsets, readable,
+                scale, softcap, HAS_MASK, HAS_CAP)  # fmt: skip
+    # log p in units of log 2, the argument of exp2.
     log2_p = (y - tl.load(row_max + row)) * (factor * _LOG2E) - tl.load(log_sum + row) * _LOG2E
     log2_p = tl.where(log2_p < -150.0, -150.0, log2_p)
     p = tl.where(log2_p == -150.0, 0.0, tl.exp2(log2_p))
     grad = -factor * p * (g + h * (row_entropy + log2_p * _LN2))
-    # 1 - p as -expm1(log p): right to rounding as p -> 1.
+    # 1 - p as -expm1(log p): exact as p -> 1.
     wide = log_prob.to(tl.float64)
     small = wide * (1.0 + wide * (0.5 + wide / 6.0))
     one_minus_p = tl.where(wide > -1e-5, -small, 1.0 - tl.exp(wide)).to(tl.float32)
@@ -194,24 +211,24 @@ def backward_kernel(
     if HAS_CAP:
         t = y / softcap
         grad = grad * (1.0 - t * t) * scale
-    if HAS_KEEP or HAS_CAP:
+    if HAS_MASK or HAS_CAP:
         grad = tl.where(y == -float("inf"), 0.0, grad)
-    grad = tl.where(alive, grad, 0.0)
-    tl.store(out + place * out_stride + offsets, grad.to(out.dtype.element_ty), mask=inside)
+    grad = tl.where(readable, grad, 0.0)
+    tl.store(out + out_row * out_stride + offsets, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def _common(logits: Tensor, token_ids: Tensor, options) -> tuple[list, dict]:
-    """Pointers that both kernels begin with, and the flags they share."""
-    keep, temperatures = options.keep_mask, options.temperatures
+def _common(logits: Tensor, token_ids: Tensor, options: RowOptions) -> tuple[list, dict]:
+    """The first arguments of both kernels, and their common flags."""
+    vocab_mask, temperatures = options.vocab_mask, options.temperatures
     pointers = [
         logits,
-        logits if keep is None else keep.view(torch.uint8),
+        logits if vocab_mask is None else vocab_mask.view(torch.uint8),
         token_ids,
         logits if temperatures is None else temperatures,
         token_ids if options.vocab_range is None else options.vocab_range,
     ]
     flags = {
-        "HAS_KEEP": keep is not None,
+        "HAS_MASK": vocab_mask is not None,
         "HAS_CAP": options.softcap > 0,
         "HAS_TEMPERATURES": temperatures is not None,
         "PARALLEL": options.vocab_range is not None,
@@ -220,39 +237,48 @@ def _common(logits: Tensor, token_ids: Tensor, options) -> tuple[list, dict]:
 
 
 def forward(
-    logits: Tensor, token_ids: Tensor, options, want_squares: bool, bad_label: Tensor
+    logits: Tensor,
+    token_ids: Tensor,
+    options: RowOptions,
+    want_squares: bool,
+    bad_label: Tensor | None,
 ) -> list[Tensor]:
-    """log_probs, entropy, row_max, log_sum, sum_p_squared; or [[T, 5]] of a vocabulary slice."""
+    """Compute log_probs, entropy, row_max, log_sum and sum_p_squared.
+
+    With a slice of the vocabulary only [T, 5], as LogProbForward::partial in csrc/logprob/params.h.
+    """
     rows, vocab = logits.shape
-    floats = {"dtype": torch.float32, "device": logits.device}
-    vectors = [torch.empty(rows, **floats) for _ in range(4)]
-    vectors.append(torch.empty(rows if want_squares else 0, **floats))
-    partial = options.vocab_range is not None
-    parts = torch.empty((rows, 5) if partial else (0, 5), **floats)
+    floats = partial(torch.empty, dtype=torch.float32, device=logits.device)
+    vectors = [floats(rows) for _ in range(4)]
+    vectors.append(floats(rows if want_squares else 0))
+    parallel = options.vocab_range is not None
+    sums = floats(rows if parallel else 0, 5)
     pointers, flags = _common(logits, token_ids, options)
-    keep_stride = 0 if options.keep_mask is None else options.keep_mask.stride(0)
+    mask_stride = 0 if options.vocab_mask is None else options.vocab_mask.stride(0)
     if rows:
         forward_kernel[(rows,)](
-            *pointers, *vectors, parts, bad_label, logits.stride(0), keep_stride, vocab,
+            *pointers, *vectors, sums, bad_label, logits.stride(0), mask_stride, vocab,
             options.ignore_index, options.temperature, options.logit_scale, options.softcap,
             **flags, WANT_SQUARES=want_squares, BLOCK=FORWARD_BLOCK, num_warps=8,
         )  # fmt: skip
-    return [parts] if partial else vectors
+    return [sums] if parallel else vectors
 
 
 def backward(
-    logits: Tensor, out: Tensor, token_ids: Tensor, options, row_results: list[Tensor],
-    grad_log_probs: Tensor | None, grad_entropy: Tensor | None, places: Tensor | None,
+    logits: Tensor, out: Tensor, token_ids: Tensor, options: RowOptions, row_results: list[Tensor],
+    grad_log_probs: Tensor | None, grad_entropy: Tensor | None, row_index: Tensor | None,
 ) -> None:  # fmt: skip
+    """Write the gradient of the logits into `out`, see `rows_backward`."""
     rows, vocab = logits.shape
     pointers, flags = _common(logits, token_ids, options)
-    keep_stride = 0 if options.keep_mask is None else options.keep_mask.stride(0)
+    mask_stride = 0 if options.vocab_mask is None else options.vocab_mask.stride(0)
     grads = [row_results[0] if g is None else g for g in (grad_log_probs, grad_entropy)]
     if rows and vocab:
         backward_kernel[(rows, triton.cdiv(vocab, BACKWARD_BLOCK))](
-            *pointers, *row_results, *grads, token_ids if places is None else places, out,
-            logits.stride(0), keep_stride, out.stride(0), vocab, options.ignore_index,
+            *pointers, *row_results, *grads, token_ids if row_index is None else row_index, out,
+            logits.stride(0), mask_stride, out.stride(0), vocab, options.ignore_index,
             options.temperature, options.logit_scale, options.softcap, **flags,
-            HAS_G=grad_log_probs is not None, HAS_H=grad_entropy is not None,
-            HAS_PLACES=places is not None, BLOCK=BACKWARD_BLOCK, num_warps=8,
+            HAS_GRAD_LOG_PROBS=grad_log_probs is not None,
+            HAS_GRAD_ENTROPY=grad_entropy is not None, HAS_ROW_INDEX=row_index is not None,
+            BLOCK=BACKWARD_BLOCK, num_warps=8,
         )  # fmt: skip

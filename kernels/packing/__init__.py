@@ -1,5 +1,6 @@
 """Packing: padded [B, L, ...] batches and ragged lists to flat [T, ...], and back."""
 
-from .op import Packed, pack, pack_sequences, unpack
+from .op import pack, unpack
+from .packed import Packed, inverse_order, pack_sequences
 
-__all__ = ["Packed", "pack", "pack_sequences", "unpack"]
+__all__ = ["Packed", "inverse_order", "pack", "pack_sequences", "unpack"]

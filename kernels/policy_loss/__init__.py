@@ -1,7 +1,7 @@
-"""policy_loss: the policy-gradient losses of the field over packed tokens, globally normalised."""
+"""policy_loss: policy-gradient losses over packed tokens, normalised by the global batch."""
 
-from .aggregation import LOSS_AGG_MODES
+from .covariance import select_by_covariance
 from .op import policy_loss
-from .terms import LOSS_MODES, select_by_covariance, token_kl
+from .terms import LOSS_MODES, token_kl
 
-__all__ = ["LOSS_AGG_MODES", "LOSS_MODES", "policy_loss", "select_by_covariance", "token_kl"]
+__all__ = ["LOSS_MODES", "policy_loss", "select_by_covariance", "token_kl"]

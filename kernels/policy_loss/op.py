@@ -1,29 +1,25 @@
-"""policy_loss: the policy-gradient losses of the field over packed tokens, globally normalised.
+"""policy_loss: policy-gradient losses over packed tokens, normalised by the global batch.
 
-All aggregation modes are one weight per token, so
+Every aggregation mode is one weight per token:
 
     loss = sum_t weight_t (pg_t + kl_coef kl_t - entropy_coeff entropy_t)
 
-and, the denominators being those of the whole global batch, the losses (and gradients) of
-micro-batches and ranks add up to the loss of the batch, however it is split.
+With the denominators of the global batch, the losses and gradients of micro-batches and ranks add
+up to the loss of the batch, however it is split.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _check as check
+from .._aggregation import LOSS_AGG_MODES, check_aggregation, loss_denominators
 from .._backend import choose_backend, native, register_backends
-from .aggregation import (
-    LOSS_AGG_MODES,
-    as_mask,
-    check_aggregation,
-    check_given,
-    denominators,
-    token_arguments,
-)
-from .reference import LossPlan, policy_loss_reference
+from .._per_token import as_mask, token_arguments
+from .reference import LossSettings, policy_loss_reference
 from .terms import (
     KL_TYPES,
     LOSS_MODES,
@@ -64,7 +60,7 @@ def policy_loss(
     rollout_is_weights: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss to minimise, and its metrics.
+    """Compute the loss to minimise and its metrics.
 
     Per-token arguments are [T], packed tokens with the sequences at cu_seqlens, or [B, L], whose
     rows are the sequences; all of one shape and on one device. Numbers are of floating point; masks
@@ -73,9 +69,9 @@ def policy_loss(
     Args:
         log_probs: of the policy being trained; differentiable.
         old_log_probs, advantages: constants.
-        response_mask: the tokens that count; what masked tokens hold, NaN included, does not
-            matter. None: all count.
-        loss_mode: a row of the table in token_loss.py, which has the formulas and their sources:
+        response_mask: the tokens in the loss; what masked tokens hold, NaN included, does not
+            matter. None: all tokens.
+        loss_mode: a row of the table in terms.py, which has the formulas and their sources:
             ppo_clip (vanilla), gspo, gmpo (geo_mean), cispo, sapo, dppo_tv, dppo_kl, clip_cov,
             kl_cov, reinforce (gpg).
         clip_ratio_low, clip_ratio_high, clip_ratio_c: lo, hi and c of that table; lo and hi are not
@@ -87,13 +83,13 @@ def policy_loss(
             both global, and L the unmasked tokens of its own sequence:
             token-mean 1/N, token-sum 1, seq-mean-token-sum 1/S, seq-mean-token-mean 1/(S L),
             seq-mean-token-sum-norm 1/(S loss_scale_factor).
-        cu_seqlens: [n + 1] int32 or int64, beside [T]; needed by gspo, gmpo and the seq-mean
-            modes. Tokens past its end must be masked.
+        cu_seqlens: [n + 1] int32 or int64, with [T] only; needed by gspo, gmpo and the
+            seq-mean modes. Tokens past its end must be masked.
         global_num_tokens, global_num_seqs: N and S, a number or a tensor with one element; None
-            counts what is here, which is right only where this call sees the whole global batch.
-            Below 1 they count as 1.
+            counts those of this call, which is right only where it sees the whole global batch.
+            Values below 1 become 1.
         ref_log_probs, kl_coef, kl_type: adds kl_coef * kl; kl_type is k1 (kl), abs, k2 (mse) or
-            k3 (low_var_kl), with a "+" behind it for the gradient of k2.
+            k3 (low_var_kl), with a trailing "+" for the gradient of k2.
         entropy: differentiable; subtracts entropy_coeff * entropy.
         rollout_is_weights: constants that multiply pg (of gmpo: its sequence's geometric mean); see
             rollout_correction.
@@ -105,13 +101,13 @@ def policy_loss(
         gradient. pg_loss, kl_loss and entropy are aggregated like the loss; pg_clipfrac,
         pg_clipfrac_lower, ppo_kl (of old_log_probs - log_probs, not clamped) and ratio_mean are
         sums over unmasked tokens divided by N: add these up over micro-batches and ranks. ratio_max
-        is a maximum (-inf with no token). Keys whose input is absent are absent.
+        is a maximum (-inf with no token). Keys whose input is not given are left out.
 
     The kernels can be differentiated once, in reverse mode; other derivatives raise an error. The
     reference supports them, those of the formulas with their stop-gradients.
 
-    What tensors hold is checked on the CPU only: elsewhere looking would wait for the device. There
-    cu_seqlens is trusted, but never followed out of the tensors.
+    The values of tensors are checked on the CPU only: elsewhere reading them would wait for the
+    device. There a wrong cu_seqlens gives wrong results, but no access outside the tensors.
 
     Raises:
         ValueError: an unknown mode, a tensor of another shape, dtype or device, a number out of its
@@ -125,14 +121,15 @@ def policy_loss(
         (1.0, 0.0)
     """
     op = "policy_loss"
-    check_given(op, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    check.not_none(op, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
     check.choice(op, "loss_mode", loss_mode, LOSS_MODES, tuple(MODE_ALIASES))
     loss_mode = MODE_ALIASES.get(loss_mode, loss_mode)
     loss_scale_factor = check_aggregation(op, loss_agg_mode, loss_scale_factor)
     options = LossOptions.checked(
-        op, clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos, tau_neg, cov_kl_coef
-    )
-    plan = LossPlan(
+        op, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high,
+        clip_ratio_c=clip_ratio_c, tau_pos=tau_pos, tau_neg=tau_neg, cov_kl_coef=cov_kl_coef,
+    )  # fmt: skip
+    settings = LossSettings(
         loss_mode,
         loss_agg_mode,
         check_kl_type(op, kl_type),
@@ -142,31 +139,22 @@ def policy_loss(
         loss_scale_factor,
     )
     floats = {
-        "log_probs": log_probs,
-        "old_log_probs": old_log_probs,
-        "advantages": advantages,
-        "ref_log_probs": ref_log_probs,
-        "entropy": entropy,
+        "log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages,
+        "ref_log_probs": ref_log_probs, "entropy": entropy,
         "rollout_is_weights": rollout_is_weights,
-    }
+    }  # fmt: skip
     masks = {"response_mask": response_mask, "selected": selected}
     tokens, cu_seqlens = token_arguments(op, floats, masks, cu_seqlens)
     _check_needs(loss_mode, cu_seqlens, selected)
-    backend = choose_backend(op, log_probs.device, backend)
-    if log_probs.dtype == torch.float64:
-        backend = "reference"
-    counted = denominators(
-        op,
-        loss_agg_mode,
-        as_mask(tokens["response_mask"], tokens["log_probs"]),
-        cu_seqlens,
-        global_num_tokens,
-        global_num_seqs,
+    backend = choose_backend(op, log_probs.device, backend, log_probs.dtype)
+    mask = as_mask(tokens.get("response_mask"), tokens["log_probs"])
+    denominators = loss_denominators(
+        op, loss_agg_mode, mask, cu_seqlens, global_num_tokens, global_num_seqs
     )
     if backend == "reference":
-        loss, sums = policy_loss_reference(tokens, cu_seqlens, counted, plan, options)
+        loss, sums = policy_loss_reference(tokens, cu_seqlens, denominators, settings, options)
     else:
-        loss, sums = _kernel(backend, tokens, cu_seqlens, counted, plan, options)
+        loss, sums = _kernel(backend, tokens, cu_seqlens, denominators, settings, options)
     metrics = dict(zip(_METRICS, sums.unbind(), strict=True))
     if ref_log_probs is None:
         del metrics["kl_loss"]
@@ -177,19 +165,13 @@ def policy_loss(
 
 # The order is that of PolicyLossSum in csrc/policy_loss/params.h.
 _METRICS = (
-    "pg_loss",
-    "kl_loss",
-    "entropy",
-    "pg_clipfrac",
-    "pg_clipfrac_lower",
-    "ppo_kl",
-    "ratio_mean",
+    "pg_loss", "kl_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_mean",
     "ratio_max",
-)
+)  # fmt: skip
 
 
 def check_coefficient(op: str, name: str, value: float, needs: str, tensor: Tensor | None) -> float:
-    """A finite coefficient, which must have the tensor it multiplies."""
+    """Check for a finite coefficient, and for the tensor it multiplies unless it is 0."""
     number = check.number(op, name, value)
     if number and tensor is None:
         raise ValueError(
@@ -210,40 +192,44 @@ def _check_needs(loss_mode: str, cu_seqlens: Tensor | None, selected: Tensor | N
         )
 
 
-def _kernel(backend, tokens, cu_seqlens, counted, plan, options):
-    """(loss, metrics in the order of _METRICS) from a kernel."""
-    log_probs, entropy = tokens["log_probs"], tokens["entropy"]
+def kernel_tensors(tokens: dict[str, Any], *names: str) -> list[Tensor | None]:
+    """Return constants as the kernels take them: contiguous, bool or float32, None if not given."""
+    given = [tokens.get(name) for name in names]
+    return [
+        None if t is None else (t if t.dtype == torch.bool else t.detach().float()).contiguous()
+        for t in given
+    ]
+
+
+def _kernel(
+    backend: str,
+    tokens: dict[str, Tensor],
+    cu_seqlens: Tensor | None,
+    denominators: Tensor,
+    settings: LossSettings,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor]:
+    """Compute (loss, metrics in the order of _METRICS) with a kernel."""
+    log_probs, entropy = tokens["log_probs"], tokens.get("entropy")
     check.no_forward_ad("policy_loss", log_probs=log_probs, entropy=entropy)
-
-    def floats(name):
-        tensor = tokens[name]
-        return None if tensor is None else tensor.detach().float().contiguous()
-
-    def bools(name):
-        tensor = tokens[name]
-        return None if tensor is None else tensor.contiguous()
 
     enabled = torch.is_grad_enabled()
     loss, sums, *_ = torch.ops.hybridengine.policy_loss(
         log_probs.float().contiguous(),
         None if entropy is None else entropy.float().contiguous(),
-        floats("old_log_probs"),
-        floats("advantages"),
-        bools("response_mask"),
-        bools("selected"),
-        floats("ref_log_probs"),
-        floats("rollout_is_weights"),
+        *kernel_tensors(tokens, "old_log_probs", "advantages", "response_mask", "selected"),
+        *kernel_tensors(tokens, "ref_log_probs", "rollout_is_weights"),
         cu_seqlens,
-        counted,
+        denominators,
         [
-            LOSS_MODES.index(plan.loss_mode),
-            LOSS_AGG_MODES.index(plan.loss_agg_mode),
-            KL_TYPES.index(plan.kl_type),
-            plan.kl_straight_through,
+            LOSS_MODES.index(settings.loss_mode),
+            LOSS_AGG_MODES.index(settings.loss_agg_mode),
+            KL_TYPES.index(settings.kl_type),
+            settings.kl_straight_through,
             enabled and log_probs.requires_grad,
             enabled and entropy is not None and entropy.requires_grad,
         ],
-        [*options, plan.kl_coef, plan.entropy_coeff, plan.loss_scale_factor or 1.0],
+        [*options, settings.kl_coef, settings.entropy_coeff, settings.loss_scale_factor or 1.0],
         backend,
     )
     return loss, sums
@@ -261,44 +247,32 @@ def _policy_loss(
     is_weights: Tensor | None,
     cu_seqlens: Tensor | None,
     denominators: Tensor,
-    plan: list[int],
+    modes: list[int],
     numbers: list[float],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, metrics [8], d loss / d log_probs, d loss / d entropy; those empty if unwanted).
+    """Compute (loss, metrics [8], d loss / d log_probs, d loss / d entropy).
 
-    plan: loss mode, aggregation mode, KL type, its straight-through form or not, whether each of
-    the two gradients is wanted. numbers: LossOptions, kl_coef, entropy_coeff, loss_scale_factor.
-    Few arguments on purpose: torch.library's time per call grows with the square of their number.
+    A gradient that is not wanted is empty. modes: loss mode, aggregation mode, KL type, whether the
+    KL is straight-through, whether each of the two gradients is wanted. numbers: LossOptions,
+    kl_coef, entropy_coeff, loss_scale_factor. They are lists because torch.library's time per call
+    grows with the square of the number of arguments.
     """
     if backend == "triton":
         from .triton import policy_loss_triton as run
     else:
         run = native().policy_loss
-    *modes, straight_through, wants_gradient, wants_entropy_gradient = plan
+    mode, agg_mode, kl_type, straight_through, wants_gradient, wants_entropy_gradient = modes
     sums, gradient, entropy_gradient = run(
-        log_probs,
-        old_log_probs,
-        advantages,
-        mask,
-        selected,
-        ref_log_probs,
-        entropy,
-        is_weights,
-        cu_seqlens,
-        denominators,
-        *modes,
-        bool(straight_through),
-        numbers[:-3],
-        numbers[-3:],
-        bool(wants_gradient),
-        bool(wants_entropy_gradient),
-    )
+        log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy, is_weights,
+        cu_seqlens, denominators, mode, agg_mode, kl_type, bool(straight_through), numbers[:-3],
+        numbers[-3:], bool(wants_gradient), bool(wants_entropy_gradient),
+    )  # fmt: skip
     return sums[0].clone(), sums[1:].clone(), gradient, entropy_gradient
 
 
 @_policy_loss.register_fake
-def _(log_probs, *args):
+def _(log_probs: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, wants_gradient, wants_entropy_gradient = args[-3]
     num_tokens = log_probs.size(0)
     return (
@@ -309,24 +283,24 @@ def _(log_probs, *args):
     )
 
 
-def _setup_policy_loss(ctx, inputs, output):
+def _setup_policy_loss(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, sums, gradient, entropy_gradient = output
-    ctx.set_materialize_grads(False)  # else zeros as large as the gradients, for nobody
+    ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the gradients
     ctx.mark_non_differentiable(sums, gradient, entropy_gradient)
-    # The two inputs are there for second derivatives to find, and raise.
+    # The two inputs let a second derivative find the node that raises.
     ctx.save_for_backward(gradient, entropy_gradient, *inputs[:2])
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    # On the CPU looking costs nothing, and the usual scale of 1 saves a pass; a traced tensor (a
-    # subclass) has no value to look at.
+    # On the CPU reading is free, and the usual scale of 1 saves a pass. A traced tensor, which is a
+    # subclass, has no value to read.
     if type(scale) is Tensor and scale.device.type == "cpu" and scale == 1:
         return gradient
     return gradient * scale
 
 
 @check.differentiable_once("policy_loss")
-def _backward_policy_loss(ctx, grad_loss, *_):
+def _backward_policy_loss(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     gradient, entropy_gradient, *_ = ctx.saved_tensors
     for_log_probs = _scaled(gradient, grad_loss) if ctx.needs_input_grad[0] else None
     for_entropy = _scaled(entropy_gradient, grad_loss) if ctx.needs_input_grad[1] else None

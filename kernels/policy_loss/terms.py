@@ -1,7 +1,7 @@
-"""Per-token policy-gradient and KL terms: the specification of csrc/policy_loss/token_loss.h.
+"""Per-token policy-gradient terms: the specification of csrc/policy_loss/terms.h.
 
-Plain PyTorch in whatever dtype it is given, differentiated by autograd; in float64 it is the oracle
-of every backend. T tokens lie packed; "segment" arguments are already spread over the tokens.
+Plain PyTorch in the dtype of its inputs, differentiated by autograd; in float64 the oracle of every
+backend. All tensors are [T]; `seq_` arguments hold a value of the sequence at each of its tokens.
 With x = log_probs - old_log_probs and r = exp(x), the loss of a token, to be minimised, is
 
     ppo_clip   -min(r A, clip(r, 1-lo, 1+hi) A), and for A < 0 at most -c A
@@ -25,41 +25,45 @@ log p_old is -inf too, x = 0 and the ratio is 1: neither policy can produce the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _check as check
-from .aggregation import as_mask, check_given, compute_dtype, token_arguments
+from .._per_token import compute_dtype
 
 LOSS_MODES = (
-    "ppo_clip",
-    "gspo",
-    "gmpo",
-    "cispo",
-    "sapo",
-    "dppo_tv",
-    "dppo_kl",
-    "clip_cov",
-    "kl_cov",
+    "ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov",
     "reinforce",
-)
+)  # fmt: skip
 SEQUENCE_MODES = ("gspo", "gmpo")
 SELECTION_MODES = ("clip_cov", "kl_cov")
 MODE_ALIASES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
 
+# In the order of KlType in csrc/policy_loss/terms.h.
 KL_TYPES = ("k1", "abs", "k2", "k3")
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
-_OFF = float("inf")
-_MAX_LOG_RATIO = 20.0
-_MAX_LOG_SEQUENCE_RATIO = 10.0
 _MAX_K3 = 10.0
+
+MAX_LOG_RATIO = 20.0
+_MAX_LOG_SEQUENCE_RATIO = 10.0
+_NO_CLIP = float("inf")
+
+
+_OPTION_BOUNDS: dict[str, dict[str, Any]] = {
+    "clip_ratio_low": {"at_least": 0, "infinite": True},
+    "clip_ratio_high": {"at_least": 0, "infinite": True},
+    "clip_ratio_c": {"above": 1, "infinite": True},
+    "tau_pos": {"above": 0},
+    "tau_neg": {"above": 0},
+    "cov_kl_coef": {"at_least": 0},
+}
 
 
 class LossOptions(NamedTuple):
-    """The numbers a loss mode reads; each is used by the modes whose formula names it.
+    """The numbers in the formulas; a mode reads those that its formula names.
 
     A clip ratio of infinity does not clip.
     """
@@ -72,56 +76,40 @@ class LossOptions(NamedTuple):
     cov_kl_coef: float = 1.0
 
     @staticmethod
-    def checked(
-        op: str,
-        clip_ratio_low: float | None,
-        clip_ratio_high: float | None,
-        clip_ratio_c: float | None,
-        tau_pos: float,
-        tau_neg: float,
-        cov_kl_coef: float,
-    ) -> LossOptions:
-        """The options of operator `op`; None as a clip ratio is infinity.
+    def checked(op: str, **given: Any) -> LossOptions:
+        """Check the options of operator `op`; None as a clip ratio is infinity.
 
         Raises ValueError for a negative or NaN clip ratio, a clip_ratio_c of 1 or less, a tau that
         is not positive and finite, a cov_kl_coef that is negative or not finite.
         """
-
-        def clip(name: str, value: float | None, **bound: float) -> float:
-            return check.number(op, name, _OFF if value is None else value, infinite=True, **bound)
-
-        return LossOptions(
-            clip("clip_ratio_low", clip_ratio_low, at_least=0),
-            clip("clip_ratio_high", clip_ratio_high, at_least=0),
-            clip("clip_ratio_c", clip_ratio_c, above=1),
-            check.number(op, "tau_pos", tau_pos, above=0),
-            check.number(op, "tau_neg", tau_neg, above=0),
-            check.number(op, "cov_kl_coef", cov_kl_coef, at_least=0),
-        )
+        for name, bounds in _OPTION_BOUNDS.items():
+            value = _NO_CLIP if given[name] is None and "infinite" in bounds else given[name]
+            given[name] = check.number(op, name, value, **bounds)
+        return LossOptions(**given)
 
 
-class TokenLoss(NamedTuple):
+class TokenTerms(NamedTuple):
     """Terms of every token, [T]."""
 
     loss: Tensor
     clipped: Tensor  # bool: the upper clip, mask or selection took effect
     clipped_lower: Tensor  # bool: the second bound (dual clip, truncation) took effect
     log_ratio: Tensor  # x before it is clamped, without gradient
-    ratio: Tensor  # what the mode weighs the token by, without gradient
+    ratio: Tensor  # importance ratio that the mode uses, without gradient
 
 
 def log_ratio(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
-    """log_probs - other_log_probs; 0, without gradient, where both are -inf."""
+    """Return log_probs - other_log_probs; 0, without gradient, where both are -inf."""
     neither = log_probs.isneginf() & other_log_probs.isneginf()
     return torch.where(neither, 0, log_probs - other_log_probs)
 
 
 def clamped_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    return log_ratio(log_probs, old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return log_ratio(log_probs, old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def gmpo_log_ratio(log_ratio: Tensor, advantages: Tensor, options: LossOptions) -> Tensor:
-    """x, clipped to [-lo, hi] only where moving on would raise the objective (GMPO eq. 4)."""
+    """Clip x to [-lo, hi] where moving further would raise the objective (GMPO eq. 4)."""
     clipped = log_ratio.clamp(-options.clip_ratio_low, options.clip_ratio_high)
     sign = advantages.sign()
     return torch.where(sign * log_ratio <= sign * clipped, log_ratio, clipped)
@@ -135,7 +123,7 @@ def _clip(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple[Tens
 
 
 def _times_log_prob(factor: Tensor, log_probs: Tensor) -> Tensor:
-    """factor * log_probs; 0, without gradient, for a log-prob of -inf."""
+    """Return factor * log_probs; 0, without gradient, for a log-prob of -inf."""
     return factor * torch.where(log_probs.isneginf(), 0, log_probs)
 
 
@@ -165,33 +153,35 @@ def token_loss(
     advantages: Tensor,
     options: LossOptions,
     *,
-    segment_log_ratio: Tensor | None = None,
-    segment_advantages: Tensor | None = None,
+    seq_log_ratio: Tensor | None = None,
+    seq_advantages: Tensor | None = None,
     selected: Tensor | None = None,
-) -> TokenLoss:
-    """The table above, one row; all tensors [T].
+) -> TokenTerms:
+    """Compute one row of the table above; all tensors are [T].
 
-    segment_log_ratio: mean over the token's sequence of x (gspo; without gradient) or of
+    seq_log_ratio: mean over the token's sequence of x (gspo; without gradient) or of
         `gmpo_log_ratio` (gmpo; with its gradient).
-    segment_advantages: mean advantage of the token's sequence (gmpo).
-    selected: bool, the tokens that clip_cov and kl_cov single out.
+    seq_advantages: mean advantage of the token's sequence (gmpo).
+    selected: bool, the tokens that `select_by_covariance` chose (clip_cov, kl_cov).
     """
     x = clamped_log_ratio(log_probs, old_log_probs)
     ratio = x.exp()
-    never = torch.zeros_like(x, dtype=torch.bool)
-    clipped, lower = never, never
+    clipped = lower = torch.zeros_like(x, dtype=torch.bool)
     if mode == "ppo_clip":
         loss, clipped = _clip(ratio, advantages, options)
         bound = -advantages * options.clip_ratio_c
         lower = (advantages < 0) & (loss > bound)
         loss = torch.where(lower, bound, loss)
     elif mode == "gspo":
-        straight = torch.where(log_probs.isneginf(), 0, log_probs - log_probs.detach())
-        ratio = (straight + segment_log_ratio).clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
+        assert seq_log_ratio is not None
+        # 0 with the gradient of log_probs
+        straight_through = torch.where(log_probs.isneginf(), 0, log_probs - log_probs.detach())
+        ratio = (straight_through + seq_log_ratio).clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
         loss, clipped = _clip(ratio, advantages, options)
     elif mode == "gmpo":
-        ratio = segment_log_ratio.exp()
-        loss = -segment_advantages * ratio
+        assert seq_log_ratio is not None and seq_advantages is not None
+        ratio = seq_log_ratio.exp()
+        loss = -seq_advantages * ratio
         outside = x != x.clamp(-options.clip_ratio_low, options.clip_ratio_high)
         clipped, lower = outside & (advantages > 0), outside & (advantages < 0)
     elif mode == "cispo":
@@ -208,21 +198,23 @@ def token_loss(
         loss = _times_log_prob(torch.where(allowed, -advantages * weight, 0), log_probs)
         clipped, lower = ~allowed, allowed & (ratio > options.clip_ratio_c)
     elif mode == "clip_cov":
+        assert selected is not None
         loss, _ = _clip(ratio, advantages, options)
         loss = torch.where(selected, 0, loss)
         clipped = selected
     elif mode == "kl_cov":
+        assert selected is not None
         loss = -advantages * ratio
         loss = torch.where(selected, loss + options.cov_kl_coef * x.abs(), loss)
         clipped = selected
     else:
         loss = _times_log_prob(-advantages, log_probs)
     unclamped = log_ratio(log_probs, old_log_probs).detach()
-    return TokenLoss(loss, clipped, lower, unclamped, ratio.detach())
+    return TokenTerms(loss, clipped, lower, unclamped, ratio.detach())
 
 
 def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """KL(policy || reference) estimated per token (joschu.net/blog/kl-approx.html).
+    """Estimate KL(policy || reference) per token (joschu.net/blog/kl-approx.html).
 
     Args:
         kl_type: k1 (alias kl), abs, k2 (mse), k3 (low_var_kl, clamped to 10). A trailing "+" keeps
@@ -236,7 +228,7 @@ def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Raises:
         ValueError: an unknown kl_type, tensors of different shapes or on different devices.
     """
-    check_given("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
+    check.not_none("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
     base = check_kl_type("token_kl", kl_type)
     check.same_device("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
     check.floats("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
@@ -255,7 +247,7 @@ def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     elif base == "k2":
         value = half_square
     else:
-        negative = (-difference).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        negative = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         value = (negative.expm1() - negative).clamp(max=_MAX_K3)
     if kl_type.endswith("+"):
         return half_square - half_square.detach() + value.detach()
@@ -263,79 +255,8 @@ def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def check_kl_type(op: str, kl_type: str) -> str:
-    """The member of KL_TYPES that `kl_type` names, without its "+"."""
+    """Return the member of KL_TYPES that `kl_type` names, without its "+"."""
     base = str(kl_type).removesuffix("+")
     if base not in KL_TYPES and base not in KL_ALIASES:
         check.choice(op, "kl_type", kl_type, KL_TYPES, tuple(KL_ALIASES))
     return KL_ALIASES.get(base, base)
-
-
-def select_by_covariance(
-    log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    loss_mode: str,
-    ratio: float = 2e-4,
-    response_mask: Tensor | None = None,
-    lower: float = 1.0,
-    upper: float = 5.0,
-    excluded: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Select the tokens that clip_cov and kl_cov single out (arXiv 2505.22617, eq. 10-13).
-
-    cov_t = (A_t - mean A) (log p_t - mean log p), means over the unmasked. kl_cov takes the
-    `ratio` of tokens with the largest cov; clip_cov a random `ratio` of all tokens from those with
-    lower < cov < upper; at least one token where there is one. Means and counts are those of this
-    call: for a loss that does not depend on the split, choose once over the whole batch and
-    give policy_loss the parts. Nothing waits for the GPU.
-
-    Args:
-        log_probs, advantages: of one shape, floating point. A token with a log-prob of -inf counts
-            as masked: it would make every covariance infinite.
-        loss_mode: clip_cov or kl_cov.
-        response_mask: the same shape, bool or 0/1; None: all count.
-        excluded: the same shape, bool or 0/1: tokens clip_cov leaves out (verl: those the ratio
-            clip already caught).
-        generator: of the random choice, on the device of log_probs.
-
-    Returns:
-        bool, the shape of log_probs.
-
-    Raises:
-        ValueError: another mode, a ratio outside (0, 1], lower above upper, shapes, devices.
-    """
-    op = "select_by_covariance"
-    check_given(op, log_probs=log_probs, advantages=advantages)
-    check.choice(op, "loss_mode", loss_mode, SELECTION_MODES)
-    check.number(op, "ratio", ratio, above=0, at_most=1)
-    check.number(op, "lower", lower, infinite=True)
-    check.number(op, "upper", upper, infinite=True)
-    check.ordered(op, "lower", lower, "upper", upper)
-    given, _ = token_arguments(
-        op,
-        {"log_probs": log_probs.detach(), "advantages": advantages.detach()},
-        {"response_mask": response_mask, "excluded": excluded},
-        None,
-    )
-    flat = given["log_probs"].to(compute_dtype(log_probs))
-    mask = as_mask(given["response_mask"], flat) & ~flat.isneginf()
-    count = mask.sum()
-
-    def centred(values: Tensor) -> Tensor:
-        values = torch.where(mask, values, 0)
-        return values - values.sum() / count.clamp(min=1)
-
-    covariance = centred(given["advantages"].to(flat.dtype)) * centred(flat)
-    eligible, score = mask, covariance
-    if loss_mode == "clip_cov":
-        eligible = mask & (covariance > lower) & (covariance < upper)
-        if given["excluded"] is not None:
-            eligible = eligible & ~given["excluded"]
-        score = torch.rand(score.shape, generator=generator, device=score.device)
-    order = torch.where(eligible, score, -torch.inf).argsort(descending=True, stable=True)
-    wanted = (count.double() * ratio).long().clamp(min=1)
-    first = torch.arange(order.numel(), device=order.device) < wanted
-    selected = torch.zeros_like(mask)
-    selected[order] = first
-    return (selected & eligible).view(log_probs.shape)

@@ -1,8 +1,10 @@
-"""policy_loss in Triton, for GPUs the CUDA build does not cover: same passes, same formulas.
+"""policy_loss in Triton, for GPUs that the CUDA build does not cover: same passes, same formulas.
 
-One program per sequence finds the means that the sequence modes need, one per block of tokens
-computes loss, gradient and partial sums. The formulas are in _token_loss_triton.py.
+One program per sequence computes the means that the sequence modes need; one per block of tokens
+computes loss, gradient and partial sums. The formulas are in triton_terms.py.
 """
+
+# mypy: allow-untyped-defs
 
 from __future__ import annotations
 
@@ -11,241 +13,177 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .aggregation import LOSS_AGG_MODES
+from .._aggregation import LOSS_AGG_MODES
 from .terms import LOSS_MODES, SEQUENCE_MODES
 from .triton_terms import clamp, gmpo_log_ratio, log_ratio, token_kl, token_loss
 
 BLOCK = 1024
 _NUM_SUMS = 8
-_STATS = 4  # per sequence: count, mean log-ratio, mean advantage, geometric mean of the weights
+_NUM_STATS = 4  # of a sequence: length, means of log-ratio and advantage, geometric mean of weights
 
 
 @triton.jit
-def _segment_kernel(
-    log_probs,
-    old_log_probs,
-    advantages,
-    mask,
-    is_weights,
-    cu_seqlens,
-    segments,
-    num_tokens,
-    low,
-    high,
-    MODE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
+def _sequence_kernel(
+    log_probs, old_log_probs, advantages, mask, is_weights, cu_seqlens, sequence_stats,
+    num_tokens, low, high, MODE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     n = tl.program_id(0)
-    # Nobody has checked cu_seqlens on a GPU: a wrong one must not lead out of the tensors.
+    # cu_seqlens is not checked on a GPU: a wrong one must not read outside the tensors.
     begin = tl.maximum(tl.load(cu_seqlens + n), 0)
     end = tl.minimum(tl.load(cu_seqlens + n + 1), num_tokens)
-    count = tl.zeros([BLOCK], tl.float32)
+    length = tl.zeros([BLOCK], tl.float32)
     log_ratio_sum = tl.zeros([BLOCK], tl.float32)
     advantage_sum = tl.zeros([BLOCK], tl.float32)
     log_weight = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        keep = at < end
+        offsets = start + tl.arange(0, BLOCK)
+        unmasked = offsets < end
         if HAS_MASK:
-            keep = keep & (tl.load(mask + at, mask=keep, other=0) != 0)
-        count += tl.where(keep, 1.0, 0.0)
-        log_prob = tl.load(log_probs + at, mask=keep, other=0.0)
-        old = tl.load(old_log_probs + at, mask=keep, other=0.0)
-        advantage = tl.load(advantages + at, mask=keep, other=0.0)
+            unmasked = unmasked & (tl.load(mask + offsets, mask=unmasked, other=0) != 0)
+        length += tl.where(unmasked, 1.0, 0.0)
+        log_prob = tl.load(log_probs + offsets, mask=unmasked, other=0.0)
+        old = tl.load(old_log_probs + offsets, mask=unmasked, other=0.0)
+        advantage = tl.load(advantages + offsets, mask=unmasked, other=0.0)
         x = clamp(log_ratio(log_prob, old), -20.0, 20.0)
         if MODE == "gmpo":
             x = gmpo_log_ratio(x, advantage, low, high)
             if HAS_WEIGHTS:
-                weight = tl.load(is_weights + at, mask=keep, other=1.0)
-                log_weight += tl.where(keep, tl.log(weight + 1e-10), 0.0)
+                weight = tl.load(is_weights + offsets, mask=unmasked, other=1.0)
+                log_weight += tl.where(unmasked, tl.log(weight + 1e-10), 0.0)
         log_ratio_sum += x
         advantage_sum += advantage
-    total = tl.sum(count)
-    per = 1 / tl.maximum(total, 1.0)
-    tl.store(segments + n * 4, total)
-    tl.store(segments + n * 4 + 1, tl.sum(log_ratio_sum) * per)
-    tl.store(segments + n * 4 + 2, tl.sum(advantage_sum) * per)
-    tl.store(segments + n * 4 + 3, tl.exp(tl.sum(log_weight) * per))
+    total = tl.sum(length)
+    scale = 1 / tl.maximum(total, 1.0)
+    tl.store(sequence_stats + n * 4, total)
+    tl.store(sequence_stats + n * 4 + 1, tl.sum(log_ratio_sum) * scale)
+    tl.store(sequence_stats + n * 4 + 2, tl.sum(advantage_sum) * scale)
+    tl.store(sequence_stats + n * 4 + 3, tl.exp(tl.sum(log_weight) * scale))
+
+
+@triton.jit
+def _find_sequence(cu_seqlens, offsets, num_sequences, BLOCK: tl.constexpr):
+    """Return the first sequence that ends after each token; num_sequences if there is none."""
+    first = tl.zeros([BLOCK], tl.int32)
+    last = first + num_sequences
+    for _ in range(32):  # binary search; num_sequences < 2^31
+        middle = first + (last - first) // 2
+        searching = first < last
+        ends = tl.load(cu_seqlens + middle + 1, mask=searching, other=0)
+        after = ends > offsets
+        last = tl.where(searching & after, middle, last)
+        first = tl.where(searching & (after == 0), middle + 1, first)
+    return first
 
 
 @triton.jit
 def _token_kernel(
-    log_probs,
-    old_log_probs,
-    advantages,
-    mask,
-    selected,
-    ref_log_probs,
-    entropy,
-    is_weights,
-    cu_seqlens,
-    segments,
-    weight_of,
-    partials,
-    gradients,
-    entropy_gradients,
-    num_tokens,
-    num_sequences,
-    low,
-    high,
-    c,
-    tau_pos,
-    tau_neg,
-    cov_kl_coef,
-    kl_coef,
-    entropy_coeff,
-    MODE: tl.constexpr,
-    BY_COUNT: tl.constexpr,
-    KL: tl.constexpr,
-    STRAIGHT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_SELECTED: tl.constexpr,
-    HAS_REF: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    WANTS_GRADIENT: tl.constexpr,
-    WANTS_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy, is_weights,
+    cu_seqlens, sequence_stats, shared_weight, partials, gradients, entropy_gradients, num_tokens,
+    num_sequences, low, high, c, tau_pos, tau_neg, cov_kl_coef, kl_coef, entropy_coeff,
+    MODE: tl.constexpr, BY_LENGTH: tl.constexpr, KL: tl.constexpr, STRAIGHT: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SELECTED: tl.constexpr, HAS_REF: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_STATS: tl.constexpr,
+    WANTS_GRADIENT: tl.constexpr, WANTS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
-    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num_tokens
-    keep = inside
+    offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < num_tokens
+    unmasked = inside
     if HAS_MASK:
-        keep = keep & (tl.load(mask + at, mask=inside, other=0) != 0)
-    token_weight = tl.load(weight_of) + tl.zeros([BLOCK], tl.float32)
-    segment_log_ratio = tl.zeros([BLOCK], tl.float32)
-    segment_advantage = tl.zeros([BLOCK], tl.float32)
-    segment_weight = tl.full([BLOCK], 1.0, tl.float32)
-    if HAS_SEGMENTS:
-        first = tl.zeros([BLOCK], tl.int32)  # of the sequences that end after the token
-        last = first + num_sequences
-        for _ in range(32):  # binary search; num_sequences < 2^31
-            middle = first + (last - first) // 2
-            searching = first < last
-            ends = tl.load(cu_seqlens + middle + 1, mask=searching, other=0)
-            after = ends > at
-            last = tl.where(searching & after, middle, last)
-            first = tl.where(searching & (after == 0), middle + 1, first)
-        keep = keep & (first < num_sequences)  # else the token belongs to no sequence
-        stats = segments + first.to(tl.int64) * 4
-        if BY_COUNT:
-            token_weight /= tl.maximum(tl.load(stats, mask=keep, other=1.0), 1.0)
-        segment_log_ratio = tl.load(stats + 1, mask=keep, other=0.0)
-        segment_advantage = tl.load(stats + 2, mask=keep, other=0.0)
-        segment_weight = tl.load(stats + 3, mask=keep, other=1.0)
-    chosen = inside & (at < 0)
+        unmasked = unmasked & (tl.load(mask + offsets, mask=inside, other=0) != 0)
+    token_weight = tl.load(shared_weight) + tl.zeros([BLOCK], tl.float32)
+    seq_log_ratio = tl.zeros([BLOCK], tl.float32)
+    seq_advantage = tl.zeros([BLOCK], tl.float32)
+    is_weight = tl.full([BLOCK], 1.0, tl.float32)
+    if HAS_STATS:
+        sequence = _find_sequence(cu_seqlens, offsets, num_sequences, BLOCK)
+        unmasked = unmasked & (sequence < num_sequences)  # else the token belongs to no sequence
+        stats = sequence_stats + sequence.to(tl.int64) * 4
+        if BY_LENGTH:
+            token_weight /= tl.maximum(tl.load(stats, mask=unmasked, other=1.0), 1.0)
+        seq_log_ratio = tl.load(stats + 1, mask=unmasked, other=0.0)
+        seq_advantage = tl.load(stats + 2, mask=unmasked, other=0.0)
+        is_weight = tl.load(stats + 3, mask=unmasked, other=1.0)
+    is_selected = inside & (offsets < 0)
     if HAS_SELECTED:
-        chosen = keep & (tl.load(selected + at, mask=keep, other=0) != 0)
-    log_prob = tl.load(log_probs + at, mask=keep, other=0.0)
-    old = tl.load(old_log_probs + at, mask=keep, other=0.0)
+        is_selected = unmasked & (tl.load(selected + offsets, mask=unmasked, other=0) != 0)
+    log_prob = tl.load(log_probs + offsets, mask=unmasked, other=0.0)
+    old = tl.load(old_log_probs + offsets, mask=unmasked, other=0.0)
     sums = partials + program * 8
-    tl.store(sums + 5, tl.sum(tl.where(keep, -log_ratio(log_prob, old), 0.0)))
+    tl.store(sums + 5, tl.sum(tl.where(unmasked, -log_ratio(log_prob, old), 0.0)))
     loss, gradient, clipped, lower, ratio = token_loss(
-        log_prob,
-        old,
-        tl.load(advantages + at, mask=keep, other=0.0),
-        segment_log_ratio,
-        segment_advantage,
-        chosen,
-        low,
-        high,
-        c,
-        tau_pos,
-        tau_neg,
-        cov_kl_coef,
-        MODE,
-    )
+        log_prob, old, tl.load(advantages + offsets, mask=unmasked, other=0.0), seq_log_ratio,
+        seq_advantage, is_selected, low, high, c, tau_pos, tau_neg, cov_kl_coef, MODE,
+    )  # fmt: skip
     if HAS_WEIGHTS:
         if MODE != "gmpo":
-            segment_weight = tl.load(is_weights + at, mask=keep, other=0.0)
-        loss *= segment_weight
-        gradient *= segment_weight
-    tl.store(sums, tl.sum(tl.where(keep, loss * token_weight, 0.0)))
+            is_weight = tl.load(is_weights + offsets, mask=unmasked, other=0.0)
+        loss *= is_weight
+        gradient *= is_weight
+    tl.store(sums, tl.sum(tl.where(unmasked, loss * token_weight, 0.0)))
     if HAS_REF:
-        ref = tl.load(ref_log_probs + at, mask=keep, other=0.0)
+        ref = tl.load(ref_log_probs + offsets, mask=unmasked, other=0.0)
         kl, kl_gradient = token_kl(log_prob, ref, KL, STRAIGHT)
         gradient += kl_coef * kl_gradient
-        tl.store(sums + 1, tl.sum(tl.where(keep, kl * token_weight, 0.0)))
+        tl.store(sums + 1, tl.sum(tl.where(unmasked, kl * token_weight, 0.0)))
     if HAS_ENTROPY:
-        bonus = tl.load(entropy + at, mask=keep, other=0.0)
-        tl.store(sums + 2, tl.sum(tl.where(keep, bonus * token_weight, 0.0)))
-    tl.store(sums + 3, tl.sum(tl.where(keep & clipped, 1.0, 0.0)))
-    tl.store(sums + 4, tl.sum(tl.where(keep & lower, 1.0, 0.0)))
-    tl.store(sums + 6, tl.sum(tl.where(keep, ratio, 0.0)))
-    tl.store(sums + 7, tl.max(tl.where(keep, ratio, -float("inf"))))
+        bonus = tl.load(entropy + offsets, mask=unmasked, other=0.0)
+        tl.store(sums + 2, tl.sum(tl.where(unmasked, bonus * token_weight, 0.0)))
+    tl.store(sums + 3, tl.sum(tl.where(unmasked & clipped, 1.0, 0.0)))
+    tl.store(sums + 4, tl.sum(tl.where(unmasked & lower, 1.0, 0.0)))
+    tl.store(sums + 6, tl.sum(tl.where(unmasked, ratio, 0.0)))
+    tl.store(sums + 7, tl.max(tl.where(unmasked, ratio, -float("inf"))))
     if WANTS_GRADIENT:
-        tl.store(gradients + at, tl.where(keep, gradient * token_weight, 0.0), mask=inside)
+        tl.store(gradients + offsets, tl.where(unmasked, gradient * token_weight, 0.0), mask=inside)
     if WANTS_ENTROPY:
-        bonus_gradient = tl.where(keep, -entropy_coeff * token_weight, 0.0)
-        tl.store(entropy_gradients + at, bonus_gradient, mask=inside)
+        bonus_gradient = tl.where(unmasked, -entropy_coeff * token_weight, 0.0)
+        tl.store(entropy_gradients + offsets, bonus_gradient, mask=inside)
 
 
 def policy_loss_triton(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None,
-    selected: Tensor | None,
-    ref_log_probs: Tensor | None,
-    entropy: Tensor | None,
-    is_weights: Tensor | None,
-    cu_seqlens: Tensor | None,
-    denominators: Tensor,
-    mode: int,
-    agg_mode: int,
-    kl_type: int,
-    kl_straight_through: bool,
-    options: list[float],
-    coefficients: list[float],
-    wants_gradient: bool,
-    wants_entropy_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same arguments and results as the C++ binding policy_loss."""
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor | None,
+    selected: Tensor | None, ref_log_probs: Tensor | None, entropy: Tensor | None,
+    is_weights: Tensor | None, cu_seqlens: Tensor | None, denominators: Tensor, mode: int,
+    agg_mode: int, kl_type: int, kl_straight_through: bool, options: list[float],
+    coefficients: list[float], wants_gradient: bool, wants_entropy_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Run the kernels; arguments and results as of the C++ binding policy_loss."""
     loss_mode, agg = LOSS_MODES[mode], LOSS_AGG_MODES[agg_mode]
     kl_coef, entropy_coeff, _ = coefficients
-    by_count = agg == "seq-mean-token-mean"
-    has_segments = by_count or loss_mode in SEQUENCE_MODES
+    by_length = agg == "seq-mean-token-mean"
+    needs_stats = by_length or loss_mode in SEQUENCE_MODES
     num_tokens = log_probs.numel()
     num_sequences = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     programs = triton.cdiv(num_tokens, BLOCK)
     gradient = log_probs.new_empty(num_tokens if wants_gradient else 0)
     entropy_gradient = log_probs.new_empty(num_tokens if wants_entropy_gradient else 0)
     partials = log_probs.new_zeros(programs, _NUM_SUMS)
-    segments = log_probs.new_empty(num_sequences if has_segments else 0, _STATS)
+    sequence_stats = log_probs.new_empty(num_sequences if needs_stats else 0, _NUM_STATS)
+    shared_weight = _shared_weight(agg, denominators, coefficients)
     flags = {"MODE": loss_mode, "HAS_MASK": mask is not None, "BLOCK": BLOCK}
     flags["HAS_WEIGHTS"] = is_weights is not None
-    if has_segments and num_sequences:
-        _segment_kernel[(num_sequences,)](
-            *(log_probs, old_log_probs, advantages, mask, is_weights, cu_seqlens, segments),
+    if needs_stats and num_sequences:
+        _sequence_kernel[(num_sequences,)](
+            *(log_probs, old_log_probs, advantages, mask, is_weights, cu_seqlens, sequence_stats),
             *(num_tokens, *options[:2]),
             **flags,
         )
     if programs:
         _token_kernel[(programs,)](
-            *(log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy),
-            *(is_weights, cu_seqlens, segments, _uniform_weight(agg, denominators, coefficients)),
-            *(partials, gradient, entropy_gradient, num_tokens, num_sequences),
-            *(*options, kl_coef, entropy_coeff),
-            BY_COUNT=by_count,
-            KL=kl_type,
-            STRAIGHT=kl_straight_through,
-            HAS_SELECTED=selected is not None,
-            HAS_REF=ref_log_probs is not None,
-            HAS_ENTROPY=entropy is not None,
-            HAS_SEGMENTS=has_segments,
-            WANTS_GRADIENT=wants_gradient,
-            WANTS_ENTROPY=wants_entropy_gradient,
-            **flags,
-        )
-    return _finish(partials, denominators, kl_coef, entropy_coeff), gradient, entropy_gradient
+            log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy,
+            is_weights, cu_seqlens, sequence_stats, shared_weight, partials, gradient,
+            entropy_gradient, num_tokens, num_sequences, *options, kl_coef, entropy_coeff,
+            BY_LENGTH=by_length, KL=kl_type, STRAIGHT=kl_straight_through,
+            HAS_SELECTED=selected is not None, HAS_REF=ref_log_probs is not None,
+            HAS_ENTROPY=entropy is not None, HAS_STATS=needs_stats, WANTS_GRADIENT=wants_gradient,
+            WANTS_ENTROPY=wants_entropy_gradient, **flags,
+        )  # fmt: skip
+    return _reduce(partials, denominators, kl_coef, entropy_coeff), gradient, entropy_gradient
 
 
-def _uniform_weight(agg: str, denominators: Tensor, coefficients: list[float]) -> Tensor:
-    """float32 [1], the part of a token's weight that all tokens share."""
+def _shared_weight(agg: str, denominators: Tensor, coefficients: list[float]) -> Tensor:
+    """Compute the part of a token's weight that all tokens share: float32 [1]."""
     if agg == "token-sum":
         return torch.ones(1, dtype=torch.float32, device=denominators.device)
     shared = denominators[0 if agg == "token-mean" else 1]
@@ -254,8 +192,8 @@ def _uniform_weight(agg: str, denominators: Tensor, coefficients: list[float]) -
     return (1 / shared).float().reshape(1)
 
 
-def _finish(partials: Tensor, denominators: Tensor, kl_coef: float, entropy_coeff: float) -> Tensor:
-    """float32 [9]: the loss, then the metrics."""
+def _reduce(partials: Tensor, denominators: Tensor, kl_coef: float, entropy_coeff: float) -> Tensor:
+    """Combine the partial sums: float32 [9], the loss, then the metrics."""
     totals = partials[:, :7].sum(0, dtype=torch.float64)
     totals[3:] /= denominators[0]
     loss = totals[0] + kl_coef * totals[1] - entropy_coeff * totals[2]

@@ -1,4 +1,6 @@
-"""The formulas of token_loss.py in Triton: loss and KL of a block of tokens, with derivatives."""
+"""The formulas of terms.py and kl.py in Triton: a block of tokens, with derivatives."""
+
+# mypy: allow-untyped-defs
 
 import triton
 import triton.language as tl
@@ -6,14 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def clamp(x, low, high):
-    """NaN goes through, as it does in torch.clamp."""
+    """Clamp x; NaN stays NaN, as in torch.clamp."""
     x = tl.where(x > high, high, x)
     return tl.where(x < low, low, x)
 
 
 @triton.jit
 def log_ratio(a, b):
-    """a - b; 0 for two log-probs of -inf: a token that neither policy can produce has ratio 1."""
+    """Return a - b; 0 for two log-probs of -inf: a token impossible under both has ratio 1."""
     return tl.where(a == b, 0.0, a - b)
 
 
@@ -26,18 +28,18 @@ def gmpo_log_ratio(x, advantage, low, high):
 
 @triton.jit
 def _log_prob_terms(factor, log_prob):
-    """factor * log_prob and its gradient; 0 for a log-prob of -inf."""
+    """Return factor * log_prob and its gradient; 0 for a log-prob of -inf."""
     impossible = log_prob == -float("inf")
     return tl.where(impossible, 0.0, factor * log_prob), tl.where(impossible, 0.0, factor)
 
 
 @triton.jit
-def _clip_terms(ratio, advantage, slope, low, high):
+def _clip_terms(ratio, advantage, grad_x, low, high):
     unclipped = -advantage * ratio
     bounded = -advantage * clamp(ratio, 1 - low, 1 + high)
     clipped = bounded > unclipped
     loss = tl.where(clipped, bounded, unclipped)
-    return loss, tl.where(clipped, 0.0, unclipped * slope), clipped
+    return loss, tl.where(clipped, 0.0, unclipped * grad_x), clipped
 
 
 @triton.jit
@@ -57,43 +59,31 @@ def _dppo_allows(log_prob, old, advantage, low, high, MODE: tl.constexpr):
 
 @triton.jit
 def token_loss(
-    log_prob,
-    old,
-    advantage,
-    segment_log_ratio,
-    segment_advantage,
-    selected,
-    low,
-    high,
-    c,
-    tau_pos,
-    tau_neg,
-    cov_kl_coef,
-    MODE: tl.constexpr,
-):
-    """(loss, gradient, clipped, clipped_lower, ratio)"""
+    log_prob, old, advantage, seq_log_ratio, seq_advantage, selected, low, high, c, tau_pos,
+    tau_neg, cov_kl_coef, MODE: tl.constexpr,
+):  # fmt: skip
+    """Return (loss, gradient, clipped, clipped_lower, ratio)."""
     x = clamp(log_ratio(log_prob, old), -20.0, 20.0)
-    # 0 where clamped, and for two log-probs of -inf, whose difference is NaN.
-    slope = tl.where(x == log_prob - old, 1.0, 0.0)
-    never = x != x
-    clipped = never & (x == x)
+    # d x / d log_prob: 0 where clamped, and for two log-probs of -inf, whose difference is NaN.
+    grad_x = tl.where(x == log_prob - old, 1.0, 0.0)
+    clipped = (x != x) & (x == x)  # False
     lower = clipped
     ratio = tl.exp(x)
     if MODE == "ppo_clip":
-        loss, gradient, clipped = _clip_terms(ratio, advantage, slope, low, high)
+        loss, gradient, clipped = _clip_terms(ratio, advantage, grad_x, low, high)
         bound = -advantage * c
         lower = (advantage < 0) & (loss > bound)
         loss = tl.where(lower, bound, loss)
         gradient = tl.where(lower, 0.0, gradient)
     elif MODE == "gspo":
-        ratio = tl.exp(clamp(segment_log_ratio, -20.0, 10.0))
-        slope = tl.where((segment_log_ratio <= 10.0) & (log_prob != -float("inf")), 1.0, 0.0)
-        loss, gradient, clipped = _clip_terms(ratio, advantage, slope, low, high)
+        ratio = tl.exp(clamp(seq_log_ratio, -20.0, 10.0))
+        grad_x = tl.where((seq_log_ratio <= 10.0) & (log_prob != -float("inf")), 1.0, 0.0)
+        loss, gradient, clipped = _clip_terms(ratio, advantage, grad_x, low, high)
     elif MODE == "gmpo":
-        ratio = tl.exp(segment_log_ratio)
-        loss = -segment_advantage * ratio
-        moves = gmpo_log_ratio(x, advantage, low, high) == x
-        gradient = tl.where(moves, loss * slope, 0.0)
+        ratio = tl.exp(seq_log_ratio)
+        loss = -seq_advantage * ratio
+        unclipped = gmpo_log_ratio(x, advantage, low, high) == x
+        gradient = tl.where(unclipped, loss * grad_x, 0.0)
         outside = (x > high) | (x < -low)
         clipped = outside & (advantage > 0)
         lower = outside & (advantage < 0)
@@ -106,9 +96,9 @@ def token_loss(
         rest = tl.exp(clamp(tau * (1 - ratio), -float("inf"), 80.0))
         gate = 1 / (1 + rest)
         loss = -advantage * gate * (4.0 / tau)
-        gradient = -4.0 * advantage * gate * (rest * gate) * ratio * slope
+        gradient = -4.0 * advantage * gate * (rest * gate) * ratio * grad_x
     elif MODE == "clip_cov":
-        loss, gradient, _ = _clip_terms(ratio, advantage, slope, low, high)
+        loss, gradient, _ = _clip_terms(ratio, advantage, grad_x, low, high)
         clipped = selected
         loss = tl.where(selected, 0.0, loss)
         gradient = tl.where(selected, 0.0, gradient)
@@ -117,7 +107,7 @@ def token_loss(
         sign = tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
         clipped = selected
         loss = -advantage * ratio + coef * sign * x
-        gradient = (-advantage * ratio + coef * sign) * slope
+        gradient = (-advantage * ratio + coef * sign) * grad_x
     elif MODE == "reinforce":
         loss, gradient = _log_prob_terms(-advantage, log_prob)
     else:
@@ -131,7 +121,7 @@ def token_loss(
 
 @triton.jit
 def token_kl(log_prob, ref, KL: tl.constexpr, STRAIGHT: tl.constexpr):
-    """(value, gradient)"""
+    """Return (value, gradient)."""
     d = log_ratio(log_prob, ref)
     if KL == 0:
         value = d

@@ -12,7 +12,7 @@ import pytest
 
 from tests.architectures.catalogue import CATALOGUE
 from tests.architectures.sweep import Outcome, sweep_body
-from tests.architectures.table import is_right, render
+from tests.architectures.table import is_exact, render
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(3600)]
@@ -52,5 +52,5 @@ def test_every_engine_tensor_equals_vllms_own_loader(
     if name in NOT_LOADABLE:
         assert outcomes[0].stage == NOT_LOADABLE[name], outcomes[0]
         return
-    assert is_right(outcomes), [(o.stage, o.error, o.unequal) for o in outcomes]
+    assert is_exact(outcomes), [(o.stage, o.error, o.unequal) for o in outcomes]
     assert all(o.received == o.lower_bound for o in outcomes)

@@ -38,10 +38,10 @@ BUCKET_BYTES = 1 << 16
 
 @dataclass
 class Outcome:
-    """What became of one architecture on one rank.
+    """The outcome of one architecture on one rank.
 
-    stage, error: where it stopped and why; empty if it went through. tensors: engine tensors that
-    a sync writes. unequal: tensors of the model that differ after one. fallback: parameter → why it
+    stage, error: where it failed and why; empty if it passed. tensors: engine tensors that a sync
+    writes. unequal: tensors of the model that differ after a sync. fallback: parameter → why it
     is gathered in full. received, lower_bound: bytes of one sync.
     """
 
@@ -57,39 +57,40 @@ class Outcome:
 
 
 class BareEngine(WeightTarget):
-    """vLLM's model, as its loader leaves it, without an engine around it."""
+    """vLLM's model as its loader leaves it, without an engine."""
 
-    def __init__(self, model, in_place, checkpoint, vllm_config, tp_rank: int) -> None:
-        from hybridengine.rollout.vllm.record import record_vllm, unused_parameters
+    def __init__(self, model, post_load, checkpoint, vllm_config, tp_rank: int) -> None:
+        from hybridengine.rollout.vllm.record import record_engine_layout
+        from hybridengine.rollout.vllm.weights import optional_parameters
 
-        self._model, self._in_place, self._checkpoint = model, in_place, checkpoint
+        self._model, self._post_load, self._checkpoint = model, post_load, checkpoint
         self.tp_rank, self.dtype = tp_rank, DTYPE
-        self.unused = unused_parameters(checkpoint)
-        layout = record_vllm(vllm_config, checkpoint, DTYPE)
-        self.layout = in_place.follow(model, layout, checkpoint.parameters)
+        self.optional_parameters = optional_parameters(checkpoint)
+        layout = record_engine_layout(vllm_config, checkpoint, DTYPE)
+        self.layout = post_load.adapt_layout(model, layout, checkpoint.parameters)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self._in_place.weights(self._model, self.layout)
+        return self._post_load.weights(self._model, self.layout)
 
-    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._in_place.unpack()
+    def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._post_load.restore_plain_weights()
         self._model.load_weights(self._checkpoint.assemble(weights))
 
-    def _forget_cached_prefixes(self) -> None:
-        self._in_place.derive(self._model, self.dtype)
+    def _finish_update(self) -> None:
+        self._post_load.rerun(self._model, self.dtype)
 
 
 def sweep_body(
     rank: int, world_size: int, tp_size: int, folder: str, names: list[str]
 ) -> list[Outcome]:
     """The outcome of each architecture on this rank (the body of one world of ranks)."""
-    from hybridengine.rollout.vllm.engine import prepare_environment
+    from hybridengine.rollout.vllm.environment import prepare_environment
 
     prepare_environment()
     if importlib.util.find_spec("torchvision") is None:
-        stand_ins = str(Path(__file__).parent / "stand_ins")
-        sys.path.append(stand_ins)
-        os.environ["PYTHONPATH"] = stand_ins  # vLLM inspects models in a process of its own
+        stubs = str(Path(__file__).parent / "stubs")
+        sys.path.append(stubs)
+        os.environ["PYTHONPATH"] = stubs  # vLLM inspects models in a process of its own
     _start_vllm_groups(rank, world_size, tp_size)
     mesh = init_device_mesh("cpu", (world_size,))
     outcomes = []
@@ -105,12 +106,12 @@ def _start_vllm_groups(rank: int, world_size: int, tp_size: int) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    from hybridengine.rollout.vllm.engine import _own_shared_memory, _strided_groups
+    from hybridengine.rollout.vllm.environment import strided_groups, unique_shared_memory
 
     with (
         set_current_vllm_config(VllmConfig()),
-        _strided_groups(tp_groups(world_size, tp_size)),
-        _own_shared_memory(),
+        strided_groups(tp_groups(world_size, tp_size)),
+        unique_shared_memory(),
     ):
         init_distributed_environment(world_size, rank, "env://", rank, backend="gloo")
         initialize_model_parallel(tp_size, backend="gloo")
@@ -147,14 +148,14 @@ class _Case:
         try:
             step()
         except Exception as error:
-            traceback.print_exc()  # shown by pytest where the outcome is not what it should be
+            traceback.print_exc()  # shown by pytest if the outcome is not the expected one
             return f"{type(error).__name__}: {error}"
         return ""
 
     def configure(self) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        from hybridengine.reshard.record.checkpoint import describe_checkpoint
+        from hybridengine.reshard.record.checkpoint import checkpoint_layout
 
         config = CATALOGUE[self.outcome.architecture].config()
         causal = type(config) in AutoModelForCausalLM._model_mapping
@@ -162,7 +163,7 @@ class _Case:
         with torch.device("meta"):
             self.hf = auto.from_config(config)
         self.outcome.model_class = type(self.hf).__name__
-        self.checkpoint = describe_checkpoint(self.hf)
+        self.checkpoint = checkpoint_layout(self.hf)
         config.architectures = [self.outcome.model_class]
         if self.rank == 0:
             config.save_pretrained(self.folder)
@@ -184,14 +185,14 @@ class _Case:
         ).create_engine_config()
 
     def load(self) -> None:
-        self.model, self.in_place = self._loaded(seed=0)
+        self.model, self.post_load = self._loaded(seed=0)
 
     def record(self) -> None:
         from vllm.distributed import get_tensor_model_parallel_rank
 
         self.engine = BareEngine(
             self.model,
-            self.in_place,
+            self.post_load,
             self.checkpoint,
             self.vllm_config,
             get_tensor_model_parallel_rank(),
@@ -202,7 +203,7 @@ class _Case:
     def reshard(self) -> None:
         from hybridengine.reshard import Resharder
 
-        for tensor in self.engine.weights().values():  # what a sync leaves out shows
+        for tensor in self.engine.weights().values():  # so that what a sync does not write shows
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
         shards = self._shards(seed=1)
@@ -249,13 +250,13 @@ class _Case:
         return distribute_tensor(tensor, self.mesh, [Shard(dim)], src_data_rank=None)
 
     def _loaded(self, seed: int) -> tuple[torch.nn.Module, Any]:
-        """vLLM's model as its own loader leaves it, and what has kept its weights in place."""
+        """vLLM's model as its own loader leaves it, and the processing that kept its weights."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import base_loader
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        from hybridengine.rollout.vllm.weights import WeightsInPlace
+        from hybridengine.rollout.vllm.post_load import writable_weights
 
         stored = revert_weight_conversion(self.hf, self._full(seed))
         config = copy.copy(self.vllm_config)
@@ -264,14 +265,14 @@ class _Case:
         with (
             set_current_vllm_config(config),
             set_default_torch_dtype(DTYPE),
-            WeightsInPlace() as in_place,
+            writable_weights() as post_load,
         ):
             model = initialize_model(vllm_config=config)
             model.load_weights(iter(stored.items()))
             base_loader.process_weights_after_loading(
                 model, config.model_config, torch.device("cpu")
             )
-        return model, in_place
+        return model, post_load
 
 
 def _reachable(model: torch.nn.Module) -> dict[str, torch.Tensor]:

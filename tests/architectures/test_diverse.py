@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.architectures.sweep import Outcome, sweep_body
-from tests.architectures.table import is_right, render
+from tests.architectures.table import is_exact, render
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multirank
@@ -21,7 +21,7 @@ def test_diverse_architectures_equal_vllms_own_loader(tmp_path: Path) -> None:
     """Fused experts, MLA, transposed Conv1D, a bias only the loader makes, computed A, vision."""
     ranks = run_ranks(sweep_body, 2, 2, str(tmp_path), DIVERSE, timeout_s=400)
     for outcomes in zip(*ranks, strict=True):
-        assert is_right(outcomes), outcomes
+        assert is_exact(outcomes), outcomes
         name = outcomes[0].architecture
         expected = {"phi": {"lm_head.bias"}} | FALLBACK
         for o in outcomes:
@@ -29,7 +29,7 @@ def test_diverse_architectures_equal_vllms_own_loader(tmp_path: Path) -> None:
             assert o.received == o.lower_bound
 
 
-def test_the_table_shows_what_went_wrong() -> None:
+def test_the_table_shows_errors_and_unequal_tensors() -> None:
     right = Outcome("llama", "Llama", "", "", 15)
     slow = Outcome(
         "mamba", "Mamba", "", "", 9, fallback={"l.0.A_log": "l.0.A: exp", "l.1.A_log": "l.1.A: exp"}
@@ -44,4 +44,4 @@ def test_the_table_shows_what_went_wrong() -> None:
     assert "| exact + fallback (9) | exact + fallback (9) | `l.*.A_log`: exp |" in table
     assert "| phi | Phi | **wrong** | **wrong** | unequal: layers.*.bias |" in table
     assert "| mpt | Mpt | no | no | vLLM config: no \\| |" in table
-    assert "Of 4 architectures 1 are right at TP 1, 2" in table
+    assert "Of 4 architectures 1 are exact at TP 1, 2" in table

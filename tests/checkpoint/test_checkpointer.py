@@ -1,4 +1,4 @@
-"""Saving beside the training, and resuming on the same and on other numbers of ranks."""
+"""Asynchronous saving, and resuming on the same and on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.trainer.sft_job import start_run, write_sft_job
+from tests.trainer.sft_job import save_checkpoint, start_run, write_sft_job
 
 pytestmark = pytest.mark.multirank
 
@@ -22,13 +22,13 @@ def weights_of(run) -> dict[str, torch.Tensor]:
 
 
 def moments_of(run) -> dict[str, torch.Tensor]:
-    whole = (t.full_tensor() if hasattr(t, "full_tensor") else t
+    full = (t.full_tensor() if hasattr(t, "full_tensor") else t
              for t in run.optimizer.moments().values())  # fmt: skip
-    return dict(zip(run.optimizer.moments(), (t.clone() for t in whole), strict=True))
+    return dict(zip(run.optimizer.moments(), (t.clone() for t in full), strict=True))
 
 
 def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
-    """Two steps, a save that cannot end before two more steps are taken."""
+    """Two steps, then a save that cannot complete before two more steps."""
     import torch.distributed.checkpoint.filesystem as filesystem
 
     run = start_run(rank, world_size, folder, **{"trainer.max_actor_ckpt_to_keep": 1})
@@ -43,13 +43,13 @@ def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
     filesystem.FileSystemWriter.write_data = slow
     saved = weights_of(run), moments_of(run), float(torch.rand(())), random.random()
     torch.manual_seed(7), random.seed(7), np.random.seed(7)
-    run._save(2, score=0.5)
+    save_checkpoint(run, 2, 0.5)
     draws = torch.rand(3).tolist(), random.random(), np.random.rand()
-    straight = [run.step(step)[0]["train/loss"] for step in (3, 4)]
+    uninterrupted = [run.step(step)[0]["train/loss"] for step in (3, 4)]
     assert not (folder / "run" / "global_step_2").exists()
     may_write.set()
     run.checkpoints.wait()
-    return {"weights": saved[0], "moments": saved[1], "draws": draws, "losses": straight,
+    return {"weights": saved[0], "moments": saved[1], "draws": draws, "losses": uninterrupted,
             "loader": run.loader.state_dict()}  # fmt: skip
 
 
@@ -63,27 +63,25 @@ def resume(rank: int, world_size: int, folder: Path, steps: int) -> dict:
             "loader": run.loader.state_dict()}  # fmt: skip
 
 
-def test_the_state_of_the_moment_is_saved_and_resumed_on_any_number_of_ranks(
-    tmp_path: Path,
-) -> None:
+def test_state_at_save_is_resumed_on_any_number_of_ranks(tmp_path: Path) -> None:
     folder = write_sft_job(tmp_path)
     before = run_ranks(save_amid_training, 2, folder)
     marker = json.loads((folder / "run" / "global_step_2" / "complete.json").read_text())
     assert marker["step"] == 2 and marker["score"] == 0.5
     for world_size in (2, 1, 3):
         after = run_ranks(resume, world_size, folder, 2)
-        for rank, found in enumerate(after):
+        for rank, resumed in enumerate(after):
             for kind in ("weights", "moments"):
                 want = before[0][kind]
-                assert found[kind].keys() == want.keys()
+                assert resumed[kind].keys() == want.keys()
                 for name, tensor in want.items():
-                    assert torch.equal(found[kind][name], tensor), (kind, name)
-            assert found["losses"] == pytest.approx(before[0]["losses"], rel=1e-4)
-            assert found["loader"] == before[0]["loader"]
+                    assert torch.equal(resumed[kind][name], tensor), (kind, name)
+            assert resumed["losses"] == pytest.approx(before[0]["losses"], rel=1e-4)
+            assert resumed["loader"] == before[0]["loader"]
             if world_size == 2:
-                assert found["losses"] == before[0]["losses"]
+                assert resumed["losses"] == before[0]["losses"]
             if rank < 2:
-                assert found["draws"] == before[rank]["draws"]
+                assert resumed["draws"] == before[rank]["draws"]
 
 
 def fail_to_save(rank: int, world_size: int, folder: Path) -> list[str]:
@@ -97,13 +95,13 @@ def fail_to_save(rank: int, world_size: int, folder: Path) -> list[str]:
     run = start_run(rank, world_size, folder)
     write, filesystem.FileSystemWriter.write_data = filesystem.FileSystemWriter.write_data, full
     messages = []
-    run._save(1, None)
+    save_checkpoint(run, 1)
     with pytest.raises(CheckpointError) as error:
         run.checkpoints.wait()
     messages.append(str(error.value))
     assert not (folder / "run" / "global_step_1").exists()
     filesystem.FileSystemWriter.write_data = write
-    run._save(2, None)  # what was left of the failed one is in nobody's way
+    save_checkpoint(run, 2)  # leftovers of the failed save are removed
     run.checkpoints.wait()
     if rank == 0:  # which gives the folder its name, when every rank has written
         assert not list((folder / "run").glob(".global_step_*"))
@@ -116,26 +114,26 @@ def test_a_failed_save_surfaces_on_every_rank(tmp_path: Path) -> None:
         assert "No space left" in message
 
 
-def resume_wrongly(rank: int, world_size: int, folder: Path, what: str) -> str:
+def resume_wrongly(rank: int, world_size: int, folder: Path, case: str) -> str:
     from hybridengine.checkpoint import CheckpointError
     from hybridengine.data import DataError
-    from hybridengine.model import ModelError
+    from hybridengine.errors import ModelError
 
     run = start_run(rank, world_size, folder)
-    if what == "save":
-        run._save(1, None)
+    if case == "save":
+        save_checkpoint(run, 1)
         run.checkpoints.wait()
         return ""
     with pytest.raises((CheckpointError, DataError, ModelError)) as error:
-        run.checkpoints.resume("path", folder / "run" / what)
+        run.checkpoints.resume("path", folder / "run" / case)
     return str(error.value)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_mismatched_checkpoints_are_refused(tmp_path: Path) -> None:
     folder = write_sft_job(tmp_path)
     run_ranks(resume_wrongly, 1, folder, "save")
     [message] = run_ranks(resume_wrongly, 1, folder, "global_step_9")
-    assert "global_step_9 is no folder" in message
+    assert "global_step_9 does not exist" in message
     write_sft_job(tmp_path, rows=17)
     [message] = run_ranks(resume_wrongly, 1, folder, "global_step_1")
     assert "prompts was 24 and is 17" in message
@@ -152,7 +150,7 @@ def resume_damaged(rank: int, world_size: int, folder: Path) -> tuple[list[str],
     run = start_run(rank, world_size, folder)
     for step in (1, 2):
         run.step(step)
-        run._save(step, None)
+        save_checkpoint(run, step)
     run.checkpoints.wait()
     if rank == 0:
         file = max((folder / "run" / "global_step_2" / "tensors").iterdir(), key=_size)
@@ -160,14 +158,14 @@ def resume_damaged(rank: int, world_size: int, folder: Path) -> tuple[list[str],
         data[1000:5000] = bytes(255 - byte for byte in data[1000:5000])
         file.write_bytes(data)
     torch.distributed.barrier()
-    found = run.checkpoints.resume("auto")
-    assert found.step == 1
+    resumed = run.checkpoints.resume("auto")
+    assert resumed.step == 1
     skipped = run.checkpoints.skipped
     with pytest.raises(CheckpointError) as by_path:
         run.checkpoints.resume("path", folder / "run" / "global_step_2")
     parameter = next(run.model.parameters())
     torch.nn.init.constant_(parameter.to_local(), float("nan"))
-    run._save(3, None)
+    save_checkpoint(run, 3)
     run.checkpoints.wait()
     torch.distributed.barrier()  # rank 0 gives the folder its name
     with pytest.raises(CheckpointError) as diverged:
@@ -179,15 +177,15 @@ def _size(file: Path) -> int:
     return file.stat().st_size
 
 
-def test_changed_bytes_and_nan_weights_are_not_resumed_from(tmp_path: Path) -> None:
+def test_damaged_or_nan_checkpoints_are_not_resumed_from(tmp_path: Path) -> None:
     folder = write_sft_job(tmp_path)
     for [reason], by_path, diverged in run_ranks(resume_damaged, 2, folder):
         assert "global_step_2: tensors/__" in reason and "is damaged" in reason
         assert reason in by_path
-        assert "global_step_3" in diverged and "not finite" in diverged
+        assert "global_step_3" in diverged and "contains NaN" in diverged
 
 
-def test_what_cannot_be_resumed_is_known_before_a_rank_starts(tmp_path: Path) -> None:
+def test_unusable_checkpoints_are_reported_before_ranks_start(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from hybridengine import cli
@@ -212,7 +210,7 @@ def test_what_cannot_be_resumed_is_known_before_a_rank_starts(tmp_path: Path) ->
     assert code == 2 and "seed was 1 and is 7" in output, output
     write_sft_job(tmp_path, width=64)
     code, output = preflight()
-    assert code == 2 and "does not fit model.path: it holds" in output, output
+    assert code == 2 and "does not fit model.path: it contains" in output, output
     [checkpoint] = find_checkpoints(folder / "run")
     write_sft_job(tmp_path)
     metadata = checkpoint.path / "tensors" / ".metadata"

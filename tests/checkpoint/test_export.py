@@ -1,4 +1,4 @@
-"""Checkpoints as Hugging Face folders: ours and verl's, on one process without a group."""
+"""Export of our and verl's checkpoints as Hugging Face folders, in one process."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typer.testing import CliRunner
 from hybridengine import cli
 from hybridengine.checkpoint import CheckpointError
 from hybridengine.checkpoint.export import export_checkpoint
-from hybridengine.model import ModelError
-from hybridengine.storage import seal
+from hybridengine.errors import ModelError
+from hybridengine.storage import write_manifest
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.tolerances import MERGED
-from tests.trainer.sft_job import start_run, write_sft_job
+from tests.trainer.sft_job import save_checkpoint, start_run, write_sft_job
 
 pytestmark = pytest.mark.multirank
 
 
 def save_and_export(rank: int, world_size: int, folder: Path, overrides: dict) -> None:
-    """A trained step, its checkpoint, and the model as the run itself writes it, in float32."""
+    """One step, its checkpoint, and the model as the run itself saves it, in float32."""
     from hybridengine.checkpoint.pretrained import save_pretrained
 
     run = start_run(rank, world_size, folder, **overrides)
     run.step(1)
-    run._save(1, None)
+    save_checkpoint(run, 1)
     run.checkpoints.wait()
     save_pretrained(run.model, run.tokenizer, folder / "online", torch.float32)
 
@@ -104,21 +104,21 @@ def test_verl_shards(tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
 
 
 def test_plain_shards(tmp_path: Path) -> None:
-    """Pieces along dim 0, and tensors that every rank holds whole."""
+    """Plain shards of dim 0, and replicated tensors."""
     model = save_tiny("qwen2", tmp_path / "model")
-    whole = AutoModelForCausalLM.from_pretrained(model)
-    whole.config.save_pretrained(tmp_path / "shards" / "huggingface")
+    model_in_memory = AutoModelForCausalLM.from_pretrained(model)
+    model_in_memory.config.save_pretrained(tmp_path / "shards" / "huggingface")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "shards" / "huggingface")
     for rank in range(2):
-        pieces = {
+        shards = {
             name: (tensor if tensor.ndim == 1 else tensor.chunk(2)[rank]).clone()
-            for name, tensor in whole.state_dict().items()
+            for name, tensor in model_in_memory.state_dict().items()
         }
-        torch.save(pieces, tmp_path / "shards" / f"model_world_size_2_rank_{rank}.pt")
+        torch.save(shards, tmp_path / "shards" / f"model_world_size_2_rank_{rank}.pt")
     export_checkpoint(tmp_path / "shards", tmp_path / "out", torch.float32)
     assert_equal(tmp_path / "out", Path(model))
     (tmp_path / "shards" / "model_world_size_2_rank_0.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"shards of ranks \[1\] of 2"):
+    with pytest.raises(CheckpointError, match=r"shards of ranks \[1\], expected 2"):
         export_checkpoint(tmp_path / "shards", tmp_path / "out", torch.float32)
 
 
@@ -145,7 +145,7 @@ def test_nothing_to_export(tmp_path: Path) -> None:
 
 
 def plain_shard(folder: Path) -> Path:
-    """A checkpoint of verl's on one rank."""
+    """A checkpoint of verl on one rank."""
     model = AutoModelForCausalLM.from_pretrained(save_tiny("llama", folder / "huggingface"))
     torch.save(model.state_dict(), folder / "model_world_size_1_rank_0.pt")
     return folder
@@ -154,7 +154,7 @@ def plain_shard(folder: Path) -> Path:
 def test_only_an_earlier_export_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What holds anything else, or is a checkpoint or the working folder, stays as it is."""
+    """Folders with other files, checkpoints and the working directory are left unchanged."""
     shards, out = plain_shard(tmp_path / "shards"), tmp_path / "out"
     used = tmp_path / "used"
     used.mkdir()
@@ -164,14 +164,14 @@ def test_only_an_earlier_export_is_replaced(
     monkeypatch.chdir(work)
     checkpoint = tmp_path / "run" / "global_step_1"
     checkpoint.mkdir(parents=True)
-    seal(checkpoint, step=1, score=None)
+    write_manifest(checkpoint, step=1, score=None)
     (tmp_path / "file").write_text("")
     refusals = {
-        used: "holds 'thesis.tex', which no export wrote",
+        used: "contains 'thesis.tex', which no export wrote",
         shards: "which no export wrote",
-        Path("."): "the working folder",
-        Path(".."): "the working folder",
-        checkpoint: "holds 'complete.json', which no export wrote",
+        Path("."): "the working directory",
+        Path(".."): "the working directory",
+        checkpoint: "contains 'complete.json', which no export wrote",
         checkpoint.parent: "which no export wrote",
         tmp_path / "file": "is a file",
     }
@@ -186,6 +186,6 @@ def test_only_an_earlier_export_is_replaced(
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     assert {f.stat().st_mode for f in out.iterdir()} == {(tmp_path / "file").stat().st_mode}
     (out / "eval.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"holds 'eval\.json'"):
+    with pytest.raises(ModelError, match=r"contains 'eval\.json'"):
         export_checkpoint(shards, out)
     assert not list(tmp_path.glob(".out.*"))

@@ -1,4 +1,4 @@
-"""N steps straight equal k steps, a kill, and the rest resumed: every weight, every metric."""
+"""N uninterrupted steps equal k steps, SIGKILL, and the rest resumed: all weights and metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.trainer.toy import toy_job
 
 pytestmark = pytest.mark.multirank
 
-# What differs between two equal runs: clocks, memory, and what those make.
+# Metrics that differ between equal runs: times, memory, and rates computed from them.
 _UNEQUAL = ("timing_s/", "perf/", "reshard/ms")
 
 
@@ -56,15 +56,15 @@ def kill_after(command: list[str], folder: Path, step: int) -> None:
 
 def assert_resume_is_exact(tmp_path: Path, command, step: int) -> None:
     """command(folder) runs the job in `folder`; it is killed after it has saved `step`."""
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    run_to_the_end(command(straight))
+    uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
+    run_to_the_end(command(uninterrupted))
     kill_after(command(broken), broken, step)
     assert not (broken / "final").exists()
     output = run_to_the_end(command(broken))
     assert "resumed after step" in output
-    assert metrics(broken) == metrics(straight)
+    assert metrics(broken) == metrics(uninterrupted)
     weights = "final/model.safetensors"
-    assert (broken / weights).read_bytes() == (straight / weights).read_bytes()
+    assert (broken / weights).read_bytes() == (uninterrupted / weights).read_bytes()
 
 
 def test_sft(tmp_path: Path) -> None:

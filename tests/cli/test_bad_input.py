@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence and exit code 2, before any rank starts and any file is written."""
+"""Bad input: one line and exit code 2, before a rank starts or a file is written."""
 
 import json
 from pathlib import Path
@@ -9,53 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from tests.tiny_models import save_tiny
-
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
-ROW = {
-    "data_source": "toy",
-    "prompt": [{"role": "user", "content": "w3 w4 w5"}],
-    "reward_model": {"ground_truth": "w6"},
-}
+from tests.cli.conftest import PROMPT, refusal
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny("llama", tmp_path_factory.mktemp("model"))  # 4 heads, 2 key-value heads
-
-
-@pytest.fixture
-def job(model, tmp_path):
-    """A function that runs `hybridengine grpo --dry-run` with a good job and some overrides."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n" * 4)
-    (tmp_path / "config.yaml").write_text(
-        f"model: {{path: {model}}}\n"
-        f"data: {{train_files: {tmp_path}/rows.jsonl, train_batch_size: 4, max_prompt_length: 8,\n"
-        "  max_response_length: 4}\n"
-        f"reward: {{custom_reward_function: {{path: {tmp_path}/reward.py}}}}\n"
-        f"trainer: {{n_gpus_per_node: 1, default_local_dir: {tmp_path}/run}}\n"
-    )
-
-    def run(*overrides: str, dry_run: bool = True):
-        flags = ["--dry-run"] if dry_run else []
-        arguments = ["grpo", str(tmp_path / "config.yaml"), *overrides, *flags]
-        return CliRunner().invoke(cli.app, arguments)
-
-    return run
-
-
-def refusal(result) -> str:
-    """The one sentence on stderr of a refused job."""
-    assert result.exit_code == 2, result.output
-    [line] = result.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert result.stdout == ""
-    return line
-
-
-def test_a_good_job_passes_and_prints_its_plan(job, tmp_path):
-    result = job("rollout.n=2")
+def test_a_good_job_passes_and_prints_its_plan(dry_run, tmp_path):
+    result = dry_run("rollout.n=2")
     assert result.exit_code == 0, result.output
     assert "4 prompts, 8 responses, 1 optimizer step" in result.stdout
     assert "4 prompts, 1 steps per epoch, 1 in all" in result.stdout
@@ -77,27 +35,27 @@ def test_a_good_job_passes_and_prints_its_plan(job, tmp_path):
         ("reward.custom_reward_function.path={dir}/none.py", ["none.py does not exist"]),
         ("reward.custom_reward_function.name=score", ["no function 'score'", "compute_score"]),
         ("rollout.tensor_model_parallel_size=3", ["tensor_model_parallel_size is 3", "1 ranks"]),
-        ("trainer.default_local_dir={dir}/reward.py/run", ["reward.py", "no writable folder"]),
+        ("trainer.default_local_dir={dir}/reward.py/run", ["reward.py", "is not writable"]),
     ],
 )
-def test_refused(job, tmp_path, override, words):
-    line = refusal(job(override.format(dir=tmp_path)))
+def test_refused(dry_run, tmp_path, override, words):
+    line = refusal(dry_run(override.format(dir=tmp_path)))
     for word in words:
         assert word in line
     assert not (tmp_path / "run").exists()
 
 
-def test_what_plain_generate_cannot_do(job):
+def test_options_that_plain_generate_lacks(dry_run):
     plain = ["rollout.name=hf", "model.lora_rank=4", "reshard.lora=adapters"]
-    assert "reshard.lora=adapters needs vLLM" in refusal(job(*plain))
+    assert "reshard.lora=adapters needs vLLM" in refusal(dry_run(*plain))
     ranks = ["trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2"]
-    line = refusal(job("rollout.name=hf", *ranks))
+    line = refusal(dry_run("rollout.name=hf", *ranks))
     assert "rollout.tensor_model_parallel_size above 1 needs vLLM" in line
 
 
-def test_tp_size_must_divide_the_heads(job):
+def test_tp_size_must_divide_the_heads(dry_run):
     ranks = ["trainer.n_gpus_per_node=3", "rollout.tensor_model_parallel_size=3"]
-    line = refusal(job(*ranks, "data.train_batch_size=3"))
+    line = refusal(dry_run(*ranks, "data.train_batch_size=3"))
     assert "does not divide the model's 4 attention heads" in line
     assert "choose one of [1, 2, 4]" in line
 
@@ -116,39 +74,39 @@ def test_tp_size_must_divide_the_heads(job):
         ("import sys; sys.exit(0)", ["raised SystemExit: 0 at", "reward.py:2", "prompt 'w3 w4 w5"]),
     ],
 )
-def test_reward_functions_that_fail(job, tmp_path, source, words):
+def test_reward_functions_that_fail(dry_run, tmp_path, source, words):
     definition = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
     (tmp_path / "reward.py").write_text(definition + source)
-    line = refusal(job())
+    line = refusal(dry_run())
     for word in words:
         assert word in line
 
 
-def test_rows_without_a_rule_need_a_function(job, tmp_path):
+def test_rows_without_a_rule_need_a_function(dry_run, tmp_path):
     """Also where only a later row has no rule."""
-    line = refusal(job("reward.custom_reward_function.path=[]"))
+    line = refusal(dry_run("reward.custom_reward_function.path=[]"))
     assert "no rule for data_source 'toy'" in line and "openai/gsm8k" in line
-    gsm8k = ROW | {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "18"}}
+    gsm8k = PROMPT | {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "18"}}
     rows = [gsm8k] * 4
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert job("reward.custom_reward_function.path=[]").exit_code == 0
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*rows, ROW]))
-    line = refusal(job("reward.custom_reward_function.path=[]"))
+    assert dry_run("reward.custom_reward_function.path=[]").exit_code == 0
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*rows, PROMPT]))
+    line = refusal(dry_run("reward.custom_reward_function.path=[]"))
     assert "no rule for data_source 'toy'" in line
 
 
-def test_data_that_is_no_text(job, tmp_path):
+def test_half_of_a_surrogate_pair(dry_run, tmp_path):
     with (tmp_path / "rows.jsonl").open("a") as rows:
-        rows.write(json.dumps(ROW | {"extra_info": {"name": "\ud83d"}}))
-    line = refusal(job())
+        rows.write(json.dumps(PROMPT | {"extra_info": {"name": "\ud83d"}}))
+    line = refusal(dry_run())
     assert "rows.jsonl, line 5 has '\\ud83d', half of a surrogate pair" in line
 
 
-def test_malformed_parquet(job, tmp_path):
-    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "cut.parquet")
-    whole = (tmp_path / "cut.parquet").read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    line = refusal(job(f"data.train_files={tmp_path}/cut.parquet"))
+def test_malformed_parquet(dry_run, tmp_path):
+    pq.write_table(pa.Table.from_pylist([PROMPT]), tmp_path / "cut.parquet")
+    content = (tmp_path / "cut.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(content[: len(content) // 2])
+    line = refusal(dry_run(f"data.train_files={tmp_path}/cut.parquet"))
     assert "cut.parquet is not a readable parquet file" in line
 
 
@@ -157,14 +115,14 @@ def test_missing_config():
     assert refusal(result) == "error: config file none.yaml does not exist; check the path"
 
 
-def test_several_nodes_need_torchrun(job):
-    assert "start this command under torchrun" in refusal(job("trainer.nnodes=2", dry_run=False))
+def test_several_nodes_need_torchrun(dry_run):
+    assert "start this command under torchrun" in refusal(dry_run("trainer.nnodes=2", flags=()))
 
 
-def test_torchruns_world_must_match(job, monkeypatch):
+def test_the_world_size_of_torchrun_must_match(dry_run, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "torchrun started 4 ranks" in refusal(job(dry_run=False))
+    assert "torchrun started 4 ranks" in refusal(dry_run(flags=()))
 
 
 def test_env_lists_versions_and_kernels():

@@ -1,4 +1,4 @@
-"""Help, the list of keys and a wrong setting need neither torch nor a second of loading it."""
+"""Help, the list of keys and a wrong setting do not import torch."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def test_keys_lists_every_key_with_its_meaning():
     assert "1e-05" in lines["critic.optim.lr"]
 
 
-def test_notes_and_errors_are_told_apart(tmp_path):
+def test_an_error_comes_without_notes(tmp_path):
     settings = ["model.path=m", "data.train_files=t.jsonl", "rollout.n=x"]
     ignored = "actor_rollout_ref.model.use_remove_padding=True"
     result = CliRunner().invoke(cli.app, ["grpo", *settings, ignored])

@@ -1,4 +1,4 @@
-"""What a dry run finds in model, data and engine settings: one sentence each, before a rank."""
+"""Errors that a dry run reports about model, data and engine, one line each."""
 
 import json
 import shutil
@@ -8,71 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from hybridengine import cli
-from hybridengine.checkpoint.folders import partial, publish
+from hybridengine.checkpoint.folders import partial_folder, publish
 from hybridengine.config import load_sft_config
-from hybridengine.model.checking import check_model, longest_sequence
-from hybridengine.model.weight_files import check_weights
+from hybridengine.model.validation import check_model, check_weights, longest_sequence
 from hybridengine.trainer.plan import start_of
+from tests.cli.conftest import refusal
 from tests.tiny_models import save_tiny, tiny_config
 
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
-PROMPT = {
-    "data_source": "toy",
-    "prompt": [{"role": "user", "content": "w3 w4 w5"}],
-    "reward_model": {"ground_truth": "w6"},
-}
 WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 TENSOR = "model.layers.0.mlp.down_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    return Path(save_tiny("llama", tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def model(saved, tmp_path) -> Path:
-    """A copy of a good model, to be damaged."""
-    return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-@pytest.fixture
-def dry_run(model, tmp_path) -> Callable:
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(PROMPT)}\n" * 4)
-    (tmp_path / "chats.jsonl").write_text('{"prompt": "w3 w4", "response": "w5 w6 w7"}\n' * 4)
-    common = [
-        f"model.path={model}",
-        "data.train_batch_size=4",
-        f"trainer.default_local_dir={tmp_path}/run",
-    ]
-    jobs = {
-        "grpo": [
-            f"data.train_files={tmp_path}/rows.jsonl",
-            "data.max_prompt_length=8",
-            "data.max_response_length=4",
-            f"reward.custom_reward_function.path={tmp_path}/reward.py",
-            "rollout.name=hf",
-        ],
-        "sft": [f"data.train_files={tmp_path}/chats.jsonl", "data.max_length=64"],
-    }
-
-    def run(*overrides: str, kind: str = "grpo"):
-        arguments = [kind, *common, *jobs[kind], *overrides, "--dry-run"]
-        merged = {o.split("=")[0]: o for o in arguments}
-        return CliRunner().invoke(cli.app, [*merged.values()])
-
-    return run
-
-
-def refusal(result) -> str:
-    assert result.exit_code == 2, (result.output, result.exception)
-    [line] = result.stderr.splitlines()
-    assert line.startswith("error: ") and "Traceback" not in result.output
-    return line
 
 
 def rewrite(change: Callable[[dict[str, torch.Tensor]], object], file: Path) -> None:
@@ -86,20 +32,20 @@ def cut(file: Path, size: int) -> None:
 
 
 DAMAGES = {
-    "truncated": (lambda m: cut(m / WEIGHTS, -100), ["model.safetensors", "expected", "copy it"]),
-    "empty": (lambda m: cut(m / WEIGHTS, 0), ["model.safetensors", "has 0 bytes"]),
-    "header cut": (lambda m: cut(m / WEIGHTS, 50), ["has 50 bytes, less than its own header"]),
+    "truncated": (lambda m: cut(m / WEIGHTS, -100), [WEIGHTS, "not fully covered", "copy it"]),
+    "empty": (lambda m: cut(m / WEIGHTS, 0), ["model.safetensors", "(0 bytes)"]),
+    "header cut": (lambda m: cut(m / WEIGHTS, 50), ["(50 bytes) cannot be read", "copy it"]),
     "a pointer": (
         lambda m: (m / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"),
         ["Git LFS"],
     ),
     "no header": (
         lambda m: (m / WEIGHTS).write_bytes((8).to_bytes(8, "little") + b"nonsense"),
-        ["is no safetensors file"],
+        ["cannot be read", "invalid JSON"],
     ),
     "grown": (
         lambda m: (m / WEIGHTS).write_bytes((m / WEIGHTS).read_bytes() + b"0"),
-        ["bytes, expected"],
+        ["not fully covered"],
     ),
     "missing tensor": (
         lambda m: rewrite(lambda w: w.pop(TENSOR), m / WEIGHTS),
@@ -107,34 +53,23 @@ DAMAGES = {
     ),
     "misshapen tensor": (
         lambda m: rewrite(lambda w: w.update({TENSOR: w[TENSOR][:7].clone()}), m / WEIGHTS),
-        [TENSOR, "is [7, 96]", "makes it [128, 96]"],
+        [TENSOR, "has shape [7, 96]", "expected [128, 96]"],
     ),
-    "index no JSON": (
-        lambda m: (m / "model.safetensors.index.json").write_text("{"),
-        ["model.safetensors.index.json is no index"],
-    ),
-    "index a list": (
-        lambda m: (m / "model.safetensors.index.json").write_text("[1]"),
-        ["model.safetensors.index.json is no index"],
-    ),
+    "index no JSON": (lambda m: (m / INDEX).write_text("{"), [f"{INDEX} is not a valid index"]),
+    "index a list": (lambda m: (m / INDEX).write_text("[1]"), [f"{INDEX} is not a valid index"]),
     "index without map": (
-        lambda m: (m / "model.safetensors.index.json").write_text("{}"),
-        ["is no index", "weight_map"],
+        lambda m: (m / INDEX).write_text("{}"),
+        ["is not a valid index", "weight_map"],
     ),
     "index names others": (
-        lambda m: (m / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {TENSOR: "model-00001-of-00002.safetensors"}})
-        ),
-        ["lacks 'model-00001-of-00002.safetensors'"],
+        lambda m: (m / INDEX).write_text(json.dumps({"weight_map": {TENSOR: "other.safetensors"}})),
+        ["lacks 'other.safetensors'"],
     ),
     "no tokenizer": (
         lambda m: [f.unlink() for f in m.glob("tokenizer*")],
-        ["has no tokenizer that can be read"],
+        ["the tokenizer of model"],
     ),
-    "tokenizer cut": (
-        lambda m: cut(m / "tokenizer.json", 200),
-        ["has no tokenizer that can be read"],
-    ),
+    "tokenizer cut": (lambda m: cut(m / "tokenizer.json", 200), ["the tokenizer of model"]),
 }
 
 
@@ -150,7 +85,7 @@ def test_damaged_models(dry_run, model, damage):
         assert line == refusal(dry_run(kind="sft"))
 
 
-def test_a_shard_that_lacks_what_its_index_names(dry_run, model):
+def test_a_shard_without_a_tensor_of_the_index(dry_run, model):
     weights = load_file(model / WEIGHTS)
     (model / WEIGHTS).unlink()
     names = sorted(weights)
@@ -158,21 +93,19 @@ def test_a_shard_that_lacks_what_its_index_names(dry_run, model):
     for file, kept in parts.items():
         save_file({n: weights[n] for n in kept if n != TENSOR}, model / file, {"format": "pt"})
     index = {name: file for file, kept in parts.items() for name in kept}
-    (model / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": index})
-    )
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     line = refusal(dry_run())
     assert str(model) in line and TENSOR in line
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma2"])
 def test_good_models_pass(tmp_path, kind):
-    """Tied heads, fused experts and other names on disk are no fault."""
+    """Tied heads, fused experts and other names on disk are valid."""
     path = save_tiny(kind, tmp_path / kind)
     check_weights(path, check_model(path))
 
 
-def test_more_tokens_than_the_embedding_has_rows(dry_run, model):
+def test_token_ids_beyond_the_vocabulary(dry_run, model):
     vocabulary = json.loads((model / "tokenizer.json").read_text())
     vocabulary["model"]["vocab"]["w5"] = 101
     (model / "tokenizer.json").write_text(json.dumps(vocabulary))
@@ -181,7 +114,7 @@ def test_more_tokens_than_the_embedding_has_rows(dry_run, model):
         assert "token id 101" in line and "vocabulary has 101 tokens" in line
 
 
-def test_longer_than_the_model(dry_run, tmp_path):
+def test_sequences_longer_than_the_model_supports(dry_run, tmp_path):
     line = refusal(dry_run("data.max_response_length=505"))
     assert "has 513 tokens, but the model was made for 512" in line
     assert "data.max_prompt_length or data.max_response_length" in line
@@ -214,7 +147,7 @@ def test_the_limit_with_scaled_rotary_positions(rope, limit):
     assert longest_sequence(config) == limit
 
 
-def test_target_modules_that_are_not_there(dry_run):
+def test_target_modules_that_do_not_exist(dry_run):
     lora = "model.lora_rank=4"
     for kind in ("grpo", "sft"):
         line = refusal(dry_run(lora, "model.target_modules=[q_proj,qproj]", kind=kind))
@@ -239,18 +172,18 @@ def test_a_cache_larger_than_the_memory(dry_run):
         ("load_format=auto", ["load_format is set by the trainer"]),
     ],
 )
-def test_options_of_the_engine(dry_run, override, words):
+def test_invalid_engine_options(dry_run, override, words):
     line = refusal(dry_run("rollout.name=vllm", f"rollout.engine_kwargs.vllm.{override}"))
     for word in ("rollout.engine_kwargs.vllm", *words):
         assert word in line
 
 
-def test_options_of_vllm_for_plain_generate(dry_run):
+def test_engine_options_need_vllm(dry_run):
     line = refusal(dry_run("rollout.engine_kwargs.vllm.block_size=16"))
     assert "plain generate" in line
 
 
-def test_the_plan_says_where_the_run_starts(dry_run, tmp_path):
+def test_the_plan_contains_the_start_step(dry_run, tmp_path):
     assert start_row(dry_run(kind="sft")) == "starts anew"
     job = load_sft_config(
         None,
@@ -262,25 +195,27 @@ def test_the_plan_says_where_the_run_starts(dry_run, tmp_path):
         ],
     )
     assert start_of(job, 40) == "starts anew"
-    written = partial(tmp_path / "run", 4)
-    written.mkdir(parents=True)
-    (written / "state.json").write_text("{}")
-    publish(tmp_path / "run", 4, None)
+    publish_empty(tmp_path / "run")
     where = f"resumes after step 4, {tmp_path}/run/global_step_4"
     assert start_of(job, 40) == where
     assert start_of(job, 16) == f"{where}; all 4 steps are done"
 
 
-def test_a_resume_that_cannot_work(dry_run, tmp_path):
-    written = partial(tmp_path / "run", 4)
-    written.mkdir(parents=True)
-    (written / "state.json").write_text("{}")
-    publish(tmp_path / "run", 4, None)
+def test_a_checkpoint_that_does_not_fit(dry_run, tmp_path):
+    publish_empty(tmp_path / "run")
     for kind in ("grpo", "sft"):
         line = refusal(dry_run(kind=kind))
-        assert "global_step_4 holds no state of 'loader'" in line
+        assert "global_step_4 has no state of 'loader'" in line
         again = dry_run("trainer.resume_mode=disable", kind=kind)
         assert start_row(again) == "starts anew"
+
+
+def publish_empty(run: Path) -> None:
+    """Write a checkpoint of step 4 without any state."""
+    written = partial_folder(run, 4)
+    written.mkdir(parents=True)
+    (written / "state.json").write_text("{}")
+    publish(run, 4, None)
 
 
 def start_row(result) -> str:
@@ -289,7 +224,7 @@ def start_row(result) -> str:
     return row.removeprefix("start").strip()
 
 
-def test_faults_of_model_data_and_engine_are_one_report(dry_run, tmp_path):
+def test_errors_of_model_data_and_engine_are_one_report(dry_run, tmp_path):
     result = dry_run(
         "model.lora_rank=4",
         "model.target_modules=[qproj]",
@@ -309,8 +244,8 @@ def test_seeds_above_the_limit(dry_run):
     assert dry_run(f"seed={2**32 - 1}").exit_code == 0
 
 
-def test_disk_space_in_units_a_person_reads(dry_run, monkeypatch):
+def test_disk_space_in_readable_units(dry_run, monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     line = refusal(dry_run())
-    assert "has 1000 bytes free where" in line and "KiB are needed" in line
+    assert "has 1000 bytes free, needs" in line and "KiB" in line

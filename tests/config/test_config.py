@@ -1,4 +1,4 @@
-"""The configuration: what loads, what is refused, and that every refusal is one helpful line."""
+"""Loading a configuration: values, overrides, and one line for every error."""
 
 import re
 from functools import reduce
@@ -28,8 +28,8 @@ PATH_NAMES = {
     "path", "model_path", "train_files", "val_files", "external_lib", "chat_template",
     "resume_from_path", "default_local_dir", "rollout_data_dir",
 }  # fmt: skip
-RESUMED = "trainer.resume_mode=path"
-BESIDE = {GRPOConfig: ["reward.reward_model.enable=true", RESUMED], SFTConfig: [RESUMED]}
+RESUME = "trainer.resume_mode=path"
+WITH_PATHS = {GRPOConfig: ["reward.reward_model.enable=true", RESUME], SFTConfig: [RESUME]}
 
 
 def load(*overrides: str) -> GRPOConfig:
@@ -41,7 +41,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_overrides_win_over_the_file(tmp_path):
+def test_overrides_replace_values_of_the_file(tmp_path):
     file = write(tmp_path / "c.yaml", "actor: {optim: {lr: 1e-5}, grad_clip: 2}\nseed: 7\n")
     config = load_config(file, [*NEEDED, "actor.optim.lr=3e-6", "trainer.logger=[console]"])
     assert config.actor.optim.lr == 3e-6
@@ -50,7 +50,7 @@ def test_overrides_win_over_the_file(tmp_path):
     assert config.seed == 7
 
 
-def test_verls_paths_reach_ours():
+def test_verl_prefixes_are_renamed():
     config = load(
         "actor_rollout_ref.actor.optim.lr=2e-6",
         "actor_rollout_ref.rollout.n=3",
@@ -69,7 +69,7 @@ def test_yaml_round_trip(tmp_path):
     assert load_config(file) == config
 
 
-def test_fallbacks():
+def test_null_falls_back_to_other_keys():
     config = load("data.train_batch_size=6", "actor.clip_ratio_high=0.28")
     assert config.ppo_mini_batch_size == 6
     assert config.clip_ratios == (0.2, 0.28)
@@ -113,7 +113,7 @@ def test_fallbacks():
         ("actor.optim.betas=[0.9, 1.5]", "betas is .0.9, 1.5.: input should be less than"),
         ("data.train_batch_size", "is not `key=value`"),
         ("actor.ppo_mini_batch_size=48", "does not divide data.train_batch_size 64"),
-        ("actor.ppo_max_token_len_per_gpu=100", "less than one longest sequence of 1024"),
+        ("actor.ppo_max_token_len_per_gpu=100", "less than the longest sequence of 1024"),
         ("rollout.max_model_len=100", "less than data.max_prompt_length"),
         ("rollout.tensor_model_parallel_size=2", "does not divide the 1 ranks"),
         ("rollout.val_kwargs.n=4", "greedy responses are all equal"),
@@ -143,7 +143,7 @@ def test_required_keys(key):
         load_config(None, [o for o in NEEDED if not o.startswith(key)])
 
 
-def test_the_same_key_under_both_names(tmp_path):
+def test_a_key_under_both_names_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"rollout\.n is given twice"):
         load("rollout.n=2", "actor_rollout_ref.rollout.n=3")
 
@@ -209,14 +209,14 @@ def test_bounds_of_the_rollout_correction():
     assert load().algorithm.rollout_correction.is_bounds == (None, 2.0)
 
 
-def test_every_fault_is_reported_at_once():
+def test_all_errors_are_reported_at_once():
     with pytest.raises(ConfigError) as error:
         load(
             "rollout.n=four",
             "actor.grad_clip=-1",
             "actor.clip_rato=0.1",
             "data.train_batch_size=7.5",
-            "actor.ppo_mini_batch_size=48",  # may divide what the batch size was meant to be
+            "actor.ppo_mini_batch_size=48",  # not reported: the batch size is wrong itself
             "rollout.val_kwargs.n=4",
             "reward.weights=[1,2]",
             "loose",
@@ -235,31 +235,31 @@ def test_every_fault_is_reported_at_once():
         assert sum(key in line for line in lines) == 1, (key, lines)
 
 
-def test_a_misspelt_required_key_is_one_fault():
+def test_a_misspelt_required_key_is_one_error():
     with pytest.raises(ConfigError, match=r"model\.pth .* did you mean model\.path") as error:
         load_config(None, ["model.pth=m", "data.train_files=a.jsonl"])
     assert len(error.value.faults) == 1
 
 
 @pytest.mark.parametrize("key", ["rollout.load", "data.return_chats", "critic.model.packing"])
-def test_no_suggestion_is_better_than_a_wrong_one(key):
+def test_no_suggestion_for_a_distant_key(key):
     with pytest.raises(ConfigError) as error:
         load(f"{key}=1")
     assert "did you mean" not in str(error.value)
 
 
-def test_hydras_plus_and_plain_texts_for_lists():
+def test_hydra_prefixes_and_a_text_for_a_list():
     config = load("+rollout.n=3", "++seed=5", "trainer.logger=console", "data.val_files=v.jsonl")
     assert (config.rollout.n, config.seed) == (3, 5)
     assert config.trainer.logger == ("console",) and config.data.val_files == ("v.jsonl",)
 
 
-def test_home_in_every_path(monkeypatch):
+def test_home_is_expanded_in_every_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     for load_any, schema in ((load_config, GRPOConfig), (load_sft_config, SFTConfig)):
         keys = [key for key, _ in keys_of(schema)]
         paths = [k for k in keys if k.rsplit(".")[-1] in PATH_NAMES]
-        config = load_any(None, [*NEEDED[:2], *(f"{k}=~/x" for k in paths), *BESIDE[schema]])
+        config = load_any(None, [*NEEDED[:2], *(f"{k}=~/x" for k in paths), *WITH_PATHS[schema]])
         for key in paths:
             value = reduce(getattr, key.split("."), config)
             assert value in ("/home/someone/x", ("/home/someone/x",)), key
@@ -267,7 +267,7 @@ def test_home_in_every_path(monkeypatch):
     assert config.data.train_files == ("/home/someone/a", "b")
 
 
-def test_free_mappings():
+def test_mappings_with_free_keys():
     config = load(
         "rollout.engine_kwargs.vllm.block_size=32",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.level=3",

@@ -11,7 +11,7 @@ from hybridengine.config import PPO, GRPOConfig, SFTConfig, keys_of, load_config
 from hybridengine.config.reference import key_reference
 
 NEEDED = ["model.path=model", "data.train_files=train.jsonl"]
-# Values that other keys have to go with, or that the type alone does not tell.
+# Values that the type does not determine; None: keys that need other keys too.
 VALUES = {
     "actor.optim.betas": "[0.5,0.6]",
     "optim.betas": "[0.5,0.6]",
@@ -49,7 +49,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def other_value(key: str, type_: str, default: Any) -> str | None:
-    """Something that `key` may be and by default is not; None where only other keys allow it."""
+    """Return a valid value that is not the default; None where it needs other keys."""
     if key in VALUES:
         return VALUES[key]
     if key.endswith(DIVISORS):
@@ -93,8 +93,8 @@ def test_setting_one_key_changes_that_key_only(kind):
 
 
 @pytest.mark.parametrize("schema", [GRPOConfig, SFTConfig])
-def test_a_section_is_its_class_without_arguments(schema):
-    """The cause: a default object with other values would lose them when one key is set."""
+def test_a_group_is_its_class_without_arguments(schema):
+    """Otherwise setting one key would reset the other defaults of its group."""
 
     def check(section: Any, name: str) -> None:
         assert section == type(section)(), name
@@ -105,7 +105,7 @@ def test_a_section_is_its_class_without_arguments(schema):
     check(schema(), schema.__name__)
 
 
-def test_the_defaults_that_were_lost():
+def test_defaults_of_derived_groups_are_kept():
     sft = load_sft_config(None, [*NEEDED, "optim.weight_decay=0.1"])
     assert sft.optim.lr == load_sft_config(None, NEEDED).optim.lr == 1e-5
     grpo = load_config(None, [*NEEDED, "critic.optim.lr_warmup_steps=10"])

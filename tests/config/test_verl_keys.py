@@ -1,4 +1,4 @@
-"""verl's keys, pasted: each is ours, mapped, ignored with a reason, or refused with a sentence."""
+"""verl's keys: each is native, renamed, ignored with a reason, or refused with a sentence."""
 
 import importlib.util
 import warnings
@@ -138,7 +138,7 @@ OLD_SFT = """
     ids=["grpo", "lora", "ppo", "dapo", "sft", "old_sft"],
 )
 def test_a_pasted_script_runs(script, load):
-    """Every key is taken, or named in a note with a reason; few lines are printed."""
+    """Every key is accepted, or named in one of a few notes with a reason."""
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always", ConfigNote)
         load(None, script.split())
@@ -147,7 +147,7 @@ def test_a_pasted_script_runs(script, load):
     assert len(texts) <= 14
 
 
-def test_a_note_names_every_key_of_one_reason():
+def test_one_note_per_reason():
     with pytest.warns(ConfigNote) as notes:
         load_config(None, GRPO.split())
     [packed] = [str(note.message) for note in notes if "packed" in str(note.message)]
@@ -174,11 +174,11 @@ def test_a_note_names_every_key_of_one_reason():
         ("actor_rollout_ref.rollout.prompt_length=100", "data.max_prompt_length, which is 512"),
         ("+custom_reward_function.reward_kwargs.scale=2", "into the reward function"),
         ("data.train_max_samples=100", "write fewer rows"),
-        ("algorithm.use_pf_ppo=True", "is not done here"),
+        ("algorithm.use_pf_ppo=True", "is not supported"),
         ("trainer.device=npu", "GPUs"),
     ],
 )
-def test_what_changes_results_is_refused(override, reason):
+def test_keys_that_change_results_are_refused(override, reason):
     needed = ["model.path=m", "data.train_files=t.jsonl"]
     with pytest.raises(ConfigError) as error:
         load_config(None, [*needed, override])
@@ -193,7 +193,7 @@ def test_shared_settings_may_be_repeated():
 
 
 def without_references(node: Any) -> Any:
-    """As verl's YAML, its references to other keys left out."""
+    """Return verl's YAML without references to other keys."""
     if isinstance(node, dict):
         return {name: without_references(value) for name, value in node.items()}
     return None if isinstance(node, str) and ("${" in node or node == "???") else node
@@ -201,7 +201,7 @@ def without_references(node: Any) -> Any:
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
 def test_verls_own_defaults_are_all_known(tmp_path):
-    """All keys of its two trainers, at their defaults: none is unknown, and hardly one refused."""
+    """No key of verl's two trainers is unknown, and few are refused at their defaults."""
     spec = importlib.util.find_spec("verl")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "trainer" / "config"
@@ -213,7 +213,7 @@ def test_verls_own_defaults_are_all_known(tmp_path):
     for group, name in (("model", "model/hf_model"), ("engine", "engine/fsdp"),
                         ("optim", "optim/fsdp"), ("profiler", "profiler/profiler")):  # fmt: skip
         sft[group] = read(name)
-    refused = {  # what verl's null or 0 stands for is another setting here
+    refused = {  # null or 0 has another meaning in verl
         "data.tools_key",
         "data.enable_thinking_key",
         "algorithm.filter_groups.max_num_gen_batches",
@@ -221,10 +221,7 @@ def test_verls_own_defaults_are_all_known(tmp_path):
         "reward.reward_model.model_path",
         "trainer.default_local_dir",
     }
-    for load, tree in (
-        (load_config, read("_generated_ppo_trainer")),
-        (load_sft_config, sft),
-    ):
+    for load, tree in ((load_config, read("_generated_ppo_trainer")), (load_sft_config, sft)):
         tree["trainer"]["logger"] = "console"
         file = tmp_path / "verl.yaml"
         file.write_text(yaml.safe_dump(tree))

@@ -1,16 +1,10 @@
-"""A tokenizer built on the spot: one token per whitespace-separated word, verl's chat schema."""
-
-import json
-from pathlib import Path
+"""A tokenizer with one token per whitespace-separated word."""
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant{% endif %}"
-)
+from tests.data.rows import TEMPLATE
 
 
 @pytest.fixture(scope="session")
@@ -21,20 +15,3 @@ def tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", chat_template=TEMPLATE
     )
-
-
-def row(content: str = "1 2 3", truth: str = "6", **extra) -> dict:
-    chat = [{"role": "user", "content": content}]
-    return {
-        "data_source": "sums",
-        "prompt": chat,
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": "train"},
-        **extra,
-    }
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return str(path)

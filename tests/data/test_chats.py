@@ -6,16 +6,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridengine.config.schema import DataConfig
-from hybridengine.config.sft import SFTDataConfig
+from hybridengine.config import DataConfig, SFTDataConfig
 from hybridengine.data import DataError, PromptDataset, chats
-from hybridengine.data.chats import ChatTemplate, chat_of
-from hybridengine.data.sft import SFTDataset
-from tests.data.conftest import row, write_jsonl
+from hybridengine.data.chats import ChatTemplate, parse_chat
+from hybridengine.data.conversations import SFTDataset
+from hybridengine.data.files import read_files
+from tests.data.rows import row, write_jsonl
 
 
 def chat(value):
-    return chat_of("here", {"c": value}, "c")
+    return parse_chat("here", {"c": value}, "c")
 
 
 def test_sharegpt_is_a_chat():
@@ -38,7 +38,7 @@ def test_sharegpt_in_files(tokenizer, tmp_path):
     assert prompt.prompt_text == "user 1 2 assistant"
 
 
-def test_what_parquet_fills_with_null_is_left_out(tmp_path):
+def test_nulls_of_parquet_are_dropped(tmp_path):
     """A column of structs has all keys in every message."""
     calls = [{"name": "f", "arguments": "{}"}]
     given = [
@@ -47,8 +47,8 @@ def test_what_parquet_fills_with_null_is_left_out(tmp_path):
         {"role": "tool", "content": "2", "name": "f"},
     ]
     pq.write_table(pa.Table.from_pylist([{"c": given}]), tmp_path / "a.parquet")
-    [(_, parsed)] = chats.rows_of(str(tmp_path / "a.parquet"))
-    assert chat_of("here", parsed, "c") == chat(given) == given
+    [(_, parsed)] = read_files(str(tmp_path / "a.parquet"))
+    assert parse_chat("here", parsed, "c") == chat(given) == given
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_parquet_fills_with_null_is_left_out(tmp_path):
         ([{"from": 3, "value": "1"}], "turn 0: role is 3"),
     ],
 )
-def test_what_is_no_chat(value, message):
+def test_values_that_are_not_chats(value, message):
     with pytest.raises(DataError, match=message):
         chat(value)
 
@@ -105,8 +105,8 @@ def test_templates_that_fail(tokenizer, template, message):
     assert len(str(error.value)) < 400
 
 
-def test_a_template_that_loops_is_ended(tokenizer, monkeypatch):
-    monkeypatch.setattr(chats, "_RENDER_S", 0.2)
+def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch):
+    monkeypatch.setattr(chats, "_RENDER_TIMEOUT_S", 0.2)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(DataError, match=r"TimeoutError: no text within 0\.2 s; does it loop"):
         render(tokenizer, loop)
@@ -114,18 +114,18 @@ def test_a_template_that_loops_is_ended(tokenizer, monkeypatch):
         render(tokenizer, "{{ 1 }}", tokenize=True)
 
 
-def test_an_alarm_of_the_callers_own_still_rings(tokenizer):
+def test_an_alarm_of_the_caller_still_fires(tokenizer):
     import signal
 
-    rung = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    fired = []
+    before = signal.signal(signal.SIGALRM, lambda *_: fired.append(time.monotonic()))
     outer = signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         assert render(tokenizer, "{{ 1 }}") == "1"
         deadline = time.monotonic() + 30
-        while not rung and time.monotonic() < deadline:
+        while not fired and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert rung
+        assert fired
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *outer)

@@ -1,13 +1,13 @@
-"""Which tokens SFT learns: golden ids for shift, turns and EOS."""
+"""The loss mask of conversations: golden ids for shift, turns and EOS."""
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridengine.config.sft import SFTDataConfig
+from hybridengine.config import SFTDataConfig
 from hybridengine.data import DataError
-from hybridengine.data.sft import SFTDataset
-from tests.data.conftest import write_jsonl
+from hybridengine.data.conversations import SFTDataset
+from tests.data.rows import write_jsonl
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -39,10 +39,10 @@ def read(tmp_path, tokenizer, rows, **settings):
     return SFTDataset(files, tokenizer, SFTDataConfig(train_files=files, **settings))
 
 
-def learnt(tokenizer, sample) -> list[str]:
-    """Every token that is learnt, with the token that it follows."""
+def trained_on(tokenizer, sample) -> list[str]:
+    """Each token in the loss mask, with the token before it."""
     words = tokenizer.convert_ids_to_tokens(list(sample.ids))
-    return [f"{words[i - 1]}→{words[i]}" for i in range(len(words)) if sample.is_target[i]]
+    return [f"{words[i - 1]}→{words[i]}" for i in range(len(words)) if sample.loss_mask[i]]
 
 
 def test_prompt_and_response(tmp_path, chatml):
@@ -52,9 +52,9 @@ def test_prompt_and_response(tmp_path, chatml):
         *("<|im_start|>", "user", "\n", "1", "2", "<|im_end|>", "\n"),
         *("<|im_start|>", "assistant", "\n", "3", "4", "<|im_end|>", "\n"),
     ]
-    # The first word follows the prompt's last token, EOS is learnt, the line break after it is not.
-    assert learnt(chatml, sample) == ["\n→3", "3→4", "4→<|im_end|>"]
-    assert sample.num_targets == 3
+    # The first word follows the prompt's last token, EOS is trained on, the line break is not.
+    assert trained_on(chatml, sample) == ["\n→3", "3→4", "4→<|im_end|>"]
+    assert sample.num_loss_tokens == 3
 
 
 def test_every_assistant_turn_of_a_chat(tmp_path, chatml):
@@ -66,25 +66,25 @@ def test_every_assistant_turn_of_a_chat(tmp_path, chatml):
         {"role": "assistant", "content": "4 5"},
     ]
     [sample] = read(tmp_path, chatml, [{"messages": chat}], messages_key="messages")
-    assert learnt(chatml, sample) == ["\n→2", "2→<|im_end|>", "\n→4", "4→5", "5→<|im_end|>"]
-    whole = chatml.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
-    assert list(sample.ids) == whole
+    assert trained_on(chatml, sample) == ["\n→2", "2→<|im_end|>", "\n→4", "4→5", "5→<|im_end|>"]
+    full = chatml.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+    assert list(sample.ids) == full
 
 
-def test_solved_examples_in_a_prompt_are_not_learnt(tmp_path, chatml):
+def test_solved_examples_in_a_prompt_are_not_trained_on(tmp_path, chatml):
     prompt = [
         {"role": "user", "content": "1"},
         {"role": "assistant", "content": "2"},
         {"role": "user", "content": "3"},
     ]
     [sample] = read(tmp_path, chatml, [{"prompt": prompt, "response": "4"}])
-    assert learnt(chatml, sample) == ["\n→4", "4→<|im_end|>"]
+    assert trained_on(chatml, sample) == ["\n→4", "4→<|im_end|>"]
 
 
 def test_eos_is_added_where_the_template_writes_none(tmp_path, chatml):
     rows = [{"prompt": "1", "response": "2 3"}]
     [sample] = read(tmp_path, chatml, rows, chat_template=PLAIN)
-    assert learnt(chatml, sample) == ["A→2", "2→3", "3→<|im_end|>"]
+    assert trained_on(chatml, sample) == ["A→2", "2→3", "3→<|im_end|>"]
     assert sample.ids[-1] == chatml.eos_token_id
 
 
@@ -96,7 +96,7 @@ def test_truncation(tmp_path, chatml, truncation, expected):
     rows = [{"prompt": "1", "response": "3 4 5 6"}]
     length = {"right": 12, "left": 6}[truncation]
     [sample] = read(tmp_path, chatml, rows, max_length=length, truncation=truncation)
-    assert len(sample.ids) == length and learnt(chatml, sample) == expected
+    assert len(sample.ids) == length and trained_on(chatml, sample) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,7 @@ def test_truncation(tmp_path, chatml, truncation, expected):
             {"messages_key": "m"},
             "line 1: the chat starts with the assistant",
         ),
-        (
-            {"prompt": [], "response": "2"},
-            {},
-            "prompt is .., expected a chat",
-        ),
+        ({"prompt": [], "response": "2"}, {}, "prompt is .., expected a chat"),
         (
             {"prompt": "1", "response": "2"},
             {"chat_template": "{{ '' }}"},

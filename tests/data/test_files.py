@@ -1,4 +1,4 @@
-"""The reader: every format gives the same rows, and every fault is one sentence with its place."""
+"""Reading data files: all formats give the same rows, every error names file and row."""
 
 import gzip
 import json
@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.data import DataError
-from hybridengine.data.chats import rows_of
-from hybridengine.data.files import data_files, read_rows
+from hybridengine.data.files import data_files, read_files
 
 ROWS = [{"a": 1, "b": "é\u2028\n"}, {"a": 2, "b": "𝄞"}]
 
@@ -21,7 +20,7 @@ def as_lines(rows, **options) -> bytes:
 
 
 def read(path):
-    return [row for _, row in rows_of(str(path))]
+    return [row for _, row in read_files(str(path))]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +50,12 @@ def test_parquet_gives_the_same_rows(tmp_path):
     assert read(tmp_path / "a.parquet") == ROWS
     many = [{"n": n} for n in range(3000)]  # more than one batch
     pq.write_table(pa.Table.from_pylist(many), tmp_path / "b.parquet")
-    rows = list(read_rows(tmp_path / "b.parquet"))
+    rows = list(read_files(str(tmp_path / "b.parquet")))
     assert [row for _, row in rows] == many
     assert rows[2999][0].endswith("b.parquet, row 2999")
 
 
-def test_folders_and_globs_in_the_order_of_names(tmp_path, monkeypatch):
+def test_folders_and_globs_are_sorted_by_name(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     for name in ("b.jsonl", "a.json", "sub/c.jsonl"):
         (tmp_path / name).write_text(json.dumps({"n": name}))
@@ -81,7 +80,7 @@ def test_folders_and_globs_in_the_order_of_names(tmp_path, monkeypatch):
         ("*.csv", r"a\.csv ends in '\.csv', expected \.parquet"),
     ],
 )
-def test_names_of_no_file(tmp_path, name, message):
+def test_names_without_a_file(tmp_path, name, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.csv").write_text("a\n")
     with pytest.raises(DataError, match=message):
@@ -94,8 +93,8 @@ def test_names_of_no_file(tmp_path, name, message):
         ("a.jsonl", b'{"a": 1}\n{"a": "\\ud83d"}', r"line 2 has '\\ud83d', half of a surrogate"),
         ("a.jsonl", b'{"a": {"\\uDC00": 1}}', r"line 1 has '\\udc00', half of a surrogate"),
         ("a.json", b'[{"a": "\\ud83d"}]', r"a\.json has '\\ud83d', half of a surrogate"),
-        ("a.jsonl", b'{"a": ' + b"[" * 100_000, "line 1 has more than 100 lists and objects"),
-        ("a.jsonl", b'{"a":' * 150 + b"1" + b"}" * 150, "line 1 has more than 100 lists and"),
+        ("a.jsonl", b'{"a": ' + b"[" * 100_000, "line 1 has more than 100 nested lists"),
+        ("a.jsonl", b'{"a":' * 150 + b"1" + b"}" * 150, "line 1 has more than 100 nested lists"),
         ("a.jsonl", b'{"a": 1, "b": {"c": 1, "c": 2}}', "line 1 .* has the key 'c' twice"),
         ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1 is not JSON: Exceeds the limit"),
         ("a.jsonl", b'{"a": "\x00"}', "line 1 is not JSON: Invalid control character"),
@@ -111,14 +110,14 @@ def test_names_of_no_file(tmp_path, name, message):
         ("a.jsonl.gz", gzip.compress(b""), "the data file is empty"),
     ],
 )  # fmt: skip
-def test_faults_of_a_file(tmp_path, name, content, message):
+def test_malformed_json_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as error:
         read(tmp_path / name)
     assert len(str(error.value)) < 500
 
 
-def test_faults_of_parquet(tmp_path):
+def test_malformed_parquet_files(tmp_path):
     bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"fine", b"\xff"]).buffers())
     pq.write_table(pa.table({"a": bad}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet, row 0 or later has text that is not UTF-8"):
@@ -137,7 +136,7 @@ JSON = st.recursive(
 
 @settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=4), min_size=1, max_size=5))
-def test_any_rows_come_back(tmp_path_factory, rows):
+def test_any_rows_are_read_back(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("rows")
     (folder / "a.jsonl").write_bytes(as_lines(rows))
     (folder / "b.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))

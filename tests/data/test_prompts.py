@@ -1,4 +1,4 @@
-"""Prompt files: what a row becomes, and one clear error for each way a file can be wrong."""
+"""Prompt files: rows become token ids, every error names its row."""
 
 import datetime
 import decimal
@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridengine.config.schema import DataConfig
+from hybridengine.config import DataConfig
 from hybridengine.data import DataError, PromptDataset
-from hybridengine.tracking import write_rollouts
+from hybridengine.tracking.files import write_rollouts
 from hybridengine.trainer.rollouts import Rollout
-from tests.data.conftest import TEMPLATE, row, write_jsonl
+from tests.data.rows import TEMPLATE, row, write_jsonl
 
 
 def test_a_row_becomes_token_ids(tokenizer, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import cli
-from hybridengine.rewards import import_reward_function
+from hybridengine.reward_worker.function import import_reward_function
 
 ROOT = Path(__file__).parents[2]
 DEMO, LONG = ROOT / "examples" / "demo", ROOT / "examples" / "demo_long"
@@ -74,6 +74,7 @@ def test_held_out_problems_are_not_trained_on(sums):
     assert ("+", "2", "5") not in val | train  # the solved example
 
 
+@pytest.mark.slow
 def test_long_demo_would_start(sums, model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     files = {"train": "sft.parquet"}, {"train": "rl.parquet", "val": "val.parquet"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.config import load_config
-from tests.model.test_value import save_classifier
+from tests.tiny_models import save_classifier
 from tests.trainer.in_process import Result, run_jobs, small_job
 
 pytestmark = pytest.mark.multirank
@@ -36,7 +36,12 @@ TINY_OF = {
     "reward_model": ("actor.ppo_mini_batch_size=2",
                      "reward.reward_model.model_path={dir}/classifier"),
 }  # fmt: skip
-KEPT = ("reward.", "rollout.n=", "actor.fsdp_config", "critic.")  # of the recipe, not the toy job
+KEPT = (
+    "reward.",
+    "rollout.n=",
+    "actor.fsdp_config",
+    "critic.",
+)  # the recipe's own, not the small job's
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
 
 
 NUMBER = '"ground_truth": "7"'
-EXPECTED = {  # a metric that only the recipe's own settings make
+EXPECTED = {  # a metric that the recipe's own settings produce
     "grpo": "actor/kl_loss",
     "lora_grpo": "actor/kl_loss",
     "dapo": "training/num_gen_batches",
@@ -77,7 +82,7 @@ def test_recipe_runs(results, recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_is_whole_at_its_real_size(recipe) -> None:
+def test_recipe_is_valid_at_its_real_size(recipe) -> None:
     config = load_config(EXAMPLES / recipe / "config.yaml")
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert config.world_size >= 4 and config.actor.ppo_max_token_len_per_gpu >= longest

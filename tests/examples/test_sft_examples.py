@@ -20,13 +20,13 @@ pytestmark = pytest.mark.multirank
 
 def train(rank: int, world_size: int, example: Path, overrides: list[str]) -> None:
     from hybridengine.config import load_sft_config
-    from hybridengine.runtime import PeerWatch, Session
-    from hybridengine.tracking import PhaseStatus
-    from hybridengine.trainer.sft import _Run
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.trainer.sft import SFTTrainer
 
     config = load_sft_config(example, overrides)
     status = PhaseStatus(config.trainer.default_local_dir, rank)
-    _Run(config, Session(PeerWatch(rank, world_size), status)).train()
+    SFTTrainer(config, Session(status)).train()
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])

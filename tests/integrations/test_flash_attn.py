@@ -36,7 +36,7 @@ def test_four_values_of_2_6(padded):
     assert torch.equal(four[0], five[0]) and four[3] == five[3]
 
 
-def test_unused_places_are_kept_but_not_counted(padded):
+def test_unused_tokens_are_packed_but_not_counted(padded):
     hidden, mask = padded
     unused = (1 - mask) * (torch.arange(9) < 4).int()
     x, indices, cu_seqlens, _, seqused = flash_attn.unpad_input(hidden, mask, unused)
@@ -85,7 +85,7 @@ def test_index_and_put(padded):
     ],
 )
 def test_no_row_is_lost(indices, error, message):
-    """Rows without a place of their own were dropped."""
+    """Indices that are not distinct rows are refused."""
     x, indices = torch.ones(3, 5), torch.tensor(indices)
     with pytest.raises(error, match=f"pad_input: {message}"):
         flash_attn.pad_input(x, indices, 2, 4)
@@ -95,7 +95,7 @@ def test_no_row_is_lost(indices, error, message):
         flash_attn_2_6.pad_input(x, indices, 2, 4)
 
 
-def test_rows_of_one_place_each():
+def test_distinct_rows():
     x = torch.arange(6.0).view(3, 2)
     for indices in (torch.tensor([4, 0, 2], dtype=torch.int32), torch.tensor([4, 0, 2])):
         out = flash_attn.index_put_first_axis(x, indices, 5)

@@ -1,4 +1,4 @@
-"""Triton's interpreter has to be chosen before Triton is imported: its tests run in a process."""
+"""Run tests with Triton's interpreter, which must be enabled before Triton is imported."""
 
 import os
 import subprocess
@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 
 
-def run_interpreted(name: str) -> None:
-    """Run the tests of interpreted_<name>.py beside this file."""
-    tests = Path(__file__).parent / f"interpreted_{name}.py"
+def run_interpreted(*arguments: str) -> None:
+    """Run pytest in a new process with TRITON_INTERPRET=1.
+
+    arguments: test files, relative to tests/kernels, and options of pytest.
+    """
+    folder = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=folder,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
 """Our operators against TRL's own trainers on random inputs (skipped where TRL is not installed).
 
-TRL has its losses and advantages inside trainer methods. They run here as they are, on a stand-in
-for the trainer that hands them log-probs, completions and rewards in place of a model's.
+TRL has its losses and advantages inside trainer methods. They run here unchanged, on a mock
+of the trainer that returns the log-probs, completions and rewards of a test.
 """
 
 from collections import defaultdict, deque
@@ -279,5 +279,5 @@ def test_off_policy_sequences_are_rejected(padded):
     got = rollout_correction(
         new, old, cu_seqlens=ends, rollout_is=None, rejection={"seq_mean_k1": bounds}
     )
-    kept = torch.stack([got.response_mask[a:b].all() for a, b in pairwise(ends)])
-    assert torch.equal(kept, want[:, 0].bool()) and 0 < kept.sum() < B
+    accepted = torch.stack([got.response_mask[a:b].all() for a, b in pairwise(ends)])
+    assert torch.equal(accepted, want[:, 0].bool()) and 0 < accepted.sum() < B

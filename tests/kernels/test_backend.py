@@ -1,11 +1,13 @@
-"""Backend choice, and that the stub of the extension says what the extension has."""
+"""The choice of backends; the type stub of the extension matches the extension."""
 
 import ast
+import builtins
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from hybridengine.kernels import backend_table, choose_backend
+from hybridengine.kernels import _backend, backend_table, choose_backend
 from hybridengine.kernels._backend import native
 
 
@@ -18,7 +20,7 @@ def test_every_operator_has_a_row_with_a_reason():
             assert row.backend == "cpp"
 
 
-def test_the_environment_picks(monkeypatch):
+def test_the_environment_selects_a_backend(monkeypatch):
     monkeypatch.setenv("HYBRIDENGINE_BACKEND", "reference")
     assert choose_backend("token_log_probs", torch.device("cpu")) == "reference"
     assert choose_backend("token_log_probs", torch.device("cpu"), "cpp") == "cpp"
@@ -26,6 +28,36 @@ def test_the_environment_picks(monkeypatch):
     with pytest.raises(ValueError, match="'triton' cannot run here: it runs on CUDA tensors"):
         choose_backend("token_log_probs", torch.device("cpu"))
     assert any(row.backend == "none" for row in backend_table())
+
+
+def test_an_extension_that_does_not_load_is_warned_of(monkeypatch):
+    real_import = builtins.__import__
+
+    def fail(name, globals=None, locals=None, fromlist=(), level=0):
+        if fromlist and "_C" in fromlist:
+            raise ImportError("undefined symbol: _ZN3c10")
+        return real_import(name, globals, locals, fromlist, level)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    with pytest.warns(RuntimeWarning, match=r"does not load with torch .*undefined symbol: _ZN3"):
+        extension, reason = _backend._load_extension()
+    assert extension is None and "install hybridengine again" in reason
+    monkeypatch.setattr(_backend, "_EXTENSION", None)
+    monkeypatch.setattr(_backend, "_WHY_NO_EXTENSION", reason)
+    with pytest.raises(ValueError, match=r"backend 'cpp' cannot run here: .* does not load"):
+        choose_backend("token_log_probs", torch.device("cpu"), "cpp")
+
+
+def test_torch_compile_traces_the_choice_without_warnings():
+    @torch.compile(fullgraph=True, backend="eager")
+    def double(x):
+        assert choose_backend("token_log_probs", x.device)
+        return x * 2
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert double(torch.ones(1)) == 2
+    assert not [str(warning.message) for warning in caught if "_backend.py" in str(warning.message)]
 
 
 def test_the_stub_matches_the_extension():
@@ -43,5 +75,5 @@ def test_the_stub_matches_the_extension():
     }
     assert declared.keys() == functions.keys()
     for name, signature in functions.items():
-        places = [signature.index(f"{argument}: ") for argument in declared[name]]
-        assert places == sorted(places), name
+        positions = [signature.index(f"{argument}: ") for argument in declared[name]]
+        assert positions == sorted(positions), name

@@ -1,4 +1,4 @@
-"""The shared argument checks: what they accept, and that their messages name what is wrong."""
+"""The shared argument checks: accepted arguments and error messages."""
 
 import math
 
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 NAN, INF = math.nan, math.inf
 
 
-def test_devices_are_compared_and_the_odd_one_is_named():
+def test_a_tensor_on_another_device_is_named():
     here, there = torch.zeros(2), torch.zeros(2, device="meta")
     check.same_device("op", first=None, second=here, third=here)
     check.same_device("op", first=there, second=there)
@@ -61,7 +61,7 @@ def test_masks_become_bool(dtype):
 
 
 @pytest.mark.parametrize("value", (0.5, NAN, -1.0))
-def test_a_weight_is_no_mask(value):
+def test_weights_are_not_a_mask(value):
     with pytest.raises(ValueError, match=r"op: mask\[1, 0\] is .*; a mask of floats holds 0 and 1"):
         check.mask("op", "mask", torch.tensor([[0.0], [value]]))
     with pytest.raises(ValueError, match="op: mask has dtype complex64"):
@@ -89,12 +89,12 @@ def test_cu_seqlens_become_int32(dtype):
         ([[0, 5]], r"has shape \[1, 2\]; expected \[N \+ 1\]"),
     ],
 )
-def test_cu_seqlens_that_are_none(ends, message):
+def test_wrong_cu_seqlens_are_refused(ends, message):
     with pytest.raises(ValueError, match=f"op: cu_seqlens.*{message}|op: {message}"):
         check.cu_seqlens("op", torch.tensor(ends, dtype=torch.int64), 5)
 
 
-def test_tokens_of_no_sequence_are_masked():
+def test_tokens_outside_sequences_must_be_masked():
     ends = torch.tensor([0, 3])
     check.cu_seqlens("op", ends, 5, mask=torch.tensor([True, True, True, False, False]))
     with pytest.raises(ValueError, match="the last 2 belong to no sequence: mask or remove them"):
@@ -122,7 +122,7 @@ def test_numbers_outside_their_bounds(value):
 
 
 @pytest.mark.parametrize("value", ("1", None, True, torch.tensor(1.0), [1]))
-def test_what_is_no_number(value):
+def test_wrong_types_of_numbers(value):
     with pytest.raises(TypeError, match=r"op: tau is .*; expected a number"):
         check.number("op", "tau", value)
 

@@ -13,8 +13,7 @@ from hybridengine.kernels import (
     whiten,
 )
 
-from tests.kernels.policy_batches import batch
-from tests.kernels.test_packing import random_mask
+from tests.kernels.batches import batch, random_mask
 from tests.tolerances import ADVANTAGE
 
 pytestmark = pytest.mark.gpu

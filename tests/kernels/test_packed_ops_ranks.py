@@ -1,28 +1,22 @@
-"""Real ranks: whitening statistics and loss denominators are those of all of them."""
-
-from itertools import pairwise
+"""Several ranks: whitening statistics and loss denominators are those of all ranks."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from hybridengine.kernels import policy_loss, whiten
 
-from tests.kernels.policy_batches import batch
+from tests.kernels.batches import batch, global_counts, split
 from tests.ranks import run_ranks
 from tests.tolerances import ADVANTAGE, POLICY_LOSS
 
 pytestmark = pytest.mark.multirank
 
 LENGTHS = [5, 17, 70, 1, 33, 16]
-PARTS = ([3, 0], [2, 5, 1, 4])  # sequences of each rank: unequal shares
+PARTS = ([3, 0], [2, 5, 1, 4])  # sequences of each rank, unequal in number
 
 
 def rows_of(rank: int) -> torch.Tensor:
-    ends = [0]
-    for length in LENGTHS:
-        ends.append(ends[-1] + length)
-    spans = list(pairwise(ends))
-    return torch.cat([torch.arange(*spans[n]) for n in PARTS[rank]])
+    return list(split(batch(LENGTHS), PARTS))[rank][0]
 
 
 def _whiten_part(rank: int, world_size: int) -> torch.Tensor:
@@ -35,28 +29,24 @@ def _whiten_part(rank: int, world_size: int) -> torch.Tensor:
 
 def test_whitening_is_over_all_ranks():
     inputs = batch(LENGTHS)
-    whole = whiten(inputs["entropy"] * 5 + 100, inputs["response_mask"])
+    full = whiten(inputs["entropy"] * 5 + 100, inputs["response_mask"])
     for rank, part in enumerate(run_ranks(_whiten_part, 2)):
-        torch.testing.assert_close(part, whole[rows_of(rank)], **ADVANTAGE)
+        torch.testing.assert_close(part, full[rows_of(rank)], **ADVANTAGE)
 
 
 def _loss_part(rank: int, world_size: int, loss_agg_mode: str):
-    inputs = batch(LENGTHS)
-    rows = rows_of(rank)
-    ends = torch.tensor([0] + [LENGTHS[n] for n in PARTS[rank]]).cumsum(0).int()
-    mask = inputs["response_mask"][rows]
-    counts = torch.stack([mask[a:b].sum() for a, b in pairwise(ends.tolist())])
-    totals = torch.stack([counts.sum(), (counts > 0).sum()]).double()
+    _, inputs = list(split(batch(LENGTHS), PARTS))[rank]
+    totals = torch.tensor(list(global_counts(inputs).values())).double()
     dist.all_reduce(totals)
-    log_probs = inputs["log_probs"][rows].requires_grad_()
+    log_probs = inputs["log_probs"].requires_grad_()
     loss, _ = policy_loss(
         log_probs,
-        inputs["old_log_probs"][rows],
-        inputs["advantages"][rows],
-        response_mask=mask,
+        inputs["old_log_probs"],
+        inputs["advantages"],
+        response_mask=inputs["response_mask"],
         loss_mode="gspo",
         loss_agg_mode=loss_agg_mode,
-        cu_seqlens=ends,
+        cu_seqlens=inputs["cu_seqlens"],
         global_num_tokens=totals[0],
         global_num_seqs=totals[1],
     )
@@ -70,7 +60,7 @@ def _loss_part(rank: int, world_size: int, loss_agg_mode: str):
 def test_the_loss_does_not_depend_on_the_ranks(loss_agg_mode):
     inputs = batch(LENGTHS)
     log_probs = inputs["log_probs"].requires_grad_()
-    whole, _ = policy_loss(
+    full, _ = policy_loss(
         log_probs,
         inputs["old_log_probs"],
         inputs["advantages"],
@@ -79,7 +69,7 @@ def test_the_loss_does_not_depend_on_the_ranks(loss_agg_mode):
         loss_agg_mode=loss_agg_mode,
         cu_seqlens=inputs["cu_seqlens"],
     )
-    whole.backward()
+    full.backward()
     for rank, (total, gradient) in enumerate(run_ranks(_loss_part, 2, loss_agg_mode)):
-        torch.testing.assert_close(total, whole.detach(), **POLICY_LOSS)
+        torch.testing.assert_close(total, full.detach(), **POLICY_LOSS)
         torch.testing.assert_close(gradient, log_probs.grad[rows_of(rank)], **POLICY_LOSS)

@@ -9,7 +9,7 @@ from hybridengine.kernels import REJECTION_CRITERIA, rollout_correction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.policy_batches import batch
+from tests.kernels.batches import batch, split
 
 BOUNDS = {"k1": (0.7, 1.5), "k2": 0.05, "k3": 0.05}
 
@@ -38,7 +38,7 @@ def divergence(kind, x):
 
 
 def accepted(criterion, threshold, xs):
-    """Whether each token of a sequence stays."""
+    """Whether each token of a sequence is accepted."""
     level, _, kind = criterion.rpartition("_")
     values = [divergence(kind, x) for x in xs]
     if level != "token" and values:
@@ -74,50 +74,46 @@ def test_formulas(lengths, seed, level, lower, criterion):
         rollout_is_lower=lower,
         rejection={criterion: bound},
     )
-    weights, keep = [0.0] * sum(lengths), [False] * sum(lengths)
+    weights, accepted_mask = [0.0] * sum(lengths), [False] * sum(lengths)
     clipped, kl, tokens = 0, 0.0, 0
     for rows, xs in sequences(inputs):
-        stay = accepted(criterion, bound, xs)
+        is_accepted = accepted(criterion, bound, xs)
         for i, (row, x) in enumerate(zip(rows, xs, strict=True)):
             raw = math.exp(x if level == "token" else sum(xs))
             outside = raw > 1.4 or (lower is not None and raw < lower)
             weights[row] = min(raw, 1.4) if lower is None else raw * (not outside)
-            keep[row] = stay[i]
+            accepted_mask[row] = is_accepted[i]
             clipped, kl, tokens = clipped + outside, kl - x, tokens + 1
     assert got.weights.tolist() == pytest.approx(weights)
-    assert got.response_mask.tolist() == keep
+    assert got.response_mask.tolist() == accepted_mask
     tokens = max(tokens, 1)
     assert got.metrics["kl"].item() == pytest.approx(kl / tokens)
     assert got.metrics["is_clipped_fraction"].item() == pytest.approx(clipped / tokens)
     assert got.metrics["is_weight_mean"].item() == pytest.approx(sum(weights) / tokens)
-    rejected = int(inputs["response_mask"].sum()) - sum(keep)
+    rejected = int(inputs["response_mask"].sum()) - sum(accepted_mask)
     assert got.metrics["rejected_fraction"].item() == pytest.approx(rejected / tokens)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_sequences_do_not_see_each_other(level):
-    """Any split into micro-batches or ranks gives every token the same weight and verdict."""
+    """Any split into micro-batches or ranks gives every token the same weight and rejection."""
     lengths = [5, 17, 70, 1, 33]
     inputs = batch(lengths)
-    ends = inputs["cu_seqlens"]
     options = {
         "rollout_is": level,
         "rejection": {"seq_mean_k3": 0.06, "token_k1": (0.5, 2.0)},
         "global_num_tokens": int(inputs["response_mask"].sum()),
     }
-    whole = run(inputs, **options)
-    sums = dict.fromkeys(whole.metrics, 0.0)
-    for part in ([3], [4, 0], [2, 1]):
-        rows = torch.cat([torch.arange(ends[n], ends[n + 1]) for n in part])
-        piece = {name: value[rows] for name, value in inputs.items() if name != "cu_seqlens"}
-        piece["cu_seqlens"] = torch.tensor([0] + [lengths[n] for n in part]).cumsum(0).int()
-        got = run(piece, **options)
-        torch.testing.assert_close(got.weights, whole.weights[rows], rtol=1e-6, atol=0)
-        assert torch.equal(got.response_mask, whole.response_mask[rows])
+    full = run(inputs, **options)
+    sums = dict.fromkeys(full.metrics, 0.0)
+    for rows, micro_batch in split(inputs, ([3], [4, 0], [2, 1])):
+        got = run(micro_batch, **options)
+        torch.testing.assert_close(got.weights, full.weights[rows], rtol=1e-6, atol=0)
+        assert torch.equal(got.response_mask, full.response_mask[rows])
         for name, value in got.metrics.items():
             join = max if name == "is_weight_max" else float.__add__
             sums[name] = join(sums[name], value.item())
-    for name, value in whole.metrics.items():
+    for name, value in full.metrics.items():
         assert sums[name] == pytest.approx(value.item(), rel=1e-5), name
 
 
@@ -236,7 +232,7 @@ def test_half_precision_is_computed_in_float32():
     assert torch.equal(run(inputs).weights, run(exact).weights)
 
 
-def test_it_compiles_whole():
+def test_it_compiles_full():
     inputs = batch([6, 4])
     arguments = [inputs[n] for n in ("old_log_probs", "ref_log_probs", "cu_seqlens")]
 

@@ -9,14 +9,14 @@ from hybridengine.kernels import LOSS_AGG_MODES, value_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.policy_batches import batch, close, doubled
+from tests.kernels.batches import assert_close, batch, global_counts, split, to_float64
 from tests.tolerances import POLICY_LOSS, POLICY_LOSS_SPLIT
 
 SCALE, CLIP = 50.0, 0.3
 
 
 def run(inputs, **options):
-    """(loss, metrics, gradient); values stand in log_probs, old values and returns beside them."""
+    """(loss, metrics, gradient) of values, old values and returns from a batch of log-probs."""
     values = inputs["log_probs"].clone().requires_grad_()
     loss, metrics = value_loss(
         values,
@@ -32,17 +32,17 @@ def run(inputs, **options):
 
 
 def by_formula(inputs, loss_agg_mode):
-    """(loss, clipped share, gradient), token by token."""
+    """(loss, clipped fraction, gradient), token by token."""
     names = ("log_probs", "old_log_probs", "ref_log_probs", "response_mask")
     columns = [inputs[name].tolist() for name in names]
     ends = inputs["cu_seqlens"].tolist()
     counts = [sum(columns[3][a:b]) for a, b in pairwise(ends)]
     tokens, sequences = max(sum(counts), 1), max(sum(count > 0 for count in counts), 1)
     loss, clipped, gradient = 0.0, 0, []
-    for t, (v, old, target, keep) in enumerate(zip(*columns, strict=True)):
+    for t, (v, old, target, unmasked) in enumerate(zip(*columns, strict=True)):
         count = counts[next(n for n, end in enumerate(ends[1:]) if t < end)]
         weight = (
-            keep
+            unmasked
             * {
                 "token-mean": 1 / tokens,
                 "token-sum": 1,
@@ -54,9 +54,9 @@ def by_formula(inputs, loss_agg_mode):
         near = min(max(v, old - CLIP), old + CLIP)
         is_clipped = (near - target) ** 2 > (v - target) ** 2
         loss += weight * 0.5 * max((near - target) ** 2, (v - target) ** 2)
-        clipped += keep and is_clipped
-        slope = (near - target) * (near == v) if is_clipped else v - target
-        gradient.append(weight * slope)
+        clipped += unmasked and is_clipped
+        error_gradient = (near - target) * (near == v) if is_clipped else v - target
+        gradient.append(weight * error_gradient)
     return loss, clipped / tokens, gradient
 
 
@@ -67,39 +67,30 @@ def by_formula(inputs, loss_agg_mode):
     loss_agg_mode=st.sampled_from(LOSS_AGG_MODES),
 )
 def test_formula(lengths, seed, loss_agg_mode):
-    inputs = doubled(batch(lengths, seed))
+    inputs = to_float64(batch(lengths, seed))
     loss, metrics, gradient = run(inputs, loss_agg_mode=loss_agg_mode)
     want_loss, want_clipped, want_gradient = by_formula(inputs, loss_agg_mode)
     assert loss.item() == pytest.approx(want_loss)
     assert metrics["vf_clipfrac"].item() == pytest.approx(want_clipped)
     assert gradient.tolist() == pytest.approx(want_gradient)
     single = run(batch(lengths, seed), loss_agg_mode=loss_agg_mode)
-    close(single[0], loss, POLICY_LOSS)
-    close(single[2], gradient, POLICY_LOSS)
+    assert_close(single[0], loss, POLICY_LOSS)
+    assert_close(single[2], gradient, POLICY_LOSS)
 
 
 @pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
 def test_any_split_gives_the_same_loss_and_gradient(loss_agg_mode):
     lengths = [5, 17, 70, 1, 33]
-    inputs = doubled(batch(lengths))
-    ends, mask = inputs["cu_seqlens"], inputs["response_mask"]
-    counts = [int(mask[a:b].sum()) for a, b in pairwise(ends)]
-    options = {
-        "loss_agg_mode": loss_agg_mode,
-        "global_num_tokens": sum(counts),
-        "global_num_seqs": sum(count > 0 for count in counts),
-    }
-    whole = run(inputs, **options)
-    total, clipped, gradient = 0, 0, torch.zeros_like(whole[2])
-    for part in ([3], [4, 0], [2, 1]):
-        rows = torch.cat([torch.arange(ends[n], ends[n + 1]) for n in part])
-        piece = {name: value[rows] for name, value in inputs.items() if name != "cu_seqlens"}
-        piece["cu_seqlens"] = torch.tensor([0] + [lengths[n] for n in part]).cumsum(0).int()
-        loss, metrics, gradient[rows] = run(piece, **options)
+    inputs = to_float64(batch(lengths))
+    options = {"loss_agg_mode": loss_agg_mode, **global_counts(inputs)}
+    full = run(inputs, **options)
+    total, clipped, gradient = 0, 0, torch.zeros_like(full[2])
+    for rows, micro_batch in split(inputs, ([3], [4, 0], [2, 1])):
+        loss, metrics, gradient[rows] = run(micro_batch, **options)
         total, clipped = total + loss, clipped + metrics["vf_clipfrac"]
-    close(total, whole[0], POLICY_LOSS_SPLIT)
-    close(clipped, whole[1]["vf_clipfrac"], POLICY_LOSS_SPLIT)
-    close(gradient, whole[2], POLICY_LOSS_SPLIT)
+    assert_close(total, full[0], POLICY_LOSS_SPLIT)
+    assert_close(clipped, full[1]["vf_clipfrac"], POLICY_LOSS_SPLIT)
+    assert_close(gradient, full[2], POLICY_LOSS_SPLIT)
 
 
 def test_masked_values_may_hold_anything_and_nothing_is_zero():
@@ -178,7 +169,7 @@ def test_rows_are_sequences_and_none_does_not_clip():
     arguments = [packed[name] for name in ("log_probs", "old_log_probs", "ref_log_probs")]
     free = value_loss(*arguments, cliprange_value=None)
     assert torch.equal(free[0], value_loss(*arguments, cliprange_value=math.inf)[0])
-    close(free[0], 0.5 * (arguments[0] - arguments[2]).square().mean(), POLICY_LOSS)
+    assert_close(free[0], 0.5 * (arguments[0] - arguments[2]).square().mean(), POLICY_LOSS)
 
 
 def test_half_precision_is_computed_in_float32():
@@ -190,7 +181,7 @@ def test_half_precision_is_computed_in_float32():
 
 
 def test_second_derivatives_and_forward_mode():
-    inputs = doubled(batch([9]))
+    inputs = to_float64(batch([9]))
     values = inputs["log_probs"].requires_grad_()
 
     def loss(values):
@@ -200,7 +191,7 @@ def test_second_derivatives_and_forward_mode():
     assert torch.autograd.gradgradcheck(loss, values)
 
 
-def test_it_compiles_whole():
+def test_it_compiles_as_a_full_graph():
     inputs = batch([6, 4])
     arguments = [inputs[n] for n in ("log_probs", "old_log_probs", "ref_log_probs", "cu_seqlens")]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.errors import ModelError
-from hybridengine.model.attention import _varlen_mask, varlen_attention
+from hybridengine.model.attention import _attention_mask, varlen_attention
 
 
 class Layer(torch.nn.Module):
@@ -93,7 +93,7 @@ def test_long_sequences_cross_query_blocks(window, softcap):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 16])
-def test_result_does_not_depend_on_the_neighbours(dtype, window):
+def test_result_does_not_depend_on_other_sequences(dtype, window):
     lengths = [33, 5, 64, 41, 33, 1]
     q, k, v = random_qkv(sum(lengths), 6, 3, 32, dtype)
     together = packed(q, k, v, lengths, scaling=0.2, sliding_window=window)
@@ -158,7 +158,7 @@ REFUSED = {
 def test_unsupported_features_name_layer_and_feature(case):
     options, message = REFUSED[case]
     q, k, v = random_qkv(6, 4, 2, 8)
-    with pytest.raises(ModelError, match=rf"Layer \(layer 3\) asks for {message}"):
+    with pytest.raises(ModelError, match=rf"Layer \(layer 3\) uses {message}"):
         packed(q, k, v, [6], **options)
 
 
@@ -180,14 +180,14 @@ def test_packing_without_cu_seqlens_is_refused():
         call(q, k, v, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
 
 
-def test_mask_beside_cu_seqlens_is_refused():
+def test_mask_with_cu_seqlens_is_refused():
     q, k, v = random_qkv(6, 4, 2, 8)
     cu = torch.tensor([0, 6], dtype=torch.int32)
-    with pytest.raises(ModelError, match="an attention_mask beside cu_seq_lens_q"):
+    with pytest.raises(ModelError, match="an attention_mask together with cu_seq_lens_q"):
         call(q, k, v, torch.ones(1, 1, 6, 6, dtype=torch.bool), cu_seq_lens_q=cu)
 
 
 def test_no_mask_is_built_for_packed_input():
     options = SimpleNamespace(batch_size=1, q_length=9, kv_length=9, device="cpu")
-    assert _varlen_mask(**vars(options)) is None
-    assert _varlen_mask(**vars(options), allow_is_causal_skip=False) is None
+    assert _attention_mask(**vars(options)) is None
+    assert _attention_mask(**vars(options), allow_is_causal_skip=False) is None

@@ -1,4 +1,4 @@
-"""Log-probs straight from hidden states against those from whole logits, also under FSDP2."""
+"""Log-probs computed from hidden states equal those from full logits, also under FSDP2."""
 
 from pathlib import Path
 
@@ -7,11 +7,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridengine.model import ModelError, pack_rollouts, packed_log_probs
+from hybridengine.errors import ModelError
+from hybridengine.model import pack_rollouts, packed_log_probs
 from hybridengine.model.attention import ATTENTION
-from hybridengine.model.head import LogProbsOf, gives_log_probs, logit_shape, prepare_head
-from tests.model.test_packed import GRADIENTS, LOGITS, SIZES, gradients, rollouts
-from tests.model.test_sharded import load, share, whole
+from hybridengine.model.head import (
+    LogProbTargets,
+    detect_logit_transform,
+    has_fused_log_probs,
+    patch_head,
+)
+from tests.model.cases import (
+    GRADIENTS,
+    LOGITS,
+    SIZES,
+    full_tensors,
+    gradients,
+    load,
+    pairs_of_rank,
+    rollouts,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, save_tiny, tiny_config
 
@@ -24,8 +38,8 @@ _SMALL = dict(vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_l
 def model_of(config, use_fused_kernels: bool):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
-    prepare_head(model, use_fused_kernels)
-    assert gives_log_probs(model) == use_fused_kernels
+    patch_head(model, use_fused_kernels)
+    assert has_fused_log_probs(model) == use_fused_kernels
     return model
 
 
@@ -34,12 +48,12 @@ def loss_of(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_log_probs_and_gradients(config) -> None:
-    batch, found = pack_rollouts(rollouts(SIZES)), []
+    batch, results_by_mode = pack_rollouts(rollouts(SIZES)), []
     for fused in (False, True):
         model = model_of(config, fused)
         results = packed_log_probs(model, batch, TEMPERATURE)
-        found.append((results, gradients(model, loss_of(*results))))
-    (expected, expected_gradients), (got, got_gradients) = found
+        results_by_mode.append((results, gradients(model, loss_of(*results))))
+    (expected, expected_gradients), (got, got_gradients) = results_by_mode
     for g, e in zip(got, expected, strict=True):
         assert g.dtype == torch.float32
         torch.testing.assert_close(g, e, **LOGITS)
@@ -61,7 +75,7 @@ def test_scaled_logits_and_a_head_with_bias(model_type, settings):
     assert_same_log_probs_and_gradients(AutoConfig.for_model(model_type, **_SMALL, **settings))
 
 
-def test_what_is_done_to_logits_is_found():
+def test_logit_transform_is_detected():
     def shape(change):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
         plain = type(model).forward
@@ -72,7 +86,7 @@ def test_what_is_done_to_logits_is_found():
             return out
 
         model.forward = forward.__get__(model)
-        return logit_shape(model, model.lm_head)
+        return detect_logit_transform(model, model.lm_head)
 
     assert shape(lambda x: x) == (1.0, None)
     assert shape(lambda x: x * 0.125) == (0.125, None)
@@ -81,7 +95,7 @@ def test_what_is_done_to_logits_is_found():
         assert shape(change) is None
 
 
-def test_models_that_do_more_to_their_logits_keep_them():
+def test_models_with_other_transforms_compute_logits():
     model = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=ATTENTION)
     plain = type(model).forward
 
@@ -92,12 +106,12 @@ def test_models_that_do_more_to_their_logits_keep_them():
 
     model.forward = forward.__get__(model)
     with pytest.warns(UserWarning, match="LlamaForCausalLM does more to its logits"):
-        prepare_head(model)
-    assert not gives_log_probs(model)
+        patch_head(model)
+    assert not has_fused_log_probs(model)
 
 
 def test_no_logits_outside_of_the_operator():
-    """Which keeps to its budget: tests/kernels/test_linear_logprob.py."""
+    """The memory of the operator is tested in tests/kernels/linear/test_linear_logprob.py."""
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -118,33 +132,33 @@ def test_no_logits_outside_of_the_operator():
 
 def test_number_of_positions_is_checked():
     model = model_of(tiny_config("llama"), True)
-    with pytest.raises(ModelError, match=r"gave its head 3 positions where 1 were asked for"):
+    with pytest.raises(ModelError, match=r"passed 3 positions to its head, expected 1"):
         model(
             input_ids=torch.tensor([[5, 6, 7]]), use_cache=False,
-            log_probs_of=LogProbsOf(torch.tensor([5]), 1.0, None),
+            log_prob_targets=LogProbTargets(torch.tensor([5]), 1.0, None),
         )  # fmt: skip
     assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 101)
 
 
 def ranks_body(rank: int, world_size: int, path: str) -> None:
-    """bfloat16 compute and sharded gradients: what differs is one rounding of the gradient."""
+    """bfloat16 compute and sharded gradients: they differ by one rounding of the gradient."""
     for dtype, tolerance in ((torch.float32, GRADIENTS), (torch.bfloat16, dict(rtol=0, atol=0.03))):
-        found = []
+        results_by_mode = []
         for fused in (False, True):
             model = load(path, world_size, dtype, use_fused_kernels=fused)
-            batch = pack_rollouts(share(rollouts(SIZES), rank, world_size))
+            batch = pack_rollouts(pairs_of_rank(rollouts(SIZES), rank, world_size))
             with torch.no_grad():  # as old log-probs are computed before the step
                 before = packed_log_probs(model, batch, TEMPERATURE)[0]
             results = packed_log_probs(model, batch, TEMPERATURE)
             assert torch.equal(before, results[0])
             (loss_of(*results) * world_size).backward()
-            found.append((results, whole(model, lambda p: p.grad)))
-        for got, expected in zip(found[1][0], found[0][0], strict=True):
+            results_by_mode.append((results, full_tensors(model, lambda p: p.grad)))
+        for got, expected in zip(results_by_mode[1][0], results_by_mode[0][0], strict=True):
             torch.testing.assert_close(got, expected, **LOGITS)
-        for name, expected in found[0][1].items():
+        for name, expected in results_by_mode[0][1].items():
             scale = expected.abs().max()
             torch.testing.assert_close(
-                found[1][1][name] / scale, expected / scale, **tolerance, msg=name
+                results_by_mode[1][1][name] / scale, expected / scale, **tolerance, msg=name
             )
 
 

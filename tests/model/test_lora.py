@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybridengine.model import ModelError, adapter_shards, apply_lora
+from hybridengine.errors import ModelError
+from hybridengine.model import adapter_shards, apply_lora
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -19,14 +20,13 @@ def train_and_save(rank: int, world_size: int, path: str, out: str) -> dict:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoTokenizer
 
-    from hybridengine.checkpoint.pretrained import save_pretrained
+    from hybridengine.checkpoint.pretrained import save_adapter, save_pretrained
     from hybridengine.model import (
         adapters_disabled,
         load_causal_lm,
         pack_rollouts,
         packed_log_probs,
         packed_logits,
-        save_adapter,
     )
 
     model = load_causal_lm(
@@ -128,7 +128,7 @@ def test_more_than_plain_lora_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_names_its_base_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridengine.model.lora import _base_name
+    from hybridengine.checkpoint.pretrained import _base_name
 
     (tmp_path / "models" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "models")

@@ -1,71 +1,29 @@
-"""One packed forward equals every sequence alone through transformers' own eager attention."""
-
-import copy
+"""One packed forward equals unpacked forwards with transformers' eager attention."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from hybridengine.model import ATTENTION, ModelError, PackedBatch, pack_rollouts, packed_logits
-from tests.tiny_models import TINY, VOCAB, tiny_config
-
-# float32, two layers of width 128: sums of at most a few hundred terms in another order, so about
-# 1e-6 relative; logits are of order 5. A leak between sequences or a wrong position is above 1e-2.
-LOGITS = dict(rtol=1e-4, atol=5e-5)
-GRADIENTS = dict(rtol=1e-3, atol=5e-5)
-
-
-def models(kind: str):
-    """The same random weights under packed and under eager attention."""
-    torch.manual_seed(0)
-    eager = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation="eager")
-    for parameter in eager.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    config = copy.deepcopy(eager.config)
-    packed = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-    packed.load_state_dict(eager.state_dict())
-    return packed.eval(), eager.eval()
-
-
-def rollouts(sizes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(n):
-        return torch.randint(3, VOCAB, (n,), generator=generator).tolist()
-
-    return [(ids(prompt), ids(response)) for prompt, response in sizes]
-
-
-SIZES = [(5, 7), (1, 1), (20, 30), (3, 9), (60, 2), (4, 0), (5, 7)]
-
-
-def alone(model, pairs):
-    """Response logits and targets, one sequence at a time."""
-    logits, targets = [], []
-    for prompt, response in pairs:
-        out = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
-        logits.append(out[len(prompt) - 1 : len(prompt) + len(response) - 1])
-        targets += response
-    return torch.cat(logits), torch.tensor(targets)
-
-
-def loss_of(logits, targets):
-    return -(logits.float().log_softmax(-1).gather(1, targets[:, None])).sum()
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters()}
+from hybridengine.errors import ModelError
+from hybridengine.model import PackedBatch, pack_rollouts, packed_logits
+from tests.model.cases import (
+    GRADIENTS,
+    LOGITS,
+    SIZES,
+    gradients,
+    loss_of,
+    models,
+    one_by_one,
+    rollouts,
+)
+from tests.tiny_models import TINY, VOCAB
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_packed_equals_alone_forward_and_gradients(kind):
+def test_packed_equals_unpacked_forward_and_gradients(kind):
     packed, eager = models(kind)
     pairs = rollouts(SIZES)
     batch = pack_rollouts(pairs)
-    logits, (expected, targets) = packed_logits(packed, batch), alone(eager, pairs)
+    logits, (expected, targets) = packed_logits(packed, batch), one_by_one(eager, pairs)
     assert torch.equal(batch.target_ids, targets)
     torch.testing.assert_close(logits, expected, **LOGITS)
     ours = gradients(packed, loss_of(logits, targets))
@@ -86,11 +44,11 @@ def test_micro_batch_split_changes_nothing_but_rounding():
             loss_of(packed_logits(packed, batch), batch.target_ids).backward()
         return {n: p.grad.clone() for n, p in packed.named_parameters()}
 
-    whole = summed([pairs])
+    reference = summed([pairs])
     for groups in ([pairs[:3], pairs[3:]], [[p] for p in pairs if p[1]]):
         for name, grad in summed(groups).items():
-            scale = whole[name].abs().max()
-            torch.testing.assert_close(grad / scale, whole[name] / scale, **GRADIENTS, msg=name)
+            scale = reference[name].abs().max()
+            torch.testing.assert_close(grad / scale, reference[name] / scale, **GRADIENTS, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
@@ -109,7 +67,7 @@ def test_row_batch_without_cu_seqlens_equals_eager():
 
 def test_packed_positions_without_cu_seqlens_are_refused():
     packed, _ = models("llama")
-    with pytest.raises(ModelError, match=r"LlamaAttention \(layer 0\) asks for position_ids"):
+    with pytest.raises(ModelError, match=r"LlamaAttention \(layer 0\) uses position_ids"):
         packed(input_ids=torch.arange(3, 9)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
 
 
@@ -117,7 +75,7 @@ def test_attention_dropout_in_training_is_refused():
     packed, _ = models("llama")
     packed.model.layers[1].self_attn.attention_dropout = 0.1
     packed.train()
-    with pytest.raises(ModelError, match=r"\(layer 1\) asks for attention dropout 0.1"):
+    with pytest.raises(ModelError, match=r"\(layer 1\) uses attention dropout 0.1"):
         packed_logits(packed, pack_rollouts(rollouts([(4, 4)])))
 
 
@@ -162,7 +120,7 @@ def test_log_probs_and_entropy_are_of_the_tempered_distribution(temperature):
     packed, eager = models("qwen2")
     pairs = rollouts(SIZES)
     log_probs, entropy = packed_log_probs(packed, pack_rollouts(pairs), temperature)
-    logits, targets = alone(eager, pairs)
+    logits, targets = one_by_one(eager, pairs)
     expected = (logits.double() / temperature).log_softmax(-1)
     assert log_probs.dtype == entropy.dtype == torch.float32
     chosen = expected.gather(1, targets[:, None])[:, 0].float()

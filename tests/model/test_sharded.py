@@ -7,64 +7,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.test_packed import GRADIENTS, LOGITS, SIZES, alone, loss_of, rollouts
+from tests.model.cases import (
+    COLUMNS,
+    LOGITS,
+    SIZES,
+    assert_close_by_scale,
+    backward,
+    full_tensors,
+    load,
+    loss_of,
+    one_by_one,
+    pairs_of_rank,
+    rollouts,
+    single_process_model,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.multirank
 
-COLUMNS = ("o_proj.weight", "down_proj.weight", "embed_tokens.weight")
 LR, MAX_NORM = 1e-2, 0.5
 EPS = 1e-2  # well above the gradients: else Adam's first step is their sign, which rounding flips
-
-
-def load(path: str, world_size: int, dtype=torch.float32, **options):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from hybridengine.model import load_causal_lm
-
-    return load_causal_lm(
-        path,
-        mesh=init_device_mesh("cpu", (world_size,)),
-        shard_dim1=lambda name: name.endswith(COLUMNS),
-        param_dtype=dtype,
-        **options,
-    )
-
-
-def plain(path: str):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
-
-
-def share(pairs: list, rank: int, world_size: int) -> list:
-    """Uneven: rank 0 of 4 has more than its part, the last rank a single sequence."""
-    edges = [0, *[len(pairs) - world_size + r + 1 for r in range(world_size)]]
-    return pairs[edges[rank] : edges[rank + 1]]
-
-
-def backward(model, pairs: list, world_size: int) -> torch.Tensor:
-    """Gradients of the summed loss; FSDP2 averages over the ranks, so scale by their number."""
-    from hybridengine.model import pack_rollouts, packed_logits
-
-    batch = pack_rollouts(pairs)
-    logits = packed_logits(model, batch)
-    (loss_of(logits, batch.target_ids) * world_size).backward()
-    return logits.detach()
-
-
-def whole(model, attribute=lambda p: p) -> dict[str, torch.Tensor]:
-    return {n: attribute(p).full_tensor().clone() for n, p in model.named_parameters()}
-
-
-def assert_close_by_scale(ours: dict, theirs: dict) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        scale = expected.abs().max()
-        torch.testing.assert_close(ours[name] / scale, expected / scale, **GRADIENTS, msg=name)
 
 
 def step_body(rank: int, world_size: int, path: str) -> dict:
@@ -72,22 +35,22 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
 
     from hybridengine.model import Optimizer, parameter_shards
 
-    model, reference, pairs = load(path, world_size), plain(path), rollouts(SIZES)
+    model, reference, pairs = load(path, world_size), single_process_model(path), rollouts(SIZES)
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32
         assert parameter.placements == (Shard(int(name.endswith(COLUMNS))),), name
     for name, buffer in reference.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
-    assert all(torch.equal(w, reference.get_parameter(n)) for n, w in whole(model).items())
+    assert all(torch.equal(w, reference.get_parameter(n)) for n, w in full_tensors(model).items())
     tied = [m.lm_head.weight is m.model.embed_tokens.weight for m in (model, reference)]
     assert tied[0] == tied[1]
 
-    logits = backward(model, share(pairs, rank, world_size), world_size)
-    expected, _ = alone(reference, share(pairs, rank, world_size))
+    logits = backward(model, pairs_of_rank(pairs, rank, world_size), world_size)
+    expected, _ = one_by_one(reference, pairs_of_rank(pairs, rank, world_size))
     torch.testing.assert_close(logits, expected, **LOGITS)
-    loss_of(*alone(reference, pairs)).backward()
+    loss_of(*one_by_one(reference, pairs)).backward()
     assert_close_by_scale(
-        whole(model, lambda p: p.grad), {n: p.grad for n, p in reference.named_parameters()}
+        full_tensors(model, lambda p: p.grad), {n: p.grad for n, p in reference.named_parameters()}
     )
 
     optimizer = Optimizer(model, lr=LR, eps=EPS, weight_decay=0.1, total_steps=5)
@@ -96,7 +59,7 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
     assert norm.dtype == torch.float32 and norm.shape == ()
     torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
     torch.optim.AdamW(reference.parameters(), lr=LR, eps=EPS, weight_decay=0.1).step()
-    for name, weight in whole(model).items():
+    for name, weight in full_tensors(model).items():
         target = reference.get_parameter(name)
         torch.testing.assert_close(weight, target, rtol=1e-5, atol=1e-6, msg=name)
     assert optimizer.last_lr == LR and all(p.grad is None for p in model.parameters())
@@ -111,14 +74,14 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
 def test_ranks_equal_one_process(tmp_path: Path, kind: str, world_size: int) -> None:
     from safetensors import safe_open
 
-    from hybridengine.model.checking import check_model
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
+    from hybridengine.model.validation import check_model
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 
     path = save_tiny(kind, tmp_path)
     results = run_ranks(step_body, world_size, path)
     with safe_open(f"{path}/model.safetensors", "pt") as stored:
         shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-    assert checkpoint_layout(check_model(path)).tensors == shapes
+    assert checkpoint_layout_from_config(check_model(path)).tensors == shapes
     for result in results:
         assert result["names"] == sorted(shapes)
         assert result["norm"] == results[0]["norm"]
@@ -128,7 +91,8 @@ def export_body(rank: int, world_size: int, path: str, out: str) -> dict:
     from transformers import AutoTokenizer
 
     from hybridengine.checkpoint.pretrained import save_pretrained
-    from hybridengine.model import ModelError, parameter_shards
+    from hybridengine.errors import ModelError
+    from hybridengine.model import parameter_shards
 
     model = load(path, world_size, torch.bfloat16, gradient_checkpointing=True)
     computed = []
@@ -144,7 +108,7 @@ def export_body(rank: int, world_size: int, path: str, out: str) -> dict:
         model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
     for _ in range(2):  # the second replaces the first
         save_pretrained(model, tokenizer, out)
-    with pytest.raises(ModelError, match=r"failed on rank 0.*no writable folder"):
+    with pytest.raises(ModelError, match=r"failed on rank 0.*is not writable"):
         save_pretrained(model, tokenizer, f"{path}/config.json/below")
     return {n: p.full_tensor() for n, p in parameter_shards(model).items()}
 
@@ -182,9 +146,9 @@ def checkpointing_body(rank: int, world_size: int, path: str) -> None:
         model = load(path, world_size, torch.bfloat16, gradient_checkpointing=checkpointing)
         recomputed = []
         model.model.layers[0].self_attn.register_forward_hook(lambda *_, r=recomputed: r.append(1))
-        logits = backward(model, share(rollouts(SIZES), rank, world_size), world_size)
+        logits = backward(model, pairs_of_rank(rollouts(SIZES), rank, world_size), world_size)
         assert len(recomputed) == (2 if checkpointing else 1)
-        results.append((logits, whole(model, lambda p: p.grad)))
+        results.append((logits, full_tensors(model, lambda p: p.grad)))
     (logits, grads), (logits_again, grads_again) = results
     assert torch.equal(logits, logits_again)
     for name in grads:
@@ -196,7 +160,7 @@ def test_checkpointing_recomputes_and_changes_no_bit(tmp_path: Path) -> None:
 
 
 def broken_body(rank: int, world_size: int, *paths: str) -> list[str]:
-    from hybridengine.model import ModelError
+    from hybridengine.errors import ModelError
 
     messages = []
     for path in paths:
@@ -206,7 +170,7 @@ def broken_body(rank: int, world_size: int, *paths: str) -> list[str]:
     return messages
 
 
-def test_what_only_rank_0_sees_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_errors_of_rank_0_are_raised_on_every_rank(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     garbled, incomplete = tmp_path / "garbled", tmp_path / "incomplete"
@@ -225,7 +189,7 @@ def norm_body(rank: int, world_size: int) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from hybridengine.model import clip_grad_norm_
+    from hybridengine.model.optim import clip_grad_norm_
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     norms = []
@@ -249,7 +213,7 @@ def norm_body(rank: int, world_size: int) -> list[float]:
     return norms
 
 
-def test_norm_counts_every_element_once_and_spares_infinite_gradients() -> None:
+def test_norm_counts_every_element_once_and_keeps_infinite_gradients() -> None:
     squares = 2 * sum(i * i for i in range(16)) + sum(i * i for i in range(15)) + 12
     for norms in run_ranks(norm_body, 4):
         assert norms[0] == pytest.approx(squares**0.5, rel=1e-6)

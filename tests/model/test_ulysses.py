@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.test_packed import LOGITS, SIZES, alone, rollouts
-from tests.model.test_sharded import assert_close_by_scale, plain, whole
+from tests.model.cases import (
+    LOGITS,
+    SIZES,
+    assert_close_by_scale,
+    full_tensors,
+    one_by_one,
+    rollouts,
+    single_process_model,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, save_tiny
 
@@ -23,8 +30,8 @@ def weighted(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 
 
 def expected(path: str, pairs: list) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    model = plain(path)
-    logits, targets = alone(model, pairs)
+    model = single_process_model(path)
+    logits, targets = one_by_one(model, pairs)
     log_softmax = logits.float().log_softmax(-1)
     log_probs = log_softmax.gather(1, targets[:, None])[:, 0]
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
@@ -54,7 +61,7 @@ def body(rank: int, world_size: int, paths: list[str], sp_size: int) -> list[int
         assert batch.input_ids.shape[0] == -(-154 // sp_size)
         log_probs, entropy = packed_log_probs(model, batch)
         (weighted(log_probs, entropy) * world_size).backward()  # FSDP2 averages
-        gradients = whole(model, lambda p: p.grad)
+        gradients = full_tensors(model, lambda p: p.grad)
         by_replica = [expected(path, rollouts(SIZES, seed=r)) for r in range(mesh["dp"].size())]
         torch.testing.assert_close(log_probs, by_replica[replica][0], **LOGITS)
         torch.testing.assert_close(entropy, by_replica[replica][1], **LOGITS)
@@ -66,7 +73,7 @@ def body(rank: int, world_size: int, paths: list[str], sp_size: int) -> list[int
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(("world_size", "sp_size"), [(2, 2), (4, 4), (4, 2)])
-def test_shared_sequences_equal_one_process(tmp_path: Path, world_size: int, sp_size: int) -> None:
+def test_split_sequences_equal_one_process(tmp_path: Path, world_size: int, sp_size: int) -> None:
     """Every kind: grouped-query heads split or repeated, sliding windows, soft-caps, biases."""
     kinds = TINY if (world_size, sp_size) != (4, 2) else ["llama"]
     paths = [save_tiny(kind, tmp_path / kind) for kind in kinds]
@@ -77,8 +84,8 @@ def test_shared_sequences_equal_one_process(tmp_path: Path, world_size: int, sp_
 def heads_body(rank: int, world_size: int, dtype: torch.dtype) -> None:
     import torch.distributed as dist
 
-    from hybridengine.model import ModelError
-    from hybridengine.model.ulysses import heads_for_tokens, tokens_for_heads
+    from hybridengine.errors import ModelError
+    from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 
     tokens, heads, kv_heads = 5, 12, 3
     generator = torch.Generator().manual_seed(0)
@@ -89,14 +96,14 @@ def heads_body(rank: int, world_size: int, dtype: torch.dtype) -> None:
     q, k, v = (random(tokens * world_size, n, w) for n, w in ((heads, 4), (kv_heads, 4), (3, 2)))
     mine = slice(rank * tokens, (rank + 1) * tokens)
     group = dist.group.WORLD
-    got = heads_for_tokens(q[mine], k[mine], v[mine], group)
-    for whole_heads, part in zip((q, k, v), got, strict=True):
-        one_each = whole_heads.repeat_interleave(heads // whole_heads.shape[1], dim=1)
+    got = gather_seq_scatter_heads(q[mine], k[mine], v[mine], group)
+    for full, part in zip((q, k, v), got, strict=True):
+        one_each = full.repeat_interleave(heads // full.shape[1], dim=1)
         of_rank = one_each.chunk(world_size, dim=1)[rank]
         assert torch.equal(part.repeat_interleave(heads // 4 // part.shape[1], dim=1), of_rank)
-    assert torch.equal(tokens_for_heads(got[0], group), q[mine])
+    assert torch.equal(gather_heads_scatter_seq(got[0], group), q[mine])
     with pytest.raises(ModelError, match=r"has 6 heads, which 4 ranks"):
-        heads_for_tokens(q[mine, :6], k[mine], v[mine], group)
+        gather_seq_scatter_heads(q[mine, :6], k[mine], v[mine], group)
 
 
 @pytest.mark.multirank
@@ -106,10 +113,11 @@ def test_key_value_heads_that_neither_divide_nor_are_divided(dtype: torch.dtype)
     run_ranks(heads_body, 4, dtype)
 
 
-def test_models_that_cannot_share_a_sequence_are_refused() -> None:
+def test_models_without_sequence_parallelism_are_refused() -> None:
     from transformers import LlamaConfig
 
-    from hybridengine.model import ModelError, check_sequence_parallel
+    from hybridengine.errors import ModelError
+    from hybridengine.model import check_sequence_parallel
 
     config = LlamaConfig(hidden_size=384, num_attention_heads=6)
     check_sequence_parallel(config, 3)

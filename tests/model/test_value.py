@@ -1,30 +1,19 @@
-"""Value heads: one number per position, exactly the classifier's where there is one."""
+"""Value heads: one value per position, equal to the classifier's if it is one."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.ranks import RankFailure, run_ranks
-from tests.tiny_models import save_tiny, tiny_config
+from tests.tiny_models import save_classifier, save_tiny, tiny_config
 
 pytestmark = pytest.mark.multirank
 
 SEQUENCES = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14, 15]]
-
-
-def save_classifier(kind: str, folder: Path, labels: int = 1) -> str:
-    config = tiny_config(kind)
-    config.num_labels = labels
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model = AutoModelForSequenceClassification.from_config(config)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def values_body(rank: int, world_size: int, path: str, head: torch.Tensor | None):
@@ -36,11 +25,7 @@ def values_body(rank: int, world_size: int, path: str, head: torch.Tensor | None
 
     mesh = init_device_mesh("cpu", (world_size,))
     model = load_causal_lm(
-        path,
-        mesh=mesh,
-        shard_dim1=lambda name: False,
-        param_dtype=torch.float32,
-        value_head=True,
+        path, mesh=mesh, shard_dim1=lambda name: False, param_dtype=torch.float32, value_head=True
     )
     weight = model.get_output_embeddings().weight
     if head is not None:
@@ -57,7 +42,7 @@ def values_body(rank: int, world_size: int, path: str, head: torch.Tensor | None
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
 def test_a_causal_lm_gets_a_linear_head(tmp_path, kind):
-    """Against transformers' own hidden states; gemma2 has a soft-cap, of which a value has none."""
+    """Against transformers' own hidden states; gemma2 has a soft-cap, values have none."""
     path = save_tiny(kind, tmp_path)
     head = torch.randn(1, tiny_config(kind).hidden_size, generator=torch.Generator().manual_seed(1))
     model = AutoModelForCausalLM.from_pretrained(
@@ -73,7 +58,7 @@ def test_a_causal_lm_gets_a_linear_head(tmp_path, kind):
             torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-4)
 
 
-def test_a_new_head_says_zero(tmp_path):
+def test_a_new_head_returns_zeros(tmp_path):
     [(values, at_end, gradient)] = run_ranks(values_body, 1, save_tiny("llama", tmp_path), None)
     assert values.eq(0).all() and at_end.eq(0).all() and gradient.abs().sum() > 0
 
@@ -86,6 +71,6 @@ def test_a_sequence_classifier_keeps_its_head(tmp_path):
         assert at_end.tolist() == pytest.approx(wanted, abs=1e-5)
 
 
-def test_several_labels_are_no_value(tmp_path):
+def test_several_labels_are_refused(tmp_path):
     with pytest.raises(RankFailure, match="has 3 labels; a reward or value model has one"):
         run_ranks(values_body, 1, save_classifier("llama", tmp_path, labels=3), None)

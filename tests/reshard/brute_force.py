@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
+from hybridengine.reshard.plan.source_class import SliceCopy
 from hybridengine.sharding import Copy, EngineLayout, TensorSpec
 from hybridengine.sharding.geometry import contiguous_strides
 
 __all__ = [
+    "arrivals",
     "assert_both_sides_agree",
     "assert_delivers",
     "brute_force_bound",
@@ -64,8 +68,8 @@ def brute_force_bound(sources, layouts) -> list[int]:
     for rank, layout in enumerate(layouts):
         missing = 0
         for name, spec in sources.items():
-            shard = spec.held_by(rank)
-            low, high = spec.interval(shard) if shard is not None else (0, 0)
+            shard = spec.shard_of(rank)
+            low, high = spec.row_range(shard) if shard is not None else (0, 0)
             wanted = np.concatenate(
                 [np.empty(0, np.int64)]
                 + [
@@ -91,20 +95,30 @@ def assert_delivers(plan, rank: int, layout: EngineLayout, sources) -> None:
         want[c.destination][target] = ids[c.source] + walk(
             c.source_offset, c.sizes, c.source_strides
         )
-    for piece in (p for b in plan.buckets for p in plan.arrivals(b, rank)):
-        assert piece.receiver == rank
-        spec = sources[piece.source]
-        assert piece.sender in spec.holders[piece.shard]
-        low, high = spec.interval(piece.shard)
-        offset, steps = piece.block.address(contiguous_strides(spec.shape), (0,) * len(spec.shape))
-        read = walk(offset, piece.block.sizes, steps)
-        x = read // contiguous_strides(spec.shape)[spec.dim] % spec.shape[spec.dim]
-        assert ((low <= x) & (x < high)).all(), "a sender would read outside its own shard"
-        written = walk(piece.block.offset, piece.block.sizes, piece.block.strides)
-        assert (got[piece.destination][written] == -1).all(), "an element arrives twice"
-        got[piece.destination][written] = ids[piece.source] + read
+    for dtype, name, copy in arrivals(plan, rank):
+        assert copy.receiver == rank
+        spec = sources[name]
+        assert copy.sender in spec.holders[copy.shard]
+        low, high = spec.row_range(copy.shard)
+        for index, block in copy.writes:
+            destination = plan.destinations(name, dtype, rank)[index]
+            origin = (0,) * len(spec.shape)
+            offset, steps = block.address(contiguous_strides(spec.shape), origin)
+            read = walk(offset, block.sizes, steps)
+            x = read // contiguous_strides(spec.shape)[spec.dim] % spec.shape[spec.dim]
+            assert ((low <= x) & (x < high)).all(), "a sender would read outside its own shard"
+            written = walk(block.offset, block.sizes, block.strides)
+            assert (got[destination][written] == -1).all(), "an element arrives twice"
+            got[destination][written] = ids[name] + read
     for name in want:
         np.testing.assert_array_equal(got[name], want[name])
+
+
+def arrivals(plan, rank: int) -> Iterator[tuple[torch.dtype, str, SliceCopy]]:
+    """(engine dtype, parameter, slice) of all that a rank receives or keeps."""
+    for bucket in plan.buckets:
+        for name, copy in plan.arrivals(bucket, rank):
+            yield bucket.engine_dtype, name, copy
 
 
 def assert_both_sides_agree(plan, itemsize: int = 2) -> None:
@@ -114,15 +128,15 @@ def assert_both_sides_agree(plan, itemsize: int = 2) -> None:
     traffic = np.zeros((plan.world_size, plan.world_size), np.int64)
     for bucket in plan.buckets:
         staged = [0] * plan.world_size
-        arrivals = [list(plan.arrivals(bucket, rank)) for rank in ranks]
+        arrived = [list(plan.arrivals(bucket, rank)) for rank in ranks]
         departures = [list(plan.departures(bucket, rank)) for rank in ranks]
         for sender in ranks:
             for receiver in ranks:
                 if sender == receiver:
                     continue
-                out = [p for p in departures[sender] if p.receiver == receiver]
-                assert out == [p for p in arrivals[receiver] if p.sender == sender]
-                moved = itemsize * sum(p.block.read.numel for p in out if not p.shared)
+                out = [d for d in departures[sender] if d[1].receiver == receiver]
+                assert out == [a for a in arrived[receiver] if a[1].sender == sender]
+                moved = itemsize * sum(copy.read.numel for _, copy in out)
                 traffic[sender, receiver] += moved
                 sent[sender] += moved
                 received[receiver] += moved

@@ -1,4 +1,4 @@
-"""An engine that is nothing but tensors, and models sharded for it: reshards without vLLM."""
+"""An engine that only holds tensors, and models sharded for it: reshards without vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shapes = Mapping[
 
 
 class MemoryEngine(RolloutEngine):
-    """Holds the tensors of a layout, NaN at first. Its loader doubles what is gathered whole."""
+    """Holds the tensors of a layout, NaN at first. Its loader doubles the parameters it gets."""
 
     def __init__(self, layout: EngineLayout, tp_rank: int, tp_size: int) -> None:
         self.layout, self.tp_rank, self.tp_size = layout, tp_rank, tp_size
@@ -34,11 +34,11 @@ class MemoryEngine(RolloutEngine):
     def weights(self) -> dict[str, torch.Tensor]:
         return self.tensors
 
-    def load_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, whole in weights:
-            self.tensors[name].copy_(whole.mul_(2))
+    def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, full in weights:
+            self.tensors[name].copy_(full.mul_(2))
 
-    def _forget_cached_prefixes(self) -> None: ...
+    def _finish_update(self) -> None: ...
 
     def _generate(self, prompts, spec, seed):
         return [[] for _ in prompts]
@@ -47,7 +47,7 @@ class MemoryEngine(RolloutEngine):
 
 
 def values(shapes: Shapes, dtype: torch.dtype = torch.float32, seed: int = 0):
-    """The whole parameters, the same on every rank."""
+    """Full parameters, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return {n: torch.randn(s, generator=generator).to(dtype) for n, (_, s) in shapes.items()}
 
@@ -56,7 +56,7 @@ def build(
     shapes: Shapes,
     tp_size: int,
     *,
-    whole: Mapping[str, torch.Tensor],
+    full: Mapping[str, torch.Tensor],
     bucket_bytes: int = 4096,
     replicas: int = 1,
     rows_on_dim1: bool = True,
@@ -72,7 +72,7 @@ def build(
     layout.copies = [c for c in layout.copies if c.source not in by_loader]
     engine = MemoryEngine(layout, group.index(rank), tp_size)
     shards = {
-        name: shard(whole[name], mesh_of(world_size, replicas), int(kind == "row" and rows_on_dim1))
+        name: shard(full[name], mesh_of(world_size, replicas), int(kind == "row" and rows_on_dim1))
         for name, (kind, _) in shapes.items()
     }
     return engine, shards, Resharder(lambda: shards, engine, bucket_bytes)
@@ -86,20 +86,20 @@ def mesh_of(world_size: int, replicas: int) -> DeviceMesh:
     )
 
 
-def shard(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+def shard(full: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def expected(engine: MemoryEngine, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the layout makes of whole parameters, one copy at a time."""
+def expected(engine: MemoryEngine, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The engine tensors that the layout makes of full parameters, one copy at a time."""
     made = {n: torch.full_like(t, float("nan")) for n, t in engine.tensors.items()}
     for c in engine.layout.copies:
         target = made[c.destination]
-        source = whole[c.source].contiguous()
+        source = full[c.source].contiguous()
         target.as_strided(c.sizes, c.destination_strides, c.destination_offset).copy_(
             source.as_strided(c.sizes, c.source_strides, c.source_offset)
         )
     for name in engine.layout.fallback:
-        made[name].copy_(whole[name] * 2)
+        made[name].copy_(full[name] * 2)
     return made

@@ -13,18 +13,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from hybridengine.reshard.advisor.advise import advise
-from hybridengine.reshard.advisor.view import draw_advice, print_advice
-from hybridengine.sharding import Copy, EngineLayout, TensorSpec, tp_groups
+from hybridengine.reshard.advisor import advise, draw_advice, print_advice
+from hybridengine.sharding import Copy, EngineLayout, TensorSpec
+from hybridengine.sharding.dim1 import dim1_parameters
 from hybridengine.sharding.geometry import contiguous_strides
-from hybridengine.sharding.shards import dim1_parameters
 from tests.reshard.brute_force import fused_layout
 from tests.tiny_models import tiny_config
 
-SHAPES = {
-    "c": ("column", (64, 32)),
-    "r": ("row", (32, 64)),
-}
+SHAPES = {"c": ("column", (64, 32)), "r": ("row", (32, 64))}
 
 
 def advice_for(world_size: int, tp_size: int, nodes: int):
@@ -40,7 +36,7 @@ def test_one_node_recommends_what_reaches_hybridflows_volume() -> None:
     assert best.received_bytes == advice.hybridflow_bytes == elements * 2 // 4 - elements * 2 // 8
     assert advice.verl_bytes == elements * 4 * 7 // 8
     assert best.inter_bytes == 0
-    assert {o.grouping for o in advice.options} == {"strided", "neighbours"}
+    assert {o.grouping for o in advice.options} == {"strided", "contiguous"}
     assert best.received_bytes < min(o.received_bytes for o in advice.options[1:])
 
 
@@ -105,7 +101,7 @@ def test_what_few_ranks_would_send_is_reported_with_a_remedy() -> None:
     console = Console(record=True, width=400, file=io.StringIO())
     print_advice(advise(shapes, [layout], 16), console)
     assert "sends 3.8 times what it receives" in (text := console.export_text()), text
-    assert "replicas of fewer shards (HSDP, fsdp_size)" in text
+    assert "Replicas of fewer shards (HSDP, fsdp_size)" in text
     spread = advise(shapes, [layout], 16, fsdp_size=4).options[0].plan
     assert max(spread.bytes_sent) == max(spread.bytes_received)
 
@@ -118,11 +114,6 @@ def test_replicas_in_every_node_send_nothing_across() -> None:
     assert advise(shapes, layouts, 16, nodes=4).options[0].inter_bytes > 0
     with pytest.raises(ValueError, match="fsdp_size: got 5, expected a divisor of the 16 ranks"):
         advise(shapes, layouts, 16, fsdp_size=5)
-
-
-def test_groups_inside_nodes() -> None:
-    assert tp_groups(8, 2, 4) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert tp_groups(8, 8, 4) == [list(range(8))], "a group larger than a node has to cross"
 
 
 def test_impossible_sizes_are_named() -> None:
@@ -149,6 +140,7 @@ def test_a_terminal_of_80_columns_cuts_nothing() -> None:
     assert "verl" in text and "Recommended" in text
 
 
+@pytest.mark.slow
 def test_command_records_the_engines_own_loader(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
     config = tiny_config("llama")

@@ -1,4 +1,4 @@
-"""One plain vLLM and many trained models: what `connect` and `reshard` follow and refuse."""
+"""One plain vLLM and many trained models: what `connect` and `reshard` support and refuse."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import message_of, run_ranks
+from tests.reshard.vllm_engines import build_llm
 from tests.tiny_models import save_tiny, tiny_config
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
-PROMPT = [5, 9, 33, 2] * 80  # more than a block, so that its prefix is cached
+PROMPT = [5, 9, 33, 2] * 80  # longer than a block, so that its prefix is cached
 
 
 def interleave(weight: torch.Tensor) -> torch.Tensor:
-    """Rows of the second half before rows of the first, in turn: what expert kernels want."""
+    """Alternate rows of the second half and of the first, as expert kernels need them."""
     first, second = weight.chunk(2)
     return torch.stack([second, first], 1).reshape(weight.shape)
 
@@ -52,31 +53,8 @@ def reorder_after_loading() -> None:
     UnquantizedLinearMethod.process_weights_after_loading = reordering
 
 
-def build_llm(path: str):
-    from hybridengine.rollout.vllm.engine import _own_shared_memory, prepare_environment
-    from hybridengine.rollout.vllm.transfer import register
-
-    prepare_environment()
-    from vllm import LLM
-
-    register()
-    reorder_after_loading()
-    with _own_shared_memory():  # tests run side by side
-        return LLM(
-            path,
-            load_format="dummy",
-            distributed_executor_backend="external_launcher",
-            weight_transfer_config={"backend": "hybridengine"},
-            dtype="bfloat16",
-            max_model_len=512,
-            kv_cache_memory_bytes=16 << 20,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-        )
-
-
 def build_model(kind: str = "llama", **changes) -> torch.nn.Module:
-    """A sharded model with random weights, of another configuration than the engine's if asked."""
+    """A sharded model with random weights; `changes` make it unlike the engine's."""
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
@@ -86,19 +64,15 @@ def build_model(kind: str = "llama", **changes) -> torch.nn.Module:
     return fully_shard(model)
 
 
-def message_of(call) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 class Case:
-    """The engine under test and what all tests ask of it."""
+    """The engine under test."""
 
     def __init__(self, path: str) -> None:
-        self.llm = build_llm(path)
+        from hybridengine.rollout.vllm.environment import prepare_environment
+
+        prepare_environment()
+        reorder_after_loading()
+        self.llm = build_llm(path, max_model_len=512, kv_cache_memory_bytes=16 << 20)
         self.engine = self.llm.llm_engine
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
 
@@ -121,18 +95,19 @@ class Case:
 
 
 def replaced(case: Case) -> dict:
-    """What a training script does to a model between syncs."""
+    """Replace a model's tensors between syncs, as training scripts do."""
     from hybridengine.integrations.vllm import connect, reshard
-    from hybridengine.reshard import PlanOutdatedError
+    from hybridengine.reshard import PlanOutdatedError, Resharder
 
     model, wrong, versions = build_model(), [], []
-    link = connect(model, case.llm)
+    resharder = connect(model, case.llm)
+    engine = resharder.engine
 
     def sync(what: str) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(-1.1)
-        versions.append(link.sync(verify=True).version)
+        versions.append(resharder.sync(verify=True).version)
         wrong.extend(f"{what}: {name}" for name in case.wrong_tensors(model))
 
     sync("as planned")
@@ -143,7 +118,7 @@ def replaced(case: Case) -> dict:
     model.tie_weights()
     sync("load_state_dict(assign=True)")
     model.bfloat16()
-    outdated = message_of(link.sync)
+    outdated = message_of(resharder.sync)
     assert outdated.startswith(PlanOutdatedError.__name__)
     version = reshard(model, case.llm).version
     model.float()
@@ -154,7 +129,7 @@ def replaced(case: Case) -> dict:
         "versions": versions,
         "outdated": outdated,
         "reshard": (version, again),
-        "copies": message_of(lambda: type(link)(dict(model.named_parameters()), link.engine)),
+        "not a function": message_of(lambda: Resharder(dict(model.named_parameters()), engine)),
     }
 
 
@@ -165,8 +140,8 @@ def busy(case: Case) -> dict:
     from hybridengine.integrations.vllm import connect
 
     model, engine = build_model(), case.engine
-    link = connect(model, case.llm)
-    link.sync()
+    resharder = connect(model, case.llm)
+    resharder.sync()
     sampling = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
     prompt = {"prompt_token_ids": PROMPT}
 
@@ -174,38 +149,39 @@ def busy(case: Case) -> dict:
         (output,) = case.llm.generate([prompt], sampling, use_tqdm=False)
         return list(output.outputs[0].token_ids), output.num_cached_tokens
 
-    told = {"first": generate()[1], "cached": generate()[1]}
+    results = {"first": generate()[1], "cached": generate()[1]}
     engine.add_request("r", prompt, sampling)
     engine.step()
-    told["running"] = message_of(link.sync)
-    told["version"] = link.engine.weight_version
+    results["running"] = message_of(resharder.sync)
+    results["version"] = resharder.engine.weight_version
     engine.abort_request(["r"])
     case.runner.encoder_cache["image"] = torch.ones(2)
-    engine.engine_core.engine_core.scheduler.encoder_cache_manager.cached["image"] = set()
-    link.sync()
-    told["encoder"] = len(case.runner.encoder_cache)
-    told["scheduler"] = len(engine.engine_core.engine_core.scheduler.encoder_cache_manager.cached)
-    told["after a sync"] = generate()[1]
+    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler.encoder_cache_manager.cached["image"] = set()
+    resharder.sync()
+    results["encoder"] = len(case.runner.encoder_cache)
+    results["scheduler"] = len(scheduler.encoder_cache_manager.cached)
+    results["after a sync"] = generate()[1]
 
     reset = case.llm.reset_prefix_cache
     case.llm.reset_prefix_cache = lambda **options: False
-    told["kept cache"] = message_of(link.sync)
-    told["generate"] = message_of(generate)
+    results["kept cache"] = message_of(resharder.sync)
+    results["generate"] = message_of(generate)
     case.llm.reset_prefix_cache = reset
-    link.sync()
+    resharder.sync()
 
     engine.model_executor.sleeping_tags.add("weights")
-    told["asleep"] = message_of(link.sync)
+    results["asleep"] = message_of(resharder.sync)
     engine.model_executor.sleeping_tags.clear()
     parallel = engine.vllm_config.parallel_config
     for key, value in (("enable_eplb", True), ("data_parallel_size", 2)):
         before = getattr(parallel, key)
         setattr(parallel, key, value)
-        told[key] = message_of(link.sync)
-        told[f"connect {key}"] = message_of(lambda: connect(model, case.llm))
+        results[key] = message_of(resharder.sync)
+        results[f"connect {key}"] = message_of(lambda: connect(model, case.llm))
         setattr(parallel, key, before)
-    told["tokens"] = generate()[0]
-    return told
+    results["tokens"] = generate()[0]
+    return results
 
 
 def unlike(case: Case) -> dict[str, str]:
@@ -279,21 +255,21 @@ def leave(layer: Layer) -> None:
 
 def processed(case: Case) -> dict[str, str]:
     """What becomes of a weight that is processed after loading; the engine takes no part."""
-    from hybridengine.rollout.vllm.weights import WeightsInPlace
+    from hybridengine.rollout.vllm.post_load import PostLoadProcessing
     from hybridengine.sharding.layout import identity_layout
 
-    told = {}
+    results = {}
     for change in (pack_away, scale, allocate, only_once, first_only, flip, leave):
         model = torch.nn.ModuleDict({"experts": Layer(change)})
         layer = model["experts"]
         layout = identity_layout({"experts.weight": layer.weight.detach()})
-        in_place = WeightsInPlace()
-        in_place.process(lambda m: m["experts"].process_weights_after_loading(m["experts"]), model)
+        post_load = PostLoadProcessing()
+        post_load.run(lambda m: m["experts"].process_weights_after_loading(m["experts"]), model)
         after = layer.weight.detach().clone()
         shapes = {"experts.weight": (4, 16, 8)}
-        told[change.__name__] = message_of(lambda: in_place.follow(model, layout, shapes))  # noqa: B023
+        results[change.__name__] = message_of(lambda: post_load.adapt_layout(model, layout, shapes))  # noqa: B023
         assert torch.equal(layer.weight, after), f"{change.__name__}: its values are put back"
-    return told
+    return results
 
 
 def not_a_number(case: Case) -> dict:
@@ -306,8 +282,8 @@ def not_a_number(case: Case) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report = connect(model, case.llm).sync(verify=True)
-    told = [str(w.message) for w in caught if "NaN" in str(w.message)]
-    return {"version": report.version, "told": told}
+    messages = [str(w.message) for w in caught if "NaN" in str(w.message)]
+    return {"version": report.version, "messages": messages}
 
 
 def connect_body(rank: int, world_size: int, path: str) -> dict[str, dict]:
@@ -318,26 +294,28 @@ def connect_body(rank: int, world_size: int, path: str) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> dict[str, dict]:
+def results(tmp_path_factory) -> dict[str, dict]:
     path: Path = tmp_path_factory.mktemp("llama")
     (result,) = run_ranks(connect_body, 1, save_tiny("llama", path), timeout_s=400)
     return result
 
 
-def test_replaced_tensors_and_reordered_weights_are_followed(told) -> None:
+def test_replaced_tensors_and_reordered_weights_are_followed(results) -> None:
     """The engine reorders two kinds of weights after loading, one in place, one into new memory."""
-    result = told["replaced"]
+    result = results["replaced"]
     assert result["wrong"] == []
     assert result["versions"] == [1, 2, 3]
     assert "changed its dtype from torch.float32 to torch.bfloat16" in result["outdated"]
     assert "connect()" in result["outdated"]
     first, again = result["reshard"]
     assert again == first + 1
-    assert result["copies"].startswith("TypeError: parameters: got a dict, expected a function")
+    assert result["not a function"].startswith(
+        "TypeError: parameters: got a dict, expected a function"
+    )
 
 
-def test_a_busy_or_changed_engine_is_refused(told) -> None:
-    result = told["busy"]
+def test_a_busy_or_changed_engine_is_refused(results) -> None:
+    result = results["busy"]
     assert result["first"] == 0 < result["cached"], "the prefix cache is on"
     assert "LayoutError: on rank 0: the engine has 1 unfinished request" in result["running"]
     assert "abort" in result["running"] and result["version"] == 1
@@ -362,19 +340,19 @@ def test_a_busy_or_changed_engine_is_refused(told) -> None:
         ("biased", "bias", "attention_bias (True in the trained model, False in the engine)"),
     ],
 )
-def test_a_model_that_is_not_the_engines_is_refused(told, kind, parameter, key) -> None:
-    message = told["unlike"][kind]
+def test_a_model_that_is_not_the_engines_is_refused(results, kind, parameter, key) -> None:
+    message = results["unlike"][kind]
     assert message.startswith("LayoutError: "), message
     assert parameter in message and key in message, message
 
 
-def test_quantized_parameters_are_refused(told) -> None:
-    message = told["unlike"]["int8"]
+def test_quantized_parameters_are_refused(results) -> None:
+    message = results["unlike"]["int8"]
     assert "LayoutError" in message and "norm.weight' is torch.int8" in message, message
 
 
-def test_what_processing_after_loading_does_is_followed_or_refused_by_name(told) -> None:
-    result = told["processed"]
+def test_what_processing_after_loading_does_is_followed_or_refused_by_name(results) -> None:
+    result = results["processed"]
     assert result["flip"] == result["leave"] == "no error"
     reasons = {
         "pack_away": "shape=(0,)",
@@ -389,8 +367,8 @@ def test_what_processing_after_loading_does_is_followed_or_refused_by_name(told)
         assert reason in message and "moe_backend" in message, message
 
 
-def test_nan_is_reported_as_nan(told) -> None:
-    result = told["not_a_number"]
+def test_nan_is_reported_as_nan(results) -> None:
+    result = results["not_a_number"]
     assert result["version"] == 1
-    (message,) = result["told"]
+    (message,) = result["messages"]
     assert "'model.norm.weight'" in message

@@ -45,19 +45,19 @@ def exact_body(rank: int, world_size: int, tp_size: int, cases: list[dict]) -> l
     results = []
     for case in cases:
         dtype = case.pop("dtype", torch.float32)
-        whole = values(UNEVEN, dtype)
-        engine, shards, resharder = build(UNEVEN, tp_size, whole=whole, **case)
+        full = values(UNEVEN, dtype)
+        engine, shards, resharder = build(UNEVEN, tp_size, full=full, **case)
         result = {"received": [], "right": []}
         for version, factor in ((1, 1.0), (2, -3.0)):
             for tensor in shards.values():
                 tensor.to_local().mul_(factor)
-            whole = {n: t * factor for n, t in whole.items()}
+            full = {n: t * factor for n, t in full.items()}
             with Counted() as counted:
                 report = resharder.sync(version, verify=version == 2)
             if version == 1:  # what the checksums cost is no part of it
                 assert counted.received == report.bytes_received
             result["received"].append(report.bytes_received)
-            want = expected(engine, whole)
+            want = expected(engine, full)
             result["right"].append(all(torch.equal(engine.tensors[n], t) for n, t in want.items()))
         plan = resharder.plan
         result |= {
@@ -82,15 +82,15 @@ def test_a_rank_receives_what_it_lacks_and_nothing_else(world_size: int, tp_size
             assert result["received"][0] < result["needed"]
         assert any(result["bound"] for result in results)
         # Rows of every rank lie inside its own engine slice: what remains is replication.
-        whole = sum(t.numel() for t in values(UNEVEN).values())
-        assert all(r["bound"] < 2 * whole for r in results)
+        full = sum(t.numel() for t in values(UNEVEN).values())
+        assert all(r["bound"] < 2 * full for r in results)
 
 
 def nodes_body(rank: int, world_size: int) -> tuple[bool, list[int], int]:
-    whole = values(UNEVEN)
-    engine, _, resharder = build(UNEVEN, 2, whole=whole, replicas=2)
+    full = values(UNEVEN)
+    engine, _, resharder = build(UNEVEN, 2, full=full, replicas=2)
     resharder.sync(1, verify=True)
-    right = all(torch.equal(engine.tensors[n], t) for n, t in expected(engine, whole).items())
+    right = all(torch.equal(engine.tensors[n], t) for n, t in expected(engine, full).items())
     return right, resharder.plan.bytes_crossing, max(resharder.plan.bytes_received)
 
 
@@ -126,8 +126,8 @@ def allocator_peak(call) -> int:
 def memory_body(rank: int, world_size: int, bucket_bytes: list[int]) -> dict:
     peaks = {}
     for size in bucket_bytes:
-        whole = values(BIG)
-        _, shards, resharder = build(BIG, 2, whole=whole, bucket_bytes=size)
+        full = values(BIG)
+        _, shards, resharder = build(BIG, 2, full=full, bucket_bytes=size)
         shard_bytes = sum(t.to_local().nbytes for t in shards.values())
         resharder.sync(1, verify=True)
         peaks[size] = {
@@ -137,9 +137,9 @@ def memory_body(rank: int, world_size: int, bucket_bytes: list[int]) -> dict:
             "buckets": len(resharder.plan.buckets),
             "shards": shard_bytes,
         }
-    whole = values(COMPUTED)
+    full = values(COMPUTED)
     _, _, resharder = build(
-        COMPUTED, 2, whole=whole, bucket_bytes=bucket_bytes[0], by_loader=("computed",)
+        COMPUTED, 2, full=full, bucket_bytes=bucket_bytes[0], by_loader=("computed",)
     )
     resharder.sync(1)
     peaks["fallback"] = allocator_peak(lambda: resharder.sync(2))
@@ -159,21 +159,21 @@ def test_peak_memory_is_two_buckets() -> None:
             assert 1.5 * size < peak["allocator"] <= 2 * size + SMALL_CHANGE
             assert peak["verified"] <= 2 * size + CHECKSUM
             assert peak["staged"] <= size
-        whole = 1024 * 512 * 4  # the declared exception: one gathered parameter at a time
-        assert 2 * sizes[0] < whole <= peaks["fallback"] <= 2 * whole + 2 * sizes[0] + SMALL_CHANGE
+        full = 1024 * 512 * 4  # the declared exception: one gathered parameter at a time
+        assert 2 * sizes[0] < full <= peaks["fallback"] <= 2 * full + 2 * sizes[0] + SMALL_CHANGE
 
 
 def overlap_body(rank: int, world_size: int) -> dict:
     from hybridengine.kernels.strided_copy import CopyTable
 
-    from hybridengine.reshard.execute import resharder as module
+    from hybridengine.reshard.execute import exchange as module
 
-    _, _, resharder = build(BIG, 2, whole=values(BIG), bucket_bytes=1 << 20)
+    _, _, resharder = build(BIG, 2, full=values(BIG), bucket_bytes=1 << 20)
     log: list[str] = []
     waits: list[bool] = []
     start, copy = module._all_to_all, CopyTable.copy
     names = {}
-    for i, e in enumerate(resharder._exchanges):
+    for i, e in enumerate(resharder._pipeline.exchanges):
         names |= {id(e.pack): f"pack {i}", id(e.local): f"local {i}", id(e.unpack): f"unpack {i}"}
 
     class Work:
@@ -186,7 +186,7 @@ def overlap_body(rank: int, world_size: int) -> dict:
             self.work.wait()
 
     def noted_start(inbox, outbox, exchange):
-        i = resharder._exchanges.index(exchange)
+        i = resharder._pipeline.exchanges.index(exchange)
         log.append(f"send {i}")
         return Work(start(inbox, outbox, exchange), i)
 
@@ -198,7 +198,7 @@ def overlap_body(rank: int, world_size: int) -> dict:
 
     module._all_to_all, CopyTable.copy = noted_start, slow_copy
     resharder.sync(1)
-    return {"log": log, "crossed_before_wait": waits, "buckets": len(resharder._exchanges)}
+    return {"log": log, "crossed_before_wait": waits, "buckets": len(resharder._pipeline.exchanges)}
 
 
 def test_packing_sending_and_unpacking_overlap() -> None:
@@ -215,22 +215,24 @@ def test_packing_sending_and_unpacking_overlap() -> None:
 
 def planless_body(rank: int, world_size: int) -> int:
     from hybridengine.reshard.execute import exchange, resharder
-    from hybridengine.reshard.plan import planner as plan
+    from hybridengine.reshard.plan import planner, source_class
 
-    engine, _, made = build(UNEVEN, 2, whole=values(UNEVEN))
+    engine, _, made = build(UNEVEN, 2, full=values(UNEVEN))
     made.sync(1)
 
     def refuse(*args, **kwargs):
         raise AssertionError("a sync planned")
 
     for owner, names in (
-        (plan, ("build_plan", "cut", "check_coverage", "Flows", "Kind")),
-        (resharder, ("build_plan", "TableMaker")),
-        (exchange, ("CopyTable", "TableMaker")),
+        (planner, ("Planner", "ReshardPlan", "build_plan", "check_coverage")),
+        (source_class, ("cut", "SourceClass")),
+        (resharder, ("build_plan", "BucketPipeline")),
+        (exchange, ("CopyTable", "ExchangeBuilder")),
+        (source_class.SourceClass, ("incoming", "outgoing", "count_needed", "loads")),
     ):
         for name in names:
+            assert hasattr(owner, name)
             setattr(owner, name, refuse)
-    plan.ReshardPlan.incoming = plan.ReshardPlan.outgoing = refuse
     for version in (2, 3):
         made.sync(version)
     return engine.weight_version

@@ -1,4 +1,4 @@
-"""What can go wrong between a plan and a sync: found, and told with the parameter and the rank."""
+"""Failures between a plan and a sync are reported with the parameter and the rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import RankLostError, ReshardError
+from hybridengine.reshard import RankFailedError, ReshardError
 from hybridengine.rollout import SamplingSpec
 from hybridengine.sharding import LayoutError, StaleWeightsError
-from tests.ranks import run_ranks
+from tests.ranks import message_of, run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, mesh_of, shard, values
 
 pytestmark = pytest.mark.multirank
@@ -24,90 +24,81 @@ SHAPES: Shapes = {
 }
 
 
-def message_of(call) -> str:
-    """The type and text of the error that `call` ends with."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def changed_body(rank: int, world_size: int) -> dict[str, str]:
-    """Changes on rank 1 alone: every rank must end, and know where it was."""
-    engine, shards, resharder = build(SHAPES, 2, whole=values(SHAPES))
+    """Change model or engine on rank 1 alone: every rank must raise and name rank 1."""
+    engine, shards, resharder = build(SHAPES, 2, full=values(SHAPES))
     resharder.sync(1)
-    live = dict(engine.tensors)
-    before = {n: t.clone() for n, t in live.items()}
-    original, heard = dict(shards), {}
+    tensors = dict(engine.tensors)
+    before = {n: t.clone() for n, t in tensors.items()}
+    original, messages = dict(shards), {}
 
     def attempt(what: str, change) -> None:
         if rank == 1:
             change()
-        heard[what] = message_of(lambda: resharder.sync(2))
+        messages[what] = message_of(lambda: resharder.sync(2))
         shards.clear()
         shards.update(original)
-        engine.tensors = dict(live)
-        assert all(torch.equal(before[n], t) for n, t in live.items()), what
+        engine.tensors = dict(tensors)
+        assert all(torch.equal(before[n], t) for n, t in tensors.items()), what
         assert engine.weight_version == 1 and engine.generate([[1]], SamplingSpec(), 0) == [[]]
 
     mesh = mesh_of(world_size, 1)
     attempt("dtype", lambda: shards.update(q=shards["q"].bfloat16()))
     attempt("shape", lambda: shards.update(q=shard(torch.ones(24, 12), mesh, 0)))
     attempt("re-sharded", lambda: shards.update(out=shard(values(SHAPES)["out"], mesh, 0)))
-    attempt("whole", lambda: shards.update(norm=values(SHAPES)["norm"]))
+    attempt("full", lambda: shards.update(norm=values(SHAPES)["norm"]))
     attempt("added", lambda: shards.update(extra=torch.ones(2)))
     attempt("removed", lambda: shards.pop("norm"))
     attempt("engine", lambda: engine.tensors.update(norm=torch.ones(13, 3)))
-    heard["version"] = message_of(lambda: resharder.sync(2 + rank))
+    messages["version"] = message_of(lambda: resharder.sync(2 + rank))
     resharder.sync(7)
-    heard["version after"] = str(engine.weight_version)
-    return heard
+    messages["version after"] = str(engine.weight_version)
+    return messages
 
 
 def test_changes_after_planning_are_named_before_anything_moves() -> None:
     ranks = run_ranks(changed_body, 2)
-    told = {
+    expected_texts = {
         "dtype": "parameter 'q' changed its dtype from torch.float32 to torch.bfloat16",
         "shape": "parameter 'q' changed its shape from (24, 10) to (24, 12)",
         "re-sharded": "parameter 'out' changed its placements",
-        "whole": "parameter 'norm' changed its placements",
+        "full": "parameter 'norm' changed its placements",
         "added": "parameter 'extra' was added",
         "removed": "parameter 'norm' was removed",
         "engine": "engine tensor 'norm' was recorded as",
     }
-    for rank, heard in enumerate(ranks):
-        for what, text in told.items():
-            kind = "LayoutError" if what == "engine" else "PlanOutdatedError"
-            assert heard[what].startswith(f"{kind}: on rank 1: "), heard[what]
-            assert text in heard[what]
-        assert f"ReshardError: rank {rank} syncs to version {2 + rank}" in heard["version"]
-        assert "between 2 and 3" in heard["version"]
-        assert heard["version after"] == "7"
+    for rank, messages in enumerate(ranks):
+        for what, text in expected_texts.items():
+            error = "LayoutError" if what == "engine" else "PlanOutdatedError"
+            assert messages[what].startswith(f"{error}: on rank 1: "), messages[what]
+            assert text in messages[what]
+        assert f"ReshardError: rank {rank} syncs to version {2 + rank}" in messages["version"]
+        assert "between 2 and 3" in messages["version"]
+        assert messages["version after"] == "7"
 
 
 def world_body(rank: int, world_size: int) -> dict[str, str]:
-    """Construction on ranks that do not agree, then a world that shrinks under the plan."""
-    heard = {}
-    whole = values(SHAPES)
-    heard["bucket"] = message_of(
-        lambda: build(SHAPES, 2, whole=whole, bucket_bytes=4096 * (1 + (rank == 2)))
+    """Plan on ranks that disagree, then sync in a world that became smaller."""
+    messages = {}
+    full = values(SHAPES)
+    messages["bucket"] = message_of(
+        lambda: build(SHAPES, 2, full=full, bucket_bytes=4096 * (1 + (rank == 2)))
     )
     odd = {**SHAPES, "q": ("column", (24, 12))} if rank == 3 else SHAPES
-    heard["model"] = message_of(lambda: build(odd, 2, whole=values(odd)))
-    heard["small bucket"] = message_of(lambda: build(SHAPES, 2, whole=whole, bucket_bytes=100))
-    _, _, resharder = build(SHAPES, 2, whole=whole)
+    messages["model"] = message_of(lambda: build(odd, 2, full=values(odd)))
+    messages["small bucket"] = message_of(lambda: build(SHAPES, 2, full=full, bucket_bytes=100))
+    _, _, resharder = build(SHAPES, 2, full=full)
     resharder.sync(1)
     original = dist.get_world_size
     dist.get_world_size = lambda group=None: original(group) // 2  # as after an elastic restart
-    heard["world"] = message_of(lambda: resharder.sync(2))
+    messages["world"] = message_of(lambda: resharder.sync(2))
     dist.get_world_size = original
-    return heard
+    return messages
 
 
 def corrupt_body(rank: int, world_size: int) -> dict[str, str]:
-    """A byte flips on the wire to rank 1."""
-    engine, _, resharder = build(SHAPES, 2, whole=values(SHAPES))
+    """Flip a bit of the data that rank 1 receives."""
+    engine, _, resharder = build(SHAPES, 2, full=values(SHAPES))
     original = dist.all_to_all_single
     armed = rank == 1
 
@@ -121,84 +112,85 @@ def corrupt_body(rank: int, world_size: int) -> dict[str, str]:
         return work
 
     dist.all_to_all_single = flipping
-    heard = {"unverified": message_of(lambda: resharder.sync(1))}
+    messages = {"unverified": message_of(lambda: resharder.sync(1))}
     armed = rank == 1
-    heard["verified"] = message_of(lambda: resharder.sync(2, verify=True))
-    heard["generate"] = message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0))
+    messages["verified"] = message_of(lambda: resharder.sync(2, verify=True))
+    messages["generate"] = message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0))
     dist.all_to_all_single = original
     resharder.sync(3, verify=True)
     want = expected(engine, values(SHAPES))
-    heard["after"] = str(all(torch.equal(engine.tensors[n], t) for n, t in want.items()))
-    return heard
+    messages["after"] = str(all(torch.equal(engine.tensors[n], t) for n, t in want.items()))
+    return messages
 
 
-def test_a_corrupted_byte_is_found_by_the_checksums() -> None:
-    for heard in run_ranks(corrupt_body, 4):
-        assert heard["unverified"] == "no error", "checksums are not free and not the default"
-        assert heard["verified"].startswith(
+def test_checksums_detect_a_corrupted_byte() -> None:
+    for messages in run_ranks(corrupt_body, 4):
+        assert messages["unverified"] == "no error", "checksums are not free and not the default"
+        assert messages["verified"].startswith(
             f"{ReshardError.__name__}: the checksum of engine tensor"
         )
-        assert "on rank 1 differs from its source '" in heard["verified"]
-        assert heard["generate"].startswith(StaleWeightsError.__name__)
-        assert "sync to weight version 2 did not finish" in heard["generate"]
-        assert heard["after"] == "True"
+        assert "on rank 1 differs from its source '" in messages["verified"]
+        assert messages["generate"].startswith(StaleWeightsError.__name__)
+        assert "sync to weight version 2 did not finish" in messages["generate"]
+        assert messages["after"] == "True"
 
 
-def lost_body(rank: int, world_size: int, how: str) -> dict:
-    engine, _, resharder = build(SHAPES, 2, whole=values(SHAPES), bucket_bytes=1 << 20)
+def failing_body(rank: int, world_size: int, how: str) -> dict:
+    engine, _, resharder = build(SHAPES, 2, full=values(SHAPES), bucket_bytes=1 << 20)
     resharder.sync(1)
     group = dist.distributed_c10d._get_default_group()
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=3))
-    pack = resharder._exchanges[0].pack
+    pack = resharder._pipeline.exchanges[0].pack
 
-    class Lost(type(pack)):
+    class Failing(type(pack)):
         def copy(self, *tensors):
-            if how == "hangs":
+            if how == "stalls":
                 time.sleep(9)
             elif how == "fails":
                 raise MemoryError("no memory on this rank")
-            dist.destroy_process_group()  # its connections close, as at its death
+            dist.destroy_process_group()  # closes its connections, as its exit does
 
     if rank == 1:
-        pack.__class__ = Lost
+        pack.__class__ = Failing
     started = time.monotonic()
-    heard = message_of(lambda: resharder.sync(2))
+    message = message_of(lambda: resharder.sync(2))
     return {
-        "heard": heard,
+        "message": message,
         "seconds": time.monotonic() - started,
         "generate": message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0)),
     }
 
 
-@pytest.mark.parametrize("how", ["hangs", "dies", "fails"])
-def test_a_rank_lost_in_the_middle_is_named(how: str) -> None:
-    results = run_ranks(lost_body, 4 if how == "dies" else 2, how, timeout_s=60)
+@pytest.mark.parametrize("how", ["stalls", "exits", "fails"])
+def test_a_rank_that_fails_in_the_middle_is_named(how: str) -> None:
+    results = run_ranks(failing_body, 4 if how == "exits" else 2, how, timeout_s=60)
     for rank, result in enumerate(results):
         assert "sync to weight version 2 did not finish" in result["generate"]
         if rank == 1:
             continue
-        told = result["heard"]
-        assert told.startswith(f"{RankLostError.__name__}: rank {rank} stopped in the sync to"), (
-            told
-        )
-        assert "version 2 while exchanging bucket 1 of" in told
+        message = result["message"]
+        assert message.startswith(f"RankFailedError: rank {rank} stopped in the sync to"), message
+        assert "version 2 while exchanging bucket 1 of" in message
         assert result["seconds"] < 12
         if how == "fails":
-            assert "rank 1 failed in the sync to version 2 while packing bucket 1 of" in told
-            assert "MemoryError: no memory on this rank" in told
+            assert "rank 1 failed in the sync to version 2 while packing bucket 1 of" in message
+            assert "MemoryError: no memory on this rank" in message
+        elif how == "stalls":
+            assert "rank 1 is in the sync to version 2 while packing bucket 1 of" in message
+            assert "tests/reshard/test_hostile.py:" in message
         else:
-            assert "rank 1 died or hangs" in told
+            assert "rank 1 was killed or stalled" in message
 
 
 def test_ranks_that_do_not_agree_all_end_at_planning() -> None:
-    for rank, heard in enumerate(run_ranks(world_body, 4)):
-        assert "LayoutError: ranks [2] made another reshard plan than rank 0" in heard["bucket"]
-        assert heard["model"].startswith("LayoutError: "), heard["model"]
-        assert "engines of ranks 2 and 3 are both TP rank 1" in heard["model"]
-        assert "bucket_bytes: got 100, expected at least 4096" in heard["small bucket"]
-        assert f"planned as rank {rank} of 4, now rank {rank} of 2" in heard["world"]
+    for rank, messages in enumerate(run_ranks(world_body, 4)):
+        assert "LayoutError: ranks [2] made another reshard plan than rank 0" in messages["bucket"]
+        assert messages["model"].startswith("LayoutError: "), messages["model"]
+        assert "engines of ranks 2 and 3 are both TP rank 1" in messages["model"]
+        assert "bucket_bytes: got 100, expected at least 4096" in messages["small bucket"]
+        assert f"planned as rank {rank} of 4, now rank {rank} of 2" in messages["world"]
 
 
 def test_errors_share_a_base() -> None:
-    assert issubclass(RankLostError, ReshardError) and issubclass(RankLostError, dist.DistError)
+    assert issubclass(RankFailedError, ReshardError) and issubclass(RankFailedError, dist.DistError)
     assert issubclass(LayoutError, RuntimeError)

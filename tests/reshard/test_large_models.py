@@ -14,36 +14,35 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 
 
 def plan_one(folder: str, config, world_size: int, tp_size: int) -> dict[str, object]:
-    """What recording one model loaded, and its plan at `world_size` ranks."""
+    """The layers that recording one model loaded, and its plan at `world_size` ranks."""
     from hybridengine.reshard import build_plan
-    from hybridengine.reshard.record import layers
+    from hybridengine.reshard.record import loader
     from hybridengine.rollout.vllm.record import record_engine_layouts
     from hybridengine.sharding import ShardSpec
 
     path = Path(folder) / type(config).__name__
     config.save_pretrained(path)
-    loaded, record = [], layers.record_layout
+    loaded, record = [], loader.record_layout
 
     def counted(model, load_weights, tensors, *args):
-        loaded.append({layers.split_layer(name)[1] for name in tensors} - {None})
+        loaded.append({loader.split_layer(name)[1] for name in tensors} - {None})
         return record(model, load_weights, tensors, *args)
 
-    layers.record_layout = counted
+    loader.record_layout = counted
     try:
         shapes, layouts = record_engine_layouts(str(path), tp_size)
     finally:
-        layers.record_layout = record
+        loader.record_layout = record
     holders = tuple((rank,) for rank in range(world_size))
     sources = {n: ShardSpec(s, torch.float32, 0, holders) for n, s in shapes.items()}
     plan = build_plan(sources, [layouts[r * tp_size // world_size] for r in range(world_size)])
-    kinds = {id(kind) for kind in plan._kinds.values()}
     return {
         "loaded": loaded,
         "exact": plan.bytes_received == plan.lower_bound,
         "needed": sum(plan.bytes_needed) * tp_size // world_size,
         "engine": 2 * sum(torch.Size(s).numel() for s in shapes.values()),
         "sources": len(shapes),
-        "kinds": len(kinds),
+        "classes": len(set(plan.source_classes.values())),
         "staged": plan.staging_bytes,
         "fallback": plan.fallback,
     }
@@ -68,10 +67,10 @@ def plan_both(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     }
 
 
-def test_three_layers_of_each_kind_are_loaded_and_the_plan_is_exact(tmp_path: Path) -> None:
+def test_three_layers_of_each_class_are_loaded_and_the_plan_is_exact(tmp_path: Path) -> None:
     (plans,) = run_ranks(plan_both, 1, str(tmp_path), timeout_s=300)
     llama, deepseek = plans["llama"], plans["deepseek"]
-    # The first layer is a kind of its own: it owns the rotary table that all of them use.
+    # The first layer is a class of its own: it owns the rotary table that all layers use.
     assert llama["loaded"] == [{0, 1, 2, 79}] * 2, "once per TP rank, three of equal layers"
     assert deepseek["loaded"] == [{0, 1, 2, 3, 4, 11}] * 2, "three dense ones, three with experts"
     assert llama["engine"] > 140e9 and deepseek["engine"] > 210e9
@@ -79,4 +78,4 @@ def test_three_layers_of_each_kind_are_loaded_and_the_plan_is_exact(tmp_path: Pa
         assert plan["exact"] and plan["fallback"] == {}, name
         assert plan["needed"] >= plan["engine"], name  # replicated norms on top
         assert plan["staged"] <= 64 << 20, name
-        assert plan["kinds"] < 30 < plan["sources"], (name, "worked out once per kind of layer")
+        assert plan["classes"] < 30 < plan["sources"], (name, "planned once per class")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.reshard.record import layers
+from hybridengine.reshard.record import loader
 from hybridengine.reshard.record.loader import record_checkpoint
 from hybridengine.sharding.layout import EngineLayout
 from tests.architectures.catalogue import CATALOGUE, Entry
@@ -48,18 +48,18 @@ def models() -> dict[str, Entry]:
 
 
 def record_both(rank: int, world_size: int, folder: str) -> dict[str, dict]:
-    """Each model, at TP 2, recorded by kinds of layers and in full, in one process."""
+    """Each model, at TP 2, recorded by class of layers and in full, in one process."""
     import torch.distributed as dist
 
     from hybridengine.rollout.vllm.record import record_engine_layouts
 
     dist.destroy_process_group()  # the advisor makes a world of its own
-    by_kinds, some, loaded = layers._layer_kinds, layers._samples, []
+    by_class, some, loaded = loader._layer_classes, loader._samples, []
 
     def counted(model, checkpoint):
-        kinds = by_kinds(model, checkpoint)
-        loaded.append((sum(len(set(some(k))) for k in kinds), sum(map(len, kinds))))
-        return kinds
+        classes = by_class(model, checkpoint)
+        loaded.append((sum(len(set(some(k))) for k in classes), sum(map(len, classes))))
+        return classes
 
     results = {}
     for name, entry in models().items():
@@ -70,9 +70,9 @@ def record_both(rank: int, world_size: int, folder: str) -> dict[str, dict]:
         path = Path(folder) / name.replace(" ", "_")
         config.save_pretrained(path)
         loaded.clear()
-        layers._layer_kinds, layers._samples = counted, some
+        loader._layer_classes, loader._samples = counted, some
         _, few = record_engine_layouts(str(path), 2)
-        layers._samples = list
+        loader._samples = list
         _, full = record_engine_layouts(str(path), 2)
         results[name] = {
             "differs": [f for f in vars(full[0]) if any(
@@ -119,7 +119,7 @@ def record_toy(load) -> tuple[EngineLayout, list[str]]:
     toy = Toy(load)
     shapes = {f"layers.{i}.weight": (3, 2) for i in range(5)}
     checkpoint = record_checkpoint(shapes, dict)
-    layout = layers.record_engine(toy, toy.load_weights, checkpoint, torch.float32)
+    layout = loader.record_layout_by_layer(toy, toy.load_weights, checkpoint, torch.float32)
     return layout, toy.loaded
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.reshard.test_vllm_sync import PROMPTS, LargestAllocation, build
+from tests.reshard.vllm_engines import PROMPTS, LargestAllocation, build, unequal
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.multirank
@@ -19,22 +20,13 @@ BUCKET = 1 << 14
 
 
 def merged_in_float64(base: dict, adapters: dict) -> dict:
-    """The checkpoint the engine should hold: every weight formed whole, then cast."""
-    whole = {name: p.full_tensor() for name, p in base.items()}
+    """The checkpoint the engine should hold: every full weight merged, then cast."""
+    full = {name: p.full_tensor() for name, p in base.items()}
     for name, adapter in adapters.items():
         left, right = adapter.left.full_tensor(), adapter.right.full_tensor()
         delta = adapter.scale * (left.double() @ right.double())
-        whole[name] = (whole[name].double() + delta).float()
-    return {name: tensor.to(torch.bfloat16) for name, tensor in whole.items()}
-
-
-def unequal(engine, checkpoint: dict) -> list[str]:
-    """Engine tensors that differ from what vLLM's own loader makes of `checkpoint`."""
-    arrived = {name: tensor.clone() for name, tensor in engine.weights().items()}
-    for tensor in engine.weights().values():
-        tensor.fill_(float("nan"))
-    engine.load_whole(checkpoint.items())
-    return [n for n, t in engine.weights().items() if not torch.equal(t, arrived[n])]
+        full[name] = (full[name].double() + delta).float()
+    return {name: tensor.to(torch.bfloat16) for name, tensor in full.items()}
 
 
 def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
@@ -52,12 +44,12 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
             for p in trained:
                 p.add_(0.1 * version)
             if version == 4:
-                model.get_input_embeddings().weight.mul_(
-                    0.5
-                )  # the base is not as frozen as it says
+                model.get_input_embeddings().weight.mul_(0.5)  # a write to the frozen base
         with contextlib.nullcontext() if version == 3 else largest:
             reports.append(resharder.sync(version, verify=version == 3))
-        wrong.append(unequal(engine, merged_in_float64(base, adapters)))
+        checkpoint = merged_in_float64(base, adapters)
+        load = partial(engine.load_full, checkpoint.items())
+        wrong.append(unequal(engine.weights(), load))
     adapted = {c.source for c in engine.layout.copies} & adapters.keys()
     return {
         "wrong": wrong,
@@ -73,7 +65,7 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     }
 
 
-def test_merged_weights_and_a_base_that_moves_once(tmp_path: Path) -> None:
+def test_merged_weights_and_a_base_that_is_sent_once(tmp_path: Path) -> None:
     """Row- and column-sharded weights into two engines, tied embeddings."""
     path = save_tiny("llama", tmp_path)
     results = run_ranks(sync_body, 4, path, 2, timeout_s=400)
@@ -82,15 +74,15 @@ def test_merged_weights_and_a_base_that_moves_once(tmp_path: Path) -> None:
         assert result["adapted"] == result["adapters"] == 14
         assert result["trained"] == {torch.float32}
         first, second, third, written = result["sent"]
-        assert first == written == result["planned"], "a base that was written to moves again"
+        assert first == written == result["planned"], "a base that was written to is sent again"
         assert second == third <= first
         assert result["staging"] <= BUCKET and result["buckets"] > 2
-        assert result["largest"] <= 2 * BUCKET  # the float64 sums of a float32 slab
+        assert result["largest"] <= 2 * BUCKET  # the float64 sums of float32 rows
     saved = sum(r["received"][0] - r["received"][1] for r in results)
-    assert saved > 0, "embeddings, norms and biases were moved again"
+    assert saved > 0, "embeddings, norms and biases were sent again"
 
 
-def rollout_body(rank: int, world_size: int, path: str, beside: bool, fsdp_size: int) -> dict:
+def rollout_body(rank: int, world_size: int, path: str, as_adapters: bool, fsdp_size: int) -> dict:
     from hybridengine.model import pack_rollouts, packed_log_probs
     from hybridengine.model.lora import adapters_disabled, apply_lora
     from hybridengine.rollout import SamplingSpec
@@ -101,7 +93,7 @@ def rollout_body(rank: int, world_size: int, path: str, beside: bool, fsdp_size:
         torch.float32,
         BUCKET,
         lambda m: apply_lora(m, 3, 6.0),
-        lora_rank=3 if beside else 0,
+        lora_rank=3 if as_adapters else 0,
         fsdp_size=fsdp_size,
         param_dtype=torch.float32,
     )
@@ -111,7 +103,7 @@ def rollout_body(rank: int, world_size: int, path: str, beside: bool, fsdp_size:
         received.append(resharder.sync(version).bytes_received)
         rollouts = engine.generate(PROMPTS, SamplingSpec(temperature=0, max_tokens=6), seed=0)
         tokens = [c[0].token_ids for c in rollouts]
-        theirs = torch.tensor([lp for c in rollouts for lp in c[0].log_probs])
+        sampled = torch.tensor([lp for c in rollouts for lp in c[0].log_probs])
         batch = pack_rollouts(list(zip(PROMPTS, tokens, strict=True)))
         with torch.no_grad():
             ours = packed_log_probs(model, batch)[0]
@@ -119,26 +111,26 @@ def rollout_body(rank: int, world_size: int, path: str, beside: bool, fsdp_size:
                 of_base = packed_log_probs(model, batch)[0]
             for p in trained:  # a step of the adapters
                 p.mul_(1.5).add_(0.05)
-        gaps.append([(x - theirs).abs().max().item() for x in (ours, of_base)])
+        gaps.append([(x - sampled).abs().max().item() for x in (ours, of_base)])
         greedy.append(tokens)
     return {"greedy": greedy, "gaps": gaps, "received": received}
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["merged", "adapters"])
-def test_rollouts_follow_every_step_of_the_adapters(tmp_path: Path, beside: bool) -> None:
+@pytest.mark.parametrize("as_adapters", [False, True], ids=["merged", "adapters"])
+def test_rollouts_follow_every_step_of_the_adapters(tmp_path: Path, as_adapters: bool) -> None:
     """The same prompts each time: a stale adapter or a cached prefix would repeat itself."""
     path = save_tiny("qwen2", tmp_path)
-    follow(run_ranks(rollout_body, 2, path, beside, -1, timeout_s=400))
+    assert_follows(run_ranks(rollout_body, 2, path, as_adapters, -1, timeout_s=400))
 
 
 def test_experts_and_replicated_shards(tmp_path: Path) -> None:
     """Attention adapters of a mixture of experts on two replicas of two shards each (HSDP)."""
     path = save_tiny("qwen3_moe", tmp_path)
-    follow(run_ranks(rollout_body, 4, path, False, 2, timeout_s=400))
+    assert_follows(run_ranks(rollout_body, 4, path, False, 2, timeout_s=400))
 
 
-def test_what_has_no_slots_is_refused() -> None:
-    from hybridengine.rollout.vllm.lora import slot_options
+def test_ranks_and_experts_without_slots_are_refused() -> None:
+    from hybridengine.rollout.vllm.weights import slot_options
     from hybridengine.sharding import LayoutError
 
     experts = {"model.layers.0.mlp.experts.gate_up_proj": (4, 128, 128)}
@@ -146,11 +138,11 @@ def test_what_has_no_slots_is_refused() -> None:
     with pytest.raises(LayoutError, match="rank 512, got 513; merge"):
         slot_options(513, {})
     if not torch.cuda.is_available():
-        with pytest.raises(LayoutError, match="no CPU kernel for experts beside LoRA slots"):
+        with pytest.raises(LayoutError, match="no CPU kernel for experts in an engine"):
             slot_options(4, experts)
 
 
-def follow(results: list[dict]) -> None:
+def assert_follows(results: list[dict]) -> None:
     for result in results:
         for version, (gap, gap_of_base) in enumerate(result["gaps"]):
             assert gap < 1e-4  # float32 on both sides, sums in another order

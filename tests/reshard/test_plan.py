@@ -2,96 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.reshard import build_plan
-from hybridengine.sharding import Copy, EngineLayout, LayoutError, ShardSpec, TensorSpec, tp_groups
-from hybridengine.sharding.geometry import (
-    NotABlock,
-    contiguous_strides,
-    count_below,
-    cut,
-    factor,
-    reach,
-)
+from hybridengine.sharding import Copy, EngineLayout, LayoutError, ShardSpec, TensorSpec
 from tests.reshard.brute_force import (
+    arrivals,
     assert_both_sides_agree,
     assert_delivers,
     brute_force_bound,
     fused_layout,
-    walk,
 )
-
-
-@st.composite
-def views(draw) -> tuple[tuple[int, ...], torch.Tensor]:
-    """A view of a contiguous tensor as loaders take them: narrow, transpose, split, flatten."""
-    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    view = torch.arange(int(np.prod(shape))).reshape(shape)
-    for _ in range(draw(st.integers(0, 3))):
-        kind = draw(st.sampled_from(["narrow", "transpose", "split", "flatten", "select"]))
-        dim = draw(st.integers(0, view.dim() - 1)) if view.dim() else 0
-        if kind == "narrow" and view.dim():
-            start = draw(st.integers(0, view.shape[dim] - 1))
-            view = view.narrow(dim, start, draw(st.integers(1, view.shape[dim] - start)))
-        elif kind == "transpose" and view.dim() > 1:
-            view = view.transpose(dim, draw(st.integers(0, view.dim() - 1)))
-        elif kind == "split" and view.dim():
-            n = view.shape[dim]
-            parts = draw(st.sampled_from([p for p in range(1, n + 1) if n % p == 0]))
-            view = view.unflatten(dim, (parts, n // parts))
-        elif kind == "flatten" and view.is_contiguous() and view.dim():
-            view = view.view(-1)
-        elif kind == "select" and view.dim() > 1:
-            view = view.select(dim, draw(st.integers(0, view.shape[dim] - 1)))
-    return shape, view
-
-
-@settings(max_examples=300, deadline=None)
-@given(views(), st.data())
-def test_cut_keeps_exactly_the_interval(case, data) -> None:
-    shape, view = case
-    dense = contiguous_strides(tuple(view.shape))
-    try:
-        block = factor(shape, view.storage_offset(), view.shape, view.stride(), 0, dense)
-    except NotABlock:
-        return  # refusing is allowed; a wrong answer is not
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    low = data.draw(st.integers(0, shape[dim]))
-    high = data.draw(st.integers(low, shape[dim]))
-    strides = contiguous_strides(shape)
-    got: list[tuple[int, int]] = []
-    for piece in cut(block, dim, low, high):
-        offset, steps = piece.address(strides, (0,) * len(shape))
-        source = walk(offset, piece.sizes, steps)
-        target = walk(piece.offset, piece.sizes, piece.strides)
-        got += zip(source.tolist(), target.tolist(), strict=True)
-    values = view.reshape(-1).tolist()
-    coordinate = [v // strides[dim] % shape[dim] for v in values]
-    expected = [(v, i) for i, v in enumerate(values) if low <= coordinate[i] < high]
-    assert sorted(got) == sorted(expected)
-    below = count_below(block, dim, np.array([low, high]))
-    assert below[1] - below[0] == len(expected)
-    assert reach(block, dim) == (min(coordinate), max(coordinate) + 1)
-
-
-def test_plain_loader_views_are_all_blocks() -> None:
-    """The views vLLM's loaders take of a weight must never fall back."""
-    weight = torch.arange(12 * 8).reshape(12, 8)
-    for view in (
-        weight,
-        weight[3:7],
-        weight[:, 2:6],
-        weight.view(-1),
-        weight.t(),
-        weight.view(3, 4, 8)[1:, 2],
-        weight.view(3, 4, 8).transpose(0, 1),
-    ):
-        factor((12, 8), view.storage_offset(), view.shape, view.stride(), 0, view.stride())
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,13 +73,6 @@ def test_bucket_size_has_a_floor() -> None:
         build_plan({}, [EngineLayout({})], bucket_bytes=10)
 
 
-def test_tp_groups_are_strided_and_checked() -> None:
-    assert tp_groups(4, 2) == [[0, 2], [1, 3]]
-    assert tp_groups(8, 4) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    with pytest.raises(ValueError, match="tensor_model_parallel_size: got 3, expected a divisor"):
-        tp_groups(4, 3)
-
-
 def experts(world: int, tp: int) -> tuple[dict[str, ShardSpec], list[EngineLayout]]:
     """Four fused experts on more ranks than experts: most shards are empty, each row is large."""
     shape, local = (4, 2 * tp, 512), (4, 2, 512)
@@ -182,10 +99,10 @@ def test_large_rows_are_divided_by_pairs_then_along_other_axes(
     for rank, layout in enumerate(layouts):
         assert_delivers(plan, rank, layout, sources)
     assert_both_sides_agree(plan)
-    whole = build_plan(sources, layouts, 1 << 20)
-    pieces = [sum(1 for b in p.buckets for _ in p.arrivals(b, 0)) for p in (plan, whole)]
-    parts = {unit.share.parts for bucket in plan.buckets for unit in bucket.units}
-    assert pieces[0] <= pieces[1] * max(parts)
+    one_bucket = build_plan(sources, layouts, 1 << 20)
+    num_slices = [sum(1 for _ in arrivals(p, 0)) for p in (plan, one_bucket)]
+    parts = {chunk.num_parts for bucket in plan.buckets for _, chunk in bucket.chunks}
+    assert num_slices[0] <= num_slices[1] * max(parts)
     assert bucket_bytes > 8192 or parts != {1}, "a pair alone is more than its part of a bucket"
 
 
@@ -223,9 +140,12 @@ def test_structurally_equal_layers_share_their_slices() -> None:
     holders = ((0,), (1,), (2,), (3,))
     sources = {n: ShardSpec(s, torch.float32, 0, holders) for n, (_, s) in shapes.items()}
     plan = build_plan(sources, layouts, 4096)
-    assert len(set(plan._kinds.values())) == 2
-    bucket = plan.buckets[0]
-    lists = {id(plan.incoming(bucket, unit, 1)) for b in plan.buckets for unit in b.units}
+    assert len(set(plan.source_classes.values())) == 2
+    lists = {
+        id(plan.source_classes[name, bucket.engine_dtype].incoming(chunk, 1))
+        for bucket in plan.buckets
+        for name, chunk in bucket.chunks
+    }
     assert len(lists) == 2
     for rank, layout in enumerate(layouts):
         assert_delivers(plan, rank, layout, sources)

@@ -1,4 +1,4 @@
-"""Recording and composing copies: what is noted does what the recorded program did."""
+"""Recording and composing copies: they do what the recorded program did."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.reshard import record_checkpoint, record_layout
+from hybridengine.reshard.record.loader import compose_with_checkpoint
 from hybridengine.sharding import Copy, LayoutError
 from hybridengine.sharding.copies import compose, merge
 from hybridengine.sharding.geometry import NotABlock, contiguous_strides
@@ -63,7 +64,7 @@ def test_compose_reads_through_any_writes(data) -> None:
     middle = torch.full(data.draw(shapes), -1)
     sources, writes = {}, []
     regions = [middle]
-    if middle.shape[0] > 1:  # two writes that do not meet
+    if middle.shape[0] > 1:  # two writes that do not overlap
         at = data.draw(st.integers(1, middle.shape[0] - 1))
         regions = [middle[:at], middle[at:]]
     for i, region in enumerate(regions):
@@ -84,14 +85,14 @@ def test_compose_reads_through_any_writes(data) -> None:
     try:
         composed = compose(copy, writes)
     except NotABlock:
-        return  # refusing is allowed; a wrong answer is not
+        return  # an error is allowed; a wrong result is not
     got = run(composed, sources, torch.full((view.numel(),), -1))
     assert got.tolist() == view.reshape(-1).tolist()
     assert all(c.destination == "out" for c in composed)
 
 
 def test_views_of_plain_writes_never_refuse() -> None:
-    """An expert of a fused weight, in whole or as a tensor-parallel slice, must compose."""
+    """An expert of a fused weight, in full or as a tensor-parallel slice, must compose."""
     experts, rows, width = 4, 6, 8
     fused = torch.arange(experts * rows * width).reshape(experts, rows, width)
     for e in range(experts):
@@ -275,8 +276,8 @@ def test_constants_over_copies_and_copies_over_constants() -> None:
     assert layout.fallback == {"last": "last: constants are written over copies"}
 
 
-def test_a_failing_loader_is_told_with_its_tensor() -> None:
-    """vLLM's loaders assert shapes without a word."""
+def test_an_error_of_the_loader_names_its_tensor() -> None:
+    """vLLM's loaders assert shapes without a message."""
 
     def load(engine, weights):
         for name, w in weights:
@@ -292,16 +293,16 @@ def test_unloaded_parameter_is_an_error() -> None:
         record(lambda engine, weights: list(weights), {"w": (2,)}, p=(2,))
 
 
-def split_experts(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def split_experts(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A conversion as transformers does it: fused experts out, q and k together."""
     out = {}
-    for e, expert in enumerate(whole["experts"].unbind(0)):
+    for e, expert in enumerate(full["experts"].unbind(0)):
         gate, up = expert.chunk(2)
         out |= {f"experts.{e}.gate": gate.contiguous(), f"experts.{e}.up": up.contiguous()}
-    return out | {"qk": torch.cat([whole["q"], whole["k"]]), "norm": whole["norm"]}
+    return out | {"qk": torch.cat([full["q"], full["k"]]), "norm": full["norm"]}
 
 
-def test_layout_of_parameters_goes_through_the_checkpoint() -> None:
+def test_layouts_compose_with_the_checkpoint() -> None:
     shapes = {"experts": (3, 4, 2), "q": (2, 5), "k": (2, 5), "norm": (5,)}
     parameters = {n: torch.randn(s) for n, s in shapes.items()}
     checkpoint = record_checkpoint(shapes, split_experts)
@@ -315,7 +316,7 @@ def test_layout_of_parameters_goes_through_the_checkpoint() -> None:
                 getattr(engine, name).data.copy_(w + 1 if name == "norm" else w)
 
     recorded = record(load, checkpoint.tensors, w13=(3, 2, 2), qk=(4, 5), norm=(5,))
-    layout = recorded.of_parameters(checkpoint)
+    layout = compose_with_checkpoint(recorded, checkpoint)
     assert list(layout.fallback) == ["norm"]
     assert len(layout.copies) == 4, "gate and up of all experts, q, k"
     for name in ("w13", "qk"):
@@ -341,11 +342,12 @@ def test_gathered_parameter_takes_all_of_its_tensors_along() -> None:
         for name, w in weights:
             getattr(engine, name).data.copy_(w.exp() if name == "a" else w)
 
-    layout = record(load, checkpoint.tensors, a=(3,), b=(3,), c=(3,)).of_parameters(checkpoint)
+    recorded = record(load, checkpoint.tensors, a=(3,), b=(3,), c=(3,))
+    layout = compose_with_checkpoint(recorded, checkpoint)
     assert list(layout.fallback) == ["f"] and layout.by_loader == {"a", "b"}
     assert {c.destination for c in layout.copies} == {"c"}
 
 
 def test_computed_checkpoint_tensor_is_named() -> None:
     with pytest.raises(LayoutError, match=r"'w' is no copy of trained parameters \['w'\].*exp"):
-        record_checkpoint({"w": (2,)}, lambda whole: {"w": whole["w"].exp()})
+        record_checkpoint({"w": (2,)}, lambda full: {"w": full["w"].exp()})

@@ -1,4 +1,4 @@
-"""Permutations after loading are found by content, and what the loader copies follows them."""
+"""Permutations after loading are detected by content and applied to the recorded copies."""
 
 from __future__ import annotations
 

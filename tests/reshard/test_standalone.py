@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.reshard.vllm_engines import build_llm, unequal
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.multirank
@@ -31,37 +32,24 @@ def plain_model(path: str, lora: bool = False):
     return fully_shard(model)
 
 
-def plain_llm(path: str):
-    from hybridengine.rollout.vllm.engine import _own_shared_memory, prepare_environment
-    from hybridengine.rollout.vllm.transfer import register
-
-    prepare_environment()
-    from vllm import LLM
-
-    register()  # what the entry point does in an installed package
-    with _own_shared_memory():  # tests run side by side
-        return LLM(
-            path,
-            load_format="dummy",
-            tensor_parallel_size=2,
-            distributed_executor_backend="external_launcher",
-            weight_transfer_config={"backend": "hybridengine"},
-            dtype="bfloat16",
-            max_model_len=64,
-            kv_cache_memory_bytes=64 << 20,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-        )
-
-
-def wrong_tensors(engine_model, checkpoint: dict) -> list[str]:
+def wrong_tensors(engine_model: torch.nn.Module, checkpoint: dict) -> list[str]:
     """Which weights differ from what vLLM's loader makes of `checkpoint`."""
-    weights = dict(engine_model.named_parameters())
-    arrived = {name: tensor.clone() for name, tensor in weights.items()}
-    for tensor in weights.values():
-        tensor.data.fill_(float("nan"))
-    engine_model.load_weights((name, t.to(torch.bfloat16)) for name, t in checkpoint.items())
-    return [name for name, tensor in weights.items() if not torch.equal(tensor, arrived[name])]
+    weights = {name: parameter.data for name, parameter in engine_model.named_parameters()}
+    cast = [(name, tensor.to(torch.bfloat16)) for name, tensor in checkpoint.items()]
+    return unequal(weights, lambda: engine_model.load_weights(iter(cast)))
+
+
+def merged_parameters(adapted: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Full parameters of a model that PEFT wraps, by their names in the base model."""
+    full = {name: p.full_tensor().double() for name, p in adapted.named_parameters()}
+    merged = {}
+    for name, p in full.items():
+        if "lora_" in name:
+            continue
+        a, b = (name.replace("base_layer", f"lora_{x}.default") for x in "AB")
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        merged[plain] = (p + 2.0 * full[b] @ full[a] if a in full and a != name else p).float()
+    return merged
 
 
 def standalone_body(rank: int, world_size: int, path: str) -> dict:
@@ -71,7 +59,7 @@ def standalone_body(rank: int, world_size: int, path: str) -> dict:
     from hybridengine.rollout.vllm import transfer as plugin
     from hybridengine.sharding import LayoutError, StaleWeightsError
 
-    llm = plain_llm(path)
+    llm = build_llm(path, tensor_parallel_size=2, max_model_len=64, kv_cache_memory_bytes=64 << 20)
     engine_model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     model = plain_model(path)
 
@@ -105,32 +93,22 @@ def standalone_body(rank: int, world_size: int, path: str) -> dict:
     with torch.no_grad():
         for p in adapted.parameters():
             p.add_(0.05 * p.requires_grad)
-    adapted(torch.tensor([[1, 2, 3]]))  # leaves the root's parameters whole
+    adapted(torch.tensor([[1, 2, 3]]))  # leaves the root's parameters unsharded
     reports = [reshard(adapted, llm) for _ in range(2)]
     after = generate()
-    whole = {}
-    for name, p in adapted.named_parameters():
-        whole[name] = p.full_tensor().double()
-    merged = {}
-    for name, p in whole.items():
-        if "lora_" in name:
-            continue
-        a, b = (name.replace("base_layer", f"lora_{x}.default") for x in "AB")
-        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        merged[plain] = (p + 2.0 * whole[b] @ whole[a] if a in whole and a != name else p).float()
-    wrong += wrong_tensors(engine_model, merged)
+    wrong += wrong_tensors(engine_model, merged_parameters(adapted))
 
     # a sync that breaks off
-    link = connect(model, llm)
-    link._gather_fallback = lambda settled: 1 / 0
+    resharder = connect(model, llm)
+    resharder._load_fallback = lambda skip_frozen: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        link.sync()
+        resharder.sync()
     with pytest.raises(StaleWeightsError, match="did not finish"):
         generate()
-    del link._gather_fallback
-    link.sync()
+    del resharder._load_fallback
+    resharder.sync()
     again = generate()
-    delattr(engine_model, plugin._IN_PLACE)
+    delattr(engine_model, plugin._POST_LOAD)
     with pytest.raises(LayoutError, match="weight_transfer_config"):
         connect(model, llm)
     return {

@@ -1,4 +1,4 @@
-"""What a sync keeps from one call to the next, and how it verifies: a world of one, no vLLM."""
+"""State between syncs, and verification: a world of one rank, no vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridengine.reshard import PlanOutdatedError, Resharder, ReshardError
 from hybridengine.rollout import SamplingSpec
 from hybridengine.sharding import LayoutError
 from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.checksums import sums_of_bits
+from hybridengine.sharding.checksums import bit_checksums
 from tests.reshard.memory_engine import Shapes, build, expected, values
 
 SHAPES: Shapes = {
@@ -29,16 +29,16 @@ def world_of_one():
     dist.destroy_process_group()
 
 
-def assert_arrived(engine, whole) -> None:
-    for name, tensor in expected(engine, whole).items():
+def assert_arrived(engine, full) -> None:
+    for name, tensor in expected(engine, full).items():
         assert torch.equal(engine.tensors[name], tensor), name
 
 
-def test_tensors_that_are_replaced_are_asked_for_again() -> None:
-    engine, shards, resharder = build(SHAPES, 1, whole=values(SHAPES))
+def test_tensors_that_are_replaced_are_read_again() -> None:
+    engine, shards, resharder = build(SHAPES, 1, full=values(SHAPES))
     resharder.sync(1)
     new = values(SHAPES, seed=1)
-    _, replaced, _ = build(SHAPES, 1, whole=new)
+    _, replaced, _ = build(SHAPES, 1, full=new)
     shards.update(replaced)
     resharder.sync(2, verify=True)
     assert_arrived(engine, new)
@@ -49,24 +49,24 @@ def test_tensors_that_are_replaced_are_asked_for_again() -> None:
         Resharder(shards, engine)
 
 
-def test_adapters_that_are_replaced_are_asked_for_again() -> None:
-    whole = values(SHAPES)
-    engine, shards, _ = build(SHAPES, 1, whole=whole)
+def test_adapters_that_are_replaced_are_read_again() -> None:
+    full = values(SHAPES)
+    engine, shards, _ = build(SHAPES, 1, full=full)
     adapters = {}
 
     def train(seed: int, rank: int = 2) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         left, right = (torch.randn(s, generator=generator) for s in ((24, rank), (rank, 10)))
         adapters["q"] = Adapter(left, right, 0.5)
-        return (whole["q"].double() + 0.5 * left.double() @ right.double()).float()
+        return (full["q"].double() + 0.5 * left.double() @ right.double()).float()
 
     merged = train(0)
     resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters)
     resharder.sync(1)
-    assert_arrived(engine, whole | {"q": merged})
+    assert_arrived(engine, full | {"q": merged})
     merged = train(1)
     resharder.sync(2, verify=True)
-    assert_arrived(engine, whole | {"q": merged})
+    assert_arrived(engine, full | {"q": merged})
     train(2, rank=3)
     with pytest.raises(PlanOutdatedError, match=r"'q\.left' changed its shape"):
         resharder.sync(3)
@@ -76,7 +76,7 @@ def test_adapters_that_are_replaced_are_asked_for_again() -> None:
 
 
 def test_an_engine_that_is_not_ready_is_left_alone() -> None:
-    engine, _, resharder = build(SHAPES, 1, whole=values(SHAPES))
+    engine, _, resharder = build(SHAPES, 1, full=values(SHAPES))
     resharder.sync(1)
 
     def busy() -> None:
@@ -90,17 +90,17 @@ def test_an_engine_that_is_not_ready_is_left_alone() -> None:
 
 
 def test_a_parameter_that_no_engine_reads_is_refused() -> None:
-    engine, shards, _ = build(SHAPES, 1, whole=values(SHAPES))
+    engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
     shards["head"] = torch.ones(4, 2)
-    engine.differences = " Their configurations differ in tied."
+    engine.config_differences = " Their configurations differ in tied."
     with pytest.raises(LayoutError, match=r"reads nothing of .*'head'.*differ in tied\."):
         Resharder(lambda: shards, engine)
-    engine.unused = {"head"}
+    engine.optional_parameters = {"head"}
     Resharder(lambda: shards, engine).sync(1)
 
 
 def test_integers_are_refused() -> None:
-    engine, shards, _ = build(SHAPES, 1, whole=values(SHAPES))
+    engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
     shards["norm"] = torch.ones(13, 3, dtype=torch.int8)
     with pytest.raises(LayoutError, match=r"'norm' is torch\.int8.*quantized"):
         Resharder(lambda: shards, engine)
@@ -108,9 +108,9 @@ def test_integers_are_refused() -> None:
 
 @pytest.mark.parametrize("damage", ["as it is loaded", "afterwards"])
 def test_tensors_of_the_loader_are_verified(damage: str) -> None:
-    engine, _, resharder = build(SHAPES, 1, whole=values(SHAPES), by_loader=("norm",))
+    engine, _, resharder = build(SHAPES, 1, full=values(SHAPES), by_loader=("norm",))
     resharder.sync(1, verify=True)
-    load, armed = engine.load_whole, True
+    load, armed = engine.load_full, True
 
     def damaging(weights) -> None:
         nonlocal armed
@@ -121,7 +121,7 @@ def test_tensors_of_the_loader_are_verified(damage: str) -> None:
             load((name, tensor + armed) for name, tensor in weights)
         armed = False
 
-    engine.load_whole = damaging
+    engine.load_full = damaging
     with pytest.raises(
         ReshardError, match="engine tensor 'norm' on rank 0 differs from its source"
     ):
@@ -132,7 +132,7 @@ def test_tensors_of_the_loader_are_verified(damage: str) -> None:
 
 def test_nan_is_not_damage() -> None:
     """Payloads and signs of NaN, which casts do not keep, on both sides of the cast."""
-    engine, shards, resharder = build(SHAPES, 1, whole=values(SHAPES))
+    engine, shards, resharder = build(SHAPES, 1, full=values(SHAPES))
     bits = shards["norm"].to_local().view(torch.int32)
     bits[0], bits[1], bits[2] = 0x7F800001, -1, 0x7FC00000
     with pytest.warns(RuntimeWarning, match=r"'norm' \(and 0 more\) contains NaN"):
@@ -149,14 +149,14 @@ def test_nan_is_not_damage() -> None:
 def test_checksums_of_frozen_parameters_tell_swapped_elements(dtype, shape) -> None:
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randint(-50, 50, shape, generator=generator).to(dtype)
-    before = sums_of_bits([tensor, tensor.clone()])
+    before = bit_checksums([tensor, tensor.clone()])
     assert before[0] == before[1]
     if tensor.numel() < 2:
         return
     flat = tensor.view(-1)
     flat[0], flat[-1] = 1, 2
-    once = sums_of_bits([tensor])
+    once = bit_checksums([tensor])
     flat[0], flat[-1] = 2, 1
-    assert sums_of_bits([tensor]) != once
+    assert bit_checksums([tensor]) != once
     odd = torch.cat([flat[:1], flat])[1:]  # an address that no 64-bit word begins at
-    assert sums_of_bits([odd]) == sums_of_bits([flat])
+    assert bit_checksums([odd]) == bit_checksums([flat])

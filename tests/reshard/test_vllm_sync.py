@@ -6,77 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
+from tests.reshard.vllm_engines import PROMPTS, LargestAllocation, build, unequal
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
-
-PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20, [97, 4]]
-
-
-def build(
-    path: str,
-    tp_size: int,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    adapt=None,
-    lora_rank=0,
-    fsdp_size=-1,
-    **options,
-):
-    import torch.distributed as dist
-
-    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-    from hybridengine.model.checking import check_model
-    from hybridengine.model.lora import adapter_shards
-    from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
-    from hybridengine.rollout.vllm.engine import VllmEngine
-
-    checkpoint = checkpoint_layout(check_model(path))
-    engine = VllmEngine(
-        path,
-        checkpoint,
-        tp_size=tp_size,
-        max_model_len=64,
-        stop_token_ids=[],
-        dtype=dtype,
-        kv_cache_bytes=64 << 20,
-        lora_rank=lora_rank,
-        engine_options={"enforce_eager": True},
-    )
-    sliced = engine.layout.sliced_dims(checkpoint.parameters)
-    model = load_causal_lm(
-        path,
-        mesh=sharding_mesh("cpu", dist.get_world_size(), fsdp_size),
-        shard_dim1=lambda name: sliced.get(name) == 1,
-        adapt=adapt,
-        **options,
-    )
-    resharder = Resharder(
-        lambda: parameter_shards(model),
-        engine,
-        bucket_bytes,
-        lambda: adapter_shards(model),
-        merge=not lora_rank,
-    )
-    return engine, model, resharder
-
-
-class LargestAllocation(TorchDispatchMode):
-    """Bytes of the largest tensor that an operator creates while it is active."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        fresh = isinstance(result, torch.Tensor) and not func._schema.is_mutable
-        if fresh and not func.is_view:
-            self.bytes = max(self.bytes, result.untyped_storage().nbytes())
-        return result
 
 
 def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
@@ -94,15 +30,10 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
                 parameter.mul_(-1.5).add_(0.01)
         with LargestAllocation() as largest:
             reports.append(resharder.sync(version))
-    arrived = {name: tensor.clone() for name, tensor in engine.weights().items()}
     checkpoint = {n: p.full_tensor().to(torch.bfloat16) for n, p in parameter_shards(model).items()}
-    for tensor in engine.weights().values():
-        tensor.fill_(float("nan"))
-    engine.load_whole(checkpoint.items())
-    unequal = [n for n, t in engine.weights().items() if not torch.equal(t, arrived[n])]
     return {
-        "unequal": unequal,
-        "engine_tensors": len(arrived),
+        "unequal": unequal(engine.weights(), lambda: engine.load_full(checkpoint.items())),
+        "engine_tensors": len(engine.weights()),
         "received": [r.bytes_received for r in reports],
         "lower_bound": resharder.plan.lower_bound[rank],
         "planned": resharder.plan.bytes_received[rank],

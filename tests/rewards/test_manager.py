@@ -1,16 +1,11 @@
-"""Managers: several functions, batches, DAPO's overlong punishment, time-outs, a user's own."""
+"""Reward managers: several functions, batches, DAPO's overlong penalty, a user's own."""
 
 import sys
 
 import pytest
 
-from hybridengine.config import ConfigError
-from hybridengine.config.schema import (
-    CustomRewardConfig,
-    OverlongBufferConfig,
-    RewardConfig,
-    RewardManagerConfig,
-)
+from hybridengine.config import ConfigError, RewardConfig
+from hybridengine.config.rl import CustomRewardConfig, OverlongBufferConfig, RewardManagerConfig
 from hybridengine.data import PromptSample
 from hybridengine.rewards import (
     RewardError,
@@ -27,7 +22,7 @@ PLURAL = "data_sources, solution_strs, ground_truths, extra_infos"
 
 
 def manager(tmp_path, sources, name="naive", **settings):
-    """A manager over the functions whose bodies are given, by file stem."""
+    """Return a manager of functions with the bodies `sources`, by file stem."""
     files = []
     for stem, body in sources.items():
         file = tmp_path / f"{stem}.py"
@@ -59,14 +54,14 @@ def test_several_functions_with_weights(tmp_path):
     assert result.parts == {"right": (1.0, [1.0, 0.0, 1.0]), "long": (0.25, [4.0, 4.0, 4.0])}
 
 
-def test_extras_of_the_same_name_are_told_apart(tmp_path):
+def test_extras_of_the_same_name_get_prefixes(tmp_path):
     both = {"a": "return {'score': 1, 'x': 1}", "b": "return {'score': 2, 'x': 2}"}
     result = score(manager(tmp_path, both))
     assert (result.extras["x"], result.extras["b/x"]) == ([1.0] * 3, [2.0] * 3)
 
 
 def test_functions_of_the_same_name_keep_their_results(tmp_path):
-    """Files of one name in three folders: none replaces the results of another."""
+    """Files of one name in three folders."""
     files = []
     for k in range(3):
         (tmp_path / str(k)).mkdir()
@@ -91,13 +86,13 @@ def test_batch_gets_lists(tmp_path):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return [1.0]", "gave 1 results for 3 responses"),
-        ("return 1.0", "gave <class 'float'> for 3 responses"),
+        ("return [1.0]", "returned 1 results for 3 responses"),
+        ("return 1.0", "returned <class 'float'> for 3 responses"),
         ("return [1, 2, None]", "its result is None .*prompt 'prompt 2', response '2'"),
         ("raise KeyError('x')", "raised KeyError: 'x' at .*py:2; first of 3: prompt 'prompt 0'"),
     ],
 )
-def test_faults_of_a_batch(tmp_path, body, message):
+def test_errors_of_a_batch_function(tmp_path, body, message):
     with pytest.raises(RewardError, match=message):
         score(manager(tmp_path, {"b": body}, "batch"))
 
@@ -110,7 +105,7 @@ def test_a_batch_function_must_take_lists(tmp_path):
         build_reward_manager(config, 10)
 
 
-def test_dapos_overlong_punishment(tmp_path):
+def test_dapo_overlong_penalty(tmp_path):
     """arXiv 2503.14476, eq. 13 with L_max 10, L_cache 4: 0 up to 6, then linear to -1 at 10."""
     buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=1.0)
     built = manager(tmp_path, {"r": "return 1"}, "dapo", overlong_buffer=buffer)
@@ -124,7 +119,7 @@ def test_dapos_overlong_punishment(tmp_path):
     )
 
 
-def test_a_users_own_manager(tmp_path, monkeypatch):
+def test_a_users_manager(tmp_path, monkeypatch):
     class Longest(RewardManager):
         def score(self, samples, responses, lengths):
             return RewardResult([float(n == max(lengths)) for n in lengths], {})
@@ -153,7 +148,7 @@ def test_a_users_own_manager(tmp_path, monkeypatch):
         ("hybridengine.rewards.RewardError", "expected one of"),
     ],
 )
-def test_managers_that_are_none(tmp_path, name, message):
+def test_unknown_managers(tmp_path, name, message):
     with pytest.raises(ConfigError, match=message):
         manager(tmp_path, {}, name)
 
@@ -162,13 +157,16 @@ def test_managers_that_are_none(tmp_path, name, message):
     ("body", "message"),
     [
         ("sys.exit(0)", "reward manager Own raised SystemExit: 0"),
-        ("return RewardResult([1.0], {})", "gave 1 values of score for 3 responses"),
-        ("return RewardResult([1.0] * 3, {'x': [1.0]})", "gave 1 values of x for 3 responses"),
-        ("return RewardResult([1, 2, float('nan')], {})", "gave nan as score, expected a finite"),
-        ("return RewardResult([1, None, 2], {})", "gave None as score, expected a finite"),
+        ("return RewardResult([1.0], {})", "returned 1 values of score for 3 responses"),
+        ("return RewardResult([1.0] * 3, {'x': [1.0]})", "returned 1 values of x for 3 responses"),
+        (
+            "return RewardResult([1, 2, float('nan')], {})",
+            "returned nan as score, expected a finite",
+        ),
+        ("return RewardResult([1, None, 2], {})", "returned None as score, expected a finite"),
     ],
 )
-def test_what_a_users_own_manager_gives_is_checked(body, message):
+def test_the_result_of_a_users_manager_is_checked(body, message):
     space = {"RewardManager": RewardManager, "RewardResult": RewardResult, "sys": sys}
     exec(f"class Own(RewardManager):\n  def score(self, *given):\n    {body}", space)
     with pytest.raises(RewardError, match=message):

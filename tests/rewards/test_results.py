@@ -1,4 +1,4 @@
-"""What counts as a number."""
+"""Conversion of results to finite numbers."""
 
 import math
 from decimal import Decimal
@@ -24,7 +24,7 @@ NUMBERS = [
     (torch.tensor(2.0), 2.0),
     (torch.tensor([True]), 1.0),
 ]
-NONE = [
+NOT_NUMBERS = [
     None, "1", [1], math.nan, math.inf, -math.inf, 1j, 10**400, 10**5000, -(10**400), Decimal("1"),
     np.float64("nan"), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor(math.inf),
     torch.empty(2, device="meta"), torch.empty((), device="meta"), object(), b"1",
@@ -37,8 +37,8 @@ def test_numbers(given_value, expected):
     assert type(to_numbers({"score": 1, "x": given_value})["x"]) is float
 
 
-@pytest.mark.parametrize("value", NONE, ids=lambda v: type(v).__name__)
-def test_what_is_no_number(value):
+@pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda v: type(v).__name__)
+def test_values_that_are_not_numbers(value):
     with pytest.raises(ValueError, match=r"its result is .*, expected a finite number") as error:
         to_numbers(value)
     assert len(str(error.value)) < 400
@@ -46,7 +46,7 @@ def test_what_is_no_number(value):
         to_numbers({"score": value})
 
 
-def test_texts_are_left_out_and_the_score_is_needed():
+def test_texts_are_dropped_and_the_score_is_required():
     assert to_numbers({"score": 1, "note": "x", 3: 4}) == {"score": 1.0, "3": 4.0}
     with pytest.raises(ValueError, match=r"without 'score' .keys .'acc'"):
         to_numbers({"acc": 1})
@@ -70,6 +70,6 @@ def test_rows_of_a_batch(values):
 
 
 @pytest.mark.parametrize("results", [1.0, "12", {"a": 1}, None, np.array(1.0)])
-def test_a_batch_that_is_no_list(results):
+def test_batch_results_must_be_a_list(results):
     with pytest.raises(ValueError, match="expected a list"):
         to_rows(results, 2)

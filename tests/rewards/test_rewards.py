@@ -1,11 +1,11 @@
-"""A user's reward function: loaded, called as verl calls it, faults shown with the sample."""
+"""A user's reward function: loading, calls with verl's arguments, errors with the sample."""
 
 import textwrap
 
 import pytest
 
 from hybridengine.data import PromptSample
-from hybridengine.rewards import RewardError, load_reward_function, score_responses
+from hybridengine.rewards import RewardError, RewardWorkers, score_responses
 
 SAMPLE = PromptSample(3, [1, 2], "what is 1 + 1", "sums", "2", {"level": 1})
 
@@ -13,7 +13,7 @@ SAMPLE = PromptSample(3, [1, 2], "what is 1 + 1", "sums", "2", {"level": 1})
 def load(tmp_path, source: str, name: str = "compute_score"):
     file = tmp_path / "reward.py"
     file.write_text(textwrap.dedent(source))
-    return load_reward_function(file, name)
+    return RewardWorkers().load(file, name)
 
 
 def score(tmp_path, body: str, *responses: str):
@@ -45,7 +45,7 @@ def test_dict_with_extras(tmp_path):
     assert result.extras == {"strict": [1.0, 0.0]}
 
 
-def test_numpy_and_defaults_are_fine(tmp_path):
+def test_numpy_numbers_and_default_arguments(tmp_path):
     function = load(
         tmp_path,
         """
@@ -72,7 +72,7 @@ def test_numpy_and_defaults_are_fine(tmp_path):
         ("return int(solution_str)", "compute_score raised ValueError"),
     ],
 )
-def test_faults_name_the_sample(tmp_path, body, message):
+def test_errors_name_the_sample(tmp_path, body, message):
     with pytest.raises(RewardError, match=message) as error:
         score(tmp_path, body, "an answer")
     assert "prompt 'what is 1 + 1', response 'an answer', ground truth '2'" in str(error.value)
@@ -85,7 +85,7 @@ def test_extras_must_agree(tmp_path):
         score(tmp_path, body, "x", "y")
 
 
-def test_error_line_is_the_users_deepest(tmp_path):
+def test_the_error_line_is_the_deepest_of_the_users_file(tmp_path):
     function = load(
         tmp_path,
         """
@@ -111,11 +111,11 @@ def test_error_line_is_the_users_deepest(tmp_path):
         ("x = 1\n1 / 0", r"reward\.py:2 fails to import: ZeroDivisionError"),
     ],
 )
-def test_faults_known_before_the_first_step(tmp_path, source, message):
+def test_errors_while_loading(tmp_path, source, message):
     with pytest.raises(RewardError, match=message):
         load(tmp_path, source)
 
 
 def test_missing_file(tmp_path):
     with pytest.raises(RewardError, match=r"does not exist; check reward\.custom_reward_function"):
-        load_reward_function(tmp_path / "none.py")
+        RewardWorkers().load(tmp_path / "none.py")

@@ -1,8 +1,9 @@
-"""The built-in rules, called in this process, and which one a data_source takes."""
+"""The built-in rules, and the rule of each data_source."""
 
 import pytest
 
-from hybridengine.rewards import RewardError, import_reward_function
+from hybridengine.errors import RewardError
+from hybridengine.reward_worker.function import import_reward_function
 
 
 def score(rule, source, response, truth):
@@ -65,7 +66,7 @@ def test_gsm8k_needs_a_number(truth):
         ("hiyouga/geometry3k", r"\boxed{18}", 1.0),
     ],
 )
-def test_a_data_source_names_its_rule(source, response, expected):
+def test_the_rule_of_a_data_source(source, response, expected):
     assert score("data_source", source, response, "18") == expected
 
 

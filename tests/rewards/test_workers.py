@@ -1,4 +1,4 @@
-"""Worker processes: what hangs, exits or crashes is stopped and named; order, state, cleanup."""
+"""Worker processes: functions that hang, exit or crash; order, state, cleanup."""
 
 import os
 import random
@@ -11,14 +11,7 @@ import time
 import pytest
 
 from hybridengine.data import PromptSample
-from hybridengine.rewards import (
-    RewardError,
-    RewardWorkers,
-    load_reward_function,
-    score_batch,
-    score_responses,
-    workers,
-)
+from hybridengine.rewards import RewardError, RewardWorkers, score_responses, workers
 
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info"
 REWARD = f"""
@@ -57,7 +50,7 @@ async def judge({ARGUMENTS}):
     import asyncio
     global together
     together += 1
-    while together < 3:  # none of them ends unless all run
+    while together < 3:  # no call ends unless all run
         await asyncio.sleep(0.001)
     if solution_str == "raise": raise ValueError("judged")
     await asyncio.sleep(60 if solution_str == "hang" else 0)
@@ -70,7 +63,7 @@ async def judge_batch(data_sources, solution_strs, ground_truths, extra_infos):
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    """One pool of two workers with a time-out that a fault has to wait for."""
+    """A pool of two workers with a short time-out."""
     pool = RewardWorkers(2, timeout_s=1.5)
     pool.file = tmp_path_factory.mktemp("workers") / "reward.py"
     pool.file.write_text(REWARD)
@@ -82,8 +75,8 @@ def samples(n):
     return [PromptSample(i, [1], f"prompt {i}", "sums", str(i), {}) for i in range(n)]
 
 
-def test_order_state_and_the_ranks_own_random_state(pool):
-    count = load_reward_function(pool.file, "count", workers=pool)
+def test_order_and_state_of_workers(pool):
+    count = pool.load(pool.file, "count")
     before, numbers = random.getstate(), [3, 1, 4, 1, 5]
     result = score_responses(count, samples(5), [str(n) for n in numbers])
     assert result.scores == numbers
@@ -114,7 +107,7 @@ def test_order_state_and_the_ranks_own_random_state(pool):
     ],
 )
 def test_a_call_that_does_not_return(pool, capfd, response, message):
-    hostile = load_reward_function(pool.file, "hostile", workers=pool)
+    hostile = pool.load(pool.file, "hostile")
     with pytest.raises(RewardError, match=message) as error:
         score_responses(hostile, samples(3), ["fine", response, "fine"])
     assert f"response '{response}', ground truth '1'" in str(error.value)
@@ -125,28 +118,32 @@ def test_a_call_that_does_not_return(pool, capfd, response, message):
 
 def test_a_worker_that_closes_its_connection(pool, monkeypatch):
     monkeypatch.setattr(workers, "_STOP_S", 0.1)
-    hostile = load_reward_function(pool.file, "hostile", workers=pool)
+    hostile = pool.load(pool.file, "hostile")
     with pytest.raises(RewardError, match="hostile closed the connection of its process"):
         score_responses(hostile, samples(1), ["close"])
 
 
 def test_async_functions_run_together(pool):
-    judge = load_reward_function(pool.file, "judge", workers=pool)
+    judge = pool.load(pool.file, "judge")
     result = score_responses(judge, samples(4), ["0", "9", "2", "9"])
     assert result.scores == [1.0, 0.0, 1.0, 0.0]
     assert len(set(result.extras["pid"])) == 1
     with pytest.raises(RewardError, match=r"judge raised ValueError: judged at .*; prompt '"):
         score_responses(judge, samples(3), ["0", "raise", "2"])
     with pytest.raises(
-        RewardError, match=r"judge gave no result within .* 1.5 s.*prompt 'prompt 2'"
+        RewardError, match=r"judge returned no result within .* 1.5 s.*prompt 'prompt 2'"
     ):
         score_responses(judge, samples(3), ["0", "1", "hang"])
 
 
 def test_an_async_batch_function(pool):
     arguments = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-    judge = load_reward_function(pool.file, "judge_batch", arguments, pool)
-    assert score_batch(judge, samples(3), ["0", "9", "2"]).scores == [1.0, 0.0, 1.0]
+    judge = pool.load(pool.file, "judge_batch", arguments)
+    assert score_responses(judge, samples(3), ["0", "9", "2"], batched=True).scores == [
+        1.0,
+        0.0,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -159,24 +156,24 @@ def test_an_async_batch_function(pool):
 def test_a_file_that_ends_its_process(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
     with pytest.raises(RewardError, match=message):
-        load_reward_function(tmp_path / "reward.py")
+        RewardWorkers().load(tmp_path / "reward.py")
 
 
 def test_a_file_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "_LOAD_S", 1.0)
     (tmp_path / "reward.py").write_text("import time\nwhile True:\n    time.sleep(0.01)")
     with pytest.raises(RewardError, match=r"reward\.py(:[23])? takes longer than 1 s to import"):
-        load_reward_function(tmp_path / "reward.py", workers=RewardWorkers(1, timeout_s=0.1))
+        RewardWorkers(1, timeout_s=0.1).load(tmp_path / "reward.py")
 
 
-def test_workers_hold_neither_torch_nor_the_ranks_files(tmp_path):
+def test_workers_import_no_heavy_package_and_share_no_stdin(tmp_path):
     (tmp_path / "reward.py").write_text(
         "import os, sys\n"
         f"def compute_score({ARGUMENTS}):\n"
         "    heavy = {'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules)\n"
         "    return {'score': len(heavy), 'stdin': len(sys.stdin.read())}\n"
     )
-    result = score_responses(load_reward_function(tmp_path / "reward.py"), samples(1), ["x"])
+    result = score_responses(RewardWorkers().load(tmp_path / "reward.py"), samples(1), ["x"])
     assert result == type(result)([0.0], {"stdin": [0.0]})
 
 
@@ -187,15 +184,13 @@ def test_functions_of_one_file_share_its_module(tmp_path):
         f"def two({ARGUMENTS}):\n    return len(seen)\n"
     )
     pool = RewardWorkers(1)
-    one, two = (
-        load_reward_function(tmp_path / "reward.py", n, workers=pool) for n in ("one", "two")
-    )
+    one, two = (pool.load(tmp_path / "reward.py", n) for n in ("one", "two"))
     assert score_responses(one, samples(2), ["", ""]).scores == [1, 2]
     assert score_responses(two, samples(1), [""]).scores == [2]
 
 
-def test_no_worker_is_left_by_a_rank_that_is_killed(tmp_path):
-    """Also where the worker is busy and does not look at its connection."""
+def test_workers_end_with_a_killed_rank(tmp_path):
+    """Also while the worker is busy."""
     (tmp_path / "reward.py").write_text(
         "import os, sys, time\n"
         f"def compute_score({ARGUMENTS}):\n"
@@ -204,9 +199,9 @@ def test_no_worker_is_left_by_a_rank_that_is_killed(tmp_path):
     )
     rank = f"""
         from hybridengine.data import PromptSample
-        from hybridengine.rewards import load_reward_function, score_responses
+        from hybridengine.rewards import RewardWorkers, score_responses
         sample = PromptSample(0, [1], "", "", "", {{}})
-        score_responses(load_reward_function({str(tmp_path / "reward.py")!r}), [sample], [""])
+        score_responses(RewardWorkers().load({str(tmp_path / "reward.py")!r}), [sample], [""])
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(rank)], stdout=subprocess.PIPE, text=True
@@ -224,7 +219,7 @@ def test_no_worker_is_left_by_a_rank_that_is_killed(tmp_path):
 
 
 def test_a_reset_connection_ends_a_worker_without_a_traceback() -> None:
-    """As when a rank is ended that has not read all results yet."""
+    """As when a rank is killed before it has read all results."""
     program = textwrap.dedent("""
         import os
         from multiprocessing.connection import Pipe
@@ -248,11 +243,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_pool_that_is_dropped_ends_its_workers(tmp_path):
+def test_a_deleted_pool_ends_its_workers(tmp_path):
     (tmp_path / "reward.py").write_text(
         f"import os\ndef compute_score({ARGUMENTS}):\n    return os.getpid()\n"
     )
-    function = load_reward_function(tmp_path / "reward.py")
+    function = RewardWorkers().load(tmp_path / "reward.py")
     [pid] = score_responses(function, samples(1), [""]).scores
     assert is_running(int(pid))
     del function

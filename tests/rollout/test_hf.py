@@ -1,4 +1,4 @@
-"""The Hugging Face fallback engine, fed by the reshard, and what a torn sync does to any engine."""
+"""The Hugging Face engine, written by the reshard, and any engine after a failed sync."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def build(path: str, world_size: int, stop_token_ids: list[int]):
     from torch.distributed.device_mesh import init_device_mesh
 
     from hybridengine.model import load_causal_lm, parameter_shards
-    from hybridengine.model.checking import check_model
+    from hybridengine.model.validation import check_model
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
     from hybridengine.rollout.hf import HfEngine
 
     engine = HfEngine(
         path,
-        checkpoint_layout(check_model(path)),
+        checkpoint_layout_from_config(check_model(path)),
         stop_token_ids=stop_token_ids,
         dtype=torch.float32,
         max_num_seqs=2,
@@ -80,16 +80,16 @@ def test_fallback_generates_as_hugging_face_does(tmp_path: Path) -> None:
         assert gap < 1e-4  # float32; left padding changes the order of the attention sums
 
 
-def torn_body(rank: int, world_size: int, path: str) -> list[str]:
+def partial_update_body(rank: int, world_size: int, path: str) -> list[str]:
     from hybridengine.rollout import SamplingSpec
     from hybridengine.sharding import StaleWeightsError
 
     engine, resharder = build(path, world_size, [])
     spec = SamplingSpec(max_tokens=2)
-    said = []
+    messages = []
     with pytest.raises(StaleWeightsError) as before:
         engine.generate(PROMPTS, spec, seed=0)
-    said.append(str(before.value))
+    messages.append(str(before.value))
     resharder.sync(1)
     engine.generate(PROMPTS, spec, seed=0)
     exchange, calls = dist.all_to_all_single, 0
@@ -105,20 +105,21 @@ def torn_body(rank: int, world_size: int, path: str) -> list[str]:
     with pytest.raises(RuntimeError, match="the wire is cut"):
         resharder.sync(2)
     dist.all_to_all_single = exchange
-    with pytest.raises(StaleWeightsError) as torn:
+    with pytest.raises(StaleWeightsError) as partial:
         engine.generate(PROMPTS, spec, seed=0)
-    said.append(str(torn.value))
+    messages.append(str(partial.value))
     assert engine.weight_version == 1
     resharder.sync(3)
     engine.generate(PROMPTS, spec, seed=0)
     assert engine.weight_version == 3
-    return said
+    return messages
 
 
-def test_torn_weights_refuse_to_generate(tmp_path: Path) -> None:
-    for before, torn in run_ranks(torn_body, 2, save_tiny("llama", tmp_path)):
+def test_partially_updated_weights_refuse_to_generate(tmp_path: Path) -> None:
+    for before, partial in run_ranks(partial_update_body, 2, save_tiny("llama", tmp_path)):
         assert "no weights yet" in before
-        assert "weight version 2 did not finish" in torn and "last whole version: 1" in torn
+        assert "partially updated" in partial and "version 2 did not finish" in partial
+        assert "last complete version: 1" in partial
 
 
 def damaged_body(rank: int, world_size: int, path: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The engine's memory between generations, and a sync from replicated, parked shards."""
+"""The engine's memory between generations, and a sync from replicated, offloaded shards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20]
 
 def body(rank: int, world_size: int, path: str) -> None:
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-    from hybridengine.model.checking import check_model
-    from hybridengine.model.offload import Parking
+    from hybridengine.model.offload import Offloader
+    from hybridengine.model.validation import check_model
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
     from hybridengine.rollout import SamplingSpec
     from hybridengine.rollout.vllm.engine import VllmEngine
 
-    checkpoint = checkpoint_layout(check_model(path))
+    checkpoint = checkpoint_layout_from_config(check_model(path))
     engine = VllmEngine(
         path, checkpoint, tp_size=2, max_model_len=64, stop_token_ids=[], dtype=torch.float32,
         kv_cache_bytes=8 << 20, engine_options={"enforce_eager": True},
@@ -37,10 +37,10 @@ def body(rank: int, world_size: int, path: str) -> None:
         shard_dim1=lambda name: sliced.get(name) == 1,
     )
     shards = parameter_shards(model)
-    parking = Parking(lambda: shards.values())
-    with parking.present():
+    offloader = Offloader(lambda: shards.values())
+    with offloader.on_device():
         resharder = Resharder(lambda: shards, engine, 1 << 20)
-        whole = {n: p.full_tensor().clone() for n, p in shards.items()}
+        full = {n: p.full_tensor().clone() for n, p in shards.items()}
 
     def cache_bytes() -> int:
         return sum(cache.untyped_storage().nbytes() for cache in engine._runner.kv_caches)
@@ -50,12 +50,12 @@ def body(rank: int, world_size: int, path: str) -> None:
 
     engine.sleep()
     assert cache_bytes() == 0
-    with parking.present():
+    with offloader.on_device():
         resharder.sync(1, verify=True)
     assert cache_bytes() == 0, "a sync needs the weights only"
     for name, live in engine.weights().items():
-        if name in whole and live.shape == whole[name].shape:
-            assert torch.equal(live, whole[name]), name
+        if name in full and live.shape == full[name].shape:
+            assert torch.equal(live, full[name]), name
     first = generate()
     assert cache_bytes() > 0
     engine.sleep()

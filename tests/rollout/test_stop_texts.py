@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.rollout.vllm.engine import vllm_available
+from hybridengine.rollout.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -21,16 +21,16 @@ def body(rank: int, world_size: int, path: str, kind: str):
     from transformers import AutoTokenizer
 
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
-    from hybridengine.model.checking import check_model
+    from hybridengine.model.validation import check_model
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
     from hybridengine.rollout import SamplingSpec
     from hybridengine.rollout.hf import HfEngine
     from hybridengine.rollout.vllm.engine import VllmEngine
 
     tokenizer, checkpoint = (
         AutoTokenizer.from_pretrained(path),
-        checkpoint_layout(check_model(path)),
+        checkpoint_layout_from_config(check_model(path)),
     )
     if kind == "hf":
         engine = HfEngine(

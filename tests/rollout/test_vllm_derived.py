@@ -24,7 +24,7 @@ def train(folder: str, kind: str, dtype: torch.dtype):
 
     from hybridengine.model import parameter_shards
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import describe_checkpoint
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout
     from hybridengine.rollout import SamplingSpec
     from hybridengine.rollout.vllm.engine import VllmEngine
 
@@ -37,7 +37,7 @@ def train(folder: str, kind: str, dtype: torch.dtype):
     config.save_pretrained(folder)
     engine = VllmEngine(
         folder,
-        describe_checkpoint(model),
+        checkpoint_layout(model),
         tp_size=1,
         max_model_len=64,
         stop_token_ids=[],
@@ -73,7 +73,7 @@ def trained_body(rank: int, world_size: int, folder: str, kind: str) -> list:
 
 def loaded_body(rank: int, world_size: int, folder: str) -> list:
     """vLLM alone, from the exported checkpoint."""
-    from hybridengine.rollout.vllm.engine import prepare_environment
+    from hybridengine.rollout.vllm.environment import prepare_environment
 
     prepare_environment()
     from vllm import LLM, SamplingParams

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from hybridengine.config import ConfigError
-from hybridengine.tracking import FlopCounter, MetricsLogger, check_loggers, performance_metrics
+from hybridengine.errors import ConfigError
+from hybridengine.tracking.metrics import MetricsLogger, check_loggers
+from hybridengine.tracking.performance import FlopCounter, performance_metrics
 
 
 def test_wandb_gets_every_metric_under_the_runs_names(tmp_path, monkeypatch):
@@ -20,8 +22,8 @@ def test_wandb_gets_every_metric_under_the_runs_names(tmp_path, monkeypatch):
     fake = SimpleNamespace(init=lambda **kwargs: calls.append(kwargs) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("hybridengine.tracking.metrics.find_spec", lambda name: fake)
-    names = {"project": "sums", "experiment": "first", "config": {"seed": 1}}
-    with MetricsLogger(tmp_path, ["wandb"], total_steps=2, **names) as metrics:
+    names = {"project": "sums", "name": "first", "config": {"seed": 1}}
+    with MetricsLogger(tmp_path, ["wandb"], Console(), total_steps=2, **names) as metrics:
         metrics.log(1, {"train/loss": 0.5})
     assert calls == [
         {"project": "sums", "name": "first", "dir": str(tmp_path), "config": {"seed": 1}},
@@ -38,12 +40,12 @@ def test_a_missing_wandb_is_said_before_the_run(monkeypatch):
 
 
 def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
-    with MetricsLogger(tmp_path, ["jsonl"], total_steps=4) as metrics:
+    with MetricsLogger(tmp_path, ["jsonl"], Console(), total_steps=4) as metrics:
         for step in (1, 2, 3):
             metrics.log(step, {"train/loss": float(step), "bad": float("nan")})
     file = tmp_path / "metrics.jsonl"
     file.write_text(file.read_text() + '{"step": 4, "train/l')  # killed in the middle of a line
-    with MetricsLogger(tmp_path, ["jsonl"], total_steps=4, first_step=2) as metrics:
+    with MetricsLogger(tmp_path, ["jsonl"], Console(), total_steps=4, first_step=2) as metrics:
         assert metrics.history == [{"step": s, "train/loss": float(s)} for s in (1, 2)]
         metrics.log(3, {"train/loss": 30.0})
     rows = [json.loads(line) for line in file.read_text().splitlines()]

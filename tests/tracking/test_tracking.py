@@ -3,26 +3,18 @@
 import io
 import json
 import math
-import os
 
 import pytest
 from rich.console import Console
 
 from hybridengine.data import PromptSample
-from hybridengine.runtime.status import clear_status
 from hybridengine.storage import atomic_file
-from hybridengine.tracking import (
-    MetricsLogger,
-    PhaseStatus,
-    Progress,
-    accuracy_interval,
-    gain_interval,
-    plot_learning_curves,
-    read_status,
-    write_rollouts,
-    write_summary,
-)
+from hybridengine.tracking.curves import plot_learning_curves
+from hybridengine.tracking.files import write_rollouts, write_summary
+from hybridengine.tracking.metrics import MetricsLogger
+from hybridengine.tracking.progress import Progress
 from hybridengine.trainer.rollouts import Rollout
+from hybridengine.trainer.validation import accuracy_interval, gain_interval
 
 STEP = {"critic/score/mean": 0.25, "response_length/mean": 4.0, "timing_s/step": 9.5}
 
@@ -34,14 +26,11 @@ def plain_console() -> Console:
 def test_metrics_reach_every_sink(tmp_path):
     console = plain_console()
     loggers = ["console", "jsonl", "tensorboard"]
-    with MetricsLogger(tmp_path, loggers, total_steps=25, console=console) as metrics:
+    with MetricsLogger(tmp_path, loggers, console, total_steps=25) as metrics:
         metrics.log(0, {"val/strict": 0.2})
         metrics.log(1, {**STEP, "actor/grad_norm": math.nan})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [
-        {"step": 0, "val/strict": 0.2},
-        {"step": 1, **STEP, "actor/grad_norm": None},
-    ]
+    assert lines == [{"step": 0, "val/strict": 0.2}, {"step": 1, **STEP, "actor/grad_norm": None}]
     validation, step = console.file.getvalue().splitlines()
     assert validation == "step  0/25  val/strict 0.200"
     assert step == "step  1/25  reward 0.250  length 4.0  grad nan  time 9.5 s"
@@ -51,7 +40,7 @@ def test_metrics_reach_every_sink(tmp_path):
 
 def test_the_console_shows_the_critic_skipped_updates_and_data_sources(tmp_path):
     console = plain_console()
-    with MetricsLogger(tmp_path, ["console"], total_steps=9, console=console) as metrics:
+    with MetricsLogger(tmp_path, ["console"], console, total_steps=9) as metrics:
         critic = {"critic/vf_loss": 0.5, "critic/vf_explained_var": 0.25}
         metrics.log(1, {**critic, "actor/skipped_updates": 1, "critic/skipped_updates": 1})
         metrics.log(2, {**critic, "actor/skipped_updates": 0})
@@ -79,7 +68,7 @@ def _tensorboard_value(dir, name):
 
 
 def test_only_the_named_sinks_exist(tmp_path):
-    with MetricsLogger(tmp_path, ["console"], total_steps=1, console=plain_console()) as metrics:
+    with MetricsLogger(tmp_path, ["console"], plain_console(), total_steps=1) as metrics:
         metrics.log(1, STEP)
     assert list(tmp_path.iterdir()) == []
 
@@ -178,18 +167,3 @@ def test_gain_interval_pairs_the_problems():
     assert mean == 0.5
     assert high - mean == pytest.approx(1.96 * math.sqrt(0.25 * 100 / 99 / 100), rel=1e-4)
     assert low == pytest.approx(2 * mean - high)
-
-
-def test_status_is_what_each_rank_last_entered(tmp_path):
-    assert read_status(tmp_path) == {}
-    one, other = PhaseStatus(tmp_path, 0), PhaseStatus(tmp_path, 1)
-    one.enter("gen", 3)
-    other.enter("gen", 3)
-    one.enter("reward", 3)
-    status = read_status(tmp_path)
-    assert (status[0].phase, status[0].step, status[0].pid) == ("reward", 3, os.getpid())
-    assert (status[1].phase, status[1].error) == ("gen", "")
-    other.fail("ValueError: no")
-    assert read_status(tmp_path)[1].error == "ValueError: no"
-    clear_status(tmp_path)
-    assert read_status(tmp_path) == {}

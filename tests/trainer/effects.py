@@ -1,7 +1,7 @@
-"""What a small job does, as text, before and after each key of its configuration is flipped.
+"""Observe the effects of a small job as text, before and after a configuration key is flipped.
 
-What is seen: the plan, every metric that is not a time, the rollouts, the files, and what the
-models, optimizers, engine and reshard are built with; or that the job is refused.
+Observed are the plan, all metrics but times, the rollouts, the files, and the arguments of
+models, optimizers, engine and reshard; or the error, if the job is refused.
 """
 
 from __future__ import annotations
@@ -20,72 +20,76 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import torch
 
 from hybridengine.config import keys_of
 from tests.ranks import run_ranks
 
-__all__ = ["Kind", "effects_body", "effects_of_flips", "merged"]
+__all__ = ["JobKind", "effects_body", "effects_of_flips", "merged"]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Of a job. flips: key -> (other value, what must be set beside it for it to matter);
-    beside: the latter for keys without a row, by how they begin."""
+class JobKind:
+    """RL or SFT.
+
+    flips: key -> (another value, overrides under which the key matters); a key without a row is
+    flipped by its type. context: the overrides for all keys with a prefix.
+    """
 
     schema: type
     flips: Mapping[str, tuple[str, Sequence[str]]]
-    prepare: Callable[[Path], list[str]]  # writes all files of a job, returns its overrides
-    load: Callable[[Sequence[str]], tuple[Any, Any, Callable[[], None]]]
-    beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    prepare: Callable[[Path], list[str]]  # write all files of a job, return its overrides
+    load: Callable[[Sequence[str]], tuple[Any, Callable[[], None]]]  # (plan, what trains)
+    context: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def flip(self, key: str, hint: Any) -> tuple[str, Sequence[str]]:
-        """(another value, what must be set beside it)."""
-        value, beside = self.flips.get(key, ("", ()))
-        beside = [
-            *beside,
-            *(o for k, more in self.beside.items() if key.startswith(k) for o in more),
+        """Return (another value, overrides under which the key matters)."""
+        value, context = self.flips.get(key, ("", ()))
+        context = [
+            *context,
+            *(o for prefix, more in self.context.items() if key.startswith(prefix) for o in more),
         ]
         default = reduce(getattr, key.split("."), self.schema())
         if value:
-            return value, beside
+            return value, context
         if typing.get_origin(hint) is Literal:
-            return next(c for c in typing.get_args(hint) if c != default), beside
+            return next(c for c in typing.get_args(hint) if c != default), context
         if hint is bool:
-            return str(not default).lower(), beside
+            return str(not default).lower(), context
         if isinstance(default, int | float):
-            return str(default + 1 if isinstance(default, int) else default * 1.5 + 1e-3), beside
-        assert isinstance(default, str), f"{key} wants a row"
-        return f"{default}_else", beside
+            return str(default + 1 if isinstance(default, int) else default * 1.5 + 1e-3), context
+        assert isinstance(default, str), f"{key} needs a row"
+        return f"{default}_else", context
 
 
 def merged(base: Sequence[str], more: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """One override per key, the later ones winning; `{dir}` is the folder."""
+    """Merge overrides by key, the later ones win; `{dir}` becomes the folder."""
     pairs = dict(o.format(dir=folder).split("=", 1) for o in (*base, *more))
     return tuple(f"{key}={value}" for key, value in pairs.items())
 
 
-def effects_of_flips(kind: Kind, folder: Path) -> dict[str, tuple[str, str]]:
-    """For each key what a job does before and after its flip."""
+def effects_of_flips(kind: JobKind, folder: Path) -> dict[str, tuple[str, str]]:
+    """Return for each key the effects of a job before and after its flip."""
     keys = [key for key, _ in keys_of(kind.schema)]
     assert set(kind.flips) <= set(keys), set(kind.flips) - set(keys)
-    with ThreadPoolExecutor(2) as threads:  # two processes, for the sake of time
+    with ThreadPoolExecutor(2) as threads:  # one process each
         folders, halves = (folder / "a", folder / "b"), (keys[::2], keys[1::2])
         found = list(threads.map(_effects_of, (kind, kind), folders, halves))
     return found[0] | found[1]
 
 
-def _effects_of(kind: Kind, folder: Path, keys: Sequence[str]) -> dict[str, tuple[str, str]]:
+def _effects_of(kind: JobKind, folder: Path, keys: Sequence[str]) -> dict[str, tuple[str, str]]:
     folder.mkdir()
     base, hints = kind.prepare(folder), dict(keys_of(kind.schema))
     jobs: list[tuple[str, ...]] = []
     pairs: dict[str, tuple[int, int]] = {}
     for key in keys:
-        value, beside = kind.flip(key, hints[key])
-        before = merged(base, beside, folder)
-        after = merged(base, (*beside, f"{key}={value}"), folder)
-        assert before != after, f"{key}: {value} is what it was"
+        value, context = kind.flip(key, hints[key])
+        before = merged(base, context, folder)
+        after = merged(base, (*context, f"{key}={value}"), folder)
+        assert before != after, f"{key}: {value} is no change"
         for job in (before, after):
             if job not in jobs:
                 jobs.append(job)
@@ -94,45 +98,42 @@ def _effects_of(kind: Kind, folder: Path, keys: Sequence[str]) -> dict[str, tupl
     return {key: (texts[before], texts[after]) for key, (before, after) in pairs.items()}
 
 
-def effects_body(rank: int, world_size: int, kind: Kind, folder: Path, jobs: list) -> list[str]:
-    from hybridengine.runtime import PeerWatch
+def effects_body(rank: int, world_size: int, kind: JobKind, folder: Path, jobs: list) -> list[str]:
 
-    watch = PeerWatch(rank, world_size)
-    spy = Spy()
+    recorder = Recorder()
     torch.set_num_threads(1)
-    results = [effect(kind, folder, job, watch, spy) for job in jobs]
-    watch.close()
+    results = [effect(kind, folder, job, recorder) for job in jobs]
     return results
 
 
 class Stopped(Exception):
-    """vLLM would be started now; what it would be started with is known."""
+    """Raised in place of the start of vLLM, whose arguments are recorded."""
 
 
-class Spy:
-    """Notes what the parts of a run are built with."""
+class Recorder:
+    """Records the arguments that the parts of a run are built with."""
 
     def __init__(self) -> None:
-        from hybridengine.rollout import vllm
-        from hybridengine.trainer import job, report, setup
+        from hybridengine.rollout.vllm import engine as vllm
+        from hybridengine.trainer import base, build, report
 
-        self.seen: list[str] = []
+        self.records: list[str] = []
         watched = [
-            (setup, "Resharder"),
-            (setup, "load_causal_lm"),
-            (setup, "Optimizer"),
-            (setup, "sharding_mesh"),
+            (build, "Resharder"),
+            (build, "load_causal_lm"),
+            (build, "Optimizer"),
+            (build, "sharding_mesh"),
         ]
         for module, name in watched:
-            self._watch(module, name)
-        report.plot_learning_curves = self._instead("plot_learning_curves")
-        job.save_pretrained = self._instead("save_pretrained")
-        vllm.VllmEngine = self._instead("VllmEngine", Stopped)
+            self._record_calls(module, name)
+        report.plot_learning_curves = self._replacement("plot_learning_curves")
+        base.save_pretrained = self._replacement("save_pretrained")
+        vllm.VllmEngine = self._replacement("VllmEngine", Stopped)
         wandb = sys.modules["wandb"] = ModuleType("wandb")
         wandb.__spec__ = ModuleSpec("wandb", None)
-        wandb.init = self._instead("wandb.init")
+        wandb.init = self._replacement("wandb.init")
 
-    def _watch(self, module: Any, name: str) -> None:
+    def _record_calls(self, module: Any, name: str) -> None:
         real = getattr(module, name)
 
         def noted(*args: Any, **options: Any) -> Any:
@@ -141,17 +142,18 @@ class Spy:
 
         setattr(module, name, noted)
 
-    def _instead(self, name: str, error: type[Exception] | None = None) -> Any:
-        def noted(*args: Any, **options: Any) -> None:
+    def _replacement(self, name: str, error: type[Exception] | None = None) -> Any:
+        def noted(*args: Any, **options: Any) -> Mock:
             self.note(name, args, options)
             if error is not None:
                 raise error
+            return Mock()
 
         return noted
 
     def note(self, name: str, args: Any, options: Any) -> None:
         given = {str(i): arg for i, arg in enumerate(args)} | options
-        self.seen.append(f"{name} { {k: v for k, v in given.items() if is_plain(v)} }")
+        self.records.append(f"{name} { {k: v for k, v in given.items() if is_plain(v)} }")
 
 
 def is_plain(value: Any) -> bool:
@@ -160,45 +162,46 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, int | float | str | bool | tuple | torch.dtype | None)
 
 
-def effect(kind: Kind, folder: Path, overrides: Sequence[str], watch: Any, spy: Spy) -> str:
-    """All that can be seen of a job, as text."""
+def effect(kind: JobKind, folder: Path, overrides: Sequence[str], recorder: Recorder) -> str:
+    """Run a job; return its observed effects as text."""
     from hybridengine.errors import UserError
-    from hybridengine.runtime import Session
-    from hybridengine.tracking import PhaseStatus
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.trainer import base
 
     for name in ("run", "elsewhere"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    spy.seen.clear()
+    recorder.records.clear()
 
     def run_rank(main: Any, *settings: Any) -> None:
-        spy.note("run_rank", settings, {})
-        main(Session(watch, PhaseStatus(folder / "status", 0)))
+        recorder.note("run_rank", settings, {})
+        main(Session(PhaseStatus(folder / "status", 0)))
 
     out = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(Stopped):
-            module, plan, train = kind.load(overrides)
-            spy.seen += [str(list(column.cells)) for column in plan.columns]
-            module.run_rank = run_rank
+            plan, train = kind.load(overrides)
+            recorder.records += [str(list(column.cells)) for column in plan.columns]
+            base.run_rank = run_rank
             train()
     except UserError as error:
         return f"refused: {error}"
-    return "\n".join([*spy.seen, *left_behind(folder)])
+    return "\n".join([*recorder.records, *outputs(folder)])
 
 
-def left_behind(folder: Path) -> list[str]:
-    """Files, and what metrics and rollouts say that is not a time."""
-    seen = []
+def outputs(folder: Path) -> list[str]:
+    """List the files, and the contents of metrics and rollouts without times."""
+    found = []
     for top in ("run", "elsewhere"):
         for path in sorted((folder / top).rglob("*")):
             name = path.name if "events" not in path.name else "events"
-            seen.append(f"{path.parent.relative_to(folder)}/{name}")
+            found.append(f"{path.parent.relative_to(folder)}/{name}")
             if path.name.startswith(("step_", "val_")) and path.suffix == ".jsonl":
-                seen.append(path.read_text())
+                found.append(path.read_text())
             if path.name == "metrics.jsonl":
                 rows = [json.loads(row) for row in path.read_text().splitlines()]
-                seen += [str({k: v for k, v in row.items() if not is_a_time(k)}) for row in rows]
-    return seen
+                found += [str({k: v for k, v in row.items() if not is_a_time(k)}) for row in rows]
+    return found
 
 
 def is_a_time(metric: str) -> bool:

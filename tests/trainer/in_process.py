@@ -110,23 +110,21 @@ def run_jobs(
 def _jobs(rank: int, world_size: int, folder: Path, jobs: Sequence[Sequence[str]]) -> list[Result]:
     import torch.distributed as dist
 
-    from hybridengine.runtime import PeerWatch, Session
-    from hybridengine.tracking import PhaseStatus
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
     from hybridengine.trainer import report
 
     report.plot_learning_curves = lambda *args, **options: None
-    watch = PeerWatch(rank, world_size)
     results = []
     for overrides in jobs:
         if rank == 0:
             shutil.rmtree(folder / "run", ignore_errors=True)
         dist.barrier()
-        session = Session(watch, PhaseStatus(folder / "run", rank))
+        session = Session(PhaseStatus(folder / "run", rank))
         refused = _run(overrides, session)
         dist.barrier()
         if rank == 0:  # which removes the folder next, maybe before another rank had read it
             results.append(_result(folder / "run", refused))
-    watch.close()
     return results
 
 
@@ -134,13 +132,13 @@ def _run(overrides: Sequence[str], session: Any) -> str:
     from hybridengine.config import load_config
     from hybridengine.errors import UserError
     from hybridengine.preflight import check_grpo
-    from hybridengine.trainer.rl import _Run
+    from hybridengine.trainer.rl import GRPOTrainer
 
     file = next((o for o in overrides if "=" not in o), None)
     try:
         config = load_config(file, [o for o in overrides if "=" in o])
         check_grpo(config)
-        _Run(config, session).train()
+        GRPOTrainer(config, session).train()
     except UserError as error:
         return str(error)
     return ""

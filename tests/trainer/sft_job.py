@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PhiConfig
 from hybridengine.config import SFTConfig, load_sft_config
 from tests.tiny_models import VOCAB, save_tiny
 
-__all__ = ["sft_settings", "start_run", "write_sft_job"]
+__all__ = ["save_checkpoint", "sft_settings", "start_run", "write_sft_job"]
 
 
 def write_sft_job(folder: Path, dropout: float = 0.0, rows: int = 24, width: int = 32) -> Path:
@@ -57,14 +57,22 @@ def sft_settings(folder: Path, **overrides: object) -> list[str]:
 
 
 def start_run(rank: int, world_size: int, folder: Path, **overrides: object):
-    """The job of this rank, whose process group is there already."""
-    from hybridengine.runtime import PeerWatch, Session
+    """Build the trainer of this rank, whose process group exists already."""
+    from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.sft import _Run
+    from hybridengine.trainer.sft import SFTTrainer
 
     config: SFTConfig = load_sft_config(
         None, sft_settings(folder, **{"trainer.n_gpus_per_node": world_size, **overrides})
     )
-    watch = PeerWatch(rank, world_size)
-    session = Session(watch, PhaseStatus(config.trainer.default_local_dir, rank))
-    return _Run(config, session)
+    session = Session(PhaseStatus(config.trainer.default_local_dir, rank))
+    return SFTTrainer(config, session)
+
+
+def save_checkpoint(run, step: int, score: float | None = None) -> None:
+    """Start to save a checkpoint as a run does."""
+    from hybridengine.checkpoint.pretrained import save_model_files
+
+    run.checkpoints.save(
+        step, score, lambda folder: save_model_files(run.model, run.tokenizer, folder, False)
+    )

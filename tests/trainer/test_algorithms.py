@@ -47,10 +47,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
     jobs["gdpo_single"] = ["algorithm.adv_estimator=gdpo"]
     jobs["gdpo_kl"] = [*jobs["gdpo"], "algorithm.use_kl_in_reward=true"]
     jobs["gdpo_counts"] = [*jobs["gdpo"], "algorithm.gdpo_reward_weights=[1]"]
-    jobs["mine"] = [
-        "algorithm.adv_estimator=my_estimator",
-        f"model.external_lib={folder}/mine.py",
-    ]
+    jobs["mine"] = ["algorithm.adv_estimator=my_estimator", f"model.external_lib={folder}/mine.py"]
     jobs["unknown"] = ["algorithm.adv_estimator=grop"]
     jobs["warm_up"] = [
         "algorithm.adv_estimator=gae",
@@ -125,8 +122,8 @@ def test_gdpo_takes_the_scores_of_the_functions_with_their_weights(results, job,
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        ("gdpo_missing", "gdpo_reward_keys names 'shortest', which the reward does not give"),
-        ("gdpo_single", "normalises several rewards each by itself, and there is one"),
+        ("gdpo_missing", "gdpo_reward_keys names 'shortest', which the reward does not return"),
+        ("gdpo_single", "normalises several rewards separately, and there is one"),
         ("gdpo_kl", "use_kl_in_reward is true, but algorithm.adv_estimator gdpo"),
         ("gdpo_counts", "gdpo_reward_weights has 1 numbers for the 0 names"),
     ],

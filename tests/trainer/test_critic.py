@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
-from tests.trainer.test_invariance import rollouts_of
+from tests.trainer.rollout_cases import make_rollouts
 
 pytestmark = pytest.mark.multirank
 
@@ -27,12 +28,13 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    from hybridengine.config import GRPOConfig, schema
+    from hybridengine.config import GRPOConfig
+    from hybridengine.config import rl as schema
     from hybridengine.model import Optimizer, load_causal_lm
-    from hybridengine.runtime import PeerWatch, Session
+    from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.batching import Batch, Replicas
-    from hybridengine.trainer.critic import Critic
+    from hybridengine.trainer.batch import DataParallel, RolloutBatch
+    from hybridengine.trainer.models import Critic
 
     actor = schema.ActorConfig(
         ppo_max_token_len_per_gpu=budget, ulysses_sequence_parallel_size=sp_size, grad_clip=1e9
@@ -40,11 +42,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     config = GRPOConfig(actor=actor, critic=schema.CriticConfig(cliprange_value=CLIP))
     mesh = init_device_mesh("cpu", (world_size,))
     model = load_causal_lm(
-        path,
-        mesh=mesh,
-        shard_dim1=lambda name: False,
-        param_dtype=torch.float32,
-        value_head=True,
+        path, mesh=mesh, shard_dim1=lambda name: False, param_dtype=torch.float32, value_head=True
     )
     weight = model.get_output_embeddings().weight
     with torch.no_grad():
@@ -56,17 +54,14 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
             gradients.update({n: p.grad.full_tensor() for n, p in model.named_parameters()})
             return super().step(max_norm)
 
-    watch = PeerWatch(rank, world_size)
-    session = Session(watch, PhaseStatus(Path(path) / "run", rank))
-    replicas = Replicas(session, sp_size, budget)
-    critic = Critic(config, model, Recording(model, lr=1e-3, total_steps=2), replicas)
-    batch = Batch.of(rollouts_of(101)[0], session.device)
-    minis = replicas.cut(batch, 1)
-    critic.begin(batch, minis)
-    values = batch.values
-    batch.values, batch.returns = targets(values.numel())
-    metrics = critic.update(batch, minis)
-    watch.close()
+    session = Session(PhaseStatus(Path(path) / "run", rank))
+    dp = DataParallel(session, sp_size)
+    critic = Critic(config, model, Recording(model, lr=1e-3, total_steps=2), dp)
+    batch = RolloutBatch.pack(make_rollouts(101)[0], session.device)
+    mini_batches = dp.split(batch, 1, budget)
+    values = critic.values(mini_batches)
+    old_values, returns = targets(values.numel())
+    metrics = critic.update(replace(batch, values=old_values, returns=returns), mini_batches)
     return values, gradients, metrics
 
 
@@ -75,7 +70,7 @@ def test_against_the_formula_however_it_is_split(tmp_path: Path) -> None:
     head = torch.randn(1, 128, generator=torch.Generator().manual_seed(1)) / 4
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).get_decoder()
     wanted = []
-    for r in rollouts_of(101)[0]:
+    for r in make_rollouts(101)[0]:
         ids = torch.tensor([[*r.sample.prompt_ids, *r.response_ids]])
         first = len(r.sample.prompt_ids) - 1  # the state before the first response token
         wanted.append((base(ids).last_hidden_state[0] @ head[0])[first:-1])

@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from hybridengine.config import ConfigError, load_config
-from hybridengine.rollout import vllm
-from hybridengine.trainer.setup import build_engine
+from hybridengine.rollout.vllm import engine as vllm
+from hybridengine.trainer.build import build_engine
 from tests.tiny_models import save_tiny
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")

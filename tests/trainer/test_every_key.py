@@ -14,21 +14,16 @@ from pathlib import Path
 import pytest
 
 from hybridengine.config import GRPOConfig, SFTConfig
-from tests.model.test_value import save_classifier
 from tests.ranks import run_ranks
-from tests.tiny_models import save_tiny
-from tests.trainer.effects import Kind, effects_body, effects_of_flips, merged
+from tests.tiny_models import save_classifier, save_tiny
+from tests.trainer.effects import JobKind, effects_body, effects_of_flips, merged
 from tests.trainer.in_process import small_job
 
 pytestmark = pytest.mark.multirank
 
 TWO_STEPS = "trainer.total_training_steps=2"
 VALIDATED = ("data.val_files={dir}/rows.jsonl", "trainer.val_before_train=true")
-SAMPLED = (
-    *VALIDATED,
-    "rollout.val_kwargs.do_sample=true",
-    "rollout.val_kwargs.temperature=1.0",
-)
+SAMPLED = (*VALIDATED, "rollout.val_kwargs.do_sample=true", "rollout.val_kwargs.temperature=1.0")
 VLLM = ("rollout.name=vllm",)
 REUSED = ("actor.ppo_epochs=3", "actor.optim.lr=0.1")
 CRITIC = ("algorithm.adv_estimator=gae", TWO_STEPS)
@@ -62,16 +57,13 @@ OVERLONG = (
     "reward.overlong_buffer.enable=true",
     "reward.overlong_buffer.len=2",
 )
-CLASSIFIER = (
-    "reward.reward_model.enable=true",
-    "reward.reward_model.model_path={dir}/classifier",
-)
+CLASSIFIER = ("reward.reward_model.enable=true", "reward.reward_model.model_path={dir}/classifier")
 LONG = ("data.max_prompt_length=2", "data.train_batch_size=2")
 LORA = ("model.lora_rank=4",)
 SAVED = (TWO_STEPS, "trainer.save_freq=1")
 OPTIONS = ("{{word: w51}}", ("data.chat_template={dir}/template.jinja",))
 
-# key: (other value, what must be set beside it for it to matter)
+# key: (another value, overrides under which the key matters)
 FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "model.path": ("{dir}/other", ()),
     "model.external_lib": ("{dir}/none.py", ()),
@@ -124,10 +116,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "critic.cliprange_value": ("1e-4", (*CRITIC, "actor.ppo_epochs=2")),
     "algorithm.adv_estimator": ("rloo", ()),
     "algorithm.gdpo_reward_keys": ("[even,reward]", GDPO),
-    "algorithm.gdpo_reward_weights": (
-        "[1,2]",
-        (*GDPO, "algorithm.gdpo_reward_keys=[even,reward]"),
-    ),
+    "algorithm.gdpo_reward_weights": ("[1,2]", (*GDPO, "algorithm.gdpo_reward_keys=[even,reward]")),
     "algorithm.gamma": ("0.5", ("algorithm.adv_estimator=reinforce_plus_plus",)),
     "algorithm.lam": ("0.5", CRITIC),
     "algorithm.kl_penalty": ("abs", KL_REWARD),
@@ -181,12 +170,8 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "trainer.rollout_freq": ("-1", ()),
     "trainer.critic_warmup": ("1", CRITIC),
 }
-# What is set beside these is refused until the flip, or with another path.
-REFUSED_WITHOUT = {
-    "data.truncation",
-    "data.filter_overlong_prompts",
-    "trainer.resume_from_path",
-}
+# The job without the flip of these is refused already.
+REFUSED_WITHOUT = {"data.truncation", "data.filter_overlong_prompts", "trainer.resume_from_path"}
 NEED_VLLM = (
     "rollout.kv_cache_gib", "rollout.max_num_batched_tokens", "rollout.enforce_eager",
     "rollout.enable_prefix_caching", "rollout.enable_chunked_prefill", "rollout.free_cache_engine",
@@ -228,14 +213,14 @@ def save_head(folder: Path) -> None:
 
 
 def load_grpo(overrides: Sequence[str]):
-    """(module with run_rank, plan, what trains)."""
+    """Return (plan, what trains)."""
     from hybridengine.config import load_config
     from hybridengine.preflight import check_grpo
-    from hybridengine.trainer import rl
     from hybridengine.trainer.plan import plan_table
+    from hybridengine.trainer.rl import GRPOTrainer
 
     config = load_config(None, overrides)
-    return rl, plan_table(config, *check_grpo(config)), lambda: rl.train_grpo(config)
+    return plan_table(config, *check_grpo(config)), lambda: GRPOTrainer.run(config)
 
 
 def prepare_sft(folder: Path) -> list[str]:
@@ -268,11 +253,11 @@ def prepare_sft(folder: Path) -> list[str]:
 def load_sft(overrides: Sequence[str]):
     from hybridengine.config import load_sft_config
     from hybridengine.preflight import check_sft
-    from hybridengine.trainer import sft
     from hybridengine.trainer.plan import sft_plan
+    from hybridengine.trainer.sft import SFTTrainer
 
     config = load_sft_config(None, overrides)
-    return sft, sft_plan(config, *check_sft(config)), lambda: sft.train_sft(config)
+    return sft_plan(config, *check_sft(config)), lambda: SFTTrainer.run(config)
 
 
 CUT = ("data.max_length=5", "data.truncation=right")
@@ -305,16 +290,16 @@ SFT_FLIPS = {key: FLIPS[key] for key in (
     "ulysses_sequence_parallel_size": ("2", ()),
 }  # fmt: skip
 
-GRPO = Kind(
+GRPO = JobKind(
     GRPOConfig, FLIPS, prepare, load_grpo, {"critic.": CRITIC} | dict.fromkeys(NEED_VLLM, VLLM)
 )
-SFT = Kind(SFTConfig, SFT_FLIPS, prepare_sft, load_sft)
+SFT = JobKind(SFTConfig, SFT_FLIPS, prepare_sft, load_sft)
 
 
 @pytest.mark.parametrize(
     ("kind", "refused"), [(GRPO, REFUSED_WITHOUT), (SFT, {"trainer.resume_from_path"})]
 )
-def test_every_key_has_an_effect(tmp_path: Path, kind: Kind, refused: set[str]) -> None:
+def test_every_key_has_an_effect(tmp_path: Path, kind: JobKind, refused: set[str]) -> None:
     effects = effects_of_flips(kind, tmp_path)
     before = {key: texts[0] for key, texts in effects.items() if texts[0].startswith("refused")}
     assert before.keys() == refused, before

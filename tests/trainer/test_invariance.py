@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,29 +13,9 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
+from tests.trainer.rollout_cases import make_rollouts
 
 pytestmark = pytest.mark.multirank
-
-
-def rollouts_of(vocab: int, count: int = 11) -> tuple[list, list[float]]:
-    from hybridengine.data import PromptSample
-    from hybridengine.trainer.rollouts import Rollout
-
-    generator = torch.Generator().manual_seed(3)
-
-    def ids(n: int) -> list[int]:
-        return torch.randint(3, vocab, (n,), generator=generator).tolist()
-
-    rollouts, advantages = [], []
-    for i in range(count):
-        prompt, response = ids(3 + i % 4), ids(1 + (5 * i) % 9)
-        sample = PromptSample(i // 2, prompt, "", "test", "", {})
-        log_probs = (-3 - torch.rand(len(response), generator=generator)).tolist()
-        rollouts.append(
-            Rollout(i // 2, sample, "", response, log_probs, float(i % 3), {}, "length")
-        )
-        advantages.append(torch.full((len(response),), (i % 5 - 2) / 2))
-    return rollouts, advantages
 
 
 def body(
@@ -46,15 +27,16 @@ def body(
     count: int = 11,
     sp_size: int = 1,
 ):
-    """Gradients (whole, float32) and metrics of one update whose learning rate is zero-like."""
+    """Return (unsharded float32 gradients per optimizer step, metrics) of one update."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.config import GRPOConfig, schema
+    from hybridengine.config import GRPOConfig
+    from hybridengine.config import rl as schema
     from hybridengine.model import Optimizer, load_causal_lm
-    from hybridengine.runtime import PeerWatch, Session
+    from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.actor import Actor
-    from hybridengine.trainer.batching import Batch, Replicas
+    from hybridengine.trainer.batch import DataParallel, RolloutBatch, probs_diff
+    from hybridengine.trainer.models import Actor
 
     actor_config = schema.ActorConfig(
         ppo_max_token_len_per_gpu=token_budget,
@@ -90,30 +72,36 @@ def body(
     optimizer = Recording(
         model, lr=1.2e-4, total_steps=4
     )  # the second pass clips some tokens, not all
-    watch = PeerWatch(rank, world_size)
-    session = Session(watch, PhaseStatus(Path(path) / "run", rank))
-    replicas = Replicas(session, sp_size, token_budget)
-    actor = Actor(config, model, partial(nullcontext, reference), optimizer, replicas)
-    rollouts, advantages = rollouts_of(101, count)
-    batch = Batch.of(rollouts, session.device)
-    batch.advantages = torch.cat(advantages)
-    minis = replicas.cut(batch, 1)
-    metrics = actor.begin(batch, minis, needs_old=False)
-    metrics |= actor.correct(batch) | actor.update(batch, minis)
-    watch.close()
+    session = Session(PhaseStatus(Path(path) / "run", rank))
+    dp = DataParallel(session, sp_size)
+    actor = Actor(config, model, partial(nullcontext, reference), optimizer, dp)
+    rollouts, advantages = make_rollouts(101, count)
+    batch = RolloutBatch.pack(rollouts, session.device)
+    mini_batches = dp.split(batch, 1, token_budget)
+    batch = replace(
+        batch,
+        advantages=torch.cat(advantages),
+        ref_log_probs=actor.ref_log_probs(mini_batches),
+        old_log_probs=actor.old_log_probs(mini_batches),
+    )
+    metrics = probs_diff(batch)
+    is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
+    batch = replace(batch, is_weights=is_weights, response_mask=response_mask)
+    metrics |= {name: float(value) for name, value in correction_metrics.items()}
+    metrics |= actor.update(batch, mini_batches)
     return gradients, metrics
 
 
 @pytest.mark.parametrize("loss", [("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean")])
 def test_split_and_world_size_change_nothing(tmp_path: Path, loss: tuple[str, str]) -> None:
     path = save_tiny("llama", tmp_path)
-    whole = run_ranks(body, 1, path, 10_000, loss)[0]
+    want_gradients, want_metrics = run_ranks(body, 1, path, 10_000, loss)[0]
     for world_size, token_budget, sp_size in (
         (1, 20, 1), (2, 10_000, 1), (2, 14, 1), (3, 30, 1), (4, 15, 2),
     ):  # fmt: skip
         arguments = (path, token_budget, loss, 11, sp_size)
         for gradients, metrics in run_ranks(body, world_size, *arguments):
-            for step, (got, want) in enumerate(zip(gradients, whole[0], strict=True)):
+            for step, (got, want) in enumerate(zip(gradients, want_gradients, strict=True)):
                 for name in want:
                     # float32 sums in another order; step 1 also sees weights stepped by Adam,
                     # which turns rounding of tiny gradients into relative errors of the update.
@@ -126,11 +114,11 @@ def test_split_and_world_size_change_nothing(tmp_path: Path, loss: tuple[str, st
                         step,
                         name,
                     )
-            for name, value in whole[1].items():
+            for name, value in want_metrics.items():
                 assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
 
 
-def test_stand_in_micro_batches_weigh_nothing(tmp_path: Path) -> None:
+def test_dummy_micro_batches_change_nothing(tmp_path: Path) -> None:
     """More ranks than sequences: some ranks only take part in the collectives."""
     path = save_tiny("llama", tmp_path)
     arguments = (path, 10_000, ("vanilla", "token-mean"), 2)
@@ -148,7 +136,7 @@ def modes_body(rank: int, world_size: int, path: str, losses: list[tuple[str, st
 
 
 def test_every_configured_loss_reaches_the_update(tmp_path: Path) -> None:
-    from hybridengine.config import schema
+    from hybridengine.config import rl as schema
 
     hints = typing.get_type_hints(schema.ActorConfig)
     modes = typing.get_args(typing.get_type_hints(schema.PolicyLossConfig)["loss_mode"])

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from hybridengine.checkpoint import changed_settings
-from hybridengine.checkpoint.folders import SavedCheckpoint
-from hybridengine.checkpoint.resume import CONFIG
+from hybridengine.checkpoint.folders import CONFIG, SavedCheckpoint
 from hybridengine.config import config_to_yaml, load_config, load_sft_config
 from hybridengine.model import Optimizer
-from hybridengine.trainer import precision
-from hybridengine.trainer.precision import describe_precision, resolve_dtypes
+from hybridengine.trainer import plan
+from hybridengine.trainer.plan import describe_precision, resolve_dtypes
 from tests.ranks import run_ranks
 
 REQUIRED = ["model.path=m", "data.train_files=f"]
@@ -18,7 +17,7 @@ GRPO = [*REQUIRED, "reward.custom_reward_function.path=r.py"]
 
 @pytest.fixture(params=[True, False])
 def fast(request, monkeypatch):
-    monkeypatch.setattr(precision, "_fast_bfloat16", lambda: request.param)
+    monkeypatch.setattr(plan, "_fast_bfloat16", lambda: request.param)
     return request.param
 
 
@@ -38,11 +37,11 @@ def test_a_given_type_stays(fast):
     assert half.sharding.dtype == ("bfloat16" if fast else "float32")
 
 
-def test_resuming_in_another_type_is_said(tmp_path, monkeypatch):
+def test_resuming_in_another_type_is_reported(tmp_path, monkeypatch):
     config = load_config(None, GRPO)
-    monkeypatch.setattr(precision, "_fast_bfloat16", lambda: True)
+    monkeypatch.setattr(plan, "_fast_bfloat16", lambda: True)
     (tmp_path / CONFIG).write_text(config_to_yaml(resolve_dtypes(config)))
-    monkeypatch.setattr(precision, "_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(plan, "_fast_bfloat16", lambda: False)
     assert changed_settings(SavedCheckpoint(1, tmp_path, None, {}), resolve_dtypes(config)) == [
         "actor.fsdp_config.dtype: bfloat16 → float32",
         "rollout.dtype: bfloat16 → float32",
@@ -50,7 +49,7 @@ def test_resuming_in_another_type_is_said(tmp_path, monkeypatch):
 
 
 def resolved_on_unlike_machines(rank: int, world_size: int) -> str:
-    precision._fast_bfloat16 = lambda: rank == 0
+    plan._fast_bfloat16 = lambda: rank == 0
     return resolve_dtypes(load_sft_config(None, REQUIRED)).sharding.dtype
 
 

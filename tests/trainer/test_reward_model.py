@@ -7,13 +7,9 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.model.test_value import save_classifier
+from tests.tiny_models import save_classifier
 from tests.trainer.in_process import run_jobs, small_job
 
 pytestmark = pytest.mark.multirank
@@ -75,4 +71,4 @@ def test_refused(tmp_path) -> None:
     ]
     missing, no_classifier = (result.refused for result in run_jobs(tmp_path, jobs))
     assert "give both or neither" in missing
-    assert "is no sequence classifier" in no_classifier
+    assert "is not a sequence classifier" in no_classifier

@@ -1,4 +1,4 @@
-"""One run after another in one folder: resumed, finished, started anew; and runs that diverge."""
+"""Runs in one folder: resumed, finished, started anew; and runs whose gradients are not finite."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.multirank
 def train_one_after_another(
     rank: int, world_size: int, folder: Path, runs: list[dict[str, Any]]
 ) -> list[tuple[str, dict[str, Any], list[int]]]:
-    """Of each run: what it printed, its summary, and the steps in metrics.jsonl."""
-    found = []
+    """Per run: its output, its summary, and the steps in metrics.jsonl."""
+    results = []
     for overrides in runs:
         common = {"data.val_files": folder / "rows.jsonl", "trainer.logger": "[jsonl,console]"}
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -30,8 +30,15 @@ def train_one_after_another(
         rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
         steps = [row["step"] for row in rows if "train/loss" in row]
         summary = json.loads((folder / "run" / "summary.json").read_text())
-        found.append((printed.getvalue(), summary, steps))
-    return found
+        results.append((printed.getvalue(), summary, steps))
+    return results
+
+
+def seconds_after_resume(rank: int, world_size: int, folder: Path) -> float:
+    """Return the seconds of a run that resumes after 1e6 seconds."""
+    run = start_run(rank, world_size, folder)
+    run.load_state_dict({"seconds": 1e6})
+    return run.state_dict()["seconds"]
 
 
 def test_resumed_finished_and_new_runs(tmp_path: Path) -> None:
@@ -53,8 +60,10 @@ def test_resumed_finished_and_new_runs(tmp_path: Path) -> None:
     assert "resumed after step 2" in resumed[0]
     assert "changed since: optim.weight_decay: 0.01 → 0.5" in resumed[0]
     assert resumed[2] == [1, 2, 3, 4] and resumed[1]["resumed_after_step"] == 2
-    assert resumed[1]["seconds"] > first[1]["seconds"], "of the whole run"
     previous = folder / "run" / "previous-1"
+    state = json.loads((previous / "global_step_2" / "state.json").read_text())
+    assert resumed[1]["seconds"] > state["run"]["seconds"], "of the whole run"
+    assert run_ranks(seconds_after_resume, 1, folder)[0] > 1e6
     assert f"was moved to {previous}" in new[0]
     assert new[2] == [1, 2]
     assert (previous / "global_step_4" / "complete.json").is_file()
@@ -69,7 +78,7 @@ def test_resumed_finished_and_new_runs(tmp_path: Path) -> None:
 
 
 def diverge(rank: int, world_size: int, folder: Path, bad_steps: set[int]) -> tuple[str, bool]:
-    """The error or "", and whether the weights are those of a run without updates."""
+    """Return the error or "", and whether the weights are unchanged."""
     run = start_run(rank, world_size, folder, **{"trainer.total_training_steps": 14})
     before = [p.full_tensor().detach().clone() for p in run.model.parameters()]
     loss_of = run._sum_of_losses
@@ -118,5 +127,5 @@ def test_weights_that_are_not_finite_are_named_at_load(tmp_path: Path) -> None:
     weights[name][3, 4] = math.nan
     save_file(weights, file, metadata={"format": "pt"})
     for message in run_ranks(load_nan, 2, folder):
-        assert f"{name} holds values that are not finite" in message
+        assert f"{name} contains NaN or infinity" in message
         assert str(folder / "model") in message and "\n" not in message

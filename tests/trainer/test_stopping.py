@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run after its step, with a checkpoint, whoever gets them."""
+"""SIGINT and SIGTERM, to the launcher or to one rank, end a run after its step and a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.checkpoint import find_checkpoints
-from hybridengine.runtime import EXIT_STOPPED
+from hybridengine.runtime.session import EXIT_STOPPED
 from hybridengine.runtime.status import read_status
 from tests.trainer.sft_job import sft_settings, write_sft_job
 from tests.trainer.toy import toy_job
@@ -32,7 +32,7 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for_step(folder: Path, run: subprocess.Popen[str], step: int) -> None:
-    """Until metrics.jsonl has `step`, which this run must log."""
+    """Wait until the run has logged `step`."""
     deadline, file = time.monotonic() + LIMIT_S, folder / "metrics.jsonl"
     while run.poll() is None and time.monotonic() < deadline:
         if file.is_file() and any(f'"step": {step},' in row for row in file.open()):
@@ -41,7 +41,7 @@ def wait_for_step(folder: Path, run: subprocess.Popen[str], step: int) -> None:
     raise AssertionError(f"no step {step}:\n{run.communicate(timeout=5)[0]}")
 
 
-def end_of(run: subprocess.Popen[str]) -> str:
+def output_of(run: subprocess.Popen[str]) -> str:
     try:
         return run.communicate(timeout=LIMIT_S)[0]
     finally:
@@ -52,11 +52,11 @@ def end_of(run: subprocess.Popen[str]) -> str:
 def stopped_step(output: str, name: str) -> int:
     found = re.search(rf"stopped by {name} after step (\d+) of \d+; saved .*global_step_\1", output)
     assert found, output
-    assert "goes on from there" in output and "Traceback" not in output, output
+    assert "resumes from it" in output and "Traceback" not in output, output
     return int(found[1])
 
 
-def test_sft_stops_resumes_and_is_alone_in_its_folder(tmp_path: Path) -> None:
+def test_sft_stops_resumes_and_refuses_a_second_run(tmp_path: Path) -> None:
     job, folder = write_sft_job(tmp_path), tmp_path / "run"
     (tmp_path / "config.yaml").write_text("")
 
@@ -76,14 +76,16 @@ def test_sft_stops_resumes_and_is_alone_in_its_folder(tmp_path: Path) -> None:
     second = subprocess.run(alone, capture_output=True, text=True, timeout=LIMIT_S)
     assert second.returncode == 2 and f"(process {run.pid} on" in second.stderr, second.stderr
     run.send_signal(signal.SIGINT)
-    first = stopped_step(output := end_of(run), "SIGINT")
+    first = stopped_step(output := output_of(run), "SIGINT")
     assert run.returncode == EXIT_STOPPED, output
     assert [c.step for c in find_checkpoints(folder)] == [first]
 
-    run = start([sys.executable, "-m", *command("optim.weight_decay=0.5")])  # to one rank alone
+    run = start(
+        [sys.executable, "-m", *command("optim.weight_decay=0.5")]
+    )  # one rank gets the signal
     wait_for_step(folder, run, first + 2)
     os.kill(read_status(folder)[1].pid, signal.SIGTERM)
-    second_step = stopped_step(output := end_of(run), "SIGTERM")
+    second_step = stopped_step(output := output_of(run), "SIGTERM")
     assert run.returncode == EXIT_STOPPED, output
     assert second_step >= first + 2
     assert f"resumed after step {first}" in output
@@ -94,7 +96,7 @@ def test_sft_stops_resumes_and_is_alone_in_its_folder(tmp_path: Path) -> None:
     run = start(torchrun)
     wait_for_step(folder, run, second_step + 2)
     run.send_signal(signal.SIGTERM)
-    output = end_of(run)
+    output = output_of(run)
     assert run.returncode != 0
     assert [c.step for c in find_checkpoints(folder)] > [second_step], output
     steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -108,7 +110,7 @@ def test_ppo_stops_after_its_step(tmp_path: Path) -> None:
     run = start(command)
     wait_for_step(tmp_path / "run", run, 1)
     run.send_signal(signal.SIGTERM)
-    step = stopped_step(output := end_of(run), "SIGTERM")
+    step = stopped_step(output := output_of(run), "SIGTERM")
     assert run.returncode == EXIT_STOPPED, output
     assert "SIGTERM: the ranks finish their step" in output
     [checkpoint] = find_checkpoints(tmp_path / "run")

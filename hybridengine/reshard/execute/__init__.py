@@ -1,1 +1,1 @@
-"""Execution: pack, all-to-all, unpack into the live engine weights, verify."""
+"""Execute: pack, all-to-all, unpack into the engine's weights, verify."""

@@ -1,47 +1,44 @@
-"""One bucket as one rank runs it: its copy tables and split sizes.
+"""The buckets as one rank executes them: tables of strided copies, and an all-to-all of each.
 
-The rows of a table are made once per structurally equal source; every further source of the kind
-takes them with its own tensor numbers and its own places in the buffers.
+Table rows are computed once per source class. Every other source of the class reuses them with its
+own tensor indices and offsets in the buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from hybridengine.kernels.strided_copy import TABLE_COLUMNS, CopyTable
-from hybridengine.reshard.plan.planner import Bucket, ReshardPlan, Slice, Unit
+from hybridengine.reshard.execute.trained import TrainedTensors
+from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.source_class import Chunk, SliceCopy
+from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.sharding.geometry import Block, contiguous_strides
-
-__all__ = ["Exchange", "Slab", "TableMaker"]
+from hybridengine.sharding.shards import RowRange
 
 _ALIGNMENT = 16  # bytes
-_AXES = 4  # axes of one row of the strided_copy table
-_Side = tuple[int, Sequence[int]]  # offset and strides, in elements
-
-
-class Slab(NamedTuple):
-    """What a bucket reads of one source: [low, high) on its sharded dimension."""
-
-    name: str
-    low: int
-    high: int
+_MAX_AXES = 4  # axes of one row of the strided_copy table
+_Address = tuple[int, Sequence[int]]  # offset and strides, in elements
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """pack: slabs → outbox; local: slabs → engine tensors; unpack: inbox → engine tensors.
+    """The copies of one bucket on one rank.
 
-    send_counts, receive_counts: elements per peer. once: its sources do not change.
+    pack: sources → send buffer. local: sources → engine tensors. unpack: receive buffer → engine
+    tensors. sources: (parameter, rows) that pack and local read. destinations: engine tensors that
+    local and unpack write. send_counts, receive_counts: elements per rank.
     """
 
-    engine_dtype: torch.dtype
-    once: bool
-    slabs: list[Slab]
+    bucket: Bucket
+    sources: list[tuple[str, RowRange]]
     destinations: list[str]
     pack: CopyTable
     local: CopyTable
@@ -49,32 +46,33 @@ class Exchange:
     send_counts: list[int]
     receive_counts: list[int]
 
-    def halves(self, limit: int) -> tuple[int, int, int]:
-        """Bytes at which the outbox ends, the inbox begins and ends in a staging buffer.
+    def buffer_ranges(self, limit: int) -> tuple[int, int, int]:
+        """Return the end of the send buffer, the start and the end of the receive buffer, in bytes.
 
-        The inbox is aligned for vector accesses unless the buffer would be larger than `limit`.
+        Both lie in one staging buffer. The receive buffer is aligned for vector accesses unless the
+        staging buffer would become larger than `limit`.
         """
-        size = self.engine_dtype.itemsize
-        out, into = sum(self.send_counts) * size, sum(self.receive_counts) * size
-        start = -(-out // _ALIGNMENT) * _ALIGNMENT
-        if start + into > limit:
-            start = out
-        return out, start, start + into
+        size = self.bucket.engine_dtype.itemsize
+        sent, received = sum(self.send_counts) * size, sum(self.receive_counts) * size
+        start = -(-sent // _ALIGNMENT) * _ALIGNMENT
+        if start + received > limit:
+            start = sent
+        return sent, start, start + received
 
 
 class _Rows(NamedTuple):
-    """Table rows of some slices; the dense side begins at 0 for each slice."""
+    """Table rows of S slices, R in all. In the buffer every slice starts at 0."""
 
-    table: np.ndarray  # int64 [R, 16]; the tensor columns hold 0 and the slice's `need`
-    slice_of: np.ndarray  # [R]: which slice the row is of
-    peers: np.ndarray  # [P]
-    numel: np.ndarray  # [P]
+    table: np.ndarray  # int64 [R, 16]; src_index is 0, dst_index the index of the write
+    slice_of: np.ndarray  # [R]: the slice of a row
+    ranks: np.ndarray  # [S]: the rank at the other end
+    numel: np.ndarray  # [S]
 
 
-class TableMaker:
-    """Makes the exchanges of one rank.
+class ExchangeBuilder:
+    """Builds the exchanges of one rank.
 
-    strides: source → strides of this rank's shard of it, in elements. device: of shards and engine.
+    strides: parameter → strides of this rank's shard, in elements. device: of shards and engine.
     """
 
     def __init__(
@@ -85,115 +83,121 @@ class TableMaker:
         device: torch.device,
     ) -> None:
         self._plan, self._rank, self._strides, self._device = plan, rank, strides, device
-        self._rows: dict[tuple, _Rows] = {}
+        self._known: dict[tuple, dict[str, _Rows]] = {}
 
-    def exchange(self, bucket: Bucket) -> Exchange:
-        slabs: list[Slab] = []
-        known: dict[tuple, int] = {}  # a shard is read in place by all units; merged rows by one
-        places: dict[str, int] = {}
-        parts: dict[str, list[_Rows]] = {"pack": [], "local": [], "unpack": []}
-        for unit in bucket.units:
-            key = (unit.source, unit.share if bucket.merged else None)
-            if key not in known:
-                known[key] = len(slabs)
-                slabs.append(self._slab(bucket, unit))
-            names = self._plan.destinations(bucket, unit, self._rank)
-            to = np.array([places.setdefault(n, len(places)) for n in names], np.int64)
-            for way, rows in self._unit_rows(bucket, unit).items():
+    def build(self, bucket: Bucket) -> Exchange:
+        sources: list[tuple[str, RowRange]] = []
+        source_index: dict[tuple, int] = {}  # chunks read one shard, but each its own merged rows
+        destination_index: dict[str, int] = {}
+        tables: dict[str, list[_Rows]] = {"pack": [], "local": [], "unpack": []}
+        for name, chunk in bucket.chunks:
+            key = (name, chunk if bucket.merged else None)
+            if key not in source_index:
+                source_index[key] = len(sources)
+                sources.append((name, self._rows_read(bucket, name, chunk)))
+            names = self._plan.destinations(name, bucket.engine_dtype, self._rank)
+            indices = [destination_index.setdefault(n, len(destination_index)) for n in names]
+            to = np.array(indices, np.int64)
+            for way, rows in self._table_rows(bucket, name, chunk).items():
                 table = rows.table.copy()
-                table[:, 0] = 0 if way == "unpack" else known[key]
+                table[:, 0] = 0 if way == "unpack" else source_index[key]
                 table[:, 1] = 0 if way == "pack" else to[table[:, 1]]
-                parts[way].append(rows._replace(table=table))
-        pack, send_counts = self._table(parts["pack"], dense=3)
-        unpack, receive_counts = self._table(parts["unpack"], dense=2)
-        local, _ = self._table(parts["local"])
-        tables, counts = (pack, local, unpack), (send_counts, receive_counts)
-        return Exchange(bucket.engine_dtype, bucket.frozen, slabs, list(places), *tables, *counts)
+                tables[way].append(rows._replace(table=table))
+        pack, send_counts = self._join(tables["pack"], offset_column=3)
+        unpack, receive_counts = self._join(tables["unpack"], offset_column=2)
+        local, _ = self._join(tables["local"])
+        written = list(destination_index)
+        return Exchange(bucket, sources, written, pack, local, unpack, send_counts, receive_counts)
 
-    def _slab(self, bucket: Bucket, unit: Unit) -> Slab:
-        """The whole shard, or the rows that are merged for this unit."""
-        spec = self._plan.sources[unit.source]
-        shard = self._plan.shard(bucket, unit, self._rank)
-        if shard is None:
-            return Slab(unit.source, 0, 0)
-        if bucket.merged:  # its parts are parts of the shard's rows
-            return Slab(unit.source, *spec.interval(shard, unit.share.part, unit.share.parts))
-        return Slab(unit.source, *spec.interval(shard))
+    def _rows_read(self, bucket: Bucket, name: str, chunk: Chunk) -> RowRange:
+        """Return the rows of this rank's full shard, or those that are merged for the chunk."""
+        source_class = self._plan.source_classes[name, bucket.engine_dtype]
+        shard = int(source_class.senders.shard_of[self._rank])
+        if shard < 0:
+            return RowRange(0, 0)
+        return source_class.spec.row_range(shard, *(chunk.row_part if bucket.merged else ()))
 
-    def _unit_rows(self, bucket: Bucket, unit: Unit) -> dict[str, _Rows]:
-        """Rows of every way for one unit, without tensor numbers and places in the buffers."""
-        slab, spec = self._slab(bucket, unit), self._plan.sources[unit.source]
-        origin = [0] * len(spec.shape)
-        strides = self._strides[unit.source]
-        origin[spec.dim] = slab.low
+    def _table_rows(self, bucket: Bucket, name: str, chunk: Chunk) -> dict[str, _Rows]:
+        """Return the rows of pack, local and unpack, the same for all sources of a class."""
+        source_class = self._plan.source_classes[name, bucket.engine_dtype]
+        spec, rows = source_class.spec, self._rows_read(bucket, name, chunk)
+        origin, strides = [0] * len(spec.shape), self._strides[name]
+        origin[spec.dim] = rows.start
         if bucket.merged:
-            held = list(spec.shape)
-            held[spec.dim] = slab.high - slab.low
-            strides = contiguous_strides(tuple(held))
-        incoming = self._plan.incoming(bucket, unit, self._rank)
-        outgoing = self._plan.outgoing(bucket, unit, self._rank)
+            shape = list(spec.shape)
+            shape[spec.dim] = rows.stop - rows.start
+            strides = contiguous_strides(tuple(shape))
+        key = (source_class, chunk, strides, rows.start)
+        if key not in self._known:
+            incoming = source_class.incoming(chunk, self._rank)
+            slices = {
+                "pack": source_class.outgoing(chunk, self._rank),
+                "local": [s for s in incoming if s.sender == self._rank],
+                "unpack": [s for s in incoming if s.sender != self._rank],
+            }
+            self._known[key] = {
+                way: _rows_of(chosen, way, strides, tuple(origin)) for way, chosen in slices.items()
+            }
+        return self._known[key]
 
-        made = {}
-        for way, slices in (("pack", outgoing), ("local", incoming), ("unpack", incoming)):
-            key = (way, id(slices), strides, tuple(origin))
-            if key not in self._rows:
-                own = way == "local"
-                chosen = [s for s in slices if way == "pack" or (s.sender == self._rank) == own]
-                self._rows[key] = _rows_of(chosen, way, strides, tuple(origin))
-            made[way] = self._rows[key]
-        return made
+    def _join(
+        self, parts: list[_Rows], offset_column: int | None = None
+    ) -> tuple[CopyTable, list[int]]:
+        """Join the rows of all chunks. Return their table and the elements per rank.
 
-    def _table(self, parts: list[_Rows], dense: int | None = None) -> tuple[CopyTable, list[int]]:
-        """One table of all units; in column `dense` go the places in a buffer ordered by peer."""
+        offset_column: the column with offsets in a buffer, whose slices are ordered by rank.
+        """
         table = np.concatenate([p.table for p in parts] or [np.empty((0, TABLE_COLUMNS), np.int64)])
         counts = np.zeros(self._plan.world_size, np.int64)
-        if dense is not None and len(table):
-            peers, numel = (
-                np.concatenate([getattr(p, f) for p in parts]) for f in ("peers", "numel")
-            )
-            order = np.argsort(peers, kind="stable")
-            place = np.empty_like(numel)
-            place[order] = np.cumsum(numel[order]) - numel[order]
-            before = np.cumsum([0, *(len(p.peers) for p in parts[:-1])])
+        if offset_column is not None and len(table):
+            ranks = np.concatenate([p.ranks for p in parts])
+            numel = np.concatenate([p.numel for p in parts])
+            order = np.argsort(ranks, kind="stable")
+            offset = np.empty_like(numel)
+            offset[order] = np.cumsum(numel[order]) - numel[order]
+            before = np.cumsum([0, *(len(p.ranks) for p in parts[:-1])])
             slices = np.concatenate([p.slice_of + b for p, b in zip(parts, before, strict=True)])
-            table[:, dense] += place[slices]
-            np.add.at(counts, peers, numel)
+            table[:, offset_column] += offset[slices]
+            np.add.at(counts, ranks, numel)
         return CopyTable(torch.from_numpy(table), self._device), counts.tolist()
 
 
 def _rows_of(
-    slices: Sequence[Slice], way: str, strides: tuple[int, ...], origin: tuple[int, ...]
+    slices: Sequence[SliceCopy], way: str, strides: tuple[int, ...], origin: tuple[int, ...]
 ) -> _Rows:
-    """The rows of one way. strides, origin: of the shard that "pack" and "local" read."""
-    rows: list[list[int]] = []
+    """Return the rows of one way. strides, origin: of the shard that pack and local read."""
+    table: list[list[int]] = []
     slice_of: list[int] = []
-    for i, piece in enumerate(slices):
-        if way == "pack":
-            dense = (0, contiguous_strides(piece.block.sizes))
-            made = _rows(0, piece.block, piece.block.address(strides, origin), dense)
-        else:
-            made = []
-            for need, block in piece.targets:
-                read = block.address(strides, origin) if way == "local" else (0, _dense(block))
-                made += _rows(need, block, read, (block.offset, block.strides))
-        rows += made
-        slice_of += [i] * len(made)
+    for i, slice_copy in enumerate(slices):
+        for index, block in [(0, slice_copy.read)] if way == "pack" else slice_copy.writes:
+            buffer = (0, _buffer_strides(block))
+            source = buffer if way == "unpack" else block.address(strides, origin)
+            destination = buffer if way == "pack" else (block.offset, block.strides)
+            rows = _rows_of_block(index, block, source, destination)
+            table += rows
+            slice_of += [i] * len(rows)
     return _Rows(
-        np.array(rows, np.int64).reshape(-1, TABLE_COLUMNS),
+        np.array(table, np.int64).reshape(-1, TABLE_COLUMNS),
         np.array(slice_of, np.int64),
         np.array([s.receiver if way == "pack" else s.sender for s in slices], np.int64),
-        np.array([s.block.numel for s in slices], np.int64),
+        np.array([s.read.numel for s in slices], np.int64),
     )
 
 
-def _dense(block: Block) -> list[int]:
-    """The stride of each axis where the elements a block reads lie in the order it reads them."""
+def _buffer_strides(block: Block) -> list[int]:
+    """Return the stride of each axis in a buffer with the elements in the order of reading."""
     read = iter(contiguous_strides(block.read.sizes))
-    return [0 if dim < 0 else next(read) for dim, _ in block.axes]
+    return [0 if axis.dim < 0 else next(read) for axis in block.axes]
 
 
-def _rows(need: int, block: Block, source: _Side, destination: _Side) -> list[list[int]]:
-    """Table rows of one slice: adjacent axes merged, more than four axes unrolled outermost."""
+def _rows_of_block(
+    index: int, block: Block, source: _Address, destination: _Address
+) -> list[list[int]]:
+    """Return table rows of one block.
+
+    Axes that are contiguous on both sides are merged. Of more than four axes, the outermost are
+    unrolled into rows.
+    """
     axes: list[tuple[int, int, int]] = []
     for axis in zip(block.sizes, source[1], destination[1], strict=True):
         size, s, d = axis
@@ -201,10 +205,119 @@ def _rows(need: int, block: Block, source: _Side, destination: _Side) -> list[li
             axes[-1] = (axes[-1][0] * size, s, d)
         else:
             axes.append(axis)
-    rows = [(source[0], destination[0])]
-    while len(axes) > _AXES:
+    offsets = [(source[0], destination[0])]
+    while len(axes) > _MAX_AXES:
         size, s, d = axes.pop(0)
-        rows = [(a + i * s, b + i * d) for a, b in rows for i in range(size)]
-    axes = [(1, 0, 0)] * (_AXES - len(axes)) + axes
+        offsets = [(a + i * s, b + i * d) for a, b in offsets for i in range(size)]
+    axes = [(1, 0, 0)] * (_MAX_AXES - len(axes)) + axes
     sizes, ss, ds = (list(column) for column in zip(*axes, strict=True))
-    return [[0, need, a, b, *sizes, *ss, *ds] for a, b in rows]
+    return [[0, index, a, b, *sizes, *ss, *ds] for a, b in offsets]
+
+
+class BucketPipeline:
+    """Executes the exchanges of one rank: pack → all-to-all → unpack.
+
+    While bucket k travels, its local slices are copied, bucket k-1 is unpacked and bucket k+1
+    packed.
+
+    exchanges: one per bucket, built once. The arguments are those of the resharder.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        trained: TrainedTensors,
+        device: torch.device,
+        guard: CollectiveGuard,
+    ) -> None:
+        self._plan, self._rank, self._trained = plan, rank, trained
+        self._device, self._guard = device, guard
+        strides = {name: p.local_stride for name, p in trained.placements.items()}
+        builder = ExchangeBuilder(plan, rank, strides, device)
+        self.exchanges = [builder.build(bucket) for bucket in plan.buckets]
+        ends = (e.buffer_ranges(plan.staging_bytes)[2] for e in self.exchanges)
+        self._max_buffer_bytes = max(ends, default=0)
+
+    def run(self, weights: Mapping[str, torch.Tensor], skip_frozen: bool) -> tuple[int, int]:
+        """Move all trained parameters into `weights`. Return (bytes received, bytes sent).
+
+        weights: the engine's tensors. skip_frozen: leave out parameters that do not change.
+        """
+        exchanges = [e for e in self.exchanges if not (e.bucket.frozen and skip_frozen)]
+        self._bytes_received = self._bytes_sent = 0
+        self._free_buffers: list[torch.Tensor] = []
+        previous: Iterator[None] = iter(())
+        for i, exchange in enumerate(exchanges, 1):
+            transfer = self._transfer(exchange, f"bucket {i} of {len(exchanges)}", weights)
+            next(transfer)  # start it
+            next(previous, None)  # finish the bucket before
+            previous = transfer
+        next(previous, None)
+        while self._free_buffers:  # gloo's threads may keep references: free the memory itself
+            self._free_buffers.pop().untyped_storage().resize_(0)
+        return self._bytes_received, self._bytes_sent
+
+    def _transfer(
+        self, exchange: Exchange, where: str, weights: Mapping[str, torch.Tensor]
+    ) -> Iterator[None]:
+        """Start the exchange of a bucket, yield, then wait for it and unpack.
+
+        where: which bucket it is, for error messages.
+        """
+        self._guard.phase = f"packing {where}"
+        sources = [self._source(name, rows) for name, rows in exchange.sources]
+        buffer, outgoing, received = self._stage(exchange)
+        exchange.pack.copy(sources, [outgoing])
+        with self._guard.collective(f"exchanging {where}"):
+            work = _all_to_all(received, outgoing, exchange)
+        self._bytes_received += received.nbytes
+        self._bytes_sent += outgoing.nbytes
+        self._guard.phase = f"copying the local part of {where}"
+        destinations = [weights[name] for name in exchange.destinations]
+        exchange.local.copy(sources, destinations)
+        del sources, outgoing
+        yield
+        with self._guard.collective(f"exchanging {where}"):
+            work.wait()
+        self._guard.phase = f"unpacking {where}"
+        exchange.unpack.copy([received], destinations)
+        if self._trained.merged:
+            buffer.untyped_storage().resize_(0)
+        else:
+            self._free_buffers.append(buffer)
+
+    def _source(self, name: str, rows: RowRange) -> torch.Tensor:
+        """Return the tensor to pack from: this rank's shard, or some of its rows, merged."""
+        trained, spec = self._trained, self._plan.sources[name]
+        if name not in trained.merged:
+            return trained.shards[name]
+        with self._guard.collective(f"gathering the adapter of {name!r}"):
+            self._bytes_received += trained.bytes_gathered(name, spec)
+            return trained.merge(name, spec, self._rank, rows)
+
+    def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return a staging buffer and the parts of it to send from and to receive into.
+
+        Two buffers serve all buckets, because allocating new memory is slow. With merged adapters
+        each bucket gets a buffer of its own size: merged rows take the rest of its budget.
+        """
+        out_end, in_start, in_end = exchange.buffer_ranges(self._plan.staging_bytes)
+        if self._free_buffers:
+            buffer = self._free_buffers.pop()
+        else:
+            size = in_end if self._trained.merged else self._max_buffer_bytes
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        dtype = exchange.bucket.engine_dtype
+        return buffer, buffer[:out_end].view(dtype), buffer[in_start:in_end].view(dtype)
+
+
+def _all_to_all(received: torch.Tensor, outgoing: torch.Tensor, exchange: Exchange) -> dist.Work:
+    size = exchange.bucket.engine_dtype.itemsize
+    return dist.all_to_all_single(
+        received.view(torch.uint8),
+        outgoing.view(torch.uint8),
+        [n * size for n in exchange.receive_counts],
+        [n * size for n in exchange.send_counts],
+        async_op=True,
+    )

@@ -1,4 +1,4 @@
-"""The tensors of the trained model, asked for anew at every sync.
+"""The tensors of the trained model that a sync reads, requested again at every sync.
 
 `model.cpu().cuda()`, a cast there and back or `load_state_dict(assign=True)` replaces a model's
 tensors, so none is kept from one sync to the next.
@@ -8,32 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from hybridengine.sharding.adapter import Adapter, factors_of, gathered
+from hybridengine.sharding.adapter import Adapter, adapter_factors
 from hybridengine.sharding.geometry import Block, reach
-from hybridengine.sharding.shards import Placement, ShardSpec, find_change, local_shard
-
-__all__ = ["Parameters", "TrainedTensors"]
+from hybridengine.sharding.shards import RowRange, ShardSpec, full_tensor, local_shard
 
 Parameters = Mapping[str, torch.Tensor]
 
 
+class Placement(NamedTuple):
+    """The properties of a parameter on this rank that a plan depends on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    placements: tuple | None
+    mesh: object
+    local_shape: tuple[int, ...]
+    local_stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Placement:
+        local, mesh = local_shard(tensor), getattr(tensor, "device_mesh", None)
+        placements = getattr(tensor, "placements", None)
+        sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, local.stride()))
+        shape, local_shape, stride = sizes
+        return cls(shape, tensor.dtype, local.device, placements, mesh, local_shape, stride)
+
+
 class TrainedTensors:
-    """What a sync reads on this rank; `read()` renews all of it.
+    """This rank's view of the trained model; `read()` renews it.
 
-    read_parameters, read_adapters, merge: as `Resharder` takes them.
-    parameters: name → tensor, factors of unmerged adapters included. shards: this rank's part of
-    each, no copy. merged, unmerged: parameter → adapter. factors: the tensors of `unmerged`.
+    read_parameters, read_adapters, merge: see `Resharder`.
+    parameters: name → tensor, including the factors of unmerged adapters. shards: this rank's part
+    of each, not copied. merged, unmerged: parameter → adapter. factors: the tensors of `unmerged`.
     """
-
-    parameters: dict[str, torch.Tensor]
-    shards: dict[str, torch.Tensor]
-    merged: Mapping[str, Adapter]
-    unmerged: Mapping[str, Adapter]
-    factors: dict[str, torch.Tensor]
-    placements: dict[str, Placement]
 
     def __init__(
         self,
@@ -45,69 +57,82 @@ class TrainedTensors:
             if not callable(given):
                 raise TypeError(
                     f"{name}: got a {type(given).__name__}, expected a function that returns one "
-                    "(lambda: parameter_shards(model)): a model's tensors may be replaced, so it "
-                    "is called at every sync"
+                    "(lambda: parameter_shards(model)). It is called at every sync, because a "
+                    "model's tensors may be replaced."
                 )
         self._read_parameters, self._read_adapters = read_parameters, read_adapters
         self._merge = merge
 
     def read(self) -> None:
-        """Ask the model for the tensors and adapters that it has now."""
+        """Request the current tensors and adapters of the model."""
         adapters = self._read_adapters()
-        self.merged, self.unmerged = (adapters, {}) if self._merge else ({}, adapters)
-        self.factors = factors_of(self.unmerged)
+        self.merged: Mapping[str, Adapter] = adapters if self._merge else {}
+        self.unmerged: Mapping[str, Adapter] = {} if self._merge else adapters
+        self.factors = adapter_factors(self.unmerged)
         self.parameters = {**self._read_parameters(), **self.factors}
         self.shards = {name: local_shard(t).detach() for name, t in self.parameters.items()}
-        everything = {**self.parameters, **factors_of(self.merged)}
-        self.placements = {name: Placement.of(tensor) for name, tensor in everything.items()}
+        tensors = {**self.parameters, **adapter_factors(self.merged)}
+        self.placements = {name: Placement.of(tensor) for name, tensor in tensors.items()}
 
-    def specs(self, world_size: int) -> dict[str, ShardSpec]:
-        """The placement of every parameter, as the plan needs it. Raises LayoutError."""
-        changing = self.merged.keys() | self.factors.keys()
+    def read_specs(self, world_size: int) -> dict[str, ShardSpec]:
+        """Read, and return the sharding of every parameter for the plan. Raises LayoutError."""
+        self.read()
+        trained = self.merged.keys() | self.factors.keys()
         return {
             name: replace(
                 ShardSpec.of(name, tensor, world_size),
                 merged=name in self.merged,
-                frozen=bool(changing) and name not in changing,
+                frozen=bool(trained) and name not in trained,
             )
             for name, tensor in self.parameters.items()
         }
 
-    def find_change(self, planned: Mapping[str, Placement]) -> str | None:
-        """How a tensor differs from what was planned for; None if all are as they were."""
-        return find_change(planned, self.placements)
+    def describe_change(self, planned: Mapping[str, Placement]) -> str | None:
+        """Return how a tensor differs from the planned placements, None if none differs."""
+        for name in sorted(planned.keys() ^ self.placements.keys()):
+            return f"parameter {name!r} was {'removed' if name in planned else 'added'}"
+        for name, placement in self.placements.items():
+            for what, then, now in zip(Placement._fields, planned[name], placement, strict=True):
+                if now != then:
+                    return f"parameter {name!r} changed its {what} from {then} to {now}"
+        return None
 
-    def merge(self, name: str, spec: ShardSpec, rank: int, low: int, high: int) -> torch.Tensor:
-        """Positions [low, high) of this rank's shard with its adapter merged; collective."""
-        base, shard = self.parameters[name].detach(), spec.held_by(rank)
-        origin = 0 if shard is None else spec.interval(shard)[0]
-        return self.merged[name].merge(base, spec.dim, origin, low, high)
+    def merge(self, name: str, spec: ShardSpec, rank: int, rows: RowRange) -> torch.Tensor:
+        """Return rows of this rank's shard with its adapter merged; collective."""
+        base, shard = self.parameters[name].detach(), spec.shard_of(rank)
+        shard_start = 0 if shard is None else spec.row_range(shard).start
+        return self.merged[name].merge(base, spec.dim, shard_start, *rows)
 
     def bytes_gathered(self, name: str, spec: ShardSpec) -> int:
-        """What `merge` receives from other ranks."""
+        """Return how many bytes `merge` receives from other ranks."""
         return self.merged[name].bytes_gathered(self.parameters[name].detach(), spec.dim)
 
     def slice(
         self, name: str, spec: ShardSpec, shard: int, block: Block, adapter: Adapter | None
     ) -> torch.Tensor:
-        """A block of a parameter that this rank holds. adapter: the gathered one, if merged."""
-        held, origin = self.shards[name], list(spec.origin(shard))
+        """Return a block of a shard that this rank holds.
+
+        adapter: the full adapter of a merged parameter.
+        """
+        held, origin = self.shards[name], [0] * len(spec.shape)
+        origin[spec.dim] = spec.row_range(shard).start
         strides = self.placements[name].local_stride
         if adapter is not None:
             low, high = reach(block, spec.dim)
             base = self.parameters[name].detach()
             held = adapter.merge(base, spec.dim, origin[spec.dim], low, high)
             origin[spec.dim], strides = low, held.stride()
-        offset, strides = block.address(strides, tuple(origin))
-        return held.as_strided(block.sizes, strides, held.storage_offset() + offset)
+        offset, steps = block.address(strides, tuple(origin))
+        return held.as_strided(block.sizes, steps, held.storage_offset() + offset)
 
     def unsharded(self, name: str) -> torch.Tensor:
-        """The full parameter; collective. In memory of its own: some loaders zero in place what
-        belongs to another rank.
+        """Return the full parameter, merged with its adapter if there is one; collective.
+
+        It never shares memory with the shard: some loaders write to the tensors they get.
         """
         tensor = self.parameters[name].detach()
         if name in self.merged:
-            return self.merged[name].merge_whole(tensor)
-        full = gathered(tensor)
+            return self.merged[name].merge_full(tensor)
+        full = full_tensor(tensor)
         here, own = (t.untyped_storage().data_ptr() for t in (full, self.shards[name]))
         return full.clone() if here == own else full

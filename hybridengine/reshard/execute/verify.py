@@ -1,10 +1,8 @@
-"""Checksums of what the engine holds against what the shards hold, after a sync.
+"""Verify a sync: compare checksums of the engine's tensors with those of the shards.
 
-NaNs are equal to each other: their bits say nothing, and casts do not keep them.
-
-Each sender sums its own slices, cast to the engine's dtype; each receiver sums the same slices read
-back from its engine tensors; only the sums travel. Plain PyTorch on both sides, so a fault of the
-copy kernels shows as well as one of the wire.
+Each sender computes the checksums of its own slices, cast to the engine's dtype; each receiver
+those of the same slices, read back from its engine tensors. Only checksums travel. Both sides use
+plain PyTorch, so errors of the copy kernels are detected as well as errors of the transport.
 """
 
 from __future__ import annotations
@@ -16,127 +14,108 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.plan.planner import Piece, ReshardPlan
+from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.source_class import SliceCopy
+from hybridengine.sharding.checksums import chunks, value_checksum
+from hybridengine.sharding.geometry import Block
 from hybridengine.sharding.layout import EngineLayout
 
-__all__ = ["find_mismatches", "find_unstable", "warn_of_nan"]
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 18  # elements summed at a time: a checksum takes a few MiB
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: elements that change places change the sum
+_Mismatch = tuple[int, str, str]  # receiving rank, engine tensor, trained parameter
 
 
 def find_mismatches(
     plan: ReshardPlan,
     rank: int,
-    slice_of_shard: Callable[[Piece], torch.Tensor],
-    slice_of_engine: Callable[[Piece], torch.Tensor],
-) -> list[tuple[int, str, str]]:
-    """(receiving rank, engine tensor, checkpoint name) of every slice that differs; collective.
+    read_shard: Callable[[str, int, Block], torch.Tensor],
+    read_engine: Callable[[str, Block], torch.Tensor],
+) -> list[_Mismatch]:
+    """Return all slices that differ, the same list on every rank; collective.
 
-    slice_of_shard, slice_of_engine: this rank's view of a piece, in its own memory. Every rank gets
-    the same list.
+    read_shard: (parameter, shard, block) → that part of the shard on this rank. read_engine:
+    (engine tensor, block) → the part of the tensor that the block is written to.
     """
-    found: list[tuple[int, str, str]] = []
+    mismatches: list[_Mismatch] = []
     for bucket in plan.buckets:
-        arrivals = sorted(plan.arrivals(bucket, rank), key=lambda p: p.sender)
-        own = [p for p in arrivals if p.sender == rank]
-        leaving = [*plan.departures(bucket, rank), *own]
-        leaving.sort(key=lambda p: p.receiver)
-        device = slice_of_engine(arrivals[0]).device if arrivals else torch.device("cpu")
-        sent = _checksums(map(slice_of_shard, leaving), bucket.engine_dtype, device)
-        expected = torch.empty(len(arrivals), dtype=torch.int64, device=device)
+        dtype = bucket.engine_dtype
+        arrivals = sorted(plan.arrivals(bucket, rank), key=lambda a: a[1].sender)
+        received = list(_writes(plan, bucket, arrivals))
+        kept = [a for a in arrivals if a[1].sender == rank]
+        leaving = sorted([*plan.departures(bucket, rank), *kept], key=lambda d: d[1].receiver)
+        sent = list(_writes(plan, bucket, leaving))
+        device = read_engine(*received[0][2:]).device if received else torch.device("cpu")
+        ours = _checksums((read_shard(name, s.shard, b) for name, s, _, b in sent), dtype, device)
+        expected = torch.empty(len(received), dtype=torch.int64, device=device)
         dist.all_to_all_single(
             expected,
-            sent,
-            np.bincount([p.sender for p in arrivals], minlength=plan.world_size).tolist(),
-            np.bincount([p.receiver for p in leaving], minlength=plan.world_size).tolist(),
+            ours,
+            np.bincount([s.sender for _, s, _, _ in received], minlength=plan.world_size).tolist(),
+            np.bincount([s.receiver for _, s, _, _ in sent], minlength=plan.world_size).tolist(),
         )
-        there = _checksums(map(slice_of_engine, arrivals), bucket.engine_dtype, device)
-        for i in (expected != there).nonzero().flatten().tolist():
-            found.append((rank, arrivals[i].destination, arrivals[i].source))
-    return _everywhere(found)
+        actual = _checksums((read_engine(to, b) for _, _, to, b in received), dtype, device)
+        for i in (expected != actual).nonzero().flatten().tolist():
+            name, _, destination, _ = received[i]
+            mismatches.append((rank, destination, name))
+    return _from_all_ranks(mismatches)
+
+
+def _writes(
+    plan: ReshardPlan, bucket: Bucket, slices: Iterable[tuple[str, SliceCopy]]
+) -> Iterator[tuple[str, SliceCopy, str, Block]]:
+    """Yield (parameter, slice, engine tensor, block) of each write of each slice."""
+    for name, slice_copy in slices:
+        names = plan.destinations(name, bucket.engine_dtype, slice_copy.receiver)
+        for index, block in slice_copy.writes:
+            yield name, slice_copy, names[index], block
 
 
 def find_unstable(
-    rank: int,
-    layout: EngineLayout,
-    tensors: Mapping[str, torch.Tensor],
-    reload: Callable[[], None],
-) -> list[tuple[int, str, str]]:
-    """As `find_mismatches`, for engine tensors that the engine's own loader makes; collective.
+    rank: int, layout: EngineLayout, tensors: Mapping[str, torch.Tensor], reload: Callable[[], None]
+) -> list[_Mismatch]:
+    """Return tensors of the engine's own loader that differ when loaded again; collective.
 
-    reload: gathers the parameters again and gives them to the loader, which must make the very
-    same tensors of them.
+    reload: gathers the parameters again and passes them to the loader.
     """
     sources: dict[str, list[str]] = {name: [] for name in tensors}
     for source, reason in layout.fallback.items():
         sources.setdefault(reason.partition(": ")[0], []).append(source)
-    before = {name: _checksum(tensor, tensor.dtype) for name, tensor in tensors.items()}
+    before = {name: int(value_checksum(tensor, tensor.dtype)) for name, tensor in tensors.items()}
     reload()
-    return _everywhere(
+    return _from_all_ranks(
         [
             (rank, name, ", ".join(sources[name]) or "the loader's input")
             for name, tensor in tensors.items()
-            if _checksum(tensor, tensor.dtype) != before[name]
+            if int(value_checksum(tensor, tensor.dtype)) != before[name]
         ]
     )
 
 
 def warn_of_nan(shards: Mapping[str, torch.Tensor]) -> None:
-    """Say on every rank which trained parameters hold NaN on any rank; collective."""
+    """Warn on every rank if a trained parameter contains NaN on any rank; collective."""
     names = [
         name
         for name, shard in shards.items()
-        if shard.is_floating_point() and any(bool(part.isnan().any()) for part in _chunks(shard))
+        if shard.is_floating_point() and any(bool(part.isnan().any()) for part in chunks(shard))
     ]
-    if found := sorted(set(_everywhere(names))):
+    if all_names := sorted(set(_from_all_ranks(names))):
         warnings.warn(
-            f"the trained parameter {found[0]!r} (and {len(found) - 1} more) contains NaN, and so "
-            "does the engine now: the sync is correct, the weights are not",
+            f"the trained parameter {all_names[0]!r} (and {len(all_names) - 1} more) contains NaN, "
+            "and so does the engine now. The sync itself is correct.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def _everywhere(found: list) -> list:
-    """What all ranks found, in their order; equal entries of a rank once."""
+def _from_all_ranks(entries: list) -> list:
+    """Return the entries of all ranks in rank order, without repetitions within a rank."""
     parts: list[list] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, found)
+    dist.all_gather_object(parts, entries)
     return [entry for part in parts for entry in dict.fromkeys(part)]
 
 
 def _checksums(
     slices: Iterable[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """int64, wrapping: per slice, cast to dtype, the sum of its bits times odd place numbers."""
-    sums = [_checksum(s, dtype) for s in slices]
+    """Return the checksum of each slice as `dtype`, int64 [number of slices]."""
+    sums = [value_checksum(s, dtype) for s in slices]
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
-
-
-def _checksum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    start = 0
-    for part in _chunks(values):
-        bits = _bits(part.to(dtype).contiguous().view(-1))
-        place = torch.arange(start, start + bits.numel(), device=values.device)
-        total += bits.mul_(place.mul_(_MIX).mul_(2).add_(1)).sum()
-        start += bits.numel()
-    return total
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """int64 [n]: the bits of each element, those of one NaN for all NaNs."""
-    if values.is_floating_point():
-        values = values.masked_fill(values.isnan(), float("nan"))
-    return values.view(_BITS[values.itemsize]).to(torch.int64)
-
-
-def _chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of at most _CHUNK elements, in an order that depends on the shape alone."""
-    if values.numel() <= _CHUNK:
-        yield values
-        return
-    dim = next(d for d, size in enumerate(values.shape) if size > 1)
-    for part in values.split(max(1, values.shape[dim] * _CHUNK // values.numel()), dim):
-        yield from _chunks(part)

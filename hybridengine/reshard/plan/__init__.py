@@ -1,1 +1,1 @@
-"""Planning: which rank sends which slice to which, in which bucket."""
+"""Plan: which rank sends which slice of which parameter to which rank, in which bucket."""

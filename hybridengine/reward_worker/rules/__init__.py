@@ -1,1 +1,1 @@
-"""Built-in rules: reward functions of this package, called as a user's own."""
+"""Built-in reward functions, called in the same way as a user's own."""

@@ -1,12 +1,12 @@
-"""The rule of a run without a reward function: each row's `data_source` names it, as in verl."""
+"""The default rule: score each row by the rule of its `data_source`, as verl does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from hybridengine.reward_worker.function import RewardError, import_reward_function
+from hybridengine.errors import RewardError
+from hybridengine.reward_worker.function import import_reward_function
 
 _RULES = {
     "gsm8k": ("openai/gsm8k",),
@@ -21,6 +21,7 @@ _RULES = {
     ),
 }
 _BY_SOURCE = {source: rule for rule, sources in _RULES.items() for source in sources}
+_import_rule = cache(import_reward_function)
 _MATH_PREFIXES = ("aime", "numina_")  # aime2024, numina_olympiads, …
 
 
@@ -35,9 +36,4 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
             f"(there is one for {known}); set "
             "reward.custom_reward_function.path to a Python file with your own, or to math_verify"
         )
-    return _function(rule)(data_source, solution_str, ground_truth, extra_info)
-
-
-@cache
-def _function(rule: str) -> Callable[..., Any]:
-    return import_reward_function(rule)[0]
+    return _import_rule(rule)[0](data_source, solution_str, ground_truth, extra_info)

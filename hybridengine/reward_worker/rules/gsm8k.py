@@ -6,15 +6,15 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from hybridengine.reward_worker.function import RewardError
+from hybridengine.errors import RewardError
 
 _ANSWER = re.compile(r"####\s*\$?(-?[0-9.,]+)")
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """Compare the number after the last "####" with `ground_truth`, as GSM8K's answers end.
+    """Compare the number after the last "####" with `ground_truth`, as in GSM8K's answers.
 
-    An answer in any other form is wrong. ground_truth: a number, or text as "1,234" or "#### 18".
+    An answer in any other form is wrong. ground_truth: a number, or text like "1,234" or "#### 18".
     """
     truth = _number(str(ground_truth).rsplit("####", 1)[-1])
     if truth is None:

@@ -1,1 +1,1 @@
-"""vLLM as the rollout engine, in the same processes as the trainer."""
+"""vLLM as the rollout engine, in the processes of the training ranks."""

@@ -1,70 +1,50 @@
-"""Recording vLLM's loader: for a running engine, or for every TP rank from config.json alone."""
+"""Record vLLM's loader: for a running engine, or for every TP rank from config.json alone."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from hybridengine.reshard.record.layers import record_engine
-from hybridengine.sharding.layout import Checkpoint, EngineLayout
+from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+from hybridengine.reshard.record.loader import record_layout_by_layer
+from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
+from hybridengine.sharding.layout import CheckpointLayout, EngineLayout
 
-__all__ = ["record_engine_layouts", "record_vllm", "unused_parameters"]
 
+def record_engine_layout(
+    vllm_config: Any, checkpoint: CheckpointLayout, dtype: torch.dtype
+) -> EngineLayout:
+    """Return the layout of vLLM's model on the current TP rank.
 
-class _Unallocated(TorchFunctionMode):
-    """Uninitialised tensors, which is how weights begin, take no memory: they are on meta.
-
-    Everything else stays real, because some models compute with constants as they are built.
+    The model is built once more without weights, and its loader recorded there.
     """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = dict(kwargs or {})
-        if func in _UNINITIALISED:
-            kwargs |= {"device": "meta", "pin_memory": False}
-        return func(*args, **kwargs)
-
-
-_UNINITIALISED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
-
-
-def record_vllm(vllm_config: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> EngineLayout:
-    """Build the engine's model once more, without its weights, and record its loader there."""
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}  # else "Duplicate layer name"
-    device = config.device_config.device  # as vLLM's own loader; _Unallocated goes before it
-    with set_default_torch_dtype(dtype), torch.device(device), _Unallocated():
+    device = config.device_config.device  # as vLLM's loader; _UninitializedOnMeta takes precedence
+    with set_default_torch_dtype(dtype), torch.device(device), _UninitializedOnMeta():
         model = initialize_model(vllm_config=config)
-        return record_engine(model, model.load_weights, checkpoint, dtype)
-
-
-def unused_parameters(checkpoint: Checkpoint) -> frozenset[str]:
-    """What vLLM's loader may leave out: stored buffers, and the rest of a vision tower behind the
-    layer whose features are used (`vision_feature_layer`), through which no gradient comes."""
-    if "vision_feature_layer" not in checkpoint.config:
-        return checkpoint.buffers
-    return checkpoint.buffers | {n for n in checkpoint.parameters if "vision_tower." in n}
+        return record_layout_by_layer(model, model.load_weights, checkpoint, dtype)
 
 
 def record_engine_layouts(
     model_path: str, tp_size: int, trust_remote_code: bool = False
 ) -> tuple[dict[str, tuple[int, ...]], list[EngineLayout]]:
-    """Trained parameter shapes, and vLLM's layout for every TP rank, from config.json alone.
+    """Return trained parameter shapes and vLLM's layout of every TP rank, from config.json alone.
 
-    One process plays each TP rank in turn; nothing is allocated.
+    One process takes the place of each TP rank in turn; no weight memory is allocated.
     """
-    from hybridengine.rollout.vllm.engine import prepare_environment, vllm_available
-
     if not vllm_available():
         raise ImportError("the reshard advisor records vLLM's own loader; install vllm first")
     prepare_environment()
@@ -73,11 +53,8 @@ def record_engine_layouts(
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
 
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout
-    from hybridengine.rollout.vllm.record import record_vllm
-
     hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    checkpoint = checkpoint_layout(hf_config, trust_remote_code)
+    checkpoint = checkpoint_layout_from_config(hf_config, trust_remote_code)
     with _world_of_one():
         config = EngineArgs(
             model=model_path,
@@ -96,25 +73,37 @@ def record_engine_layouts(
         group.world_size = tp_size
         layouts = []
         for group.rank_in_group in range(tp_size):
-            layouts.append(record_vllm(config, checkpoint, torch.bfloat16))
+            layouts.append(record_engine_layout(config, checkpoint, torch.bfloat16))
     return checkpoint.parameters, layouts
+
+
+class _UninitializedOnMeta(TorchFunctionMode):
+    """Create uninitialised tensors, as which weights begin, on the meta device.
+
+    All others stay real, because some models compute with constants while they are built.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _UNINITIALIZED:
+            kwargs |= {"device": "meta", "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+_UNINITIALIZED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
 
 
 @contextmanager
 def _world_of_one() -> Iterator[None]:
-    """A process group of this process alone, which vLLM's model code asks for its place."""
+    """Provide a process group of this process alone, which vLLM's model code requires."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    before = {name: os.environ.get(name) for name in rank}
-    os.environ.update(rank)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        cleanup_dist_env_and_memory()
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with patch.dict(os.environ, rank):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            cleanup_dist_env_and_memory()

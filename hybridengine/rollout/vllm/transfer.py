@@ -3,13 +3,13 @@
     llm = LLM(..., distributed_executor_backend="external_launcher",
               weight_transfer_config={"backend": "hybridengine"})
     llm.init_weight_transfer_engine({"init_info": {"model": fsdp_model, "llm": llm}})
-    llm.start_weight_update()  # every rank, as all of these; after every step from here on
+    llm.start_weight_update()  # these three on every rank after every step
     llm.update_weights({"update_info": {}})
     llm.finish_weight_update("1")
 
-vLLM finds it by the entry point `vllm.general_plugins`. It hands a backend the worker's model but
-nothing of the engine, whose prefix cache must go and which must not generate from a mixture: so the
-init info names the engine as well.
+vLLM finds the backend by the entry point `vllm.general_plugins`. It passes the worker's model to a
+backend, but not the engine, whose prefix cache must be reset and which must not generate from
+partially updated weights. Therefore the init info contains the engine as well.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader import base_loader
 
 from hybridengine.model.lora import adapter_shards
-from hybridengine.model.parameters import parameter_shards, without_peft
-from hybridengine.reshard.execute.failures import agreed
+from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.reshard.execute.resharder import Resharder
-from hybridengine.reshard.record.checkpoint import describe_checkpoint
-from hybridengine.rollout.vllm.weights import VllmWeights, WeightsInPlace
+from hybridengine.reshard.record.checkpoint import checkpoint_layout
+from hybridengine.rollout.vllm.post_load import PostLoadProcessing
+from hybridengine.rollout.vllm.weights import VllmWeights
+from hybridengine.runtime.all_ranks import run_on_all_ranks
 from hybridengine.sharding.layout import LayoutError
 
-__all__ = ["BACKEND", "attach", "register"]
-
 BACKEND = "hybridengine"
-_IN_PLACE = "_hybridengine_in_place"  # where a model that vLLM loaded for this backend keeps its
+_POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process; does nothing the second time."""
+    """Register the backend with vLLM in this process; does nothing the second time."""
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, HybridEngineTransfer)
@@ -52,15 +51,15 @@ def register() -> None:
         if transfer is None or transfer.backend != BACKEND:
             process(model, *args, **kwargs)
             return
-        in_place = WeightsInPlace()
-        in_place.process(process, model, *args, **kwargs)
-        setattr(model, _IN_PLACE, in_place)
+        post_load = PostLoadProcessing()
+        post_load.run(process, model, *args, **kwargs)
+        setattr(model, _POST_LOAD, post_load)
 
     base_loader.process_weights_after_loading = process_in_place
 
 
-def attach(fsdp_model: torch.nn.Module, llm: LLM, bucket_bytes: int) -> Resharder:
-    """`hybridengine.reshard.connect`."""
+def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int) -> Resharder:
+    """Plan the syncs of an FSDP2 model into `llm`, as `hybridengine.integrations.vllm.connect`."""
     executor = getattr(llm.llm_engine, "model_executor", None)
     worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
     if worker is None:
@@ -68,21 +67,23 @@ def attach(fsdp_model: torch.nn.Module, llm: LLM, bucket_bytes: int) -> Resharde
             "the LLM does not run in this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before "
             'vLLM is imported and build it with distributed_executor_backend="external_launcher"'
         )
-    in_place = getattr(worker.model_runner.get_model(), _IN_PLACE, None)
-    if in_place is None:
+    post_load = getattr(worker.model_runner.get_model(), _POST_LOAD, None)
+    if post_load is None:
         raise LayoutError(
             "the LLM was loaded without this backend, so vLLM may have packed its weights away: "
             f'build it with weight_transfer_config={{"backend": "{BACKEND}"}}'
         )
-    source = without_peft(fsdp_model)
-    target = agreed(lambda: _LlmWeights(llm, describe_checkpoint(source), in_place))
+    source: Any = unwrap_peft(model)
+    target = run_on_all_ranks(
+        lambda: _LlmWeights(llm, checkpoint_layout(source), post_load), LayoutError
+    )
     return Resharder(
         lambda: parameter_shards(source), target, bucket_bytes, lambda: adapter_shards(source)
     )
 
 
 class _LlmWeights(VllmWeights):
-    """The weights of an `LLM`, which takes no request while they are a mixture."""
+    """The weights of an `LLM` that accepts no request while they are partially updated."""
 
     def check_ready(self) -> None:
         super().check_ready()
@@ -95,7 +96,7 @@ class _LlmWeights(VllmWeights):
     @contextmanager
     def weight_update(self, version: int) -> Iterator[None]:
         engine = self._llm.llm_engine
-        engine.add_request = lambda *args, **kwargs: self.refuse_if_torn()
+        engine.add_request = lambda *args, **kwargs: self.check_complete()
         with super().weight_update(version):
             yield
         del engine.add_request
@@ -110,30 +111,30 @@ class _InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class _UpdateInfo(WeightTransferUpdateInfo):
-    version: int | None = None  # null: the last one + 1
+    version: int | None = None  # None: the last one + 1
     verify: bool = False
 
 
 class HybridEngineTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
-    """One `update_weights` is one whole sync; start and finish have nothing left to do."""
+    """One `update_weights` is one complete sync; start and finish have nothing to do."""
 
     init_info_cls, update_info_cls = _InitInfo, _UpdateInfo
     supports_draft_weight_update = False
-    _link: Resharder | None = None
+    _resharder: Resharder | None = None
 
     def init_transfer_engine(self, init_info: _InitInfo) -> None:
-        self._link = attach(init_info.model, init_info.llm, init_info.bucket_bytes)
+        self._resharder = connect(init_info.model, init_info.llm, init_info.bucket_bytes)
 
     def start_weight_update(self) -> None:
-        if self._link is None:
+        if self._resharder is None:
             raise RuntimeError("call init_weight_transfer_engine with the model and the LLM first")
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:
-        assert self._link is not None
-        self._link.sync(update_info.version, verify=update_info.verify)
+        assert self._resharder is not None
+        self._resharder.sync(update_info.version, verify=update_info.verify)
 
     def finish_weight_update(self) -> None:
-        """A sync commits itself."""
+        """Do nothing: a sync sets the weight version itself."""
 
     def shutdown(self) -> None:
-        self._link = None
+        self._resharder = None

@@ -1,0 +1,168 @@
+"""The baselines for log-probs: what users run today, from logits and from hidden states.
+
+`from_logits` and `from_hidden` return (functions by name, why the others cannot run here).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.isa import is_limited
+
+# A backward that is timed alone runs many times over one forward.
+torch._functorch.config.donated_buffer = False
+
+LogProbs = Callable[..., tuple[Tensor, ...]]  # of (logits, ids) or (hidden, weight, ids)
+Available = tuple[dict[str, Callable], dict[str, str]]
+LIGER_SEQUENCES = 8  # Liger takes [B, L] sequences of equal length, and one advantage each
+
+
+def available(**makers: Callable[[], Callable]) -> Available:
+    """Call every maker: (the functions that can run here by name, why the others cannot)."""
+    functions, missing = {}, {}
+    for name, make in makers.items():
+        try:
+            functions[name] = make()
+        except (ImportError, RuntimeError) as error:
+            missing[name] = str(error)
+    return functions, missing
+
+
+def print_missing(missing: dict[str, str]) -> None:
+    for name, reason in missing.items():
+        print(f"# baseline {name} left out: {reason}", flush=True)
+
+
+def exact(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log-probs and entropy in float64, the reference for errors."""
+    log_p = F.log_softmax(logits.double(), dim=-1)
+    return log_p.gather(1, token_ids[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def eager(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = F.log_softmax(logits.float(), dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(1, token_ids[:, None]).squeeze(1), entropy
+
+
+def eager_from_hidden(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    return eager(F.linear(hidden, weight), token_ids)
+
+
+def from_logits() -> Available:
+    """The baselines (logits [T, V], token_ids [T]) -> (log_probs, entropy)."""
+    return available(eager=lambda: eager, compile=lambda: _compiled(eager), trl=_trl, verl=_verl)
+
+
+def from_hidden() -> Available:
+    """The baselines (hidden [T, H], weight [V, H], token_ids [T]) -> (log_probs[, entropy])."""
+    return available(
+        eager=lambda: eager_from_hidden,
+        compile=lambda: _compiled(eager_from_hidden),
+        trl=_trl_chunked,
+        verl=_verl_fused,
+        cut_cross_entropy=lambda: _cut_cross_entropy("torch_compile"),
+        cut_cross_entropy_triton=_cut_cross_entropy_triton,
+    )
+
+
+def loss_from_hidden() -> Available:
+    """The baselines (hidden, weight, token_ids, advantages, old_log_probs) -> loss."""
+    return available(liger=_liger_grpo)
+
+
+def verl_algorithms() -> Any | None:
+    """verl's own algorithms (benchmarks._verl), or None with a note where it is not installed."""
+    try:
+        return importlib.import_module("benchmarks._verl")
+    except ImportError as error:
+        print_missing({"verl": str(error)})
+        return None
+
+
+def _require_compile() -> None:
+    if is_limited():
+        raise RuntimeError("the bfloat16 code of torch.compile crashes under --isa")
+
+
+def _compiled(function: Callable) -> Callable:
+    _require_compile()
+    return torch.compile(function)
+
+
+def _verl() -> LogProbs:
+    from benchmarks._verl import torch_functional as functions
+
+    return lambda logits, ids: (
+        functions.logprobs_from_logits(logits, ids, inplace_backward=False),
+        functions.entropy_from_logits(logits),
+    )
+
+
+def _trl() -> LogProbs:
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    return lambda logits, ids: (selective_log_softmax(logits, ids), entropy_from_logits(logits))
+
+
+def _trl_chunked() -> LogProbs:
+    """The function behind TRL's chunked log-probs; its tiles are torch operations on a CPU."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as size
+
+    return lambda hidden, weight, ids: ChunkedLogProbFunction.apply(
+        hidden, weight, None, ids, 1.0, size, None, 1.0, ("entropy",)
+    )[:2]
+
+
+def _verl_fused() -> LogProbs:
+    from benchmarks._verl import FusedLinearForPPO
+
+    fused = FusedLinearForPPO()
+    return lambda hidden, weight, ids: tuple(
+        result[0] for result in fused(hidden[None], weight, ids[None])
+    )
+
+
+def _cut_cross_entropy(impl: str) -> LogProbs:
+    """Log-probs only. `filter_eps=None`: else its kernels drop small gradients."""
+    if impl == "torch_compile":
+        _require_compile()
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda hidden, weight, ids: (
+        -function(hidden, weight, ids, impl=impl, reduction="none", filter_eps=None),
+    )
+
+
+def _cut_cross_entropy_triton() -> LogProbs:
+    if not torch.cuda.is_available():
+        raise RuntimeError("its Triton kernels need a GPU")
+    return _cut_cross_entropy("cce")
+
+
+def _liger_grpo() -> Callable[..., Tensor]:
+    """Liger's fused linear GRPO loss, the only baseline that computes gradients in the forward."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, loss_type="bnpo", epsilon_low=0.9, epsilon_high=0.9
+    )
+
+    def call(
+        hidden: Tensor, weight: Tensor, token_ids: Tensor, advantages: Tensor, old: Tensor
+    ) -> Tensor:
+        hidden = hidden.view(LIGER_SEQUENCES, -1, hidden.shape[1])
+        ids, old = (t.view(LIGER_SEQUENCES, -1) for t in (token_ids, old))
+        ones = torch.ones_like(ids)
+        return loss(
+            hidden, weight, ids, ones, advantages[:LIGER_SEQUENCES], old_per_token_logps=old
+        )[0]
+
+    return call

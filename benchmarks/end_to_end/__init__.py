@@ -1,0 +1,122 @@
+"""Full GRPO steps against TRL's GRPOTrainer: tokens per second, peak memory, time per phase.
+
+Same model (SmolLM2-135M), prompts, reward, batch, hyper-parameters and engine (vLLM, eager, plain
+linears on a CPU), one rank, each in its own process. The lengths of prompts and answers vary
+widely. First both compute loss, advantages and gradient of the same rollouts in float32, and the
+differences are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from benchmarks._bench import OURS, ROOT, Bench
+from benchmarks.end_to_end.data import write
+
+MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
+STEPS = 2  # after one warm-up step
+PROMPTS, N, MAX_PROMPT, MAX_RESPONSE, MICRO_BATCH = 4, 8, 384, 64, 8
+PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
+
+
+def run(bench: Bench) -> None:
+    if bench.quick or not MODEL.exists():
+        print("# end_to_end: needs the demo's model: `python examples/demo/prepare.py`", flush=True)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder / "train.parquet", PROMPTS * (STEPS + 1))
+        job = {
+            "train": str(folder / "train.parquet"),
+            "model": str(MODEL),
+            "micro_batch": MICRO_BATCH,
+            "responses": PROMPTS * N,
+            "n": N,
+            "max_response_length": MAX_RESPONSE,
+            "max_model_len": MAX_PROMPT + MAX_RESPONSE,
+            "kv_cache_bytes": 2**28,
+            "lr": 1e-6,
+        }
+        same = _worker("trl_trainer", folder / "same", job | {"steps": 1, "rollouts": True})
+        for name, difference in _worker("ours", folder / "same", same).items():
+            print(f"# same rollouts, float32: {name} differs from TRL's by {difference:.1e}")
+        trl = _worker("trl_trainer", folder / "trl", job | {"steps": STEPS + 1})
+        ours = _train(folder / "ours", job)
+    rates = {}
+    for impl, result in (("trl", trl), (OURS, ours)):
+        seconds = [p["step"] for p in result["phases"][1:]]
+        rates[impl] = sum(result["tokens"][1:]) / sum(seconds)
+        for phase in ("step", *PHASES):
+            times = sorted(p.get(phase, 0.0) * 1e3 for p in result["phases"][1:])
+            totals = {}
+            if phase == "step":
+                totals["peak_mib"] = result["peak_rss_gib"] * 1024
+                totals["ratio_to_best_peer"] = rates[impl] / rates["trl"] if impl == OURS else None
+            bench.add(
+                "end_to_end", phase, impl, f"{PROMPTS}x{N} responses", dtype="float32→bf16",
+                ms_p20=times[0], ms_p50=median(times), ms_p80=times[-1], **totals,
+            )  # fmt: skip
+        print(f"# {impl}: {rates[impl]:.0f} tokens/s, {result['peak_rss_gib']:.2f} GiB", flush=True)
+    memory = ours["peak_rss_gib"] / trl["peak_rss_gib"]
+    print(f"# {rates[OURS] / rates['trl']:.2f}x TRL's tokens/s in {memory:.0%} of its memory")
+
+
+def _worker(program: str, folder: Path, job: dict) -> dict:
+    """Run a program of this package in its own process; return the result it wrote."""
+    folder.mkdir(exist_ok=True)
+    job |= {"out": str(folder), "result": str(folder / f"{program}.json")}
+    (folder / "job.json").write_text(json.dumps(job))
+    module = f"benchmarks.end_to_end.{program}"
+    _program([sys.executable, "-m", module, str(folder / "job.json")], folder / f"{program}.log")
+    return json.loads(Path(job["result"]).read_text())
+
+
+def _train(folder: Path, job: dict) -> dict:
+    """Run `hybridengine grpo`; return times, tokens and peak memory of its steps."""
+    settings = {
+        "model.path": job["model"],
+        "data.train_files": job["train"],
+        "data.train_batch_size": PROMPTS,
+        "data.max_prompt_length": MAX_PROMPT,
+        "data.max_response_length": MAX_RESPONSE,
+        "data.shuffle": False,
+        "actor.ppo_max_token_len_per_gpu": MICRO_BATCH * job["max_model_len"] // 2,
+        "actor.optim.lr": job["lr"],
+        "rollout.n": N,
+        "rollout.enforce_eager": True,
+        "rollout.kv_cache_gib": job["kv_cache_bytes"] / 2**30,
+        "reward.custom_reward_function.path": str(ROOT / "benchmarks/end_to_end/data.py"),
+        "trainer.total_training_steps": STEPS + 1,
+        "trainer.default_local_dir": str(folder),
+        "trainer.logger": "[jsonl]",
+    }
+    folder.mkdir()
+    (folder / "config.yaml").write_text("")
+    pairs = [f"{key}={value}" for key, value in settings.items()]
+    cli = [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "config.yaml"), *pairs]
+    _program(cli, folder / "log")
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "timing_s/step" in row]
+    summary = json.loads((folder / "summary.json").read_text())
+    return {
+        "phases": [{p: s.get(f"timing_s/{p}", 0.0) for p in ("step", *PHASES)} for s in steps],
+        "tokens": [s["perf/total_num_tokens"] for s in steps],
+        "peak_rss_gib": summary["peak_rss_gib"],
+    }
+
+
+def _program(command: list[str], log: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    with log.open("w") as out:
+        done = subprocess.run(
+            command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, timeout=900
+        )
+    if done.returncode:
+        tail = "\n".join(log.read_text().splitlines()[-15:])
+        raise RuntimeError(f"{' '.join(command[:3])} ended with {done.returncode}:\n{tail}")

@@ -1,0 +1,50 @@
+"""Arithmetic problems with prompts and answers of widely varying length, and their reward."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+
+def reward(response: str, truth: str) -> float:
+    """Return 1 if the last number is right, 0.1 for any number, else 0."""
+    numbers = re.findall(r"-?\d+", response)
+    return 1.0 if numbers and numbers[-1] == truth else 0.1 if numbers else 0.0
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict
+) -> float:
+    """`reward` with the name and arguments of a verl reward function."""
+    return reward(solution_str, ground_truth)
+
+
+def write(out: Path, count: int, seed: int = 0) -> None:
+    """Write `count` rows in verl's schema: zero to twelve solved examples, then a sum to solve."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    draw = random.Random(seed)
+    rows = []
+    for index in range(count):
+        chat = []
+        for _ in range(draw.choice((0, 0, 1, 2, 4, 12))):
+            a, b = draw.randrange(50), draw.randrange(50)
+            chat += [_turn("user", f"What is {a} + {b}?"), _turn("assistant", f"{a + b}")]
+        terms = [draw.randrange(30) for _ in range(draw.randrange(2, 5))]
+        chat.append(_turn("user", f"What is {' + '.join(map(str, terms))}?"))
+        rows.append(
+            {
+                "data_source": "sums",
+                "prompt": chat,
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(sum(terms))},
+                "extra_info": {"index": index},
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(rows), out)
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

@@ -1,0 +1,185 @@
+"""Log-probs and policy loss from hidden states, against bare matrix products and baselines.
+
+`gemm_1` and `gemm_3` are the products alone, in the same chunks: torch.mm in the dtype of the
+inputs, also where ours leaves float32. They bound the forward, and forward + backward of
+`linear_policy_loss`. On a CPU without fast products of that dtype they are float32, and baselines,
+which would take minutes, are left out. `trainer_head` is the output head of the trainer without and
+with [T, V] logits, for a 135M model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hybridengine.kernels import (
+    has_fast_products,
+    linear_policy_loss,
+    linear_token_log_probs,
+    policy_loss,
+)
+from hybridengine.kernels import token_log_probs as from_logits
+from hybridengine.kernels.linear.arguments import check_budget
+from hybridengine.kernels.linear.chunks import Chunks
+from torch import Tensor
+
+from benchmarks import _baselines
+from benchmarks._bench import OURS, Bench, largest_errors
+
+CLIP = {"clip_ratio_low": 0.9, "clip_ratio_high": 0.9}
+HEAD = (2048, 576, 49_152)  # response tokens of a micro-batch, and the head of SmolLM2-135M
+Gradients = tuple[Tensor, ...]
+
+
+def shapes(bench: Bench) -> list[tuple[int, int, int, torch.dtype]]:
+    if bench.quick:
+        return [(64, 64, 2000, torch.float32), (64, 64, 2000, torch.bfloat16)]
+    if bench.device.type == "cuda":
+        return [(8192, 4096, 131_072, torch.bfloat16)]
+    sizes = [(512, 1024, 151_936), (4096, 1024, 49_152)]
+    return [(*size, dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
+
+
+def run(bench: Bench) -> None:
+    for rows, width, vocab, dtype in shapes(bench):
+        problem = Problem(bench, rows, width, vocab, dtype)
+        forward(bench, problem)
+        training(bench, problem)
+    head(bench, Problem(bench, *((64, 64, 2000) if bench.quick else HEAD), torch.bfloat16))
+
+
+class Problem:
+    """Random hidden states [T, H], weight [V, H] and arguments of the loss."""
+
+    def __init__(self, bench: Bench, rows: int, width: int, vocab: int, dtype: torch.dtype):
+        generator = torch.Generator(bench.device).manual_seed(0)
+        draw = partial(torch.randn, generator=generator, device=bench.device)
+        self.hidden = draw(rows, width).to(dtype)
+        self.weight = (draw(vocab, width) * width**-0.5).to(dtype)
+        self.token_ids = torch.randint(0, vocab, (rows,), generator=generator, device=bench.device)
+        self.advantages = draw(rows)
+        with torch.no_grad():
+            log_probs = linear_token_log_probs(self.hidden, self.weight, self.token_ids)[0]
+        self.old_log_probs = log_probs + 0.05 * draw(rows)  # most rows have a nonzero gradient
+        self.shape, self.dtype = f"T={rows} H={width} V={vocab}", dtype
+        self.gemm_flops = 2 * rows * width * vocab
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
+
+    def with_fast_products(self, baselines: _baselines.Available) -> _baselines.Available:
+        """Leave out all baselines where this CPU has no fast products of the dtype."""
+        functions, missing = baselines
+        if has_fast_products(self.dtype, self.hidden.device):
+            return functions, missing
+        reason = f"this CPU has no fast {self.dtype} products"
+        return {}, missing | dict.fromkeys(functions, reason)
+
+    def compare(
+        self,
+        bench: Bench,
+        op: str,
+        pass_: str,
+        calls: Mapping[str, Callable[[], Any]],
+        missing: dict[str, str],
+        errors: dict[str, float] | None = None,
+    ) -> None:
+        flops = self.gemm_flops * (1 if pass_ == "forward" else 3)
+        bench.compare(
+            op, pass_, self.shape, self.dtype, calls, flops=flops, peak="gemm", errors=errors
+        )
+        bench.leave_out(op, pass_, self.shape, self.dtype, missing)
+
+
+def forward(bench: Bench, p: Problem) -> None:
+    baselines, missing = p.with_fast_products(_baselines.from_hidden())
+    functions = {OURS: linear_token_log_probs, **baselines}
+    few = slice(0, 16)
+    exact = _baselines.exact(p.hidden[few].double() @ p.weight.double().t(), p.token_ids[few])
+    with torch.no_grad():
+        errors = largest_errors(functions, (p.hidden[few], p.weight, p.token_ids[few]), exact)
+        calls: dict[str, Callable] = {
+            n: partial(f, p.hidden, p.weight, p.token_ids) for n, f in functions.items()
+        }
+        calls["gemm_1"] = bare_products(p, 1)
+        p.compare(bench, "linear_logprob", "forward", calls, missing, errors)
+
+
+def training(bench: Bench, p: Problem) -> None:
+    """Loss, forward and backward, gradients of hidden states and weight."""
+    half_zero = p.advantages.clone()
+    half_zero[::2] = 0
+
+    def fused(advantages: Tensor) -> Gradients:
+        h, w = p.leaves()
+        given = {"old_log_probs": p.old_log_probs, "advantages": advantages, **CLIP}
+        loss = linear_policy_loss(h, w, p.token_ids, **given)[0]
+        return torch.autograd.grad(loss, (h, w))
+
+    def from_log_probs(log_prob_function: Callable) -> Gradients:
+        h, w = p.leaves()
+        log_probs = log_prob_function(h, w, p.token_ids)[0]
+        loss = policy_loss(log_probs, p.old_log_probs, p.advantages, **CLIP)[0]
+        return torch.autograd.grad(loss, (h, w))
+
+    def from_loss(loss_function: Callable) -> Gradients:
+        h, w = p.leaves()
+        loss = loss_function(h, w, p.token_ids, p.advantages, p.old_log_probs)
+        return torch.autograd.grad(loss, (h, w))
+
+    log_probs, missing = p.with_fast_products(_baselines.from_hidden())
+    losses, missing_losses = p.with_fast_products(_baselines.loss_from_hidden())
+    calls: dict[str, Callable[[], Any]] = {
+        OURS: partial(fused, p.advantages),
+        f"{OURS}_half_dead": partial(fused, half_zero),
+        f"{OURS}_recompute": partial(from_log_probs, linear_token_log_probs),
+        "gemm_3": bare_products(p, 3),
+        **{name: partial(from_log_probs, f) for name, f in log_probs.items()},
+        **{name: partial(from_loss, f) for name, f in losses.items()},
+    }
+    p.compare(bench, "linear_policy_loss", "both", calls, missing | missing_losses)
+
+
+def head(bench: Bench, p: Problem) -> None:
+    """One micro-batch at the output head of the trainer, as in model/head.py, and with logits."""
+
+    def step(log_probs_of: Callable) -> Gradients:
+        h, w = p.leaves()
+        log_probs, entropy = log_probs_of(h, w)
+        loss = policy_loss(log_probs, p.old_log_probs, p.advantages, entropy=entropy, **CLIP)[0]
+        return torch.autograd.grad(loss, (h, w))
+
+    def with_logits(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(h.float(), w.float())
+        return from_logits(logits, p.token_ids, inplace_backward=True)
+
+    calls = {
+        OURS: partial(step, lambda h, w: linear_token_log_probs(h, w, p.token_ids)),
+        "whole_logits": partial(step, with_logits),
+    }
+    p.compare(bench, "trainer_head", "both", calls, {})
+
+
+def bare_products(p: Problem, count: int) -> Callable[[], None]:
+    """Return a call of the logits product (count 1), or of it and both gradient products (3)."""
+    budget_bytes = check_budget("linear_token_log_probs", p.hidden, None)
+    chunks = Chunks(p.hidden, p.weight, None, budget_bytes, False, count == 3)
+    slices, vocab = list(chunks.slices()), p.weight.shape[0]
+    hidden_in, weight = p.hidden, p.weight
+    if not has_fast_products(p.dtype, p.hidden.device):
+        hidden_in, weight = hidden_in.float(), weight.float()
+
+    def call() -> None:
+        buffer = hidden_in.new_empty(slices[0].stop, vocab)
+        total = torch.zeros_like(weight) if count == 3 else None
+        for rows in slices:
+            hidden = hidden_in[rows]
+            logits = torch.mm(hidden, weight.t(), out=buffer[: hidden.shape[0]])
+            if total is not None:
+                torch.mm(logits, weight)
+                total.addmm_(logits.t(), hidden)
+
+    return torch.no_grad()(call)

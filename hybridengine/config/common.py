@@ -1,0 +1,148 @@
+"""Types of settings, and the groups of keys that every kind of job has.
+
+The comment after a key is its meaning: `hybridengine keys` prints it (`config.reference`).
+
+A group whose defaults differ from its base class's is a class of its own: the default of a field
+that holds a group is always that group's class without arguments. Otherwise setting one key of the
+group would change the defaults of its other keys.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
+
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+IntOrOff = Annotated[int, Field(ge=-1, strict=True)]  # -1: off, or all
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]  # numpy and vLLM take 32 bits
+FiniteFloat = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1, strict=True)]
+UnitFloat = Annotated[float, Field(ge=0, le=1, strict=True)]
+
+
+def _as_list(value: Any) -> Any:
+    """Return a single text as a list of one."""
+    return ((value,) if value else ()) if isinstance(value, str) else value
+
+
+def _expand_home(value: Any) -> Any:
+    """Replace a leading `~` by the home folder, in one path or in each of several."""
+    if isinstance(value, tuple):
+        return tuple(map(_expand_home, value))
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+Numbers = tuple[FiniteFloat, ...]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+PathText = Annotated[str, AfterValidator(_expand_home)]
+PathTexts = Annotated[Texts, AfterValidator(_expand_home)]
+Options = Mapping[str, Any]  # any keys, passed on to another library
+Logger = Literal["console", "jsonl", "tensorboard", "wandb"]
+Loggers = Annotated[tuple[Logger, ...], BeforeValidator(_as_list)]
+Truncation = Literal["error", "left", "right"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Schedule = Literal["constant", "linear", "cosine"]
+ResumeMode = Literal["auto", "disable", "path", "resume_path"]
+
+
+@dataclass(frozen=True)
+class TrainedModelConfig:
+    path: PathText = ""  # a Hugging Face folder, or a name in the local cache or the hub
+    trust_remote_code: StrictBool = False  # run Python code that comes with the model
+    enable_gradient_checkpointing: StrictBool = False  # recompute layers in backward: less memory
+    use_fused_kernels: StrictBool = True  # log-probs from hidden states; false: from full logits
+    lora_rank: NonNegativeInt = 0  # rank of the LoRA adapters; 0: train all weights
+    lora_alpha: PositiveFloat = 16.0  # adapters are scaled by lora_alpha / lora_rank
+    target_modules: str | tuple[str, ...] = "all-linear"  # names of the layers that get adapters
+
+
+@dataclass(frozen=True)
+class RateConfig:
+    lr: PositiveFloat = 1e-6  # learning rate of AdamW
+    lr_warmup_steps: IntOrOff = -1  # linear warm-up; -1: by lr_warmup_steps_ratio
+    lr_warmup_steps_ratio: UnitFloat = 0.0  # warm-up as a part of all steps
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Return the optimizer steps of the warm-up."""
+        steps = self.lr_warmup_steps
+        return steps if steps >= 0 else round(self.lr_warmup_steps_ratio * total_steps)
+
+
+@dataclass(frozen=True)
+class OptimConfig(RateConfig):
+    weight_decay: NonNegativeFloat = 0.01  # weight decay of AdamW, on every parameter
+    betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)  # decay rates of AdamW's moments
+    lr_scheduler_type: Schedule = "constant"  # of the learning rate, after the warm-up
+
+
+@dataclass(frozen=True)
+class WrapPolicyConfig:
+    min_num_params: NonNegativeInt = 0  # smallest FSDP group; 0: one per layer
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    fsdp_size: IntOrOff = -1  # ranks that share one copy of the model; -1: all
+    dtype: Dtype = "auto"  # compute type; auto: bfloat16 where it is fast, else float32
+    optimizer_offload: StrictBool = False  # AdamW's moments in host memory between steps
+    reshard_after_forward: StrictBool = True  # false: keep gathered weights until backward
+    forward_prefetch: StrictBool = False  # gather the next layer's weights early
+    wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The group `trainer` of every kind of job."""
+
+    total_epochs: PositiveInt = 1  # passes over the training data
+    total_training_steps: PositiveInt | None = None  # null: from total_epochs
+    test_freq: IntOrOff = -1  # steps between validations; -1: only at the end
+    val_before_train: StrictBool = True  # also validate before the first step
+    save_freq: IntOrOff = -1  # steps between checkpoints; -1: none
+    save_hf_model: StrictBool = False  # also write a Hugging Face folder with every checkpoint
+    max_actor_ckpt_to_keep: PositiveInt | None = None  # the newest and the best; null: all
+    resume_mode: ResumeMode = "auto"  # auto: the newest checkpoint
+    resume_from_path: PathText | None = None  # a checkpoint folder, for resume_mode path
+    default_local_dir: PathText = "runs/train"  # the run's folder
+    logger: Loggers = ("console", "jsonl")  # where metrics go
+    project_name: str = "hybridengine"  # project in wandb
+    experiment_name: str = "train"  # run in wandb
+    n_gpus_per_node: PositiveInt = 1  # ranks on this machine, CPU or GPU
+    nnodes: PositiveInt = 1  # machines; above 1 under torchrun
+    timeout_s: PositiveFloat = 600.0  # limit of a collective operation
+
+    def steps(self, per_epoch: int) -> int:
+        """Return the number of steps of the run."""
+        return self.total_training_steps or self.total_epochs * per_epoch
+
+
+class JobConfig:
+    """What every kind of job has in common."""
+
+    model: TrainedModelConfig
+    trainer: RunConfig
+    seed: int
+
+    @property
+    def sharding(self) -> ShardingConfig:
+        raise NotImplementedError
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def world_size(self) -> int:
+        return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of micro-batches at once; ranks of one Ulysses group share one."""
+        return self.world_size // self.sequence_parallel_size

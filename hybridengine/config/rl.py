@@ -1,0 +1,335 @@
+"""Every key of an RL run: type, limits, default and, as its comment, meaning.
+
+The rules are those of `hybridengine.config.common`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictBool
+
+from hybridengine.config.common import (
+    Dtype,
+    FiniteFloat,
+    Fraction,
+    IntOrOff,
+    JobConfig,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Numbers,
+    OptimConfig,
+    Options,
+    PathText,
+    PathTexts,
+    PositiveFloat,
+    PositiveInt,
+    RateConfig,
+    RunConfig,
+    Seed,
+    ShardingConfig,
+    Texts,
+    TrainedModelConfig,
+    Truncation,
+    UnitFloat,
+)
+
+AboveOne = Annotated[float, Field(gt=1, strict=True)]
+KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KLLossType = Literal[KLType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+
+
+@dataclass(frozen=True)
+class ModelConfig(TrainedModelConfig):
+    external_lib: PathText | None = None  # file or module that registers estimators, rewards
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_files: PathTexts = ()  # prompts: files, folders or globs
+    val_files: PathTexts | None = None  # null: no validation at all
+    prompt_key: str = "prompt"  # column of the chat
+    reward_fn_key: str = "data_source"  # column passed to the reward as data_source
+    train_batch_size: PositiveInt = 64  # prompts per step
+    val_batch_size: PositiveInt | None = None  # prompts per generation call; null: all
+    max_prompt_length: PositiveInt = 512  # in tokens
+    max_response_length: PositiveInt = 512  # in tokens
+    truncation: Truncation = "error"  # of longer prompts: an error, or cut at the left or right
+    filter_overlong_prompts: StrictBool = False  # drop prompts above max_prompt_length
+    shuffle: StrictBool = True  # a new order every epoch, by seed
+    chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
+    apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
+
+
+@dataclass(frozen=True)
+class FsdpConfig(ShardingConfig):
+    param_offload: StrictBool = False  # weights in host memory during generation
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: Literal[
+        "vanilla", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "gpg",
+        "clip_cov", "kl_cov",
+    ] = "vanilla"  # fmt: skip  # see docs/algorithms.md
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    ppo_mini_batch_size: PositiveInt | None = None  # prompts per optimizer step; null: all
+    ppo_epochs: PositiveInt = 1  # passes over each batch of rollouts
+    ppo_max_token_len_per_gpu: PositiveInt = 16384  # tokens in one micro-batch
+    clip_ratio: PositiveFloat = 0.2  # clip range of the probability ratio
+    clip_ratio_low: Fraction | None = None  # null: clip_ratio
+    clip_ratio_high: PositiveFloat | None = None  # null: clip_ratio
+    clip_ratio_c: AboveOne = 3.0  # dual-clip bound for negative advantages
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ] = "token-mean"  # fmt: skip  # …-norm: divided by data.max_response_length (Dr.GRPO)
+    entropy_coeff: FiniteFloat = 0.0  # coefficient of the entropy bonus
+    use_kl_loss: StrictBool = False  # add a KL term against the reference to the loss
+    kl_loss_coef: NonNegativeFloat = 0.001  # coefficient of the KL term
+    kl_loss_type: KLLossType = "low_var_kl"  # KL estimator; +: k2's gradient (straight-through)
+    grad_clip: PositiveFloat = 1.0  # maximum global gradient norm, the critic's too
+    ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
+    fsdp_config: FsdpConfig = FsdpConfig()
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How validation samples; `do_sample: false` is greedy decoding."""
+
+    n: PositiveInt = 1  # responses per prompt
+    temperature: NonNegativeFloat = 0.0  # with do_sample
+    top_p: Fraction = 1.0  # nucleus sampling; 1: off
+    top_k: IntOrOff = -1  # sample from the k likeliest tokens; -1: off
+    do_sample: StrictBool = False  # false: greedy decoding
+
+
+@dataclass(frozen=True)
+class EngineKwargsConfig:
+    vllm: Options = field(default_factory=dict)  # more arguments of vllm.LLM(...)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    name: Literal["auto", "vllm", "hf"] = "auto"  # auto: vllm where it is installed
+    n: PositiveInt = 8  # responses per prompt (group size)
+    temperature: PositiveFloat = 1.0  # sampling temperature
+    top_p: Fraction = 1.0  # nucleus sampling; 1: off
+    top_k: IntOrOff = -1  # sample from the k likeliest tokens; -1: off
+    stop: Texts = ()  # texts that end a response; they are part of it
+    tensor_model_parallel_size: PositiveInt = 1  # ranks that share one engine
+    gpu_memory_utilization: Fraction = 0.5  # of the GPU's memory, for the engine
+    kv_cache_gib: PositiveFloat = 1.0  # KV cache per rank, on CPUs only
+    max_num_seqs: PositiveInt = 256  # sequences that one engine generates at once
+    max_num_batched_tokens: PositiveInt = 8192  # tokens in one forward pass of the engine
+    max_model_len: PositiveInt | None = None  # null: max_prompt_length + max_response_length
+    enforce_eager: StrictBool = False  # engine without CUDA graphs and torch.compile
+    enable_prefix_caching: StrictBool = True  # reuse the KV cache of equal prefixes
+    enable_chunked_prefill: StrictBool = True  # process long prompts in chunks
+    free_cache_engine: StrictBool = True  # free the engine's GPU memory during training
+    dtype: Dtype = "auto"  # of the engine; auto: as fsdp_config.dtype
+    val_kwargs: SamplingConfig = SamplingConfig()
+    engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
+
+
+@dataclass(frozen=True)
+class CriticModelConfig:
+    path: PathText | None = None  # causal LM or sequence classifier; null: model.path
+
+
+@dataclass(frozen=True)
+class CriticOptimConfig(RateConfig):
+    lr: PositiveFloat = 1e-5  # learning rate of AdamW
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of `adv_estimator: gae`; all other settings are the actor's."""
+
+    model: CriticModelConfig = CriticModelConfig()
+    optim: CriticOptimConfig = CriticOptimConfig()
+    cliprange_value: PositiveFloat = 0.5  # clip range of a value around the old one
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer towards target_kl
+    kl_coef: NonNegativeFloat = 0.001  # coefficient of the KL penalty in the reward
+    horizon: PositiveFloat = 10_000.0  # adaptive: responses over which it adapts
+    target_kl: PositiveFloat = 0.1  # adaptive: target, in nats per token
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling: replace groups whose responses all have the same score."""
+
+    enable: StrictBool = False  # sample batches until enough groups differ in metric
+    metric: str = "score"  # score, or another result of the reward, such as acc
+    max_num_gen_batches: PositiveInt = 10  # at most; then keep groups without signal
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Importance weights and rejection against the gap between engine and trainer."""
+
+    rollout_is: Literal["token", "sequence"] | None = "token"  # level of the weights; null: off
+    rollout_is_threshold: float | str = 2.0  # truncation; "0.5_5": weights outside are 0
+    rollout_rs: str | None = None  # criteria such as "seq_mean_k3", separated by commas
+    rollout_rs_threshold: float | str | None = None  # one per criterion; k1: "lower_upper"
+
+    @property
+    def is_bounds(self) -> tuple[float | None, float]:
+        """Return (lower or None, upper) of the importance weights."""
+        *lower, upper = _numbers(self.rollout_is_threshold)
+        if upper < 1:  # YAML reads 0.5_5 without quotes as 0.55
+            raise ValueError(f"rollout_is_threshold {upper} is below 1; quote a pair")
+        return (lower[0] if lower else None), upper
+
+    @property
+    def rejection(self) -> dict[str, float | tuple[float, float]]:
+        """Return, by criterion, the bound or (lower, upper)."""
+        criteria = [c.strip() for c in (self.rollout_rs or "").split(",") if c.strip()]
+        given = self.rollout_rs_threshold
+        bounds = [] if given is None else [_numbers(part) for part in str(given).split(",")]
+        paired = zip(criteria, bounds, strict=True)
+        return {c: b[0] if len(b) == 1 else (b[0], b[1]) for c, b in paired}
+
+
+def _numbers(text: float | str) -> list[float]:
+    """Parse "0.5_5" as [0.5, 5.0]; raise ValueError for other than one or two numbers."""
+    numbers = [float(part) for part in str(text).split("_")]
+    if len(numbers) > 2:
+        raise ValueError(f"{text!r} is not one number or lower_upper")
+    return numbers
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str = "grpo"  # advantage estimator, or a registered one of your own
+    norm_adv_by_std_in_grpo: StrictBool = True  # false: Dr.GRPO
+    gdpo_reward_keys: Texts = ()  # rewards that gdpo normalises; none: all functions
+    gdpo_reward_weights: Numbers | None = None  # weights of those; null: reward.weights, else 1
+    gamma: UnitFloat = 1.0  # discount per token
+    lam: UnitFloat = 1.0  # lambda of GAE
+    use_kl_in_reward: StrictBool = False  # subtract a KL penalty per token
+    kl_penalty: KLType = "kl"  # KL estimator of the penalty
+    kl_ctrl: KLControlConfig = KLControlConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    mask_truncated_completions: StrictBool = False  # do not train on cut responses
+
+
+@dataclass(frozen=True)
+class CustomRewardConfig:
+    path: PathTexts = ()  # Python files or built-in rules; none: by data_source
+    name: Texts = ("compute_score",)  # names of the functions
+
+
+@dataclass(frozen=True)
+class RewardManagerConfig:
+    name: str = "naive"  # naive, batch, dapo, a registered name or package.module.Class
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    enable: StrictBool = False  # add the score of a reward model
+    model_path: PathText = ""  # sequence classifier with one label
+
+
+@dataclass(frozen=True)
+class OverlongBufferConfig:
+    """DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13)."""
+
+    enable: StrictBool = False  # penalise responses close to the limit
+    len: PositiveInt = 128  # the last tokens before data.max_response_length
+    penalty_factor: NonNegativeFloat = 1.0  # penalty at the limit
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    custom_reward_function: CustomRewardConfig = CustomRewardConfig()
+    weights: Numbers | None = None  # of the functions, then of the model; null: all 1
+    timeout_s: PositiveFloat = 60.0  # limit of one call of a function
+    num_workers: PositiveInt | None = None  # processes per rank; null: cores / ranks
+    reward_manager: RewardManagerConfig = RewardManagerConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+    @property
+    def functions(self) -> list[tuple[str, str]]:
+        """Return (file, function name) of every reward function; one name is for all files."""
+        paths, names = self.custom_reward_function.path, self.custom_reward_function.name
+        if not paths and not self.reward_model.enable:
+            return [("data_source", "compute_score")]
+        return list(zip(paths, names * len(paths) if len(names) == 1 else names, strict=True))
+
+    @property
+    def all_weights(self) -> tuple[float, ...]:
+        return self.weights or (1.0,) * (len(self.functions) + self.reward_model.enable)
+
+
+@dataclass(frozen=True)
+class ReshardConfig:
+    lora: Literal["merged", "adapters"] = "merged"  # adapters: sync only them, as a LoRA of vLLM
+
+
+@dataclass(frozen=True)
+class TrainerConfig(RunConfig):
+    default_local_dir: PathText = "runs/grpo"  # the run's folder
+    experiment_name: str = "grpo"  # run in wandb
+    critic_warmup: NonNegativeInt = 0  # first steps, in which only the critic is trained
+    rollout_data_dir: PathText | None = None  # null: <default_local_dir>/rollouts
+    rollout_freq: IntOrOff = 1  # steps between written rollouts; -1: none
+
+
+@dataclass(frozen=True)
+class GRPOConfig(JobConfig):
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    actor: ActorConfig = ActorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    critic: CriticConfig = CriticConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    reshard: ReshardConfig = ReshardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    seed: Seed = 1  # of data order, sampling and initial adapters
+
+    @property
+    def sharding(self) -> ShardingConfig:
+        return self.actor.fsdp_config
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        return self.actor.ulysses_sequence_parallel_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The longest prompt with its response, in tokens."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence of the engine, in tokens."""
+        return self.rollout.max_model_len or self.max_sequence_length
+
+    @property
+    def ppo_mini_batch_size(self) -> int:
+        """Prompts per optimizer step; null means the full batch."""
+        return self.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def clip_ratios(self) -> tuple[float, float]:
+        """Return (low, high), each `actor.clip_ratio` where it is null."""
+        a = self.actor
+        return a.clip_ratio_low or a.clip_ratio, a.clip_ratio_high or a.clip_ratio

@@ -1,0 +1,157 @@
+"""Conversations of SFT → token ids and a loss mask.
+
+A row is a chat under `messages_key`, or a prompt (text or a chat) and a response. The full chat is
+rendered and tokenised at once, as `apply_chat_template` does. The loss mask is 1 for tokens of
+assistant turns, up to and including the special token that ends the turn. Where the template writes
+no such token after the last turn, the tokenizer's EOS is appended.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridengine.config import SFTDataConfig
+from hybridengine.data.cache import CachedDataset, fingerprint
+from hybridengine.data.chats import ChatTemplate, parse_chat
+from hybridengine.data.files import data_files, read_chunks, require_columns
+from hybridengine.errors import DataError, shorten
+
+
+@dataclass(frozen=True)
+class SFTSample:
+    ids: array[int]
+    loss_mask: bytes  # 1 for each token that is trained on, else 0; as long as ids
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    where: str
+    text: str
+    assistant_spans: list[tuple[int, int]]  # (start, end) characters of assistant turns
+
+
+class SFTDataset(CachedDataset[SFTSample]):
+    """All conversations of one or more files, tokenised once per machine.
+
+    Raises DataError for any fault of a file, a row or the template.
+    """
+
+    def __init__(self, files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                "SFT needs the character offsets of tokens; use a model with a fast tokenizer"
+            )
+        paths, template = data_files(files), ChatTemplate(tokenizer, data)
+        settings = (
+            *(data.messages_key, data.prompt_key, data.response_key, data.max_length),
+            *(data.truncation, template.text, sorted(template.options.items())),
+        )
+        key = fingerprint(tokenizer, paths, "sft", *settings)
+        super().__init__(key, lambda: _samples(files, tokenizer, template, data))
+
+
+def _samples(
+    files: str | Sequence[str], tokenizer: Any, template: ChatTemplate, data: SFTDataConfig
+) -> Iterator[SFTSample]:
+    for chunk in read_chunks(files):
+        rows = [_render(where, row, template, data) for where, row in chunk]
+        encoded = tokenizer(
+            [row.text for row in rows], add_special_tokens=False, return_offsets_mapping=True
+        )
+        tokens = zip(rows, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        for row, ids, offsets in tokens:
+            yield _sample(row, ids, offsets, tokenizer, data)
+
+
+def _render(
+    where: str, row: Mapping[str, Any], template: ChatTemplate, data: SFTDataConfig
+) -> _Rendered:
+    chat = _chat(where, row, data)
+    if chat[0]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the chat starts with the assistant, and chat templates render no prompt "
+            "before the first turn; put a user turn first, or leave the turn out"
+        )
+    text, spans = template.render(where, chat, False), []
+    for turn, message in enumerate(chat):
+        if message["role"] != "assistant" or not (data.messages_key or turn == len(chat) - 1):
+            continue  # solved examples in a prompt are not trained on
+        before = template.render(where, chat[:turn], True)
+        with_turn = template.render(where, chat[: turn + 1], False)
+        if not (with_turn.startswith(before) and text.startswith(with_turn)):
+            raise DataError(
+                f"{where}: the chat template changes turn {turn} when other turns are there, so "
+                "its tokens cannot be located; give one row per assistant turn, or another "
+                "data.chat_template"
+            )
+        spans.append((len(before), len(with_turn)))
+    if not spans:
+        raise DataError(f"{where}: no turn has the role assistant, so there is nothing to train on")
+    return _Rendered(where, text, spans)
+
+
+def _chat(where: str, row: Mapping[str, Any], data: SFTDataConfig) -> list[dict[str, Any]]:
+    if data.messages_key:
+        require_columns(where, row, data.messages_key)
+        return parse_chat(where, row, data.messages_key)
+    require_columns(where, row, data.prompt_key, data.response_key)
+    prompt, response = row[data.prompt_key], row[data.response_key]
+    if isinstance(prompt, str):
+        row = {data.prompt_key: [{"role": "user", "content": prompt}]}
+    if not isinstance(response, str):
+        raise DataError(
+            f"{where}: {data.response_key} is {shorten(repr(response), 80)}, expected text"
+        )
+    chat = parse_chat(where, row, data.prompt_key)
+    return [*chat, {"role": "assistant", "content": response}]
+
+
+def _sample(
+    row: _Rendered,
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    tokenizer: Any,
+    data: SFTDataConfig,
+) -> SFTSample:
+    if not ids:
+        raise DataError(f"{row.where}: the chat template made an empty conversation")
+    special, eos = set(tokenizer.all_special_ids), tokenizer.eos_token_id
+    loss_mask = _loss_mask(row, ids, offsets, special)
+    if loss_mask[-1] and ids[-1] not in special and eos is not None:
+        ids, loss_mask = [*ids, eos], loss_mask + b"\1"
+    if len(ids) > data.max_length:
+        if data.truncation == "error":
+            raise DataError(
+                f"{row.where}: the conversation is {len(ids)} tokens, more than data.max_length "
+                f"{data.max_length}; raise it, or set data.truncation to left or right"
+            )
+        left = data.truncation == "left"
+        keep = slice(-data.max_length, None) if left else slice(data.max_length)
+        ids, loss_mask = ids[keep], loss_mask[keep]
+    loss_mask[0] = 0  # no token precedes it
+    if not any(loss_mask):
+        raise DataError(f"{row.where}: no token of a response is left within data.max_length")
+    return SFTSample(array("i", ids), bytes(loss_mask))
+
+
+def _loss_mask(
+    row: _Rendered, ids: list[int], offsets: list[tuple[int, int]], special: set[int]
+) -> bytearray:
+    """Return 1 for each token of an assistant turn, through the special token that ends it."""
+    loss_mask = bytearray(len(ids))
+    for start, end in row.assistant_spans:
+        inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > start]
+        ends = [i for i in inside if ids[i] in special]
+        # What the template writes after the end of a turn, such as a line break, is not generated.
+        if ends and not row.text[offsets[ends[-1]][1] : end].strip():
+            inside = [i for i in inside if i <= ends[-1]]
+        for i in inside:
+            loss_mask[i] = 1
+    return loss_mask

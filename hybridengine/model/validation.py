@@ -1,0 +1,227 @@
+"""Checks of a pretrained model from its name and files alone, before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from hybridengine.errors import ModelError
+
+_HUB_SECONDS = 8.0
+_SCALED = {"linear", "dynamic", "ntk"}  # rotary types whose limit grows by their factor
+# Rotary types whose frequencies depend on the longest position, which differs between the ranks.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
+
+
+def check_model(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return the configuration of the causal language model at `path`, a folder or a hub name.
+
+    Reads no weights and does not wait for the network: an unreachable hub is an error within
+    seconds, unless the model is in the local cache.
+
+    Raises:
+        ModelError: the path does not exist, has no weights or is not a causal language model, or
+            the model cannot run packed (recurrent layers, attention outside AttentionInterface).
+    """
+    local = Path(path)
+    if local.is_dir():
+        _check_folder(local)
+    elif local.exists():
+        raise ModelError(f"model path {path!r} is a file; expected a folder with config.json")
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelError(f"model path {path!r} does not exist; check the path")
+    config = _read_config(path, trust_remote_code)
+    _check_config(path, config, trust_remote_code)
+    return config
+
+
+def check_weights(
+    path: str, config: PretrainedConfig, trust_remote_code: bool = False, classifier: bool = False
+) -> None:
+    """Check the weight files of the model in the folder `path` without reading the weights.
+
+    The headers of safetensors files show files that are truncated or empty. transformers' own
+    loader, run on the meta device, shows tensors that are missing or have the wrong shape, whatever
+    it renames or fuses.
+
+    classifier: load it as a sequence classifier. A hub name (not a folder) is not checked.
+
+    Raises:
+        ModelError: a file that is truncated or unreadable, a tensor that is missing or has another
+            shape than the configuration gives it.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):  # checks that the tensors of its header fill the file
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"weight file {str(file)!r} ({file.stat().st_size} bytes) cannot be read: {error}; "
+                "it is truncated, empty or a Git LFS pointer: copy it again"
+            ) from None
+    auto_class: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    with _silent_transformers():
+        try:
+            model, report = auto_class.from_pretrained(
+                path,
+                config=config,
+                device_map="meta",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+            )
+        except Exception as error:  # torch, pickle and safetensors raise many types
+            reason = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+            raise ModelError(
+                f"model {path!r}: its weights cannot be read ({': '.join(reason)})"
+            ) from error
+    described = f"model {path!r} ({type(model).__name__})"
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise ModelError(
+            f"{described}: {name} has shape {list(stored)} in the weight files, expected "
+            f"{list(expected)} from config.json ({len(mismatched)} such tensors); config.json and "
+            "weights belong to different models"
+        )
+    parameters = {name for name, _ in model.named_parameters()}
+    if missing := sorted(parameters & set(report["missing_keys"])):
+        raise ModelError(
+            f"{described}: the weight files lack {missing[0]} ({len(missing)} tensors missing); "
+            "use a complete checkpoint"
+        )
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Return the number of positions that the model of `config` supports; None without a limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return None
+    factors = [r.get("factor") for r in _rotary(config) if r.get("rope_type") in _SCALED]
+    return int(limit * max([1.0, *filter(None, factors)]))
+
+
+def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
+    """Raise ModelError if the model of `config` does not support sequence parallelism of `size`."""
+    num_heads = config.get_text_config().num_attention_heads
+    if num_heads % size:
+        raise ModelError(
+            f"ulysses_sequence_parallel_size is {size}, which does not divide the model's "
+            f"{num_heads} attention heads; choose a divisor"
+        )
+    kinds = {r.get("rope_type") for r in _rotary(config)}
+    if size > 1 and (unsupported := kinds & _LENGTH_DEPENDENT_ROPE):
+        raise ModelError(
+            f"ulysses_sequence_parallel_size is {size}, but the rotary embedding of this model "
+            f"({unsupported.pop()}) depends on the longest sequence; set it to 1"
+        )
+
+
+def _rotary(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the rotary parameters of `config`, of every kind of layer if they differ."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [r for r in (rope, *rope.values()) if isinstance(r, dict)]
+
+
+def _read_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
+    outcome: list[PretrainedConfig | Exception] = []
+
+    def read() -> None:
+        try:
+            outcome.append(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+        except Exception as error:
+            outcome.append(error)
+
+    # In a thread, because no time-out of the hub client covers name resolution.
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(None if Path(path).is_dir() else _HUB_SECONDS)
+    result = outcome[0] if outcome else TimeoutError(f"no answer in {_HUB_SECONDS:g} s")
+    if not isinstance(result, Exception):
+        return result
+    if Path(path).is_dir():
+        raise ModelError(f"model {path!r}: config.json cannot be used: {result}") from result
+    raise ModelError(
+        f"model {path!r} is not a local folder, and the Hugging Face hub has no such model "
+        f"({result}); check the name, give a local folder, or download the model first"
+    ) from result
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model path {str(folder)!r} has no config.json; expected a Hugging Face model folder"
+        )
+    for index in folder.glob("*.index.json"):
+        try:
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ModelError(
+                f"model path {str(folder)!r}: {index.name} is not a valid index of weight files "
+                f"({type(error).__name__}: {error}); copy it again"
+            ) from None
+        if missing := sorted(str(f) for f in files if not (folder / str(f)).is_file()):
+            raise ModelError(
+                f"model path {str(folder)!r} lacks {missing[0]!r} named in {index.name} "
+                f"({len(missing)} of {len(files)} weight files missing); copy it again"
+            )
+    if not any(f for kind in ("*.safetensors", "pytorch_model*.bin") for f in folder.glob(kind)):
+        raise ModelError(
+            f"model path {str(folder)!r} has config.json but no weights; expected *.safetensors or "
+            "pytorch_model.bin (convert a GGUF file first)"
+        )
+
+
+def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (remote and trust_remote_code):
+        hint = "; set trust_remote_code to run its own code" if remote else ""
+        raise ModelError(
+            f"model {path!r} ({config.model_type}) is not a causal language model{hint}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"model {path!r} is quantized; training needs the unquantized weights")
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE
+    if layers:
+        raise ModelError(
+            f"model {path!r} ({config.model_type}) has layers of type {sorted(layers)}, which "
+            f"cannot run packed; supported are {sorted(_PACKABLE)}"
+        )
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if model_class._is_stateful or not model_class._supports_attention_backend:
+            raise ModelError(
+                f"model {path!r} ({model_class.__name__}) does not call its attention through "
+                "transformers' AttentionInterface and cannot run packed"
+            )
+
+
+@contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Turn off transformers' loading reports and progress bars."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

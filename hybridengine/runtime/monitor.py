@@ -1,0 +1,134 @@
+"""Heartbeats between ranks: a rank whose main thread waits in native code still notices a failure.
+
+Each rank publishes its phase and a counter every second. A rank whose counter does not change has
+ended, is stopped, or gets no time on a loaded machine. On the same machine the operating system
+tells which; for another machine a longer limit applies.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hybridengine.runtime.failures import STORE_GONE, CollectiveGuard, RankReport
+from hybridengine.runtime.status import write_error_record
+
+EXIT_RANK_FAILED = 75  # the exit code of a rank that ends because another one failed or stalled
+
+_INTERVAL_S = 1.0
+_ENDED_S = 3 * _INTERVAL_S  # without heartbeat, of a rank whose process has ended
+_STOPPED_S = 10.0  # of a rank whose process is stopped (SIGSTOP)
+_UNREACHABLE_S = 60.0  # of a rank on another machine, which may be loaded or gone
+
+
+def connect_guard(rank: int, world_size: int) -> CollectiveGuard:
+    """A guard with its own connection to the store whose address torchrun puts in the environment.
+
+    The main thread may wait in the connection of the process group, or there is no group yet.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+    return CollectiveGuard(rank, world_size, store)
+
+
+class RankMonitor:
+    """A thread that publishes the heartbeat of this rank and observes those of the others.
+
+    When another rank has failed or stalled, it ends this process, whose main thread may wait in
+    native code for ever. It also answers the hang reports that other ranks request.
+
+    timeout_s: how long a rank may take to start, and how long one that runs on this machine may be
+    without heartbeat. must_end: whether this rank was told to end, as the launcher does after a
+    failure elsewhere; it then ends as soon as the failure of another rank is known.
+    """
+
+    def __init__(
+        self,
+        guard: CollectiveGuard,
+        timeout_s: float = 600.0,
+        must_end: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._guard, self._timeout_s = guard, timeout_s
+        self._must_end = must_end
+        self._heartbeats = dict.fromkeys(guard.others, "")
+        self._seen = dict.fromkeys(guard.others, time.monotonic())
+        self._finished: set[int] = set()
+        self._count = 0
+        self._stop = threading.Event()
+        self._publish()
+        self._thread = threading.Thread(target=self._run, name="rank-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop observing."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _publish(self) -> bool:
+        self._count += 1
+        guard = self._guard
+        return guard.set(f"heartbeat/{guard.rank}", f"{guard.phase}|{self._count}")
+
+    def _run(self) -> None:
+        now = time.monotonic()
+        while not self._stop.wait(_INTERVAL_S):
+            before, now = now, time.monotonic()
+            if now - before > 6 * _INTERVAL_S:  # this process was stopped, perhaps all of them
+                self._seen = dict.fromkeys(self._seen, now)
+            if not self._publish():
+                self._end(STORE_GONE)
+            self.read_heartbeats()
+            self._guard.answer()
+            silent = {r: now - self._seen[r] for r in self._seen.keys() - self._finished}
+            quiet = any(s > _ENDED_S for s in silent.values())
+            if (quiet or self._must_end()) and (failed := self._guard.failed_rank()):
+                self._end(str(failed), failed)
+            for rank, silent_s in silent.items():
+                if failed := self.judge(rank, silent_s):
+                    self._end(f"{failed}; it was last in {self._phase_of(rank)}", failed)
+
+    def read_heartbeats(self) -> None:
+        for rank, last in self._heartbeats.items():
+            if (heartbeat := self._guard.get(f"heartbeat/{rank}")) not in ("", last):
+                self._heartbeats[rank], self._seen[rank] = heartbeat, time.monotonic()
+            elif rank not in self._finished and self._guard.get(f"finished/{rank}"):
+                self._finished.add(rank)
+
+    def judge(self, rank: int, silent_s: float) -> RankReport | None:
+        """Return why a rank without heartbeat for so long counts as failed; None if it does not."""
+        if silent_s <= _ENDED_S or rank in self._finished:
+            return None
+        state, limit = self._guard.process_state(rank), self._timeout_s
+        if not self._heartbeats[rank]:
+            text = f"has not started within {limit:.0f} s"
+        elif state == "ended":
+            limit, text = 0.0, "has ended without finishing the run"
+        elif state == "stopped":
+            limit, text = _STOPPED_S, f"is stopped (SIGSTOP) for {silent_s:.0f} s"
+        else:
+            phase = self._phase_of(rank)
+            starting = phase == "starting" or phase.endswith(" of step 0")
+            if state == "remote" and not starting:
+                limit = min(_UNREACHABLE_S, limit)
+            text = f"has sent no heartbeat for {silent_s:.0f} s"
+        return RankReport(rank, state, text) if silent_s > limit else None
+
+    def _phase_of(self, rank: int) -> str:
+        return self._heartbeats[rank].rpartition("|")[0] or "not started"
+
+    def _end(self, reason: str, cause: RankReport | None = None) -> None:
+        """End this process at once."""
+        if self._stop.is_set():
+            return
+        write_error_record(reason, cause)
+        print(f"rank {self._guard.rank}, in {self._guard.place}: {reason}", file=sys.stderr)
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        sys.stderr.flush()
+        os._exit(EXIT_RANK_FAILED)

@@ -1,0 +1,265 @@
+"""The training loop that RL and SFT share: resume, validate, step, save, finish or stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+from rich.table import Table
+from torch.distributed.checkpoint.stateful import Stateful
+
+from hybridengine.checkpoint import Checkpointer, SavedCheckpoint, changed_settings
+from hybridengine.checkpoint.pretrained import save_adapter, save_model_files, save_pretrained
+from hybridengine.checkpoint.run_dir import archive_earlier_run
+from hybridengine.config import JobConfig, config_to_yaml
+from hybridengine.data import PromptLoader
+from hybridengine.errors import ModelError
+from hybridengine.model import Optimizer, on_device
+from hybridengine.runtime.all_ranks import broadcast_from_rank0, run_on_rank0
+from hybridengine.runtime.session import Session, run_rank
+from hybridengine.tracking.performance import FlopCounter, performance_metrics
+from hybridengine.trainer.report import Reporter
+
+MAX_SKIPPED_UPDATES = 10  # in a row, for a gradient norm that is not finite; then the run fails
+
+_NUM_PLOTS = 20  # how often the learning curves are drawn during a run
+
+ConfigT = TypeVar("ConfigT", bound=JobConfig)
+
+
+class Trainer(Generic[ConfigT]):
+    """One rank of a run. A subclass sets these attributes and implements step and validate.
+
+    val: the validation data, or None. epochs_per_step: how often a step trains on each token.
+    optimizers: by the prefix of their metrics. rollout_dir: the folder of rollouts, if any.
+    """
+
+    tokenizer: Any
+    loader: PromptLoader
+    val: Sequence[Any] | None
+    model: Any
+    checkpoints: Checkpointer
+    optimizers: Mapping[str, Optimizer]
+    epochs_per_step = 1
+
+    def __init__(self, config: ConfigT, session: Session) -> None:
+        self.started = time.perf_counter()
+        self.session, self.config = session, config
+        self.dir = Path(config.trainer.default_local_dir)
+        self.rollout_dir = self.dir / "rollouts"
+
+    @classmethod
+    def run(cls, config: ConfigT) -> int:
+        """Run one rank and return its exit code, see `run_rank`."""
+        trainer = config.trainer
+        return run_rank(
+            lambda session: cls(config, session).train(),
+            trainer.default_local_dir,
+            trainer.timeout_s,
+        )
+
+    def plan(self) -> Table:
+        """Describe the run before it starts."""
+        raise NotImplementedError
+
+    def begin(self, step: int) -> None:
+        """Prepare the first step after `step`, the one resumed from or 0."""
+
+    def step(self, step: int) -> tuple[dict[str, float], list[int]]:
+        """Run one training step; return (metrics, length of every sequence)."""
+        raise NotImplementedError
+
+    def validate(self, step: int) -> tuple[float, dict[str, float]]:
+        """Return (score, larger is better; metrics)."""
+        raise NotImplementedError
+
+    def summary(self) -> dict[str, Any]:
+        """Return further entries of summary.json. Collective."""
+        return {}
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.config.trainer.steps(len(self.loader))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the summary of a resumed run needs to know of the earlier part."""
+        return {"seconds": time.perf_counter() - self.started}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.started -= state["seconds"]
+
+    def build_checkpoints(
+        self, models: Mapping[str, Any], states: Mapping[str, Stateful]
+    ) -> Checkpointer:
+        """models: by name, (model, optimizer). states: by name, whatever else has a state."""
+        return Checkpointer(
+            self.dir,
+            models,
+            {"loader": self.loader, "run": self, **states},
+            keep=self.config.trainer.max_actor_ckpt_to_keep,
+            config=config_to_yaml(self.config),
+        )
+
+    def train(self) -> None:
+        """Run to the last step, or until a signal stops the run after a checkpoint
+        (`Session.was_stopped`)."""
+        trainer, session = self.config.trainer, self.session
+        self.flops = FlopCounter(self.model, session.device, session.world_size)
+        with session.phase("resume"):
+            resumed = self.checkpoints.resume(trainer.resume_mode, trainer.resume_from_path)
+            self._first = first = resumed.step if resumed else 0
+            if self._was_finished(resumed):
+                return
+            moved_to = run_on_rank0(
+                lambda: archive_earlier_run(self.dir, self.rollout_dir, resumed),
+                "moving the files of an earlier run",
+            )
+        with Reporter(self.config, session, self.steps, first) as self.report:
+            self._print_start(resumed, moved_to)
+            self.report.print(self.plan())
+            self.begin(first)
+            session.let_steps_finish()
+            if trainer.val_before_train and not first:
+                self._run_validation(0)
+            for step in range(first + 1, self.steps + 1):
+                session.step = step
+                self._run_step(step)
+                score = (
+                    self._run_validation(step) if self._is_due(step, trainer.test_freq) else None
+                )
+                stopping = session.stop_signal() if step < self.steps else None
+                save_due = trainer.save_freq > 0 and self._is_due(step, trainer.save_freq)
+                if save_due or stopping:
+                    self._save(step, score)
+                if stopping or self._is_due(step, max(1, self.steps // _NUM_PLOTS)):
+                    self.report.draw()
+                self.checkpoints.check()
+                if stopping:
+                    return self._stop(stopping, step)
+            self._finish()
+        dist.barrier()
+
+    def _was_finished(self, resumed: SavedCheckpoint | None) -> bool:
+        """Return, and print, whether an earlier run in this folder took the last step."""
+        is_own = resumed is not None and resumed.path.resolve().parent == self.dir.resolve()
+        complete = (self.dir / "final").is_dir() and (self.dir / "summary.json").is_file()
+        finished = broadcast_from_rank0(is_own and complete and self._first >= self.steps)
+        if finished and self.session.is_main:
+            print(
+                f"nothing was trained: the run in {self.dir} finished its {self._first} steps "
+                "before; raise trainer.total_training_steps (or total_epochs) to train longer, or "
+                "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
+            )
+            assert resumed is not None
+            for change in changed_settings(resumed, self.config):
+                print(f"  changed since, without effect: {change}")
+        return finished
+
+    def _print_start(self, resumed: SavedCheckpoint | None, moved_to: Path | None) -> None:
+        for reason in self.checkpoints.skipped:
+            self.report.print(f"warning: {reason}")
+        if moved_to is not None:
+            self.report.print(f"an earlier run in {self.dir} was moved to {moved_to}")
+        if resumed is not None:
+            self.report.print(f"resumed after step {resumed.step} from {resumed.path}")
+            if self.session.is_main:
+                for change in changed_settings(resumed, self.config):
+                    self.report.print(f"  changed since: {change}")
+
+    def _run_step(self, step: int) -> None:
+        """Run one step; log its metrics, timings and skipped updates."""
+        session, started, epoch = self.session, time.perf_counter(), self.loader.epoch
+        session.take_timings()
+        metrics, lengths = self.step(step)
+        seconds, timings = time.perf_counter() - started, session.take_timings()
+        if update_seconds := timings.get("update_actor"):
+            trained = lengths * self.epochs_per_step
+            metrics["perf/mfu/actor"] = self.flops.utilisation(trained, update_seconds)
+        metrics |= {f"timing_s/{name}": value for name, value in timings.items()}
+        metrics |= {"training/global_step": step, "training/epoch": epoch, "timing_s/step": seconds}
+        metrics |= performance_metrics(sum(lengths), seconds, session.world_size, session.device)
+        skipped = {
+            name: optimizer.pop_skipped_norms() for name, optimizer in self.optimizers.items()
+        }
+        metrics |= {f"{name}/skipped_updates": len(norms) for name, norms in skipped.items()}
+        self.report.log(step, metrics)
+        for name, norms in skipped.items():
+            self._report_skipped(step, name, norms)
+
+    def _report_skipped(self, step: int, name: str, norms: Sequence[float]) -> None:
+        """Warn of skipped updates; raise ModelError, on every rank, after too many in a row."""
+        for norm in norms:
+            self.report.print(
+                f"warning: step {step}: the gradient norm of {name} is {norm}; this update was "
+                "skipped, and the weights are unchanged"
+            )
+        in_a_row = self.optimizers[name].skipped_in_a_row
+        if in_a_row >= MAX_SKIPPED_UPDATES:
+            raise ModelError(
+                f"the gradient norm of {name} was not finite in {in_a_row} updates in a row (last "
+                f"{norms[-1]}, step {step}), all of which were skipped; lower the learning rate, "
+                "or check rewards and data, and resume from the newest checkpoint"
+            )
+
+    def _run_validation(self, step: int) -> float | None:
+        if self.val is None:
+            return None
+        with self.session.phase("testing"):
+            score, metrics = self.validate(step)
+        self._log_with_time(step, "testing", metrics)
+        return score
+
+    def _save(self, step: int, score: float | None) -> None:
+        def describe(folder: Path) -> None:
+            save_hf = self.config.trainer.save_hf_model
+            save_model_files(self.model, self.tokenizer, folder, save_hf)
+
+        with self.session.phase("save_checkpoint"):
+            self.checkpoints.save(step, score, describe)
+        self._log_with_time(step, "save_checkpoint", {})
+
+    def _log_with_time(self, step: int, phase: str, metrics: dict[str, float]) -> None:
+        seconds = self.session.take_timings()[phase]
+        self.report.log(step, metrics | {f"timing_s/{phase}": seconds})
+
+    def _stop(self, stopping: signal.Signals, step: int) -> None:
+        """Wait for the checkpoint of `step` and print how to resume from it."""
+        with self.session.phase("save_checkpoint"):
+            self.checkpoints.wait()
+        dist.barrier()  # rank 0 has given the checkpoint its name
+        self.session.was_stopped = True
+        mode = self.config.trainer.resume_mode
+        option = "" if mode == "auto" else " with trainer.resume_mode=auto"
+        self.report.print(
+            f"stopped by {stopping.name} after step {step} of {self.steps}; saved "
+            f"{self.dir / f'global_step_{step}'}; the same command{option} resumes from it"
+        )
+
+    def _finish(self) -> None:
+        """Save the trained model and write the summary."""
+        session = self.session
+        with session.phase("save_checkpoint"), on_device(self.model):
+            save_pretrained(self.model, self.tokenizer, self.dir / "final")
+            if self.config.model.lora_rank:
+                save_adapter(self.model, self.dir / "final_adapter")
+            self.checkpoints.wait()
+        with session.phase("summary"):
+            self.report.draw()
+            summary = {
+                "seconds": round(time.perf_counter() - self.started, 1),
+                "steps": self.steps,
+                "resumed_after_step": self._first or None,
+                "world_size": session.world_size,
+                "seed": self.config.seed,
+                "dtype": self.config.sharding.dtype,
+                **self.summary(),
+            }
+            self.report.finish(summary)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self.steps or (every > 0 and step % every == 0)

@@ -1,0 +1,341 @@
+"""The models of a run: policy and critic, which are trained on packed rollouts, and reward model.
+
+Every loss term is divided by a count over the whole mini-batch on all ranks, so neither the split
+into micro-batches nor the number of ranks changes the loss or the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hybridengine.config import GRPOConfig
+from hybridengine.kernels import (
+    RolloutCorrection,
+    policy_loss,
+    rollout_correction,
+    select_by_covariance,
+    value_loss,
+)
+from hybridengine.model import Optimizer, on_device, pack_rollouts, packed_log_probs, packed_values
+from hybridengine.runtime.session import Session
+from hybridengine.trainer.batch import (
+    DataParallel,
+    MicroBatch,
+    MiniBatch,
+    RolloutBatch,
+    mean_metrics,
+    split_micro_batches,
+)
+from hybridengine.trainer.rollouts import Rollout
+
+_COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
+_COV_MODES = ("clip_cov", "kl_cov")  # choose tokens by the old log-probs
+_CORRECTION_NAMES = {  # the kernel's -> verl's
+    "is_weight_mean": "rollout_is_mean",
+    "is_weight_max": "rollout_is_max",
+    "is_clipped_fraction": "rollout_is_clipped_fraction",
+    "rejected_fraction": "rollout_rs_masked_fraction",
+}
+
+
+def needs_old_log_probs(config: GRPOConfig, num_mini_batches: int) -> bool:
+    """Return whether the update needs old log-probs from a forward pass of their own.
+
+    It does not where a batch is used for one optimizer step and nothing before that step reads
+    them: the policy is then still the one of the old log-probs (`Actor.update_once`).
+    """
+    return (
+        config.actor.ppo_epochs * num_mini_batches > 1
+        or config.algorithm.use_kl_in_reward
+        or bool(config.algorithm.rollout_correction.rejection)
+        or config.actor.policy_loss.loss_mode in _COV_MODES
+    )
+
+
+class _Learner:
+    """A model with an FSDP2 group and an optimizer of its own.
+
+    name: prefix of its metrics. constant_metrics: those that no step changes.
+    """
+
+    name: str
+
+    def __init__(
+        self, config: GRPOConfig, model: nn.Module, optimizer: Optimizer, dp: DataParallel
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._config, self._dp = config, dp
+        self.constant_metrics: dict[str, Tensor] = {}
+
+    def _step(
+        self, batch: RolloutBatch, mini_batch: MiniBatch
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Run one optimizer step; return its metrics and the outputs of each micro-batch."""
+        parts, outputs = list[dict[str, Tensor]](), list[Tensor]()
+        counts = mini_batch.num_trained(batch)
+        for micro_batch in mini_batch.micro_batches:
+            loss, metrics, output = self.micro_batch_loss(batch, micro_batch, *counts)
+            self._dp.backward(loss, self.optimizer)
+            parts.append(metrics)
+            outputs.append(output.detach())
+        metrics = self._dp.reduce_metrics(parts)
+        metrics[f"{self.name}/grad_norm"] = self.optimizer.step(self._config.actor.grad_clip)
+        metrics[f"{self.name}/lr"] = torch.tensor(self.optimizer.last_lr)
+        return metrics | self.constant_metrics, outputs
+
+    def _epochs(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+        """Run ppo_epochs optimizer steps per mini-batch; return their mean metrics."""
+        epochs = range(self._config.actor.ppo_epochs)
+        return mean_metrics([self._step(batch, m)[0] for _ in epochs for m in mini_batches])
+
+    def micro_batch_loss(
+        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Run forward and loss of one micro-batch: (loss, metrics, log-probs or values [r]).
+
+        num_tokens, num_seqs: of the mini-batch on all ranks, the denominators of loss and metrics.
+        """
+        raise NotImplementedError
+
+
+class Actor(_Learner):
+    """Policy model, optimizer and, where a KL needs one, the frozen reference.
+
+    reference: enters a context and returns the reference model: a copy of its own, or the policy
+    with its adapters disabled.
+    """
+
+    name = "actor"
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        model: nn.Module,
+        reference: Callable[[], AbstractContextManager[nn.Module]] | None,
+        optimizer: Optimizer,
+        dp: DataParallel,
+    ) -> None:
+        super().__init__(config, model, optimizer, dp)
+        self._reference, self._temperature = reference, config.rollout.temperature
+        if config.actor.use_kl_loss:
+            self.constant_metrics = {"actor/kl_coef": torch.tensor(config.actor.kl_loss_coef)}
+
+    def ref_log_probs(self, mini_batches: list[MiniBatch]) -> Tensor | None:
+        """Compute the reference's log-probs, [R]; None without a reference."""
+        if self._reference is None:
+            return None
+        with self._dp.session.phase("ref"), self._reference() as reference:
+            return self._log_probs(reference, mini_batches)
+
+    def old_log_probs(self, mini_batches: list[MiniBatch]) -> Tensor:
+        """Compute the policy's log-probs before the update, [R]."""
+        with self._dp.session.phase("old_log_prob"):
+            return self._log_probs(self.model, mini_batches)
+
+    def _log_probs(self, model: nn.Module, mini_batches: list[MiniBatch]) -> Tensor:
+        return self._dp.per_token(
+            mini_batches, lambda packed: packed_log_probs(model, packed, self._temperature)[0]
+        )
+
+    def rollout_correction(self, batch: RolloutBatch) -> RolloutCorrection:
+        """Return (importance weights, response mask after rejection, metrics by verl's names)."""
+        old, mask = batch.old_log_probs, batch.response_mask
+        assert old is not None
+        return self._correction(old, batch.rollout_log_probs, batch.cu_seqlens, mask, mask.sum())
+
+    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+        """Run ppo_epochs optimizer steps per mini-batch, by batch.advantages; return metrics."""
+        with self._dp.session.phase("update_actor"):
+            if self._config.actor.policy_loss.loss_mode in _COV_MODES:
+                batch = replace(batch, selected=self._select(batch, mini_batches))
+            return self._epochs(batch, mini_batches)
+
+    def update_once(
+        self, batch: RolloutBatch, mini_batches: list[MiniBatch]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Run the only optimizer step of a batch whose old log-probs are not computed before.
+
+        The policy is still the one of the old log-probs, so they are this step's own log-probs,
+        detached: every ratio is 1, and the rollout correction is computed per micro-batch.
+        Returns (old log-probs [R], metrics).
+        """
+        assert batch.old_log_probs is None
+        [mini_batch] = mini_batches
+        with self._dp.session.phase("update_actor"):
+            metrics, log_probs = self._step(batch, mini_batch)
+            return self._dp.gather_tokens(mini_batches, log_probs), mean_metrics([metrics])
+
+    def micro_batch_loss(
+        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        actor, take = self._config.actor, micro_batch.take
+        clip_ratio_low, clip_ratio_high = self._config.clip_ratios
+        log_probs, entropy = packed_log_probs(self.model, micro_batch.packed, self._temperature)
+        mask = micro_batch.response_mask(batch)
+        old_log_probs, is_weights = take(batch.old_log_probs), take(batch.is_weights)
+        metrics: dict[str, Tensor] = {}
+        if old_log_probs is None:  # update_once
+            old_log_probs = log_probs.detach()
+            rollout_log_probs = batch.rollout_log_probs[micro_batch.token_index]
+            correction = self._correction(
+                old_log_probs, rollout_log_probs, micro_batch.cu_seqlens, mask, num_tokens
+            )
+            is_weights, metrics = correction.weights, correction.metrics
+        loss, loss_metrics = policy_loss(
+            log_probs,
+            old_log_probs,
+            take(batch.advantages),
+            response_mask=mask,
+            loss_mode=actor.policy_loss.loss_mode,
+            clip_ratio_low=clip_ratio_low,
+            clip_ratio_high=clip_ratio_high,
+            clip_ratio_c=actor.clip_ratio_c,
+            selected=take(batch.selected),
+            cov_kl_coef=_COV_KL_COEF,
+            loss_agg_mode=actor.loss_agg_mode,
+            loss_scale_factor=self._config.data.max_response_length,
+            cu_seqlens=micro_batch.cu_seqlens,
+            global_num_tokens=num_tokens,
+            global_num_seqs=num_seqs,
+            ref_log_probs=take(batch.ref_log_probs) if actor.use_kl_loss else None,
+            kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            kl_type=actor.kl_loss_type,
+            entropy=entropy,
+            entropy_coeff=actor.entropy_coeff,
+            rollout_is_weights=is_weights,
+        )
+        metrics = metrics | {f"actor/{name}": value for name, value in loss_metrics.items()}
+        return loss, metrics, log_probs
+
+    def _select(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> Tensor:
+        """Select tokens of each mini-batch by covariance, bool [R]; the same on all ranks."""
+        assert batch.old_log_probs is not None and batch.advantages is not None
+        session = self._dp.session
+        generator = torch.Generator(session.device)
+        generator.manual_seed(self._config.seed + session.step)
+        selected = torch.zeros_like(batch.response_mask)
+        for index in (mini_batch.token_index for mini_batch in mini_batches):
+            selected[index] = select_by_covariance(
+                batch.old_log_probs[index],
+                batch.advantages[index],
+                loss_mode=self._config.actor.policy_loss.loss_mode,
+                response_mask=batch.response_mask[index],
+                generator=generator,
+            )
+        return selected
+
+    def _correction(
+        self, old: Tensor, rollout: Tensor, cu_seqlens: Tensor, mask: Tensor, num_tokens: Tensor
+    ) -> RolloutCorrection:
+        options = self._config.algorithm.rollout_correction
+        lower, upper = options.is_bounds
+        correction = rollout_correction(
+            old,
+            rollout,
+            cu_seqlens=cu_seqlens,
+            response_mask=mask,
+            rollout_is=options.rollout_is,
+            rollout_is_threshold=upper,
+            rollout_is_lower=lower,
+            rejection=options.rejection,
+            global_num_tokens=num_tokens,
+        )
+        named = {
+            f"rollout_corr/{_CORRECTION_NAMES.get(name, name)}": value
+            for name, value in correction.metrics.items()
+        }
+        return correction._replace(metrics=named)
+
+
+class Critic(_Learner):
+    """The critic of PPO: values of packed rollouts, and clipped regression to their returns.
+
+    A value belongs to the state before a token: it is read where the policy's logits of it are.
+    """
+
+    name = "critic"
+
+    def values(self, mini_batches: list[MiniBatch]) -> Tensor:
+        """Compute the value of every response token, [R]."""
+        with self._dp.session.phase("values"), on_device(self.model):
+            return self._dp.per_token(
+                mini_batches, lambda packed: packed_values(self.model, packed)
+            )
+
+    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+        """Run ppo_epochs optimizer steps per mini-batch towards batch.returns; return metrics."""
+        assert batch.values is not None and batch.returns is not None
+        with self._dp.session.phase("update_critic"), on_device(self.model):
+            metrics = self._epochs(batch, mini_batches)
+        residual = (batch.returns - batch.values).var(correction=0)
+        variance = batch.returns.var(correction=0).clamp(min=1e-8)
+        metrics["critic/vf_explained_var"] = float(1 - residual / variance)
+        return metrics
+
+    def micro_batch_loss(
+        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        values = packed_values(self.model, micro_batch.packed)
+        loss, metrics = value_loss(
+            values,
+            micro_batch.take(batch.values),
+            micro_batch.take(batch.returns),
+            response_mask=micro_batch.response_mask(batch),
+            cliprange_value=self._config.critic.cliprange_value,
+            loss_agg_mode=self._config.actor.loss_agg_mode,
+            loss_scale_factor=self._config.data.max_response_length,
+            cu_seqlens=micro_batch.cu_seqlens,
+            global_num_tokens=num_tokens,
+            global_num_seqs=num_seqs,
+        )
+        return loss, {f"critic/{name}": value for name, value in metrics.items()}, values
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A sequence classifier, sharded over all ranks like the policy.
+
+    It scores a response by the model's value at its last token.
+
+    A model with the policy's vocabulary reads the token ids as generated. A model with another
+    vocabulary reads the conversation and the response's text in its own chat template.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None  # the model's own; None for the policy's vocabulary
+    session: Session
+    max_tokens: int  # of a micro-batch
+    weight: float  # of the score in a response's reward
+
+    @torch.no_grad()
+    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Compute one score per rollout. Collective; all ranks pass the same rollouts."""
+        ids = [self._ids(r) for r in rollouts]
+        session, lengths = self.session, [len(i) for i in ids]
+        split = split_micro_batches(lengths, session.world_size, self.max_tokens)
+        scores = torch.zeros(len(ids), device=session.device)
+        with on_device(self.model) as model:
+            for micro in split[session.rank]:
+                batch = pack_rollouts([(ids[i], []) for i in micro.indices], session.device)
+                batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
+                values = packed_values(model, batch)
+                if not micro.is_dummy:
+                    scores[micro.indices] = values
+        dist.all_reduce(scores)
+        return scores.tolist()
+
+    def _ids(self, rollout: Rollout) -> list[int]:
+        if self.tokenizer is None:
+            return [*rollout.sample.prompt_ids, *rollout.response_ids]
+        answer = {"role": "assistant", "content": rollout.response_text}
+        ids = self.tokenizer.apply_chat_template(
+            [*map(dict, rollout.sample.chat), answer], tokenize=True, return_dict=False
+        )
+        return list(ids)

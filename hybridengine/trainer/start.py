@@ -1,0 +1,71 @@
+"""Start a job: on all ranks of this machine, or as one rank that torchrun has started.
+
+`python -m hybridengine.trainer.start KIND CONFIG` is one rank of `launch`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+from hybridengine.checkpoint.folders import find_checkpoints
+from hybridengine.config import JobConfig, SFTConfig, config_to_yaml, load_config, load_sft_config
+from hybridengine.runtime.launch import launch_ranks
+from hybridengine.runtime.status import clear_status, run_lock
+from hybridengine.storage import atomic_file
+
+
+def launch(config: JobConfig) -> int:
+    """Run `trainer.n_gpus_per_node` ranks on this machine and return the exit code of the run.
+
+    Raises ConfigError if another run is using the folder.
+    """
+    dir = Path(config.trainer.default_local_dir)
+    with run_lock(dir):
+        clear_status(dir)
+        config_file = dir / ".status" / "config.yaml"  # overrides applied
+        with atomic_file(config_file) as temporary:
+            temporary.write_text(config_to_yaml(config))
+        module = ("-m", "hybridengine.trainer.start", type(config).__name__, str(config_file))
+        return launch_ranks(
+            module, dir, config.trainer.n_gpus_per_node, lambda: _how_to_resume(dir)
+        )
+
+
+def start_rank(config: JobConfig) -> int:
+    """Train as the rank that torchrun's environment names and return its exit code.
+
+    Rank 0 holds the lock on the run's folder. Raises ConfigError if another run is using it.
+    """
+    is_main = os.environ["RANK"] == "0"
+    with run_lock(config.trainer.default_local_dir) if is_main else nullcontext():
+        return _train(config)
+
+
+def _how_to_resume(dir: Path) -> str:
+    """What the same command will do after a stop without a checkpoint."""
+    saved = find_checkpoints(dir)
+    if not saved:
+        return "no checkpoint was saved; the same command starts anew"
+    return f"the same command resumes after step {saved[-1].step} (trainer.resume_mode=auto)"
+
+
+def _train(config: JobConfig) -> int:
+    from transformers.utils.logging import disable_progress_bar
+
+    from hybridengine.trainer.base import Trainer
+    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.sft import SFTTrainer
+
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    trainer: type[Trainer] = SFTTrainer if isinstance(config, SFTConfig) else GRPOTrainer
+    return trainer.run(config)
+
+
+if __name__ == "__main__":
+    load = load_sft_config if sys.argv[1] == SFTConfig.__name__ else load_config
+    sys.exit(_train(load(sys.argv[2])))  # the launcher holds the lock

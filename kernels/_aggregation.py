@@ -1,0 +1,124 @@
+"""Aggregation of per-token losses: one weight per token, with global denominators.
+
+With the denominators of the whole global batch, the losses of micro-batches and ranks add up to the
+loss of the batch, however it is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import _check as check
+from ._per_token import TokenSequences
+
+# In the order of LossAggMode in csrc/policy_loss/params.h.
+LOSS_AGG_MODES = (
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)  # fmt: skip
+
+
+def check_aggregation(op: str, loss_agg_mode: str, loss_scale_factor: float | None) -> float | None:
+    """Check the mode and the scale factor, which one mode needs; return the factor."""
+    check.choice(op, "loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
+    if loss_scale_factor is not None:
+        return check.number(op, "loss_scale_factor", loss_scale_factor, above=0)
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        raise ValueError(
+            f"{op}: loss_agg_mode 'seq-mean-token-sum-norm' needs loss_scale_factor, "
+            "usually the longest response allowed."
+        )
+    return None
+
+
+def token_weights(
+    loss_agg_mode: str,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    denominators: Tensor,
+    loss_scale_factor: float | None,
+) -> Tensor:
+    """Return the weight of every token in the loss: float64 [T], 0 where masked.
+
+    With N and S the global tokens and sequences of `denominators`, and L the unmasked tokens of the
+    token's sequence: token-mean 1/N, token-sum 1, seq-mean-token-sum 1/S, seq-mean-token-mean
+    1/(S L), seq-mean-token-sum-norm 1/(S loss_scale_factor).
+    """
+    num_tokens, num_seqs = denominators.unbind()
+    if loss_agg_mode == "token-mean":
+        weight = 1 / num_tokens
+    elif loss_agg_mode == "token-sum":
+        weight = torch.ones_like(num_tokens)
+    elif loss_agg_mode == "seq-mean-token-sum":
+        weight = 1 / num_seqs
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        assert loss_scale_factor is not None
+        weight = 1 / (num_seqs * loss_scale_factor)
+    else:
+        assert cu_seqlens is not None
+        sequences = TokenSequences.of(cu_seqlens, mask)
+        weight = 1 / (num_seqs * sequences.lengths.clamp(min=1)[sequences.ids])
+    return torch.where(mask, weight, 0)
+
+
+def loss_denominators(
+    op: str,
+    loss_agg_mode: str,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    global_num_tokens: float | Tensor | None,
+    global_num_seqs: float | Tensor | None,
+) -> Tensor:
+    """Return the global numbers of tokens and sequences, float64 [2], counted here where None."""
+    device = mask.device
+    num_tokens = global_count(op, "global_num_tokens", global_num_tokens, device, mask.sum)
+    if not loss_agg_mode.startswith("seq"):  # these modes do not read the sequences
+        _check_count(op, "global_num_seqs", global_num_seqs, device)
+        return torch.stack([num_tokens, num_tokens])
+    if cu_seqlens is None:
+        raise ValueError(
+            f"{op}: loss_agg_mode {loss_agg_mode!r} works on sequences; give cu_seqlens."
+        )
+
+    def count_sequences() -> Tensor:
+        return (TokenSequences.of(cu_seqlens, mask).lengths > 0).sum()
+
+    num_seqs = global_count(op, "global_num_seqs", global_num_seqs, device, count_sequences)
+    return torch.stack([num_tokens, num_seqs])
+
+
+def global_count(
+    op: str,
+    name: str,
+    given: float | Tensor | None,
+    device: torch.device,
+    count: Callable[[], Tensor],
+) -> Tensor:
+    """Return `given`, or `count()` for None: a 0-d float64 tensor on the device, at least 1.
+
+    The tensor is made on the device, so that nothing waits for it.
+    """
+    _check_count(op, name, given, device)
+    if given is None:
+        value = count()
+    elif isinstance(given, Tensor):
+        value = given.detach().reshape(()).to(device)
+    else:
+        value = torch.full((), float(given), dtype=torch.float64, device=device)
+    return value.double().clamp(min=1)
+
+
+def _check_count(op: str, name: str, given: float | Tensor | None, device: torch.device) -> None:
+    """Check for a finite number of at least 0, or a tensor with one (its value on the CPU only)."""
+    if isinstance(given, Tensor):
+        if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
+            raise ValueError(
+                f"{op}: {name} is a tensor of shape {list(given.shape)} on {given.device}; "
+                f"expected a number, or a tensor with one element on {device} or the CPU."
+            )
+        given = given.item() if check.readable(given) else None
+    if given is not None:
+        check.number(op, name, given, at_least=0)

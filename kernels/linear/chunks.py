@@ -1,0 +1,291 @@
+"""The matrix products of an output head, a chunk of rows at a time: logits and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._backend import native
+from .._per_token import compute_dtype
+from ..logprob.options import RowOptions
+from ..logprob.rows import rows_backward
+from ..logprob.vocab_parallel import process_group
+from .mixed_gemm import WIDENED_BYTES, keeps_16_bits, mixed_gemm
+
+# Rows of a matrix product in the deterministic mode, where every product has the same shape.
+_DETERMINISTIC_ROWS = 128
+# Rows of a chunk where a group exchanges its row sums: the same number on all ranks, whatever the
+# sizes of their vocabulary slices.
+_GROUP_ROWS = 512
+# How many chunks of 16-bit gradients share one product on a GPU.
+_CHUNKS_PER_PRODUCT = 4
+# Row strides of tiles are multiples of 16 bytes, that is, of 8 16-bit elements.
+_STRIDE_MULTIPLE = 8
+
+
+class Chunks:
+    """The matrix products of hidden [T, H] and weight [V, H], in reused buffers.
+
+    Logits are float32 for any dtype of the inputs. The gradient of a chunk overwrites its logits,
+    or is written to a buffer of the inputs' dtype: with 16-bit products, or if `active_rows`. On a
+    GPU that buffer holds several chunks, because each product reads and writes the full weight
+    gradient.
+
+    Args:
+        budget_bytes: memory for the buffers and for temporary copies of hidden and weight.
+        deterministic: pad every product to the same number of rows.
+        backward: gradients are computed, too.
+        active_rows: the gradients are those of `ActiveRowGradients`.
+        group: name of the process group of vocabulary-parallel ranks; "": none.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        budget_bytes: int,
+        deterministic: bool,
+        backward: bool,
+        active_rows: bool = False,
+        group: str = "",
+    ) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.deterministic = deterministic
+        dtype = compute_dtype(hidden)
+        widened = dtype != hidden.dtype
+        # Whether gradients have a buffer of their own.
+        self.separate = backward and ((widened and keeps_16_bits(hidden)) or active_rows)
+        shared = _CHUNKS_PER_PRODUCT if self.separate and hidden.is_cuda else 1
+        (rows, width), vocab = hidden.shape, weight.shape[0]
+        # A row of hidden, packed or widened, and its gradient (in SPLITS parts for active rows).
+        width_bytes = width * (8 if not active_rows else hidden.dtype.itemsize + 16)
+        row_bytes = shared * width_bytes + vocab * (
+            dtype.itemsize + (shared * hidden.dtype.itemsize if self.separate else 0)
+        )
+        reserved = min(WIDENED_BYTES, budget_bytes // 8) if widened else 0
+        buffer_rows, self.rows = _buffer_rows(rows, (budget_bytes - reserved) // row_bytes)
+        if deterministic:
+            buffer_rows = self.rows = _DETERMINISTIC_ROWS
+        elif group:
+            buffer_rows = self.rows = max(1, min(rows, _GROUP_ROWS))
+        in_place = backward and not self.separate
+        self._logits = hidden.new_empty(
+            buffer_rows if in_place else min(buffer_rows, self.rows), vocab, dtype=dtype
+        )
+        self.grad_logits = self._logits
+        if self.separate:
+            stride = vocab + (-vocab % _STRIDE_MULTIPLE if active_rows else 0)
+            self.grad_logits = hidden.new_empty(min(buffer_rows * shared, rows), stride)[:, :vocab]
+
+    def slices(self) -> Iterator[slice]:
+        """Yield the rows of every chunk."""
+        for begin in range(0, self.hidden.shape[0], self.rows):
+            yield slice(begin, min(begin + self.rows, self.hidden.shape[0]))
+
+    def logits(self, rows: slice, offset: int = 0) -> Tensor:
+        """Compute logits [rows, V] into the buffer at row `offset`; valid until the next call."""
+        hidden = self._padded(self.hidden[rows])
+        out = self._logits[offset : offset + hidden.shape[0]]
+        mixed_gemm(out, hidden, self.weight, self.bias)
+        return out[: rows.stop - rows.start]
+
+    def hidden_grad(self, grad_logits: Tensor) -> Tensor:
+        """Compute grad_logits @ weight."""
+        padded = self._padded(grad_logits)
+        if padded.dtype == self.weight.dtype:
+            return (padded @ self.weight)[: grad_logits.shape[0]]
+        out = padded.new_empty(padded.shape[0], self.weight.shape[1])
+        mixed_gemm(out, padded, self.weight.t())
+        return out[: grad_logits.shape[0]].to(self.weight.dtype)
+
+    def weight_grad(self, total: Tensor, grad_logits: Tensor, hidden: Tensor, add: bool) -> None:
+        """Compute total [V, H] = grad_logits.T @ hidden, or += with `add`, in total's dtype."""
+        mixed_gemm(total, grad_logits.t(), hidden.to(grad_logits.dtype).t(), accumulate=add)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        if not self.deterministic or rows.shape[0] == self.rows:
+            return rows
+        padded = rows.new_zeros(self.rows, rows.shape[1])
+        padded[: rows.shape[0]] = rows
+        return padded
+
+
+def _buffer_rows(rows: int, max_rows: int) -> tuple[int, int]:
+    """Return the rows of the buffer and of a chunk: equal chunks of multiples of 128 rows."""
+    max_rows = max(1, max_rows)
+    if max_rows >= 128:
+        max_rows -= max_rows % 128
+    chunk = max_rows
+    if max_rows >= 128 and rows:
+        equal = rows / -(-rows // max_rows)
+        chunk = min(max_rows, -int(-equal // 128) * 128)
+    return min(max_rows, rows), chunk
+
+
+class LinearGradients:
+    """The gradients of hidden, weight and bias, accumulated from the logits of one chunk at a time.
+
+    Args:
+        token_ids, options, backend: of the row kernels, for all rows.
+        wanted: which of the three gradients to compute.
+        main_grad: the weight gradient is added to it; None: it is returned.
+        inactive: [T] bool, rows whose gradient is zero and whose hidden states may be NaN.
+        skip_inactive: leave rows with zero gradient out of the products (CPU only: on a GPU their
+            number would have to be copied to the host, see `ActiveRowGradients`).
+    """
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        token_ids: Tensor,
+        options: RowOptions,
+        backend: str | None,
+        wanted: Sequence[bool],
+        main_grad: Tensor | None = None,
+        inactive: Tensor | None = None,
+        skip_inactive: bool = False,
+    ) -> None:
+        hidden, weight, bias = chunks.hidden, chunks.weight, chunks.bias
+        self.chunks, self.main_grad, self.inactive = chunks, main_grad, inactive
+        self.token_ids, self.options, self.backend = token_ids, options, backend
+        self.skip_inactive = skip_inactive and hidden.is_cpu
+        self.hidden = torch.zeros_like(hidden) if wanted[0] else None  # inactive rows stay 0
+        self.bias = None
+        if bias is not None and wanted[2]:
+            self.bias = torch.zeros_like(bias, dtype=compute_dtype(bias))
+        self.weight = None
+        if wanted[1]:
+            self.weight = main_grad
+            if main_grad is None:
+                self.weight = empty_like_from_pool(weight, compute_dtype(weight))
+        self.weight_has_value = main_grad is not None  # otherwise the first product is stored
+        self._pending: list[tuple[Tensor, slice | Tensor]] = []
+
+    def logits(self, rows: slice) -> Tensor:
+        """Compute the logits of a chunk, where they do not overwrite pending gradients."""
+        if self.chunks.separate:
+            return self.chunks.logits(rows)
+        return self.chunks.logits(rows, self._free_row(rows.stop - rows.start))
+
+    def add_chunk(
+        self,
+        logits: Tensor,
+        rows: slice,
+        row_results: Sequence[Tensor],
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> None:
+        """Add the gradients of a chunk, given its `logits(rows)`.
+
+        row_results: its first four results of `rows_forward`. grad_log_probs, grad_entropy: the
+        incoming gradients of its rows. The logits are overwritten.
+        """
+        selected: slice | Tensor = rows
+        active = _active_rows(grad_log_probs, grad_entropy) if self.skip_inactive else None
+        if active is not None:
+            if active.numel() == 0:
+                return
+            logits = _move_to_front(logits, active)
+            row_results = [result[active] for result in row_results]
+            grad_log_probs, grad_entropy = (
+                None if grad is None else grad[active] for grad in (grad_log_probs, grad_entropy)
+            )
+            selected = active + rows.start
+        out = logits
+        if self.chunks.separate:
+            begin = self._free_row(logits.shape[0])
+            out = self.chunks.grad_logits[begin : begin + logits.shape[0]]
+        rows_backward(
+            logits, out, self.token_ids[selected], self.options.select(selected),
+            list(row_results), grad_log_probs, grad_entropy, self.backend,
+        )  # fmt: skip
+        self._pending.append((out, selected))
+
+    def _free_row(self, count: int) -> int:
+        """Return the first of `count` free rows of the buffer; multiply what is in it if full."""
+        buffer_rows = self.chunks.grad_logits.shape[0]
+        count = buffer_rows if self.chunks.deterministic else count
+        filled = sum(grad.shape[0] for grad, _ in self._pending)
+        if filled + count > buffer_rows:
+            self._multiply()
+            return 0
+        return filled
+
+    def _multiply(self) -> None:
+        """Multiply the pending gradients of logits."""
+        if not self._pending:
+            return
+        (grad_logits, rows), *more = self._pending
+        if more:
+            device = grad_logits.device
+            parts = [
+                torch.arange(part.start, part.stop, device=device)
+                if isinstance(part, slice)
+                else part
+                for _, part in self._pending
+            ]
+            rows = torch.cat(parts)
+            grad_logits = self.chunks.grad_logits[: rows.shape[0]]
+        self._pending = []
+        if self.hidden is not None:
+            self.hidden[rows] = self.chunks.hidden_grad(grad_logits)
+        if self.weight is not None:
+            hidden = self.chunks.hidden[rows]
+            if self.inactive is not None:  # 0 * NaN is not 0
+                hidden = hidden.masked_fill(self.inactive[rows].unsqueeze(1), 0)
+            self.chunks.weight_grad(self.weight, grad_logits, hidden, add=self.weight_has_value)
+            self.weight_has_value = True
+        if self.bias is not None:
+            self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
+
+    def finish(self, wide_weight: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of hidden (summed over the group), weight and bias.
+
+        They have the dtypes of their tensors (weight: float32 if `wide_weight`) and are empty if
+        not wanted or, for the weight, if they are in main_grad.
+        """
+        self._multiply()
+        like = self.chunks.hidden
+        hidden, weight, bias = (like.new_empty(0) for _ in range(3))
+        if self.hidden is not None:
+            hidden = sum_over_ranks(self.hidden, self.options.group)
+        if self.weight is not None and self.main_grad is None:
+            weight = self.weight if self.weight_has_value else self.weight.zero_()
+            if not wide_weight and weight.dtype != like.dtype:
+                weight = empty_like_from_pool(weight, like.dtype).copy_(weight)
+        if self.bias is not None:
+            bias = self.bias.to(like.dtype)
+        return hidden, weight, bias
+
+
+def _active_rows(grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+    """Return the indices of rows with nonzero (or NaN) gradient, or None if that is all rows."""
+    given = [grad for grad in (grad_log_probs, grad_entropy) if grad is not None]
+    active = torch.stack([grad != 0 for grad in given]).any(0)
+    return None if active.all() else active.nonzero().squeeze(1)
+
+
+def _move_to_front(logits: Tensor, rows: Tensor) -> Tensor:
+    """Move the rows, in ascending order, to the front of `logits`, in place."""
+    for target, source in enumerate(rows.tolist()):
+        if target != source:
+            logits[target].copy_(logits[source])
+    return logits[: rows.numel()]
+
+
+def empty_like_from_pool(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocate from the cached memory pool on a CPU: the system clears new pages, which is slow."""
+    if tensor.is_cpu and native() is not None:
+        return native().empty_from_pool(tensor.shape, dtype)
+    return torch.empty_like(tensor, dtype=dtype)
+
+
+def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:
+    """All-reduce in place over the process group of this name; "": none."""
+    if group:
+        dist.all_reduce(tensor, group=process_group(group))
+    return tensor

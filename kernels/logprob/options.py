@@ -1,0 +1,136 @@
+"""The options that all log-prob operators share: how a row of logits becomes a distribution."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _check as check
+from .._backend import native
+
+# The fields of RowOptions in the schema of a torch.library op.
+ROW_SCHEMA = (
+    "float temperature, Tensor? temperatures, float logit_scale, float softcap, int ignore_index, "
+    "Tensor? vocab_mask, Tensor? vocab_range, str group"
+)
+
+
+class RowOptions(NamedTuple):
+    """z = softcap * tanh(logit_scale * x / softcap) / temperature, over the unmasked entries."""
+
+    temperature: float
+    temperatures: Tensor | None  # [T] float32; temperature is 1 then
+    logit_scale: float
+    softcap: float  # 0: none
+    ignore_index: int
+    vocab_mask: Tensor | None  # [T, V] bool
+    vocab_range: Tensor | None  # with a group: int64 [2], see vocab_parallel.vocab_range
+    group: str  # name of the process group; "": none
+
+    def save(self, ctx: Any, *tensors: Tensor | None) -> None:
+        """Save the options and `tensors` for the backward, where `restore` returns them."""
+        ctx.options = self._replace(temperatures=None, vocab_mask=None, vocab_range=None)
+        ctx.save_for_backward(self.temperatures, self.vocab_mask, self.vocab_range, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def restore(ctx: Any) -> tuple[RowOptions, list[Any]]:
+        """Return the options and the tensors that `save` saved."""
+        temperatures, vocab_mask, vocab_range, *tensors = ctx.saved_tensors
+        options = ctx.options._replace(
+            temperatures=temperatures, vocab_mask=vocab_mask, vocab_range=vocab_range
+        )
+        return options, tensors
+
+    def select(self, rows: slice | Tensor) -> RowOptions:
+        """Return the options of some rows: a slice, or an index tensor."""
+        temperatures, vocab_mask = (
+            None if tensor is None else tensor[rows]
+            for tensor in (self.temperatures, self.vocab_mask)
+        )
+        return self._replace(temperatures=temperatures, vocab_mask=vocab_mask)
+
+    @property
+    def factor(self) -> float | Tensor:
+        """The factor in z = y * factor."""
+        temperature = self.temperature if self.temperatures is None else self.temperatures
+        return (self.logit_scale if self.softcap == 0 else 1.0) / temperature
+
+    def native(self) -> Any:
+        """Return the same options as a `hybridengine._C.LogProbOptions`."""
+        return native().LogProbOptions(*self[:-1])  # it needs no group
+
+
+def row_options(
+    op: str,
+    token_ids: Tensor,
+    vocab: int,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    vocab_mask: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> RowOptions:
+    """Check the arguments of operator `op` and return them as RowOptions.
+
+    token_ids: int64, in the shape of the rows. vocab: size of this rank's slice.
+    """
+    check.integer(op, "ignore_index", ignore_index)
+    sizes: check.Sizes = {"...": (tuple(token_ids.shape), "token_ids"), "V": (vocab, "logits")}
+    temperatures = None
+    if isinstance(temperature, Tensor):
+        temperatures = _per_token(op, temperature, token_ids, ignore_index, sizes)
+        temperature = 1.0
+    if vocab_mask is not None:
+        check.shape(op, "vocab_mask", vocab_mask, "... V", sizes)
+        vocab_mask = check.mask(op, "vocab_mask", vocab_mask)
+        vocab_mask = vocab_mask.reshape(token_ids.numel(), vocab)
+        if vocab > 1 and vocab_mask.stride(1) != 1:
+            vocab_mask = vocab_mask.contiguous()
+    check.same_device(op, token_ids=token_ids, temperature=temperatures, vocab_mask=vocab_mask)
+    name, vocab_range = "", None
+    if group is not None:
+        name = group.group_name
+        vocab_range = torch.ops.hybridengine.vocab_range(token_ids, vocab, name)
+    return RowOptions(
+        check.number(op, "temperature", temperature, above=0),
+        temperatures,
+        check.number(op, "logit_scale", logit_scale, above=0),
+        0.0 if softcap is None else check.number(op, "softcap", softcap, above=0),
+        ignore_index,
+        vocab_mask,
+        vocab_range,
+        name,
+    )
+
+
+def _per_token(
+    op: str, temperature: Tensor, token_ids: Tensor, ignore_index: int, sizes: check.Sizes
+) -> Tensor:
+    """Return [T] float32. A wrong value raises an error on a CPU and becomes NaN elsewhere."""
+    check.shape(op, "temperature", temperature, "...", sizes)
+    check.dtype(op, "temperature", temperature)
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{op}: temperature requires a gradient, which is not computed; detach it."
+        )
+    flat = temperature.detach().float().flatten().contiguous()
+    good = (flat > 0) & (flat < torch.inf)
+    if not check.readable(flat):
+        return torch.where(good, flat, torch.nan)
+    wrong = ~good & (token_ids.flatten() != ignore_index)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{op}: temperature[{row}] is {flat[row].item()}; expected finite numbers above 0."
+        )
+    return flat
+
+
+def in_shape(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Return results [T] as [...]: FSDP2 warns of views, so only if the shape differs."""
+    return rows if rows.shape == shape else rows.view(shape)

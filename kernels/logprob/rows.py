@@ -1,0 +1,121 @@
+"""Forward and backward of rows of logits by any backend, on [T, V] tensors and without autograd.
+
+`token_log_probs` calls them once, the operators of the linear package once per chunk of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._backend import choose_backend, native, register_backends
+from .options import RowOptions
+from .reference import reference_backward, reference_forward
+from .vocab_parallel import merge_partials
+
+register_backends("token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
+
+# Per CUDA device: [1] int32, set to 1 by the kernels if a label is out of range.
+_bad_labels: dict[torch.device, Tensor] = {}
+
+
+def rows_forward(
+    logits: Tensor, token_ids: Tensor, options: RowOptions, want_squares: bool, backend: str | None
+) -> tuple[Tensor, ...]:
+    """Compute log_probs, entropy, row_max, log_sum and sum_p_squared, each [T].
+
+    sum_p_squared is empty unless `want_squares`.
+    """
+    backend = _backend_for(logits, backend)
+    if backend == "reference":
+        with torch.no_grad():
+            return reference_forward(logits, token_ids, options, want_squares)
+    logits, bad_label = _inner_contiguous(logits), _bad_label(logits.device)
+    parallel = options.group != ""
+    if backend == "triton":
+        from . import triton as logprob_triton
+
+        results = logprob_triton.forward(logits, token_ids, options, want_squares, bad_label)
+    elif parallel:
+        results = [native().log_prob_partial(logits, token_ids, options.native(), bad_label)]
+    else:
+        results = native().log_prob_forward(
+            logits, token_ids, options.native(), want_squares, bad_label
+        )
+    if not parallel:
+        return tuple(results)
+    ignored = token_ids == options.ignore_index
+    return merge_partials(results[0], options.factor, options.group, ignored, want_squares)
+
+
+def rows_backward(
+    logits: Tensor,
+    out: Tensor,
+    token_ids: Tensor,
+    options: RowOptions,
+    row_results: list[Tensor],
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    backend: str | None,
+    row_index: Tensor | None = None,
+) -> None:
+    """Write the gradient of the logits into `out`.
+
+    Args:
+        out: [T, V], `logits` itself, a tensor like it, or a 16-bit one for float32 logits.
+        row_results: the first four results of `rows_forward`.
+        row_index: [T] int32: the gradient of row t goes to row row_index[t] of `out`, nowhere if
+            that is -1. Not supported by the reference backend.
+    """
+    backend = _backend_for(logits, backend)
+    if backend == "reference":
+        out.copy_(reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy))
+        return
+    grad_log_probs, grad_entropy = (
+        None if grad is None else grad.float().contiguous()
+        for grad in (grad_log_probs, grad_entropy)
+    )
+    logits, row_results = _inner_contiguous(logits), list(row_results)
+    if backend == "triton":
+        from . import triton as logprob_triton
+
+        logprob_triton.backward(
+            logits, out, token_ids, options, row_results, grad_log_probs, grad_entropy, row_index
+        )
+    else:
+        native().log_prob_backward(
+            logits, token_ids, options.native(), row_results, grad_log_probs, grad_entropy, out,
+            row_index,
+        )  # fmt: skip
+
+
+def check_labels(device: torch.device | str = "cuda") -> None:
+    """Raise IndexError if a label on `device` was out of range since the last call.
+
+    It synchronizes with the device, so call it where the training loop does so anyway.
+    """
+    flag = _bad_labels.get(torch.device(device))
+    if flag is not None and flag.item():
+        flag.zero_()
+        raise IndexError(
+            f"token_log_probs: a label on {device} was outside the vocabulary; "
+            "the log-probs of its row are NaN."
+        )
+
+
+def _bad_label(device: torch.device) -> Tensor | None:
+    if device.type == "cpu":
+        return None  # the CPU kernels raise
+    if device not in _bad_labels:
+        _bad_labels[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _bad_labels[device]
+
+
+def _backend_for(logits: Tensor, requested: str | None) -> str:
+    if logits.dtype == torch.float64:
+        requested = requested or "reference"
+    return choose_backend("token_log_probs", logits.device, requested)
+
+
+def _inner_contiguous(logits: Tensor) -> Tensor:
+    return logits if logits.shape[1] <= 1 or logits.stride(1) == 1 else logits.contiguous()

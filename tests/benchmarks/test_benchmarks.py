@@ -1,0 +1,37 @@
+"""Every benchmark of an operator runs at small shapes and fills its rows; nothing is timed."""
+
+import importlib
+
+import pytest
+
+from benchmarks import _baselines
+from benchmarks._bench import KEYS, OURS, Bench
+from benchmarks.isa import LIMITS, is_limited
+
+OPERATORS = (
+    "advantage", "balance", "linear", "logprob", "packing", "policy_loss", "strided_copy",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_a_benchmark_runs(op, monkeypatch):
+    monkeypatch.setattr(_baselines, "is_limited", lambda: True)  # compiling takes minutes
+    monkeypatch.setattr(Bench, "peak", lambda *_: 1.0)
+    bench = Bench("cpu", quick=True)
+    bench.budget_s = 0.0
+    importlib.import_module(f"benchmarks.{op}").run(bench)
+    assert {row["impl"] for row in bench.rows} & {OURS}
+    for row in bench.rows:
+        assert row.keys() - {"note"} == set(KEYS)
+        assert ("note" in row) == (row["ms_p50"] is None)
+        assert not row["impl"].startswith("compile") or "note" in row
+
+
+def test_compile_is_left_out_under_a_limited_instruction_set(monkeypatch):
+    assert not is_limited()
+    for name, value in LIMITS["avx2"].items():
+        monkeypatch.setenv(name, value)
+    assert is_limited()
+    functions, missing = _baselines.from_logits()
+    assert "eager" in functions and "compile" not in functions
+    assert "crashes" in missing["compile"]

@@ -1,0 +1,101 @@
+"""The CUDA group statistics' arithmetic, compiled for the CPU: right, and the same in any order."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hybridengine.kernels import GROUP_ESTIMATORS, group_advantage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.batches import random_groups
+from tests.tolerances import ADVANTAGE
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[2] / "csrc"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    path = tmp_path_factory.mktemp("group_slots") / "check.so"
+    source = HERE / "group_slots_check.cpp"
+    subprocess.run(
+        [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", source, "-o", path],
+        check=True,
+    )
+    return ctypes.CDLL(str(path))
+
+
+def run(library, rewards, ids, lengths, order, estimator, norm_by_std=True):
+    if estimator == "grpo" and not norm_by_std:
+        estimator = "mean"
+    out = torch.empty_like(rewards)
+    library.group_advantages(
+        *(ctypes.c_void_p(x.data_ptr()) for x in (rewards, ids, lengths, order)),
+        ctypes.c_int64(rewards.numel()),
+        ctypes.c_int(GROUP_ESTIMATORS.index(estimator)),
+        ctypes.c_bool(norm_by_std),
+        ctypes.c_double(1e-6),
+        ctypes.c_void_p(out.data_ptr()),
+    )
+    return out
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(0, 80),
+    groups=st.integers(1, 20),
+    seed=st.integers(0, 2**16),
+    binary=st.booleans(),
+    norm_by_std=st.booleans(),
+    scale=st.sampled_from([1.0, 1e-20, 1e15]),
+)
+def test_equals_the_reference_in_any_order(
+    library, estimator, rows, groups, seed, binary, norm_by_std, scale
+):
+    rewards, ids = random_groups(rows, groups, seed, binary)
+    rewards = rewards * (1.0 if binary else scale)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 5, (rows,), generator=generator).float()
+    orders = (torch.arange(rows), torch.randperm(rows, generator=generator))
+    first, second = (
+        run(library, rewards, ids, lengths, order, estimator, norm_by_std) for order in orders
+    )
+    assert torch.equal(first, second)
+    exact = group_advantage(
+        rewards.double(),
+        ids,
+        estimator=estimator,
+        norm_by_std=norm_by_std,
+        lengths=lengths,
+        backend="reference",
+    )
+    size = exact.abs().max().item() or 1.0 if rows else 1.0
+    torch.testing.assert_close(
+        first.double() / size, exact / size, rtol=ADVANTAGE["rtol"], atol=ADVANTAGE["atol"]
+    )
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_one_group_of_many_equal_offset_and_bad_rewards(library, estimator):
+    rows = 30_000
+    order, lengths = torch.randperm(rows), torch.ones(rows)
+    ids = torch.full((rows,), -7)
+    rewards = torch.randn(rows) + 1e4
+    got = run(library, rewards, ids, lengths, order, estimator)
+    exact = group_advantage(
+        rewards.double(), ids, estimator=estimator, lengths=lengths, backend="reference"
+    )
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+    assert run(library, torch.full_like(rewards, 0.1), ids, lengths, order, estimator).eq(0).all()
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        spoiled = torch.tensor([1.0, bad, 2.0, 3.0])
+        groups, some = torch.tensor([1, 1, 2, 2]), torch.arange(4)
+        out = run(library, spoiled, groups, torch.ones(4), some, estimator)
+        assert out[:2].isnan().all() and out[2:].isfinite().all()

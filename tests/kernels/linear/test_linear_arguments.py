@@ -1,0 +1,323 @@
+"""token_log_probs, linear_token_log_probs and linear_policy_loss take the same arguments."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from hybridengine.kernels import linear_policy_loss, linear_token_log_probs, token_log_probs
+from hybridengine.kernels._backend import native
+from hybridengine.kernels.logprob.options import row_options
+from torch.autograd import forward_ad
+
+from tests import tolerances
+
+NAN, INF = math.nan, math.inf
+ROWS, WIDTH, VOCAB = 6, 4, 11
+
+
+def problem(shape=(ROWS,)):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(*shape, WIDTH, generator=generator)
+    weight = torch.randn(VOCAB, WIDTH, generator=generator)
+    token_ids = torch.randint(0, VOCAB, shape, generator=generator)
+    return hidden, weight, token_ids
+
+
+def from_logits(hidden, weight, token_ids, *args, **options):
+    return token_log_probs(hidden @ weight.T, token_ids, *args, **options)
+
+
+def from_loss(hidden, weight, token_ids, *args, **options):
+    """The log-probs and entropy that linear_policy_loss returns."""
+    given = {
+        "old_log_probs": torch.zeros(token_ids.shape),
+        "advantages": torch.ones(token_ids.shape),
+        **options,
+    }
+    return linear_policy_loss(hidden, weight, token_ids, *args, **given)[1:3]
+
+
+ALL = pytest.mark.parametrize("function", (from_logits, linear_token_log_probs, from_loss))
+BACKENDS = pytest.mark.parametrize("backend", (None, "reference"))
+
+
+def test_temperature_follows_the_token_ids_everywhere():
+    for function in (token_log_probs, linear_token_log_probs, linear_policy_loss):
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert names[-2:] == ["token_ids", "temperature"]
+
+
+@ALL
+@BACKENDS
+def test_batches_and_int32_ids(function, backend):
+    hidden, weight, token_ids = problem((2, 3))
+    temperature = torch.rand(2, 3) + 0.5
+    vocab_mask = torch.rand(2, 3, VOCAB, generator=torch.Generator().manual_seed(0)) < 0.7
+    expected = function(
+        hidden.view(6, WIDTH), weight, token_ids.view(6), temperature.view(6),
+        vocab_mask=vocab_mask.view(6, VOCAB), backend=backend,
+    )  # fmt: skip
+    for mask in (vocab_mask, vocab_mask.int(), vocab_mask.float()):
+        results = function(
+            hidden, weight, token_ids.int(), temperature, vocab_mask=mask, backend=backend
+        )
+        for got, want in zip(results, expected, strict=True):
+            assert torch.equal(got, want.view(2, 3))
+
+
+@ALL
+@BACKENDS
+def test_arguments_of_any_strides(function, backend):
+    hidden, weight, token_ids = problem()
+    temperature = torch.rand(ROWS) + 0.5
+    vocab_mask = torch.rand(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) < 0.7
+    expected = function(
+        hidden, weight, token_ids, temperature, vocab_mask=vocab_mask, backend=backend
+    )
+    results = function(
+        hidden.T.contiguous().T,
+        weight.T.contiguous().T,
+        torch.stack([token_ids, token_ids], 1)[:, 0],
+        torch.stack([temperature, temperature], 1)[:, 0],
+        vocab_mask=vocab_mask.T.contiguous().T,
+        backend=backend,
+    )
+    for got, want in zip(results, expected, strict=True):
+        torch.testing.assert_close(got, want, **tolerances.LINEAR)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (from_logits, ("token_ids", "temperature", "vocab_mask")),
+        (linear_token_log_probs, ("weight", "token_ids", "temperature", "vocab_mask", "bias")),
+        (from_loss, ("weight", "token_ids", "temperature", "vocab_mask", "bias")),
+    ],
+)
+def test_a_tensor_on_another_device_is_named(function, names, backend):
+    hidden, weight, token_ids = problem()
+    tensors = {
+        "token_ids": token_ids,
+        "temperature": torch.ones(ROWS),
+        "vocab_mask": torch.ones(ROWS, VOCAB, dtype=torch.bool),
+        "bias": torch.zeros(VOCAB),
+    }
+    tensors = {name: tensors[name] for name in names if name != "weight"}
+    for name in names:
+        given = {"weight": weight, **tensors}
+        given[name] = given[name].to("meta")
+        with pytest.raises(ValueError, match=f"{name} is on meta, [a-z_]+ on cpu; move them"):
+            function(hidden, **given, backend=backend)
+
+
+def test_the_extension_compares_devices_too():
+    logits, token_ids = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    for changed in ({"temperatures": torch.ones(2)}, {"vocab_mask": torch.ones(2, 3).bool()}):
+        options = row_options("test", token_ids, 3)
+        options = options._replace(**{name: t.to("meta") for name, t in changed.items()})
+        with pytest.raises(ValueError, match="is on meta, logits on cpu; move them"):
+            native().log_prob_forward(logits, token_ids, options.native(), False, None)
+    options = row_options("test", token_ids, 3).native()
+    with pytest.raises(ValueError, match="token_ids is on meta, logits on cpu"):
+        native().log_prob_forward(logits, token_ids.to("meta"), options, False, None)
+    with pytest.raises(ValueError, match="bad_label is on meta, logits on cpu"):
+        native().log_prob_forward(logits, token_ids, options, False, torch.zeros(1).to("meta"))
+    results = native().log_prob_forward(logits, token_ids, options, False, None)[:4]
+    for index in range(4):
+        given = [r.to("meta") if i == index else r for i, r in enumerate(results)]
+        with pytest.raises(ValueError, match="is on meta, logits on cpu"):
+            native().log_prob_backward(
+                logits, token_ids, options, given, None, None, torch.empty(2, 3), None
+            )
+    with pytest.raises(ValueError, match="grad_logits is on meta, logits on cpu"):
+        out = torch.empty(2, 3, device="meta")
+        native().log_prob_backward(logits, token_ids, options, results, None, None, out, None)
+
+
+@pytest.mark.parametrize("name", ("old_log_probs", "advantages", "response_mask"))
+def test_a_token_tensor_of_the_loss_on_another_device_is_named(name):
+    tensors = {
+        "old_log_probs": torch.zeros(ROWS),
+        "advantages": torch.zeros(ROWS),
+        "response_mask": torch.ones(ROWS, dtype=torch.bool),
+    }
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(ValueError, match=f"linear_policy_loss: {name} is on meta"):
+        linear_policy_loss(*problem(), **tensors)
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"temperature": NAN}, ValueError, "temperature is nan; expected a finite number above 0"),
+        ({"temperature": INF}, ValueError, "temperature is inf"),
+        ({"temperature": "1"}, TypeError, "temperature is '1' .str.; expected a number"),
+        ({"temperature": torch.tensor([1, 1, 0, 1, 1, 1.0])}, ValueError, r"ature\[2\] is 0.0"),
+        ({"temperature": torch.tensor([1, 1, NAN, 1, 1, 1])}, ValueError, r"ature\[2\] is nan"),
+        ({"temperature": torch.full((ROWS,), -1.0)}, ValueError, r"temperature\[0\] is -1.0"),
+        ({"temperature": torch.ones(2)}, ValueError, r"temperature has shape \[2\]"),
+        ({"temperature": torch.ones(ROWS, requires_grad=True)}, ValueError, "detach it"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
+        ({"softcap": INF}, ValueError, "softcap is inf"),
+        ({"logit_scale": NAN}, ValueError, "logit_scale is nan"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index is 1.5 .float.; expected an integer"),
+        ({"vocab_mask": torch.full((ROWS, VOCAB), 0.5)}, ValueError, r"vocab_mask\[0, 0\] is 0.5"),
+        ({"vocab_mask": torch.ones(ROWS)}, ValueError, r"vocab_mask has shape \[6\]"),
+        ({"token_ids": torch.zeros(ROWS)}, ValueError, "token_ids has dtype float32"),
+        ({"token_ids": torch.zeros(2, dtype=torch.int64)}, ValueError, r"token_ids has shape \[2"),
+    ],
+)
+def test_a_wrong_argument_is_named(function, changed, error, message):
+    hidden, weight, token_ids = problem()
+    with pytest.raises(error, match=message):
+        function(hidden, weight, **{"token_ids": token_ids, **changed})
+
+
+@pytest.mark.parametrize("budget_bytes", (NAN, 0, -1, 1e6))
+def test_a_budget_is_a_positive_integer(budget_bytes):
+    for function in (linear_token_log_probs, from_loss):
+        with pytest.raises((ValueError, TypeError), match=f"budget_bytes is {budget_bytes}"):
+            function(*problem(), budget_bytes=budget_bytes)
+
+
+def test_main_grad_is_contiguous():
+    with pytest.raises(ValueError, match="main_grad is not contiguous"):
+        linear_token_log_probs(*problem(), main_grad=torch.zeros(WIDTH, VOCAB).T)
+
+
+@ALL
+def test_a_bad_temperature_of_an_ignored_token_does_not_matter(function):
+    hidden, weight, token_ids = problem()
+    token_ids[2] = -100
+    temperature = torch.tensor([1, 1, 0, 1, 1, 1.0])
+    log_probs, entropy = function(hidden, weight, token_ids, temperature)
+    assert log_probs.isfinite().all()
+    assert log_probs[2] == entropy[2] == 0
+
+
+@ALL
+@BACKENDS
+def test_a_second_derivative_is_refused(function, backend):
+    """Otherwise its terms would silently be missing from a sum."""
+    hidden, weight, token_ids = problem()
+    hidden.requires_grad_()
+    if function is from_loss:
+        given = {"old_log_probs": torch.zeros(ROWS), "advantages": torch.ones(ROWS)}
+        value = linear_policy_loss(hidden, weight, token_ids, backend=backend, **given)[0]
+    else:
+        value = function(hidden, weight, token_ids, backend=backend)[0].sum()
+    (gradient,) = torch.autograd.grad(value, hidden, create_graph=True)
+    assert gradient.isfinite().all()
+    with pytest.raises(RuntimeError, match=r"differentiated once only"):
+        torch.autograd.grad((gradient.square() + hidden * hidden).sum(), hidden)
+
+
+@pytest.mark.parametrize("function", (token_log_probs, linear_token_log_probs, from_loss))
+def test_a_forward_mode_derivative_is_refused(function):
+    hidden, weight, token_ids = problem()
+    arguments = (hidden @ weight.T,) if function is token_log_probs else (hidden, weight)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(arguments[0], torch.ones_like(arguments[0]))
+        with pytest.raises(NotImplementedError, match="has a forward-mode tangent"):
+            function(dual, *arguments[1:], token_ids)
+
+
+def test_in_place_gradients_move_the_version_of_the_logits():
+    hidden, weight, token_ids = problem()
+    leaf = hidden.requires_grad_()
+    logits = leaf @ weight.T
+    other = logits.square().sum()  # keeps the logits for its own backward
+    log_probs, _ = token_log_probs(logits, token_ids, inplace_backward=True)
+    before = logits._version
+    (used,) = torch.autograd.grad(log_probs.sum(), logits)
+    assert used.data_ptr() == logits.data_ptr()
+    assert logits._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+def test_rows_that_share_memory_are_not_written_in_place():
+    _, _, token_ids = problem()
+    one = torch.randn(1, VOCAB)
+    results = []
+    for inplace in (False, True):
+        row = one.clone().requires_grad_()
+        log_probs, _ = token_log_probs(row.expand(ROWS, VOCAB), token_ids, inplace_backward=inplace)
+        results.append(torch.autograd.grad(log_probs.sum(), row)[0])
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(row, one)
+
+
+@BACKENDS
+@pytest.mark.parametrize("loss_agg_mode", ("token-mean", "seq-mean-token-mean"))
+def test_ignored_labels_are_outside_the_loss(loss_agg_mode, backend):
+    """pack(shifted=) labels the last token of a sequence -100: it is not in the loss."""
+    hidden, weight, token_ids = problem()
+    token_ids[[2, 5]] = -100
+    old, advantages = torch.full((ROWS,), -2.0), torch.arange(1.0, ROWS + 1)
+    results = []
+    for labelled in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        inside = token_ids != -100
+        if labelled:  # masked, with ordinary labels
+            given = {"token_ids": token_ids.where(inside, 3), "response_mask": inside}
+        else:
+            given = {"token_ids": token_ids}
+            old, advantages = old.where(inside, NAN), advantages.where(inside, NAN)
+            leaves[0] = hidden.where(inside[:, None], NAN).requires_grad_()
+        loss, log_probs, entropy, metrics = linear_policy_loss(
+            *leaves, **given, old_log_probs=old, advantages=advantages, backend=backend,
+            cu_seqlens=torch.tensor([0, 3, 6]), loss_agg_mode=loss_agg_mode, entropy_coeff=0.1,
+        )  # fmt: skip
+        grads = torch.autograd.grad(loss, leaves)
+        results.append([loss, log_probs, entropy, *metrics.values(), *grads])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@BACKENDS
+def test_padded_rows_have_the_loss_of_packed_sequences(backend):
+    hidden, weight, token_ids = problem((2, 3))
+    old, advantages = torch.randn(2, 3) - 2, torch.randn(2, 3)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    results = []
+    for view in ((2, 3), (6,)):
+        given = {"old_log_probs": old, "advantages": advantages, "response_mask": mask}
+        given = {name: tensor.view(view) for name, tensor in given.items()}
+        leaf = hidden.clone().requires_grad_()
+        loss, *others, _ = linear_policy_loss(
+            leaf if len(view) == 2 else leaf.view(6, WIDTH), weight, token_ids.view(view), **given,
+            cu_seqlens=None if len(view) == 2 else torch.tensor([0, 3, 6], dtype=torch.int32),
+            loss_agg_mode="seq-mean-token-mean", loss_mode="gspo", backend=backend,
+        )  # fmt: skip
+        assert others[0].shape == others[1].shape == view
+        results.append([loss, *(o.flatten() for o in others), torch.autograd.grad(loss, leaf)[0]])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, **tolerances.LINEAR)
+
+
+@pytest.mark.parametrize("dtype", (torch.int64, torch.float32, torch.uint8))
+def test_masks_of_any_number_type(dtype):
+    mask = torch.tensor([1, 0, 1, 1, 0, 1], dtype=dtype)
+    given = {"old_log_probs": torch.zeros(ROWS), "advantages": torch.ones(ROWS)}
+    result, want = (
+        linear_policy_loss(*problem(), **given, response_mask=m)[0] for m in (mask, mask.bool())
+    )
+    assert torch.equal(result, want)
+    with pytest.raises(ValueError, match=r"response_mask\[0\] is 0.5"):
+        linear_policy_loss(*problem(), **given, response_mask=torch.full((ROWS,), 0.5))
+
+
+@pytest.mark.parametrize("op", ["token_log_probs", "linear_token_log_probs"])
+def test_results_of_packed_tokens_are_not_views(op: str) -> None:
+    """FSDP2 warns at every forward of a module that returns a view."""
+    hidden, ids = torch.randn(3, 8, requires_grad=True), torch.tensor([0, 3, 1])
+    if op == "token_log_probs":
+        results = token_log_probs(hidden, ids)
+    else:
+        results = linear_token_log_probs(hidden, torch.randn(4, 8), ids)
+    assert not any(result._is_view() for result in results)

@@ -1,0 +1,189 @@
+"""linear_token_log_probs against a float64 two-step reference."""
+
+import pytest
+import torch
+from hybridengine.kernels import linear_policy_loss, linear_token_log_probs
+from hybridengine.kernels.linear.chunks import Chunks
+from hybridengine.kernels.linear.mixed_gemm import WIDENED_BYTES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tolerances
+from tests.kernels.linear.cases import (
+    DEVICES,
+    assert_all_close,
+    fused,
+    gradients,
+    problem,
+    two_steps,
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(deadline=None, max_examples=25)
+@given(
+    rows=st.integers(0, 50),
+    width=st.integers(1, 40),
+    vocab=st.integers(1, 130),
+    chunk_rows=st.integers(1, 60),
+    seed=st.integers(0, 100),
+)
+def test_against_float64(device, rows, width, vocab, chunk_rows, seed):
+    tensors, token_ids, weights = problem(rows, width, vocab, seed)
+    token_ids[::5] = -100
+    options = {"temperature": 0.8, "softcap": 30.0}
+    expected = gradients(two_steps, tensors, token_ids, weights, dtype=torch.float64, **options)
+    got = gradients(
+        fused, tensors, token_ids, weights, device, budget_bytes=chunk_rows * vocab * 4, **options
+    )
+    assert_all_close(got, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_error_is_at_most_twice_that_of_plain_pytorch(dtype, device):
+    tensors, token_ids, weights = problem(64, 128, 1000, dtype=dtype)
+    tensors[1] /= 128**0.5
+    exact = gradients(two_steps, tensors, token_ids, weights, dtype=torch.float64)
+    reference = lambda *a: two_steps(*a, backend="reference")  # noqa: E731
+    plain = gradients(reference, tensors, token_ids, weights, device)
+    ours = gradients(fused, tensors, token_ids, weights, device, budget_bytes=20 * 1000 * 6)
+    for e, p, o in zip(exact, plain, ours, strict=True):
+        error, plain_error = ((v.double() - e).square().mean().sqrt() for v in (o, p))
+        assert error <= tolerances.ERROR_FACTOR * plain_error
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_logits_of_16_bit_inputs_are_not_rounded(dtype, device):
+    """As exact as from inputs converted to float32; PyTorch's error is 1000 times larger."""
+    tensors, token_ids, weights = problem(64, 128, 1000, dtype=dtype)
+    exact = gradients(two_steps, tensors, token_ids, weights, dtype=torch.float64)[:2]
+    ours = gradients(fused, tensors, token_ids, weights, device, budget_bytes=20 * 1000 * 6)[:2]
+    assert_all_close(ours, exact)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("backward", (False, True))
+def test_buffers_do_not_exceed_the_budget(dtype, backward):
+    """Counts the sizes of buffers; the benchmark measures the peak memory."""
+    for rows, width, vocab in ((512, 1024, 151_936), (4096, 1024, 49_152), (3, 8, 20), (0, 8, 20)):
+        hidden, weight = (torch.empty(n, width, dtype=dtype, device="meta") for n in (rows, vocab))
+        chunks = Chunks(hidden, weight, None, 2**28, False, backward)
+        widths = rows and width * 8 * min(rows, chunks.rows)  # packed or widened, and a gradient
+        widened = 0 if dtype == torch.float32 else WIDENED_BYTES
+        buffers = {id(b): b.nbytes for b in (chunks._logits, chunks.grad_logits)}
+        assert sum(buffers.values()) + widths + widened <= 2**28
+        covered = [row for part in chunks.slices() for row in range(part.start, part.stop)]
+        assert covered == list(range(rows))
+        if rows == 512:
+            assert len(list(chunks.slices())) == 2
+
+
+@pytest.mark.parametrize("frozen", ((0,), (1,), (0, 1), (1, 2)))
+def test_gradients_of_frozen_tensors_are_not_computed(frozen, monkeypatch):
+    tensors, token_ids, weights = problem(30, 8, 50)
+    expected = gradients(fused, tensors, token_ids, weights)[2:]
+    if 0 in frozen:
+        monkeypatch.setattr(Chunks, "hidden_grad", None)
+    if 1 in frozen:
+        monkeypatch.setattr(Chunks, "weight_grad", None)
+    leaves = [t.requires_grad_(i not in frozen) for i, t in enumerate(tensors)]
+    log_probs, entropy = fused(*leaves, token_ids)
+    ((log_probs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+    for i, leaf in enumerate(leaves):
+        if i in frozen:
+            assert leaf.grad is None
+        else:
+            assert torch.equal(leaf.grad, expected[i])
+
+
+def test_main_grad_is_added_to():
+    (hidden, weight, bias), token_ids, weights = problem(30, 8, 50)
+    expected = gradients(fused, (hidden, weight, bias), token_ids, weights)[3]
+    weight.requires_grad_()
+    main_grad = torch.ones(50, 8)
+    log_probs, entropy = fused(hidden, weight, bias, token_ids, main_grad=main_grad)
+    ((log_probs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(main_grad - 1, expected, **tolerances.LINEAR)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_deterministic_rows_do_not_depend_on_other_rows(device):
+    tensors, token_ids, weights = problem(300, 64, 501, dtype=torch.float32)
+    full = gradients(fused, tensors, token_ids, weights, device, deterministic=True)
+    for begin, end in ((0, 1), (1, 130), (130, 300), (77, 205)):
+        rows = slice(begin, end)
+        part = gradients(
+            fused, [tensors[0][rows], *tensors[1:]], token_ids[rows], weights[:, rows], device,
+            deterministic=True, budget_bytes=10**6,
+        )  # fmt: skip
+        for w, p in zip(full[:3], part[:3], strict=True):
+            assert torch.equal(w[rows], p)
+    again = gradients(fused, tensors, token_ids, weights, device, deterministic=True)
+    assert all(torch.equal(a, w) for a, w in zip(again, full, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_nan_in_inactive_rows_does_not_spread(dtype, device):
+    """The gradient of their logits is 0, and 0 * NaN must not reach the weight gradient."""
+    tensors, token_ids, weights = problem(30, 16, 50, dtype=dtype)
+    tensors[0][[4, 9]] = torch.nan
+    token_ids[4], weights[:, 9] = -100, 0.0
+    log_probs, entropy, *grads = gradients(
+        fused, tensors, token_ids, weights, device, budget_bytes=7 * 50 * 6
+    )
+    assert log_probs[4] == entropy[4] == 0
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[0][[4, 9]].any()
+
+
+def test_wrong_arguments_are_named():
+    (hidden, weight, bias), token_ids, vectors = problem(6, 8, 20)
+
+    def both(ids=token_ids, **changed):
+        inputs = {"hidden": hidden, "weight": weight, "token_ids": ids, "bias": bias, **changed}
+        yield lambda: linear_token_log_probs(**inputs)
+        yield lambda: linear_policy_loss(**inputs, advantages=vectors[0], old_log_probs=vectors[1])
+
+    for changed, error, named in (
+        ({"weight": weight[:, 1:]}, ValueError, r"weight has shape \[20, 7\]; .* with H = 8"),
+        ({"ids": token_ids[1:]}, ValueError, r"token_ids has shape \[5\]; expected .* = \[6\]"),
+        ({"bias": bias[1:]}, ValueError, r"bias has shape \[19\]"),
+        ({"budget_bytes": 0}, ValueError, "budget_bytes is 0; expected"),
+        ({"main_grad": weight.bfloat16()}, ValueError, "main_grad has dtype bfloat16"),
+        ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
+        ({"ids": token_ids + 20}, IndexError, "outside the vocabulary of 20"),
+    ):
+        for call in both(**changed):
+            with pytest.raises(error, match=named):
+                call()
+
+
+def test_op_contracts():
+    (hidden, weight, bias), token_ids, _ = problem(6, 8, 20)
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    torch.library.opcheck(
+        torch.ops.hybridengine.linear_token_log_probs.default,
+        (*leaves, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False, None, None),
+    )
+
+
+def test_compiles_as_one_graph():
+    (hidden, weight, _), token_ids, weights = problem(6, 8, 20)
+
+    def step(h, w):
+        log_probs, entropy = linear_token_log_probs(h, w, token_ids)
+        loss = linear_policy_loss(h, w, token_ids, advantages=weights[0], old_log_probs=weights[1])[
+            0
+        ]
+        return (log_probs + entropy).sum() + loss
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        value = function(*leaves)
+        results.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    assert_all_close(results[1], results[0])

@@ -1,0 +1,255 @@
+"""linear_policy_loss against a float64 two-step reference."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hybridengine.kernels import linear_policy_loss, policy_loss
+from hybridengine.kernels._aggregation import LOSS_AGG_MODES
+from hybridengine.kernels.linear import chunks as linear_chunks
+from hybridengine.kernels.linear.chunks import Chunks
+from hybridengine.kernels.policy_loss.terms import LOSS_MODES, LossOptions
+
+from tests import tolerances
+from tests.kernels.linear.cases import (
+    DEVICES,
+    ROUNDED,
+    assert_all_close,
+    fused,
+    gradients,
+    loss_and_gradients,
+    loss_inputs,
+    problem,
+    two_steps,
+)
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("extra", ("plain", "entropy and kl"))
+@pytest.mark.parametrize("agg_mode", ("token-mean", "seq-mean-token-mean"))
+@pytest.mark.parametrize("mode", LOSS_MODES)
+def test_policy_loss_modes_against_float64(mode, agg_mode, extra, device):
+    tensors, token_ids, _ = problem(40, 16, 101)
+    arguments = loss_inputs(40)
+    options = {"loss_mode": mode, "loss_agg_mode": agg_mode, "temperature": 0.9}
+    if extra != "plain":
+        options |= {"entropy_coeff": 0.01, "kl_coef": 0.1}
+    expected, expected_metrics = loss_and_gradients(
+        tensors, token_ids, arguments, torch.float64, **options
+    )
+    got, metrics = loss_and_gradients(
+        tensors, token_ids, arguments, torch.float32, device, budget_bytes=11 * 101 * 4, **options
+    )
+    assert_all_close(got, expected)
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in expected_metrics.items():
+        torch.testing.assert_close(
+            metrics[name].cpu().double(), value.double(), **tolerances.LINEAR
+        )
+
+
+def test_policy_loss_gradients_add_up_over_micro_batches():
+    tensors, token_ids, _ = problem(40, 16, 101)
+    arguments = {k: v for k, v in loss_inputs(40).items() if k != "cu_seqlens"}
+    total = {"global_num_tokens": float(arguments["response_mask"].sum())}
+    full, _ = loss_and_gradients(tensors, token_ids, arguments, torch.float32, **total)
+    parts = []
+    for rows in (slice(0, 7), slice(7, 40)):
+        split = {k: v[rows] for k, v in arguments.items()}
+        parts.append(
+            loss_and_gradients(
+                [tensors[0][rows], *tensors[1:]], token_ids[rows], split, torch.float32, **total
+            )[0]
+        )
+    joined = [parts[0][0] + parts[1][0]]
+    joined += [torch.cat([a, b]) for a, b in zip(parts[0][1:4], parts[1][1:4], strict=True)]
+    joined += [a + b for a, b in zip(parts[0][4:], parts[1][4:], strict=True)]
+    assert_all_close(joined, full)
+
+
+def test_inactive_rows_are_left_out_of_the_gradient_products(monkeypatch):
+    tensors, token_ids, _ = problem(40, 16, 101)
+    arguments = loss_inputs(40)
+    seen = []
+    original = Chunks.weight_grad
+
+    def counting(self, total, grad_logits, hidden, add):
+        seen.append(grad_logits.shape[0])
+        original(self, total, grad_logits, hidden, add)
+
+    monkeypatch.setattr(Chunks, "weight_grad", counting)
+    _, metrics = loss_and_gradients(tensors, token_ids, arguments, torch.float32)
+    maybe_active = arguments["response_mask"] & (arguments["advantages"] != 0)
+    assert sum(seen) <= maybe_active.sum()
+    assert metrics["pg_clipfrac"] > 0  # clipped rows are inactive, too
+    assert sum(seen) < maybe_active.sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_policy_loss_of_16_bit_inputs_over_many_chunks_with_inactive_rows(device):
+    """Active rows of several chunks share a gradient product; the error is that of rounding."""
+    tensors, token_ids, _ = problem(200, 16, 101, dtype=torch.bfloat16)
+    arguments = loss_inputs(200)
+    exact, _ = loss_and_gradients(tensors, token_ids, arguments, torch.float64)
+    for budget_bytes in (2 * 101 * 6, 37 * (101 * 6 + 128), 2**20):
+        got, _ = loss_and_gradients(
+            tensors, token_ids, arguments, torch.bfloat16, device, budget_bytes=budget_bytes
+        )
+        assert_all_close(got[:3], exact[:3])
+        for g, e in zip(got[3:], exact[3:], strict=True):
+            torch.testing.assert_close(g.double() / e.abs().max(), e / e.abs().max(), **ROUNDED)
+
+
+@pytest.mark.parametrize("mode", ("ppo_clip", "gspo"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_deterministic_policy_loss_rows_do_not_depend_on_other_rows(dtype, mode):
+    tensors, token_ids, _ = problem(300, 64, 501, dtype=dtype)
+    arguments = {k: v for k, v in loss_inputs(300).items() if k not in ("cu_seqlens", "selected")}
+    arguments["response_mask"][:] = True
+    counts = {"global_num_tokens": 300.0, "global_num_seqs": 3.0, "loss_mode": mode}
+    ends = torch.tensor([0, 100, 200, 300], dtype=torch.int32)
+    options = counts | {"deterministic": True}
+    full, _ = loss_and_gradients(
+        tensors, token_ids, arguments | {"cu_seqlens": ends}, dtype, **options
+    )
+    for begin, end in ((0, 100), (100, 300)):
+        rows = slice(begin, end)
+        some = {k: v[rows] for k, v in arguments.items()}
+        some["cu_seqlens"] = ends[(ends >= begin) & (ends <= end)] - begin
+        part, _ = loss_and_gradients(
+            [tensors[0][rows], *tensors[1:]], token_ids[rows], some, dtype, budget_bytes=10**6,
+            **options,
+        )  # fmt: skip
+        for w, p in zip(full[1:4], part[1:4], strict=True):
+            assert torch.equal(w[rows], p)
+    again, _ = loss_and_gradients(
+        tensors, token_ids, arguments | {"cu_seqlens": ends}, dtype, **options
+    )
+    assert all(torch.equal(a, w) for a, w in zip(again, full, strict=True))
+
+
+@pytest.mark.parametrize("options", ({}, {"loss_mode": "gspo"}, {"backend": "reference"}))
+def test_policy_loss_adds_to_main_grad(options):
+    tensors, token_ids, _ = problem(40, 16, 101)
+    arguments = loss_inputs(40)
+    expected, _ = loss_and_gradients(tensors, token_ids, arguments, torch.float32, **options)
+    hidden, weight, bias = (t.detach().clone().requires_grad_() for t in tensors)
+    main_grad = torch.ones(101, 16)
+    loss, *_ = linear_policy_loss(
+        hidden, weight, token_ids, bias=bias, main_grad=main_grad, **arguments, **options
+    )
+    assert torch.equal(main_grad, torch.ones(101, 16))  # the backward adds, not the forward
+    (3.0 * loss).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(main_grad - 1, expected[4], **tolerances.LINEAR)
+    torch.testing.assert_close(hidden.grad, expected[3], **tolerances.LINEAR)
+
+
+def test_policy_loss_without_unmasked_tokens():
+    tensors, token_ids, _ = problem(8, 16, 101)
+    arguments = loss_inputs(8) | {"response_mask": torch.zeros(8, dtype=torch.bool)}
+    got, _ = loss_and_gradients(tensors, token_ids, arguments, torch.float32)
+    assert all(not value.any() for value in got)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", ({}, {"loss_mode": "gspo"}, {"backend": "reference"}))
+@pytest.mark.parametrize("extra", ({}, {"entropy_coeff": 0.01}))
+def test_nan_in_masked_tokens_does_not_spread(extra, options, device):
+    tensors, token_ids, _ = problem(40, 16, 101)
+    arguments = loss_inputs(40)
+    clean, _ = loss_and_gradients(
+        tensors, token_ids, arguments, torch.float32, device, **options, **extra
+    )
+    masked = ~arguments["response_mask"]
+    tensors = [t.detach() for t in tensors]
+    tensors[0][masked] = torch.nan
+    for name in ("advantages", "old_log_probs", "ref_log_probs"):
+        arguments[name][masked] = torch.nan
+    token_ids[masked] = 10**9
+    got, _ = loss_and_gradients(
+        tensors, token_ids, arguments, torch.float32, device, **options, **extra
+    )
+    assert_all_close(got, clean)
+
+
+def test_two_step_form_gives_the_same_loss():
+    tensors, token_ids, _ = problem(40, 16, 101)
+    arguments = loss_inputs(40)
+    loss, log_probs, _, _ = linear_policy_loss(
+        tensors[0], tensors[1], token_ids, bias=tensors[2], **arguments
+    )
+    arguments = {k: v for k, v in arguments.items() if k not in ("advantages", "old_log_probs")}
+    inputs = loss_inputs(40)
+    again, _ = policy_loss(log_probs, inputs["old_log_probs"], inputs["advantages"], **arguments)
+    assert torch.equal(loss, again)
+
+
+@pytest.mark.parametrize("wide_weight_grad", (False, True))
+def test_policy_gradient_op_contract(wide_weight_grad):
+    (hidden, weight, bias), token_ids, vectors = problem(6, 8, 20, dtype=torch.bfloat16)
+    mask, weights = torch.ones(6, dtype=torch.bool), torch.full((6,), 1 / 6)
+    numbers = [*map(float, LossOptions()), 0.0, 0.01, 1.0]
+    torch.library.opcheck(
+        torch.ops.hybridengine.linear_policy_gradient.default,
+        (hidden, weight, bias, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False,
+         vectors[0], vectors[1], mask, None, None, None, weights,
+         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, True, True], numbers, True,
+         wide_weight_grad, [True, True, True], "cpp"),
+    )  # fmt: skip
+
+
+# Bounds of the ranks' vocabulary slices: as torch.chunk and DTensor split; with empty slices.
+SPLITS = {2: ([0, 31, 61], [0, 61, 61]), 3: ([0, 21, 42, 61], [0, 40, 61, 61])}
+
+
+def _vocabulary_parallel(rank, size):
+    linear_chunks._GROUP_ROWS = 5  # several chunks
+    return [_results_of_slice(slice(*bounds[rank : rank + 2])) for bounds in SPLITS[size]]
+
+
+def _results_of_slice(part):
+    tensors, token_ids, weights = problem(23, 8, 61)
+    token_ids[4] = -100
+    mine = [tensors[0], tensors[1][part], tensors[2][part]]
+    group = dist.group.WORLD
+    vocab_mask = torch.rand(23, 61, generator=torch.Generator().manual_seed(1)) < 0.7
+    from_logits = gradients(
+        two_steps, mine, token_ids, weights, group=group, temperature=0.7,
+        vocab_mask=vocab_mask[:, part].contiguous(),
+    )  # fmt: skip
+    linear = gradients(fused, mine, token_ids, weights, group=group)
+    reference = gradients(two_steps, mine, token_ids, weights, group=group, backend="reference")
+    loss, _ = loss_and_gradients(mine, token_ids, loss_inputs(23), torch.float32, group=group)
+    with pytest.raises(IndexError, match="outside the vocabulary of 61"):
+        gradients(two_steps, mine, token_ids + 61, weights, group=group)
+    return from_logits, linear, reference, loss
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("size", (2, 3))
+def test_vocabulary_parallel_equals_one_rank(size):
+    tensors, token_ids, weights = problem(23, 8, 61)
+    token_ids[4] = -100
+    vocab_mask = torch.rand(23, 61, generator=torch.Generator().manual_seed(1)) < 0.7
+    results = run_ranks(_vocabulary_parallel, size)
+    options = {"temperature": 0.7, "vocab_mask": vocab_mask}
+    masked = gradients(two_steps, tensors, token_ids, weights, dtype=torch.float64, **options)
+    plain = gradients(two_steps, tensors, token_ids, weights, dtype=torch.float64)
+    loss, _ = loss_and_gradients(tensors, token_ids, loss_inputs(23), torch.float64)
+    of_slices = [
+        (values, slice(*bounds[rank : rank + 2]))
+        for rank, by_split in enumerate(results)
+        for values, bounds in zip(by_split, SPLITS[size], strict=True)
+    ]
+    for (from_logits, linear, reference, loss_values), part in of_slices:
+        for values, expected in ((from_logits, masked), (linear, plain), (reference, plain)):
+            assert_all_close(values[:2], expected[:2])
+            assert_all_close(values[3:], [e[part] for e in expected[3:]])
+        assert_all_close(linear[2:3], plain[2:3])  # summed over the ranks
+        assert_all_close(loss_values[:4], loss[:4])
+        assert_all_close(loss_values[4:], [e[part] for e in loss[4:]])
+    for by_split in zip(*results, strict=True):  # of one split, by rank: the same bits everywhere
+        first, *others = (linear[:2] for _, linear, _, _ in by_split)
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -1,0 +1,75 @@
+"""Run by test_policy_loss_triton.py with TRITON_INTERPRET=1 set before any import."""
+
+import sys
+
+import pytest
+import torch
+from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
+from hybridengine.kernels.policy_loss.triton import policy_loss_triton
+
+from tests.kernels.batches import KL, assert_same, batch, impossible_tokens, run, to_float64
+
+
+class Native:
+    """Takes the place of the extension, with the Triton kernels."""
+
+    policy_loss = staticmethod(policy_loss_triton)
+
+
+@pytest.fixture(autouse=True)
+def triton_for_cpp(monkeypatch):
+    monkeypatch.setattr(
+        sys.modules["hybridengine.kernels.policy_loss.op"], "native", lambda: Native
+    )
+
+
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_every_mode_and_aggregation(loss_mode, loss_agg_mode):
+    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
+    options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
+    exact = run(to_float64(inputs), backend="reference", **options)
+    assert_same(run(inputs, backend="cpp", **options), exact)
+
+
+@pytest.mark.parametrize("kl_type", KL)
+def test_every_kl(kl_type):
+    inputs = batch([40, 30], spread=2.0)
+    exact = run(to_float64(inputs), backend="reference", kl_type=kl_type)
+    assert_same(run(inputs, backend="cpp", kl_type=kl_type), exact)
+
+
+def test_masked_and_empty():
+    inputs = batch([20, 7])
+    inputs["log_probs"] = inputs["log_probs"].masked_fill(~inputs["response_mask"], torch.nan)
+    for loss_mode in LOSS_MODES:
+        assert_same(
+            run(inputs, backend="cpp", loss_mode=loss_mode, loss_agg_mode="token-sum"),
+            run(
+                to_float64(inputs),
+                backend="reference",
+                loss_mode=loss_mode,
+                loss_agg_mode="token-sum",
+            ),
+        )
+        loss, *_ = run(batch([]), backend="cpp", loss_mode=loss_mode)
+        assert loss == 0
+
+
+@pytest.mark.parametrize("side", ["both", "new", "old"])
+def test_tokens_of_zero_probability(side):
+    inputs = impossible_tokens(batch([20, 30, 7]), side)
+    for loss_mode in LOSS_MODES:
+        options = {"loss_mode": loss_mode, "loss_agg_mode": "seq-mean-token-mean"}
+        exact = run(to_float64(inputs), backend="reference", **options)
+        assert_same(run(inputs, backend="cpp", **options), exact)
+    kl = {"kl_type": "k1" if side == "both" else "k3"}
+    assert_same(
+        run(inputs, backend="cpp", **kl), run(to_float64(inputs), backend="reference", **kl)
+    )
+
+
+def test_large_taus_stay_finite():
+    inputs = batch([40], spread=2.0)
+    options = {"loss_mode": "sapo", "tau_pos": 500.0, "tau_neg": 1000.0}
+    assert_same(run(inputs, backend="cpp", **options), run(to_float64(inputs), **options))

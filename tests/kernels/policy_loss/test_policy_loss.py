@@ -1,0 +1,261 @@
+"""Policy loss: every backend against the float64 oracle, and the oracle against the papers.
+
+The oracle itself is checked in test_policy_loss_terms.py, formula by formula.
+"""
+
+import math
+
+import pytest
+import torch
+from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, policy_loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+
+from tests.kernels.batches import (
+    KL,
+    assert_close,
+    assert_same,
+    batch,
+    global_counts,
+    impossible_tokens,
+    run,
+    split,
+    to_float64,
+)
+from tests.tolerances import POLICY_LOSS, POLICY_LOSS_SPLIT
+
+BACKENDS = ["cpp"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_every_mode_and_aggregation(backend, loss_mode, loss_agg_mode):
+    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
+    options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
+    exact = run(to_float64(inputs), backend="reference", **options)
+    assert_same(run(inputs, backend=backend, **options), exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    seed=st.integers(0, 2**16),
+    loss_mode=st.sampled_from(LOSS_MODES),
+    loss_agg_mode=st.sampled_from(LOSS_AGG_MODES),
+    kl_type=st.sampled_from(KL),
+    spread=st.sampled_from([0.0, 0.1, 2.0]),
+    impossible=st.booleans(),
+    low=st.sampled_from([0.1, 0.2]),
+    high=st.sampled_from([0.2, 0.28]),
+)
+def test_random_batches(
+    backend, lengths, seed, loss_mode, loss_agg_mode, kl_type, spread, impossible, low, high
+):
+    inputs = batch(lengths, seed, spread)
+    if impossible:
+        inputs = impossible_tokens(inputs, "both")
+    options = {
+        "loss_mode": loss_mode,
+        "loss_agg_mode": loss_agg_mode,
+        "kl_type": kl_type,
+        "clip_ratio_low": low,
+        "clip_ratio_high": high,
+        "global_num_tokens": 100,
+        "global_num_seqs": torch.tensor(9.0),
+    }
+    exact = run(to_float64(inputs), backend="reference", **options)
+    assert_same(run(inputs, backend=backend, **options), exact)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_masked_tokens_may_hold_anything(backend):
+    inputs = batch([20, 30, 7])
+    spoiled = dict(inputs)
+    for name, value in inputs.items():
+        if value.is_floating_point():
+            spoiled[name] = value.masked_fill(~inputs["response_mask"], float("nan"))
+    for loss_mode in LOSS_MODES:
+        options = {"loss_mode": loss_mode, "loss_agg_mode": "seq-mean-token-mean"}
+        assert_same(
+            run(spoiled, backend=backend, **options),
+            run(inputs, backend=backend, **options),
+            {"rtol": 0, "atol": 0},
+        )
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("lengths", [[], [0], [9, 0, 4]])
+def test_nothing_to_learn_from_is_zero(backend, lengths):
+    inputs = batch(lengths)
+    inputs["response_mask"] = torch.zeros(sum(lengths), dtype=torch.bool)
+    for loss_mode in LOSS_MODES:
+        for loss_agg_mode in LOSS_AGG_MODES:
+            loss, metrics, gradient, entropy_gradient = run(
+                inputs, backend=backend, loss_mode=loss_mode, loss_agg_mode=loss_agg_mode
+            )
+            assert loss == 0 and gradient.eq(0).all() and entropy_gradient.eq(0).all()
+            assert metrics.pop("ratio_max") == -math.inf
+            assert all(value == 0 for value in metrics.values())
+
+
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_any_split_gives_the_same_loss_and_gradient(backend, loss_mode, loss_agg_mode):
+    lengths = [5, 17, 70, 1, 33, 16, 129, 3]
+    inputs = to_float64(batch(lengths)) if backend == "reference" else batch(lengths)
+    options = {
+        "loss_mode": loss_mode,
+        "loss_agg_mode": loss_agg_mode,
+        "backend": backend,
+        **global_counts(inputs),
+    }
+    full = run(inputs, **options)
+    total, sums, gradient = 0, {}, torch.zeros_like(full[2])
+    # Sequences out of order, in unequal parts.
+    for rows, micro_batch in split(inputs, ([3], [7, 0], [2, 5, 1], [4, 6])):
+        loss, metrics, gradient[rows], _ = run(micro_batch, **options)
+        total = total + loss
+        for name, value in metrics.items():
+            old = sums.get(name, torch.zeros_like(value))
+            sums[name] = torch.maximum(old, value) if name == "ratio_max" else old + value
+    tolerance = POLICY_LOSS_SPLIT if backend == "reference" else POLICY_LOSS
+    assert_close(total, full[0], tolerance)
+    for name, value in full[1].items():
+        assert_close(sums[name], value, tolerance)
+    assert_close(gradient, full[2], tolerance)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_padding_does_not_change_the_loss(backend, loss_mode):
+    """Padded rows laid end to end, padding masked, against the same tokens packed."""
+    lengths, width = [5, 17, 1, 33, 16], 40
+    packed = batch(lengths) if backend == "cpp" else to_float64(batch(lengths))
+    where = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    padded = {"cu_seqlens": torch.arange(0, 5 * width + 1, width, dtype=torch.int32)}
+    for name, value in packed.items():
+        if name != "cu_seqlens":
+            fill = torch.nan if value.is_floating_point() else False
+            padded[name] = value.new_full((5 * width,), fill)
+            padded[name][where.flatten()] = value
+    for loss_agg_mode in LOSS_AGG_MODES:
+        options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode, "backend": backend}
+        got, want = run(padded, **options), run(packed, **options)
+        tolerance = POLICY_LOSS_SPLIT if backend == "reference" else POLICY_LOSS
+        assert_close(got[0], want[0], tolerance)
+        assert_close(got[2][where.flatten()], want[2], tolerance)
+        assert got[2][~where.flatten()].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_one_sequence_of_70000_tokens(backend, loss_mode):
+    inputs = batch([1, 70_000, 0])
+    options = {"loss_mode": loss_mode, "loss_agg_mode": "seq-mean-token-mean"}
+    exact = run(to_float64(inputs), backend="reference", **options)
+    assert_same(run(inputs, backend=backend, **options), exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ratios_far_from_one_stay_finite(backend):
+    inputs = batch([64])
+    inputs["log_probs"] = torch.linspace(-200, -0.01, 64)
+    for loss_mode in LOSS_MODES:
+        if loss_mode in ("cispo", "dppo_tv", "dppo_kl", "reinforce", "gspo", "gmpo"):
+            continue  # their loss holds log_probs themselves, or a mean
+        ours = run(inputs, backend=backend, loss_mode=loss_mode)
+        exact = run(to_float64(inputs), backend="reference", loss_mode=loss_mode)
+        assert ours[2].isfinite().all()
+        assert_same(ours, exact, {"rtol": 1e-4, "atol": 1e-4})
+
+
+def test_a_second_backward_and_a_scaled_one():
+    inputs = batch([30])
+    log_probs = inputs["log_probs"].requires_grad_()
+    loss, _ = policy_loss(log_probs, inputs["old_log_probs"], inputs["advantages"])
+    first = torch.autograd.grad(loss, log_probs, retain_graph=True)[0].clone()
+    torch.autograd.backward(loss, retain_graph=True)
+    log_probs.grad.mul_(5)  # what a user does to a gradient stays with the user
+    assert torch.equal(torch.autograd.grad(loss, log_probs, retain_graph=True)[0], first)
+    assert torch.equal(torch.autograd.grad(loss * 4, log_probs)[0], first * 4)
+
+
+def test_only_requested_gradients_are_computed():
+    inputs = batch([8])
+    arguments = [inputs[k] for k in ("log_probs", "old_log_probs", "advantages")]
+    loss, _ = policy_loss(*arguments)
+    assert not loss.requires_grad
+    loss, _ = policy_loss(*arguments, entropy=inputs["entropy"].requires_grad_(), entropy_coeff=1.0)
+    loss.backward()
+    assert torch.equal(inputs["entropy"].grad, torch.full((8,), -1 / 8))
+
+
+def test_strided_and_half_precision_inputs():
+    inputs = batch([40])
+    wide = {k: v.repeat_interleave(2) if k != "cu_seqlens" else v for k, v in inputs.items()}
+    strided = {k: v[::2] if k != "cu_seqlens" else v for k, v in wide.items()}
+    assert_same(run(strided), run(inputs), {"rtol": 0, "atol": 0})
+    half = inputs["log_probs"].bfloat16().requires_grad_()
+    loss, _ = policy_loss(half, inputs["old_log_probs"], inputs["advantages"])
+    loss.backward()
+    assert loss.dtype == torch.float32 and half.grad.dtype == torch.bfloat16
+
+
+def test_errors_name_what_is_wrong():
+    x = torch.zeros(4)
+    for arguments, message in (
+        ({"loss_mode": "pop"}, "loss_mode is 'pop'"),
+        ({"loss_agg_mode": "mean"}, "loss_agg_mode is 'mean'"),
+        ({"kl_type": "k4"}, "kl_type is 'k4'"),
+        ({"loss_mode": "gspo"}, "give cu_seqlens"),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, "give cu_seqlens"),
+        ({"loss_mode": "kl_cov"}, "needs selected"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0"),
+        ({"entropy": torch.zeros(3)}, r"entropy has shape \[3\]; expected \[4\]"),
+        (
+            {"loss_agg_mode": "seq-mean-token-sum-norm", "cu_seqlens": torch.tensor([0, 4])},
+            "needs loss_scale_factor",
+        ),
+        (
+            {"loss_agg_mode": "seq-mean-token-mean", "cu_seqlens": torch.tensor([0, 5])},
+            "cu_seqlens ends at 5, but there are 4 tokens",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy_loss(x, x, x, **{"backend": "cpp", **arguments})
+    with pytest.raises(ValueError, match=r"log_probs has shape \[1, 2, 2\]"):
+        policy_loss(*[x.view(1, 2, 2)] * 3)
+
+
+def test_operator_passes_opcheck_and_compiles():
+    inputs = batch([6, 4])
+    log_probs = inputs["log_probs"].requires_grad_()
+    opcheck(
+        torch.ops.hybridengine.policy_loss,
+        (
+            log_probs,
+            inputs["entropy"].requires_grad_(),
+            inputs["old_log_probs"],
+            inputs["advantages"],
+            inputs["response_mask"],
+            None,
+            inputs["ref_log_probs"],
+            None,
+            inputs["cu_seqlens"],
+            torch.tensor([10.0, 2.0], dtype=torch.float64),
+            [LOSS_MODES.index("gspo"), 3, 3, False, True, True],
+            [0.2, 0.2, 3.0, 1.0, 1.0, 1.0, 0.1, 0.1, 1.0],
+            "cpp",
+        ),
+    )
+
+    def step(log_probs, old, advantages):
+        return policy_loss(log_probs, old, advantages, global_num_tokens=10)[0]
+
+    arguments = (log_probs, inputs["old_log_probs"], inputs["advantages"])
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), step(*arguments))

@@ -1,0 +1,127 @@
+"""Unusable models are rejected from their name and files, before any weight is loaded."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, FalconConfig, GptOssConfig, Qwen3NextConfig, T5Config
+
+from hybridengine.errors import ModelError
+from hybridengine.model.validation import check_model
+from tests.tiny_models import save_tiny, tiny_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return Path(save_tiny("llama", tmp_path_factory.mktemp("model")))
+
+
+def copy_of(folder: Path, tmp_path: Path, *names: str) -> Path:
+    for name in names:
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    return tmp_path
+
+
+def test_a_valid_model_returns_its_config(folder):
+    assert type(check_model(str(folder))) is type(tiny_config("llama"))
+
+
+def test_no_such_folder():
+    with pytest.raises(ModelError, match=r"'/no/such/model' does not exist; check the path"):
+        check_model("/no/such/model")
+
+
+@pytest.mark.parametrize("name", ["no-such-org/no-such-model", "nosuchmodel"])
+def test_unreachable_hub_fails_within_seconds(name, monkeypatch):
+    import huggingface_hub.constants as constants
+
+    from hybridengine.model import validation
+
+    monkeypatch.setattr(validation, "_HUB_SECONDS", 2.0)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    start = time.monotonic()
+    with pytest.raises(ModelError, match="is not a local folder, and the Hugging Face hub has no"):
+        check_model(name)
+    assert time.monotonic() - start < 4
+
+
+def test_hub_that_never_answers_times_out(monkeypatch):
+    from hybridengine.model import validation
+
+    monkeypatch.setattr(validation, "_HUB_SECONDS", 0.5)
+    monkeypatch.setattr(validation.AutoConfig, "from_pretrained", lambda *a, **k: time.sleep(30))
+    with pytest.raises(ModelError, match=r"no such model \(no answer in 0.5 s\)"):
+        check_model("some-org/some-model")
+
+
+def test_a_file_is_no_model(folder):
+    with pytest.raises(ModelError, match="is a file; expected a folder"):
+        check_model(str(folder / "config.json"))
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        check_model(str(tmp_path))
+
+
+def test_config_and_tokenizer_without_weights(folder, tmp_path):
+    copy_of(folder, tmp_path, "config.json", "tokenizer.json", "tokenizer_config.json")
+    with pytest.raises(ModelError, match="but no weights"):
+        check_model(str(tmp_path))
+
+
+def test_index_that_names_missing_files(folder, tmp_path):
+    copy_of(folder, tmp_path, "config.json", "model.safetensors")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"lacks 'model-00002.*1 of 2 weight files missing"):
+        check_model(str(tmp_path))
+
+
+def test_broken_config(folder, tmp_path):
+    copy_of(folder, tmp_path, "model.safetensors")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be used"):
+        check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (T5Config(), r"\(t5\) is not a causal language model"),
+        (FalconConfig(), r"FalconForCausalLM\) does not call its attention"),
+        (Qwen3NextConfig(), r"layers of type \['linear_attention'\]"),
+    ],
+)
+def test_models_that_cannot_run(folder, tmp_path, config, message):
+    copy_of(folder, tmp_path, "model.safetensors")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        check_model(str(tmp_path))
+
+
+def test_quantized_model(folder, tmp_path):
+    copy_of(folder, tmp_path, "model.safetensors")
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="is quantized"):
+        check_model(str(tmp_path))
+
+
+def test_attention_sinks_name_the_layer():
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hybridengine.model import pack_rollouts, packed_logits
+    from hybridengine.model.attention import ATTENTION
+
+    config = GptOssConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    with pytest.raises(ModelError, match=r"GptOssAttention \(layer 0\) uses 's_aux'"):
+        packed_logits(model, pack_rollouts([([1, 2], [3])]))

@@ -1,0 +1,107 @@
+"""vLLM engines, sharded models and reshards between them, for tests on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["PROMPTS", "LargestAllocation", "build", "build_llm", "unequal"]
+
+PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20, [97, 4]]
+
+
+def build(
+    path: str,
+    tp_size: int,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    adapt: Callable | None = None,
+    lora_rank: int = 0,
+    fsdp_size: int = -1,
+    **options: Any,
+) -> tuple:
+    """Return (VllmEngine, sharded model, Resharder). options: of `load_causal_lm`."""
+    import torch.distributed as dist
+
+    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.lora import adapter_shards
+    from hybridengine.model.validation import check_model
+    from hybridengine.reshard import Resharder
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+    from hybridengine.rollout.vllm.engine import VllmEngine
+
+    checkpoint = checkpoint_layout_from_config(check_model(path))
+    engine = VllmEngine(
+        path,
+        checkpoint,
+        tp_size=tp_size,
+        max_model_len=64,
+        stop_token_ids=[],
+        dtype=dtype,
+        kv_cache_bytes=64 << 20,
+        lora_rank=lora_rank,
+        engine_options={"enforce_eager": True},
+    )
+    sliced = engine.layout.sliced_dims(checkpoint.parameters)
+    model = load_causal_lm(
+        path,
+        mesh=sharding_mesh("cpu", dist.get_world_size(), fsdp_size),
+        shard_dim1=lambda name: sliced.get(name) == 1,
+        adapt=adapt,
+        **options,
+    )
+    resharder = Resharder(
+        lambda: parameter_shards(model),
+        engine,
+        bucket_bytes,
+        lambda: adapter_shards(model),
+        merge=not lora_rank,
+    )
+    return engine, model, resharder
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator creates while it is active."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        fresh = isinstance(result, torch.Tensor) and not func._schema.is_mutable
+        if fresh and not func.is_view:
+            self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+        return result
+
+
+def build_llm(path: str, **options: Any) -> Any:
+    """Return a plain vLLM `LLM` (not our engine) with our weight-transfer backend."""
+    from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
+    from hybridengine.rollout.vllm.transfer import register
+
+    prepare_environment()
+    from vllm import LLM
+
+    register()  # as the entry point does in an installed package
+    with unique_shared_memory():  # tests run in parallel
+        return LLM(
+            path,
+            load_format="dummy",
+            distributed_executor_backend="external_launcher",
+            weight_transfer_config={"backend": "hybridengine"},
+            dtype="bfloat16",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            **options,
+        )
+
+
+def unequal(weights: Mapping[str, torch.Tensor], load: Callable[[], object]) -> list[str]:
+    """Return which of `weights` differ from what `load` writes into them."""
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in weights.values():
+        tensor.fill_(float("nan"))
+    load()
+    return [name for name, tensor in weights.items() if not torch.equal(tensor, before[name])]

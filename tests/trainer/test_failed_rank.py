@@ -1,0 +1,114 @@
+"""A failed or stalled rank ends the run soon, with its number and its phase."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hybridengine.runtime.status import read_status
+from tests.trainer.toy import start_toy, toy_job
+
+pytestmark = pytest.mark.multirank
+
+WITHIN_S = 60
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_failed_rank_is_named_with_its_phase(tmp_path: Path, sent: signal.Signals) -> None:
+    run = start_toy(
+        toy_job(tmp_path, **{"rollout.name": "hf", "trainer.total_training_steps": 10_000})
+    )
+    try:
+        pid = pid_of_training_rank(tmp_path / "run", rank=1)
+        sent_at = time.monotonic()
+        os.kill(pid, sent)
+        output, _ = run.communicate(timeout=WITHIN_S)
+        assert time.monotonic() - sent_at < WITHIN_S
+    finally:
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode not in (0, None)
+    last = output.splitlines()[-1]
+    how = "was killed by SIGKILL" if sent == signal.SIGKILL else "is stopped (SIGSTOP) for "
+    assert last.startswith(f"error: rank 1 (pid {pid}) {how}"), output
+    assert "in phase '" in last and "of step" in last
+
+
+def pid_of_training_rank(folder: Path, rank: int) -> int:
+    """Wait until `rank` is in the middle of a step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        status = read_status(folder).get(rank)
+        if status is not None and status.step >= 2:
+            return status.pid
+        time.sleep(0.05)
+    raise AssertionError("the run did not reach step 2 within 120 s")
+
+
+def test_a_stall_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:
+    """Rank 1 waits for its reward; rank 0 waits for rank 1 in the next collective."""
+    settings = {"rollout.name": "hf", "trainer.timeout_s": 4, "reward.timeout_s": 99}
+    job = toy_job(tmp_path, **settings)
+    (tmp_path / "reward.py").write_text(
+        "import os, time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    while os.environ.get('RANK') == '1' and solution_str:\n"
+        "        time.sleep(0.01)\n"
+        "    return 0.5\n"
+    )
+    run = start_toy(job)
+    try:
+        output, _ = run.communicate(timeout=WITHIN_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert last.startswith("error: rank 0 (pid "), output
+    assert "in phase 'gather_rollouts' of step 1" in last
+    assert "meanwhile rank 1 is in phase 'reward' of step 1" in last
+    assert "hybridengine/rewards/workers.py:" in last
+    stacks = output.index("rank 1 stalls in phase 'reward' of step 1; its stacks:")
+    assert "rewards/workers.py" in output[stacks:]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "call"), [(1, "os._exit(0)"), (2, "os._exit(0)"), (1, "exit(0)")]
+)
+def test_exit_code_0_in_the_middle_is_a_failure(tmp_path: Path, ranks: int, call: str) -> None:
+    """User code ends the process of the last rank in the middle of a step."""
+    settings = {
+        "rollout.name": "hf",
+        "trainer.n_gpus_per_node": ranks,
+        "algorithm.adv_estimator": "ending",
+        "model.external_lib": tmp_path / "mine.py",
+    }
+    job = toy_job(tmp_path, **settings)
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "from sys import exit\n"
+        "from hybridengine.trainer.algorithms import advantages, register_estimator\n"
+        "@register_estimator('ending')\n"
+        "def ending(responses, options):\n"
+        f"    if os.environ['RANK'] == '{ranks - 1}':\n"
+        f"        {call}\n"
+        "    return advantages('grpo', responses, options)\n"
+    )
+    run = start_toy(job)
+    try:
+        output, _ = run.communicate(timeout=2 * WITHIN_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert last.startswith(f"error: rank {ranks - 1} (pid "), output
+    assert "in phase 'adv' of step 1" in last
+    how = "sys.exit(0) was called" if call == "exit(0)" else "without finishing the run"
+    assert how in last, output
+    assert not (tmp_path / "run" / "final").exists()

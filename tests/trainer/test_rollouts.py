@@ -1,0 +1,57 @@
+"""Rollouts: more ranks than prompts; the groups that dynamic sampling selects."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridengine.data import PromptSample
+from hybridengine.trainer.rollouts import Rollout, select_groups
+from tests.trainer.in_process import run_jobs, small_job
+
+
+def group(number: int, index: int, scores: list[float], acc: list[float] | None = None):
+    sample = PromptSample(index, [1], "", "", "", {})
+    accs = acc or scores
+    return [
+        Rollout(number, sample, "", [1], [0.0], score, {"acc": a}, "stop")
+        for score, a in zip(scores, accs, strict=True)
+    ]
+
+
+FIRST = [*group(0, 10, [1, 1]), *group(1, 11, [0, 1]), *group(2, 12, [0, 0])]
+SECOND = [*group(0, 20, [1, 0]), *group(1, 21, [0, 0]), *group(2, 22, [1, 0])]
+
+
+def chosen(batches, metric="score", wanted=3):
+    rollouts, with_signal = select_groups(batches, metric, wanted)
+    assert [r.group for r in rollouts] == [i for i in range(wanted) for _ in range(2)]
+    return [r.sample.index for r in rollouts[::2]], with_signal
+
+
+@pytest.mark.multirank
+def test_a_rank_without_prompts_takes_part(tmp_path: Path):
+    """One prompt for two engines."""
+    options = ["data.train_batch_size=1", "trainer.n_gpus_per_node=2"]
+    [result] = run_jobs(tmp_path, [[*small_job(tmp_path), *options]], world_size=2)
+    assert not result.refused and len(result.rollouts["step_1"]) == 4
+    assert result.last["actor/grad_norm"] > 0
+
+
+def test_groups_with_signal_come_first_in_their_order():
+    assert chosen([FIRST, SECOND]) == ([11, 20, 22], 3)
+    assert chosen([FIRST, SECOND], wanted=2) == ([11, 20], 2)
+
+
+def test_a_short_batch_is_filled_with_what_there_is():
+    assert chosen([FIRST]) == ([11, 10, 12], 1)
+
+
+def test_the_metric_may_be_a_further_result():
+    batch = [*group(0, 5, [0.5, 0.6], [1, 1]), *group(1, 6, [0.5, 0.5], [0, 1])]
+    assert chosen([batch], "acc", 2) == ([6, 5], 1)
+    assert chosen([batch], "seq_reward", 2) == ([5, 6], 1)
+
+
+def test_a_group_of_one_has_signal():
+    alone = group(0, 1, [1.0])
+    assert select_groups([alone], "score", 1) == (alone, 1)

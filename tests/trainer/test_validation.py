@@ -1,0 +1,92 @@
+"""Validation per data source: verl's names, and its best-of-n and majority votes in expectation."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridengine.data import PromptSample
+from hybridengine.reward_worker.results import to_numbers
+from hybridengine.trainer.rollouts import Rollout
+from hybridengine.trainer.validation import (
+    ValidationHistory,
+    expected_best,
+    expected_majority,
+    source_metrics,
+)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.integers(min_value=1, max_value=4))
+def test_best_is_the_mean_over_all_draws(values: list[float], n: int) -> None:
+    of_all = fmean(max(drawn) for drawn in itertools.product(values, repeat=n))
+    assert expected_best(values, n) == pytest.approx(of_all, abs=1e-9)
+
+
+def test_majority_is_near_the_mean_over_all_draws() -> None:
+    values, preds, n = [1.0, 0.0, 1.0, 0.0, 0.5], [7.0, 8.0, 7.0, 9.0, 8.0], 3
+
+    def vote(drawn: tuple[int, ...]) -> float:
+        answers = [preds[i] for i in drawn]
+        return values[drawn[max(range(n), key=lambda k: (answers.count(answers[k]), -k))]]
+
+    of_all = fmean(vote(drawn) for drawn in itertools.product(range(5), repeat=n))
+    assert expected_majority(values, preds, n) == pytest.approx(of_all, abs=0.06)  # 4 sd
+    assert expected_majority(values, [1.0] * 5, 5) == pytest.approx(fmean(values), abs=0.06)
+    assert expected_majority([0.25] * 5, preds, 4) == 0.25
+
+
+def test_names_and_sources() -> None:
+    problems = [
+        ("openai/gsm8k", {"reward": [0.0, 1.0, 1.0, 0.0]}, [1.0, 2.0, 2.0, 3.0]),
+        ("openai/gsm8k", {"reward": [1.0, 1.0, 1.0, 1.0]}, [2.0, 2.0, 2.0, 2.0]),
+        ("sums", {"reward": [0.5, 0.5, 0.5, 0.5], "acc": [0.0, 0.0, 0.0, 1.0]}, None),
+    ]
+    found = source_metrics(problems)
+    assert found["val-core/openai/gsm8k/reward/mean@4"] == 0.75
+    assert found["val-core/openai/gsm8k/reward/best@4/mean"] == pytest.approx((1 - 0.5**4 + 1) / 2)
+    assert found["val-aux/openai/gsm8k/reward/best@2/mean"] == pytest.approx((1 - 0.5**2 + 1) / 2)
+    assert found["val-aux/openai/gsm8k/reward/worst@4/mean"] == pytest.approx((0.5**4 + 1) / 2)
+    assert 0.75 < found["val-core/openai/gsm8k/reward/maj@4/mean"] <= 1
+    assert found["val-core/sums/acc/mean@4"] == 0.25
+    assert found["val-aux/sums/reward/mean@4"] == 0.5
+    assert not any("maj" in name for name in found if "sums" in name)
+
+
+def test_one_response_has_a_mean_only() -> None:
+    assert source_metrics([("sums", {"reward": [r]}, None) for r in (1.0, 0.0)]) == {
+        "val-core/sums/reward/mean@1": 0.5
+    }
+
+
+def rollout(index: int, source: str, score: float, pred: float | None = None) -> Rollout:
+    sample = PromptSample(index, [5], "?", source, "2", {})
+    return Rollout(index, sample, " 2", [9], [-0.5], score, {}, "stop", pred=pred)
+
+
+def test_votes_are_counted_over_the_answers_that_a_reward_gives() -> None:
+    answers = [to_numbers({"score": s, "pred": p}) for s, p in ((1, "42"), (0, "41"), (1, "42"))]
+    found = ValidationHistory().add([rollout(0, "a", of["score"], of["pred"]) for of in answers])
+    assert found["val-core/a/reward/mean@3"] == pytest.approx(2 / 3)
+    assert found["val-core/a/reward/maj@3/mean"] > found["val-core/a/reward/mean@3"]
+    assert not any("pred" in name for name in found)
+
+
+def test_a_resumed_run_compares_with_the_start_of_the_whole_run() -> None:
+    straight, resumed = ValidationHistory(), ValidationHistory()
+    first = [rollout(0, "a", 0.0), rollout(1, "b", 0.0), rollout(2, "b", 1.0)]
+    metrics = straight.add(first)
+    assert metrics["val/score"] == pytest.approx(1 / 3)
+    assert metrics["val-core/a/reward/mean@1"] == 0.0
+    assert metrics["val-core/b/reward/mean@1"] == 0.5
+    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    last = [rollout(0, "a", 1.0), rollout(1, "b", 1.0), rollout(2, "b", 1.0)]
+    straight.add(last)
+    resumed.add(last)
+    assert resumed.summary() == straight.summary() and resumed.lines() == straight.lines()
+    assert resumed.summary()["val_score_start"] == pytest.approx(1 / 3)
+    assert resumed.summary()["val_core_start_end"]["b/reward/mean@1"] == [0.5, 1.0]
