@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures lint bench dist gpu-report cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures lint check bench dist gpu-report cuda-check clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,16 +33,20 @@ test: setup ## All tests (GPU tests run where there is a GPU)
 test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
 
-lint: setup ## ruff, clang-format and mypy, changing nothing
+lint: setup ## ruff, clang-format, mypy and import-linter, changing nothing
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
 
-bench: setup ## Time every operator against its peers on this machine
+check: lint ## lint, types and the fast tests, in under three minutes
+	@$(PY) -m pytest -q -m "not multirank and not slow"
+
+bench: setup ## Time every operator against its baselines on this machine
 	@$(PY) -m benchmarks
 
-dist: setup ## Build sdist and wheel into dist/; install the sdist into an empty environment
+dist: setup ## Build sdist and wheel into dist/; try every way to install them in an empty environment
 	@tools/check_dist.sh
 
 gpu-report: ## On a GPU machine: build with its own python3, test and time the kernels
