@@ -12,6 +12,7 @@ void register_memory_pool(pybind11::module_& m);
 void register_mixed_gemm(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_policy_loss(pybind11::module_& m);
+void register_sparse_linear(pybind11::module_& m);
 void register_strided_copy(pybind11::module_& m);
 
 }  // namespace hybridengine
@@ -32,5 +33,6 @@ PYBIND11_MODULE(_C, m) {
   register_mixed_gemm(m);
   register_packing(m);
   register_policy_loss(m);
+  register_sparse_linear(m);
   register_strided_copy(m);
 }

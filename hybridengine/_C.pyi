@@ -105,6 +105,22 @@ class CopyTable:
     def __init__(self, table: Tensor) -> None: ...
     def copy(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None: ...
 
+def sparse_logits(
+    hidden: Tensor, weight: Tensor, ids: Tensor, ends: Tensor, first_id: int
+) -> Tensor: ...
+def sparse_hidden_grad(
+    hidden: Tensor, weight: Tensor, ids: Tensor, ends: Tensor, first_id: int, grad_logits: Tensor
+) -> Tensor: ...
+def sparse_weight_grad(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    ends: Tensor,
+    first_id: int,
+    grad_logits: Tensor,
+    out: Tensor,
+    accumulate: bool,
+) -> None: ...
 def strided_copy(
     sources: Sequence[Tensor], destinations: Sequence[Tensor], table: Tensor
 ) -> None: ...

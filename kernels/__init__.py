@@ -14,6 +14,7 @@ from .logprob import RowStats, check_labels, token_log_probs
 from .packing import Packed, pack, pack_sequences, unpack
 from .policy_loss import LOSS_MODES, policy_loss, select_by_covariance, token_kl
 from .rollout_correction import REJECTION_CRITERIA, RolloutCorrection, rollout_correction
+from .sparse_linear import sparse_linear_token_log_probs
 from .strided_copy import strided_copy
 from .value_loss import value_loss
 
@@ -42,6 +43,7 @@ __all__ = [
     "policy_loss",
     "rollout_correction",
     "select_by_covariance",
+    "sparse_linear_token_log_probs",
     "strided_copy",
     "token_kl",
     "token_log_probs",

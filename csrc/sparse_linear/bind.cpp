@@ -1,0 +1,117 @@
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <vector>
+
+#include "common/binding.h"
+#include "sparse_linear/params.h"
+
+namespace hybridengine {
+
+namespace {
+
+void fill(SparseRows& p, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids,
+          const at::Tensor& ends, int64_t first_id) {
+  const char* op = "sparse_linear_token_log_probs";
+  check_same_device(op, {{"hidden", hidden}, {"weight", weight}, {"kept_ids", ids}});
+  if (!hidden.device().is_cpu()) no_kernel_for(hidden.device(), op);
+  for (const NamedTensor& x : {NamedTensor("hidden", hidden), NamedTensor("weight", weight)}) {
+    TORCH_CHECK_VALUE(x.tensor->dim() == 2 && (x.tensor->size(1) <= 1 || x.tensor->stride(1) == 1),
+                      op, ": ", x.name, " has shape ", x.tensor->sizes(), " and strides ",
+                      x.tensor->strides(), "; expected a matrix with inner stride 1");
+  }
+  p.dtype = float_dtype(hidden, "hidden");
+  TORCH_CHECK_VALUE(p.dtype != DType::f64 && weight.scalar_type() == hidden.scalar_type() &&
+                        weight.size(1) == hidden.size(1),
+                    op, ": hidden is ", hidden.sizes(), " ", hidden.scalar_type(), ", weight ",
+                    weight.sizes(), " ", weight.scalar_type(),
+                    "; expected [T, H] and [V, H] of one dtype below float64");
+  p.hidden = hidden.const_data_ptr();
+  p.hidden_stride = hidden.stride(0);
+  p.weight = weight.const_data_ptr();
+  p.weight_stride = weight.stride(0);
+  p.rows = hidden.size(0);
+  p.width = hidden.size(1);
+  p.vocab = weight.size(0);
+  check_vector(ids, "kept_ids", at::kInt, ids.numel());
+  check_vector(ends, "cu_kept", at::kInt, p.rows + 1);
+  p.ids = ids.const_data_ptr<int32_t>();
+  p.ends = ends.const_data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(p.ends[p.rows] == ids.numel(), op, ": cu_kept ends at ", p.ends[p.rows],
+                    ", but there are ", ids.numel(), " kept_ids");
+  p.first_id = first_id;
+  p.num_threads = at::get_num_threads();
+}
+
+at::Tensor sparse_logits(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids,
+                         const at::Tensor& ends, int64_t first_id) {
+  SparseLogits p{};
+  fill(p, hidden, weight, ids, ends, first_id);
+  at::Tensor logits = at::empty({ids.numel()}, hidden.options().dtype(at::kFloat));
+  p.logits = logits.mutable_data_ptr<float>();
+  py::gil_scoped_release no_gil;
+  sparse_logits_cpu(p);
+  return logits;
+}
+
+at::Tensor sparse_hidden_grad(const at::Tensor& hidden, const at::Tensor& weight,
+                              const at::Tensor& ids, const at::Tensor& ends, int64_t first_id,
+                              const at::Tensor& grad_logits) {
+  SparseHiddenGrad p{};
+  fill(p, hidden, weight, ids, ends, first_id);
+  check_vector(grad_logits, "grad_logits", at::kFloat, ids.numel());
+  p.grad_logits = grad_logits.const_data_ptr<float>();
+  at::Tensor grad = at::empty({p.rows, p.width}, hidden.options());
+  p.hidden_grad = grad.mutable_data_ptr();
+  py::gil_scoped_release no_gil;
+  sparse_hidden_grad_cpu(p);
+  return grad;
+}
+
+// Into `out`, which is of the weight's dtype, or float32 to add to.
+void sparse_weight_grad(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids,
+                        const at::Tensor& ends, int64_t first_id, const at::Tensor& grad_logits,
+                        at::Tensor& out, bool accumulate) {
+  SparseWeightGrad p{};
+  fill(p, hidden, weight, ids, ends, first_id);
+  check_vector(grad_logits, "grad_logits", at::kFloat, ids.numel());
+  TORCH_CHECK_VALUE(out.is_contiguous() && out.sizes() == weight.sizes() && out.is_cpu() &&
+                        out.scalar_type() == (accumulate ? at::kFloat : weight.scalar_type()),
+                    "sparse_linear_token_log_probs: main_grad has shape ", out.sizes(),
+                    " and dtype ", out.scalar_type(), "; expected contiguous float32 ",
+                    weight.sizes());
+  p.grad_logits = grad_logits.const_data_ptr<float>();
+  p.weight_grad = out.mutable_data_ptr();
+  p.grad_dtype = float_dtype(out, "weight_grad");
+  p.accumulate = accumulate;
+  py::gil_scoped_release no_gil;
+  // A counting sort by id, stable.
+  std::vector<int64_t> begin(p.vocab + 1, 0);
+  const int64_t entries = ids.numel();
+  const auto local = [&](int64_t i) { return p.ids[i] - p.first_id; };
+  const auto is_local = [&](int64_t i) { return local(i) >= 0 && local(i) < p.vocab; };
+  for (int64_t i = 0; i < entries; ++i) begin[is_local(i) ? local(i) + 1 : 0] += is_local(i);
+  for (int64_t id = 0; id < p.vocab; ++id) begin[id + 1] += begin[id];
+  std::vector<int32_t> entry(begin[p.vocab]);
+  std::vector<int64_t> next(begin.begin(), begin.end() - 1);
+  for (int64_t i = 0; i < entries; ++i) {
+    if (is_local(i)) entry[next[local(i)]++] = static_cast<int32_t>(i);
+  }
+  p.entry = entry.data();
+  p.begin = begin.data();
+  sparse_weight_grad_cpu(p);
+}
+
+}  // namespace
+
+void register_sparse_linear(py::module_& m) {
+  m.def("sparse_logits", &sparse_logits, py::arg("hidden"), py::arg("weight"), py::arg("ids"),
+        py::arg("ends"), py::arg("first_id"));
+  m.def("sparse_hidden_grad", &sparse_hidden_grad, py::arg("hidden"), py::arg("weight"),
+        py::arg("ids"), py::arg("ends"), py::arg("first_id"), py::arg("grad_logits"));
+  m.def("sparse_weight_grad", &sparse_weight_grad, py::arg("hidden"), py::arg("weight"),
+        py::arg("ids"), py::arg("ends"), py::arg("first_id"), py::arg("grad_logits"),
+        py::arg("out"), py::arg("accumulate"));
+}
+
+}  // namespace hybridengine

@@ -1,0 +1,256 @@
+"""sparse_linear_token_log_probs: log-probs over the vocabulary entries that sampling kept.
+
+With top-k, top-p or min-p sampling the engine's distribution is the softmax over a few kept entries
+of a row, so the policy ratio needs the trainer's log-prob over the same entries (the sampling mask
+of the rollout is replayed). With K entries kept in all this takes 2 K H operations and K logits,
+where the dense operator with a vocab_mask takes 2 T V H and [T, V]: K / T is typically below 20,
+V above 100,000. Backward is 4 K H, and writes the weight gradient once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _check as check
+from .._per_token import compute_dtype
+from ..linear import linear_token_log_probs
+from ..linear.arguments import check_linear, register_linear_autograd, split_row_options
+from ..linear.chunks import sum_over_ranks
+from ..logprob.options import ROW_SCHEMA, RowOptions, in_shape, row_options
+from .products import OP, Products, row_index, segment_reduce
+
+SCHEMA = (
+    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor token_ids, {ROW_SCHEMA}, "
+    "Tensor ids, Tensor ends, str? backend"
+)
+
+# With more kept entries than this part of T * V, a dense product is faster.
+DENSE_PART = 1 / 64
+
+
+def sparse_linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    kept_ids: Tensor,
+    cu_kept: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    group: dist.ProcessGroup | None = None,
+    main_grad: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `token_ids` and entropy, over the kept vocabulary entries of each row.
+
+    Equal to `linear_token_log_probs` with a vocab_mask of the same entries.
+
+    Args:
+        hidden: [T, H]; weight: [V, H] of the same dtype; token_ids: [T] int32 or int64.
+        kept_ids: [K] int32 or int64, the kept vocabulary entries of every row, ascending in a row.
+        cu_kept: [T + 1] int32 or int64: row t has kept_ids[cu_kept[t]:cu_kept[t + 1]]. A row whose
+            token is not kept has log-prob -inf.
+        temperature, logit_scale, softcap, ignore_index: as in `token_log_probs`.
+        bias: [V] or None.
+        group: every rank holds a slice of the vocabulary, weight [V_r, H], in rank order, and the
+            same hidden and kept_ids (counted over the whole vocabulary); the gradient of hidden is
+            summed over the ranks.
+        main_grad: [V, H] float32, contiguous; the weight gradient is added into it and weight.grad
+            stays None.
+        backend: `cpp`, `triton` or `reference`; None takes the best one.
+
+    Returns:
+        log_probs [T] and entropy [T], float32, differentiable in hidden, weight and bias (once, in
+        reverse mode). Deterministic: sums run in a fixed order, and a row's result does not depend
+        on the other rows. Where more than 1/64 of T * V is kept, and there is no group, the dense
+        operator computes it.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, ids that are not ascending, or a row
+            without kept entries. IndexError: an id outside the vocabulary. (Values are checked on
+            the CPU; on a GPU such rows are NaN.)
+
+    Example:
+        >>> hidden, weight = torch.zeros(2, 8), torch.randn(5, 8)
+        >>> kept_ids, cu_kept = torch.tensor([0, 3, 4, 2]), torch.tensor([0, 3, 4])
+        >>> log_probs, _ = sparse_linear_token_log_probs(
+        ...     hidden, weight, torch.tensor([3, 2]), kept_ids, cu_kept
+        ... )
+        >>> [round(value, 4) for value in log_probs.tolist()]
+        [-1.0986, 0.0]
+    """
+    check.shape(OP, "hidden", hidden, "T H", {})
+    token_ids = check_linear(OP, hidden, weight, token_ids, bias, main_grad)
+    options = row_options(
+        OP, token_ids, weight.shape[0], temperature, logit_scale, softcap, ignore_index, None, group
+    )
+    check.same_device(OP, hidden=hidden, kept_ids=kept_ids, cu_kept=cu_kept)
+    check.shape(OP, "kept_ids", kept_ids, "K", {})
+    kept_ids = check.ids(OP, "kept_ids", kept_ids)
+    check.shape(OP, "cu_kept", cu_kept, "N", {"N": (hidden.shape[0] + 1, "hidden, T + 1")})
+    cu_kept = check.cu_seqlens(OP, cu_kept, kept_ids.shape[0], name="cu_kept")
+    if check.readable(kept_ids):
+        _check_kept(kept_ids, cu_kept, token_ids, options, weight.shape[0])
+    if group is None and kept_ids.shape[0] > DENSE_PART * hidden.shape[0] * weight.shape[0]:
+        return linear_token_log_probs(
+            hidden, weight, token_ids, temperature, bias=bias, logit_scale=logit_scale,
+            softcap=softcap, ignore_index=ignore_index, main_grad=main_grad,
+            vocab_mask=_as_mask(kept_ids, cu_kept, weight.shape[0]),
+            backend="reference" if backend == "reference" else None,
+        )  # fmt: skip
+    log_probs, entropy, *_ = torch.ops.hybridengine.sparse_linear_token_log_probs(
+        hidden, weight, bias, token_ids, *options, kept_ids.int(), cu_kept, backend, main_grad
+    )
+    return in_shape(log_probs, token_ids.shape), in_shape(entropy, token_ids.shape)
+
+
+def _check_kept(
+    kept_ids: Tensor, cu_kept: Tensor, token_ids: Tensor, options: RowOptions, vocab: int
+) -> None:
+    """Check the values of the arguments, which must be readable."""
+    if int(cu_kept[-1]) != kept_ids.shape[0]:
+        raise ValueError(
+            f"{OP}: cu_kept ends at {int(cu_kept[-1])}, but there are {kept_ids.shape[0]} "
+            "kept_ids; expected the same number."
+        )
+    if options.vocab_range is not None:
+        vocab = int(options.vocab_range[1])
+    allowed = f"expected 0 <= id < {vocab}"
+    _check_ids("kept_ids", kept_ids, (kept_ids < 0) | (kept_ids >= vocab), vocab, allowed)
+    outside = ((token_ids < 0) | (token_ids >= vocab)) & (token_ids != options.ignore_index)
+    allowed += f" or ignore_index ({options.ignore_index})"
+    _check_ids("token_ids", token_ids, outside, vocab, allowed)
+    rows = row_index(cu_kept, kept_ids.shape[0])
+    falls = (kept_ids[1:] <= kept_ids[:-1]) & (rows[1:] == rows[:-1])
+    if falls.any():
+        k = int(falls.nonzero()[0]) + 1
+        raise ValueError(
+            f"{OP}: kept_ids[{k}] is {int(kept_ids[k])}, after {int(kept_ids[k - 1])} in row "
+            f"{int(rows[k])}; expected ascending ids without repeats in each row."
+        )
+    empty = (cu_kept.diff() == 0) & (token_ids != options.ignore_index)
+    if empty.any():
+        raise ValueError(
+            f"{OP}: row {int(empty.nonzero()[0])} has no kept_ids; expected at least the id of "
+            "its token, or ignore_index as its token."
+        )
+
+
+def _check_ids(name: str, ids: Tensor, outside: Tensor, vocab: int, allowed: str) -> None:
+    if outside.any():
+        k = int(outside.nonzero()[0])
+        raise IndexError(
+            f"{OP}: {name}[{k}] is {int(ids[k])}, outside the vocabulary of {vocab}; {allowed}."
+        )
+
+
+def _as_mask(kept_ids: Tensor, cu_kept: Tensor, vocab: int) -> Tensor:
+    mask = torch.zeros(cu_kept.shape[0] - 1, vocab, dtype=torch.bool, device=kept_ids.device)
+    mask[row_index(cu_kept, kept_ids.shape[0]), kept_ids] = True
+    return mask
+
+
+def _distribution(
+    logits: Tensor, products: Products, options: RowOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log p, p and d z / d logit of every entry, float64 [K]."""
+    ends, rows, ids = products.ends, products.row_index, products.ids
+    vocab = products.weight.shape[0] if options.vocab_range is None else options.vocab_range[1]
+    x = logits.double().masked_fill((ids < 0) | (ids >= vocab), torch.nan)
+    y = x * options.logit_scale
+    slope = torch.full_like(y, options.logit_scale)
+    if options.softcap:
+        y = options.softcap * torch.tanh(y / options.softcap)
+        slope = slope * (1.0 - (y / options.softcap).square())
+    factor: float | Tensor = 1.0 / options.temperature
+    if options.temperatures is not None:
+        factor = options.temperatures.double().reciprocal()[rows]
+    z, slope = y * factor, slope * factor
+    d = z - segment_reduce(z, ends, "max")[rows]
+    log_p = d - segment_reduce(d.exp(), ends, "sum").log()[rows]
+    return log_p, log_p.exp(), slope
+
+
+def _is_token(products: Products, token_ids: Tensor) -> Tensor:
+    """Return 1 for the entries that are their row's token, float64 [K]."""
+    return (products.ids == token_ids[products.row_index]).double()
+
+
+@torch.library.custom_op(
+    f"hybridengine::{OP}",
+    mutates_args=(),
+    schema=f"({SCHEMA}, Tensor? main_grad) -> (Tensor, Tensor, Tensor)",
+)
+def _forward_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log_probs [T], entropy [T] and logits [K], which are summed over the ranks of a group."""
+    options, (ids, ends, backend, _) = split_row_options(arguments)
+    products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
+    logits = sum_over_ranks(products.logits(bias), options.group)
+    log_p, p, _ = _distribution(logits, products, options)
+    token = _is_token(products, token_ids)
+    log_probs = segment_reduce(log_p.where(token != 0, 0.0), ends, "sum")
+    log_probs = log_probs.where(segment_reduce(token, ends, "sum") != 0, -torch.inf)
+    entropy = -segment_reduce(p * log_p.masked_fill(p == 0, 0.0), ends, "sum")
+    empty, ignored = ends.diff() == 0, token_ids == options.ignore_index
+    log_probs, entropy = (
+        x.masked_fill(empty, torch.nan).masked_fill(ignored, 0.0).to(logits.dtype)
+        for x in (log_probs, entropy)
+    )
+    return log_probs, entropy, logits
+
+
+@_forward_op.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, (ids, *_rest) = split_row_options(arguments)
+    rows, dtype = hidden.shape[0], compute_dtype(hidden)
+    log_probs, entropy = (hidden.new_empty(rows, dtype=dtype) for _ in range(2))
+    return log_probs, entropy, hidden.new_empty(ids.shape[0], dtype=dtype)
+
+
+@torch.library.custom_op(
+    f"hybridengine::{OP}_backward",
+    mutates_args=("main_grad",),
+    schema=f"({SCHEMA}, Tensor(a!)? main_grad, Tensor logits, Tensor entropy, "
+    "Tensor? grad_log_probs, Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+)
+def _backward_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of hidden, weight and bias; those not `wanted` are empty."""
+    options, rest = split_row_options(arguments)
+    ids, ends, backend, main_grad, logits, entropy, grad_log_probs, grad_entropy, wanted = rest
+    products = Products.choose(hidden, weight, ids, ends, options.vocab_range, backend)
+    rows = products.row_index
+    log_p, p, slope = _distribution(logits, products, options)
+    active, grad = torch.zeros_like(token_ids, dtype=torch.bool), torch.zeros_like(p)
+    if grad_log_probs is not None:
+        grad += grad_log_probs.double()[rows] * (_is_token(products, token_ids) - p)
+        active |= grad_log_probs != 0
+    if grad_entropy is not None:
+        shifted = log_p.masked_fill(p == 0, 0.0) + entropy.double()[rows]
+        grad -= grad_entropy.double()[rows] * p * shifted
+        active |= grad_entropy != 0
+    active &= token_ids != options.ignore_index
+    grad = (grad * slope).where(active[rows], 0.0).to(logits.dtype)
+    grads = [hidden.new_empty(0) for _ in range(3)]
+    if wanted[0]:
+        grads[0] = sum_over_ranks(products.hidden_grad(grad), options.group)
+    if wanted[1]:
+        grads[1] = products.weight_grad(grad, main_grad)
+    if bias is not None and wanted[2]:
+        grads[2] = products.bias_grad(grad).to(bias.dtype)
+    return tuple(grads)
+
+
+register_linear_autograd(OP, main_grad_at=3, from_results=lambda results: (results[2], results[1]))

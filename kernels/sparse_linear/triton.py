@@ -1,0 +1,121 @@
+"""The products of sparse_linear_token_log_probs in Triton, one program per row of the result.
+
+Every sum runs in a fixed order, so results do not depend on the number of rows or on the device's
+scheduling. A gradient of 0 is not multiplied: a masked row may hold NaN.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024  # elements of a row at a time
+
+
+@triton.jit
+def logits_kernel(
+    hidden, weight, ids, row, vocab_range, logits,
+    hidden_stride, weight_stride, width, vocab,
+    SLICED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0).to(tl.int64)
+    local = tl.load(ids + entry).to(tl.int64)
+    if SLICED:
+        local -= tl.load(vocab_range)
+    inside = (local >= 0) & (local < vocab)
+    a = hidden + tl.load(row + entry).to(tl.int64) * hidden_stride
+    b = weight + tl.where(inside, local, 0) * weight_stride
+    end = tl.where(inside, width, 0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, width, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        x = tl.load(a + columns, columns < end, 0.0).to(tl.float32)
+        total += x * tl.load(b + columns, columns < end, 0.0).to(tl.float32)
+    tl.store(logits + entry, tl.sum(total, 0))
+
+
+@triton.jit
+def hidden_grad_kernel(
+    weight, ids, ends, vocab_range, grad_logits, out,
+    weight_stride, width, vocab,
+    SLICED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    first = tl.load(vocab_range) if SLICED else 0
+    for entry in range(tl.load(ends + row), tl.load(ends + row + 1)):
+        local = tl.load(ids + entry).to(tl.int64) - first
+        grad = tl.load(grad_logits + entry)
+        used = (local >= 0) & (local < vocab) & (grad != 0)
+        source = weight + tl.where(used, local, 0) * weight_stride + columns
+        value = tl.load(source, columns < tl.where(used, width, 0), 0.0).to(tl.float32)
+        total += tl.where(used, grad, 0.0) * value
+    tl.store(out + row * width + columns, total.to(out.dtype.element_ty), columns < width)
+
+
+@triton.jit
+def weight_grad_kernel(
+    hidden, row, order, begin, grad_logits, out,
+    hidden_stride, width,
+    ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    local = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, last = tl.load(begin + local), tl.load(begin + local + 1)
+    target = out + local * width + columns
+    total = tl.zeros([BLOCK], tl.float32)
+    end = width
+    if ACCUMULATE:
+        end = tl.where(first < last, width, 0)  # rows without entries are left alone
+        total += tl.load(target, columns < end, 0.0)
+    for i in range(first, last):
+        entry = tl.load(order + i)
+        grad = tl.load(grad_logits + entry)
+        source = hidden + tl.load(row + entry).to(tl.int64) * hidden_stride + columns
+        value = tl.load(source, columns < tl.where(grad != 0, width, 0), 0.0).to(tl.float32)
+        total += grad * value
+    tl.store(target, total.to(out.dtype.element_ty), columns < end)
+
+
+def _block(width: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(max(width, 16)))
+
+
+def logits(
+    hidden: Tensor, weight: Tensor, ids: Tensor, row: Tensor, first: Tensor | None
+) -> Tensor:
+    out = hidden.new_empty(ids.shape[0], dtype=torch.float32)
+    if out.numel():
+        logits_kernel[(ids.shape[0],)](
+            hidden, weight, ids, row, first, out, hidden.stride(0), weight.stride(0),
+            hidden.shape[1], weight.shape[0], first is not None, _block(hidden.shape[1]),
+        )  # fmt: skip
+    return out
+
+
+def hidden_grad(
+    hidden: Tensor, weight: Tensor, ids: Tensor, ends: Tensor, first: Tensor | None, grad: Tensor
+) -> Tensor:
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    (rows, width), block = hidden.shape, _block(hidden.shape[1])
+    if out.numel():
+        hidden_grad_kernel[(rows, triton.cdiv(width, block))](
+            weight, ids, ends, first, grad, out, weight.stride(0), width, weight.shape[0],
+            first is not None, block,
+        )  # fmt: skip
+    return out
+
+
+def weight_grad(
+    hidden: Tensor, row: Tensor, order: Tensor, begin: Tensor, grad: Tensor, out: Tensor, add: bool
+) -> None:
+    """order: entries sorted by id, stably. begin: [V + 1], where each id's begin in `order`."""
+    (vocab, width), block = out.shape, _block(out.shape[1])
+    if out.numel():
+        weight_grad_kernel[(vocab, triton.cdiv(width, block))](
+            hidden, row, order, begin, grad, out, hidden.stride(0), width, add, block
+        )

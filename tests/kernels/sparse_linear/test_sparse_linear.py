@@ -1,0 +1,157 @@
+"""sparse_linear_token_log_probs against the dense operator with a vocab_mask, in float64."""
+
+import pytest
+import torch
+from hybridengine.kernels import linear_token_log_probs
+from hybridengine.kernels.sparse_linear import op as module
+from hybridengine.kernels.sparse_linear import sparse_linear_token_log_probs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tolerances
+from tests.kernels.interpreter import run_interpreted
+from tests.kernels.sparse_linear.cases import OPTIONS, gradients, options_for, problem
+from tests.ranks import run_ranks
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Of gradients of 16-bit inputs: one rounding to 8 bits.
+ROUNDED = {"rtol": 2**-8, "atol": 2**-8}
+
+
+def dense(hidden, weight, bias, token_ids, kept, **options):
+    return linear_token_log_probs(
+        hidden, weight, token_ids, bias=bias, vocab_mask=kept.mask, backend="reference", **options
+    )
+
+
+def sparse(hidden, weight, bias, token_ids, kept, **options):
+    return sparse_linear_token_log_probs(
+        hidden, weight, token_ids, kept.ids, kept.cu, bias=bias, **options
+    )
+
+
+def assert_equal_to_dense(case, device="cpu", tolerance=None, backend=None, **options):
+    exact = gradients(dense, case, dtype=torch.float64, **options)
+    found = gradients(sparse, case, device=device, backend=backend, **options)
+    for name, got, expected in zip(
+        ("log_prob", "entropy", "h", "w", "b"), found, exact, strict=True
+    ):
+        torch.testing.assert_close(
+            got.double(), expected, **(tolerance or tolerances.LINEAR),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(0, 30),
+    width=st.integers(1, 70),
+    vocab=st.integers(1, 300),
+    most=st.integers(1, 12),
+    seed=st.integers(0, 2**20),
+)
+def test_equal_to_the_dense_operator(device, rows, width, vocab, most, seed):
+    case = problem(rows, width, vocab, most, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "DENSE_PART", 1)
+        assert_equal_to_dense(case, device)
+
+
+@pytest.mark.parametrize("backend", ("cpp", "reference"))
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option(option, backend):
+    case = problem(23, 65, 3000, 9, seed=1)
+    assert_equal_to_dense(case, backend=backend, **options_for(option, case))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_16_bit_inputs(dtype):
+    case = problem(40, 96, 5000, 8, seed=2, dtype=dtype)
+    assert_equal_to_dense(case, tolerance=ROUNDED)
+
+
+def test_many_entries_take_the_dense_operator(monkeypatch):
+    case = problem(6, 16, 50, 40, seed=3)
+    monkeypatch.setattr(
+        torch.ops.hybridengine, "sparse_linear_token_log_probs", None, raising=False
+    )
+    assert_equal_to_dense(case)
+
+
+def test_main_grad_is_added_to():
+    case = problem(20, 32, 2000, 8, seed=4)
+    plain = gradients(sparse, case)
+    main_grad = torch.ones(2000, 32)
+    found = gradients(sparse, case, main_grad=main_grad)
+    assert found[3] is None
+    torch.testing.assert_close(main_grad - 1, plain[3], **tolerances.LINEAR)
+
+
+def test_rows_do_not_depend_on_each_other():
+    case = problem(33, 48, 4000, 10, seed=5)
+    every = gradients(sparse, case)
+    for rows in (slice(0, 1), slice(7, 20)):
+        part = gradients(sparse, case.rows(rows))
+        for got, whole in zip(part[:3], every[:3], strict=True):
+            assert torch.equal(got, whole[rows])
+
+
+def test_ignored_rows_may_hold_anything():
+    case = problem(12, 16, 900, 5, seed=6)
+    case.token_ids[[2, 7]] = -100
+    case.tensors[0][2] = torch.nan
+    clean = problem(12, 16, 900, 5, seed=6)
+    clean.token_ids[[2, 7]] = -100
+    for got, expected in zip(gradients(sparse, case), gradients(sparse, clean), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_token_that_was_not_kept_is_impossible():
+    hidden, weight = torch.randn(1, 8), torch.randn(500, 8)
+    log_probs, entropy = sparse_linear_token_log_probs(
+        hidden, weight, torch.tensor([4]), torch.tensor([1, 9]), torch.tensor([0, 2])
+    )
+    assert log_probs.item() == -torch.inf and entropy.isfinite().all()
+
+
+def test_opcheck_and_compile():
+    case = problem(9, 16, 600, 4, seed=7)
+    (hidden, weight, bias), kept = case.tensors, case.kept
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    options = (1.0, None, 1.0, 0.0, -100, None, None, "")
+    arguments = (*leaves, case.token_ids, *options, kept.ids.int(), kept.cu.int(), None, None)
+    torch.library.opcheck(torch.ops.hybridengine.sparse_linear_token_log_probs.default, arguments)
+    compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(gradients(compiled, case), gradients(sparse, case), strict=True):
+        assert torch.equal(got, expected)
+
+
+def slice_body(rank, world_size):
+    from torch import distributed as dist
+
+    case = problem(15, 24, 1201, 7, seed=8)
+    ends = [0, 500, 1201]
+    mine = slice(ends[rank], ends[rank + 1])
+    hidden, weight, bias = case.tensors
+    part = case.with_tensors(hidden, weight[mine], bias[mine])
+    return [x.tolist() for x in gradients(sparse, part, group=dist.group.WORLD)]
+
+
+@pytest.mark.multirank
+def test_a_vocabulary_in_slices():
+    case = problem(15, 24, 1201, 7, seed=8)
+    log_probs, entropy, h, w, b = gradients(sparse, case)
+    ranks = run_ranks(slice_body, 2)
+    for found in ranks:
+        for got, expected in zip(found[:3], (log_probs, entropy, h), strict=True):
+            torch.testing.assert_close(torch.tensor(got), expected, **tolerances.LINEAR)
+    for k, expected in ((3, w), (4, b)):
+        joined = torch.cat([torch.tensor(found[k]) for found in ranks])
+        torch.testing.assert_close(joined, expected, **tolerances.LINEAR)
+
+
+@pytest.mark.slow
+def test_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted("sparse_linear/interpreted_sparse_linear.py")
