@@ -28,7 +28,8 @@ SCHEMA = (
     "Tensor ids, Tensor ends, str? backend"
 )
 
-# With more kept entries than this part of T * V, a dense product is faster.
+# With more kept entries than this part of T * V the dense product is faster: in bfloat16 an entry
+# costs 46 to 63 times as much here as there (benchmarks/results/sparse_linear_cpu.json).
 DENSE_PART = 1 / 64
 
 
@@ -68,14 +69,14 @@ def sparse_linear_token_log_probs(
 
     Returns:
         log_probs [T] and entropy [T], float32, differentiable in hidden, weight and bias (once, in
-        reverse mode). Deterministic: sums run in a fixed order, and a row's result does not depend
-        on the other rows. Where more than 1/64 of T * V is kept, and there is no group, the dense
-        operator computes it.
+        reverse mode). Sums run in a fixed order, and a row's result does not depend on the other
+        rows, except that the dense operator computes all of them (equal up to rounding) where more
+        than 1/64 of T * V is kept and there is no group.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, ids that are not ascending, or a row
-            without kept entries. IndexError: an id outside the vocabulary. (Values are checked on
-            the CPU; on a GPU such rows are NaN.)
+            without kept entries. IndexError: an id outside the vocabulary. (On a GPU values are
+            not checked: a row without kept entries, or with an id outside, is NaN.)
 
     Example:
         >>> hidden, weight = torch.zeros(2, 8), torch.randn(5, 8)
@@ -98,12 +99,14 @@ def sparse_linear_token_log_probs(
     cu_kept = check.cu_seqlens(OP, cu_kept, kept_ids.shape[0], name="cu_kept")
     if check.readable(kept_ids):
         _check_kept(kept_ids, cu_kept, token_ids, options, weight.shape[0])
+    else:  # unchecked ends must not lead out of the entries
+        cu_kept = cu_kept.clamp(0, kept_ids.shape[0]).cummax(0).values
     if group is None and kept_ids.shape[0] > DENSE_PART * hidden.shape[0] * weight.shape[0]:
         return linear_token_log_probs(
             hidden, weight, token_ids, temperature, bias=bias, logit_scale=logit_scale,
             softcap=softcap, ignore_index=ignore_index, main_grad=main_grad,
             vocab_mask=_as_mask(kept_ids, cu_kept, weight.shape[0]),
-            backend="reference" if backend == "reference" else None,
+            backend=backend,
         )  # fmt: skip
     log_probs, entropy, *_ = torch.ops.hybridengine.sparse_linear_token_log_probs(
         hidden, weight, bias, token_ids, *options, kept_ids.int(), cu_kept, backend, main_grad

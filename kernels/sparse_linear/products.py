@@ -16,9 +16,9 @@ register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
 
 
 def row_index(ends: Tensor, entries: int) -> Tensor:
-    """Return the row of every entry, int64 [K]. ends: [T + 1], where the rows end."""
-    rows = torch.arange(ends.shape[0] - 1, device=ends.device)
-    return torch.repeat_interleave(rows, ends.diff(), output_size=entries)
+    """Return the row of every entry, int64 [K], within [0, T) whatever `ends` [T + 1] holds."""
+    rows = torch.searchsorted(ends, torch.arange(entries, device=ends.device), right=True)
+    return (rows - 1).clamp(0, max(ends.shape[0] - 2, 0))
 
 
 def segment_reduce(values: Tensor, ends: Tensor, reduce: str) -> Tensor:

@@ -88,6 +88,21 @@ def test_main_grad_is_added_to():
     torch.testing.assert_close(main_grad - 1, plain[3], **tolerances.LINEAR)
 
 
+def test_two_forwards_then_two_backwards_into_one_main_grad():
+    case = problem(20, 32, 2000, 8, seed=4)
+    hidden, weight, _ = case.tensors
+    weight, main_grad = weight.clone().requires_grad_(), torch.zeros(2000, 32)
+    losses = [sparse(hidden, weight, None, case.token_ids, case.kept, main_grad=main_grad)[0].sum()
+              for _ in range(2)]  # fmt: skip
+    for loss in losses:
+        loss.backward()
+    (once,) = torch.autograd.grad(
+        sparse(hidden, weight, None, case.token_ids, case.kept)[0].sum(), weight
+    )
+    assert weight.grad is None
+    torch.testing.assert_close(main_grad, 2 * once, **tolerances.LINEAR)
+
+
 def test_rows_do_not_depend_on_each_other():
     case = problem(33, 48, 4000, 10, seed=5)
     every = gradients(sparse, case)
