@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -31,7 +32,7 @@ _NUM_PLOTS = 20  # how often the learning curves are drawn during a run
 ConfigT = TypeVar("ConfigT", bound=JobConfig)
 
 
-class Trainer(Generic[ConfigT]):
+class Trainer(ABC, Generic[ConfigT]):
     """One rank of a run. A subclass sets these attributes and implements step and validate.
 
     val: the validation data, or None. epochs_per_step: how often a step trains on each token.
@@ -62,20 +63,20 @@ class Trainer(Generic[ConfigT]):
             trainer.timeout_s,
         )
 
+    @abstractmethod
     def plan(self) -> Table:
         """Describe the run before it starts."""
-        raise NotImplementedError
 
     def begin(self, step: int) -> None:
         """Prepare the first step after `step`, the one resumed from or 0."""
 
+    @abstractmethod
     def step(self, step: int) -> tuple[dict[str, float], list[int]]:
         """Run one training step; return (metrics, length of every sequence)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
         """Return (score, larger is better; metrics)."""
-        raise NotImplementedError
 
     def summary(self) -> dict[str, Any]:
         """Return further entries of summary.json. Collective."""

@@ -6,6 +6,7 @@ into micro-batches nor the number of ranks changes the loss or the gradients.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ def needs_old_log_probs(config: GRPOConfig, num_mini_batches: int) -> bool:
     )
 
 
-class _Learner:
+class _Learner(ABC):
     """A model with an FSDP2 group and an optimizer of its own.
 
     name: prefix of its metrics. constant_metrics: those that no step changes.
@@ -95,6 +96,7 @@ class _Learner:
         epochs = range(self._config.actor.ppo_epochs)
         return mean_metrics([self._step(batch, m)[0] for _ in epochs for m in mini_batches])
 
+    @abstractmethod
     def micro_batch_loss(
         self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -102,7 +104,6 @@ class _Learner:
 
         num_tokens, num_seqs: of the mini-batch on all ranks, the denominators of loss and metrics.
         """
-        raise NotImplementedError
 
 
 class Actor(_Learner):
