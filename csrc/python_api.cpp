@@ -6,6 +6,7 @@
 namespace hybridengine {
 
 void register_advantage(pybind11::module_& m);
+void register_attention(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_memory_pool(pybind11::module_& m);
@@ -27,6 +28,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("with_cuda") = false;
 #endif
   register_advantage(m);
+  register_attention(m);
   register_balance(m);
   register_logprob(m);
   register_memory_pool(m);

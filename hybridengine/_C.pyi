@@ -20,6 +20,29 @@ class LogProbOptions:
         vocab_range: Tensor | None,
     ) -> None: ...
 
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    subtree_ends: Tensor,
+    position_ids: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]: ...
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    subtree_ends: Tensor,
+    position_ids: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def balance(lengths: Sequence[int], num_bins: int, equal_count: bool) -> list[list[int]]: ...
 def balance_by_tokens(
     lengths: Sequence[int], max_tokens: int, min_bins: int, multiple_of: int
@@ -77,6 +100,7 @@ def move_rows(
     fills: Sequence[float],
     shifts: Sequence[int],
 ) -> list[Tensor]: ...
+def pack_forest(tokens: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: ...
 def pack_layout(
     mask: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]: ...

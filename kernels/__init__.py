@@ -8,10 +8,11 @@ what operators share.
 from ._aggregation import LOSS_AGG_MODES
 from ._backend import backend_table, choose_backend
 from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
+from .attention import tree_attention
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
 from .linear import has_fast_products, linear_policy_loss, linear_token_log_probs
 from .logprob import RowStats, check_labels, token_log_probs
-from .packing import Packed, pack, pack_sequences, unpack
+from .packing import Packed, PackedForest, pack, pack_forest, pack_sequences, unpack
 from .policy_loss import LOSS_MODES, policy_loss, select_by_covariance, token_kl
 from .rollout_correction import REJECTION_CRITERIA, RolloutCorrection, rollout_correction
 from .sparse_linear import sparse_linear_token_log_probs
@@ -25,6 +26,7 @@ __all__ = [
     "REJECTION_CRITERIA",
     "Imbalance",
     "Packed",
+    "PackedForest",
     "RolloutCorrection",
     "RowStats",
     "backend_table",
@@ -39,6 +41,7 @@ __all__ = [
     "linear_policy_loss",
     "linear_token_log_probs",
     "pack",
+    "pack_forest",
     "pack_sequences",
     "policy_loss",
     "rollout_correction",
@@ -47,6 +50,7 @@ __all__ = [
     "strided_copy",
     "token_kl",
     "token_log_probs",
+    "tree_attention",
     "unpack",
     "value_loss",
     "whiten",

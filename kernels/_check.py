@@ -127,6 +127,12 @@ def ids(op: str, name: str, tensor: Tensor) -> Tensor:
     return tensor.long().contiguous()
 
 
+def int32(op: str, name: str, tensor: Tensor) -> Tensor:
+    """Check for int32 or int64; return int32, contiguous. Values are below 2^31."""
+    dtype(op, name, tensor, _IDS)
+    return tensor.int().contiguous()
+
+
 def mask(op: str, name: str, tensor: Tensor) -> Tensor:
     """Check for bool, integers or floats; return bool, True where nonzero.
 

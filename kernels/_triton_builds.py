@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .attention import triton_backward, triton_forward, triton_tables
+from .attention.triton_tiles import choose_tiles
 from .linear import active_rows
 from .logprob import triton as logprob_triton
 from .policy_loss import triton as policy_loss_triton
@@ -45,6 +47,14 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
         if capability >= 90:
             for name in ("index", "gather", "hidden", "scatter", "weight", "bias"):
                 by_name[f"active_rows_{name}_{dtype}"] = partial(_active_rows, name, dtype)
+    for head_size in (64, 128):
+        for options in (False, True):
+            for name in ("forward", "query_grad", "key_grad"):
+                suffix = f"{head_size}_{'every_option' if options else 'plain'}"
+                build = partial(_attention, name, head_size, options)
+                by_name[f"attention_{name}_{suffix}"] = build
+    for name in ("bounds", "links", "window", "delta"):
+        by_name[f"attention_{name}"] = partial(_attention_tables, name)
     return {name: partial(build, capability) for name, build in by_name.items()}
 
 
@@ -54,12 +64,18 @@ def compile_kernel(
     constants: Mapping[str, object],
     capability: int,
     options: Mapping[str, int] | None = None,
+    aligned: Collection[str] = (),
 ) -> Usage:
-    """Compile a kernel. types: argument name -> Triton type; `constants` are constexpr."""
+    """Compile a kernel. types: argument name -> Triton type; `constants` are constexpr.
+
+    aligned: arguments that are multiples of 16, which a launch finds out itself.
+    """
     signature = {
         name: "constexpr" if name in constants else types[name] for name in kernel.arg_names
     }
-    source = ASTSource(kernel, signature, dict(constants))
+    names = enumerate(kernel.arg_names)
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in names if name in aligned}
+    source = ASTSource(kernel, signature, dict(constants), attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -144,4 +160,31 @@ def _sparse_linear(name: str, dtype: str, capability: int) -> Usage:
     types |= {"ids": "*i32", "ends": "*i32", "logits": "*fp32", "grad_logits": "*fp32"}
     types |= dict.fromkeys(("row", "vocab_range", "order", "begin"), "*i64")
     constants = _flags(kernel, ACCUMULATE=False, BLOCK=sparse_triton.BLOCK)
+    return compile_kernel(kernel, types, constants, capability)
+
+
+def _attention(name: str, head_size: int, options: bool, capability: int) -> Usage:
+    module = triton_forward if name == "forward" else triton_backward
+    kernel = getattr(module, f"{name}_kernel")
+    tiles = choose_tiles(name, head_size, 2, capability, not options).arguments
+    launch = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    tensors = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
+    types |= dict.fromkeys(tensors, "*bf16")
+    types |= dict.fromkeys(("ends", "positions", "tables"), "*i32")
+    types |= {"lse": "*fp32", "delta": "*fp32"}
+    types |= dict.fromkeys(("scale", "factor", "cap_scale"), "fp32")
+    constants = _flags(
+        kernel, HAS_WINDOW=options, HAS_CAP=options, BLOCK_D=head_size, BLOCK_V=head_size, **tiles
+    )
+    strides = [name for name in kernel.arg_names if name.endswith(("stride", "width"))]
+    return compile_kernel(kernel, types, constants, capability, launch, {*tensors, *strides})
+
+
+def _attention_tables(name: str, capability: int) -> Usage:
+    kernel = getattr(triton_backward if name == "delta" else triton_tables, f"{name}_kernel")
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("ends", "positions", "tables"), "*i32")
+    types |= {"grad_out": "*bf16", "out": "*bf16", "delta": "*fp32"}
+    constants = _flags(kernel, BLOCK=64, BLOCK_M=128, BLOCK_V=128, SCAN=1024)
     return compile_kernel(kernel, types, constants, capability)

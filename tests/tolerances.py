@@ -43,3 +43,15 @@ TRL_EPSILON = {"rtol": 2e-4, "atol": 1e-5}
 
 # An adapter merged by PEFT and by us: W + s (B A) against W + (s B) A in float32, weights below 1.
 MERGED = {"rtol": 1e-6, "atol": 1e-7}
+
+# tree_attention in float64: another order of sums over some hundreds of keys.
+ATTENTION_FLOAT64 = {"rtol": 1e-9, "atol": 1e-11}
+# In float32: scores up to about 30 carry an error of 30 * 2^-24 into the exponent, so weights and
+# gradients one of 2e-6 relative to their largest summands, which are of size 1 to 10.
+ATTENTION = {"rtol": 2e-5, "atol": 2e-5}
+# With 16-bit inputs, relative to the largest entry: P and dS are rounded to the inputs' dtype
+# before they are multiplied, and the result once more.
+ATTENTION_ROUNDED = {
+    "bfloat16": {"rtol": 0.0, "atol": 2.0**-6},
+    "float16": {"rtol": 0.0, "atol": 2.0**-9},
+}

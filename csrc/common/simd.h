@@ -145,7 +145,9 @@ HE_SIMD VecF at_most(float most, VecF x) {
 
 // The largest integer no larger than x, |x| < 2^22.
 HE_SIMD VecF floor(VecF x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  return (VecF)_mm512_roundscale_ps((__m512)x, 0x09);
+#elif defined(__AVX2__)
   return (VecF)_mm256_floor_ps((__m256)x);
 #else
   const VecF rounded = (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to an integer

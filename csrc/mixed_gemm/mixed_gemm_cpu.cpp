@@ -6,28 +6,12 @@
 #include "common/parallel.h"
 #include "common/simd.h"
 #include "common/streaming.h"
+#include "common/transpose.h"
 #include "mixed_gemm/params.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
-
-// One step of a transposition: swaps the off-diagonal blocks of `half` x `half` elements.
-template <int half>
-HE_SIMD void swap_blocks(VecU (&rows)[kWidth]) {
-  VecU low{}, high{};
-  for (int j = 0; j < kWidth; ++j) {
-    low[j] = j & half ? kWidth + j - half : j;
-    high[j] = j & half ? kWidth + j : j + half;
-  }
-  for (int i = 0; i < kWidth; ++i) {
-    if (i & half) continue;
-    const VecU a = rows[i], b = rows[i + half];
-    rows[i] = __builtin_shuffle(a, b, low);
-    rows[i + half] = __builtin_shuffle(a, b, high);
-  }
-  if constexpr (2 * half < kWidth) swap_blocks<2 * half>(rows);
-}
 
 // out[j, i] = in[i, j] for i < rows, j < columns, 32-bit elements at any 16-bit address.
 void transpose(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint16_t* out,

@@ -1,6 +1,8 @@
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <tuple>
@@ -8,6 +10,7 @@
 
 #include "common/binding.h"
 #include "common/memory_pool.h"
+#include "packing/forest.h"
 #include "packing/params.h"
 
 namespace hybridengine {
@@ -213,10 +216,45 @@ std::vector<at::Tensor> move_rows(const std::vector<at::Tensor>& sources, const 
   return results;
 }
 
+using ForestTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// (input_ids, position_ids, subtree_ends, cu_seqlens of the trees, token_index)
+ForestTensors pack_forest(const at::Tensor& tokens, const at::Tensor& ends) {
+  TORCH_CHECK_VALUE(tokens.device().is_cpu() && ends.device().is_cpu(),
+                    "pack_forest: tokens is on ", tokens.device(), ", ends on ", ends.device(),
+                    "; expected the CPU");
+  check_vector(tokens, "pack_forest: tokens", at::kLong, tokens.numel());
+  check_vector(ends, "pack_forest: ends", at::kLong, std::max<int64_t>(1, ends.numel()));
+  const int64_t* end = ends.const_data_ptr<int64_t>();
+  const int64_t num_sequences = ends.numel() - 1;
+  TORCH_CHECK_VALUE(end[0] == 0 && std::is_sorted(end, end + ends.numel()) &&
+                        end[num_sequences] == tokens.numel(),
+                    "pack_forest: ends must start at 0, not decrease and end at ", tokens.numel());
+  py::gil_scoped_release no_gil;
+  const Forest forest(tokens.const_data_ptr<int64_t>(), end, num_sequences);
+  const int64_t total = forest.num_tokens();
+  TORCH_CHECK_VALUE(
+      total <= std::numeric_limits<int32_t>::max(), "pack_forest: ", total,
+      " tokens do not fit subtree_ends, which is int32; pack fewer sequences at once");
+  const auto longs = at::TensorOptions(at::kLong), ints = at::TensorOptions(at::kInt);
+  at::Tensor input_ids = at::empty({total}, longs), position_ids = at::empty({total}, longs);
+  at::Tensor subtree_ends = at::empty({total}, ints), token_index = at::empty_like(tokens);
+  const std::vector<int64_t>& starts = forest.tree_starts();
+  at::Tensor cu_seqlens = at::empty({static_cast<int64_t>(starts.size()) + 1}, ints);
+  int32_t* tree_end = cu_seqlens.mutable_data_ptr<int32_t>();
+  *std::copy(starts.begin(), starts.end(), tree_end) = static_cast<int32_t>(total);
+  forest.write_tokens(input_ids.mutable_data_ptr<int64_t>(),
+                      position_ids.mutable_data_ptr<int64_t>(),
+                      subtree_ends.mutable_data_ptr<int32_t>());
+  forest.write_index(token_index.mutable_data_ptr<int64_t>());
+  return {input_ids, position_ids, subtree_ends, cu_seqlens, token_index};
+}
+
 }  // namespace
 
 void register_packing(py::module_& m) {
   m.def("pack_layout", &pack_layout, py::arg("mask"), py::arg("capacity"));
+  m.def("pack_forest", &pack_forest, py::arg("tokens"), py::arg("ends"));
   m.def("move_rows", &move_rows, py::arg("sources"), py::arg("index"), py::arg("position_ids"),
         py::arg("leading"), py::arg("out_shape"), py::arg("fills"), py::arg("shifts"));
 }

@@ -1,6 +1,15 @@
-"""Packing: padded [B, L, ...] batches and ragged lists to flat [T, ...], and back."""
+"""Packing: padded batches and ragged lists to flat [T, ...], and back; common prefixes once."""
 
+from .forest import PackedForest, pack_forest
 from .op import pack, unpack
 from .packed import Packed, inverse_order, pack_sequences
 
-__all__ = ["Packed", "inverse_order", "pack", "pack_sequences", "unpack"]
+__all__ = [
+    "Packed",
+    "PackedForest",
+    "inverse_order",
+    "pack",
+    "pack_forest",
+    "pack_sequences",
+    "unpack",
+]

@@ -1,8 +1,9 @@
-"""The reference backends of packing, the specification of its two operators, in plain PyTorch."""
+"""The reference backends of packing, the specification of its operators, in plain Python."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -55,3 +56,46 @@ def move_reference(
     has_source = index >= 0
     out[has_source] = rows[index[has_source]]
     return out.view([*out_shape, *source.shape[leading:]])
+
+
+def forest_reference(tokens: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute (input_ids, position_ids, subtree_ends, cu_seqlens, token_index) of `pack_forest`.
+
+    Build the trie with a node per token: tokens int64 [S], ends int64 [N + 1].
+    """
+    ids, edges = tokens.tolist(), ends.tolist()
+    children: list[dict[int, int]] = [{}]  # of every node, by token; node 0 is above the roots
+    path = []  # the node of every token of the input
+    for start, stop in pairwise(edges):
+        node = 0
+        for token in ids[start:stop]:
+            if token not in children[node]:
+                children[node][token] = len(children)
+                children.append({})
+            node = children[node][token]
+            path.append(node)
+    position = [0] * len(children)  # packed position of every node
+    input_ids, depths, subtree_ends, starts = list[int](), list[int](), list[int](), list[int]()
+    open_nodes: list[int] = []  # packed positions of the path to the last token
+    stack = [(0, token, node) for token, node in reversed(children[0].items())]
+    while stack:
+        depth, token, node = stack.pop()
+        for done in open_nodes[depth:]:
+            subtree_ends[done] = len(input_ids)
+        position[node] = len(input_ids)
+        open_nodes[depth:] = [position[node]]
+        if depth == 0:
+            starts.append(position[node])
+        input_ids.append(token)
+        depths.append(depth)
+        subtree_ends.append(0)
+        stack += [(depth + 1, *child) for child in reversed(children[node].items())]
+    for done in open_nodes:
+        subtree_ends[done] = len(input_ids)
+    return (
+        torch.tensor(input_ids, dtype=torch.int64),
+        torch.tensor(depths, dtype=torch.int64),
+        torch.tensor(subtree_ends, dtype=torch.int32),
+        torch.tensor([*starts, len(input_ids)], dtype=torch.int32),
+        torch.tensor([position[node] for node in path], dtype=torch.int64),
+    )

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import re
 import warnings
 from pathlib import Path
 
@@ -75,5 +76,7 @@ def test_the_stub_matches_the_extension():
     }
     assert declared.keys() == functions.keys()
     for name, signature in functions.items():
-        positions = [signature.index(f"{argument}: ") for argument in declared[name]]
+        positions = [
+            re.search(rf"\b{argument}: ", signature).start() for argument in declared[name]
+        ]
         assert positions == sorted(positions), name

@@ -1,0 +1,83 @@
+"""Attention over packed sequences and forests against PyTorch's, on the same tokens.
+
+`sdpa` is one call for all sequences, which are equally long, the best case for it; a forest is
+unpacked for it, every response with a copy of its prompt, as a trainer without shared prefixes
+does. In bfloat16 `sdpa_fp32` converts to float32 first. Operations are those of the visible pairs
+of a query and a key, each counted once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from hybridengine.kernels import tree_attention
+from torch import Tensor
+
+from benchmarks._bench import OURS, Bench
+
+HEADS, KV_HEADS, DIM = 9, 3, 64
+
+
+def run(bench: Bench) -> None:
+    plain = [(20_480, 2560), (2208, 23)]
+    for tokens, length in [(96, 24)] if bench.quick else plain:
+        paths = torch.arange(tokens).view(-1, length)
+        for dtype in (torch.float32, torch.bfloat16):
+            compare(bench, f"{tokens // length} x {length}", paths, dtype)
+    for size in [(2, 20, 5)] if bench.quick else [(8, 2048, 512), (8, 20, 3)]:
+        for dtype in (torch.float32, torch.bfloat16):
+            compare(bench, "G={} P={} R={}".format(*size), _paths_of_group(*size), dtype)
+
+
+def _paths_of_group(responses: int, prompt: int, length: int) -> Tensor:
+    """Return the tokens of every response with its prompt, in a forest of one prompt."""
+    shared = torch.arange(prompt).expand(responses, -1)
+    own = prompt + torch.arange(responses * length).view(responses, length)
+    return torch.cat([shared, own], 1)
+
+
+def compare(bench: Bench, shape: str, paths: Tensor, dtype: torch.dtype) -> None:
+    """paths: [sequences, length], the packed token of each; shared ones occur several times."""
+    paths = paths.to(bench.device)
+    tokens = int(paths.max()) + 1
+    # A token's subtree ends after the last token of the sequences that have it.
+    ends = torch.zeros(tokens, dtype=torch.int64, device=bench.device)
+    ends.scatter_reduce_(0, paths.flatten(), paths[:, -1:].expand_as(paths).flatten() + 1, "amax")
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        values = torch.randn(tokens, heads, DIM, generator=generator)
+        return values.to(bench.device, dtype)
+
+    tensors, grad = [draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)], draw(HEADS)
+    functions = {OURS: partial(tree_attention, subtree_ends=ends), "sdpa": partial(_sdpa, paths)}
+    if dtype != torch.float32:
+        functions["sdpa_fp32"] = partial(_sdpa_fp32, paths)
+
+    def forward(name: str) -> None:
+        with torch.no_grad():
+            functions[name](*tensors)
+
+    def forward_backward(name: str) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = functions[name](*leaves)
+        same = out.shape[0] == tokens
+        return torch.autograd.grad(out, leaves, grad if same else grad[paths.flatten()])
+
+    pairs = int((ends - torch.arange(tokens, device=bench.device)).sum())
+    flops = 4 * HEADS * DIM * pairs
+    for name, call, count in (("forward", forward, 1.0), ("both", forward_backward, 3.5)):
+        calls = {impl: partial(call, impl) for impl in functions}
+        bench.compare("attention", name, shape, dtype, calls, flops=int(flops * count), peak="gemm")
+
+
+def _sdpa(paths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x[paths].transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _sdpa_fp32(paths: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _sdpa(paths, q.float(), k.float(), v.float()).to(q.dtype)

@@ -1,0 +1,206 @@
+"""tree_attention: exact causal attention over packed sequences that may share prefixes.
+
+A packed forest lists every node (a run of tokens) before its children, so that the tokens that
+attend to a key are those from the key to the end of its node's subtree: one integer per key
+describes the mask. Packed sequences without shared prefixes are the special case of trees of one
+node. Softmax and backward are those of FlashAttention (Dao 2023, arXiv 2307.08691): scores are
+recomputed from the saved log-sum-exp, and no [T, T] tensor exists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _check as check
+from .._backend import choose_backend, native, register_backends
+from .._per_token import compute_dtype
+from . import reference
+
+OP = "tree_attention"
+register_backends(OP, cpu=("cpp", "reference"), cuda=("triton", "reference"))
+
+OPTIONS = (
+    "Tensor subtree_ends, Tensor? position_ids, float softmax_scale, int? window_size, "
+    "float? softcap, str? backend"
+)
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    subtree_ends: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute softmax(scale q . k) v over the keys that each token sees.
+
+    Token i sees key j if j <= i < subtree_ends[j], and with a window also
+    position_ids[i] - position_ids[j] < window_size.
+
+    Args:
+        query: [T, H, D]; key: [T, H_kv, D]; value: [T, H_kv, D_v], of one dtype, any strides. H is
+            a multiple of H_kv, and consecutive query heads share a key-value head.
+        subtree_ends: [T] int32 or int64, the end of the subtree of each token's node, in packed
+            order; for packed sequences the end of the token's sequence. Every token sees itself.
+        position_ids: [T] int32 or int64, the depth of each token in its tree; needed with
+            window_size, else unused.
+        softmax_scale: None is D ** -0.5.
+        window_size: number of positions that a token sees, its own included; None is all.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        backend: `cpp`, `triton` or `reference`; None takes the best one.
+
+    Returns:
+        [T, H, D_v] of the same dtype, contiguous, differentiable (once, in reverse mode) in query,
+        key and value. Sums are float32 (float64 for float64 inputs) and run in a fixed order. On a
+        CPU the result and the gradients of a sequence do not depend on the others, and the result
+        and the gradient of query not on whether prefixes are shared, bit for bit; a key or value
+        that is not finite gives NaN to the tokens that see it and reaches no other.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or numbers that do not fit; on a CPU also a value of
+            subtree_ends outside i < end <= T.
+
+    Example:
+        A prompt of two tokens with two responses of one token:
+
+        >>> q, k, v = torch.zeros(4, 1, 8), torch.zeros(4, 1, 8), torch.eye(4)[:, None]
+        >>> tree_attention(q, k, v, torch.tensor([4, 4, 3, 4]))[3, 0].mul(3).round().tolist()
+        [1.0, 1.0, 0.0, 1.0]
+    """
+    check.not_none(OP, query=query, key=key, value=value, subtree_ends=subtree_ends)
+    check.same_device(
+        OP, query=query, key=key, value=value, subtree_ends=subtree_ends, position_ids=position_ids
+    )
+    check.no_forward_ad(OP, query=query, key=key, value=value)
+    check.floats(OP, query=query)
+    sizes: check.Sizes = {}
+    check.shape(OP, "query", query, "T H D", sizes)
+    check.shape(OP, "key", key, "T H_kv D", sizes)
+    check.shape(OP, "value", value, "T H_kv D_v", sizes)
+    check.dtype(OP, "key", key, (query.dtype,))
+    check.dtype(OP, "value", value, (query.dtype,))
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if kv_heads == 0 or heads % kv_heads or query.shape[2] == 0:
+        raise ValueError(
+            f"{OP}: query has shape {list(query.shape)} and key {list(key.shape)}; expected D of "
+            "at least 1 and a number of heads that is a multiple of the key's: repeat key heads."
+        )
+    check.shape(OP, "subtree_ends", subtree_ends, "T", sizes)
+    ends = check.int32(OP, "subtree_ends", subtree_ends)
+    if check.readable(ends):
+        _check_ends(ends)
+    if window_size is not None:
+        window_size = check.integer(OP, "window_size", window_size, at_least=1)
+        check.not_none(OP, position_ids=position_ids)
+        assert position_ids is not None
+        check.shape(OP, "position_ids", position_ids, "T", sizes)
+        position_ids = check.int32(OP, "position_ids", position_ids)
+    else:
+        position_ids = None
+    if softcap is not None:
+        softcap = check.number(OP, "softcap", softcap, above=0)
+    scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = check.number(OP, "softmax_scale", scale)
+    out, _ = torch.ops.hybridengine.tree_attention(
+        query, key, value, ends, position_ids, scale, window_size, softcap, backend
+    )
+    return out
+
+
+def _check_ends(ends: Tensor) -> None:
+    tokens = torch.arange(ends.shape[0])
+    wrong = (ends <= tokens) | (ends > ends.shape[0])
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{OP}: subtree_ends[{i}] is {int(ends[i])}; expected more than {i} and at most "
+            f"{ends.shape[0]}, the number of tokens: the end of the subtree, in packed order."
+        )
+
+
+def _unit_inner_stride(argument: Any) -> Any:
+    if not isinstance(argument, Tensor) or argument.stride(-1) == 1:
+        return argument
+    return argument.contiguous()
+
+
+@torch.library.custom_op(
+    f"hybridengine::{OP}",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor, Tensor)",
+)
+def _forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """out [T, H, D_v], and the log-sum-exp of the scores [H, T], float32 or float64."""
+    arguments: list[Any] = [query, key, value, *options]
+    backend = arguments.pop()
+    chosen = choose_backend(OP, query.device, backend, query.dtype)
+    if chosen == "cpp":
+        return native().attention_forward(*map(_unit_inner_stride, arguments))
+    if chosen == "triton":
+        from . import triton
+
+        return triton.tree_attention_forward(*arguments)
+    return reference.tree_attention_forward(*arguments)
+
+
+@_forward_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    out = query.new_empty(tokens, heads, value.shape[2])
+    return out, query.new_empty(heads, tokens, dtype=compute_dtype(query))
+
+
+@torch.library.custom_op(
+    f"hybridengine::{OP}_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward_op(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    arguments: list[Any] = [grad_out, query, key, value, out, lse, *options]
+    backend = arguments.pop()
+    chosen = choose_backend(OP, query.device, backend, query.dtype)
+    if chosen == "cpp":
+        return native().attention_backward(*map(_unit_inner_stride, arguments))
+    if chosen == "triton":
+        from . import triton
+
+        return triton.tree_attention_backward(*arguments)
+    return reference.tree_attention_backward(*arguments)
+
+
+@_backward_op.register_fake
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.scale, ctx.window_size, ctx.softcap, ctx.backend = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+@check.differentiable_once(OP)
+def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    no_gradients = (None,) * 6
+    if grad_out is None:
+        return None, None, None, *no_gradients
+    query, key, value, ends, position_ids, out, lse = ctx.saved_tensors
+    grads = torch.ops.hybridengine.tree_attention_backward(
+        grad_out, query, key, value, out, lse, ends, position_ids,
+        ctx.scale, ctx.window_size, ctx.softcap, ctx.backend,
+    )  # fmt: skip
+    return *grads, *no_gradients
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)

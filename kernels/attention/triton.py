@@ -1,0 +1,201 @@
+"""tree_attention in Triton, for CUDA: the forward and backward of op.py.
+
+The kernels are in triton_forward.py and triton_backward.py. Which key blocks a block of queries
+visits is computed on the device (triton_tables.py), so the host never waits, and a CUDA graph can
+capture all of it. Sums are float32; P and dS are rounded to the dtype of the inputs; products of
+float32 inputs are exact, without tensor cores. No autotuning: tiles depend on the head size, the
+dtype and the GPU alone, so results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import reference
+from .triton_backward import delta_kernel, key_grad_kernel, query_grad_kernel
+from .triton_forward import forward_kernel
+from .triton_tables import block_tables
+from .triton_tiles import Tiles, choose_tiles
+
+_MAX_HEAD_SIZE = 256  # of the kernels; the reference backend takes larger ones
+_DELTA_BLOCK = 64
+
+
+class _Problem(NamedTuple):
+    """Arguments that the kernels share. sign: factor of the caller's query, for a scale <= 0."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    sign: float
+    sizes: dict[str, Any]
+    flags: dict[str, Any]
+
+    def tiles(self, kernel: str) -> Tiles:
+        head_size = max(self.query.shape[2], self.value.shape[2])
+        plain = not (self.flags["HAS_WINDOW"] or self.flags["HAS_CAP"])
+        capability = 90  # in the interpreter
+        if self.query.is_cuda:
+            major, minor = torch.cuda.get_device_capability(self.query.device)
+            capability = 10 * major + minor
+        return choose_tiles(kernel, head_size, self.query.dtype.itemsize, capability, plain)
+
+
+def _problem(
+    query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, window_size: int | None,
+    softcap: float | None,
+) -> _Problem:  # fmt: skip
+    width, value_width = query.shape[2], value.shape[2]
+    sign = 1.0
+    if softmax_scale <= 0:  # the kernels take the maximum before they scale
+        sign = -1.0 if softmax_scale < 0 else 0.0
+        query, softmax_scale = query * sign, -softmax_scale or 1.0
+    query, key, value = map(_unit_stride, (query, key, value))
+    factor = softmax_scale if softcap is None else softcap
+    sizes = {
+        **{"group": query.shape[1] // key.shape[1], "width": width, "value_width": value_width},
+        **_strides(query=query, key=key, value=value),
+        **{"window_size": window_size or 0, "factor": factor / math.log(2)},
+        "cap_scale": 0.0 if softcap is None else 2 * softmax_scale / softcap / math.log(2),
+    }
+    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (width, value_width))
+    flags = {
+        **{"HAS_WINDOW": window_size is not None, "HAS_CAP": softcap is not None},
+        "ALL_COLUMNS": (block_d, block_v) == (width, value_width),
+        **{"BLOCK_D": block_d, "BLOCK_V": block_v},
+    }
+    return _Problem(query, key, value, softmax_scale, sign, sizes, flags)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """Return the arguments x_stride (of a token) and x_head_stride."""
+    tokens = {f"{name}_stride": x.stride(0) for name, x in tensors.items()}
+    return tokens | {f"{name}_head_stride": x.stride(1) for name, x in tensors.items()}
+
+
+def _heads_per_program(key_blocks: int, heads: int, kv_heads: int, device: torch.device) -> int:
+    """Return how many query heads of a group one program of key_grad_kernel sums over.
+
+    Key blocks of a prompt have many queries, others few: as many programs as balance the GPU.
+    """
+    group, processors = heads // kv_heads, 1
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    for splits in range(1, group):
+        if group % splits == 0 and key_blocks * kv_heads * splits >= 4 * processors:
+            return group // splits
+    return 1
+
+
+def tree_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    subtree_ends: Tensor,
+    position_ids: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D_v] and the log-sum-exp of the scores, [H, T] float32."""
+    (tokens, heads, _), value_width = query.shape, value.shape[2]
+    out = query.new_empty(tokens, heads, value_width)
+    lse = query.new_empty(heads, tokens, dtype=torch.float32)
+    if lse.numel() == 0:
+        return out, lse
+    if max(query.shape[2], value_width) > _MAX_HEAD_SIZE:
+        return reference.tree_attention_forward(
+            query, key, value, subtree_ends, position_ids, softmax_scale, window_size, softcap
+        )
+    problem = _problem(query, key, value, softmax_scale, window_size, softcap)
+    tiles = problem.tiles("forward")
+    tables = block_tables(subtree_ends, position_ids, window_size, tiles.block_n, tiles.block_m)
+    forward_kernel[(heads, triton.cdiv(tokens, tiles.block_m))](
+        problem.query, problem.key, problem.value, subtree_ends, position_ids, tables, out, lse,
+        tokens, tables.shape[1], **problem.sizes, **problem.flags, **tiles.arguments,
+    )  # fmt: skip
+    return out, lse
+
+
+def tree_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    subtree_ends: Tensor,
+    position_ids: Tensor | None,
+    softmax_scale: float,
+    window_size: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
+    if lse.numel() == 0:
+        return grad_query, grad_key, grad_value
+    if max(query.shape[2], value.shape[2]) > _MAX_HEAD_SIZE:
+        return reference.tree_attention_backward(
+            grad_out, query, key, value, out, lse, subtree_ends, position_ids,
+            softmax_scale, window_size, softcap,
+        )  # fmt: skip
+    problem = _problem(query, key, value, softmax_scale, window_size, softcap)
+    grad_out = _unit_stride(grad_out)
+    delta = torch.empty_like(lse)
+    tokens, heads, value_width = out.shape
+    delta_kernel[(heads, triton.cdiv(tokens, _DELTA_BLOCK))](
+        grad_out, out, delta, tokens, grad_out.stride(0), grad_out.stride(1), value_width,
+        BLOCK=_DELTA_BLOCK, BLOCK_V=problem.flags["BLOCK_V"],
+    )  # fmt: skip
+    problem.sizes.update(_strides(grad=grad_out), scale=problem.scale)
+    rows = (problem.query, problem.key, problem.value, grad_out, lse, delta)
+    _query_grad(problem, rows, subtree_ends, position_ids, window_size, grad_query)
+    _key_grad(problem, rows, subtree_ends, position_ids, window_size, grad_key, grad_value)
+    return grad_query if problem.sign == 1 else grad_query * problem.sign, grad_key, grad_value
+
+
+def _query_grad(
+    problem: _Problem, rows: tuple[Tensor, ...], ends: Tensor, positions: Tensor | None,
+    window_size: int | None, grad_query: Tensor,
+) -> None:  # fmt: skip
+    tokens, heads, _ = grad_query.shape
+    tiles = problem.tiles("query_grad")
+    tables = block_tables(ends, positions, window_size, tiles.block_n, tiles.block_m)
+    query_grad_kernel[(heads, triton.cdiv(tokens, tiles.block_m))](
+        *rows, ends, positions, tables, grad_query, tokens, tables.shape[1],
+        **problem.sizes, **problem.flags, **tiles.arguments,
+    )  # fmt: skip
+
+
+def _key_grad(
+    problem: _Problem, rows: tuple[Tensor, ...], ends: Tensor, positions: Tensor | None,
+    window_size: int | None, grad_key: Tensor, grad_value: Tensor,
+) -> None:  # fmt: skip
+    tiles = problem.tiles("key_grad")
+    (tokens, heads, _), kv_heads = rows[0].shape, grad_key.shape[1]
+    blocks = triton.cdiv(tokens, tiles.block_n)
+    per_program = _heads_per_program(blocks, heads, kv_heads, ends.device)
+    parts = heads // per_program
+    sums = grads = [grad_key, grad_value]
+    if parts > kv_heads:
+        sums = [x.new_empty(tokens, parts, x.shape[2], dtype=torch.float32) for x in grads]
+    tables = None
+    if window_size is not None:
+        tables = block_tables(ends, positions, window_size, tiles.block_n, tiles.block_n)
+    key_grad_kernel[(parts, blocks)](
+        *rows, ends, positions, tables, *sums, tokens, blocks, heads=per_program,
+        **problem.sizes, **problem.flags, **tiles.arguments,
+    )  # fmt: skip
+    if parts > kv_heads:
+        for grad, partial in zip(grads, sums, strict=True):
+            grad.copy_(partial.unflatten(1, (kv_heads, -1)).sum(2))

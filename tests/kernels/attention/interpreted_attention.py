@@ -1,0 +1,94 @@
+"""Run by test_attention_triton.py in Triton's interpreter."""
+
+import sys
+
+import pytest
+import torch
+from hybridengine.kernels import tree_attention
+from hybridengine.kernels.attention import triton as backend
+from hybridengine.kernels.attention.triton_tables import BEGIN, LAST, PREVIOUS, block_tables
+from hybridengine.kernels.attention.triton_tiles import Tiles
+
+from tests.kernels.attention.cases import forest_of, problem, random_forest
+from tests.kernels.attention.triton_cases import OPTIONS, assert_exact
+from tests.kernels.interpreter import widen_dot
+
+QUERY_TILES, KEY_TILES = Tiles(32, 16, 4, 2), Tiles(16, 32, 4, 2)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several blocks of a few tokens, on CPU tensors."""
+    widen_dot(monkeypatch)
+    monkeypatch.setattr(
+        backend, "choose_tiles", lambda name, *_: KEY_TILES if name == "key_grad" else QUERY_TILES
+    )
+    op = sys.modules["hybridengine.kernels.attention.op"]
+    monkeypatch.setattr(op, "choose_backend", lambda *_: "triton")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "seed"), [(1, 3, 0), (40, 3, 1), (60, 20, 2), (75, 60, 3)]
+)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_random_forests(option, tokens, longest, seed):
+    assert_exact(problem(random_forest(tokens, seed, longest), 2, 1, 16), **OPTIONS[option])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(("dim", "dim_v"), [(24, 16), (16, 40), (16, 264)])
+def test_head_sizes_and_dtypes(dim, dim_v, dtype):
+    case = problem(forest_of((30, [9, (8, [4, 20])]), 5), 2, 1, dim, dim_v, dtype)
+    assert_exact(case, dtype=dtype, softcap=2.0)
+
+
+@pytest.mark.parametrize("heads_per_program", (1, 2, 4))
+def test_query_heads_of_a_group_in_several_programs(heads_per_program, monkeypatch):
+    monkeypatch.setattr(backend, "_heads_per_program", lambda *_: heads_per_program)
+    assert_exact(problem(forest_of((20, [9, 18])), 8, 2, 16))
+
+
+@pytest.mark.parametrize("scale", (-0.3, 0.0))
+def test_scales_that_are_not_positive(scale):
+    assert_exact(problem(forest_of((20, [9, 18])), 2, 1, 16), scale=scale)
+
+
+def test_any_strides():
+    case = problem(forest_of((20, [9, 18])), 2, 2, 16)
+    packed = torch.stack(case.qkv, 2)  # [T, H, 3, D]
+    case.qkv = [packed[:, :, 0], packed[:, :, 1], packed[:, :, 2].mT.contiguous().mT]
+    case.grad = case.grad[:, :, :1].expand(-1, -1, 16)
+    assert_exact(case)
+
+
+def test_no_tokens():
+    empty = torch.zeros(0, 2, 16, requires_grad=True)
+    out = tree_attention(empty, empty, empty, torch.zeros(0, dtype=torch.int32))
+    out.sum().backward()
+    assert out.shape == empty.shape and empty.grad.shape == empty.shape
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("window", (None, 9))
+def test_tables_lead_to_every_visible_block_and_no_other(seed, window):
+    """Without a window exactly the visible blocks; with one, blocks may be visited needlessly."""
+    block, queries = QUERY_TILES.block_n, QUERY_TILES.block_m
+    forest = random_forest(400, seed, longest=60)
+    ends, positions = forest.subtree_ends.long(), forest.position_ids
+    token = torch.arange(ends.shape[0])
+    visible = (token <= token[:, None]) & (token[:, None] < ends)
+    near = positions[:, None] - positions < (window or ends.shape[0])
+    tables = block_tables(forest.subtree_ends, positions.int(), window, block, queries)
+    for start in range(0, ends.shape[0], queries):
+        key = start // block
+        begin = int(tables[BEGIN.value, key]) if window else 0
+        visited, other = set(), int(tables[LAST.value, key])
+        while other >= begin:
+            visited.add(other)
+            other = int(tables[PREVIOUS.value, other])
+        rows = visible[start : start + queries, :start]
+        seen = set((rows.any(0).nonzero()[:, 0] // block).tolist())
+        needed = rows & near[start : start + queries, :start]
+        needed = set((needed.any(0).nonzero()[:, 0] // block).tolist())
+        assert needed <= visited <= seen
+        assert window or visited == seen

@@ -1,0 +1,155 @@
+"""tree_attention against plain attention of every path from root to leaf, in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hybridengine.kernels import tree_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tolerances
+from tests.kernels.attention.cases import (
+    Case,
+    forest_of,
+    plain_attention,
+    problem,
+    random_forest,
+    results,
+)
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window_size": 7},
+    "softcap": {"softcap": 3.0},
+    "both": {"window_size": 20, "softcap": 2.0},
+}
+
+
+def ours(case, dtype=None, **options):
+    forest = case.forest
+
+    def call(q, k, v):
+        return tree_attention(
+            q, k, v, forest.subtree_ends, forest.position_ids, softmax_scale=0.4, **options
+        )
+
+    return results(call, case, dtype)
+
+
+def expected(case, window_size=None, softcap=None):
+    def call(q, k, v):
+        return plain_attention(q, k, v, case.forest, 0.4, window_size, softcap)
+
+    return results(call, case, torch.float64)
+
+
+def assert_close(got, exact, tolerance):
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, exact, strict=True):
+        torch.testing.assert_close(
+            a.double(), b, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 260),
+    longest=st.sampled_from([3, 40, 150]),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1), (10, 2)]),
+    dims=st.sampled_from([(8, 8), (16, 5), (3, 24), (64, 64)]),
+    option=st.sampled_from(list(OPTIONS)),
+    seed=st.integers(0, 2**20),
+)
+def test_random_forests(tokens, longest, heads, dims, option, seed):
+    case = problem(random_forest(tokens, seed, longest), *heads, *dims, seed=seed)
+    exact = expected(case, **OPTIONS[option])
+    assert_close(ours(case, torch.float64, **OPTIONS[option]), exact, tolerances.ATTENTION_FLOAT64)
+    assert_close(ours(case, **OPTIONS[option]), exact, tolerances.ATTENTION)
+
+
+@pytest.mark.parametrize("backend", ("reference", None))
+@pytest.mark.parametrize("option", OPTIONS)
+def test_nodes_longer_than_a_block(option, backend):
+    case = problem(forest_of((300, [70, (40, [280, 1])]), 130), 6, 2, 16)
+    exact = expected(case, **OPTIONS[option])
+    assert_close(ours(case, backend=backend, **OPTIONS[option]), exact, tolerances.ATTENTION)
+
+
+def sdpa(case, dtype, length):
+    """torch's own attention of sequences of one length."""
+
+    def call(q, k, v):
+        rows = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return results(call, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("length", (23, 300, 1500))
+def test_error_is_at_most_twice_that_of_torch(length, dtype):
+    count = -(-100 // length)
+    case = problem(forest_of(*[length] * count), 3, 1, 64, dtype=dtype)
+    exact = sdpa(case, torch.float64, length)
+    theirs = sdpa(case, dtype, length)
+    got = results(partial(tree_attention, subtree_ends=case.forest.subtree_ends), case)
+    for name, a, b, x in zip(("out", "dq", "dk", "dv"), got, theirs, exact, strict=True):
+        error, limit = ((y.double() - x).square().mean().sqrt() for y in (a, b))
+        assert error <= tolerances.ERROR_FACTOR * limit, name
+
+
+def test_sequences_do_not_depend_on_each_other():
+    """Bit for bit, gradients too, across the blocks of the kernel and the cuts of its sums."""
+    lengths = [33, 5, 410, 64, 700, 1]
+    case = problem(forest_of(*lengths), 6, 2, 24)
+    together = results(partial(tree_attention, subtree_ends=case.forest.subtree_ends), case)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start := start + length)
+        part = Case(forest_of(length), [x[rows] for x in case.qkv], case.grad[rows])
+        alone = results(partial(tree_attention, subtree_ends=part.forest.subtree_ends), part)
+        for got, expected in zip(together, alone, strict=True):
+            assert torch.equal(got[rows], expected)
+
+
+def test_shared_prefixes_change_no_bit_of_the_result():
+    forest = forest_of((300, [70, (40, [280, 1]), 200]), (5, [3, 4]))
+    case = problem(forest, 4, 2, 24)
+    out, grad_query, *_ = results(partial(tree_attention, subtree_ends=forest.subtree_ends), case)
+    for path in forest.paths:
+        alone = Case(forest_of(len(path)), [x[path] for x in case.qkv], case.grad[path])
+        ends = alone.forest.subtree_ends
+        alone_out, alone_grad, *_ = results(partial(tree_attention, subtree_ends=ends), alone)
+        assert torch.equal(out[path], alone_out) and torch.equal(grad_query[path], alone_grad)
+
+
+@pytest.mark.parametrize("threads", (2, 5))
+def test_the_number_of_threads_changes_no_bit(threads):
+    case = problem(random_forest(600, 3), 6, 2, 16)
+    call = partial(tree_attention, subtree_ends=case.forest.subtree_ends)
+    one = results(call, case)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        several = results(call, case)
+    finally:
+        torch.set_num_threads(before)
+    for got, expected in zip(several, one, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_opcheck_and_compile():
+    case = problem(forest_of((9, [4, 5]), 3), 4, 2)
+    leaves = [x.clone().requires_grad_() for x in case.qkv]
+    ends, positions = case.forest.subtree_ends, case.forest.position_ids.int()
+    for options in ((ends, None, 0.4, None, None, None), (ends, positions, 0.4, 5, 2.0, None)):
+        torch.library.opcheck(torch.ops.hybridengine.tree_attention.default, (*leaves, *options))
+
+    def call(q, k, v):
+        return tree_attention(q, k, v, ends, positions, window_size=5)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for got, eager in zip(results(compiled, case), results(call, case), strict=True):
+        assert torch.equal(got, eager)

@@ -1,0 +1,136 @@
+"""Bad input to tree_attention, and forests at the limits."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from hybridengine.kernels import tree_attention
+
+from tests.kernels.attention.cases import dense_mask, forest_of, problem, results
+
+Q, K, V = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 6)
+ENDS, POSITIONS = torch.tensor([5, 5, 3, 5, 5]), torch.tensor([0, 1, 2, 2, 3])
+
+
+def call(query=Q, key=K, value=V, subtree_ends=ENDS, position_ids=None, **options):
+    return tree_attention(query, key, value, subtree_ends, position_ids, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"query": Q[0]}, ValueError, "query has shape [4, 8]"),
+        ({"query": Q.int()}, ValueError, "query has dtype int32"),
+        ({"query": Q[:, :3]}, ValueError, "query has shape [5, 3, 8] and key [5, 2, 8]"),
+        ({"key": K[:4]}, ValueError, "key has shape [4, 2, 8]"),
+        ({"key": K[..., :7]}, ValueError, "key has shape [5, 2, 7]"),
+        ({"key": K[:, :0], "value": V[:, :0]}, ValueError, "key [5, 0, 8]"),
+        ({"key": K.bfloat16()}, ValueError, "key has dtype bfloat16"),
+        ({"value": V[:, :1]}, ValueError, "value has shape [5, 1, 6]"),
+        ({"value": V.double()}, ValueError, "value has dtype float64"),
+        ({"subtree_ends": None}, TypeError, "subtree_ends is None"),
+        ({"subtree_ends": ENDS[:4]}, ValueError, "subtree_ends has shape [4]"),
+        ({"subtree_ends": ENDS.float()}, ValueError, "subtree_ends has dtype float32"),
+        ({"subtree_ends": torch.tensor([5, 5, 2, 5, 5])}, ValueError, "subtree_ends[2] is 2"),
+        ({"subtree_ends": torch.tensor([5, 5, 3, 6, 5])}, ValueError, "subtree_ends[3] is 6"),
+        ({"window_size": 2}, TypeError, "position_ids is None"),
+        ({"window_size": 0, "position_ids": POSITIONS}, ValueError, "window_size is 0"),
+        ({"window_size": 2.5, "position_ids": POSITIONS}, TypeError, "window_size is 2.5"),
+        ({"window_size": 2, "position_ids": POSITIONS[1:]}, ValueError, "position_ids has shape"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
+        ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan"),
+        ({"backend": "cuda"}, ValueError, "backend 'cuda' does not exist"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_argument(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call(**arguments)
+
+
+def test_no_tokens():
+    leaves = [x[:0].clone().requires_grad_() for x in (Q, K, V)]
+    out = call(*leaves, ENDS[:0])
+    assert out.shape == (0, 4, 6)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert [x.shape for x in grads] == [x.shape for x in leaves]
+
+
+def test_one_token_sees_itself():
+    out = call(Q[:1], K[:1], V[:1], torch.tensor([1]))
+    torch.testing.assert_close(out, V[:1].repeat_interleave(2, 1), rtol=1e-6, atol=0)
+
+
+def test_a_second_derivative_is_an_error():
+    leaf = Q.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(call(leaf).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_strided_inputs(dtype):
+    wide = torch.randn(3, 8, 150, 30, dtype=dtype)  # [3, H, T, D + ...], as models have it
+    q, k, v = (x[..., 3:27].transpose(0, 1) for x in wide)
+    every_other = torch.randn(150, 8, 48, dtype=dtype)[..., ::2]
+    ends = torch.full((150,), 150)
+    expected = call(q.contiguous(), k.contiguous(), v.contiguous(), ends)
+    assert torch.equal(call(q, k, v, ends), expected)
+    torch.testing.assert_close(
+        call(every_other, k, v, ends), call(every_other.contiguous(), k, v, ends), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+@pytest.mark.parametrize("where", range(3))
+def test_a_token_that_is_not_finite_spreads_only_to_those_that_see_it(where, bad):
+    forest = forest_of((70, [(20, [30, 40]), 90]), 60)
+    case = problem(forest, 6, 2, 16)
+    visible = dense_mask(forest)
+    options = {"subtree_ends": forest.subtree_ends, "softmax_scale": 0.3}
+    clean = results(partial(tree_attention, **options), case)
+    token = 75
+    case.qkv[where][token, 0, 5] = bad
+    got = results(partial(tree_attention, **options), case)
+    reached = visible[:, token] if where else torch.arange(len(visible)) == token
+    assert got[0][reached].isnan().any((1, 2)).all()
+    assert torch.equal(got[0][~reached], clean[0][~reached])
+    # Gradients are NaN for the queries reached, and for the keys that those see.
+    also = visible[reached].any(0)
+    assert torch.equal(got[1][~reached], clean[1][~reached])
+    for got_key, clean_key in zip(got[2:], clean[2:], strict=True):
+        assert torch.equal(got_key[~also], clean_key[~also])
+
+
+def test_a_gradient_that_is_not_finite_spreads_only_to_the_keys_seen():
+    forest = forest_of((70, [(20, [30, 40]), 90]), 60)
+    case, visible = problem(forest, 6, 2, 16), dense_mask(forest)
+    call = partial(tree_attention, subtree_ends=forest.subtree_ends)
+    clean = results(call, case)
+    case.grad[100, 0, 5] = float("nan")
+    got = results(call, case)
+    assert torch.equal(got[1].isnan().any((1, 2)).nonzero().flatten(), torch.tensor([100]))
+    for got_key, clean_key in zip(got[2:], clean[2:], strict=True):
+        assert got_key[visible[100]].isnan().any((1, 2)).all()
+        assert torch.equal(got_key[~visible[100]], clean_key[~visible[100]])
+
+
+def test_a_chain_of_nodes_of_one_token():
+    tree = (1, [])
+    for _ in range(200):
+        tree = (1, [tree])
+    case = problem(forest_of(tree), 3, 1, 8)
+    call = partial(tree_attention, subtree_ends=case.forest.subtree_ends)
+    one_node = partial(tree_attention, subtree_ends=torch.full((201,), 201))
+    for got, expected in zip(results(call, case), results(one_node, case), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_large_scores():
+    """Scores near 1e4: the softmax takes the largest; no overflow and no NaN."""
+    ends = torch.full((90,), 90)
+    q, k = torch.randn(90, 2, 16) * 50, torch.randn(90, 2, 16) * 50
+    v = torch.randn(90, 2, 16)
+    got = call(q, k, v, ends, backend=None)
+    exact = call(q.double(), k.double(), v.double(), ends)
+    torch.testing.assert_close(got.double(), exact, rtol=5e-2, atol=5e-2)
