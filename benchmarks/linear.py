@@ -3,8 +3,9 @@
 `gemm_1` and `gemm_3` are the products alone, in the same chunks: torch.mm in the dtype of the
 inputs, also where ours leaves float32. They bound the forward, and forward + backward of
 `linear_policy_loss`. On a CPU without fast products of that dtype they are float32, and baselines,
-which would take minutes, are left out. `trainer_head` is the output head of the trainer without and
-with [T, V] logits, for a 135M model.
+which would take minutes, are left out. `trainer_head` is the output head of the trainer for a 135M
+and a 0.5B model: in one pass, in two steps whose logits are computed again or kept, and with [T, V]
+logits; each with all rows active and with half of them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from benchmarks import _baselines
 from benchmarks._bench import OURS, Bench, largest_errors
 
 CLIP = {"clip_ratio_low": 0.9, "clip_ratio_high": 0.9}
-HEAD = (2048, 576, 49_152)  # response tokens of a micro-batch, and the head of SmolLM2-135M
+# Response tokens of a micro-batch, and the heads of SmolLM2-135M and Qwen2.5-0.5B.
+HEADS = ((2048, 576, 49_152), (1024, 896, 151_936))
 Gradients = tuple[Tensor, ...]
 
 
@@ -48,7 +50,8 @@ def run(bench: Bench) -> None:
         problem = Problem(bench, rows, width, vocab, dtype)
         forward(bench, problem)
         training(bench, problem)
-    head(bench, Problem(bench, *((64, 64, 2000) if bench.quick else HEAD), torch.bfloat16))
+    for size in [(64, 64, 2000)] if bench.quick else HEADS:
+        head(bench, Problem(bench, *size, torch.bfloat16))
 
 
 class Problem:
@@ -66,6 +69,11 @@ class Problem:
         self.old_log_probs = log_probs + 0.05 * draw(rows)  # most rows have a nonzero gradient
         self.shape, self.dtype = f"T={rows} H={width} V={vocab}", dtype
         self.gemm_flops = 2 * rows * width * vocab
+
+    def half_zero_advantages(self) -> Tensor:
+        advantages = self.advantages.clone()
+        advantages[::2] = 0
+        return advantages
 
     def leaves(self) -> tuple[Tensor, Tensor]:
         return self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
@@ -110,8 +118,7 @@ def forward(bench: Bench, p: Problem) -> None:
 
 def training(bench: Bench, p: Problem) -> None:
     """Loss, forward and backward, gradients of hidden states and weight."""
-    half_zero = p.advantages.clone()
-    half_zero[::2] = 0
+    half_zero = p.half_zero_advantages()
 
     def fused(advantages: Tensor) -> Gradients:
         h, w = p.leaves()
@@ -134,7 +141,7 @@ def training(bench: Bench, p: Problem) -> None:
     losses, missing_losses = p.with_fast_products(_baselines.loss_from_hidden())
     calls: dict[str, Callable[[], Any]] = {
         OURS: partial(fused, p.advantages),
-        f"{OURS}_half_dead": partial(fused, half_zero),
+        f"{OURS}_half_inactive": partial(fused, half_zero),
         f"{OURS}_recompute": partial(from_log_probs, linear_token_log_probs),
         "gemm_3": bare_products(p, 3),
         **{name: partial(from_log_probs, f) for name, f in log_probs.items()},
@@ -144,22 +151,37 @@ def training(bench: Bench, p: Problem) -> None:
 
 
 def head(bench: Bench, p: Problem) -> None:
-    """One micro-batch at the output head of the trainer, as in model/head.py, and with logits."""
+    """One micro-batch at the output head of the trainer, and with logits."""
 
-    def step(log_probs_of: Callable) -> Gradients:
+    def one_pass(advantages: Tensor) -> Gradients:
         h, w = p.leaves()
-        log_probs, entropy = log_probs_of(h, w)
-        loss = policy_loss(log_probs, p.old_log_probs, p.advantages, entropy=entropy, **CLIP)[0]
+        given = {"old_log_probs": None, "advantages": advantages, **CLIP}
+        return torch.autograd.grad(linear_policy_loss(h, w, p.token_ids, **given)[0], (h, w))
+
+    def two_steps(log_probs_of: Callable, advantages: Tensor) -> Gradients:
+        h, w = p.leaves()
+        log_probs, entropy = log_probs_of(h, w, p.token_ids)
+        loss = policy_loss(log_probs, None, advantages, entropy=entropy, **CLIP)[0]
         return torch.autograd.grad(loss, (h, w))
 
-    def with_logits(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def with_logits(h: Tensor, w: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(h.float(), w.float())
-        return from_logits(logits, p.token_ids, inplace_backward=True)
+        return from_logits(logits, token_ids, inplace_backward=True)
 
-    calls = {
-        OURS: partial(step, lambda h, w: linear_token_log_probs(h, w, p.token_ids)),
-        "whole_logits": partial(step, with_logits),
+    recomputing, keeping = (
+        partial(linear_token_log_probs, budget_bytes=budget_bytes)
+        for budget_bytes in (2**28, 2**33)
+    )
+    functions: dict[str, Callable[[Tensor], Gradients]] = {
+        OURS: one_pass,
+        f"{OURS}_two_steps": partial(two_steps, recomputing),
+        f"{OURS}_two_steps_kept": partial(two_steps, keeping),
+        "full_logits": partial(two_steps, with_logits),
     }
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, function in functions.items():
+        calls[name] = partial(function, p.advantages)
+        calls[f"{name}_half_inactive"] = partial(function, p.half_zero_advantages())
     p.compare(bench, "trainer_head", "both", calls, {})
 
 

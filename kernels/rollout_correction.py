@@ -17,6 +17,7 @@ from torch import Tensor
 from . import _check as check
 from ._aggregation import global_count
 from ._per_token import TokenSequences, as_mask, compute_dtype, token_arguments, zero_masked
+from .policy_loss.importance import ImportanceBounds
 from .policy_loss.terms import MAX_LOG_RATIO, log_ratio
 
 # Bound of a token's log-ratio in a sum, far beyond real ones: infinities of both signs then cancel.
@@ -83,7 +84,9 @@ def rollout_correction(
     """
     op = "rollout_correction"
     check.not_none(op, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
-    threshold, lower = _check_weights(rollout_is, rollout_is_threshold, rollout_is_lower)
+    if rollout_is is not None:
+        check.choice(op, "rollout_is", rollout_is, ("token", "sequence"))
+    is_bounds = ImportanceBounds.checked(op, rollout_is_threshold, rollout_is_lower)
     bounds = _check_rejection(rejection or {})
     with torch.no_grad():
         tokens, cu_seqlens = token_arguments(
@@ -115,17 +118,11 @@ def rollout_correction(
             exponent = safe
             if rollout_is == "sequence":
                 terms = log_rho.clamp(-_MAX_TERM, _MAX_TERM)
-                exponent = sequences.sum(terms, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            raw = exponent.exp()
-            outside = raw > threshold
-            if lower is None:
-                weights = raw.clamp(max=threshold)
-            else:
-                outside |= raw < lower
-                weights = raw.masked_fill(outside, 0)
+                exponent = sequences.sum(terms, mask)
+            weights, outside = is_bounds.weights(exponent)
             weights = zero_masked(weights, mask)
             metrics["is_weight_mean"] = mean(weights)
-            metrics["is_clipped_fraction"] = mean(outside.to(raw.dtype))
+            metrics["is_clipped_fraction"] = mean(outside.to(weights.dtype))
             metrics["is_weight_max"] = torch.cat([weights.new_zeros(1), weights]).max()
             weights = weights.view(old_log_probs.shape)
         accepted = mask
@@ -161,21 +158,6 @@ def _within(
     if isinstance(threshold, tuple):
         return (divergence >= math.log(threshold[0])) & (divergence <= math.log(threshold[1]))
     return divergence <= threshold
-
-
-def _check_weights(
-    level: str | None, threshold: float | None, lower: float | None
-) -> tuple[float, float | None]:
-    """Return (threshold, lower) as numbers."""
-    op = "rollout_correction"
-    if level is not None:
-        check.choice(op, "rollout_is", level, ("token", "sequence"))
-    threshold = float("inf") if threshold is None else threshold
-    threshold = check.number(op, "rollout_is_threshold", threshold, above=0, infinite=True)
-    if lower is not None:
-        lower = check.number(op, "rollout_is_lower", lower, above=0)
-        check.ordered(op, "rollout_is_lower", lower, "rollout_is_threshold", threshold)
-    return threshold, lower
 
 
 def _check_rejection(

@@ -21,8 +21,8 @@ def whiten(
     """Compute (values - mean) / sqrt(var + epsilon), with the statistics of all ranks.
 
     Statistics are over unmasked entries; the variance is the unbiased one. Where torch.distributed
-    is initialised, every rank of `group` must call this, also with an empty tensor. Nothing waits
-    for the GPU.
+    is initialised, every rank of `group` must call this, also with an empty tensor. The split over
+    ranks changes only the order of float64 sums. Nothing waits for the GPU.
 
     Args:
         values: any shape, floating point; constants.
@@ -52,7 +52,8 @@ def whiten(
         count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
     else:
         values, count = zero_masked(values, mask), mask.sum().double()
-    mean = values.sum(dtype=torch.float64) / count.clamp(min=1)
+    count, total = _sum_over_ranks(torch.stack([count, values.sum(dtype=torch.float64)]), group)
+    mean = total / count.clamp(min=1)
     # Deviations from the rounded mean are exact to rounding; its error is corrected below.
     rounded_mean = mean.to(values.dtype)
     mean_error = mean - rounded_mean.double()
@@ -60,20 +61,14 @@ def whiten(
     if mask is not None:
         deviations.mul_(mask)
     squares = torch.linalg.vector_norm(deviations, dtype=torch.float64).square()
-    squares = squares - count * mean_error**2
-    if dist.is_available() and dist.is_initialized():
-        count, mean, squares = _merge(torch.stack([count, mean, squares]), group)
+    squares = _sum_over_ranks(squares, group) - count * mean_error**2
     scale = (squares.clamp(min=0) / (count - 1).clamp(min=1) + epsilon).rsqrt()
     offset = (rounded_mean.double() - mean) * scale + (0 if shift_mean else mean)
     whitened = deviations.mul_(scale.to(values.dtype)).add_(offset.to(values.dtype))
     return whitened if mask is None else whitened.mul_(mask)
 
 
-def _merge(local: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine (count, mean, sum of squared deviations) of all ranks (Chan et al. 1979)."""
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, local, group=group)
-    counts, means, squares = torch.stack(parts).unbind(1)
-    count = counts.sum()
-    mean = (counts * means).sum() / count.clamp(min=1)
-    return count, mean, squares.sum() + (counts * (means - mean).square()).sum()
+def _sum_over_ranks(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(local, group=group)
+    return local

@@ -244,11 +244,12 @@ class ActiveRowGradients(LinearGradients):
     def add_chunk(
         self,
         logits: Tensor,
-        rows: slice,
+        rows: slice | Tensor,
         row_results: Sequence[Tensor],
         grad_log_probs: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> None:
+        assert isinstance(rows, slice)  # the host knows of no other rows
         row_index = torch.empty_like(self.token_ids[rows], dtype=torch.int32)
         total = self.chunks.hidden.shape[0]
         index_kernel[(1,)](

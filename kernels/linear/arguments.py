@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,6 +61,15 @@ def check_budget(op: str, hidden: Tensor, budget_bytes: int | None) -> int:
     if budget_bytes is None:
         return 2**30 if hidden.is_cuda else 2**28
     return check.integer(op, "budget_bytes", budget_bytes, at_least=1)
+
+
+def products_over_active_rows(hidden: Tensor, weight: Tensor, backend: str) -> bool:
+    """Return whether `ActiveRowGradients`, on a GPU, leaves inactive rows out of the products."""
+    if backend not in ("cuda", "triton") or importlib.util.find_spec("triton") is None:
+        return False
+    from .active_rows import supports
+
+    return supports(hidden, weight)
 
 
 def empty_gradients(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:

@@ -40,6 +40,7 @@ class Chunks:
         backward: gradients are computed, too.
         active_rows: the gradients are those of `ActiveRowGradients`.
         group: name of the process group of vocabulary-parallel ranks; "": none.
+        kept: all logits are given (`logits_fit`); one chunk, with a buffer for its gradient.
     """
 
     def __init__(
@@ -52,46 +53,51 @@ class Chunks:
         backward: bool,
         active_rows: bool = False,
         group: str = "",
+        kept: bool = False,
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.deterministic = deterministic
         dtype = compute_dtype(hidden)
         widened = dtype != hidden.dtype
+        grad_dtype = hidden.dtype if active_rows or keeps_16_bits(hidden) else dtype
         # Whether gradients have a buffer of their own.
-        self.separate = backward and ((widened and keeps_16_bits(hidden)) or active_rows)
+        self.separate = backward and (grad_dtype != dtype or active_rows or kept)
         shared = _CHUNKS_PER_PRODUCT if self.separate and hidden.is_cuda else 1
         (rows, width), vocab = hidden.shape, weight.shape[0]
         # A row of hidden, packed or widened, and its gradient (in SPLITS parts for active rows).
         width_bytes = width * (8 if not active_rows else hidden.dtype.itemsize + 16)
         row_bytes = shared * width_bytes + vocab * (
-            dtype.itemsize + (shared * hidden.dtype.itemsize if self.separate else 0)
+            dtype.itemsize + (shared * grad_dtype.itemsize if self.separate else 0)
         )
-        reserved = min(WIDENED_BYTES, budget_bytes // 8) if widened else 0
+        reserved = _reserved_bytes(budget_bytes) if widened else 0
         buffer_rows, self.rows = _buffer_rows(rows, (budget_bytes - reserved) // row_bytes)
-        if deterministic:
+        if kept:
+            buffer_rows = self.rows = max(1, rows)
+        elif deterministic:
             buffer_rows = self.rows = _DETERMINISTIC_ROWS
         elif group:
             buffer_rows = self.rows = max(1, min(rows, _GROUP_ROWS))
         in_place = backward and not self.separate
-        self._logits = hidden.new_empty(
-            buffer_rows if in_place else min(buffer_rows, self.rows), vocab, dtype=dtype
-        )
+        logits_rows = buffer_rows if in_place else min(buffer_rows, self.rows)
+        self._logits = empty_from_pool(hidden, (0 if kept else logits_rows, vocab), dtype)
         self.grad_logits = self._logits
         if self.separate:
             stride = vocab + (-vocab % _STRIDE_MULTIPLE if active_rows else 0)
-            self.grad_logits = hidden.new_empty(min(buffer_rows * shared, rows), stride)[:, :vocab]
+            shape = (min(buffer_rows * shared, rows), stride)
+            self.grad_logits = empty_from_pool(hidden, shape, grad_dtype)[:, :vocab]
 
     def slices(self) -> Iterator[slice]:
         """Yield the rows of every chunk."""
         for begin in range(0, self.hidden.shape[0], self.rows):
             yield slice(begin, min(begin + self.rows, self.hidden.shape[0]))
 
-    def logits(self, rows: slice, offset: int = 0) -> Tensor:
+    def logits(self, rows: slice | Tensor, offset: int = 0) -> Tensor:
         """Compute logits [rows, V] into the buffer at row `offset`; valid until the next call."""
-        hidden = self._padded(self.hidden[rows])
-        out = self._logits[offset : offset + hidden.shape[0]]
-        mixed_gemm(out, hidden, self.weight, self.bias)
-        return out[: rows.stop - rows.start]
+        hidden = self.hidden[rows]
+        padded = self._padded(hidden)
+        out = self._logits[offset : offset + padded.shape[0]]
+        mixed_gemm(out, padded, self.weight, self.bias)
+        return out[: hidden.shape[0]]
 
     def hidden_grad(self, grad_logits: Tensor) -> Tensor:
         """Compute grad_logits @ weight."""
@@ -112,6 +118,18 @@ class Chunks:
         padded = rows.new_zeros(self.rows, rows.shape[1])
         padded[: rows.shape[0]] = rows
         return padded
+
+
+def logits_fit(hidden: Tensor, weight: Tensor, budget_bytes: int) -> bool:
+    """Return whether the logits of all rows and as large a gradient fit the budget together."""
+    (rows, width), dtype = hidden.shape, compute_dtype(hidden)
+    row_bytes = 2 * weight.shape[0] * dtype.itemsize + width * (hidden.dtype.itemsize + 16)
+    return rows * row_bytes <= budget_bytes - _reserved_bytes(budget_bytes)
+
+
+def _reserved_bytes(budget_bytes: int) -> int:
+    """Return the part of the budget for blocks of operands that are converted to float32."""
+    return min(WIDENED_BYTES, budget_bytes // 8)
 
 
 def _buffer_rows(rows: int, max_rows: int) -> tuple[int, int]:
@@ -136,6 +154,8 @@ class LinearGradients:
         inactive: [T] bool, rows whose gradient is zero and whose hidden states may be NaN.
         skip_inactive: leave rows with zero gradient out of the products (CPU only: on a GPU their
             number would have to be copied to the host, see `ActiveRowGradients`).
+
+    Rows of a chunk are a slice of T or an index tensor.
     """
 
     def __init__(
@@ -165,16 +185,16 @@ class LinearGradients:
         self.weight_has_value = main_grad is not None  # otherwise the first product is stored
         self._pending: list[tuple[Tensor, slice | Tensor]] = []
 
-    def logits(self, rows: slice) -> Tensor:
+    def logits(self, rows: slice | Tensor) -> Tensor:
         """Compute the logits of a chunk, where they do not overwrite pending gradients."""
         if self.chunks.separate:
             return self.chunks.logits(rows)
-        return self.chunks.logits(rows, self._free_row(rows.stop - rows.start))
+        return self.chunks.logits(rows, self._free_row(self.token_ids[rows].shape[0]))
 
     def add_chunk(
         self,
         logits: Tensor,
-        rows: slice,
+        rows: slice | Tensor,
         row_results: Sequence[Tensor],
         grad_log_probs: Tensor | None,
         grad_entropy: Tensor | None,
@@ -182,26 +202,33 @@ class LinearGradients:
         """Add the gradients of a chunk, given its `logits(rows)`.
 
         row_results: its first four results of `rows_forward`. grad_log_probs, grad_entropy: the
-        incoming gradients of its rows. The logits are overwritten.
+        incoming gradients of its rows. The logits are overwritten unless gradients have a buffer of
+        their own.
         """
-        selected: slice | Tensor = rows
-        active = _active_rows(grad_log_probs, grad_entropy) if self.skip_inactive else None
+        active = active_rows(grad_log_probs, grad_entropy) if self.skip_inactive else None
+        count, selected, row_index = logits.shape[0], rows, None
         if active is not None:
-            if active.numel() == 0:
+            count = active.numel()
+            if count == 0:
                 return
-            logits = _move_to_front(logits, active)
-            row_results = [result[active] for result in row_results]
-            grad_log_probs, grad_entropy = (
-                None if grad is None else grad[active] for grad in (grad_log_probs, grad_entropy)
-            )
-            selected = active + rows.start
+            selected = active + rows.start if isinstance(rows, slice) else rows[active]
+            if self.chunks.separate:
+                row_index = torch.full((logits.shape[0],), -1, dtype=torch.int32)
+                row_index[active] = torch.arange(count, dtype=torch.int32)
+            else:
+                rows, logits = selected, _move_to_front(logits, active)
+                row_results = [result[active] for result in row_results]
+                grad_log_probs, grad_entropy = (
+                    None if grad is None else grad[active]
+                    for grad in (grad_log_probs, grad_entropy)
+                )
         out = logits
         if self.chunks.separate:
-            begin = self._free_row(logits.shape[0])
-            out = self.chunks.grad_logits[begin : begin + logits.shape[0]]
+            begin = self._free_row(count)
+            out = self.chunks.grad_logits[begin : begin + count]
         rows_backward(
-            logits, out, self.token_ids[selected], self.options.select(selected),
-            list(row_results), grad_log_probs, grad_entropy, self.backend,
+            logits, out, self.token_ids[rows], self.options.select(rows), list(row_results),
+            grad_log_probs, grad_entropy, self.backend, row_index,
         )  # fmt: skip
         self._pending.append((out, selected))
 
@@ -262,7 +289,7 @@ class LinearGradients:
         return hidden, weight, bias
 
 
-def _active_rows(grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+def active_rows(grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
     """Return the indices of rows with nonzero (or NaN) gradient, or None if that is all rows."""
     given = [grad for grad in (grad_log_probs, grad_entropy) if grad is not None]
     active = torch.stack([grad != 0 for grad in given]).any(0)
@@ -277,11 +304,16 @@ def _move_to_front(logits: Tensor, rows: Tensor) -> Tensor:
     return logits[: rows.numel()]
 
 
-def empty_like_from_pool(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def empty_from_pool(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Allocate from the cached memory pool on a CPU: the system clears new pages, which is slow."""
-    if tensor.is_cpu and native() is not None:
-        return native().empty_from_pool(tensor.shape, dtype)
-    return torch.empty_like(tensor, dtype=dtype)
+    if like.is_cpu and native() is not None:
+        return native().empty_from_pool(shape, dtype)
+    return like.new_empty(shape, dtype=dtype)
+
+
+def empty_like_from_pool(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocate a tensor of this shape, as `empty_from_pool`."""
+    return empty_from_pool(tensor, tensor.shape, dtype)
 
 
 def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:

@@ -4,29 +4,33 @@ logits = hidden @ weight.T + bias is computed for a chunk of rows at a time, as 
 budget in bytes, reduced by the row kernel of token_log_probs, and dropped. Logits are float32, also
 for 16-bit hidden and weight: they are never rounded. The backward computes each chunk again,
 replaces it by its gradient and multiplies twice: 2 T H V operations forward and 6 T H V backward (2
-of them for the recomputation). docs/linear_policy_loss.md derives the counts.
+of them for the recomputation). Rows with zero gradient are left out of the backward, and where all
+logits fit the budget they are kept for it. docs/linear_policy_loss.md derives the counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._backend import register_backends
+from .._backend import choose_backend, register_backends
 from .._per_token import compute_dtype
-from ..logprob.options import in_shape, row_options
+from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import rows_forward
 from .arguments import (
     LINEAR_SCHEMA,
     check_budget,
     check_linear,
+    products_over_active_rows,
     register_linear_autograd,
     split_row_options,
 )
-from .chunks import Chunks, LinearGradients
+from .chunks import Chunks, LinearGradients, active_rows, empty_from_pool, logits_fit
+from .mixed_gemm import mixed_gemm
 
 register_backends(
     "linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
@@ -60,7 +64,9 @@ def linear_token_log_probs(
             in rank order and of any size, and the same hidden. The gradient of hidden is summed
             over the ranks.
         budget_bytes: memory for logits and temporaries, besides inputs, outputs and gradients;
-            None: 256 MiB on a CPU, 1 GiB on a GPU. Ignored with a group: a chunk is 512 rows.
+            None: 256 MiB on a CPU, 1 GiB on a GPU. Ignored with a group: a chunk is 512 rows. If
+            8 T V bytes (and some more per row) fit, the logits are kept until the backward, which
+            then does not compute them again; not in the deterministic mode or with a group.
         deterministic: use matrix products of one fixed shape, so that a row's log-prob, entropy
             and hidden gradient do not depend on the other rows or on the budget, and the weight
             gradient is the same in every run.
@@ -89,59 +95,106 @@ def linear_token_log_probs(
         op, token_ids, weight.shape[0], temperature, logit_scale, softcap, ignore_index,
         vocab_mask, group,
     )  # fmt: skip
+    budget_bytes = check_budget(op, hidden, budget_bytes)
+    flat = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
+    keep_logits = _keeps_logits((flat, weight, bias), options, budget_bytes, deterministic)
     log_probs, entropy, *_ = torch.ops.hybridengine.linear_token_log_probs(
-        hidden if hidden.dim() == 2 else hidden.flatten(0, -2), weight, bias, token_ids.flatten(),
-        *options, check_budget(op, hidden, budget_bytes), deterministic, main_grad, backend,
+        flat, weight, bias, token_ids.flatten(), *options, budget_bytes, deterministic, main_grad,
+        backend, keep_logits,
     )  # fmt: skip
     return in_shape(log_probs, token_ids.shape), in_shape(entropy, token_ids.shape)
+
+
+def _keeps_logits(
+    tensors: Sequence[Tensor | None], options: RowOptions, budget_bytes: int, deterministic: bool
+) -> bool:
+    """Return whether the forward saves the logits for the backward of hidden, weight and bias."""
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    hidden, weight, _ = tensors
+    assert hidden is not None and weight is not None
+    if not wanted or deterministic or options.group:  # these have chunks of a fixed size
+        return False
+    return logits_fit(hidden, weight, budget_bytes)
 
 
 @torch.library.custom_op(
     "hybridengine::linear_token_log_probs",
     mutates_args=(),
-    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str? backend) -> ({', '.join(['Tensor'] * 4)})",
+    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str? backend, bool keep_logits) -> "
+    f"({', '.join(['Tensor'] * 5)})",
 )
 def _forward_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """The first four results of `rows_forward`, each [T]."""
-    options, (budget_bytes, deterministic, _, backend) = split_row_options(arguments)
+    """The first four results of `rows_forward`, each [T], and the logits, empty if not kept."""
+    options, (budget_bytes, deterministic, _, backend, keep_logits) = split_row_options(arguments)
+    if keep_logits:
+        shape, dtype = (hidden.shape[0], weight.shape[0]), compute_dtype(hidden)
+        logits = empty_from_pool(hidden, shape, dtype)
+        mixed_gemm(logits, hidden, weight, bias)
+        return *rows_forward(logits, token_ids, options, False, backend)[:4], logits
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, False, group=options.group)
-    results = _empty_results(hidden)
+    *results, logits = _empty_results(hidden, weight, keep_logits)
     for rows in chunks.slices():
         part = rows_forward(
             chunks.logits(rows), token_ids[rows], options.select(rows), False, backend
         )
         for result, value in zip(results, part, strict=False):
             result[rows] = value
-    return results
+    return *results, logits
 
 
 @_forward_op.register_fake
-def _empty_results(hidden: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    dtype = compute_dtype(hidden)
-    return tuple(hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(4))
+def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return _empty_results(hidden, weight, arguments[-1])
+
+
+def _empty_results(hidden: Tensor, weight: Tensor, keep_logits: bool) -> tuple[Tensor, ...]:
+    rows, dtype = hidden.shape[0], compute_dtype(hidden)
+    vectors = (hidden.new_empty(rows, dtype=dtype) for _ in range(4))
+    shape = (rows, weight.shape[0]) if keep_logits else (0, 0)
+    return *vectors, hidden.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op(
     "hybridengine::linear_token_log_probs_backward",
     mutates_args=("main_grad",),
-    schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str? backend, Tensor[] row_results, "
-    "Tensor? grad_log_probs, Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str? backend, bool keep_logits, "
+    "Tensor[] row_results, Tensor logits, Tensor? grad_log_probs, Tensor? grad_entropy, "
+    "bool[] wanted) -> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weight and bias; those not `wanted` are empty."""
+    """The gradients of hidden, weight and bias; those not `wanted` are empty.
+
+    Rows with zero gradient are not multiplied, and on a CPU their logits are not computed again.
+    """
     options, rest = split_row_options(arguments)
-    budget_bytes, deterministic, main_grad, backend, row_results, *gradients, wanted = rest
-    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, True, group=options.group)
-    active = torch.stack([grad != 0 for grad in gradients if grad is not None]).any(0)
-    inactive = (token_ids == options.ignore_index) | ~active
-    grads = LinearGradients(chunks, token_ids, options, backend, wanted, main_grad, inactive)
-    for rows in chunks.slices():
+    budget_bytes, deterministic, main_grad, backend, kept, row_results, logits, *gradients = rest
+    *gradients, wanted = gradients
+    ignored = token_ids == options.ignore_index
+    gradients = [None if grad is None else grad.masked_fill(ignored, 0) for grad in gradients]
+    backend = choose_backend("linear_token_log_probs", hidden.device, backend, hidden.dtype)
+    on_device = main_grad is None and products_over_active_rows(hidden, weight, backend)
+    chunks = Chunks(
+        hidden, weight, bias, budget_bytes, deterministic, True, on_device, options.group, kept
+    )
+    arguments = (chunks, token_ids, options, backend, wanted)
+    parts: Iterator[slice | Tensor] = chunks.slices()
+    if on_device:
+        from .active_rows import ActiveRowGradients
+
+        grads: LinearGradients = ActiveRowGradients(*arguments)
+        gradients = [torch.zeros_like(row_results[0]) if g is None else g for g in gradients]
+    else:
+        inactive = ~torch.stack([grad != 0 for grad in gradients if grad is not None]).any(0)
+        grads = LinearGradients(*arguments, main_grad, inactive, skip_inactive=kept)
+        if hidden.is_cpu and not kept:
+            parts = _active_parts(parts, active_rows(*gradients), chunks.rows)
+    for rows in parts:
         grads.add_chunk(
-            grads.logits(rows),
+            logits if kept else grads.logits(rows),
             rows,
             [result[rows] for result in row_results],
             *(None if grad is None else grad[rows] for grad in gradients),
@@ -149,6 +202,16 @@ def _backward_op(
     return grads.finish()
 
 
+def _active_parts(
+    parts: Iterator[slice | Tensor], active: Tensor | None, chunk_rows: int
+) -> Iterator[slice | Tensor]:
+    """Yield `parts`, or chunks of the indices `active`."""
+    if active is None:
+        yield from parts
+    elif active.numel():
+        yield from active.split(chunk_rows)
+
+
 register_linear_autograd(
-    "linear_token_log_probs", main_grad_at=2, from_results=lambda results: [results]
+    "linear_token_log_probs", main_grad_at=2, from_results=lambda results: [results[:4], results[4]]
 )

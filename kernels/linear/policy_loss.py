@@ -1,15 +1,15 @@
 """linear_policy_loss: the policy loss from hidden states, with gradients computed in the forward.
 
-Old log-probs, advantages, mask and the global denominators are known before the forward. So the
-gradient of a chunk of logits can be computed right after its rows are reduced, while it is still in
-the buffer: three matrix products (6 T H V operations) for forward and backward together, where the
-two-step form needs four. Inactive rows, whose gradient is zero (masked, zero advantage, clipped),
-are left out of the two gradient products. docs/linear_policy_loss.md has the derivation.
+Old log-probs (or that they are the row's own), advantages, mask and the global denominators are
+known before the forward. So the gradient of a chunk of logits can be computed right after its rows
+are reduced, while it is still in the buffer: three matrix products (6 T H V operations) for forward
+and backward together, where the two-step form needs four. Inactive rows, whose gradient is zero
+(masked, zero advantage, clipped), are left out of the two gradient products.
+docs/linear_policy_loss.md has the derivation.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +24,7 @@ from .._per_token import compute_dtype, token_arguments
 from ..logprob.op import token_log_probs
 from ..logprob.options import in_shape, row_options
 from ..logprob.rows import rows_forward
+from ..policy_loss.importance import ImportanceBounds
 from ..policy_loss.op import kernel_tensors, policy_loss
 from ..policy_loss.terms import (
     KL_TYPES,
@@ -33,7 +34,14 @@ from ..policy_loss.terms import (
     LossOptions,
     check_kl_type,
 )
-from .arguments import LINEAR_SCHEMA, check_budget, check_linear, empty_gradients, split_row_options
+from .arguments import (
+    LINEAR_SCHEMA,
+    check_budget,
+    check_linear,
+    empty_gradients,
+    products_over_active_rows,
+    split_row_options,
+)
 from .chunks import Chunks, LinearGradients
 from .logprob import linear_token_log_probs
 
@@ -50,7 +58,7 @@ def linear_policy_loss(
     token_ids: Tensor,
     temperature: float | Tensor = 1.0,
     *,
-    old_log_probs: Tensor,
+    old_log_probs: Tensor | None,
     advantages: Tensor,
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
@@ -60,6 +68,7 @@ def linear_policy_loss(
     group: dist.ProcessGroup | None = None,
     response_mask: Tensor | None = None,
     entropy_coeff: float = 0.0,
+    grad_scale: float = 1.0,
     budget_bytes: int | None = None,
     deterministic: bool = False,
     main_grad: Tensor | None = None,
@@ -71,7 +80,8 @@ def linear_policy_loss(
     Args:
         hidden: [T, H], packed tokens, or [B, L, H], whose rows are the sequences; every [T] below
             is [B, L] then. weight: [V, H] of the same dtype; token_ids: [T] int32 or int64.
-        old_log_probs, advantages: [T], constants.
+        old_log_probs: [T], constants; None: those of this call, so that every ratio is 1.
+        advantages: [T], constants.
         temperature, bias, logit_scale, softcap, vocab_mask, group, budget_bytes, deterministic: as
             in `linear_token_log_probs`.
         response_mask: [T] bool, or 0 and 1; None: all tokens. Masked tokens enter the first matrix
@@ -79,9 +89,12 @@ def linear_policy_loss(
         ignore_index: tokens with this label (`pack(shifted=)` gives it to the last token of a
             sequence) are masked, too: they are not in the loss, its token counts or its gradients.
         entropy_coeff: subtract entropy_coeff * entropy, with gradient.
+        grad_scale: the incoming gradient that the gradients are computed for; the backward rescales
+            them if it is another one. Give the factor by which the loss will be multiplied: small
+            gradients would underflow in float16 otherwise, and a CPU saves the rescaling.
         loss_arguments: the other arguments of `policy_loss` (loss_mode, clip ratios,
             loss_agg_mode, cu_seqlens, global denominators, ref_log_probs and the KL,
-            rollout_is_weights, ...).
+            rollout_is_weights or rollout_log_probs, ...).
         main_grad: [V, H] float32; the backward adds the weight gradient to it and leaves
             weight.grad None.
         backend: `cpp`, `cuda`, `triton` or `reference`; None: the best one.
@@ -119,6 +132,7 @@ def linear_policy_loss(
         "bias": bias, "main_grad": main_grad, "budget_bytes": budget_bytes,
         "deterministic": deterministic,
     }  # fmt: skip
+    grad_scale = check.number(op, "grad_scale", grad_scale, above=0)
     row_arguments = {
         "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap,
         "ignore_index": ignore_index, "vocab_mask": vocab_mask, "group": group,
@@ -130,25 +144,25 @@ def linear_policy_loss(
             hidden, weight, token_ids, head, row_arguments, loss_arguments, backend
         )
     return _one_pass_loss(
-        hidden, weight, token_ids, head, row_arguments, loss_arguments, mode, backend,
+        hidden, weight, token_ids, head, row_arguments, loss_arguments, mode, grad_scale, backend,
         not every_row,
     )  # fmt: skip
 
 
 def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: dict) -> dict:
     """Check the loss's arguments per token and return them as [T]; mask labels ignore_index."""
-    names = ("old_log_probs", "advantages", "ref_log_probs", "rollout_is_weights")
+    names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_is_weights")
     given, mask = arguments["response_mask"], token_ids != ignore_index
     check.same_device(
-        op, token_ids=token_ids, old_log_probs=arguments["old_log_probs"], response_mask=given
+        op, token_ids=token_ids, advantages=arguments["advantages"], response_mask=given
     )
     check.integer(op, "ignore_index", ignore_index)
     sizes: check.Sizes = {"...": (tuple(token_ids.shape), "token_ids")}
-    check.shape(op, "old_log_probs", arguments["old_log_probs"], "...", sizes)
+    check.shape(op, "advantages", arguments["advantages"], "...", sizes)
     if given is not None:
         check.shape(op, "response_mask", given, "...", sizes)
         mask = mask & check.mask(op, "response_mask", given)
-    floats = {name: arguments.get(name) for name in names}
+    floats = {name: arguments.get(name) for name in (*names, "rollout_log_probs")}
     masks = {"response_mask": mask, "selected": arguments.get("selected")}
     tokens, cu_seqlens = token_arguments(op, floats, masks, arguments.get("cu_seqlens"))
     return arguments | tokens | {"cu_seqlens": cu_seqlens}
@@ -181,7 +195,7 @@ def _two_step_loss(
 
 def _one_pass_loss(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, head: dict[str, Any], row_arguments: dict,
-    loss_arguments: dict, mode: str, backend: str, inactive_rows: bool,
+    loss_arguments: dict, mode: str, grad_scale: float, backend: str, inactive_rows: bool,
 ) -> Results:  # fmt: skip
     """Compute log-probs and gradients chunk by chunk, then loss and metrics by `policy_loss`."""
     op, main_grad = "linear_policy_loss", head["main_grad"]
@@ -196,8 +210,8 @@ def _one_pass_loss(
         *(None if t is None else t.detach() for t in tensors), token_ids.flatten(),
         *row_options(op, token_ids, weight.shape[0], **row_arguments),
         check_budget(op, hidden, head["budget_bytes"]), head["deterministic"],
-        *_op_arguments(mode, loss_arguments), inactive_rows, main_grad is not None, wanted,
-        backend,
+        *_op_arguments(mode, loss_arguments, grad_scale), inactive_rows, main_grad is not None,
+        wanted, backend,
     )  # fmt: skip
     with torch.no_grad():
         loss, metrics = policy_loss(log_probs, entropy=entropy, **loss_arguments)
@@ -205,18 +219,20 @@ def _one_pass_loss(
         # 0-d tensors that keep the inputs' autograd edges, for `differentiable_once`, but not
         # their memory.
         anchors = [None if t is None else t[:0].sum() for t in tensors]
-        loss = _AttachGradients.apply(loss, *tensors, main_grad, *grads, *anchors)
+        loss = _AttachGradients.apply(loss, *tensors, main_grad, grad_scale, *grads, *anchors)
     shape = token_ids.shape
     return loss, in_shape(log_probs, shape), in_shape(entropy, shape), metrics
 
 
 class _AttachGradients(torch.autograd.Function):
-    """Return the loss, with gradients that are already computed."""
+    """Return the loss, with gradients that are already computed, times grad_scale."""
 
     @staticmethod
-    def forward(ctx: Any, loss, hidden, weight, bias, main_grad, *grads_and_anchors):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, loss, hidden, weight, bias, main_grad, grad_scale, *grads_and_anchors
+    ):
         ctx.save_for_backward(*grads_and_anchors)
-        ctx.main_grad = main_grad
+        ctx.main_grad, ctx.grad_scale = main_grad, grad_scale
         return loss.clone()
 
     @staticmethod
@@ -224,25 +240,27 @@ class _AttachGradients(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor):  # type: ignore[no-untyped-def]
         # Reading the value would wait for a GPU, and break a traced graph.
         on_host = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
-        unit = on_host and grad_loss.item() == 1.0
+        as_computed = on_host and grad_loss.item() == ctx.grad_scale
+        factor = grad_loss / ctx.grad_scale
         needs = list(ctx.needs_input_grad[1:4])
         if ctx.main_grad is not None and needs[1]:
             needs[1] = False
-            ctx.main_grad.addcmul_(ctx.saved_tensors[1], grad_loss)
+            ctx.main_grad.addcmul_(ctx.saved_tensors[1], factor)
         scaled = [
-            (grad if unit else grad * grad_loss) if need else None
+            (grad if as_computed else grad * factor) if need else None
             for grad, need in zip(ctx.saved_tensors[:3], needs, strict=True)
         ]
-        return None, *scaled, *(None,) * 7
+        return None, *scaled, *(None,) * 8
 
 
-def _op_arguments(mode: str, arguments: dict) -> tuple[Any, ...]:
+def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, ...]:
     """Return the loss as linear_policy_gradient takes it: tensors per token, then numbers."""
+    op = "linear_policy_loss"
     mask = arguments["response_mask"]
     agg_mode = arguments.get("loss_agg_mode", "token-mean")
     cu_seqlens = arguments.get("cu_seqlens")
     denominators = loss_denominators(
-        "linear_policy_loss", agg_mode, mask, cu_seqlens,
+        op, agg_mode, mask, cu_seqlens,
         arguments.get("global_num_tokens"), arguments.get("global_num_seqs"),
     )  # fmt: skip
     weights = token_weights(
@@ -250,26 +268,32 @@ def _op_arguments(mode: str, arguments: dict) -> tuple[Any, ...]:
     )
 
     names = ("advantages", "old_log_probs", "response_mask", "selected", "ref_log_probs")
-    per_token = [*kernel_tensors(arguments, *names, "rollout_is_weights"), weights.float()]
+    per_token = kernel_tensors(arguments, *names, "rollout_is_weights", "rollout_log_probs")
+    per_token.append((weights * grad_scale).float())
     kl_type = arguments.get("kl_type", "low_var_kl")
     modes = (
         LOSS_MODES.index(mode),
         LOSS_AGG_MODES.index("token-sum"),
-        KL_TYPES.index(check_kl_type("linear_policy_loss", kl_type)),
+        KL_TYPES.index(check_kl_type(op, kl_type)),
     )
     defaults = LossOptions._field_defaults
     options = {name: arguments.get(name, default) for name, default in defaults.items()}
-    numbers = [*LossOptions.checked("linear_policy_loss", **options)]
+    numbers = [*LossOptions.checked(op, **options)]
     numbers += [float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"]), 1.0]
-    return *per_token, [*modes, kl_type.endswith("+"), True, True], numbers
+    upper, lower = ImportanceBounds.checked(
+        op, arguments.get("rollout_is_threshold", 2.0), arguments.get("rollout_is_lower")
+    )
+    is_bounds = [upper] if lower is None else [upper, lower]
+    return *per_token, [*modes, kl_type.endswith("+"), True, True], numbers, is_bounds
 
 
 @torch.library.custom_op(
     "hybridengine::linear_policy_gradient",
     mutates_args=(),
-    schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor old_log_probs, Tensor mask, "
-    "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor weights, int[] plan, "
-    "float[] numbers, bool inactive_rows, bool wide_weight_grad, bool[] wanted, str backend) "
+    schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor? old_log_probs, Tensor mask, "
+    "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor? rollout_log_probs, "
+    "Tensor weights, int[] plan, float[] numbers, float[] is_bounds, bool inactive_rows, "
+    "bool wide_weight_grad, bool[] wanted, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _gradient_op(
@@ -277,13 +301,14 @@ def _gradient_op(
 ) -> tuple[Tensor, ...]:
     """Compute log_probs, entropy and the gradients of hidden, weight and bias.
 
-    Gradients that are not `wanted` are empty. weights: the weight of each token in the loss.
-    plan, numbers: those of the op policy_loss. inactive_rows: rows may have zero gradient.
+    Gradients that are not `wanted` are empty. old_log_probs: None for the row's own. weights: the
+    weight of each token in the loss. plan, numbers: those of the op policy_loss. is_bounds: the
+    fields of `ImportanceBounds`. inactive_rows: rows may have zero gradient.
     """
     options, rest = split_row_options(arguments)
-    budget_bytes, deterministic, *per_token, plan, numbers = rest[:-4]
+    budget_bytes, deterministic, *per_token, plan, numbers, is_bounds = rest[:-4]
     inactive_rows, wide_weight_grad, wanted, backend = rest[-4:]
-    on_device = inactive_rows and backend in ("cuda", "triton") and _can_compact(hidden, weight)
+    on_device = inactive_rows and products_over_active_rows(hidden, weight, backend)
     chunks = Chunks(
         hidden, weight, bias, budget_bytes, deterministic, any(wanted), on_device, options.group
     )
@@ -302,7 +327,9 @@ def _gradient_op(
         log_probs[rows], entropy[rows] = results[:2]
         if any(wanted):
             tokens = [None if t is None else t[rows] for t in per_token]
-            gradients = _token_gradients(results, tokens, plan, numbers, backend)
+            gradients = _token_gradients(
+                results, tokens, plan, numbers, ImportanceBounds(*is_bounds), backend
+            )
             grads.add_chunk(logits, rows, results, *gradients)
     return log_probs, entropy, *grads.finish(wide_weight_grad)
 
@@ -322,22 +349,18 @@ def _token_gradients(
     per_token: list[Any],
     plan: list[int],
     numbers: list[float],
+    is_bounds: ImportanceBounds,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Compute d loss / d log_probs and d loss / d entropy of a chunk by the op policy_loss."""
-    advantages, old, mask, selected, ref, is_weights, weights = per_token
+    advantages, old, mask, selected, ref, is_weights, rollout, weights = per_token
+    if old is None:
+        old = row_results[0]
+    if rollout is not None:
+        is_weights = is_bounds.token_weights(old, rollout, mask)
     ones = torch.ones(2, dtype=torch.float64, device=weights.device)
     *_, grad_log_probs, grad_entropy = torch.ops.hybridengine.policy_loss(
         row_results[0], row_results[1], old, advantages, mask, selected, ref, is_weights, None,
         ones, plan, numbers, backend,
     )  # fmt: skip
     return grad_log_probs * weights, grad_entropy * weights
-
-
-def _can_compact(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether the Triton products over active rows support these tensors."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    from .active_rows import supports
-
-    return supports(hidden, weight)

@@ -65,11 +65,16 @@ def rows_backward(
         out: [T, V], `logits` itself, a tensor like it, or a 16-bit one for float32 logits.
         row_results: the first four results of `rows_forward`.
         row_index: [T] int32: the gradient of row t goes to row row_index[t] of `out`, nowhere if
-            that is -1. Not supported by the reference backend.
+            that is -1.
     """
     backend = _backend_for(logits, backend)
     if backend == "reference":
-        out.copy_(reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy))
+        gradient = reference_backward(logits, token_ids, options, grad_log_probs, grad_entropy)
+        if row_index is None:
+            out.copy_(gradient)
+        else:
+            selected = row_index >= 0
+            out[row_index[selected].long()] = gradient[selected].to(out.dtype)
         return
     grad_log_probs, grad_entropy = (
         None if grad is None else grad.float().contiguous()

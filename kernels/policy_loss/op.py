@@ -19,6 +19,7 @@ from .. import _check as check
 from .._aggregation import LOSS_AGG_MODES, check_aggregation, loss_denominators
 from .._backend import choose_backend, native, register_backends
 from .._per_token import as_mask, token_arguments
+from .importance import ImportanceBounds
 from .reference import LossSettings, policy_loss_reference
 from .terms import (
     KL_TYPES,
@@ -35,7 +36,7 @@ register_backends("policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "triton
 
 def policy_loss(
     log_probs: Tensor,
-    old_log_probs: Tensor,
+    old_log_probs: Tensor | None,
     advantages: Tensor,
     *,
     response_mask: Tensor | None = None,
@@ -58,6 +59,9 @@ def policy_loss(
     entropy: Tensor | None = None,
     entropy_coeff: float = 0.0,
     rollout_is_weights: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    rollout_is_threshold: float | None = 2.0,
+    rollout_is_lower: float | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss to minimise and its metrics.
@@ -68,7 +72,9 @@ def policy_loss(
 
     Args:
         log_probs: of the policy being trained; differentiable.
-        old_log_probs, advantages: constants.
+        old_log_probs: constants; None: log_probs themselves, as in the only optimizer step of a
+            batch, so that every ratio is 1.
+        advantages: constants.
         response_mask: the tokens in the loss; what masked tokens hold, NaN included, does not
             matter. None: all tokens.
         loss_mode: a row of the table in terms.py, which has the formulas and their sources:
@@ -93,6 +99,9 @@ def policy_loss(
         entropy: differentiable; subtracts entropy_coeff * entropy.
         rollout_is_weights: constants that multiply pg (of gmpo: its sequence's geometric mean); see
             rollout_correction.
+        rollout_log_probs, rollout_is_threshold, rollout_is_lower: of the rollout engine, constants;
+            given, rollout_is_weights are formed here from exp(old_log_probs - rollout_log_probs)
+            per token, with the bounds of rollout_correction.
         backend: `cpp`, `cuda`, `triton` or `reference`; None takes the best one. float64 log_probs
             are always computed in float64, by the reference; everything else in float32.
 
@@ -121,7 +130,7 @@ def policy_loss(
         (1.0, 0.0)
     """
     op = "policy_loss"
-    check.not_none(op, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    check.not_none(op, log_probs=log_probs, advantages=advantages)
     check.choice(op, "loss_mode", loss_mode, LOSS_MODES, tuple(MODE_ALIASES))
     loss_mode = MODE_ALIASES.get(loss_mode, loss_mode)
     loss_scale_factor = check_aggregation(op, loss_agg_mode, loss_scale_factor)
@@ -141,13 +150,21 @@ def policy_loss(
     floats = {
         "log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages,
         "ref_log_probs": ref_log_probs, "entropy": entropy,
-        "rollout_is_weights": rollout_is_weights,
+        "rollout_is_weights": rollout_is_weights, "rollout_log_probs": rollout_log_probs,
     }  # fmt: skip
+    is_bounds = check_rollout(
+        op, rollout_is_weights, rollout_log_probs, rollout_is_threshold, rollout_is_lower
+    )
     masks = {"response_mask": response_mask, "selected": selected}
     tokens, cu_seqlens = token_arguments(op, floats, masks, cu_seqlens)
     _check_needs(loss_mode, cu_seqlens, selected)
     backend = choose_backend(op, log_probs.device, backend, log_probs.dtype)
     mask = as_mask(tokens.get("response_mask"), tokens["log_probs"])
+    tokens.setdefault("old_log_probs", tokens["log_probs"].detach())
+    if rollout_log_probs is not None:
+        tokens["rollout_is_weights"] = is_bounds.token_weights(
+            tokens["old_log_probs"], tokens.pop("rollout_log_probs"), mask
+        )
     denominators = loss_denominators(
         op, loss_agg_mode, mask, cu_seqlens, global_num_tokens, global_num_seqs
     )
@@ -178,6 +195,19 @@ def check_coefficient(op: str, name: str, value: float, needs: str, tensor: Tens
             f"{op}: {name} is {value}, but {needs} is not given; give both or neither."
         )
     return number
+
+
+def check_rollout(
+    op: str, weights: Tensor | None, log_probs: Tensor | None, threshold: float | None,
+    lower: float | None,
+) -> ImportanceBounds:  # fmt: skip
+    """Check the arguments that importance weights are formed from; return their bounds."""
+    if weights is not None and log_probs is not None:
+        raise ValueError(
+            f"{op}: rollout_is_weights and rollout_log_probs are given; expected one of them: the "
+            "weights are formed from the log-probs."
+        )
+    return ImportanceBounds.checked(op, threshold, lower)
 
 
 def _check_needs(loss_mode: str, cu_seqlens: Tensor | None, selected: Tensor | None) -> None:

@@ -2,20 +2,19 @@
 
 import sys
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from hybridengine.kernels.linear.active_rows import ActiveRowGradients
 from hybridengine.kernels.linear.chunks import Chunks
 from hybridengine.kernels.logprob import rows as logprob_rows
 from hybridengine.kernels.logprob.options import row_options
-from triton.runtime import interpreter
 
 from tests import tolerances
+from tests.kernels.interpreter import widen_dot
 from tests.kernels.linear.cases import (
     ROUNDED,
     assert_all_close,
+    fused,
     gradients,
     loss_and_gradients,
     loss_inputs,
@@ -28,19 +27,7 @@ ROWS, WIDTH, VOCAB = 150, 24, 197
 
 @pytest.fixture(autouse=True)
 def dot_of_bfloat16(monkeypatch):
-    """The interpreter represents bfloat16 by its bits, and would multiply these."""
-
-    def wide(handle):
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle.data
-        return (handle.data.astype(np.uint32) << 16).view(np.float32)
-
-    def create_dot(self, a, b, sums, *_):
-        # Not matmul: in some BLAS kernels the sum of a row depends on its position in the tile.
-        product = np.einsum("mk,kn->mn", wide(a), wide(b), dtype=sums.data.dtype)
-        return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    widen_dot(monkeypatch)
 
 
 def active_gradients(tensors, token_ids, weights, chunk_rows, wanted=(True, True, True)):
@@ -111,23 +98,44 @@ def test_a_row_whose_gradient_is_nan_is_active():
     assert not hidden[:5].any() and not hidden[6:].any()
 
 
-def test_the_operator(monkeypatch):
-    """Every kernel in Triton: rows, losses, products."""
-    extra = {"entropy_coeff": 0.01, "kl_coef": 0.1}
-    monkeypatch.setattr(
-        sys.modules["hybridengine.kernels.linear.policy_loss"],
-        "choose_backend", lambda op, device, requested, dtype: requested or "triton",
-    )  # fmt: skip
+@pytest.fixture
+def chunks(monkeypatch):
+    """Run every kernel in Triton; the result has an entry per chunk of gradients."""
+    for module in ("policy_loss", "logprob"):
+        monkeypatch.setattr(
+            sys.modules[f"hybridengine.kernels.linear.{module}"],
+            "choose_backend", lambda op, device, requested, dtype: requested or "triton",
+        )  # fmt: skip
     flag = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(logprob_rows, "_bad_label", lambda device: flag)
     monkeypatch.setattr(logprob_rows, "_backend_for", lambda logits, requested: requested)
-    tensors, token_ids, _ = problem(60, 16, 101)
-    arguments = loss_inputs(60)
     chunks = []
     add_chunk = ActiveRowGradients.add_chunk
     monkeypatch.setattr(
         ActiveRowGradients, "add_chunk", lambda self, *a: (chunks.append(1), add_chunk(self, *a))
     )
+    return chunks
+
+
+@pytest.mark.parametrize(("budget_bytes", "count"), [(25 * 101 * 8, 3), (2**20, 1)])
+def test_log_probs(chunks, budget_bytes, count):
+    """Several chunks, and kept logits; ignored labels, and rows with one zero gradient or two."""
+    tensors, token_ids, weights = problem(60, 16, 101)
+    token_ids[::7] = -100
+    weights[:, 10:30], weights[0, 40:50] = 0.0, 0.0
+    options = {"budget_bytes": budget_bytes, "backend": "triton"}
+    got = gradients(fused, tensors, token_ids, weights, **options)
+    assert len(chunks) >= count and (count > 1) is (len(chunks) > 1)
+    exact = gradients(
+        two_steps, tensors, token_ids, weights, dtype=torch.float64, backend="reference"
+    )
+    assert_all_close(got, exact, **tolerances.LINEAR)
+
+
+def test_the_operator(chunks):
+    extra = {"entropy_coeff": 0.01, "kl_coef": 0.1}
+    tensors, token_ids, _ = problem(60, 16, 101)
+    arguments = loss_inputs(60)
     got, _ = loss_and_gradients(
         tensors, token_ids, arguments, torch.float32, budget_bytes=25 * 101 * 8, **extra
     )

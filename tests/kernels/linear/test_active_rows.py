@@ -27,13 +27,16 @@ def test_products_compile_without_spills(capability):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("old", ("given", "own"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-def test_a_cuda_graph_counts_active_rows_at_every_replay(dtype):
+def test_a_cuda_graph_counts_active_rows_at_every_replay(dtype, old):
     """Captured with one mask, replayed with others: only the device knows the number of rows."""
     tensors, token_ids, _ = problem(700, 64, 1003, dtype=dtype)
     hidden, weight = (t.cuda().requires_grad_() for t in tensors[:2])
     token_ids = token_ids.cuda()
     arguments = {k: v.cuda() for k, v in loss_inputs(700).items() if k != "cu_seqlens"}
+    if old == "own":
+        arguments |= {"old_log_probs": None, "rollout_log_probs": arguments["old_log_probs"]}
 
     def step():
         loss, *_ = linear_policy_loss(

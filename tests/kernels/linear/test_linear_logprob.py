@@ -127,13 +127,14 @@ def test_deterministic_rows_do_not_depend_on_other_rows(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_nan_in_inactive_rows_does_not_spread(dtype, device):
+@pytest.mark.parametrize("budget_bytes", (7 * 50 * 6, 2**20))
+def test_nan_in_inactive_rows_does_not_spread(budget_bytes, dtype, device):
     """The gradient of their logits is 0, and 0 * NaN must not reach the weight gradient."""
     tensors, token_ids, weights = problem(30, 16, 50, dtype=dtype)
     tensors[0][[4, 9]] = torch.nan
     token_ids[4], weights[:, 9] = -100, 0.0
     log_probs, entropy, *grads = gradients(
-        fused, tensors, token_ids, weights, device, budget_bytes=7 * 50 * 6
+        fused, tensors, token_ids, weights, device, budget_bytes=budget_bytes
     )
     assert log_probs[4] == entropy[4] == 0
     assert all(grad.isfinite().all() for grad in grads)
@@ -162,20 +163,23 @@ def test_wrong_arguments_are_named():
                 call()
 
 
-def test_op_contracts():
+@pytest.mark.parametrize("keep_logits", (False, True))
+def test_op_contracts(keep_logits):
     (hidden, weight, bias), token_ids, _ = problem(6, 8, 20)
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
     torch.library.opcheck(
         torch.ops.hybridengine.linear_token_log_probs.default,
-        (*leaves, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False, None, None),
-    )
+        (*leaves, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False, None, None,
+         keep_logits),
+    )  # fmt: skip
 
 
-def test_compiles_as_one_graph():
+@pytest.mark.parametrize("budget_bytes", (500, 2**20))
+def test_compiles_as_one_graph(budget_bytes):
     (hidden, weight, _), token_ids, weights = problem(6, 8, 20)
 
     def step(h, w):
-        log_probs, entropy = linear_token_log_probs(h, w, token_ids)
+        log_probs, entropy = linear_token_log_probs(h, w, token_ids, budget_bytes=budget_bytes)
         loss = linear_policy_loss(h, w, token_ids, advantages=weights[0], old_log_probs=weights[1])[
             0
         ]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.kernels import linear_policy_loss, policy_loss
+from hybridengine.kernels import linear_policy_loss, policy_loss, rollout_correction
 from hybridengine.kernels._aggregation import LOSS_AGG_MODES
 from hybridengine.kernels.linear import chunks as linear_chunks
 from hybridengine.kernels.linear.chunks import Chunks
@@ -46,6 +46,74 @@ def test_policy_loss_modes_against_float64(mode, agg_mode, extra, device):
         torch.testing.assert_close(
             metrics[name].cpu().double(), value.double(), **tolerances.LINEAR
         )
+
+
+BOUNDS = {"rollout_is_threshold": 1.3}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bounds", (None, BOUNDS, BOUNDS | {"rollout_is_lower": 0.7}))
+@pytest.mark.parametrize("old", ("given", "own"))
+@pytest.mark.parametrize("mode", LOSS_MODES)
+def test_weights_and_old_log_probs_formed_inside(mode, old, bounds, device):
+    """As the two steps in float64, with rollout_correction in between."""
+    tensors, token_ids, _ = problem(40, 16, 101)
+    arguments, options = loss_inputs(40), {"loss_mode": mode, "entropy_coeff": 0.01, "kl_coef": 0.1}
+    leaves = [t.double().requires_grad_() for t in tensors]
+    log_probs, entropy = two_steps(*leaves, token_ids)
+    exact = arguments | ({"old_log_probs": log_probs.detach()} if old == "own" else {})
+    noise = 0.4 * torch.randn(40, generator=torch.Generator().manual_seed(7))
+    rollout = (exact["old_log_probs"] + noise).float()
+    rollout[~arguments["response_mask"]] = torch.nan
+    if bounds is not None:
+        correction = rollout_correction(
+            exact["old_log_probs"], rollout, cu_seqlens=arguments["cu_seqlens"],
+            response_mask=arguments["response_mask"], **bounds,
+        )  # fmt: skip
+        assert correction.metrics["is_clipped_fraction"] > 0.1
+        exact["rollout_is_weights"] = correction.weights
+    loss, expected_metrics = policy_loss(log_probs, entropy=entropy, **exact, **options)
+    expected = [loss.detach(), *torch.autograd.grad(3.0 * loss, leaves)]
+
+    if old == "own":
+        del arguments["old_log_probs"]
+        options["old_log_probs"] = None
+    if bounds is not None:
+        options |= bounds
+        arguments["rollout_log_probs"] = rollout
+    for budget_bytes, grad_scale in ((11 * 101 * 4, 1.0), (2**20, 3.0)):
+        got, metrics = loss_and_gradients(
+            tensors, token_ids, arguments, torch.float32, device, budget_bytes=budget_bytes,
+            grad_scale=grad_scale, **options,
+        )  # fmt: skip
+        assert_all_close([got[0], *got[3:]], expected)
+        assert metrics.keys() == expected_metrics.keys()
+        for name, value in expected_metrics.items():
+            torch.testing.assert_close(
+                metrics[name].cpu().double(), value.double(), **tolerances.LINEAR
+            )
+
+
+def test_grad_scale_keeps_small_gradients_of_float16():
+    """1 / N is below float16's range; multiplied by the loss scale it is not."""
+    tensors, token_ids, _ = problem(40, 16, 101, dtype=torch.float16)
+    counts = {"global_num_tokens": 2.0**24, "old_log_probs": None}
+    arguments = {"advantages": loss_inputs(40)["advantages"]}
+    scale = 2.0**20 / 3.0  # loss_and_gradients multiplies the loss by 3
+    exact, _ = loss_and_gradients(tensors, token_ids, arguments, torch.float64, **counts)
+    leaves = [t.requires_grad_() for t in tensors]
+    errors = []
+    for grad_scale in (1.0, 3.0 * scale):
+        loss, *_ = linear_policy_loss(
+            *leaves[:2], token_ids, bias=leaves[2], grad_scale=grad_scale, **arguments, **counts
+        )
+        grads = torch.autograd.grad(3.0 * scale * loss, leaves)
+        relative = [
+            ((g.double() / scale - e).norm() / e.norm()).item()
+            for g, e in zip(grads, exact[3:], strict=True)
+        ]
+        errors.append(max(relative))
+    assert errors[1] < 2.0**-9 < 0.1 < errors[0]
 
 
 def test_policy_loss_gradients_add_up_over_micro_batches():
@@ -193,8 +261,8 @@ def test_policy_gradient_op_contract(wide_weight_grad):
     torch.library.opcheck(
         torch.ops.hybridengine.linear_policy_gradient.default,
         (hidden, weight, bias, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False,
-         vectors[0], vectors[1], mask, None, None, None, weights,
-         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, True, True], numbers, True,
+         vectors[0], None, mask, None, None, None, vectors[1], weights,
+         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, True, True], numbers, [2.0, 0.5], True,
          wide_weight_grad, [True, True, True], "cpp"),
     )  # fmt: skip
 

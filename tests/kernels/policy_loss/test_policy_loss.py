@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, policy_loss
+from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, policy_loss, rollout_correction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
@@ -36,6 +36,28 @@ def test_every_mode_and_aggregation(backend, loss_mode, loss_agg_mode):
     options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
     exact = run(to_float64(inputs), backend="reference", **options)
     assert_same(run(inputs, backend=backend, **options), exact)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("bounds", [{}, {"rollout_is_lower": 0.6, "rollout_is_threshold": 1.5}])
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_old_log_probs_and_importance_weights_formed_inside(loss_mode, bounds, backend):
+    """The same bits as with the tensors that a caller would make of the log-probs."""
+    inputs = impossible_tokens(batch([5, 0, 70, 1, 33]), "both")
+    del inputs["rollout_is_weights"]
+    rollout = inputs["ref_log_probs"].clone()
+    rollout[~inputs["response_mask"]] = math.nan
+    options = {"loss_mode": loss_mode, "backend": backend}
+    for old in (inputs["log_probs"], inputs["old_log_probs"]):
+        correction = rollout_correction(
+            old, rollout, cu_seqlens=inputs["cu_seqlens"], response_mask=inputs["response_mask"],
+            **bounds,
+        )  # fmt: skip
+        outside = {"old_log_probs": old, "rollout_is_weights": correction.weights}
+        inside = {"old_log_probs": None if old is inputs["log_probs"] else old}
+        want = run(inputs | outside, **options)
+        got = run(inputs | inside, rollout_log_probs=rollout, **bounds, **options)
+        assert_same(got, want, {"rtol": 0.0, "atol": 0.0})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -305,8 +305,19 @@ def test_tensors_that_are_none_or_lists_are_named(index):
         given = [X, X, X]
         given[index] = wrong
         name = ("log_probs", "old_log_probs", "advantages")[index]
-        with pytest.raises(TypeError, match=f"policy_loss: {name} is {what}; expected a tensor"):
-            policy_loss(*given)
+        if (index, wrong) != (1, None):  # no old_log_probs: those of log_probs
+            with pytest.raises(TypeError, match=f"policy_loss: {name} is {what}; expected a tens"):
+                policy_loss(*given)
         name = ("values", "old_values", "returns")[index]
         with pytest.raises(TypeError, match=f"value_loss: {name} is {what}; expected a tensor"):
             value_loss(*given)
+
+
+def test_importance_weights_have_one_source_and_valid_bounds():
+    given = {"rollout_log_probs": X}
+    with pytest.raises(ValueError, match="rollout_is_weights and rollout_log_probs are given"):
+        policy_loss(X, None, X, rollout_is_weights=X, **given)
+    with pytest.raises(ValueError, match=r"rollout_is_lower is 3\.0, above rollout_is_threshold"):
+        policy_loss(X, None, X, rollout_is_lower=3.0, **given)
+    with pytest.raises(ValueError, match=r"rollout_log_probs has shape \[1\]; expected"):
+        policy_loss(X, None, X, rollout_log_probs=X[:1])
