@@ -2,12 +2,16 @@
 
 from hybridengine.model.forward import (
     PackedBatch,
+    SavedWork,
     pack_batch,
     pack_rollouts,
     packed_log_probs,
     packed_logits,
+    packed_policy_loss,
     packed_values,
 )
+from hybridengine.model.head import accepts_head_function
+from hybridengine.model.kept import KeptIds
 from hybridengine.model.loading import is_sequence_classifier, load_causal_lm, sharding_mesh
 from hybridengine.model.lora import (
     adapter_shards,
@@ -21,8 +25,11 @@ from hybridengine.model.parameters import parameter_shards
 from hybridengine.model.validation import check_sequence_parallel
 
 __all__ = [
+    "KeptIds",
     "Optimizer",
     "PackedBatch",
+    "SavedWork",
+    "accepts_head_function",
     "adapter_shards",
     "adapters_disabled",
     "apply_lora",
@@ -35,6 +42,7 @@ __all__ = [
     "pack_rollouts",
     "packed_log_probs",
     "packed_logits",
+    "packed_policy_loss",
     "packed_values",
     "parameter_shards",
     "sharding_mesh",

@@ -2,13 +2,14 @@
 
 Input is one row `[1, T]` of concatenated sequences with boundaries `cu_seq_lens_q`, as for
 flash-attn's `flash_attn_varlen_func`; transformers models pass `cu_seq_lens_q`, `cu_seq_lens_k` and
-`max_length_q` through to the attention function. No token attends to another sequence, and no mask
-is built.
+`max_length_q` through to the attention function. Sequences that share prefixes are packed as a
+forest, which `subtree_ends` describes (see `hybridengine.kernels.tree_attention`). No token attends
+to another sequence, and no mask is built.
 
-- CUDA in half precision: flash-attn if installed, else `torch.nn.attention.varlen`.
-- Everything else: sequences are right-padded to one of a few lengths, and each length is one SDPA
-  call. Causal attention does not attend to the padding, so this is exact, and the result of a
-  sequence does not depend on the others.
+- CUDA in half precision without a forest: flash-attn if installed, else
+  `torch.nn.attention.varlen`.
+- Everything else: `tree_attention`. On a CPU a sequence's result does not depend on the others,
+  bit for bit.
 - Without `cu_seq_lens_q`: every row is one sequence; padding masks and KV caches work as with
   transformers' `sdpa`.
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +28,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from hybridengine.errors import ModelError
-from hybridengine.kernels.packing import inverse_order
+from hybridengine.kernels import tree_attention
 from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 
 ATTENTION = "hybridengine_varlen"
 
 _QUERY_BLOCK = 256  # query rows per SDPA call where an explicit mask is needed
-_EXACT_LENGTH = 512  # sequences of at least this length are not padded
 
 # Tensor arguments that models pass to attention and that do not change its result.
 _IGNORED = {"num_items_in_batch", "seq_idx", "cache_position", "position_embeddings", "labels"}
@@ -62,13 +61,17 @@ def varlen_attention(
     max_length_q: int | None = None,
     position_ids: Tensor | None = None,
     sequence_parallel: dist.ProcessGroup | None = None,
+    subtree_ends: Tensor | None = None,
+    tree_position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention: query [B, H, T, D], key, value [B, H_kv, T, D*] -> [B, T, H, D_v].
 
     Packed if `cu_seq_lens_q` (int32 [num_seqs + 1]) is given; B is then 1. H is a multiple of H_kv.
-    Supports a sliding window, logit soft-cap and any scaling; differentiable. With
-    `sequence_parallel`, T counts this rank's tokens and `cu_seq_lens_q` those of all ranks.
+    A packed forest has its trees between the boundaries, its `subtree_ends` and, for a sliding
+    window, the depths of its tokens, `tree_position_ids` (integers [T] each). Supports a sliding
+    window, logit soft-cap and any scaling; differentiable. With `sequence_parallel`, the T of
+    query, key and value counts this rank's tokens, and the other tensors are of all ranks.
 
     Raises:
         ModelError: a feature that is not supported (attention sinks, dropout, position bias,
@@ -104,15 +107,22 @@ def varlen_attention(
         (masked, "an attention_mask together with cu_seq_lens_q", "pass one of the two"),
         (not one_row, shapes, "pack into one row [1, T], with use_cache=False"),
         (not same_lengths, "different cu_seq_lens_k and cu_seq_lens_q", "pass the same tensor"),
+        (
+            subtree_ends is not None and sliding_window and tree_position_ids is None,
+            "subtree_ends and a sliding window without tree_position_ids",
+            "pass the depth of every token",
+        ),
     )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = gather_seq_scatter_heads(q, k, v, sequence_parallel)
-    if _has_varlen_kernel(q, v, options):
+    if subtree_ends is None and _has_varlen_kernel(q, v, options):
         max_seqlen = max_length_q or int(cu_seq_lens_q.diff().max())
         out = _varlen_kernel(q, k, v, cu_seq_lens_q, max_seqlen, options)
     else:
-        out = _varlen_sdpa(module, q, k, v, cu_seq_lens_q, options)
+        if subtree_ends is None:
+            subtree_ends, tree_position_ids = _sequence_layout(module, cu_seq_lens_q, q.shape[0])
+        out = tree_attention(q, k, v, subtree_ends, tree_position_ids, **options._asdict())
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)
     return out.unsqueeze(0), None
@@ -203,72 +213,22 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, options: _ScoreOptions) -
     return torch.cat(blocks, dim=2)
 
 
-def _padded_length(length: int) -> int:
-    """Round up to one of four lengths per power of two, at least 16."""
-    if length >= _EXACT_LENGTH:
-        return length
-    step = max(16, (1 << length.bit_length()) >> 3)
-    return -(-length // step) * step
-
-
-@lru_cache(maxsize=4)
-def _padded_layout(
-    cu_seqlens: tuple[int, ...], device: torch.device
-) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
-    """Lay the sequences out in S padded rows, grouped by padded length: one SDPA call per group.
-
-    Return (number of sequences, padded length) of each group; token_index, int64 [S]: the token of
-    each padded row, -1 for padding; row_index, int64 [T]: the padded row of each token.
-    """
-    groups: dict[int, list[Tensor]] = {}
-    for start, stop in pairwise(cu_seqlens):
-        padded = _padded_length(stop - start)
-        tokens = F.pad(torch.arange(start, stop), (0, padded - (stop - start)), value=-1)
-        groups.setdefault(padded, []).append(tokens)
-    token_index = torch.cat([tokens for group in groups.values() for tokens in group])
-    sizes = [(len(group), padded) for padded, group in groups.items() if padded]
-    row_index = inverse_order(token_index, cu_seqlens[-1])
-    return sizes, token_index.to(device), row_index.to(device)
-
-
-def _gather_rows(tensors: list[Tensor], index: Tensor, inverse: Tensor) -> list[Tensor]:
-    """Return tensor[index] for each tensor, zeros where `index` is -1; differentiable.
-
-    inverse: the index that undoes `index`, for the backward. One kernel launch.
-    """
-    n = len(tensors)
-    return torch.ops.hybridengine.move_rows(
-        tensors, index, inverse, None, 1, [index.numel()], [0.0] * n, [0] * n, None
+def _sequence_layout(module: nn.Module, cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return the end of every token's sequence and its position in it, int32 [T] each."""
+    lengths = cu_seqlens.diff()
+    if cu_seqlens.device.type == "cpu":
+        wrong = cu_seqlens[0] != 0 or cu_seqlens[-1] != total or bool((lengths < 0).any())
+        given = (
+            f"cu_seq_lens_q {cu_seqlens[:4].tolist()}...{int(cu_seqlens[-1])} over {total} tokens"
+        )
+        expected = "cu_seqlens starts at 0, does not decrease and ends at the number of tokens"
+        _raise_if_unsupported(module, (wrong, given, expected))
+    starts, ends = (
+        edges.repeat_interleave(lengths, output_size=total)
+        for edges in (cu_seqlens[:-1], cu_seqlens[1:])
     )
-
-
-def _varlen_sdpa(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, options: _ScoreOptions
-) -> Tensor:
-    """Packed attention by SDPA over padded groups.
-
-    q [T, H, D], k and v [T, H_kv, D*] -> [T, H, D_v].
-    """
-    edges = tuple(cu_seqlens.tolist())
-    invalid = edges[0] != 0 or edges[-1] != q.shape[0] or list(edges) != [*accumulate(edges, max)]
-    given = f"cu_seq_lens_q {edges[:4]}...{edges[-1]} over {q.shape[0]} tokens"
-    expected = "cu_seqlens starts at 0, does not decrease and ends at the number of tokens"
-    _raise_if_unsupported(module, (invalid, given, expected))
-    dtype = q.dtype
-    if q.device.type == "cpu":  # in bfloat16 SDPA's backward takes 1.6 times as long there
-        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    if len(edges) == 2 and _padded_length(edges[1]) == edges[1]:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        return _causal_attention(q, k, v, options)[0].transpose(0, 1).to(dtype)
-    groups, token_index, row_index = _padded_layout(edges, q.device)
-    padded = _gather_rows([q, k, v], token_index, row_index)
-    outputs, first = [], 0
-    for count, length in groups:
-        rows = slice(first, first + count * length)
-        q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in padded)
-        outputs.append(_causal_attention(q, k, v, options).transpose(1, 2).flatten(0, 1))
-        first += count * length
-    return _gather_rows([torch.cat(outputs).to(dtype)], row_index, token_index)[0]
+    tokens = torch.arange(total, dtype=starts.dtype, device=starts.device)
+    return ends, tokens - starts
 
 
 @lru_cache(maxsize=1)
@@ -289,7 +249,10 @@ def _has_varlen_kernel(q: Tensor, v: Tensor, options: _ScoreOptions) -> bool:
 def _varlen_kernel(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: _ScoreOptions
 ) -> Tensor:
-    """Packed attention by flash-attn, else by torch's varlen kernel; shapes as `_varlen_sdpa`."""
+    """Packed attention by flash-attn, else by torch's varlen kernel.
+
+    q [T, H, D], k and v [T, H_kv, D*] -> [T, H, D_v].
+    """
     packed = (q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     window = (-1 if options.window_size is None else options.window_size - 1, 0)
     if flash := _flash_attn():

@@ -9,42 +9,64 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hybridengine.errors import ModelError
-from hybridengine.model.head import LogProbTargets, has_fused_log_probs
+from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
+from hybridengine.model.kept import KeptIds
 from hybridengine.model.ulysses import SequenceShard, gather_rows
+
+
+class SavedWork(NamedTuple):
+    """What plain packing would compute and shared prefixes do not."""
+
+    tokens: int = 0
+    pairs: int = 0  # of a token and a key that it attends to, in a layer without a window
+
+
+_NOTHING_SAVED = SavedWork()
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """T tokens of N concatenated sequences; R of them, in order, have loss mask 1.
+    """T tokens of N sequences, and R result rows: the tokens with loss mask 1, in their order.
+
+    Plain packing concatenates the sequences. With `subtree_ends` a common prefix is there once
+    (`hybridengine.kernels.pack_forest`): the sequences of cu_seqlens are then trees, and
+    logit_positions are neither sorted nor unique, as the last token of a prompt predicts the first
+    token of each of its responses.
 
     With `shard` set, input_ids, position_ids, logit_positions and target_ids are this rank's shard
     of the batch.
     """
 
     input_ids: torch.Tensor  # int64 [T]
-    position_ids: torch.Tensor  # int64 [T], starts at 0 in every sequence
+    position_ids: torch.Tensor  # int64 [T], of the token in its sequence, from 0
     cu_seqlens: torch.Tensor  # int32 [N + 1]
     max_seqlen: int
     logit_positions: torch.Tensor  # int64 [R], token_index of the row that predicts target_ids
     target_ids: torch.Tensor  # int64 [R]
     shard: SequenceShard | None = None
+    subtree_ends: torch.Tensor | None = None  # int32 [T] of all ranks; None: plain packing
+    tree_position_ids: torch.Tensor | None = None  # with subtree_ends: position_ids of all ranks
+    saved: SavedWork = _NOTHING_SAVED  # over all ranks that share the batch
 
 
 def pack_rollouts(
     rollouts: Sequence[tuple[Sequence[int], Sequence[int]]],
     device: torch.device | str = "cpu",
     sequence_parallel: dist.ProcessGroup | None = None,
+    *,
+    shared_prefix: bool = False,
 ) -> PackedBatch:
     """Pack (prompt_ids, response_ids) pairs; the R result rows are in the order of the pairs.
 
     sequence_parallel: the ranks that share this batch; all of them pass the same pairs.
+    shared_prefix: pack common prefixes, such as the prompt of several responses, once.
 
     Raises:
         ModelError: a pair without prompt tokens, as nothing predicts its first token.
@@ -61,6 +83,7 @@ def pack_rollouts(
         [[0] * len(prompt) + [1] * len(response) for prompt, response in rollouts],
         device,
         sequence_parallel,
+        shared_prefix=shared_prefix,
     )
 
 
@@ -69,10 +92,14 @@ def pack_batch(
     loss_mask: Sequence[Sequence[int]],
     device: torch.device | str = "cpu",
     sequence_parallel: dist.ProcessGroup | None = None,
+    *,
+    shared_prefix: bool = False,
 ) -> PackedBatch:
     """Pack sequences; tokens with `loss_mask` 1 are predicted.
 
-    loss_mask: for each sequence one 0 or 1 per token; 0 at the first token.
+    loss_mask: for each sequence one 0 or 1 per token; 0 at the first token. It may differ between
+    equal prefixes: rows belong to sequences, not to packed tokens.
+    shared_prefix: pack common prefixes once; plain packing where there are none.
     """
     from hybridengine.kernels import pack_sequences
 
@@ -87,14 +114,48 @@ def pack_batch(
         logit_positions=(targets - 1).to(device),
         target_ids=input_ids[targets].to(device),
     )
+    if shared_prefix:
+        batch = _share_prefixes(batch, input_ids, packed.position_ids, packed.cu_seqlens)
     return batch if sequence_parallel is None else _split_sequence(batch, sequence_parallel)
+
+
+def _share_prefixes(
+    batch: PackedBatch,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> PackedBatch:
+    """Pack the common prefixes of plainly packed sequences once.
+
+    input_ids, position_ids, cu_seqlens: those of `batch`, on the CPU.
+    """
+    from hybridengine.kernels import pack_forest
+
+    forest = pack_forest(input_ids.tensor_split(cu_seqlens[1:-1].long()))
+    tokens = input_ids.shape[0] - forest.input_ids.shape[0]
+    if not tokens:
+        return batch
+    others = int(position_ids.sum()) - int(forest.position_ids.sum())  # keys besides its own
+    device = batch.input_ids.device
+    depths = forest.position_ids.to(device)
+    return replace(
+        batch,
+        input_ids=forest.input_ids.to(device),
+        position_ids=depths,
+        cu_seqlens=forest.cu_seqlens.to(device),
+        max_seqlen=forest.max_seqlen,
+        logit_positions=forest.token_index.to(device)[batch.logit_positions],
+        subtree_ends=forest.subtree_ends.to(device),
+        tree_position_ids=depths,
+        saved=SavedWork(tokens, tokens + others),
+    )
 
 
 def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch:
     """Return this rank's shard of `batch`: its tokens, and the rows whose logits it computes.
 
-    Padding to a multiple of the group's size is appended as a sequence of its own. target_ids come
-    from the full batch, as the target of a rank's last token is on the next rank.
+    Padding to a multiple of the group's size is appended as a sequence, or tree, of its own.
+    target_ids come from the full batch, as the target of a rank's last token is on the next rank.
     """
     size, rank = group.size(), group.rank()
     total = batch.input_ids.shape[0]
@@ -102,27 +163,34 @@ def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch
     length = (total + padding) // size
     local = slice(rank * length, (rank + 1) * length)
     filler = torch.arange(padding, device=batch.input_ids.device)
-    start, stop = torch.searchsorted(
-        batch.logit_positions.cpu(), torch.tensor([local.start, local.stop])
-    ).tolist()
-    cu_seqlens = batch.cu_seqlens
+    position_ids = torch.cat([batch.position_ids, filler])
+    rows = (batch.logit_positions // length == rank).nonzero().flatten()
+    cu_seqlens, subtree_ends = batch.cu_seqlens, batch.subtree_ends
     if padding:
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([total + padding])])
+    if subtree_ends is not None:
+        ends = subtree_ends.new_full((padding,), total + padding)
+        subtree_ends = torch.cat([subtree_ends, ends])
     return replace(
         batch,
         input_ids=torch.cat([batch.input_ids, torch.zeros_like(filler)])[local],
-        position_ids=torch.cat([batch.position_ids, filler])[local],
+        position_ids=position_ids[local],
         cu_seqlens=cu_seqlens,
         max_seqlen=max(batch.max_seqlen, padding),
-        logit_positions=batch.logit_positions[start:stop] - local.start,
-        target_ids=batch.target_ids[start:stop],
-        shard=SequenceShard(group, start, stop, batch.logit_positions.shape[0]),
+        logit_positions=batch.logit_positions[rows] - local.start,
+        target_ids=batch.target_ids[rows],
+        shard=SequenceShard(group, rows, batch.logit_positions.shape[0]),
+        subtree_ends=subtree_ends,
+        tree_position_ids=None if subtree_ends is None else position_ids,
     )
 
 
 def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
     if batch.shard is not None:
         options["sequence_parallel"] = batch.shard.group
+    if batch.subtree_ends is not None:
+        options["subtree_ends"] = batch.subtree_ends
+        options["tree_position_ids"] = batch.tree_position_ids
     return model(
         input_ids=batch.input_ids[None],
         position_ids=batch.position_ids[None],
@@ -141,43 +209,88 @@ def _logits_to_keep(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
     return {"logits_to_keep": batch.logit_positions} if known else {}
 
 
+def _check_rows(model: nn.Module, batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
+    """Return `rows` [R, ...] of the head's input or output; ModelError if they are not R."""
+    if rows.shape[0] != batch.logit_positions.shape[0]:
+        raise ModelError(
+            f"{type(model).__name__} passed {rows.shape[0]} positions to its head, expected "
+            f"{batch.logit_positions.shape[0]}: its logits_to_keep accepts no index tensor"
+        )
+    return rows
+
+
 def packed_logits(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
     """Return float32 logits [R, V] at `batch.logit_positions`."""
     keep = _logits_to_keep(model, batch)
     logits = _forward(model, batch, **keep).logits[0]
-    if not keep:
-        logits = logits[batch.logit_positions]
-    if logits.shape[0] != batch.logit_positions.shape[0]:
-        raise ModelError(
-            f"{type(model).__name__} returned logits of {logits.shape[0]} positions, expected "
-            f"{batch.logit_positions.shape[0]}: its logits_to_keep accepts no index tensor"
-        )
-    return logits
+    return _check_rows(model, batch, logits if keep else logits[batch.logit_positions])
+
+
+def packed_head(
+    model: nn.Module, batch: PackedBatch, head_function: HeadFunction
+) -> tuple[Any, ...]:
+    """Return what `head_function` computes of the hidden states [R, H] at `batch.logit_positions`.
+
+    With `batch.shard` these are this rank's rows. The model must be one of which
+    `accepts_head_function` is true.
+    """
+    keep = _logits_to_keep(model, batch)
+
+    def at_positions(hidden: torch.Tensor, *head: Any) -> tuple[Any, ...]:
+        rows = hidden if keep else hidden[batch.logit_positions]
+        return head_function(_check_rows(model, batch, rows), *head)
+
+    return _forward(model, batch, head_function=at_positions, **keep)
 
 
 def packed_log_probs(
-    model: nn.Module, batch: PackedBatch, temperature: float = 1.0
+    model: nn.Module, batch: PackedBatch, temperature: float = 1.0, kept: KeptIds | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob of every target token and entropy of its distribution, float32 [R] each.
 
-    Both are of softmax(logits / temperature), differentiable, and of the full batch on every rank
-    of a sequence-parallel group. With `has_fused_log_probs` the full logits never exist.
+    Both are of softmax(logits / temperature), over the entries of `kept` where it is given (R rows,
+    those of the full batch), differentiable, and of the full batch on every rank of a
+    sequence-parallel group. With `accepts_head_function` the full logits never exist.
     """
     from hybridengine.kernels import token_log_probs
 
-    if has_fused_log_probs(model):
-        keep = _logits_to_keep(model, batch)
-        positions = None if keep else batch.logit_positions
-        targets = LogProbTargets(batch.target_ids, temperature, positions)
-        log_probs, entropy = _forward(model, batch, log_prob_targets=targets, **keep)
+    if kept is not None and batch.shard is not None:
+        kept = kept.take(batch.shard.rows)
+    if accepts_head_function(model):
+        head = log_prob_head(batch.target_ids, temperature, kept)
+        log_probs, entropy = packed_head(model, batch, head)
     else:
         logits = packed_logits(model, batch)  # no other reader: the gradient may overwrite them
+        mask = None if kept is None else kept.vocab_mask(logits.shape[1])
         log_probs, entropy = token_log_probs(
-            logits, batch.target_ids, temperature, inplace_backward=True
+            logits, batch.target_ids, temperature, vocab_mask=mask, inplace_backward=True
         )
     if batch.shard is not None:
         log_probs, entropy = gather_rows(log_probs, entropy, shard=batch.shard)
     return log_probs, entropy
+
+
+def packed_policy_loss(
+    model: nn.Module, batch: PackedBatch, temperature: float = 1.0, **arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return (loss, log-probs [R], entropy [R], metrics) of `linear_policy_loss`.
+
+    Its gradients are computed in the forward, with one matrix product less than by way of
+    `packed_log_probs`; only the loss is differentiable. The model must be one of which
+    `accepts_head_function` is true, and the batch must not be sharded.
+
+    arguments: the keyword arguments of `linear_policy_loss`; per-token tensors are [R].
+    """
+    from hybridengine.kernels import linear_policy_loss
+
+    def head(rows, weight, bias, logit_scale, softcap):  # type: ignore[no-untyped-def]
+        return linear_policy_loss(
+            rows, weight, batch.target_ids, temperature, bias=bias, logit_scale=logit_scale,
+            softcap=softcap, **arguments,
+        )  # fmt: skip
+
+    loss, log_probs, entropy, metrics = packed_head(model, batch, head)
+    return loss, log_probs, entropy, metrics
 
 
 def packed_values(model: nn.Module, batch: PackedBatch) -> torch.Tensor:

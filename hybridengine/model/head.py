@@ -1,17 +1,18 @@
-"""The output head: log-probs computed from hidden states, without [T, V] logits.
+"""The output head: results computed from hidden states, without [T, V] logits.
 
 The model's own forward runs unchanged, FSDP2's hooks included; only its head, a linear layer, is
-patched to compute log-probs when the caller passes targets. Many models scale or soft-cap the
-logits after the head: that transform is detected by sending known values through the model's
-forward, and the fused kernel applies it. Logits, where a caller asks for them, are float32:
-rounding them to bfloat16 would dominate the error.
+patched to call a function of the caller, such as one that computes log-probs or a loss from hidden
+states and weight. Many models scale or soft-cap the logits after the head: that transform is
+detected by sending known values through the model's forward, and the function gets its parameters.
+Logits, where a caller asks for them, are float32: rounding them to bfloat16 would dominate the
+error.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -21,20 +22,20 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hybridengine.errors import ModelError
+from hybridengine.model.kept import KeptIds
 
-
-@dataclass(frozen=True)
-class LogProbTargets:
-    """The argument `log_prob_targets` of a patched model's forward."""
-
-    target_ids: Tensor  # int64 [R]
-    temperature: float
-    positions: Tensor | None  # int64 [R], rows of the head's input; None: all rows
+# (rows [R, H] of the head's input, weight [V, H], bias [V] or None, logit_scale, softcap or None)
+# -> the results of the model's forward. Only tensors in them that require a gradient get FSDP2's
+# backward hooks, so at least one must where the model is trained.
+HeadFunction = Callable[[Tensor, Tensor, Tensor | None, float, float | None], tuple[Any, ...]]
 
 
 def patch_head(model: PreTrainedModel, use_fused_kernels: bool = True) -> None:
-    """Make `model` return float32 logits and, with `use_fused_kernels`, log-probs without logits.
+    """Make `model` return float32 logits and, with `use_fused_kernels`, accept a `head_function`.
+
+    `model(..., head_function=f)` returns what f, a `HeadFunction`, computes in place of the head.
+    Rows, weight and bias are in the compute dtype; f runs inside the module call, so FSDP2 has
+    gathered the weight and reduces its gradient.
 
     Call it before sharding. Inputs and weight of the head stay in the compute dtype, as in the
     rollout engine; accumulation and results are float32. A head that is not a plain linear layer is
@@ -47,7 +48,7 @@ def patch_head(model: PreTrainedModel, use_fused_kernels: bool = True) -> None:
     transform = detect_logit_transform(model, head) if use_fused_kernels else None
     head.forward = MethodType(_float32_linear, head)  # type: ignore[method-assign]
     if transform is not None:
-        _add_fused_log_probs(model, head, *transform)
+        _accept_head_function(model, head, *transform)
     elif use_fused_kernels:
         warnings.warn(
             f"{type(model).__name__} does more to its logits than scale or soft-cap them: they are "
@@ -56,12 +57,32 @@ def patch_head(model: PreTrainedModel, use_fused_kernels: bool = True) -> None:
         )
 
 
-def has_fused_log_probs(model: nn.Module) -> bool:
-    """Return whether the model's forward accepts `log_prob_targets`.
+def accepts_head_function(model: nn.Module) -> bool:
+    """Return whether the model's forward accepts a `head_function`."""
+    return getattr(model.forward, "accepts_head_function", False)
 
-    It then returns (log_probs [R], entropy [R]).
+
+def log_prob_head(target_ids: Tensor, temperature: float, kept: KeptIds | None) -> HeadFunction:
+    """Return a head function that computes (log_probs [R], entropy [R]) of `target_ids` [R].
+
+    kept: the entries of each row's distribution; None: the full vocabulary.
     """
-    return getattr(model.forward, "has_fused_log_probs", False)
+    from hybridengine.kernels import linear_token_log_probs, sparse_linear_token_log_probs
+
+    def head(
+        rows: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        if kept is None:
+            return linear_token_log_probs(
+                rows, weight, target_ids, temperature, bias=bias, logit_scale=scale, softcap=softcap
+            )
+        entries = kept.filled(weight.shape[0])
+        return sparse_linear_token_log_probs(
+            rows, weight, target_ids, entries.ids, entries.cu_kept, temperature,
+            bias=bias, logit_scale=scale, softcap=softcap,
+        )  # fmt: skip
+
+    return head
 
 
 def detect_logit_transform(
@@ -100,50 +121,37 @@ class _DecoderOutput(BaseModelOutput):
         return None
 
 
-def _add_fused_log_probs(
+def _accept_head_function(
     model: nn.Module, head: nn.Linear, scale: float, softcap: float | None
 ) -> None:
-    from hybridengine.kernels import linear_token_log_probs
-
     original_forward = model.forward
     # The model's forward passes its hidden states to the head but not our arguments, so both
     # patched functions share these two variables.
-    targets: LogProbTargets | None = None
-    result: tuple[Tensor, Tensor] | None = None
+    function: HeadFunction | None = None
+    results: tuple[Any, ...] | None = None
 
     @functools.wraps(original_forward)
-    def forward(
-        *args: Any, log_prob_targets: LogProbTargets | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor] | Any:
-        nonlocal targets, result
-        if log_prob_targets is None:
+    def forward(*args: Any, head_function: HeadFunction | None = None, **kwargs: Any) -> Any:
+        nonlocal function, results
+        if head_function is None:
             return original_forward(*args, **kwargs)
-        targets = log_prob_targets
+        function = head_function
         try:
             original_forward(*args, **kwargs)
-            return result
+            return results
         finally:
-            targets, result = None, None
+            function, results = None, None
 
     def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
-        nonlocal result
-        if targets is None:
+        nonlocal results
+        if function is None:
             return _float32_linear(self, hidden)
-        rows = hidden[0] if targets.positions is None else hidden[0, targets.positions]
-        if rows.shape[0] != targets.target_ids.shape[0]:
-            raise ModelError(
-                f"{type(model).__name__} passed {rows.shape[0]} positions to its head, expected "
-                f"{targets.target_ids.shape[0]}: its logits_to_keep accepts no index tensor"
-            )
-        dtype = torch.promote_types(rows.dtype, self.weight.dtype)
+        dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        result = linear_token_log_probs(
-            rows.to(dtype), self.weight.to(dtype), targets.target_ids, targets.temperature,
-            bias=bias, logit_scale=scale, softcap=softcap,
-        )  # fmt: skip
-        return result[0].detach().clone()[None, :, None]  # stands in for logits in the forward
+        results = function(hidden[0].to(dtype), self.weight.to(dtype), bias, scale, softcap)
+        return hidden.new_zeros(*hidden.shape[:-1], 1)  # stands in for logits in the forward
 
-    forward.has_fused_log_probs = True  # type: ignore[attr-defined]
+    forward.accepts_head_function = True  # type: ignore[attr-defined]
     model.forward = forward
     head.forward = MethodType(head_forward, head)  # type: ignore[method-assign]
 

@@ -28,6 +28,7 @@ from transformers import (
 
 from hybridengine.errors import ModelError
 from hybridengine.model.attention import ATTENTION
+from hybridengine.model.collectives import use_direct_collectives
 from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Offloader
@@ -250,6 +251,10 @@ def _shard(
         fsdp.fully_shard(group, reshard_after_forward=reshard_after_forward, **options)
     # FSDP2 does not reshard the root after forward: backward begins with its parameters.
     fsdp.fully_shard(model, **options)
+    if mesh.device_type == "cpu":
+        for module in (*groups, model):
+            assert isinstance(module, fsdp.FSDPModule)
+            use_direct_collectives(module)
 
 
 def _load_weights(

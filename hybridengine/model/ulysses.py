@@ -22,11 +22,10 @@ from hybridengine.errors import ModelError
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """This rank's result rows of a packed micro-batch: start:stop of `num_rows`."""
+    """This rank's result rows of a packed micro-batch of `num_rows`, in ascending order."""
 
     group: dist.ProcessGroup
-    start: int
-    stop: int
+    rows: Tensor  # int64 [R_local]
     num_rows: int
 
 
@@ -35,13 +34,12 @@ def gather_rows(*rows: Tensor, shard: SequenceShard) -> tuple[Tensor, ...]:
 
     Differentiable: every rank computes the same loss, and receives the gradient of its own rows.
     """
-    local = slice(shard.start, shard.stop)
     full = rows[0].new_zeros(len(rows), shard.num_rows)
-    full[:, local] = torch.stack(rows).detach()
+    full[:, shard.rows] = torch.stack(rows).detach()
     dist.all_reduce(full, group=shard.group)  # exact: one rank's value plus zeros
     gathered = tuple(row.clone() for row in full)
     for out, row in zip(gathered, rows, strict=True):
-        out[local] = row  # the same values, with their gradient
+        out[shard.rows] = row  # the same values, with their gradient
     return gathered
 
 

@@ -118,6 +118,25 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
     return int(limit * max([1.0, *filter(None, factors)]))
 
 
+def shared_prefix_obstacle(config: PretrainedConfig) -> str | None:
+    """Return why sequences cannot share the computation of a prefix; None if they can.
+
+    They can where a token's layers read other tokens only through AttentionInterface. Layers that
+    carry a state along the sequence, and attention over chunks of positions, read the packed order.
+    """
+    others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE
+    if others:
+        return f"its layers of type {sorted(others)} read the sequence in packed order"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"its own code ({config.model_type}) may read the sequence in packed order"
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_class._is_stateful:
+        return f"{model_class.__name__} carries a state along the sequence"
+    if not model_class._supports_attention_backend:
+        return f"{model_class.__name__} does not call its attention through AttentionInterface"
+    return None
+
+
 def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
     """Raise ModelError if the model of `config` does not support sequence parallelism of `size`."""
     num_heads = config.get_text_config().num_attention_heads

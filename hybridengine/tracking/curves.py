@@ -23,7 +23,7 @@ _RL_PANELS = {
     "Validation, held-out prompts": _VALIDATION,
     "Response length, tokens": "response_length/mean",
     "Entropy, mean over tokens, nats": "actor/entropy",
-    "Rollout compared with trainer, mean |Δ probability|": _PROBS_DIFF,
+    "Engine against trainer, mean |Δ probability|": _PROBS_DIFF,
 }
 _SFT_PANELS = {
     "Training loss, nats per token": "train/loss",

@@ -1,33 +1,32 @@
-"""Write the rollouts of a step as jsonl, with token ids as generated, and summary.json."""
+"""The lines of rollout files, with token ids as generated, and summary.json."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridengine.storage import atomic_file
 
 
-def write_rollouts(path: Path, rollouts: Iterable[Any]) -> None:
-    """Write scored responses (`trainer.rollouts.Rollout`), one per line; atomically."""
-    with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for r in rollouts:
-            row = {
-                "index": r.sample.index,
-                "prompt": r.sample.prompt_text,
-                "response": r.response_text,
-                "ground_truth": _plain(r.sample.ground_truth),
-                "reward": r.score,
-                **r.extras,
-                **({} if r.pred is None else {"pred": r.pred}),
-                "prompt_ids": list(r.sample.prompt_ids),
-                "response_ids": list(r.response_ids),
-                "log_probs": list(map(float, r.log_probs)),
-            }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def rollout_line(rollout: Any) -> str:
+    """Format a scored response (`trainer.rollouts.Rollout`) as one line of JSON."""
+    r = rollout
+    row = {
+        "index": r.sample.index,
+        "prompt": r.sample.prompt_text,
+        "response": r.response_text,
+        "ground_truth": _plain(r.sample.ground_truth),
+        "reward": r.score,
+        **r.extras,
+        **({} if r.pred is None else {"pred": r.pred}),
+        "prompt_ids": list(r.sample.prompt_ids),
+        "response_ids": list(r.response_ids),
+        "log_probs": list(map(float, r.log_probs)),
+    }
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

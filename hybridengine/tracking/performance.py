@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import psutil
 import torch
+from transformers import PretrainedConfig
+
+from hybridengine.model import SavedWork
 
 # Dense bfloat16 TFLOP/s of the data sheets; the first entry that the device name contains applies.
 _PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.5, "H100": 989.5, "H800": 989.5, "H20": 148.0, "A100": 312.0,
     "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L20": 119.5, "A10": 125.0, "MI300X": 1307.0,
 }  # fmt: skip
+
+_NOTHING = SavedWork()
 
 
 def performance_metrics(
@@ -36,36 +42,63 @@ def performance_metrics(
 class FlopCounter:
     """Model FLOPs of training `model`, and their share of the peak of all devices (MFU).
 
-    Matrix products only (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), with two deviations:
-    attention counts its causal half, and frozen weights have no gradient. Recomputation by gradient
-    checkpointing does not count. In a mixture of experts only the experts of a token count. The
-    peak is the data sheet's; for a CPU or an unknown GPU, the measured rate of a matrix product.
+    Matrix products only (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), with three
+    deviations: attention counts the keys that a token attends to, frozen weights have no gradient,
+    and what shared prefixes save does not count. Recomputation by gradient checkpointing does not
+    count. In a mixture of experts only the experts of a token count. The peak is the data sheet's;
+    for a CPU or an unknown GPU, the measured rate of a matrix product.
     """
 
     def __init__(self, model: Any, device: torch.device, world_size: int) -> None:
         config = model.config.get_text_config()
-        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0)
-        active = getattr(config, "num_experts_per_tok", None) or 1
         embedding = None if config.tie_word_embeddings else model.get_input_embeddings().weight
         self._per_token = 0.0
         for name, p in model.named_parameters():
-            if p.ndim < 2 or p is embedding:
-                continue
-            share = active / experts if experts and ".experts." in name else 1.0
-            self._per_token += share * p.numel() * (6 if p.requires_grad else 4)
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self._per_pair = 6.0 * config.num_hidden_layers * heads * head_dim
+            if p.ndim >= 2 and p is not embedding:
+                share = _share_per_token(name, config)
+                self._per_token += share * p.numel() * (6 if p.requires_grad else 4)
+        self._per_pair = 3.0 * _forward_flops_per_pair(config)
         self._peak = world_size * _peak_flops(device)
 
-    def training_flops(self, lengths: Sequence[int]) -> float:
+    def training_flops(self, lengths: Sequence[int], saved: SavedWork = _NOTHING) -> float:
         """Return the FLOPs of a forward and a backward over sequences of these lengths."""
-        pairs = sum(length * length for length in lengths)
-        return self._per_token * sum(lengths) + self._per_pair * pairs
+        pairs = sum(length * (length + 1) // 2 for length in lengths) - saved.pairs
+        return self._per_token * (sum(lengths) - saved.tokens) + self._per_pair * pairs
 
-    def utilisation(self, lengths: Sequence[int], seconds: float) -> float:
+    def utilisation(
+        self, lengths: Sequence[int], seconds: float, saved: SavedWork = _NOTHING
+    ) -> float:
         """Return the MFU of a forward and a backward that took `seconds`."""
-        return self.training_flops(lengths) / seconds / self._peak
+        return self.training_flops(lengths, saved) / seconds / self._peak
+
+
+def pair_cost(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> float:
+    """Return the FLOPs of a key that a token attends to, relative to the token's other FLOPs.
+
+    Without the head, whose rows do not depend on how sequences are packed. shapes: of the
+    parameters, by name.
+    """
+    config = config.get_text_config()
+    per_token = sum(
+        2.0 * _share_per_token(name, config) * math.prod(shape)
+        for name, shape in shapes.items()
+        if len(shape) >= 2 and shape[0] != config.vocab_size
+    )
+    return _forward_flops_per_pair(config) / per_token
+
+
+def _share_per_token(name: str, config: PretrainedConfig) -> float:
+    """Return the share of a weight matrix that a token is multiplied with."""
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0)
+    active = getattr(config, "num_experts_per_tok", None) or 1
+    return active / experts if experts and ".experts." in name else 1.0
+
+
+def _forward_flops_per_pair(config: PretrainedConfig) -> float:
+    """Of a token and a key that it attends to, in all layers: the score and the weighted sum."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 4.0 * config.num_hidden_layers * heads * head_dim
 
 
 @cache

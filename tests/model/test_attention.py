@@ -167,6 +167,24 @@ def call(q, k, v, mask=None, **options):
     return varlen_attention(LAYER, *rows, mask, **options)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_forest_attends_along_its_paths(window):
+    """A prompt of 5 tokens with responses of 3 and 4, then a sequence of 6."""
+    q, k, v = random_qkv(18, 4, 2, 8)
+    paths = [[*range(8)], [*range(5), *range(8, 12)], [*range(12, 18)]]
+    ends = torch.tensor([12] * 5 + [8] * 3 + [12] * 4 + [18] * 6, dtype=torch.int32)
+    depths = torch.tensor([*range(8), *range(5, 9), *range(6)])
+    cu = torch.tensor([0, 12, 18], dtype=torch.int32)
+    options = {"cu_seq_lens_q": cu, "subtree_ends": ends, "sliding_window": window}
+    out = call(q, k, v, tree_position_ids=depths, scaling=0.3, **options)[0][0]
+    for path in paths:
+        expected = oracle(q[path], k[path], v[path], [len(path)], 0.3, window)
+        torch.testing.assert_close(out[path], expected, rtol=1e-10, atol=1e-12)
+    if window:
+        with pytest.raises(ModelError, match="without tree_position_ids"):
+            call(q, k, v, **options)
+
+
 @pytest.mark.parametrize("edges", [[0, 5], [1, 6], [0, 4, 2, 6], [0, 7]])
 def test_wrong_cu_seqlens_are_refused(edges):
     q, k, v = random_qkv(6, 4, 2, 8)

@@ -1,5 +1,8 @@
 """Log-probs computed from hidden states equal those from full logits, also under FSDP2."""
 
+import functools
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,14 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridengine.errors import ModelError
-from hybridengine.model import pack_rollouts, packed_log_probs
+from hybridengine.model import pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.attention import ATTENTION
-from hybridengine.model.head import (
-    LogProbTargets,
-    detect_logit_transform,
-    has_fused_log_probs,
-    patch_head,
-)
+from hybridengine.model.forward import packed_head
+from hybridengine.model.head import accepts_head_function, detect_logit_transform, patch_head
 from tests.model.cases import (
     GRADIENTS,
     LOGITS,
@@ -39,7 +38,7 @@ def model_of(config, use_fused_kernels: bool):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
     patch_head(model, use_fused_kernels)
-    assert has_fused_log_probs(model) == use_fused_kernels
+    assert accepts_head_function(model) == use_fused_kernels
     return model
 
 
@@ -107,11 +106,13 @@ def test_models_with_other_transforms_compute_logits():
     model.forward = forward.__get__(model)
     with pytest.warns(UserWarning, match="LlamaForCausalLM does more to its logits"):
         patch_head(model)
-    assert not has_fused_log_probs(model)
+    assert not accepts_head_function(model)
 
 
-def test_no_logits_outside_of_the_operator():
+def test_no_logits_outside_of_the_operator(monkeypatch):
     """The memory of the operator is tested in tests/kernels/linear/test_linear_logprob.py."""
+    logprob = sys.modules["hybridengine.kernels.linear.logprob"]
+    monkeypatch.setattr(logprob, "_keeps_logits", lambda *_: False)
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -131,13 +132,34 @@ def test_no_logits_outside_of_the_operator():
 
 
 def test_number_of_positions_is_checked():
-    model = model_of(tiny_config("llama"), True)
-    with pytest.raises(ModelError, match=r"passed 3 positions to its head, expected 1"):
-        model(
-            input_ids=torch.tensor([[5, 6, 7]]), use_cache=False,
-            log_prob_targets=LogProbTargets(torch.tensor([5]), 1.0, None),
-        )  # fmt: skip
-    assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 101)
+    """A model that ignores logits_to_keep passes all positions to its head."""
+    model, batch = model_of(tiny_config("llama"), True), pack_rollouts([([5, 6], [7])])
+    patched = model.forward
+    model.forward = functools.wraps(patched)(
+        lambda *args, logits_to_keep, **kwargs: patched(*args, **kwargs)
+    )
+    for call in (packed_log_probs, packed_logits):
+        with pytest.raises(ModelError, match=r"passed 3 positions to its head, expected 1"):
+            call(model, batch)
+
+
+def test_a_head_function_gets_rows_in_any_order():
+    """Positions may repeat and be in any order; a model without logits_to_keep gets all rows."""
+    model, batch = model_of(tiny_config("gemma2"), True), pack_rollouts([([5, 6, 7], [8, 9, 10])])
+    positions = torch.tensor([4, 2, 2, 3])
+    chosen = replace(batch, logit_positions=positions)
+    given = packed_head(model, replace(batch, logit_positions=torch.arange(6)), lambda *a: a)
+    assert given[3:] == (1.0, model.config.final_logit_softcapping)
+    weight = model.get_output_embeddings().weight
+    assert given[1] is weight and given[2] is None
+    patched = model.forward
+
+    def forward(*args, **kwargs):
+        return patched(*args, **kwargs)
+
+    for model.forward in (patched, forward):
+        rows = packed_head(model, chosen, lambda rows, *_: (rows,))[0]
+        torch.testing.assert_close(rows, given[0][positions])
 
 
 def ranks_body(rank: int, world_size: int, path: str) -> None:

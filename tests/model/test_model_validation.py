@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, FalconConfig, GptOssConfig, Qwen3NextConfig, T5Config
 
 from hybridengine.errors import ModelError
-from hybridengine.model.validation import check_model
+from hybridengine.model.validation import check_model, shared_prefix_obstacle
 from tests.tiny_models import save_tiny, tiny_config
 
 
@@ -125,3 +125,26 @@ def test_attention_sinks_name_the_layer():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     with pytest.raises(ModelError, match=r"GptOssAttention \(layer 0\) uses 's_aux'"):
         packed_logits(model, pack_rollouts([([1, 2], [3])]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
+def test_models_that_share_prefixes(kind):
+    assert shared_prefix_obstacle(tiny_config(kind)) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers", "reason"),
+    [
+        ("qwen3_next", ["linear_attention", "full_attention"], "['linear_attention']"),
+        ("lfm2", ["conv", "full_attention"], "['conv']"),
+        ("llama4_text", ["chunked_attention"], "['chunked_attention']"),
+        ("mamba", None, "['linear_attention']"),
+        ("recurrent_gemma", None, "RecurrentGemmaForCausalLM carries a state"),
+        ("t5", None, "its own code"),
+    ],
+)
+def test_models_whose_layers_read_the_packed_order_do_not(model_type, layers, reason):
+    config = AutoConfig.for_model(model_type)
+    if layers is not None:
+        config.layer_types = layers
+    assert reason in str(shared_prefix_obstacle(config))
