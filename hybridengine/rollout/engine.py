@@ -16,7 +16,8 @@ class SamplingSpec:
     """How to sample: n responses per prompt, at most max_tokens each.
 
     temperature 0 is greedy; top_k -1 and top_p 1 disable truncation. stop: texts that end a
-    response; the token that completes one is the response's last.
+    response; the token that completes one is the response's last. record_kept: where sampling
+    truncates, return the vocabulary entries that it kept with each completion.
     """
 
     n: int = 1
@@ -25,6 +26,12 @@ class SamplingSpec:
     top_k: int = -1
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    record_kept: bool = False
+
+    @property
+    def records(self) -> bool:
+        """Whether completions have `kept_ids`: record_kept, where sampling truncates."""
+        return self.record_kept and self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,16 @@ class Completion:
     log_probs: of the sampling distribution (after temperature, top-k, top-p), one per token.
     finish_reason: "stop" (end-of-sequence token or a text of SamplingSpec.stop; token_ids includes
     it) or "length".
+    num_kept, kept_ids: where `SamplingSpec.records`, the number of vocabulary entries that each
+    token was sampled from, and their ids end to end, ascending for each token; 0 entries stand for
+    the full vocabulary.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
+    num_kept: Sequence[int] | None = None
+    kept_ids: Sequence[int] | None = None
 
 
 class RolloutEngine(WeightTarget):

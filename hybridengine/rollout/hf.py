@@ -6,6 +6,7 @@ Each rank holds one full model (tensor-parallel size 1), which the reshard write
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 
 from hybridengine.reshard.plan.coverage import describe_differences
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
+from hybridengine.rollout.kept import pack_kept
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError, identity_layout
 
 
@@ -121,10 +123,11 @@ class HfEngine(RolloutEngine):
         )
         new = out.sequences[:, ids.shape[1] :].tolist()
         ends = stops.ends if stops else {}
-        return [
+        completions = [
             self._trim(row, lp, ends.get(i))
             for i, (row, lp) in enumerate(zip(new, log_probs.tolist(), strict=True))
         ]
+        return _with_kept(completions, out.scores) if spec.records else completions
 
     def _trim(self, ids: list[int], log_probs: list[float], stopped: int | None) -> Completion:
         """Cut a row after its end. stopped: number of tokens that complete a stop text, if any."""
@@ -132,6 +135,18 @@ class HfEngine(RolloutEngine):
             if token in self._stop_token_ids or end == stopped:
                 return Completion(ids[:end], log_probs[:end], "stop")
         return Completion(ids, log_probs, "length")
+
+
+def _with_kept(completions: list[Completion], scores: Sequence[torch.Tensor]) -> list[Completion]:
+    """Add the kept vocabulary entries. scores: the processed logits [B, V] of each step."""
+    steps = [[row.nonzero().flatten().tolist() for row in step > -torch.inf] for step in scores]
+    vocab_size = scores[0].shape[1]
+    result = []
+    for i, c in enumerate(completions):
+        kept = [step[i] for step in steps[: len(c.token_ids)]]
+        num_kept, kept_ids = pack_kept(c.token_ids, kept, vocab_size)
+        result.append(replace(c, num_kept=num_kept, kept_ids=kept_ids))
+    return result
 
 
 class _StopTexts(StoppingCriteria):

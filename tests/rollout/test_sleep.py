@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,19 @@ pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it
 PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20]
 
 
+def resident_bytes(storage: torch.UntypedStorage) -> int:
+    """Bytes of the full pages of `storage` that have memory."""
+    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE
+    resident = (ctypes.c_ubyte * pages)()
+    size = ctypes.c_size_t(pages * mmap.PAGESIZE)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), size, resident) == 0
+    return sum(page & 1 for page in resident) * mmap.PAGESIZE
+
+
 def body(rank: int, world_size: int, path: str) -> None:
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
     from hybridengine.model.offload import Offloader
     from hybridengine.model.validation import check_model
@@ -43,11 +57,14 @@ def body(rank: int, world_size: int, path: str) -> None:
         full = {n: p.full_tensor().clone() for n, p in shards.items()}
 
     def cache_bytes() -> int:
-        return sum(cache.untyped_storage().nbytes() for cache in engine._runner.kv_caches)
+        storages = {c.data_ptr(): c.untyped_storage() for c in engine._runner.kv_caches}
+        return sum(map(resident_bytes, storages.values()))
 
     def generate() -> list:
         return engine.generate(PROMPTS, SamplingSpec(max_tokens=12, temperature=0.0), seed=0)
 
+    [processor] = [m for m in engine._model.modules() if isinstance(m, LogitsProcessor)]
+    assert processor._apply_head.func.__module__ == "hybridengine.rollout.vllm.head"
     engine.sleep()
     assert cache_bytes() == 0
     with offloader.on_device():

@@ -6,7 +6,10 @@ prompts. The weights start uninitialised (`load_format="dummy"`); only the resha
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,14 @@ import torch.distributed as dist
 
 from hybridengine.reshard.plan.senders import ranks_per_node
 from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
+from hybridengine.rollout.kept import pack_kept
 from hybridengine.rollout.vllm.environment import (
     prepare_environment,
     strided_groups,
     unique_shared_memory,
 )
+from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
+from hybridengine.rollout.vllm.kept import record_kept_ids
 from hybridengine.rollout.vllm.post_load import writable_weights
 from hybridengine.rollout.vllm.weights import LoraSlot, VllmWeights, slot_options
 from hybridengine.sharding.layout import CheckpointLayout
@@ -86,6 +92,8 @@ class VllmEngine(VllmWeights, RolloutEngine):
             )
         super().__init__(self._llm, checkpoint, post_load)
         self._slot = LoraSlot(self._runner) if lora_rank else None
+        if not torch.cuda.is_available():
+            multiply_head_in_16_bits(self._model)
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
@@ -105,13 +113,17 @@ class VllmEngine(VllmWeights, RolloutEngine):
             detokenize=bool(spec.stop),
         )
         requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        # The other ranks of a replica keep the same entries.
+        record = spec.records and self.tp_rank == 0
+        recording = record_kept_ids(self._llm, self._runner) if record else nullcontext()
         # The same generator state on all ranks of a replica: they must sample the same tokens.
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), recording:
             torch.manual_seed(seed * self.replicas + self.replica)
             outputs = self._llm.generate(
                 requests, sampling, use_tqdm=False, lora_request=self._slot and self._slot.request
             )
-        return [[_completion(o) for o in output.outputs] for output in outputs]
+        vocab_size = self._llm.model_config.get_vocab_size() if record else None
+        return [[_completion(o, vocab_size) for o in output.outputs] for output in outputs]
 
     def _suspend(self) -> None:
         if torch.cuda.is_available():
@@ -119,24 +131,35 @@ class VllmEngine(VllmWeights, RolloutEngine):
             self._llm.sleep(level=1)
             return
         self._reset_caches()
-        caches = (cache.untyped_storage() for cache in self._runner.kv_caches)
-        self._freed = {s.data_ptr(): (s, s.nbytes()) for s in caches}
-        for storage, _ in self._freed.values():
-            storage.resize_(0)
+        for cache in self._runner.kv_caches:
+            _release_pages(cache.untyped_storage())
 
     def _resume(self, part: str) -> None:
         if torch.cuda.is_available():
             self._llm.wake_up(tags=[part])
-        elif part == "kv_cache":
-            for storage, num_bytes in self._freed.values():
-                storage.resize_(num_bytes)
-                storage.fill_(0)  # a masked entry may be multiplied by zero, so no NaN
 
     def shutdown(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _completion(output: Any) -> Completion:
+def _release_pages(storage: torch.UntypedStorage) -> None:
+    """Return the memory of a CPU storage to the system; its entries are zero or unchanged after.
+
+    Addresses stay valid, and only pages that are used again are allocated again. Locked memory
+    cannot be returned and stays as it is.
+    """
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    if begin < end:
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def _completion(output: Any, vocab_size: int | None) -> Completion:
+    """Convert a `CompletionOutput`. vocab_size: given where it has a sampling mask."""
     ids = list(output.token_ids)
     log_probs = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
-    return Completion(ids, log_probs, output.finish_reason)
+    if vocab_size is None:
+        return Completion(ids, log_probs, output.finish_reason)
+    mask = output.sampling_mask.token_ids if output.sampling_mask else []
+    return Completion(ids, log_probs, output.finish_reason, *pack_kept(ids, mask, vocab_size))

@@ -102,6 +102,7 @@ _OPTIONS_WITH_KEY = {
     "enable_prefix_caching": "rollout.enable_prefix_caching",
     "enable_chunked_prefill": "rollout.enable_chunked_prefill",
     "enable_sleep_mode": "rollout.free_cache_engine",
+    "return_sampling_mask": "algorithm.sampling_replay",
     "enable_lora": "reshard.lora",
     "max_loras": "reshard.lora",
     "max_lora_rank": "model.lora_rank",

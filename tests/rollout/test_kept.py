@@ -1,0 +1,163 @@
+"""The vocabulary entries that sampling kept, as both engines record them with each token."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridengine.rollout.kept import pack_kept
+from hybridengine.rollout.vllm.environment import vllm_available
+from hybridengine.rollout.vllm.kept import record_kept_ids
+from tests.ranks import run_ranks
+from tests.tiny_models import VOCAB, save_tiny
+
+PROMPTS = [[5, 9, 33], [7, 8, 9, 10, 11, 12, 13], [3] * 40, [50 + i % 40 for i in range(30)]]
+TRUNCATIONS = [
+    {"top_p": 0.8, "top_k": -1},
+    {"top_p": 1.0, "top_k": 20},
+    {"top_p": 0.8, "top_k": 20},
+]
+
+
+def build(path: str, world_size: int, kind: str) -> Any:
+    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.validation import check_model
+    from hybridengine.reshard import Resharder
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+    from hybridengine.rollout.hf import HfEngine
+    from hybridengine.rollout.vllm.engine import VllmEngine
+
+    checkpoint = checkpoint_layout_from_config(check_model(path))
+    stops = {"stop_token_ids": [2, *range(90, 100)], "dtype": torch.float32}
+    if kind == "hf":
+        engine: Any = HfEngine(path, checkpoint, max_num_seqs=3, **stops)
+    else:  # prompts in chunks of 16 tokens, and a cache of few blocks
+        engine = VllmEngine(
+            path, checkpoint, tp_size=world_size, max_model_len=256, kv_cache_bytes=600 << 10,
+            engine_options={"enforce_eager": True, "max_num_batched_tokens": 16, "max_num_seqs": 8},
+            **stops,
+        )  # fmt: skip
+    mesh = sharding_mesh("cpu", world_size)
+    model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
+    Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
+    return engine
+
+
+def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
+    from hybridengine.rollout import SamplingSpec
+
+    engine, preempted = build(path, world_size, kind), []
+    sampled = []
+    for truncation in TRUNCATIONS:
+        spec = SamplingSpec(n=3, temperature=0.7, max_tokens=12, record_kept=True, **truncation)
+        sampled.append(engine.generate(PROMPTS, spec, seed=1))
+    if kind == "vllm":  # long responses, more than the cache holds at once
+        scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def recording_preempt(request: Any, *args: Any, **options: Any) -> None:
+            preempted.append(request.request_id)
+            preempt(request, *args, **options)
+
+        scheduler._preempt_request = recording_preempt
+        engine._stop_token_ids = []
+        spec = SamplingSpec(n=2, max_tokens=150, temperature=0.7, top_k=20, record_kept=True)
+        sampled.append(engine.generate(PROMPTS, spec, seed=2))
+    without = [
+        SamplingSpec(max_tokens=3, top_k=5),
+        SamplingSpec(max_tokens=3, record_kept=True),
+        SamplingSpec(max_tokens=3, temperature=0.0, top_k=5, record_kept=True),
+    ]
+    plain = [c for spec in without for [c] in engine.generate(PROMPTS, spec, seed=3)]
+    assert all(c.num_kept is None and c.kept_ids is None for c in plain)
+    return {"sampled": sampled, "preempted": len(preempted), "tp_rank": engine.tp_rank}
+
+
+def check_completion(model: Any, prompt: list[int], c: Any, top_p: float, top_k: int) -> None:
+    """The kept entries are the likeliest ones, and log_probs are of the softmax over them."""
+    assert len(c.num_kept) == len(c.token_ids) == len(c.log_probs)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *c.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    z = logits.double() / 0.7
+    kept_of_token = torch.tensor(c.kept_ids).split(list(c.num_kept))
+    for row, ids, token, log_prob in zip(z, kept_of_token, c.token_ids, c.log_probs, strict=True):
+        assert ids.diff().gt(0).all() and token in ids
+        ranked = row.sort(descending=True).values
+        assert ranked[ids.numel() - 1] <= row[ids].min() + 1e-5
+        p = ranked[: top_k if top_k > 0 else None].softmax(0)
+        assert top_k < 0 or ids.numel() <= top_k
+        assert p[: ids.numel()].sum() >= top_p - 1e-5 > p[: ids.numel() - 1].sum() - 2e-5
+        expected = row[token] - row[ids].logsumexp(0)
+        assert abs(expected.item() - log_prob) < 1e-4, "float32, another order of the sums"
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("kind", "world_size"), [("hf", 1), ("vllm", 1), ("vllm", 2)])
+def test_engines_record_the_entries_that_sampling_kept(
+    tmp_path: Path, kind: str, world_size: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    if kind == "vllm" and not vllm_available():
+        pytest.skip("the rollout engine; `make setup` installs it")
+    path = save_tiny("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    result, *others = run_ranks(body, world_size, path, kind, timeout_s=240)
+    truncations = TRUNCATIONS + TRUNCATIONS[1:2] * (kind == "vllm")
+    for truncation, groups in zip(truncations, result["sampled"], strict=True):
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            for c in group:
+                check_completion(model, prompt, c, **truncation)
+    assert {c.finish_reason for g in result["sampled"][0] for c in g} == {"stop", "length"}
+    assert (result["preempted"] > 0) == (kind == "vllm")
+    for other in others:  # a replica's other ranks have the same tokens, and record nothing
+        assert other["tp_rank"] > 0
+        flat, own = ([c for part in r["sampled"] for g in part for c in g] for r in (other, result))
+        assert [c.token_ids for c in flat] == [c.token_ids for c in own]
+        assert all(c.num_kept is None for c in flat)
+
+
+def engine_parts(sampler: Any, speculative_config: object = None) -> tuple[Any, Any, Any]:
+    """Return (llm, model runner, scheduler) as far as recording reads them."""
+    scheduler = SimpleNamespace(return_sampling_mask=False)
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    config = SimpleNamespace(speculative_config=speculative_config)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core, vllm_config=config))
+    return llm, SimpleNamespace(sampler=sampler), scheduler
+
+
+def test_the_second_model_runner_records_during_the_call_only() -> None:
+    """It needs Triton, which vLLM has on GPUs only: here its switches."""
+    sampler = SimpleNamespace(return_sampling_mask=False)
+    llm, runner, scheduler = engine_parts(sampler, "speculative decoding")
+    with record_kept_ids(llm, runner):
+        assert sampler.return_sampling_mask and scheduler.return_sampling_mask
+    assert not sampler.return_sampling_mask and not scheduler.return_sampling_mask
+    spec = find_spec("vllm")
+    if spec is not None and spec.submodule_search_locations:
+        file = Path(spec.submodule_search_locations[0], "v1/worker/gpu/sample/sampler.py")
+        assert "if self.return_sampling_mask:" in file.read_text()
+
+
+def test_speculative_decoding_on_the_first_model_runner_is_refused() -> None:
+    llm, runner, scheduler = engine_parts(SimpleNamespace(), "speculative decoding")
+    with pytest.raises(RuntimeError, match="with speculative decoding"):
+        record_kept_ids(llm, runner).__enter__()
+    assert not scheduler.return_sampling_mask
+
+
+def test_entries_of_other_tokens_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="entries of 1 tokens for a completion of 2"):
+        pack_kept([3, 4], [[3]], VOCAB)
+    with pytest.raises(RuntimeError, match="token 1 of a completion is 4, which is not among"):
+        pack_kept([3, 4], [[3], [3, 5]], VOCAB)
+
+
+def test_the_full_vocabulary_takes_no_entries() -> None:
+    num_kept, kept_ids = pack_kept([3, 4], [range(VOCAB), [4, 9]], VOCAB)
+    assert (list(num_kept), list(kept_ids)) == ([0, 2], [4, 9])
