@@ -29,8 +29,9 @@ from hybridengine.storage import check_disk_space
 from hybridengine.tracking.metrics import check_loggers
 from hybridengine.trainer.algorithms import NEEDS
 from hybridengine.trainer.build import engine_name, load_data, saved_states
-from hybridengine.trainer.rollouts import SCORE_NAMES
+from hybridengine.trainer.outcomes import SCORE_NAMES
 from hybridengine.trainer.sft import load_sft_data
+from hybridengine.trainer.shared_prefix import no_sharing_reason
 
 __all__ = ["check_grpo", "check_launch", "check_sft"]
 
@@ -48,6 +49,8 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
         _check_heads(config, model)
     with faults:
         check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
+    with faults:
+        no_sharing_reason(config)
     with faults:
         _check_engine(config, model)
     with faults:
@@ -282,23 +285,24 @@ def _check_reward_names(config: GRPOConfig, result: RewardResult) -> None:
     """Check that the reward returns the results, besides the score, that the algorithm needs."""
     algorithm = config.algorithm
     model = ["reward_model"] if config.reward.reward_model.enable else []
-    parts, returned = [*result.parts, *model], [*result.extras, *model]
-    needed: dict[str, Sequence[str]] = {}
-    if algorithm.filter_groups.enable:
-        needed["filter_groups.metric"] = [algorithm.filter_groups.metric]
+    declared, returned = [*result.parts, *model], ["score", *result.extras, *model]
+    metric = algorithm.filter_groups.metric
+    if algorithm.filter_groups.enable and metric not in {*returned, *SCORE_NAMES}:
+        raise ConfigError(
+            f"algorithm.filter_groups.metric names {metric!r}, which the reward does not return; "
+            f"it returns {', '.join(returned)}"
+        )
     if "reward_parts" in NEEDS[algorithm.adv_estimator]:
         keys = algorithm.gdpo_reward_keys
-        needed["gdpo_reward_keys"] = [name for name in keys if name not in parts]
-        if len(keys or parts) < 2:
+        if missing := sorted(set(keys) - set(declared)):
+            raise ConfigError(
+                f"algorithm.gdpo_reward_keys names {missing[0]!r}, which is not a declared reward; "
+                f"the rewards of this run are {', '.join(declared)} (functions of "
+                "reward.custom_reward_function.path and the reward model, with reward.weights)"
+            )
+        if len(keys or declared) < 2:
             raise ConfigError(
                 f"algorithm.adv_estimator is {algorithm.adv_estimator!r}, which normalises several "
-                f"rewards separately, and there is one ({', '.join(keys or parts)}); give several "
-                "functions in reward.custom_reward_function.path, or name results of the "
-                "function in algorithm.gdpo_reward_keys"
-            )
-    for key, names in needed.items():
-        if missing := sorted(set(names) - set(returned) - set(SCORE_NAMES)):
-            raise ConfigError(
-                f"algorithm.{key} names {missing[0]!r}, which the reward does not return; it "
-                f"returns {', '.join(['score', *returned])}"
+                f"rewards separately, and there is one ({', '.join(keys or declared)}); give "
+                "several functions in reward.custom_reward_function.path"
             )

@@ -1,9 +1,15 @@
 """Settings of all tests: a cache of their own, and no GPU tests where there is no GPU."""
 
 import os
+import sys
 import tempfile
 
+import hybridengine.kernels
 import torch
+
+# transformers looks for a package `kernels` and finds the folder of the repository's root: without
+# this it would be imported a second time, and its copies of the operators replace the first ones.
+sys.modules.setdefault("kernels", hybridengine.kernels)
 
 # Processes that the tests start inherit it.
 _CACHE = tempfile.TemporaryDirectory(prefix="hybridengine-cache-")

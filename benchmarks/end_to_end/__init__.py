@@ -2,8 +2,8 @@
 
 Same model (SmolLM2-135M), prompts, reward, batch, hyper-parameters and engine (vLLM, eager, plain
 linears on a CPU), one rank, each in its own process. The lengths of prompts and answers vary
-widely. First both compute loss, advantages and gradient of the same rollouts in float32, and the
-differences are printed.
+widely. Ours computes float32 logits in the engine, TRL's in the model's dtype. First both compute
+loss, advantages and gradient of the same rollouts in float32, and the differences are printed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def _train(folder: Path, job: dict) -> dict:
         "data.max_prompt_length": MAX_PROMPT,
         "data.max_response_length": MAX_RESPONSE,
         "data.shuffle": False,
-        "actor.ppo_max_token_len_per_gpu": MICRO_BATCH * job["max_model_len"] // 2,
+        # what TRL pads its micro-batches to at most
+        "actor.ppo_max_token_len_per_gpu": MICRO_BATCH * job["max_model_len"],
+        "actor.fsdp_config.reshard_after_forward": False,
         "actor.optim.lr": job["lr"],
         "rollout.n": N,
         "rollout.enforce_eager": True,

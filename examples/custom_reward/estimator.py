@@ -8,11 +8,6 @@ from hybridengine.trainer.algorithms import register_estimator
 @register_estimator("clipped_mean")
 def clipped_mean(responses, options):
     """Return advantages and returns, [T] each, 0 where masked."""
-    returns = group_advantage(
-        responses.rewards,
-        responses.group_ids,
-        estimator="mean",
-        cu_seqlens=responses.cu_seqlens,
-        response_mask=responses.response_mask,
-    )
+    distances = group_advantage(responses.rewards, responses.group_ids, estimator="mean")
+    returns = responses.to_tokens(distances)  # of all N responses -> this rank's T tokens
     return returns.clamp(-1, 1), returns

@@ -39,6 +39,11 @@ def _expand_home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
+def _as_switch(value: Any) -> Any:
+    """Return YAML's booleans as the words that it reads as them."""
+    return ("off", "on")[value] if isinstance(value, bool) else value
+
+
 Numbers = tuple[FiniteFloat, ...]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 PathText = Annotated[str, AfterValidator(_expand_home)]
@@ -48,6 +53,7 @@ Logger = Literal["console", "jsonl", "tensorboard", "wandb"]
 Loggers = Annotated[tuple[Logger, ...], BeforeValidator(_as_list)]
 Truncation = Literal["error", "left", "right"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]
 Schedule = Literal["constant", "linear", "cosine"]
 ResumeMode = Literal["auto", "disable", "path", "resume_path"]
 

@@ -29,6 +29,7 @@ from hybridengine.config.common import (
     RunConfig,
     Seed,
     ShardingConfig,
+    Switch,
     Texts,
     TrainedModelConfig,
     Truncation,
@@ -80,6 +81,7 @@ class ActorConfig:
     ppo_mini_batch_size: PositiveInt | None = None  # prompts per optimizer step; null: all
     ppo_epochs: PositiveInt = 1  # passes over each batch of rollouts
     ppo_max_token_len_per_gpu: PositiveInt = 16384  # tokens in one micro-batch
+    shared_prefix: Switch = "auto"  # compute a prompt once for its responses; auto: if possible
     clip_ratio: PositiveFloat = 0.2  # clip range of the probability ratio
     clip_ratio_low: Fraction | None = None  # null: clip_ratio
     clip_ratio_high: PositiveFloat | None = None  # null: clip_ratio
@@ -136,6 +138,11 @@ class RolloutConfig:
     dtype: Dtype = "auto"  # of the engine; auto: as fsdp_config.dtype
     val_kwargs: SamplingConfig = SamplingConfig()
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether responses are sampled from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True)
@@ -213,8 +220,8 @@ def _numbers(text: float | str) -> list[float]:
 class AlgorithmConfig:
     adv_estimator: str = "grpo"  # advantage estimator, or a registered one of your own
     norm_adv_by_std_in_grpo: StrictBool = True  # false: Dr.GRPO
-    gdpo_reward_keys: Texts = ()  # rewards that gdpo normalises; none: all functions
-    gdpo_reward_weights: Numbers | None = None  # weights of those; null: reward.weights, else 1
+    gdpo_reward_keys: Texts = ()  # declared rewards that gdpo normalises; none: all
+    gdpo_reward_weights: Numbers | None = None  # weights of those; null: reward.weights
     gamma: UnitFloat = 1.0  # discount per token
     lam: UnitFloat = 1.0  # lambda of GAE
     use_kl_in_reward: StrictBool = False  # subtract a KL penalty per token
@@ -222,6 +229,7 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = KLControlConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    sampling_replay: Switch = "auto"  # log-probs over what top_p, top_k kept; auto: where they cut
     mask_truncated_completions: StrictBool = False  # do not train on cut responses
 
 
@@ -327,6 +335,11 @@ class GRPOConfig(JobConfig):
     @property
     def uses_reference(self) -> bool:
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def replays_sampling(self) -> bool:
+        """Whether the trainer's distributions are over the entries that sampling kept."""
+        return self.algorithm.sampling_replay != "off" and self.rollout.truncates
 
     @property
     def clip_ratios(self) -> tuple[float, float]:

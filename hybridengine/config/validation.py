@@ -119,6 +119,12 @@ def _rollout(config: GRPOConfig) -> Iterator[str]:
             f"rollout.val_kwargs.n is {sampling.n}, but greedy responses are all equal; "
             "set rollout.val_kwargs.do_sample=true, or n=1"
         )
+    if config.algorithm.sampling_replay == "on" and not config.rollout.truncates:
+        yield (
+            "algorithm.sampling_replay is on, but rollout.top_p is 1 and rollout.top_k is "
+            f"{config.rollout.top_k}, which keep the full vocabulary; truncate with one of them, "
+            "or leave it auto"
+        )
     try:
         _ = config.algorithm.rollout_correction.is_bounds
         _ = config.algorithm.rollout_correction.rejection

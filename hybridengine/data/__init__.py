@@ -9,8 +9,16 @@ loader           batches in a seeded order that resumes exactly
 """
 
 from hybridengine.data.conversations import SFTDataset, SFTSample
-from hybridengine.data.loader import PromptLoader
+from hybridengine.data.loader import PromptLoader, Subset
 from hybridengine.data.prompts import PromptDataset, PromptSample
 from hybridengine.errors import DataError
 
-__all__ = ["DataError", "PromptDataset", "PromptLoader", "PromptSample", "SFTDataset", "SFTSample"]
+__all__ = [
+    "DataError",
+    "PromptDataset",
+    "PromptLoader",
+    "PromptSample",
+    "SFTDataset",
+    "SFTSample",
+    "Subset",
+]

@@ -4,9 +4,40 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from hybridengine.errors import DataError
+
+T = TypeVar("T")
+
+
+class Subset(Sequence[T], Generic[T]):
+    """Some samples of a dataset, read from it at every access: no sample is kept in memory."""
+
+    def __init__(self, dataset: Sequence[T], indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, list(indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Subset[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Subset[T]:
+        if isinstance(index, slice):
+            return Subset(self.dataset, self.indices[index])
+        return self.dataset[self.indices[index]]
+
+    def take(self, positions: Sequence[int]) -> Subset[T]:
+        """Select samples by their positions in this subset."""
+        return Subset(self.dataset, [self.indices[i] for i in positions])
+
+    def __add__(self, other: Subset[T]) -> Subset[T]:
+        """Append another subset of the same dataset."""
+        if other.dataset is not self.dataset:
+            raise ValueError("subsets of two datasets cannot be joined; expected one dataset")
+        return Subset(self.dataset, self.indices + other.indices)
 
 
 class PromptLoader:
@@ -38,14 +69,14 @@ class PromptLoader:
         """Epoch of the next batch, from 0."""
         return self._batch // len(self)
 
-    def next_batch(self) -> list[Any]:
-        """Return the next `batch_size` samples."""
+    def next_batch(self) -> Subset[Any]:
+        """Return the next `batch_size` samples, not yet read."""
         start = self._batch % len(self) * self._batch_size
         order = list(range(len(self._dataset)))
         if self._shuffle:
             random.Random(f"{self._seed}/{self.epoch}").shuffle(order)
         self._batch += 1
-        return [self._dataset[i] for i in order[start : start + self._batch_size]]
+        return Subset(self._dataset, order[start : start + self._batch_size])
 
     def state_dict(self) -> dict[str, Any]:
         return {"batch": self._batch, **self._identity()}

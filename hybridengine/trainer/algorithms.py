@@ -38,26 +38,40 @@ _MAX_KL_ERROR = 0.2
 
 @dataclass(frozen=True)
 class Responses:
-    """What an estimator reads of N responses packed into T tokens."""
+    """What an estimator reads of the N responses of all ranks.
+
+    Numbers per response are those of all N, the same on every rank. Tokens are those of the n
+    responses that this rank trains on, packed into T tokens.
+    """
 
     rewards: Tensor  # [N] float, the outcome reward
     group_ids: Tensor  # [N] int64, equal for the responses to one prompt
-    cu_seqlens: Tensor  # [N + 1] int32
+    cu_seqlens: Tensor  # [n + 1] int32
     response_mask: Tensor  # [T] bool, the tokens that are trained on
     token_rewards: Tensor  # [T], the outcome reward at the last token minus each token's KL penalty
+    lengths: Tensor | None = None  # [N] int64, tokens; None: counted, where all N are here
+    local: Tensor | None = None  # [n] int64, which of the N have their tokens here; None: all
     values: Tensor | None = None  # [T], of the critic (gae)
     reward_baselines: Tensor | None = None  # [N], reward of the greedy response (remax)
     reward_parts: Tensor | None = None  # [N, K], the K rewards whose weighted sum `rewards` is
 
     @property
     def sequence_ids(self) -> Tensor:
-        """int64 [T], the response that a token belongs to."""
-        lengths = self.cu_seqlens.diff().long()
-        return torch.repeat_interleave(lengths, output_size=self.response_mask.numel())
+        """int64 [T], which of the N responses a token belongs to."""
+        ids = torch.repeat_interleave(
+            self.cu_seqlens.diff().long(), output_size=self.response_mask.numel()
+        )
+        return ids if self.local is None else self.local[ids]
+
+    def to_tokens(self, per_response: Tensor) -> Tensor:
+        """Copy numbers per response to their tokens, 0 where masked: [N] -> [T]."""
+        return torch.where(self.response_mask, per_response[self.sequence_ids], 0)
 
     @property
-    def lengths(self) -> Tensor:
-        """int64 [N], unmasked tokens."""
+    def all_lengths(self) -> Tensor:
+        """int64 [N], tokens of each response."""
+        if self.lengths is not None:
+            return self.lengths
         zeros = torch.zeros_like(self.group_ids)
         return zeros.index_add(0, self.sequence_ids, self.response_mask.long())
 
@@ -78,7 +92,7 @@ class AdvantageOptions:
     norm_by_std: bool = True  # of the group, in grpo
     epsilon: float = 1e-6  # added to standard deviations
     part_weights: tuple[float, ...] | None = None  # of the K reward_parts; None: all 1
-    process_group: dist.ProcessGroup | None = None  # its ranks' tokens are whitened together
+    process_group: dist.ProcessGroup | None = None  # whose tokens are whitened together; None: all
 
 
 Estimator = Callable[[Responses, AdvantageOptions], tuple[Tensor, Tensor]]
@@ -152,16 +166,15 @@ def _group(
     estimator: str, responses: Responses, options: AdvantageOptions, rewards: Tensor | None = None
 ) -> Tensor:
     """Compute a group estimator of the kernel per token, [T]."""
-    return group_advantage(
+    per_response = group_advantage(
         responses.rewards if rewards is None else rewards,
         responses.group_ids,
         estimator=estimator,
         norm_by_std=options.norm_by_std,
         epsilon=options.epsilon,
-        lengths=responses.lengths if estimator == "opo" else None,
-        cu_seqlens=responses.cu_seqlens,
-        response_mask=responses.response_mask,
+        lengths=responses.all_lengths if estimator == "opo" else None,
     )
+    return responses.to_tokens(per_response)
 
 
 def _gae(
@@ -216,7 +229,7 @@ def _reinforce_plus_plus_baseline(
 @register_estimator("remax", needs=("reward_baselines",))
 def _remax(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """ReMax (arXiv 2310.10505): rewards to go minus the reward of the greedy response."""
-    baselines = responses.needed("reward_baselines")[responses.sequence_ids]
+    baselines = responses.to_tokens(responses.needed("reward_baselines"))
     _, returns = _gae(responses, None)
     return torch.where(responses.response_mask, returns - baselines, 0), returns
 

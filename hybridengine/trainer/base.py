@@ -19,7 +19,8 @@ from hybridengine.checkpoint.run_dir import archive_earlier_run
 from hybridengine.config import JobConfig, config_to_yaml
 from hybridengine.data import PromptLoader
 from hybridengine.errors import ModelError
-from hybridengine.model import Optimizer, on_device
+from hybridengine.kernels import check_labels
+from hybridengine.model import Optimizer, SavedWork, on_device
 from hybridengine.runtime.all_ranks import broadcast_from_rank0, run_on_rank0
 from hybridengine.runtime.session import Session, run_rank
 from hybridengine.tracking.performance import FlopCounter, performance_metrics
@@ -37,6 +38,7 @@ class Trainer(ABC, Generic[ConfigT]):
 
     val: the validation data, or None. epochs_per_step: how often a step trains on each token.
     optimizers: by the prefix of their metrics. rollout_dir: the folder of rollouts, if any.
+    saved: what shared prefixes saved in one pass over the last step's tokens, over all ranks.
     """
 
     tokenizer: Any
@@ -46,6 +48,7 @@ class Trainer(ABC, Generic[ConfigT]):
     checkpoints: Checkpointer
     optimizers: Mapping[str, Optimizer]
     epochs_per_step = 1
+    saved = SavedWork()
 
     def __init__(self, config: ConfigT, session: Session) -> None:
         self.started = time.perf_counter()
@@ -177,12 +180,15 @@ class Trainer(ABC, Generic[ConfigT]):
         session, started, epoch = self.session, time.perf_counter(), self.loader.epoch
         session.take_timings()
         metrics, lengths = self.step(step)
+        check_labels(session.device)  # the metrics have waited for the device
         seconds, timings = time.perf_counter() - started, session.take_timings()
         if update_seconds := timings.get("update_actor"):
             trained = lengths * self.epochs_per_step
-            metrics["perf/mfu/actor"] = self.flops.utilisation(trained, update_seconds)
+            saved = SavedWork(*(self.epochs_per_step * number for number in self.saved))
+            metrics["perf/mfu/actor"] = self.flops.utilisation(trained, update_seconds, saved)
         metrics |= {f"timing_s/{name}": value for name, value in timings.items()}
         metrics |= {"training/global_step": step, "training/epoch": epoch, "timing_s/step": seconds}
+        metrics["perf/shared_tokens_saved"] = self.saved.tokens
         metrics |= performance_metrics(sum(lengths), seconds, session.world_size, session.device)
         skipped = {
             name: optimizer.pop_skipped_norms() for name, optimizer in self.optimizers.items()

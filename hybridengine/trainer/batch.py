@@ -1,39 +1,49 @@
-"""The batch of one RL step as packed tensors, its split into micro-batches, and its metrics.
+"""The batch of one RL step: each data-parallel replica holds the tokens that it trains on.
 
-Every rank holds the same `RolloutBatch`: per-token numbers are small compared with the model, and
-advantages, whitening and metrics then need no collective of their own.
+The split of all responses over replicas, optimizer steps and micro-batches is a pure function of
+lengths and groups. Tokens then move once, from the rank that generated them to the ranks that train
+on them; what a step computes per token stays there, and statistics come from reductions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from statistics import fmean
+from itertools import accumulate, compress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.kernels import balance
-from hybridengine.model import Optimizer, PackedBatch, pack_rollouts
+from hybridengine.data import PromptSample
+from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
 from hybridengine.runtime.session import Session
-from hybridengine.trainer.rollouts import Rollout
+from hybridengine.trainer.exchange import RowExchange
+from hybridengine.trainer.outcomes import Outcomes
+from hybridengine.trainer.rollouts import TOKEN_COLUMNS, Rollouts
+from hybridengine.trainer.split import MicroBatchIndices, split_micro_batches
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """N responses and their R tokens end to end; per-token tensors are float32 [R] unless noted.
+    """The n responses of this replica and their R tokens end to end, among N of all replicas.
 
-    The step fills in the optional fields with `dataclasses.replace`, in the order in which it
-    computes them. old_log_probs is None where the batch is used for one optimizer step only: they
-    are then the log-probs of that step (`Actor.update_once`).
+    Per-token tensors are float32 [R] unless noted. The step fills in the optional fields with
+    `dataclasses.replace`, in the order in which it computes them. old_log_probs is None where the
+    batch is used for one optimizer step only: they are then the log-probs of that step
+    (`Actor.update_once`).
+
+    is_dummy: the replica trains on nothing. It holds one response of another replica, masked, for
+    the collectives of forward and backward.
     """
 
-    rollouts: Sequence[Rollout]
-    cu_seqlens: Tensor  # int32 [N + 1]
+    outcomes: Outcomes  # of all N responses
+    index: Tensor  # int64 [n], which of them are here; ascending
+    cu_seqlens: Tensor  # int32 [n + 1]
     response_mask: Tensor  # bool [R], the tokens that are trained on
     rollout_log_probs: Tensor  # of the rollout engine
+    is_dummy: bool = False
+    num_kept: Tensor | None = None  # int32 [R], vocabulary entries it was sampled from; 0: all
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
@@ -42,32 +52,20 @@ class RolloutBatch:
     is_weights: Tensor | None = None  # importance weights of the rollout correction
     selected: Tensor | None = None  # bool [R], the tokens that clip_cov and kl_cov choose
 
-    @staticmethod
-    def pack(rollouts: Sequence[Rollout], device: torch.device) -> RolloutBatch:
-        """Pack `rollouts`; every response token is trained on."""
-        ends = [0, *accumulate(len(r.response_ids) for r in rollouts)]
-        log_probs = [p for r in rollouts for p in r.log_probs]
-        return RolloutBatch(
-            rollouts,
-            torch.tensor(ends, dtype=torch.int32, device=device),
-            torch.ones(ends[-1], dtype=torch.bool, device=device),
-            torch.tensor(log_probs, dtype=torch.float32, device=device),
-        )
-
     @property
     def sequence_ids(self) -> Tensor:
-        """int64 [R], the response that a token belongs to."""
+        """int64 [R], the response of this replica that a token belongs to."""
         lengths = self.cu_seqlens.diff().long()
         return torch.repeat_interleave(lengths, output_size=self.response_mask.numel())
 
     def sequence_sums(self, per_token: Tensor) -> Tensor:
-        """Sum over the tokens of each response: [R] -> [N]."""
-        sums = per_token.new_zeros(len(self.rollouts))
+        """Sum over the tokens of each response: [R] -> [n]."""
+        sums = per_token.new_zeros(self.index.numel())
         return sums.index_add(0, self.sequence_ids, per_token)
 
-    def per_response(self, values: Sequence[float]) -> Tensor:
-        """float32 [N] on the batch's device."""
-        return self.rollout_log_probs.new_tensor(values)
+    def per_response(self, numbers: Tensor) -> Tensor:
+        """Select this replica's entries of a number per response, on its device: [N] -> [n]."""
+        return numbers.to(self.index.device)[self.index]
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,7 @@ class MicroBatch:
     token_index: Tensor  # int64 [r], positions of its tokens in the batch
     cu_seqlens: Tensor  # int32 [s + 1], of the response tokens
     is_dummy: bool
+    kept: KeptIds | None = None  # what its tokens were sampled from; None: the full vocabulary
 
     def take(self, per_token: Tensor | None) -> Tensor | None:
         """Select this micro-batch's tokens: [R] -> [r]."""
@@ -93,103 +92,200 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: this rank's micro-batches, and the tokens of all ranks."""
+    """One optimizer step: this replica's micro-batches, and which of all responses it trains on."""
 
     micro_batches: list[MicroBatch]
-    token_index: Tensor  # int64, positions of all ranks' tokens in the batch
-
-    def num_trained(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Count (tokens, responses with a token) that are trained on, over all ranks; 0-d."""
-        mask = batch.response_mask[self.token_index]
-        trained = torch.zeros(len(batch.rollouts), dtype=torch.bool, device=mask.device)
-        trained[batch.sequence_ids[self.token_index[mask]]] = True
-        return mask.sum(), trained.sum()
+    responses: Tensor  # int64, of the N responses of all replicas; ascending
+    token_index: Tensor  # int64, positions of its tokens that are in this replica's batch
 
 
 class DataParallel:
     """The ranks as data-parallel replicas of `sp_size` neighbours each, which share micro-batches.
 
     sp_size: ranks of sequence parallelism (Ulysses); 1: every rank is a replica.
+    shared_prefix: compute common prefixes once; pair_cost: see `split_micro_batches`.
+
+    Attributes:
+        replica, dp_size: index of this rank's replica, and how many there are.
+        sp_group: the ranks of this replica; None: this rank alone.
+        group: one rank of every replica, so that a reduction counts each replica once; None: all.
     """
 
-    def __init__(self, session: Session, sp_size: int) -> None:
-        group, _ = dist.new_subgroups(sp_size)
+    def __init__(
+        self, session: Session, sp_size: int, *, shared_prefix: bool = False, pair_cost: float = 0.0
+    ) -> None:
         self.session, self.sp_size = session, sp_size
-        self.sp_group = group if sp_size > 1 else None
+        self.shared_prefix, self.pair_cost = shared_prefix, pair_cost
+        self.dp_size, self.replica = session.world_size // sp_size, session.rank // sp_size
+        self.sp_group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
+        if sp_size > 1:
+            self.sp_group, _ = dist.new_subgroups(sp_size)
+            across = [list(range(i, session.world_size, sp_size)) for i in range(sp_size)]
+            self.group, _ = dist.new_subgroups_by_enumeration(across)
 
-    def micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[MicroBatchIndices]:
-        """Split sequences over the replicas; return the micro-batches of this rank's."""
-        dp_size = self.session.world_size // self.sp_size
-        return split_micro_batches(lengths, dp_size, max_tokens)[self.session.rank // self.sp_size]
+    def micro_batches(
+        self,
+        lengths: Sequence[int],
+        max_tokens: int,
+        prompts: Sequence[tuple[Hashable, int]] | None = None,
+    ) -> list[list[MicroBatchIndices]]:
+        """Split sequences into the micro-batches of each replica, see `split_micro_batches`."""
+        return split_micro_batches(
+            lengths,
+            self.dp_size,
+            max_tokens,
+            prompts=prompts if self.shared_prefix else None,
+            pair_cost=self.pair_cost if self.shared_prefix else 0.0,
+        )
 
-    def split(self, batch: RolloutBatch, num_mini_batches: int, max_tokens: int) -> list[MiniBatch]:
-        """Split into optimizer steps of whole groups, each balanced over the replicas.
+    def build_batch(
+        self, rollouts: Rollouts, num_mini_batches: int, max_tokens: int
+    ) -> tuple[RolloutBatch, list[MiniBatch]]:
+        """Split rollouts into optimizer steps of whole groups, each balanced over the replicas.
 
-        max_tokens: of a micro-batch, per rank.
+        Every rank receives the tokens that its replica trains on. max_tokens: of a micro-batch, per
+        rank. Collective.
         """
-        groups = [r.group for r in batch.rollouts]
+        outcomes, device = rollouts.outcomes, self.session.device
+        split = self._split(outcomes, num_mini_batches, max_tokens * self.sp_size)
+        trained = [
+            sorted(
+                i for _, replicas in split for m in replicas[k] if not m.is_dummy for i in m.indices
+            )
+            for k in range(self.dp_size)
+        ]
+        shortest = int(outcomes.lengths.argmin())
+        held = [rows or [shortest] for rows in trained]
+        wanted = [held[rank // self.sp_size] for rank in range(self.session.world_size)]
+        exchange = RowExchange(outcomes.ranks, wanted)
+        with self.session.phase("exchange_rollouts"):
+            columns = {
+                name: exchange(rollouts.column(name, device), outcomes.sizes[name])
+                for name in TOKEN_COLUMNS
+                if outcomes.sizes[name].any()
+            }
+        is_dummy = not trained[self.replica]
+        index = torch.tensor(held[self.replica])
+        ends = [0, *accumulate(outcomes.response_lengths[index].tolist())]
+        batch = RolloutBatch(
+            outcomes,
+            index.to(device),
+            torch.tensor(ends, dtype=torch.int32, device=device),
+            torch.full((ends[-1],), not is_dummy, device=device),
+            columns["log_probs"],
+            is_dummy,
+            columns.get("num_kept"),
+        )
+        kept = None
+        if "kept_ids" in columns:
+            kept = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"])
+        response_ids = columns["response_ids"].cpu()
+        packing = _Packing(self, rollouts.prompts, outcomes, index, ends, response_ids, kept)
+        return batch, [packing.mini_batch(rows, replicas[self.replica]) for rows, replicas in split]
+
+    def _split(
+        self, outcomes: Outcomes, num_mini_batches: int, max_tokens: int
+    ) -> list[tuple[list[int], list[list[MicroBatchIndices]]]]:
+        """Split into mini-batches: (rows of all replicas, micro-batches of each replica)."""
+        groups, lengths = outcomes.groups.tolist(), outcomes.lengths.tolist()
+        prompts = list(zip(groups, outcomes.prompt_lengths.tolist(), strict=True))
         numbers = {group: i for i, group in enumerate(sorted(set(groups)))}
-        ends = batch.cu_seqlens.tolist()
-        mini_batches = []
+        split = []
         for k in range(num_mini_batches):
-            chosen = [
+            rows = [
                 i
                 for i, group in enumerate(groups)
                 if numbers[group] * num_mini_batches // len(numbers) == k
             ]
-            lengths = [batch.rollouts[i].num_tokens for i in chosen]
-            micro_batches = [
-                self._pack(batch, ends, [chosen[i] for i in m.indices], m.is_dummy)
-                for m in self.micro_batches(lengths, max_tokens * self.sp_size)
+            replicas = [
+                [MicroBatchIndices([rows[i] for i in m.indices], m.is_dummy) for m in micro_batches]
+                for micro_batches in self.micro_batches(
+                    [lengths[i] for i in rows], max_tokens, [prompts[i] for i in rows]
+                )
             ]
-            mini_batches.append(MiniBatch(micro_batches, self._token_index(ends, chosen)))
-        return mini_batches
-
-    def _pack(
-        self, batch: RolloutBatch, ends: list[int], indices: list[int], is_dummy: bool
-    ) -> MicroBatch:
-        chosen = [batch.rollouts[i] for i in indices]
-        pairs = [(r.sample.prompt_ids, r.response_ids) for r in chosen]
-        response_ends = [0, *accumulate(len(r.response_ids) for r in chosen)]
-        return MicroBatch(
-            pack_rollouts(pairs, self.session.device, self.sp_group),
-            self._token_index(ends, indices),
-            torch.tensor(response_ends, dtype=torch.int32, device=self.session.device),
-            is_dummy,
-        )
-
-    def _token_index(self, ends: list[int], indices: list[int]) -> Tensor:
-        index = torch.cat([torch.arange(ends[i], ends[i + 1]) for i in indices])
-        return index.to(self.session.device)
+            split.append((rows, replicas))
+        return split
 
     @torch.no_grad()
     def per_token(
-        self, mini_batches: list[MiniBatch], forward: Callable[[PackedBatch], Tensor]
+        self, mini_batches: list[MiniBatch], forward: Callable[[MicroBatch], Tensor]
     ) -> Tensor:
         """Compute `forward` of every micro-batch without gradient, [R]. Collective."""
         micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
-        parts = [forward(micro.packed) for micro in micro_batches]
-        return self.gather_tokens(mini_batches, parts)
+        parts = [forward(micro) for micro in micro_batches]
+        return self.join_tokens(mini_batches, parts)
 
-    def gather_tokens(self, mini_batches: list[MiniBatch], parts: Sequence[Tensor]) -> Tensor:
-        """Assemble [R] on every rank from `parts`, one [r] per micro-batch. Collective."""
-        num_tokens = sum(mini.token_index.numel() for mini in mini_batches)
+    def join_tokens(self, mini_batches: list[MiniBatch], parts: Sequence[Tensor]) -> Tensor:
+        """Assemble [R] from `parts`, one [r] per micro-batch."""
+        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
+        trained = [not micro.is_dummy for micro in micro_batches]
+        sizes = [micro.token_index.numel() for micro in compress(micro_batches, trained)]
+        # A replica that trains on nothing holds the response of its dummy micro-batches.
+        num_tokens = sum(sizes) or micro_batches[0].token_index.numel()
         tokens = torch.zeros(num_tokens, device=self.session.device)
-        if self.session.rank % self.sp_size == 0:  # its neighbours have the same parts
-            micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
-            for micro, part in zip(micro_batches, parts, strict=True):
-                if not micro.is_dummy:
-                    tokens[micro.token_index] = part
-        dist.all_reduce(tokens)
+        for micro, part in compress(zip(micro_batches, parts, strict=True), trained):
+            tokens[micro.token_index] = part
         return tokens
+
+    def num_trained(self, batch: RolloutBatch, mini_batch: MiniBatch) -> tuple[Tensor, Tensor]:
+        """Count (tokens, responses with a token) that a mini-batch trains on, over all ranks; 0-d.
+
+        Collective.
+        """
+        mask = batch.response_mask[mini_batch.token_index]
+        trained = torch.zeros_like(batch.index, dtype=torch.bool)
+        trained[batch.sequence_ids[mini_batch.token_index[mask]]] = True
+        counts = torch.stack([mask.sum(), trained.sum()])
+        dist.all_reduce(counts, group=self.group)
+        return counts[0], counts[1]
+
+    def saved_work(self, mini_batches: Iterable[MiniBatch]) -> SavedWork:
+        """Sum what shared prefixes save in one pass over all replicas' tokens. Collective."""
+        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
+        return self.sum_saved(micro.packed.saved for micro in micro_batches if not micro.is_dummy)
+
+    def sum_saved(self, parts: Iterable[SavedWork]) -> SavedWork:
+        """Sum the parts of all replicas. Collective."""
+        total = torch.tensor([SavedWork(), *parts], device=self.session.device).sum(0)
+        dist.all_reduce(total, group=self.group)
+        return SavedWork(*total.tolist())
+
+    def gather_responses(self, batch: RolloutBatch, per_response: Tensor) -> Tensor:
+        """Gather a number per response of each replica to all ranks: [n] -> [N]. Collective."""
+        gathered = per_response.new_zeros(len(batch.outcomes))
+        if not batch.is_dummy:
+            gathered[batch.index] = per_response
+        dist.all_reduce(gathered, group=self.group)  # exact: one replica's value plus zeros
+        return gathered
+
+    def gather_tokens(
+        self, batch: RolloutBatch, mini_batch: MiniBatch, per_token: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gather numbers per token of a mini-batch to all ranks: [K, R] -> [K, all tokens].
+
+        In the order of the responses. Returns (numbers, bool mask of this replica's tokens).
+        Collective; for what no reduction can compute, as it takes 4 bytes per token of all ranks.
+        """
+        here = torch.isin(mini_batch.responses, batch.index.cpu()) & (not batch.is_dummy)
+        lengths = batch.outcomes.response_lengths[mini_batch.responses]
+        is_own = here.repeat_interleave(lengths).to(per_token.device)
+        gathered = per_token.new_zeros(per_token.shape[0], is_own.numel())
+        gathered[:, is_own] = per_token[:, mini_batch.token_index]
+        dist.all_reduce(gathered, group=self.group)  # exact: one replica's value plus zeros
+        return gathered, is_own
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Run the backward of a micro-batch's part of a mean over all ranks."""
+        (loss * self.grad_scale(optimizer)).backward()
+
+    def grad_scale(self, optimizer: Optimizer) -> float:
+        """Return the gradient that `backward` gives to a loss."""
         # FSDP2 averages gradients over the ranks; the loss is already a global mean.
-        (loss * self.session.world_size * optimizer.loss_scale).backward()
+        return self.session.world_size * optimizer.loss_scale
 
     def reduce_metrics(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Reduce the metrics of a mini-batch's micro-batches over all ranks. Collective.
+        """Reduce the metrics of a mini-batch's micro-batches over all replicas. Collective.
 
         Names that end in _max are maxima; all others are parts of a sum.
         """
@@ -199,105 +295,62 @@ class DataParallel:
             [torch.stack([part[n].detach().double() for n in names]) for part in parts]
         )
         added, largest = stacked[:, : len(sums)].sum(0), stacked[:, len(sums) :].amax(0)
-        dist.all_reduce(added)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        added /= self.sp_size  # each rank of a sequence-parallel group has added its replica's
+        dist.all_reduce(added, group=self.group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return dict(zip(names, torch.cat([added, largest]), strict=True))
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Packs the responses `index` of a replica, whose tokens are `response_ids` by `ends`."""
+
+    dp: DataParallel
+    prompts: Sequence[PromptSample]
+    outcomes: Outcomes
+    index: Tensor  # int64 [n]
+    ends: list[int]  # [n + 1]
+    response_ids: Tensor  # int32 [R], on the CPU
+    kept: KeptIds | None
+
+    def mini_batch(self, rows: list[int], micro_batches: list[MicroBatchIndices]) -> MiniBatch:
+        position = {row: k for k, row in enumerate(self.index.tolist())}
+        own = [position[i] for m in micro_batches if not m.is_dummy for i in m.indices]
+        lengths = self.outcomes.lengths[self.index]
+        dummy = [int(lengths.argmin())]
+        return MiniBatch(
+            [
+                self._micro_batch(dummy if m.is_dummy else [position[i] for i in m.indices], m)
+                for m in micro_batches
+            ],
+            torch.tensor(rows),
+            self._token_index(sorted(own)),
+        )
+
+    def _micro_batch(self, chosen: list[int], micro: MicroBatchIndices) -> MicroBatch:
+        device = self.dp.session.device
+        groups = self.outcomes.groups[self.index[chosen]].tolist()
+        prompt_of = {group: self.prompts[group].prompt_ids for group in set(groups)}
+        ends, ids = self.ends, self.response_ids
+        pairs = [
+            (prompt_of[group], ids[ends[k] : ends[k + 1]].tolist())
+            for group, k in zip(groups, chosen, strict=True)
+        ]
+        response_ends = [0, *accumulate(len(response) for _, response in pairs)]
+        token_index = self._token_index(chosen)
+        return MicroBatch(
+            pack_rollouts(pairs, device, self.dp.sp_group, shared_prefix=self.dp.shared_prefix),
+            token_index,
+            torch.tensor(response_ends, dtype=torch.int32, device=device),
+            micro.is_dummy,
+            None if self.kept is None else self.kept.take(token_index),
+        )
+
+    def _token_index(self, chosen: Iterable[int]) -> Tensor:
+        ranges = [torch.arange(self.ends[k], self.ends[k + 1]) for k in chosen]
+        index = torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+        return index.to(self.dp.session.device)
 
 
 def mean_metrics(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """Average the metrics of several optimizer steps."""
     return {name: float(sum(s[name] for s in steps)) / len(steps) for name in steps[0]}
-
-
-@dataclass(frozen=True)
-class MicroBatchIndices:
-    """Indices of the sequences that one replica runs together.
-
-    is_dummy: a replica with fewer sequences than others have micro-batches must still take part in
-    the collectives of their forward and backward. It runs a sequence that another replica trains
-    on, masked out of the loss.
-    """
-
-    indices: list[int]
-    is_dummy: bool = False
-
-
-def split_micro_batches(
-    lengths: Sequence[int], dp_size: int, max_tokens: int
-) -> list[list[MicroBatchIndices]]:
-    """Split sequences into the same number of micro-batches for each of `dp_size` replicas.
-
-    A micro-batch has at most max_tokens tokens; a longer sequence gets one of its own. The split is
-    a function of its arguments, so every rank computes the same one.
-    """
-    replicas = balance(lengths, dp_size)
-    count = max(1, *(-(-sum(lengths[i] for i in part) // max_tokens) for part in replicas))
-    split = [_split(part, lengths, count) for part in replicas]
-    while any(_exceeds(part, lengths, max_tokens) for parts in split for part in parts):
-        count += 1
-        split = [_split(part, lengths, count) for part in replicas]
-    shortest = min(range(len(lengths)), key=lambda i: lengths[i])
-    return [
-        [
-            MicroBatchIndices(part) if part else MicroBatchIndices([shortest], is_dummy=True)
-            for part in parts
-        ]
-        for parts in split
-    ]
-
-
-def _exceeds(indices: list[int], lengths: Sequence[int], max_tokens: int) -> bool:
-    return len(indices) > 1 and sum(lengths[i] for i in indices) > max_tokens
-
-
-def _split(indices: list[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    bins = balance([lengths[i] for i in indices], count)
-    return [[indices[k] for k in part] for part in bins]
-
-
-def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Summarize scores, advantages, returns, values, lengths and further results of the reward."""
-    rollouts = batch.rollouts
-    scores_by_group: dict[int, set[float]] = {}
-    for r in rollouts:
-        scores_by_group.setdefault(r.group, set()).add(r.score)
-    metrics = {
-        **mean_max_min("critic/score", torch.tensor([r.score for r in rollouts])),
-        **mean_max_min("critic/advantages", batch.advantages),
-        **mean_max_min("critic/returns", batch.returns),
-        **mean_max_min("critic/values", batch.values),
-        **mean_max_min("response_length", batch.cu_seqlens.diff()),
-        **mean_max_min("prompt_length", torch.tensor([len(r.sample.prompt_ids) for r in rollouts])),
-        "response_length/clip_ratio": fmean(r.finish_reason == "length" for r in rollouts),
-        "frac_reward_zero_std": fmean(len(scores) == 1 for scores in scores_by_group.values()),
-    }
-    for name in rollouts[0].extras:
-        metrics[f"reward/{name}"] = fmean(r.extras[name] for r in rollouts)
-    return metrics
-
-
-def mean_max_min(name: str, values: Tensor | None) -> dict[str, float]:
-    """Mean, maximum and minimum of `values` as <name>/mean and so on; nothing for None."""
-    if values is None:
-        return {}
-    numbers = {"mean": values.double().mean(), "max": values.max(), "min": values.min()}
-    return {f"{name}/{kind}": float(value) for kind, value in numbers.items()}
-
-
-def probs_diff(batch: RolloutBatch) -> dict[str, float]:
-    """Compare the engine's probabilities with the trainer's of the same tokens.
-
-    Names are verl's. A mean below 0.005 is healthy; above 0.01 engine and trainer run different
-    models.
-    """
-    assert batch.old_log_probs is not None
-    p = batch.old_log_probs[batch.response_mask].double().exp()
-    q = batch.rollout_log_probs[batch.response_mask].double().exp()
-    diff, both = (p - q).abs(), torch.stack([p, q])
-    correlation = torch.corrcoef(both)[0, 1] if p.numel() > 1 else p.new_tensor(1.0)
-    return {
-        "training/rollout_probs_diff_mean": float(diff.mean()) if p.numel() else 0.0,
-        "training/rollout_probs_diff_max": float(diff.max()) if p.numel() else 0.0,
-        "training/rollout_actor_probs_pearson_corr": float(correlation.nan_to_num(1.0)),
-    }

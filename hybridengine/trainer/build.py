@@ -35,7 +35,8 @@ from hybridengine.sharding import CheckpointLayout
 from hybridengine.sharding.dim1 import dim1_parameters
 from hybridengine.trainer.algorithms import NEEDS, check_estimator
 from hybridengine.trainer.batch import DataParallel
-from hybridengine.trainer.models import Actor, Critic, RewardModel
+from hybridengine.trainer.models import Actor, Critic
+from hybridengine.trainer.reward_model import RewardModel
 
 
 def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
@@ -154,7 +155,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         ) from error
 
 
-def checkpoint_layout(config: GRPOConfig) -> CheckpointLayout:
+def checkpoint_layout(config: JobConfig) -> CheckpointLayout:
     """Return the layout of the trained model's checkpoint, from its configuration file."""
     trust = config.model.trust_remote_code
     return checkpoint_layout_from_config(check_model(config.model.path, trust), trust)

@@ -1,4 +1,4 @@
-"""The models of a run: policy and critic, which are trained on packed rollouts, and reward model.
+"""The trained models of an RL run, policy and critic, with the losses of their micro-batches.
 
 Every loss term is divided by a count over the whole mini-batch on all ranks, so neither the split
 into micro-batches nor the number of ranks changes the loss or the gradients.
@@ -7,14 +7,14 @@ into micro-batches nor the number of ranks changes the loss or the gradients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from hybridengine.config import GRPOConfig
 from hybridengine.kernels import (
@@ -24,17 +24,22 @@ from hybridengine.kernels import (
     select_by_covariance,
     value_loss,
 )
-from hybridengine.model import Optimizer, on_device, pack_rollouts, packed_log_probs, packed_values
-from hybridengine.runtime.session import Session
+from hybridengine.model import (
+    Optimizer,
+    accepts_head_function,
+    on_device,
+    packed_log_probs,
+    packed_policy_loss,
+    packed_values,
+)
 from hybridengine.trainer.batch import (
     DataParallel,
     MicroBatch,
     MiniBatch,
     RolloutBatch,
     mean_metrics,
-    split_micro_batches,
 )
-from hybridengine.trainer.rollouts import Rollout
+from hybridengine.trainer.metrics import explained_variance
 
 _COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
 _COV_MODES = ("clip_cov", "kl_cov")  # choose tokens by the old log-probs
@@ -80,7 +85,7 @@ class _Learner(ABC):
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run one optimizer step; return its metrics and the outputs of each micro-batch."""
         parts, outputs = list[dict[str, Tensor]](), list[Tensor]()
-        counts = mini_batch.num_trained(batch)
+        counts = self._dp.num_trained(batch, mini_batch)
         for micro_batch in mini_batch.micro_batches:
             loss, metrics, output = self.micro_batch_loss(batch, micro_batch, *counts)
             self._dp.backward(loss, self.optimizer)
@@ -142,14 +147,26 @@ class Actor(_Learner):
 
     def _log_probs(self, model: nn.Module, mini_batches: list[MiniBatch]) -> Tensor:
         return self._dp.per_token(
-            mini_batches, lambda packed: packed_log_probs(model, packed, self._temperature)[0]
+            mini_batches, lambda micro_batch: self._forward(model, micro_batch)[0]
         )
 
+    def _forward(self, model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Compute log-probs and entropy [r], over what sampling kept where that is replayed."""
+        return packed_log_probs(model, micro_batch.packed, self._temperature, micro_batch.kept)
+
     def rollout_correction(self, batch: RolloutBatch) -> RolloutCorrection:
-        """Return (importance weights, response mask after rejection, metrics by verl's names)."""
+        """Return (importance weights, response mask after rejection, metrics by verl's names).
+
+        Collective.
+        """
         old, mask = batch.old_log_probs, batch.response_mask
         assert old is not None
-        return self._correction(old, batch.rollout_log_probs, batch.cu_seqlens, mask, mask.sum())
+        num_tokens = mask.sum()
+        dist.all_reduce(num_tokens, group=self._dp.group)
+        correction = self._correction(
+            old, batch.rollout_log_probs, batch.cu_seqlens, mask, num_tokens
+        )
+        return correction._replace(metrics=self._dp.reduce_metrics([correction.metrics]))
 
     def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch, by batch.advantages; return metrics."""
@@ -171,65 +188,112 @@ class Actor(_Learner):
         [mini_batch] = mini_batches
         with self._dp.session.phase("update_actor"):
             metrics, log_probs = self._step(batch, mini_batch)
-            return self._dp.gather_tokens(mini_batches, log_probs), mean_metrics([metrics])
+            return self._dp.join_tokens(mini_batches, log_probs), mean_metrics([metrics])
 
     def micro_batch_loss(
         self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         actor, take = self._config.actor, micro_batch.take
         clip_ratio_low, clip_ratio_high = self._config.clip_ratios
-        log_probs, entropy = packed_log_probs(self.model, micro_batch.packed, self._temperature)
-        mask = micro_batch.response_mask(batch)
-        old_log_probs, is_weights = take(batch.old_log_probs), take(batch.is_weights)
-        metrics: dict[str, Tensor] = {}
-        if old_log_probs is None:  # update_once
-            old_log_probs = log_probs.detach()
-            rollout_log_probs = batch.rollout_log_probs[micro_batch.token_index]
-            correction = self._correction(
-                old_log_probs, rollout_log_probs, micro_batch.cu_seqlens, mask, num_tokens
-            )
-            is_weights, metrics = correction.weights, correction.metrics
-        loss, loss_metrics = policy_loss(
-            log_probs,
-            old_log_probs,
-            take(batch.advantages),
-            response_mask=mask,
-            loss_mode=actor.policy_loss.loss_mode,
-            clip_ratio_low=clip_ratio_low,
-            clip_ratio_high=clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
-            selected=take(batch.selected),
-            cov_kl_coef=_COV_KL_COEF,
-            loss_agg_mode=actor.loss_agg_mode,
-            loss_scale_factor=self._config.data.max_response_length,
-            cu_seqlens=micro_batch.cu_seqlens,
-            global_num_tokens=num_tokens,
-            global_num_seqs=num_seqs,
-            ref_log_probs=take(batch.ref_log_probs) if actor.use_kl_loss else None,
-            kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-            kl_type=actor.kl_loss_type,
-            entropy=entropy,
-            entropy_coeff=actor.entropy_coeff,
-            rollout_is_weights=is_weights,
+        arguments = {
+            "old_log_probs": take(batch.old_log_probs),
+            "advantages": take(batch.advantages),
+            "response_mask": micro_batch.response_mask(batch),
+            "loss_mode": actor.policy_loss.loss_mode,
+            "clip_ratio_low": clip_ratio_low,
+            "clip_ratio_high": clip_ratio_high,
+            "clip_ratio_c": actor.clip_ratio_c,
+            "selected": take(batch.selected),
+            "cov_kl_coef": _COV_KL_COEF,
+            "loss_agg_mode": actor.loss_agg_mode,
+            "loss_scale_factor": self._config.data.max_response_length,
+            "cu_seqlens": micro_batch.cu_seqlens,
+            "global_num_tokens": num_tokens,
+            "global_num_seqs": num_seqs,
+            "ref_log_probs": take(batch.ref_log_probs) if actor.use_kl_loss else None,
+            "kl_coef": actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            "kl_type": actor.kl_loss_type,
+            "entropy_coeff": actor.entropy_coeff,
+            "rollout_is_weights": take(batch.is_weights),
+        }
+        form = self._one_pass if self._permits_one_pass(batch, micro_batch) else self._two_steps
+        return form(batch, micro_batch, arguments)
+
+    def _permits_one_pass(self, batch: RolloutBatch, micro_batch: MicroBatch) -> bool:
+        """Return whether the loss and its gradients can be computed in the forward.
+
+        Not without a head function, for the rows of part of a sequence (Ulysses), over kept entries
+        only (a sparse head), and where a token's importance weight depends on log-probs of this
+        step of its whole response.
+        """
+        by_response = self._config.algorithm.rollout_correction.rollout_is == "sequence"
+        return (
+            accepts_head_function(self.model)
+            and micro_batch.packed.shard is None
+            and micro_batch.kept is None
+            and not (batch.old_log_probs is None and by_response)
         )
-        metrics = metrics | {f"actor/{name}": value for name, value in loss_metrics.items()}
+
+    def _one_pass(
+        self, batch: RolloutBatch, micro_batch: MicroBatch, arguments: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Compute the loss from hidden states: 6 T H V operations in the head."""
+        correction = self._config.algorithm.rollout_correction
+        if batch.old_log_probs is None and correction.rollout_is is not None:
+            lower, upper = correction.is_bounds
+            arguments |= {
+                "rollout_log_probs": micro_batch.take(batch.rollout_log_probs),
+                "rollout_is_lower": lower,
+                "rollout_is_threshold": upper,
+            }
+        loss, log_probs, _, loss_metrics = packed_policy_loss(
+            self.model, micro_batch.packed, self._temperature,
+            grad_scale=self._dp.grad_scale(self.optimizer), **arguments,
+        )  # fmt: skip
+        metrics = _prefixed(loss_metrics)
+        if batch.old_log_probs is None:
+            metrics |= self._own_correction(batch, micro_batch, log_probs, arguments).metrics
         return loss, metrics, log_probs
 
+    def _two_steps(
+        self, batch: RolloutBatch, micro_batch: MicroBatch, arguments: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Compute log-probs, then the loss: 8 T H V operations, 6 where the logits are kept."""
+        log_probs, entropy = self._forward(self.model, micro_batch)
+        metrics: dict[str, Tensor] = {}
+        if batch.old_log_probs is None:
+            correction = self._own_correction(batch, micro_batch, log_probs.detach(), arguments)
+            arguments["rollout_is_weights"], metrics = correction.weights, correction.metrics
+        loss, loss_metrics = policy_loss(log_probs, entropy=entropy, **arguments)
+        return loss, metrics | _prefixed(loss_metrics), log_probs
+
+    def _own_correction(
+        self, batch: RolloutBatch, micro_batch: MicroBatch, own: Tensor, arguments: dict[str, Any]
+    ) -> RolloutCorrection:
+        """Correct for the gap between the engine's log-probs and those of this step, `own`."""
+        rollout = batch.rollout_log_probs[micro_batch.token_index]
+        mask, num_tokens = arguments["response_mask"], arguments["global_num_tokens"]
+        return self._correction(own, rollout, micro_batch.cu_seqlens, mask, num_tokens)
+
     def _select(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> Tensor:
-        """Select tokens of each mini-batch by covariance, bool [R]; the same on all ranks."""
+        """Select tokens of each mini-batch of all replicas by covariance, bool [R]. Collective."""
         assert batch.old_log_probs is not None and batch.advantages is not None
         session = self._dp.session
         generator = torch.Generator(session.device)
         generator.manual_seed(self._config.seed + session.step)
+        columns = torch.stack([batch.old_log_probs, batch.advantages, batch.response_mask.float()])
         selected = torch.zeros_like(batch.response_mask)
-        for index in (mini_batch.token_index for mini_batch in mini_batches):
-            selected[index] = select_by_covariance(
-                batch.old_log_probs[index],
-                batch.advantages[index],
+        for mini_batch in mini_batches:
+            gathered, is_own = self._dp.gather_tokens(batch, mini_batch, columns)
+            log_probs, advantages, mask = gathered
+            chosen = select_by_covariance(
+                log_probs,
+                advantages,
                 loss_mode=self._config.actor.policy_loss.loss_mode,
-                response_mask=batch.response_mask[index],
+                response_mask=mask.bool(),
                 generator=generator,
             )
+            selected[mini_batch.token_index] = chosen[is_own]
         return selected
 
     def _correction(
@@ -255,6 +319,10 @@ class Actor(_Learner):
         return correction._replace(metrics=named)
 
 
+def _prefixed(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"actor/{name}": value for name, value in metrics.items()}
+
+
 class Critic(_Learner):
     """The critic of PPO: values of packed rollouts, and clipped regression to their returns.
 
@@ -267,7 +335,7 @@ class Critic(_Learner):
         """Compute the value of every response token, [R]."""
         with self._dp.session.phase("values"), on_device(self.model):
             return self._dp.per_token(
-                mini_batches, lambda packed: packed_values(self.model, packed)
+                mini_batches, lambda micro_batch: packed_values(self.model, micro_batch.packed)
             )
 
     def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
@@ -275,9 +343,7 @@ class Critic(_Learner):
         assert batch.values is not None and batch.returns is not None
         with self._dp.session.phase("update_critic"), on_device(self.model):
             metrics = self._epochs(batch, mini_batches)
-        residual = (batch.returns - batch.values).var(correction=0)
-        variance = batch.returns.var(correction=0).clamp(min=1e-8)
-        metrics["critic/vf_explained_var"] = float(1 - residual / variance)
+        metrics["critic/vf_explained_var"] = explained_variance(batch, self._dp.group)
         return metrics
 
     def micro_batch_loss(
@@ -297,46 +363,3 @@ class Critic(_Learner):
             global_num_seqs=num_seqs,
         )
         return loss, {f"critic/{name}": value for name, value in metrics.items()}, values
-
-
-@dataclass(frozen=True)
-class RewardModel:
-    """A sequence classifier, sharded over all ranks like the policy.
-
-    It scores a response by the model's value at its last token.
-
-    A model with the policy's vocabulary reads the token ids as generated. A model with another
-    vocabulary reads the conversation and the response's text in its own chat template.
-    """
-
-    model: nn.Module
-    tokenizer: PreTrainedTokenizerBase | None  # the model's own; None for the policy's vocabulary
-    session: Session
-    max_tokens: int  # of a micro-batch
-    weight: float  # of the score in a response's reward
-
-    @torch.no_grad()
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Compute one score per rollout. Collective; all ranks pass the same rollouts."""
-        ids = [self._ids(r) for r in rollouts]
-        session, lengths = self.session, [len(i) for i in ids]
-        split = split_micro_batches(lengths, session.world_size, self.max_tokens)
-        scores = torch.zeros(len(ids), device=session.device)
-        with on_device(self.model) as model:
-            for micro in split[session.rank]:
-                batch = pack_rollouts([(ids[i], []) for i in micro.indices], session.device)
-                batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
-                values = packed_values(model, batch)
-                if not micro.is_dummy:
-                    scores[micro.indices] = values
-        dist.all_reduce(scores)
-        return scores.tolist()
-
-    def _ids(self, rollout: Rollout) -> list[int]:
-        if self.tokenizer is None:
-            return [*rollout.sample.prompt_ids, *rollout.response_ids]
-        answer = {"role": "assistant", "content": rollout.response_text}
-        ids = self.tokenizer.apply_chat_template(
-            [*map(dict, rollout.sample.chat), answer], tokenize=True, return_dict=False
-        )
-        return list(ids)

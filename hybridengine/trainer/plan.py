@@ -20,6 +20,7 @@ from hybridengine.data import PromptDataset, SFTDataset
 from hybridengine.kernels import has_fast_products
 from hybridengine.model.validation import check_model
 from hybridengine.trainer.build import checkpoint_layout, engine_name, num_shards, uses_critic
+from hybridengine.trainer.shared_prefix import no_sharing_reason
 
 _GIB = 2.0**30
 _Config = TypeVar("_Config", bound=JobConfig)
@@ -57,6 +58,7 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
             f"{data.max_response_length} tokens",
             "micro-batch": f"up to {max_tokens} tokens{shared}, at most "
             f"{-(-replica_tokens // max_tokens)} per optimizer step",
+            "shared prefix": no_sharing_reason(config) or "a prompt is computed once for its group",
             "memory": ", ".join(f"{name} {size:.2f}" for name, size in _memory_gib(config).items())
             + " GiB per rank, estimated",
             "written to": trainer.default_local_dir,
@@ -85,6 +87,7 @@ def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Ta
             "steps": f"{per_epoch} per epoch, {trainer.steps(per_epoch)} in all, "
             f"{data.train_batch_size} conversations each",
             "micro-batch": f"{micro_batch} per rank",
+            "shared prefix": no_sharing_reason(config) or "common prefixes are computed once",
             "written to": trainer.default_local_dir,
         }
     )

@@ -1,7 +1,8 @@
 """GRPO (arXiv 2402.03300), PPO (arXiv 1707.06347) and related methods, as one line per step:
 
-prompts → generate → score → pack → reference and old log-probs, values → rewards, advantages →
-update critic → update policy → sync weights into the engine. `GRPOTrainer.step` is that line.
+prompts → generate → score → exchange and pack → reference and old log-probs, values → rewards,
+advantages → update critic → update policy → sync weights into the engine. `GRPOTrainer.step` is
+that line.
 
 Deviations: the loss is averaged over tokens by default (DAPO, arXiv 2503.14476, eq. 12); where a
 batch is used for one optimizer step only, the old log-probs are those of the step itself; the gap
@@ -22,28 +23,15 @@ from rich.table import Table
 from torch import Tensor
 
 from hybridengine.config import GRPOConfig
-from hybridengine.data import PromptDataset, PromptLoader
-from hybridengine.kernels import token_kl
+from hybridengine.data import PromptDataset, PromptLoader, Subset
 from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
 from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.session import Session
-from hybridengine.tracking.files import write_rollouts
-from hybridengine.trainer.algorithms import (
-    NEEDS,
-    AdvantageOptions,
-    KLController,
-    Responses,
-    advantages,
-)
+from hybridengine.trainer.advantages import compute_advantages, compute_rewards
+from hybridengine.trainer.algorithms import NEEDS, KLController
 from hybridengine.trainer.base import Trainer
-from hybridengine.trainer.batch import (
-    DataParallel,
-    RolloutBatch,
-    batch_metrics,
-    mean_max_min,
-    probs_diff,
-)
+from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.build import (
     build_actor,
     build_critic,
@@ -53,16 +41,13 @@ from hybridengine.trainer.build import (
     load_data,
     uses_critic,
 )
+from hybridengine.trainer.metrics import batch_metrics, probs_diff
 from hybridengine.trainer.models import Actor, Critic, needs_old_log_probs
 from hybridengine.trainer.plan import plan_table, resolve_dtypes
-from hybridengine.trainer.rollouts import (
-    Rollout,
-    RolloutGenerator,
-    format_rollout,
-    reward_parts,
-    select_groups,
-)
-from hybridengine.trainer.validation import ValidationHistory
+from hybridengine.trainer.rollout_files import rollout_file, texts_on_rank0
+from hybridengine.trainer.rollouts import RolloutGenerator, Rollouts, format_rollout, select_groups
+from hybridengine.trainer.shared_prefix import build_data_parallel
+from hybridengine.trainer.validation import Problem, ValidationHistory, problems_of
 
 _NUM_PRINTED = 3  # scored samples on the screen
 
@@ -94,7 +79,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         with session.phase("load_model"):
             self.engine.sleep()
             updates = self.steps * self.num_mini_batches * self.epochs_per_step
-            self.dp = DataParallel(session, config.sequence_parallel_size)
+            self.dp = build_data_parallel(config, session)
             self.actor = build_actor(config, self.engine, self.dp, updates)
             self.model = self.actor.model
             trained: dict[str, Actor | Critic] = {"actor": self.actor}
@@ -116,10 +101,11 @@ class GRPOTrainer(Trainer[GRPOConfig]):
             {"held_out": self.validations} | ({"kl": self.kl} if self.kl else {}),
         )
         self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
-        self.own_group, _ = dist.new_subgroups(1)  # every rank holds the whole batch
         self.printed_samples = False
         r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
-        self.sampling = SamplingSpec(r.n, r.temperature, r.top_p, r.top_k, limit, r.stop)
+        self.sampling = SamplingSpec(
+            r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, config.replays_sampling
+        )
         self.greedy = replace(self.sampling, n=1, temperature=0.0)
         val_temperature = v.temperature if v.do_sample else 0.0
         self.val_sampling = SamplingSpec(v.n, val_temperature, v.top_p, v.top_k, limit, r.stop)
@@ -130,25 +116,28 @@ class GRPOTrainer(Trainer[GRPOConfig]):
     def step(self, step: int) -> tuple[dict[str, float], list[int]]:
         """Run one RL step; return its metrics and the length of every sequence."""
         config, actor, critic = self.config, self.actor, self.critic
+        algorithm = config.algorithm
         rollouts, metrics = self._generate_and_score(step)
         baselines = self._greedy_scores(rollouts) if "reward_baselines" in self.needs else None
         self.engine.sleep()
         with on_device(self.model):
-            batch = RolloutBatch.pack(rollouts, self.session.device)
             max_tokens = config.actor.ppo_max_token_len_per_gpu
-            mini_batches = self.dp.split(batch, self.num_mini_batches, max_tokens)
+            batch, mini_batches = self.dp.build_batch(rollouts, self.num_mini_batches, max_tokens)
+            self.saved = self.dp.saved_work(mini_batches)
 
             batch = replace(batch, ref_log_probs=actor.ref_log_probs(mini_batches))
             warming_up = critic is not None and step <= config.trainer.critic_warmup
             if warming_up or needs_old_log_probs(config, self.num_mini_batches):
                 batch = replace(batch, old_log_probs=actor.old_log_probs(mini_batches))
-                metrics |= probs_diff(batch)
+                metrics |= probs_diff(batch, self.dp.group)
             if critic is not None:
                 batch = replace(batch, values=critic.values(mini_batches))
 
             with self.session.phase("adv"):
-                token_rewards, reward_metrics = self._token_rewards(batch)
-                advantages, returns = self._advantages(batch, token_rewards, baselines)
+                rewards, reward_metrics = compute_rewards(batch, self.dp, self.kl, algorithm)
+                advantages, returns = compute_advantages(
+                    batch, self.dp, rewards, algorithm, baselines
+                )
                 batch = replace(batch, advantages=advantages, returns=returns)
                 batch = replace(batch, response_mask=self._trained_tokens(batch))
             if batch.old_log_probs is not None:
@@ -161,22 +150,22 @@ class GRPOTrainer(Trainer[GRPOConfig]):
             if batch.old_log_probs is None:  # used for one optimizer step only
                 old_log_probs, update_metrics = actor.update_once(batch, mini_batches)
                 batch = replace(batch, old_log_probs=old_log_probs)
-                metrics |= update_metrics | probs_diff(batch)
+                metrics |= update_metrics | probs_diff(batch, self.dp.group)
             elif not warming_up:
                 metrics |= actor.update(batch, mini_batches)
             sync = self._sync_weights(step)
-        metrics |= reward_metrics | batch_metrics(batch)
+        metrics |= reward_metrics | batch_metrics(batch, self.dp.group)
         metrics |= {"reshard/bytes_received": sync.bytes_received, "reshard/ms": sync.milliseconds}
         self._record(step, rollouts, metrics)
-        return metrics, [r.num_tokens for r in rollouts]
+        return metrics, rollouts.outcomes.lengths.tolist()
 
-    def _generate_and_score(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+    def _generate_and_score(self, step: int) -> tuple[Rollouts, dict[str, float]]:
         """Generate and score responses to one batch of prompts.
 
         With filter_groups (DAPO), further batches are generated until enough groups have signal.
         """
         filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        batches: list[list[Rollout]] = []
+        batches: list[Rollouts] = []
         while True:
             prompts, seed = self.loader.next_batch(), self.config.seed + step
             seed += len(batches) * self.steps
@@ -190,69 +179,17 @@ class GRPOTrainer(Trainer[GRPOConfig]):
                     "training/groups_without_signal": wanted - with_signal,
                 }
 
-    def _greedy_scores(self, rollouts: list[Rollout]) -> list[float]:
-        """Generate a greedy response to each prompt (ReMax); return its score per rollout."""
-        samples = {r.group: r.sample for r in rollouts}
-        greedy = self.generator.generate(list(samples.values()), self.greedy, self.config.seed)
-        scores = dict(zip(samples, (r.score for r in greedy), strict=True))
-        return [scores[r.group] for r in rollouts]
-
-    def _token_rewards(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
-        """Compute rewards [R] and their metrics: the score at the last token of each response.
-
-        With a KL in the reward, every token's KL penalty is subtracted and the controller of its
-        coefficient advances.
-        """
-        rewards, metrics = torch.zeros_like(batch.rollout_log_probs), dict[str, float]()
-        scores = batch.per_response([r.score for r in batch.rollouts])
-        rewards[batch.cu_seqlens[1:].long() - 1] = scores
-        if self.kl is not None:
-            assert batch.old_log_probs is not None and batch.ref_log_probs is not None
-            penalty = self.config.algorithm.kl_penalty
-            kl = token_kl(penalty, batch.old_log_probs, batch.ref_log_probs)
-            rewards -= self.kl.coef * kl
-            mean_kl = float((batch.sequence_sums(kl) / batch.cu_seqlens.diff()).mean())
-            metrics["actor/reward_kl_penalty"] = mean_kl
-            metrics["actor/reward_kl_penalty_coeff"] = self.kl.coef
-            self.kl.update(mean_kl, len(batch.rollouts))
-        return rewards, metrics | mean_max_min("critic/rewards", batch.sequence_sums(rewards))
-
-    def _advantages(
-        self, batch: RolloutBatch, token_rewards: Tensor, baselines: list[float] | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute (advantages, returns), [R] each, by the configured estimator."""
-        algorithm, rollouts = self.config.algorithm, batch.rollouts
-        parts, weights = None, None
-        if "reward_parts" in self.needs:
-            values, weights = reward_parts(
-                rollouts, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-            )
-            parts = token_rewards.new_tensor(values)
-        responses = Responses(
-            rewards=batch.sequence_sums(token_rewards),
-            group_ids=torch.tensor([r.group for r in rollouts], device=token_rewards.device),
-            cu_seqlens=batch.cu_seqlens,
-            response_mask=batch.response_mask,
-            token_rewards=token_rewards,
-            values=batch.values,
-            reward_baselines=None if baselines is None else batch.per_response(baselines),
-            reward_parts=parts,
-        )
-        options = AdvantageOptions(
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-            part_weights=weights,
-            process_group=self.own_group,
-        )
-        return advantages(algorithm.adv_estimator, responses, options)
+    def _greedy_scores(self, rollouts: Rollouts) -> Tensor:
+        """Generate a greedy response to each prompt (ReMax); return its score per response, [N]."""
+        greedy = self.generator.generate(rollouts.prompts, self.greedy, self.config.seed)
+        return greedy.outcomes.scores[rollouts.outcomes.groups]
 
     def _trained_tokens(self, batch: RolloutBatch) -> Tensor:
         """Return the response mask, bool [R], without truncated responses if so configured."""
         if not self.config.algorithm.mask_truncated_completions:
             return batch.response_mask
-        complete = batch.per_response([r.finish_reason != "length" for r in batch.rollouts]).bool()
-        return batch.response_mask & complete[batch.sequence_ids]
+        is_complete = batch.per_response(~batch.outcomes.is_truncated)
+        return batch.response_mask & is_complete[batch.sequence_ids]
 
     def _sync_weights(self, version: int) -> SyncReport:
         with self.session.phase("update_weights"), on_device(self.model):
@@ -261,31 +198,44 @@ class GRPOTrainer(Trainer[GRPOConfig]):
 
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
         assert self.val is not None
-        size, rollouts = self.config.data.val_batch_size or len(self.val), list[Rollout]()
-        for start in range(0, len(self.val), size):
-            prompts = self.val[start : start + size]
-            rollouts += self.generator.generate(prompts, self.val_sampling, self.config.seed)
-        self._write_rollouts(f"val_{step}", rollouts, self.config.trainer.rollout_freq > 0)
-        return fmean(r.score for r in rollouts), self.validations.add(rollouts)
+        size, problems = self.config.data.val_batch_size or len(self.val), list[Problem]()
+        path = self._rollout_path(f"val_{step}", self.config.trainer.rollout_freq > 0)
+        with rollout_file(path, self.session.is_main) as write:
+            for start in range(0, len(self.val), size):
+                prompts = Subset(self.val, range(start, min(start + size, len(self.val))))
+                rollouts = self.generator.generate(prompts, self.val_sampling, self.config.seed)
+                problems += problems_of(rollouts)
+                write(rollouts)
+                self._print_samples(rollouts)
+        scores = [score for _, results, _ in problems for score in results["score"]]
+        return fmean(scores), self.validations.add(problems)
 
-    def _record(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
+    def _record(self, step: int, rollouts: Rollouts, metrics: dict[str, float]) -> None:
         """Keep what the summary reports of this step, and write its rollouts if they are due."""
         diff = metrics["training/rollout_probs_diff_mean"]
         first, largest = self.probs_diffs or (diff, diff)
         self.probs_diffs = [first, max(largest, diff)]
         freq = self.config.trainer.rollout_freq
-        self._write_rollouts(f"step_{step}", rollouts, freq > 0 and self._is_due(step, freq))
+        path = self._rollout_path(f"step_{step}", freq > 0 and self._is_due(step, freq))
+        with (
+            self.session.phase("write_rollouts"),
+            rollout_file(path, self.session.is_main) as write,
+        ):
+            write(rollouts)
+        self._print_samples(rollouts)
 
-    def _write_rollouts(self, name: str, rollouts: list[Rollout], to_file: bool) -> None:
-        """Write rollouts to <name>.jsonl; print some of the run's first ones, before training."""
-        if not self.session.is_main:
+    def _rollout_path(self, name: str, is_due: bool) -> Path | None:
+        return self.rollout_dir / f"{name}.jsonl" if is_due else None
+
+    def _print_samples(self, rollouts: Rollouts) -> None:
+        """Print some of the run's first rollouts, before training. Collective."""
+        if self.printed_samples:
             return
-        if to_file:
-            write_rollouts(self.rollout_dir / f"{name}.jsonl", rollouts)
-        if not self.printed_samples:
-            self.printed_samples = True
-            for r in rollouts[:: max(1, len(rollouts) // _NUM_PRINTED)][:_NUM_PRINTED]:
-                self.report.print(format_rollout(r))
+        self.printed_samples = True
+        rows = range(len(rollouts.outcomes))
+        chosen = rows[:: max(1, len(rows) // _NUM_PRINTED)][:_NUM_PRINTED]
+        lines = b"".join(texts_on_rank0(rollouts, lambda r: format_rollout(r) + "\n", chosen))
+        self.report.print(lines.decode().removesuffix("\n"))
 
     def train(self) -> None:
         super().train()

@@ -1,23 +1,32 @@
-"""Generate and score responses; every rank gets the same list of rollouts."""
+"""Generate and score responses; tokens and texts stay on the rank that generated them."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hybridengine.data import PromptSample
+from hybridengine.data import PromptSample, Subset
 from hybridengine.rewards import RewardManager, score_checked
 from hybridengine.rollout import Completion, RolloutEngine, SamplingSpec
 from hybridengine.runtime.session import Session
+from hybridengine.trainer.outcomes import Outcomes, RewardPart
 
 if TYPE_CHECKING:
-    from hybridengine.trainer.models import RewardModel
+    from hybridengine.trainer.reward_model import RewardModel
 
-SCORE_NAMES = ("score", "reward", "seq_reward")  # of the score; the last two are verl's
+TOKEN_COLUMNS = {  # fields of Rollout
+    "response_ids": torch.int32,
+    "log_probs": torch.float32,
+    "num_kept": torch.int32,
+    "kept_ids": torch.int32,
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class Rollout:
     group: position of its prompt in the batch; responses of one prompt share it.
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
     pred: a number that stands for the answer in majority votes, where the reward returns one.
+    num_kept, kept_ids: as of `Completion`; empty where the engine recorded none.
     """
 
     group: int
@@ -39,21 +49,120 @@ class Rollout:
     finish_reason: str
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
     pred: float | None = None
+    num_kept: Sequence[int] = ()
+    kept_ids: Sequence[int] = ()
 
     @property
     def results(self) -> dict[str, float]:
         """The score and the further results of the reward, by name."""
         return {"score": self.score, **self.extras}
 
-    @property
-    def num_tokens(self) -> int:
-        """Of prompt and response."""
-        return len(self.sample.prompt_ids) + len(self.response_ids)
+
+@dataclass(frozen=True)
+class Rollouts:
+    """N scored responses of all ranks: the numbers of all, tokens and texts of this rank's own.
+
+    prompts: prompts[g] is that of group g; every rank reads those that it needs from the dataset.
+    own: what `rank` generated, in the order of `outcomes`.
+    """
+
+    prompts: Subset[PromptSample]
+    outcomes: Outcomes
+    own: Sequence[Rollout]
+    rank: int = 0
+
+    @staticmethod
+    def gather(prompts: Subset[PromptSample], own: Sequence[Rollout], rank: int) -> Rollouts:
+        """Gather the outcomes of all ranks, each of which passes its own rollouts. Collective.
+
+        own: sorted by group; the responses to one prompt are all on one rank.
+        """
+        return Rollouts(prompts, own_outcomes(own, rank).gather(), own, rank)
+
+    def column(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """Return a column of TOKEN_COLUMNS: those of this rank's own rollouts, end to end."""
+        empty = torch.empty(0, dtype=TOKEN_COLUMNS[name]).numpy()
+        parts = [np.asarray(getattr(r, name), empty.dtype) for r in self.own]
+        return torch.from_numpy(np.concatenate([empty, *parts])).to(device)
+
+    def gather_numbers(self, values: Sequence[float]) -> Tensor:
+        """Gather one number per own rollout to float64 [N] on every rank. Collective."""
+        numbers = torch.zeros(len(self.outcomes), dtype=torch.float64)
+        numbers[self.outcomes.ranks == self.rank] = numbers.new_tensor(values)
+        dist.all_reduce(numbers)  # exact: one rank's value plus zeros
+        return numbers
+
+    def add_reward(self, name: str, weight: float, scores: Tensor) -> Rollouts:
+        """Add a declared reward, float64 [N], to the scores."""
+        own_scores = scores[self.outcomes.ranks == self.rank].tolist()
+        own = [
+            replace(
+                r,
+                score=r.score + weight * score,
+                extras={**r.extras, name: score},
+                parts={**r.parts, name: (weight, score)},
+            )
+            for r, score in zip(self.own, own_scores, strict=True)
+        ]
+        return replace(self, outcomes=self.outcomes.add_reward(name, weight, scores), own=own)
+
+    def select(self, groups: Sequence[int]) -> Rollouts:
+        """Select groups; they are numbered from 0 in the given order."""
+        rows_of = [(self.outcomes.groups == group).nonzero().flatten() for group in groups]
+        rows = torch.cat(rows_of)
+        numbers = torch.repeat_interleave(torch.tensor([len(rows) for rows in rows_of]))
+        outcomes = replace(self.outcomes.take(rows), groups=numbers)
+        is_own = self.outcomes.ranks == self.rank
+        selected = zip(rows.tolist(), numbers.tolist(), is_own[rows].tolist(), strict=True)
+        position = (is_own.cumsum(0) - 1).tolist()
+        own = [replace(self.own[position[row]], group=k) for row, k, mine in selected if mine]
+        return Rollouts(self.prompts.take(groups), outcomes, own, self.rank)
+
+    @staticmethod
+    def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
+        """Put batches one after another; the groups of each are numbered after the last one's."""
+        prompts, outcomes = batches[0].prompts[:0], list[Outcomes]()
+        for batch in batches:
+            groups = batch.outcomes.groups + len(prompts)
+            outcomes.append(replace(batch.outcomes, groups=groups))
+            prompts = prompts + batch.prompts
+        own = [r for batch in batches for r in batch.own]
+        return Rollouts(prompts, Outcomes.concatenate(outcomes), own, batches[0].rank)
+
+
+def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
+    """Return the numbers of rollouts that `rank` generated."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    first = rollouts[0] if rollouts else None
+    names = sorted(first.extras) if first else []
+    parts = first.parts if first else {}
+    has_preds = first is not None and first.pred is not None
+    groups = torch.tensor([r.group for r in rollouts], dtype=torch.int64)
+    return Outcomes(
+        groups=groups,
+        ranks=torch.full_like(groups, rank),
+        prompt_lengths=groups.new_tensor([len(r.sample.prompt_ids) for r in rollouts]),
+        is_truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]).bool(),
+        scores=column([r.score for r in rollouts]),
+        sizes={
+            name: groups.new_tensor([len(getattr(r, name)) for r in rollouts])
+            for name in TOKEN_COLUMNS
+        },
+        extras={name: column([r.extras[name] for r in rollouts]) for name in names},
+        parts={
+            name: RewardPart(weight, column([r.parts[name][1] for r in rollouts]))
+            for name, (weight, _) in parts.items()
+        },
+        preds=column([r.pred or 0.0 for r in rollouts]) if has_preds else None,
+    )
 
 
 @dataclass(frozen=True)
 class RolloutGenerator:
-    """Spreads a batch of prompts over the engine's replicas, scores, and gathers the rollouts."""
+    """Spreads a batch of prompts over the engine's replicas and scores the responses."""
 
     engine: RolloutEngine
     tokenizer: Any
@@ -61,27 +170,29 @@ class RolloutGenerator:
     session: Session
     reward_model: RewardModel | None
 
-    def generate(
-        self, samples: Sequence[PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Rollout]:
-        """Generate and score spec.n responses per sample, in the samples' order. Collective."""
+    def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
+        """Generate and score spec.n responses per prompt, in the prompts' order. Collective."""
         replica, replicas = self.engine.replica, self.engine.replicas
-        own = range(replica, len(samples), replicas)
+        samples = {i: prompts[i] for i in range(replica, len(prompts), replicas)}
         with self.session.phase("gen"):
-            completions = self.engine.generate([samples[i].prompt_ids for i in own], spec, seed)
-        rollouts: list[Rollout] = []
-        if own and self.engine.tp_rank == 0:  # the replica's other ranks have the same
+            completions = self.engine.generate(
+                [sample.prompt_ids for sample in samples.values()], spec, seed
+            )
+        own: list[Rollout] = []
+        if samples and self.engine.tp_rank == 0:  # the replica's other ranks have the same
             with self.session.phase("reward"):
-                groups = [i for i in own for _ in range(spec.n)]
-                rollouts = self._score(samples, groups, [c for part in completions for c in part])
+                groups = [i for i in samples for _ in range(spec.n)]
+                own = self._score(samples, groups, [c for part in completions for c in part])
         with self.session.phase("gather_rollouts"):
-            gathered: list[list[Rollout]] = [[] for _ in range(self.session.world_size)]
-            dist.all_gather_object(gathered, rollouts)
-        rollouts = sorted((r for part in gathered for r in part), key=lambda r: r.group)
-        return rollouts if self.reward_model is None else self._add_model_scores(rollouts)
+            rollouts = Rollouts.gather(prompts, own, self.session.rank)
+        if self.reward_model is not None:
+            with self.session.phase("reward"):
+                scores = self.reward_model.score(rollouts)
+                rollouts = rollouts.add_reward("reward_model", self.reward_model.weight, scores)
+        return rollouts
 
     def _score(
-        self, samples: Sequence[PromptSample], groups: list[int], completions: list[Completion]
+        self, samples: Mapping[int, PromptSample], groups: list[int], completions: list[Completion]
     ) -> list[Rollout]:
         ids, scored = [c.token_ids for c in completions], [samples[i] for i in groups]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -98,45 +209,11 @@ class RolloutGenerator:
                 finish_reason=c.finish_reason,
                 parts={name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
                 pred=result.extras["pred"][k] if "pred" in result.extras else None,
+                num_kept=c.num_kept or (),
+                kept_ids=c.kept_ids or (),
             )
             for k, (i, c) in enumerate(zip(groups, completions, strict=True))
         ]
-
-    def _add_model_scores(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        assert self.reward_model is not None
-        with self.session.phase("reward"):
-            scores = self.reward_model.score(rollouts)
-        weight = self.reward_model.weight
-        return [
-            replace(
-                r,
-                score=r.score + weight * score,
-                extras={**r.extras, "reward_model": score},
-                parts={**r.parts, "reward_model": (weight, score)},
-            )
-            for r, score in zip(rollouts, scores, strict=True)
-        ]
-
-
-def reward_parts(
-    rollouts: Sequence[Rollout], names: Sequence[str], weights: Sequence[float] | None
-) -> tuple[list[list[float]], tuple[float, ...]]:
-    """Return the rewards that gdpo normalises separately: (values per rollout, weights).
-
-    names: results of the reward (algorithm.gdpo_reward_keys); none: the parts of the score.
-    weights: one per name; None: the weight of a part of the score, 1 for any other result.
-    """
-    known = rollouts[0].parts
-    names = names or tuple(known)
-    default_weights = tuple(known[name][0] if name in known else 1.0 for name in names)
-
-    def value(r: Rollout, name: str) -> float:
-        if name in r.parts:
-            return r.parts[name][1]
-        return r.score if name in SCORE_NAMES else r.extras[name]
-
-    values = [[value(r, name) for name in names] for r in rollouts]
-    return values, tuple(weights or default_weights)
 
 
 def format_rollout(r: Rollout) -> str:
@@ -150,21 +227,21 @@ def format_rollout(r: Rollout) -> str:
 
 
 def select_groups(
-    batches: Sequence[Sequence[Rollout]], metric: str, num_groups: int
-) -> tuple[list[Rollout], int]:
+    batches: Sequence[Rollouts], metric: str, num_groups: int
+) -> tuple[Rollouts, int]:
     """Select up to `num_groups` groups, those with signal first (DAPO's dynamic sampling).
 
     A group has signal if `metric` ("score", or a further result of the reward) differs among its
-    responses, or if it has one response only. batches: one list of rollouts per generated batch;
-    the selected groups are numbered from 0. Returns (their rollouts, how many have signal).
+    responses, or if it has one response only. batches: one per generated batch; the selected groups
+    are numbered from 0. Returns (their rollouts, how many have signal).
     """
-    groups: dict[tuple[int, int], list[Rollout]] = {}
-    for number, batch in enumerate(batches):
-        for r in batch:
-            groups.setdefault((number, r.group), []).append(r)
-    name = "score" if metric in SCORE_NAMES else metric
-    has_signal = [len(g) == 1 or len({r.results[name] for r in g}) > 1 for g in groups.values()]
-    ordered = sorted(zip(has_signal, groups.values(), strict=True), key=lambda pair: not pair[0])
-    selected = ordered[:num_groups]
-    renumbered = [replace(r, group=i) for i, (_, group) in enumerate(selected) for r in group]
-    return renumbered, sum(signal for signal, _ in selected)
+    rollouts = Rollouts.concatenate(batches)
+    values_of: dict[int, list[float]] = {}
+    outcomes = rollouts.outcomes
+    for group, value in zip(
+        outcomes.groups.tolist(), outcomes.result(metric).tolist(), strict=True
+    ):
+        values_of.setdefault(group, []).append(value)
+    has_signal = {g: len(v) == 1 or len(set(v)) > 1 for g, v in values_of.items()}
+    selected = sorted(has_signal, key=lambda group: not has_signal[group])[:num_groups]
+    return rollouts.select(selected), sum(has_signal[group] for group in selected)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from hybridengine.config import SFTConfig
 from hybridengine.data import PromptLoader, SFTDataset, SFTSample
-from hybridengine.model import PackedBatch, pack_batch, packed_log_probs
+from hybridengine.model import PackedBatch, SavedWork, pack_batch, packed_log_probs
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.base import Trainer
-from hybridengine.trainer.batch import DataParallel
 from hybridengine.trainer.build import build_optimizer, load_model, load_tokenizer
 from hybridengine.trainer.plan import resolve_dtypes, sft_plan
+from hybridengine.trainer.shared_prefix import build_data_parallel
 
 
 def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None]:
@@ -48,7 +48,7 @@ class SFTTrainer(Trainer[SFTConfig]):
             self.loader = PromptLoader(
                 self.data, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
             )
-        self.dp = DataParallel(session, config.sequence_parallel_size)
+        self.dp = build_data_parallel(config, session)
         with session.phase("load_model"):
             self.model = load_model(config, session, adapters=True, cpu_offload=fsdp.offload_policy)
             self.optimizer = build_optimizer(config, self.model, optim, optim, self.steps)
@@ -60,17 +60,19 @@ class SFTTrainer(Trainer[SFTConfig]):
 
     def step(self, step: int) -> tuple[dict[str, float], list[int]]:
         """Run one optimizer step; return its metrics and the length of every conversation."""
-        samples = self.loader.next_batch()
+        samples = list(self.loader.next_batch())
         num_tokens = sum(sample.num_loss_tokens for sample in samples)
-        loss = torch.zeros((), device=self.session.device)
+        loss, saved = torch.zeros((), device=self.session.device), list[SavedWork]()
         with self.session.phase("update_actor"):
             self.model.train()
             for batch, is_dummy in self._micro_batches(samples):
+                saved += [] if is_dummy else [batch.saved]
                 part = self._sum_of_losses(batch) * (not is_dummy) / num_tokens
                 self.dp.backward(part, self.optimizer)
                 loss += part.detach()
             norm = self.optimizer.step(self.config.optim.clip_grad)
             total = self._sum_over_ranks(loss)
+        self.saved = self.dp.sum_saved(saved)
         return {
             "train/loss": total,
             "train/grad_norm": float(norm),
@@ -104,12 +106,18 @@ class SFTTrainer(Trainer[SFTConfig]):
         """Pack this rank's share of `samples`: (micro-batch, is_dummy as `MicroBatchIndices`)."""
         data, dp = self.config.data, self.dp
         lengths, limit = [len(s.ids) for s in samples], data.max_token_len_per_gpu * dp.sp_size
+        starts = [s.loss_mask.index(1) if 1 in s.loss_mask else len(s.ids) for s in samples]
+        prompts = [(tuple(s.ids[:n]), n) for s, n in zip(samples, starts, strict=True)]
         if data.micro_batch_size_per_gpu is not None:
             lengths, limit = [1] * len(samples), data.micro_batch_size_per_gpu
-        for micro in dp.micro_batches(lengths, limit):
+            prompts = [(prompt, 0) for prompt, _ in prompts]
+        for micro in dp.micro_batches(lengths, limit, prompts)[dp.replica]:
             chosen = [samples[i] for i in micro.indices]
             ids, loss_masks = [s.ids for s in chosen], [s.loss_mask for s in chosen]
-            yield pack_batch(ids, loss_masks, self.session.device, dp.sp_group), micro.is_dummy
+            packed = pack_batch(
+                ids, loss_masks, self.session.device, dp.sp_group, shared_prefix=dp.shared_prefix
+            )
+            yield packed, micro.is_dummy
 
     def _sum_of_losses(self, batch: PackedBatch) -> Tensor:
         return -packed_log_probs(self.model, batch)[0].sum()

@@ -16,8 +16,9 @@ from statistics import NormalDist, fmean, pstdev, stdev
 from typing import Any
 
 import numpy as np
+import torch
 
-from hybridengine.trainer.rollouts import Rollout
+from hybridengine.trainer.rollouts import Rollouts
 
 _CORE = "val-core/"
 _DRAWS = 1000  # of n responses, for a majority vote
@@ -38,17 +39,13 @@ class ValidationHistory:
         self._last: dict[str, list[float]] = {}
         self._core: dict[str, list[float]] = {}  # [first, last] value of each val-core metric
 
-    def add(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def add(self, problems: Sequence[Problem]) -> dict[str, float]:
         """Add a validation; return val/<result>, means over problems, and verl's per source."""
-        by_problem: dict[int, list[Rollout]] = {}
-        for r in rollouts:
-            by_problem.setdefault(r.sample.index, []).append(r)
         self._last = {
-            name: [fmean(r.results[name] for r in group) for group in by_problem.values()]
-            for name in rollouts[0].results
+            name: [fmean(results[name]) for _, results, _ in problems] for name in problems[0][1]
         }
         self._first = self._first or self._last
-        per_source = source_metrics([_problem(group) for group in by_problem.values()])
+        per_source = source_metrics([_with_verl_names(problem) for problem in problems])
         for name, value in per_source.items():
             if name.startswith(_CORE):
                 first, *_ = self._core.get(name, [value])
@@ -93,13 +90,25 @@ class ValidationHistory:
         return lines
 
 
-def _problem(group: Sequence[Rollout]) -> Problem:
-    results = {
-        "reward" if name == "score" else name: [r.results[name] for r in group]
-        for name in group[0].results
-    }
-    preds = [r.pred for r in group if r.pred is not None]
-    return group[0].sample.data_source, results, preds if len(preds) == len(group) else None
+def problems_of(rollouts: Rollouts) -> list[Problem]:
+    """Return the results of each prompt's responses, from the outcomes alone."""
+    outcomes = rollouts.outcomes
+    counts = outcomes.groups.bincount(minlength=len(rollouts.prompts))
+    rows_of = torch.arange(len(outcomes)).split(counts.tolist())
+    return [
+        (
+            prompt.data_source,
+            {name: values[rows].tolist() for name, values in outcomes.results.items()},
+            None if outcomes.preds is None else outcomes.preds[rows].tolist(),
+        )
+        for prompt, rows in zip(rollouts.prompts, rows_of, strict=True)
+    ]
+
+
+def _with_verl_names(problem: Problem) -> Problem:
+    source, results, preds = problem
+    names = {"score": "reward"}
+    return source, {names.get(name, name): values for name, values in results.items()}, preds
 
 
 def source_metrics(problems: Sequence[Problem]) -> dict[str, float]:

@@ -9,7 +9,8 @@ from benchmarks._bench import KEYS, OURS, Bench
 from benchmarks.isa import LIMITS, is_limited
 
 OPERATORS = (
-    "advantage", "balance", "linear", "logprob", "packing", "policy_loss", "strided_copy",
+    "advantage", "attention", "balance", "head_share", "linear", "logprob", "packing",
+    "policy_loss", "shared_prefix", "strided_copy",
 )  # fmt: skip
 
 

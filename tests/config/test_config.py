@@ -69,6 +69,18 @@ def test_yaml_round_trip(tmp_path):
     assert load_config(file) == config
 
 
+def test_switches_may_be_yamls_booleans(tmp_path):
+    key, truncated = "algorithm.sampling_replay", "rollout.top_k=5"
+    for text, value in {"on": "on", "off": "off", "false": "off", "auto": "auto"}.items():
+        file = write(tmp_path / "c.yaml", f"algorithm: {{sampling_replay: {text}}}\n")
+        for config in (load(truncated, f"{key}={text}"), load_config(file, [*NEEDED, truncated])):
+            assert config.algorithm.sampling_replay == value
+            assert config.replays_sampling == (value != "off")
+            again = load_config(write(tmp_path / "again.yaml", config_to_yaml(config)), [])
+            assert again == config
+    assert not load().replays_sampling, "nothing is truncated"
+
+
 def test_null_falls_back_to_other_keys():
     config = load("data.train_batch_size=6", "actor.clip_ratio_high=0.28")
     assert config.ppo_mini_batch_size == 6
@@ -127,6 +139,8 @@ def test_null_falls_back_to_other_keys():
         ("algorithm.rollout_correction.rollout_is_threshold=a", "could not convert"),
         ("algorithm.rollout_correction.rollout_rs=token_k2", "rollout_rs_threshold"),
         ("algorithm.rollout_correction.rollout_is=tokens", "input should be 'token' or 'sequence'"),
+        ("algorithm.sampling_replay=on", "top_k is -1, which keep the full vocabulary"),
+        ("algorithm.sampling_replay=yes!", "input should be 'auto', 'on' or 'off'"),
         ("algorithm.kl_ctrl.type=adaptiv", "input should be 'fixed' or 'adaptive'"),
         ("actor.policy_loss.loss_mode=gpso", "input should be 'vanilla', 'gspo'"),
     ],

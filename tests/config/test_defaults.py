@@ -18,6 +18,7 @@ VALUES = {
     "algorithm.rollout_correction.rollout_is_threshold": "3.0",
     "actor.ppo_mini_batch_size": "32",
     "actor.ppo_max_token_len_per_gpu": "20000",
+    "algorithm.sampling_replay": "off",
     "data.max_prompt_length": "500",
     "data.max_response_length": "500",
     "rollout.max_model_len": "2000",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.data import DataError, PromptLoader
+from hybridengine.data import DataError, PromptLoader, Subset
 
 
 def loader(n=10, batch=3, seed=1, shuffle=True) -> PromptLoader:
@@ -22,23 +22,23 @@ def test_an_epoch_sees_no_prompt_twice(n, batch, seed):
         seen = []
         for _ in range(len(one)):
             assert one.epoch == epoch
-            given_batch = one.next_batch()
-            assert given_batch == other.next_batch()
+            given_batch = list(one.next_batch())
+            assert given_batch == list(other.next_batch())
             seen += given_batch
         assert len(set(seen)) == len(seen) == n // batch * batch
 
 
 def test_epochs_and_seeds_differ():
     one, other = loader(seed=1), loader(seed=2)
-    first = [one.next_batch() for _ in range(len(one))]
-    second = [one.next_batch() for _ in range(len(one))]
+    first = [list(one.next_batch()) for _ in range(len(one))]
+    second = [list(one.next_batch()) for _ in range(len(one))]
     assert first != second
-    assert first != [other.next_batch() for _ in range(len(other))]
+    assert first != [list(other.next_batch()) for _ in range(len(other))]
 
 
 def test_no_shuffle_is_file_order():
     one = loader(7, 3, shuffle=False)
-    assert [one.next_batch() for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    assert [list(one.next_batch()) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
 
 
 @given(st.integers(0, 12))
@@ -49,9 +49,19 @@ def test_resume_goes_on_exactly(steps):
     resumed.load_state_dict(straight.state_dict())
     for _ in range(5):
         assert straight.epoch == resumed.epoch
-        assert straight.next_batch() == resumed.next_batch()
+        assert list(straight.next_batch()) == list(resumed.next_batch())
 
 
 def test_resume_on_other_data_is_refused():
     with pytest.raises(DataError, match="prompts was 10 and is 11"):
         loader(11).load_state_dict(loader(10).state_dict())
+
+
+def test_a_subset_reads_from_its_dataset_when_accessed():
+    data = list("abcde")
+    some = Subset(data, [4, 0, 2])
+    data[0] = "A"
+    assert list(some) == ["e", "A", "c"] and list(some[1:]) == ["A", "c"]
+    assert list(some.take([2, 0]) + some[:1]) == ["c", "e", "e"]
+    with pytest.raises(ValueError, match="expected one dataset"):
+        some + Subset(list("xyz"), [0])

@@ -10,7 +10,7 @@ import pytest
 
 from hybridengine.config import DataConfig
 from hybridengine.data import DataError, PromptDataset
-from hybridengine.tracking.files import write_rollouts
+from hybridengine.tracking.files import rollout_line
 from hybridengine.trainer.rollouts import Rollout
 from tests.data.rows import TEMPLATE, row, write_jsonl
 
@@ -42,8 +42,7 @@ def test_any_ground_truth_reaches_the_reward_and_the_file_of_rollouts(tokenizer,
     [sample] = PromptDataset(str(tmp_path / "a.parquet"), tokenizer, DataConfig())
     assert sample.ground_truth == truth
     rollout = Rollout(0, sample, "2", [5], [-0.5], 1.0, {}, "stop")
-    write_rollouts(tmp_path / "step_1.jsonl", [rollout])
-    written = json.loads((tmp_path / "step_1.jsonl").read_text())["ground_truth"]
+    written = json.loads(rollout_line(rollout))["ground_truth"]
     plain = truth is None or isinstance(truth, int | list | dict)
     assert written == (truth if plain else str(truth))
 

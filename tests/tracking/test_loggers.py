@@ -10,8 +10,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from hybridengine.errors import ConfigError
+from hybridengine.model import SavedWork
 from hybridengine.tracking.metrics import MetricsLogger, check_loggers
-from hybridengine.tracking.performance import FlopCounter, performance_metrics
+from hybridengine.tracking.performance import FlopCounter, pair_cost, performance_metrics
 
 
 def test_wandb_gets_every_metric_under_the_runs_names(tmp_path, monkeypatch):
@@ -62,11 +63,15 @@ def test_flops_of_a_dense_model(tied):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, tie_word_embeddings=tied))
     weights = 3 * (_ATTENTION + 3 * 8 * 16) + 100 * 8  # the head counts, the look-up does not
     counter = FlopCounter(model, torch.device("cpu"), world_size=2)
-    pairs = 5 * 5 + 7 * 7  # of tokens in a sequence, of which attention needs half
-    assert counter.training_flops([5, 7]) == 6 * weights * 12 + 12 * 3 * 8 * pairs / 2
+    pairs = 15 + 28  # of a token and a key that it attends to
+    assert counter.training_flops([5, 7]) == 6 * weights * 12 + 12 * 3 * 8 * pairs
+    saved = SavedWork(tokens=2, pairs=3)  # a prefix of two tokens
+    assert counter.training_flops([5, 7], saved) == 6 * weights * 10 + 12 * 3 * 8 * (pairs - 3)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    assert pair_cost(model.config, shapes) == 4 * 3 * 8 / (2 * (weights - 100 * 8))
     model.requires_grad_(False)
     frozen = FlopCounter(model, torch.device("cpu"), 2)
-    assert frozen.training_flops([1]) == 4 * weights + 12 * 3 * 8 / 2
+    assert frozen.training_flops([1]) == 4 * weights + 12 * 3 * 8
     assert 0 < counter.utilisation([5, 7], seconds=1.0) < 1
 
 
@@ -76,7 +81,7 @@ def test_flops_of_a_mixture_count_the_experts_that_a_token_visits():
     model = AutoModelForCausalLM.from_config(config)
     weights = 3 * (_ATTENTION + 4 * 8 + 2 * 3 * 8 * 16) + 100 * 8
     counter = FlopCounter(model, torch.device("cpu"), 1)
-    assert counter.training_flops([1]) == 6 * weights + 12 * 3 * 8 / 2
+    assert counter.training_flops([1]) == 6 * weights + 12 * 3 * 8
 
 
 def test_throughput_is_per_rank():

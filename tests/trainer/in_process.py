@@ -29,8 +29,9 @@ class Result:
         return self.rows[-1]
 
 
-# hashed tells any two responses apart; picky those to two of the eight prompts, and never those to
-# the others: a batch of four prompts can then not be full of signal, whatever was sampled.
+# hashed and reversed_hash tell any two responses apart; picky those to two of the eight prompts,
+# never those to the others: a batch of four prompts can then not be full of signal, whatever was
+# sampled.
 REWARD = """
 from zlib import crc32
 
@@ -45,6 +46,9 @@ def shorter(data_source, solution_str, ground_truth, extra_info):
 
 def hashed(data_source, solution_str, ground_truth, extra_info):
     return crc32(solution_str.encode()) / 2**32
+
+def reversed_hash(data_source, solution_str, ground_truth, extra_info):
+    return crc32(solution_str[::-1].encode()) / 2**32
 
 def both(data_source, solution_str, ground_truth, extra_info):
     apart = crc32(solution_str.encode()) / 2**32

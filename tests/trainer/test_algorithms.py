@@ -40,10 +40,10 @@ def results(tmp_path_factory) -> dict[str, Result]:
         "reward.custom_reward_function.name=[both,shorter]",
         "reward.weights=[1,-0.5]",
     ]
-    named = ["algorithm.gdpo_reward_keys=[first,shorter]"]
+    named = ["algorithm.gdpo_reward_keys=[shorter,both]"]
     jobs["gdpo_named"] = [*jobs["gdpo"], *named]
     jobs["gdpo_weighted"] = [*jobs["gdpo"], *named, "algorithm.gdpo_reward_weights=[3,1]"]
-    jobs["gdpo_missing"] = [*jobs["gdpo"], "algorithm.gdpo_reward_keys=[first,shortest]"]
+    jobs["gdpo_missing"] = [*jobs["gdpo"], "algorithm.gdpo_reward_keys=[first,shorter]"]
     jobs["gdpo_single"] = ["algorithm.adv_estimator=gdpo"]
     jobs["gdpo_kl"] = [*jobs["gdpo"], "algorithm.use_kl_in_reward=true"]
     jobs["gdpo_counts"] = [*jobs["gdpo"], "algorithm.gdpo_reward_weights=[1]"]
@@ -68,9 +68,10 @@ def results(tmp_path_factory) -> dict[str, Result]:
     ]
     longer = [f"model.path={folder}/stopping", "data.max_response_length=2", "rollout.n=8"]
     jobs["long"], jobs["truncated"] = longer, [*longer, "algorithm.mask_truncated_completions=true"]
-    jobs["off_policy"] = ["rollout.top_k=20", "algorithm.rollout_correction.rollout_is=sequence"]
+    off_policy = ["rollout.top_k=20", "algorithm.sampling_replay=off"]
+    jobs["off_policy"] = [*off_policy, "algorithm.rollout_correction.rollout_is=sequence"]
     jobs["rejected"] = [
-        "rollout.top_k=20",
+        *off_policy,
         "algorithm.rollout_correction.rollout_rs=token_k1",
         "algorithm.rollout_correction.rollout_rs_threshold='1e-3_1.5'",
     ]
@@ -100,8 +101,8 @@ def test_group_estimators_give_the_kernels_advantages(results, name) -> None:
     ("job", "weights"),
     [
         ("gdpo", {"both": 1.0, "shorter": -0.5}),  # the metrics `first` and `size` do not count
-        ("gdpo_named", {"first": 1.0, "shorter": -0.5}),
-        ("gdpo_weighted", {"first": 3.0, "shorter": 1.0}),
+        ("gdpo_named", {"shorter": -0.5, "both": 1.0}),
+        ("gdpo_weighted", {"shorter": 3.0, "both": 1.0}),
     ],
 )
 def test_gdpo_takes_the_scores_of_the_functions_with_their_weights(results, job, weights) -> None:
@@ -122,7 +123,10 @@ def test_gdpo_takes_the_scores_of_the_functions_with_their_weights(results, job,
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        ("gdpo_missing", "gdpo_reward_keys names 'shortest', which the reward does not return"),
+        (
+            "gdpo_missing",
+            "'first', which is not a declared reward; the rewards of this run are both",
+        ),
         ("gdpo_single", "normalises several rewards separately, and there is one"),
         ("gdpo_kl", "use_kl_in_reward is true, but algorithm.adv_estimator gdpo"),
         ("gdpo_counts", "gdpo_reward_weights has 1 numbers for the 0 names"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
-from tests.trainer.rollout_cases import make_rollouts
+from tests.trainer.rollout_cases import make_rollouts, share
 
 pytestmark = pytest.mark.multirank
 
@@ -33,7 +33,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.batch import DataParallel, RolloutBatch
+    from hybridengine.trainer.batch import DataParallel
     from hybridengine.trainer.models import Critic
 
     actor = schema.ActorConfig(
@@ -57,12 +57,22 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     session = Session(PhaseStatus(Path(path) / "run", rank))
     dp = DataParallel(session, sp_size)
     critic = Critic(config, model, Recording(model, lr=1e-3, total_steps=2), dp)
-    batch = RolloutBatch.pack(make_rollouts(101)[0], session.device)
-    mini_batches = dp.split(batch, 1, budget)
+    rollouts = make_rollouts(101)[0]
+    batch, mini_batches = dp.build_batch(share(rollouts, rank, world_size), 1, budget)
     values = critic.values(mini_batches)
-    old_values, returns = targets(values.numel())
-    metrics = critic.update(replace(batch, values=old_values, returns=returns), mini_batches)
-    return values, gradients, metrics
+    lengths = [len(r.response_ids) for r in rollouts]
+    own = [
+        torch.cat([x.split(lengths)[i] for i in batch.index.tolist()])
+        for x in targets(sum(lengths))
+    ]
+    metrics = critic.update(replace(batch, values=own[0], returns=own[1]), mini_batches)
+    return (
+        dict(
+            zip(batch.index.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True)
+        ),
+        gradients,
+        metrics,
+    )
 
 
 def test_against_the_formula_however_it_is_split(tmp_path: Path) -> None:
@@ -85,7 +95,8 @@ def test_against_the_formula_however_it_is_split(tmp_path: Path) -> None:
     for world_size, budget, sp_size in ((1, 10_000, 1), (2, 14, 1), (4, 15, 2)):
         for got, gradients, metrics in run_ranks(body, world_size, path, budget, sp_size, head):
             case = f"{world_size} ranks, {budget} tokens, sequences over {sp_size}"
-            torch.testing.assert_close(got, values.detach(), rtol=1e-4, atol=1e-4)
+            for i, own in got.items():
+                torch.testing.assert_close(own, wanted[i].detach(), rtol=1e-4, atol=1e-4)
             error = gradients["model.embed_tokens.weight"] - by_embedding
             assert error.abs().max() < 2e-5 * by_embedding.abs().max() + 1e-6, case
             assert metrics["critic/vf_loss"] == pytest.approx(float(loss), rel=1e-4), case

@@ -40,7 +40,16 @@ TWO_REWARDS = (
     "reward.custom_reward_function.path=[{dir}/reward.py,{dir}/reward.py]",
     "reward.custom_reward_function.name=[compute_score,shorter]",
 )
-GDPO = (*TWO_REWARDS, "algorithm.adv_estimator=gdpo")
+GDPO_OF_HASHES = (
+    TWO_REWARDS[0],
+    "reward.custom_reward_function.name=[hashed,reversed_hash]",
+    "algorithm.adv_estimator=gdpo",
+)
+GDPO_OF_THREE = (
+    "reward.custom_reward_function.path=[{dir}/reward.py,{dir}/reward.py,{dir}/reward.py]",
+    "reward.custom_reward_function.name=[compute_score,shorter,hashed]",
+    "algorithm.adv_estimator=gdpo",
+)
 FILTERED = (
     "algorithm.filter_groups.enable=true",
     "algorithm.filter_groups.max_num_gen_batches=2",
@@ -84,6 +93,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "data.apply_chat_template_kwargs": OPTIONS,
     "actor.ppo_mini_batch_size": ("2", ()),
     "actor.ppo_max_token_len_per_gpu": ("48", ()),
+    "actor.shared_prefix": ("off", ()),
     "actor.clip_ratio": ("0.01", REUSED),
     "actor.clip_ratio_low": ("0.01", REUSED),
     "actor.clip_ratio_high": ("0.01", REUSED),
@@ -115,8 +125,11 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "critic.model.path": ("{dir}/other", CRITIC),
     "critic.cliprange_value": ("1e-4", (*CRITIC, "actor.ppo_epochs=2")),
     "algorithm.adv_estimator": ("rloo", ()),
-    "algorithm.gdpo_reward_keys": ("[even,reward]", GDPO),
-    "algorithm.gdpo_reward_weights": ("[1,2]", (*GDPO, "algorithm.gdpo_reward_keys=[even,reward]")),
+    "algorithm.gdpo_reward_keys": ("[shorter,hashed]", GDPO_OF_THREE),
+    "algorithm.gdpo_reward_weights": (
+        "[1,2]",
+        (*GDPO_OF_HASHES, "algorithm.gdpo_reward_keys=[hashed,reversed_hash]"),
+    ),
     "algorithm.gamma": ("0.5", ("algorithm.adv_estimator=reinforce_plus_plus",)),
     "algorithm.lam": ("0.5", CRITIC),
     "algorithm.kl_penalty": ("abs", KL_REWARD),
@@ -130,6 +143,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "algorithm.rollout_correction.rollout_is_threshold": ("1.0", ("rollout.dtype=bfloat16",)),
     "algorithm.rollout_correction.rollout_rs": ("seq_max_k2", REJECTED),
     "algorithm.rollout_correction.rollout_rs_threshold": ("1e-3", REJECTED),
+    "algorithm.sampling_replay": ("off", ("rollout.top_p=0.5",)),
     "algorithm.mask_truncated_completions": (
         "true",
         ("model.path={dir}/stopping", "data.max_response_length=1"),

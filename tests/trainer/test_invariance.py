@@ -13,7 +13,7 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
-from tests.trainer.rollout_cases import make_rollouts
+from tests.trainer.rollout_cases import make_rollouts, share
 
 pytestmark = pytest.mark.multirank
 
@@ -35,7 +35,8 @@ def body(
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.batch import DataParallel, RolloutBatch, probs_diff
+    from hybridengine.trainer.batch import DataParallel
+    from hybridengine.trainer.metrics import probs_diff
     from hybridengine.trainer.models import Actor
 
     actor_config = schema.ActorConfig(
@@ -76,15 +77,14 @@ def body(
     dp = DataParallel(session, sp_size)
     actor = Actor(config, model, partial(nullcontext, reference), optimizer, dp)
     rollouts, advantages = make_rollouts(101, count)
-    batch = RolloutBatch.pack(rollouts, session.device)
-    mini_batches = dp.split(batch, 1, token_budget)
+    batch, mini_batches = dp.build_batch(share(rollouts, rank, world_size), 1, token_budget)
     batch = replace(
         batch,
-        advantages=torch.cat(advantages),
+        advantages=torch.cat([advantages[i] for i in batch.index.tolist()]),
         ref_log_probs=actor.ref_log_probs(mini_batches),
         old_log_probs=actor.old_log_probs(mini_batches),
     )
-    metrics = probs_diff(batch)
+    metrics = probs_diff(batch, dp.group)
     is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
     batch = replace(batch, is_weights=is_weights, response_mask=response_mask)
     metrics |= {name: float(value) for name, value in correction_metrics.items()}

@@ -4,16 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.data import PromptSample
-from hybridengine.trainer.rollouts import Rollout, select_groups
+from hybridengine.data import PromptSample, Subset
+from hybridengine.trainer.rollouts import Rollout, Rollouts, own_outcomes, select_groups
 from tests.trainer.in_process import run_jobs, small_job
+
+SAMPLES = [PromptSample(index, [1], "", "", "", {}) for index in range(23)]
 
 
 def group(number: int, index: int, scores: list[float], acc: list[float] | None = None):
-    sample = PromptSample(index, [1], "", "", "", {})
     accs = acc or scores
     return [
-        Rollout(number, sample, "", [1], [0.0], score, {"acc": a}, "stop")
+        Rollout(number, SAMPLES[index], "", [1], [0.0], score, {"acc": a}, "stop")
         for score, a in zip(scores, accs, strict=True)
     ]
 
@@ -22,10 +23,19 @@ FIRST = [*group(0, 10, [1, 1]), *group(1, 11, [0, 1]), *group(2, 12, [0, 0])]
 SECOND = [*group(0, 20, [1, 0]), *group(1, 21, [0, 0]), *group(2, 22, [1, 0])]
 
 
+def batch_of(rollouts):
+    indices = {r.group: r.sample.index for r in rollouts}
+    return Rollouts(Subset(SAMPLES, list(indices.values())), own_outcomes(rollouts, 0), rollouts)
+
+
 def chosen(batches, metric="score", wanted=3):
-    rollouts, with_signal = select_groups(batches, metric, wanted)
-    assert [r.group for r in rollouts] == [i for i in range(wanted) for _ in range(2)]
-    return [r.sample.index for r in rollouts[::2]], with_signal
+    rollouts, with_signal = select_groups(list(map(batch_of, batches)), metric, wanted)
+    numbers = [i for i in range(wanted) for _ in range(2)]
+    assert [r.group for r in rollouts.own] == rollouts.outcomes.groups.tolist() == numbers
+    assert [r.score for r in rollouts.own] == rollouts.outcomes.scores.tolist()
+    indices = [r.sample.index for r in rollouts.own[::2]]
+    assert indices == [prompt.index for prompt in rollouts.prompts]
+    return indices, with_signal
 
 
 @pytest.mark.multirank
@@ -54,4 +64,5 @@ def test_the_metric_may_be_a_further_result():
 
 def test_a_group_of_one_has_signal():
     alone = group(0, 1, [1.0])
-    assert select_groups([alone], "score", 1) == (alone, 1)
+    rollouts, with_signal = select_groups([batch_of(alone)], "score", 1)
+    assert (list(rollouts.own), with_signal) == (alone, 1)

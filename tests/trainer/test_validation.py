@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.data import PromptSample
+from hybridengine.data import PromptSample, Subset
 from hybridengine.reward_worker.results import to_numbers
-from hybridengine.trainer.rollouts import Rollout
+from hybridengine.trainer.rollouts import Rollout, Rollouts, own_outcomes
 from hybridengine.trainer.validation import (
     ValidationHistory,
     expected_best,
     expected_majority,
+    problems_of,
     source_metrics,
 )
 
@@ -68,9 +69,18 @@ def rollout(index: int, source: str, score: float, pred: float | None = None) ->
     return Rollout(index, sample, " 2", [9], [-0.5], score, {}, "stop", pred=pred)
 
 
+def problems(rollouts: list[Rollout]):
+    prompts = list({r.group: r.sample for r in rollouts}.values())
+    return problems_of(
+        Rollouts(Subset(prompts, range(len(prompts))), own_outcomes(rollouts, 0), rollouts)
+    )
+
+
 def test_votes_are_counted_over_the_answers_that_a_reward_gives() -> None:
     answers = [to_numbers({"score": s, "pred": p}) for s, p in ((1, "42"), (0, "41"), (1, "42"))]
-    found = ValidationHistory().add([rollout(0, "a", of["score"], of["pred"]) for of in answers])
+    found = ValidationHistory().add(
+        problems([rollout(0, "a", of["score"], of["pred"]) for of in answers])
+    )
     assert found["val-core/a/reward/mean@3"] == pytest.approx(2 / 3)
     assert found["val-core/a/reward/maj@3/mean"] > found["val-core/a/reward/mean@3"]
     assert not any("pred" in name for name in found)
@@ -79,14 +89,14 @@ def test_votes_are_counted_over_the_answers_that_a_reward_gives() -> None:
 def test_a_resumed_run_compares_with_the_start_of_the_whole_run() -> None:
     straight, resumed = ValidationHistory(), ValidationHistory()
     first = [rollout(0, "a", 0.0), rollout(1, "b", 0.0), rollout(2, "b", 1.0)]
-    metrics = straight.add(first)
+    metrics = straight.add(problems(first))
     assert metrics["val/score"] == pytest.approx(1 / 3)
     assert metrics["val-core/a/reward/mean@1"] == 0.0
     assert metrics["val-core/b/reward/mean@1"] == 0.5
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
     last = [rollout(0, "a", 1.0), rollout(1, "b", 1.0), rollout(2, "b", 1.0)]
-    straight.add(last)
-    resumed.add(last)
+    straight.add(problems(last))
+    resumed.add(problems(last))
     assert resumed.summary() == straight.summary() and resumed.lines() == straight.lines()
     assert resumed.summary()["val_score_start"] == pytest.approx(1 / 3)
     assert resumed.summary()["val_core_start_end"]["b/reward/mean@1"] == [0.5, 1.0]

@@ -1,0 +1,104 @@
+"""From the outcomes of all responses to rewards and advantages of the tokens of one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridengine.config.rl import AlgorithmConfig
+from hybridengine.kernels import token_kl
+from hybridengine.trainer.algorithms import (
+    NEEDS,
+    AdvantageOptions,
+    KLController,
+    Responses,
+    advantages,
+)
+from hybridengine.trainer.batch import DataParallel, RolloutBatch
+from hybridengine.trainer.metrics import mean_max_min
+from hybridengine.trainer.outcomes import Outcomes
+
+
+class Rewards(NamedTuple):
+    """What each response earns, and where: float32."""
+
+    per_response: Tensor  # [N], of all replicas
+    per_token: Tensor  # [R], of this replica; their sum over a response is its reward
+
+
+def compute_rewards(
+    batch: RolloutBatch, dp: DataParallel, kl: KLController | None, algorithm: AlgorithmConfig
+) -> tuple[Rewards, dict[str, float]]:
+    """Compute rewards and their metrics: the score at the last token of each response. Collective.
+
+    kl: subtract every token's KL penalty, and advance the controller of its coefficient.
+    """
+    scores = batch.outcomes.scores.float().to(batch.index.device)
+    per_token, metrics = torch.zeros_like(batch.rollout_log_probs), dict[str, float]()
+    per_token[batch.cu_seqlens[1:].long() - 1] = batch.per_response(scores)
+    rewards = Rewards(scores, per_token)
+    if kl is not None:
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+        kl_R = token_kl(algorithm.kl_penalty, batch.old_log_probs, batch.ref_log_probs)
+        per_token -= kl.coef * kl_R
+        kl_means = batch.sequence_sums(kl_R) / batch.cu_seqlens.diff()
+        mean_kl = float(dp.gather_responses(batch, kl_means).mean())
+        metrics["actor/reward_kl_penalty"] = mean_kl
+        metrics["actor/reward_kl_penalty_coeff"] = kl.coef
+        kl.update(mean_kl, len(batch.outcomes))
+        rewards = Rewards(dp.gather_responses(batch, batch.sequence_sums(per_token)), per_token)
+    return rewards, metrics | mean_max_min("critic/rewards", rewards.per_response)
+
+
+def compute_advantages(
+    batch: RolloutBatch,
+    dp: DataParallel,
+    rewards: Rewards,
+    algorithm: AlgorithmConfig,
+    baselines: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute (advantages, returns), [R] each, by the configured estimator. Collective.
+
+    baselines: [N], the reward of the greedy response to the prompt, for estimators that need it.
+    """
+    outcomes, scores = batch.outcomes, rewards.per_response
+    parts, weights = None, None
+    if "reward_parts" in NEEDS[algorithm.adv_estimator]:
+        names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+        parts, weights = reward_parts(outcomes, names, weights)
+    responses = Responses(
+        rewards=scores,
+        group_ids=outcomes.groups.to(scores.device),
+        cu_seqlens=batch.cu_seqlens,
+        response_mask=batch.response_mask,
+        token_rewards=rewards.per_token,
+        lengths=outcomes.response_lengths.to(scores.device),
+        local=batch.index,
+        values=batch.values,
+        reward_baselines=None if baselines is None else baselines.to(scores),
+        reward_parts=None if parts is None else parts.to(scores),
+    )
+    options = AdvantageOptions(
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        part_weights=weights,
+        process_group=dp.group,
+    )
+    return advantages(algorithm.adv_estimator, responses, options)
+
+
+def reward_parts(
+    outcomes: Outcomes, names: Sequence[str], weights: Sequence[float] | None
+) -> tuple[Tensor, tuple[float, ...]]:
+    """Return the rewards that gdpo normalises separately: (scores [N, K], their weights).
+
+    names: declared rewards (algorithm.gdpo_reward_keys); none: all. weights: one per name; None:
+    those of the score (reward.weights).
+    """
+    parts = [outcomes.parts[name] for name in names or outcomes.parts]
+    scores = torch.stack([part.scores for part in parts], dim=1)
+    return scores, tuple(weights or [part.weight for part in parts])

@@ -1,0 +1,69 @@
+"""The reward model: a sequence classifier that scores responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hybridengine.model import on_device, pack_rollouts, packed_values
+from hybridengine.runtime.session import Session
+from hybridengine.trainer.exchange import RowExchange
+from hybridengine.trainer.rollouts import Rollout, Rollouts
+from hybridengine.trainer.split import split_micro_batches
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A sequence classifier, sharded over all ranks like the policy.
+
+    It scores a response by the model's value at its last token.
+
+    A model with the policy's vocabulary reads the token ids as generated. A model with another
+    vocabulary reads the conversation and the response's text in its own chat template.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None  # the model's own; None for the policy's vocabulary
+    session: Session
+    max_tokens: int  # of a micro-batch
+    weight: float  # of the score in a response's reward
+
+    @torch.no_grad()
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Compute one score per response of all ranks, float64 [N]. Collective.
+
+        Responses move to the ranks that score them, balanced by tokens.
+        """
+        own_ids = [torch.tensor(self._ids(r), dtype=torch.int32) for r in rollouts.own]
+        session = self.session
+        lengths = rollouts.gather_numbers([ids.numel() for ids in own_ids]).long()
+        split = split_micro_batches(lengths.tolist(), session.world_size, self.max_tokens)
+        wanted = [[i for micro in part for i in micro.indices] for part in split]
+        packed = torch.cat([torch.empty(0, dtype=torch.int32), *own_ids]).to(session.device)
+        received = RowExchange(rollouts.outcomes.ranks, wanted)(packed, lengths)
+        ids = iter(received.split(lengths[wanted[session.rank]].tolist()))
+        scores = torch.zeros(len(lengths), dtype=torch.float64, device=session.device)
+        with on_device(self.model) as model:
+            for micro in split[session.rank]:
+                pairs: list[tuple[list[int], list[int]]]
+                pairs = [(next(ids).tolist(), []) for _ in micro.indices]
+                batch = pack_rollouts(pairs, session.device)
+                batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
+                values = packed_values(model, batch)
+                if not micro.is_dummy:
+                    scores[micro.indices] = values.double()
+        dist.all_reduce(scores)  # exact: one rank's value plus zeros
+        return scores.cpu()
+
+    def _ids(self, rollout: Rollout) -> list[int]:
+        if self.tokenizer is None:
+            return [*rollout.sample.prompt_ids, *rollout.response_ids]
+        answer = {"role": "assistant", "content": rollout.response_text}
+        ids = self.tokenizer.apply_chat_template(
+            [*map(dict, rollout.sample.chat), answer], tokenize=True, return_dict=False
+        )
+        return list(ids)

@@ -1,0 +1,60 @@
+"""Texts of rollouts on rank 0: made where the response was generated, then moved in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.storage import atomic_file
+from hybridengine.tracking.files import rollout_line
+from hybridengine.trainer.exchange import RowExchange
+from hybridengine.trainer.rollouts import Rollout, Rollouts
+
+
+@contextmanager
+def rollout_file(path: Path | None, is_main: bool) -> Iterator[Callable[[Rollouts], None]]:
+    """Yield a function that appends rollouts to the jsonl file `path`, or does nothing for None.
+
+    Rank 0 writes, atomically; it holds some MiB of the other ranks' lines at a time. The function
+    is collective.
+    """
+    with ExitStack() as stack:
+        file = None
+        if path is not None and is_main:
+            temporary = stack.enter_context(atomic_file(path))
+            file = stack.enter_context(temporary.open("wb"))
+
+        def append(rollouts: Rollouts) -> None:
+            if path is not None:
+                for piece in texts_on_rank0(rollouts, rollout_line):
+                    if file is not None:
+                        file.write(piece)
+
+        yield append
+
+
+def texts_on_rank0(
+    rollouts: Rollouts, text_of: Callable[[Rollout], str], rows: Sequence[int] | None = None
+) -> Iterator[bytes]:
+    """Yield `text_of` the responses `rows` (None: all) in order, end to end, on rank 0.
+
+    In pieces of some MiB; empty ones on the other ranks. Collective: every rank takes all pieces.
+    """
+    outcomes = rollouts.outcomes
+    own_rows = (outcomes.ranks == rollouts.rank).nonzero().flatten().tolist()
+    rows = range(len(outcomes)) if rows is None else rows
+    wanted = set(rows)
+    texts = [
+        text_of(r).encode() if row in wanted else b""
+        for row, r in zip(own_rows, rollouts.own, strict=True)
+    ]
+    sizes = rollouts.gather_numbers([len(text) for text in texts]).long()
+    values = torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8)
+    nothing: list[Sequence[int]] = [()] * (dist.get_world_size() - 1)
+    exchange = RowExchange(outcomes.ranks, [rows, *nothing])
+    for piece in exchange.pieces(values, sizes):
+        yield piece.numpy().tobytes()

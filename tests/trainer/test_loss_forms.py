@@ -1,0 +1,162 @@
+"""The loss from hidden states in one pass equals log-probs, then the loss: values and gradients."""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridengine.config import GRPOConfig
+from hybridengine.config import rl as schema
+from tests import tolerances
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+from tests.trainer.rollout_cases import make_rollouts, share
+
+pytestmark = pytest.mark.multirank  # one rank, for FSDP2
+
+MODES = typing.get_args(typing.get_type_hints(schema.PolicyLossConfig)["loss_mode"])
+AGGREGATIONS = typing.get_args(typing.get_type_hints(schema.ActorConfig)["loss_agg_mode"])
+CORRECTIONS = ((None, 2.0), ("token", 1.2), ("token", "0.8_1.2"))
+
+
+def config_of(mode: str, aggregation: str, correction: tuple, extra_terms: bool) -> GRPOConfig:
+    level, threshold = correction
+    return GRPOConfig(
+        actor=schema.ActorConfig(
+            policy_loss=schema.PolicyLossConfig(loss_mode=mode),
+            loss_agg_mode=aggregation,
+            use_kl_loss=extra_terms,
+            kl_loss_coef=0.1,
+            entropy_coeff=0.01 if extra_terms else 0.0,
+        ),
+        algorithm=schema.AlgorithmConfig(
+            rollout_correction=schema.RolloutCorrectionConfig(level, threshold)
+        ),
+    )
+
+
+def cases() -> Iterator[tuple[GRPOConfig, bool]]:
+    """Every mode with every correction and extra term, with given and own old log-probs.
+
+    The aggregations take turns, so that every mode meets all of them.
+    """
+    product = itertools.product(MODES, (False, True), CORRECTIONS, (False, True))
+    for (mode, own, correction, extra_terms), aggregation in zip(
+        product, itertools.cycle(AGGREGATIONS), strict=False
+    ):
+        yield config_of(mode, aggregation, correction, extra_terms), own
+
+
+class Setup:
+    """A model on FSDP2 shards and a batch whose ratios, weights and mask are not trivial."""
+
+    def __init__(self, rank: int, world_size: int, path: str) -> None:
+        from hybridengine.model import Optimizer, load_causal_lm, sharding_mesh
+        from hybridengine.runtime.session import Session
+        from hybridengine.runtime.status import PhaseStatus
+        from hybridengine.trainer.batch import DataParallel
+
+        session = Session(PhaseStatus(Path(path) / "run", rank))
+        self.model = load_causal_lm(
+            path, mesh=sharding_mesh("cpu", world_size), shard_dim1=lambda name: False,
+            param_dtype=torch.float32,
+        )  # fmt: skip
+        self.optimizer = Optimizer(self.model, lr=0.0, total_steps=1)
+        self.dp = DataParallel(session, 1)
+        rollouts, advantages = make_rollouts(101)
+        batch, self.mini_batches = self.dp.build_batch(share(rollouts, 0, 1), 1, 10_000)
+        generator = torch.Generator().manual_seed(1)
+        draw = lambda scale: scale * torch.randn(len(own), generator=generator)  # noqa: E731
+        own = self.actor(GRPOConfig()).old_log_probs(self.mini_batches)
+        self.batch = replace(
+            batch,
+            advantages=torch.cat(advantages),
+            rollout_log_probs=own + draw(0.3),
+            old_log_probs=own + draw(0.3),
+            ref_log_probs=own + draw(0.3),
+            selected=draw(1.0) > 0,
+            response_mask=draw(1.0) > -1,
+        )
+
+    def actor(self, config: GRPOConfig, **changes: Any) -> Any:
+        from hybridengine.trainer.models import Actor
+
+        actor = Actor(config, self.model, None, self.optimizer, self.dp)
+        for name, value in changes.items():
+            setattr(actor, name, value)
+        return actor
+
+    def loss(self, actor: Any, own: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Return [loss, log-probs, gradients ...] and metrics of the one micro-batch."""
+        batch = self.batch
+        if own:
+            batch = replace(batch, old_log_probs=None)
+        else:
+            weights, mask, _ = actor.rollout_correction(batch)
+            batch = replace(batch, is_weights=weights, response_mask=mask)
+        [mini_batch] = self.mini_batches
+        [micro_batch] = mini_batch.micro_batches
+        self.model.zero_grad()  # before the forward, which gathers the parameters
+        loss, metrics, log_probs = actor.micro_batch_loss(
+            batch, micro_batch, *self.dp.num_trained(batch, mini_batch)
+        )
+        self.dp.backward(loss, self.optimizer)
+        mask = micro_batch.response_mask(batch)
+        gradients = [p.grad.full_tensor() for p in self.model.parameters()]
+        scale = max(g.abs().max() for g in gradients)
+        values = [loss.detach(), log_probs.detach() * mask, *(g / scale for g in gradients)]
+        return values, metrics
+
+
+def body(rank: int, world_size: int, path: str) -> tuple[list[bool], int]:
+    """Return which batches permit one pass, and the number of compared cases."""
+    setup, count = Setup(rank, world_size, path), 0
+    for config, own in cases():
+        actor = setup.actor(config)
+        assert actor._permits_one_pass(setup.batch, setup.mini_batches[0].micro_batches[0])
+        got, metrics = setup.loss(actor, own)
+        two_steps = setup.actor(config, _permits_one_pass=lambda *_: False)
+        expected, expected_metrics = setup.loss(two_steps, own)
+        case = f"{config.actor}, {config.algorithm.rollout_correction}, own={own}"
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, e, **tolerances.LINEAR, msg=lambda m, c=case: f"{c}: {m}")
+        assert metrics.keys() == expected_metrics.keys(), case
+        for name, e in expected_metrics.items():
+            torch.testing.assert_close(
+                metrics[name].double(), e.double(), **tolerances.LINEAR,
+                msg=lambda m, c=case, n=name: f"{c}, {n}: {m}",
+            )  # fmt: skip
+        count += 1
+    return permitted(setup), count
+
+
+def permitted(setup: Setup) -> list[bool]:
+    from hybridengine.model.ulysses import SequenceShard
+
+    [micro_batch] = setup.mini_batches[0].micro_batches
+    own = replace(setup.batch, old_log_probs=None)
+    by_response = setup.actor(config_of("vanilla", "token-mean", ("sequence", 2.0), False))
+    by_token = setup.actor(GRPOConfig())
+    rows = SequenceShard(torch.distributed.group.WORLD, torch.tensor([0]), 1)
+    shard = replace(micro_batch.packed, shard=rows)
+    full_logits = setup.actor(GRPOConfig(), model=torch.nn.Linear(1, 1))
+    return [
+        by_token._permits_one_pass(own, micro_batch),
+        by_response._permits_one_pass(setup.batch, micro_batch),
+        by_response._permits_one_pass(own, micro_batch),
+        by_token._permits_one_pass(own, replace(micro_batch, packed=shard)),
+        full_logits._permits_one_pass(own, micro_batch),
+    ]
+
+
+def test_one_pass_equals_two_steps_where_it_is_permitted(tmp_path: Path) -> None:
+    [(permits, count)] = run_ranks(body, 1, save_tiny("llama", tmp_path), timeout_s=300.0)
+    assert permits == [True, True, False, False, False]
+    assert count == len(MODES) * len(CORRECTIONS) * 4
