@@ -50,23 +50,41 @@ HE_HOST_DEVICE float to_float(double value) { return static_cast<float>(value); 
 HE_HOST_DEVICE float to_float(bf16 value) { return float_of(uint32_t{value.bits} << 16); }
 
 HE_HOST_DEVICE float to_float(f16 value) {
+#ifdef __CUDA_ARCH__
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+  return wide;
+#else
   const uint32_t sign = (value.bits & 0x8000u) << 16;
   const uint32_t magnitude = value.bits & 0x7FFFu;
   // Multiplying by 2^112 rebiases the exponent and is exact for subnormals too.
   float result = float_of(magnitude << 13) * float_of(0x77800000u);
   if (magnitude >= 0x7C00u) result = float_of(0x7F800000u | (magnitude << 13));
   return float_of(bits_of(result) | sign);
+#endif
 }
 
-// Round to nearest even; every NaN becomes the canonical quiet one, as c10::BFloat16 does.
+// Round to nearest even; every NaN becomes one quiet NaN, on each device that of torch's own cast.
 HE_HOST_DEVICE bf16 to_bf16(float value) {
+#ifdef __CUDA_ARCH__
+  bf16 rounded;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded.bits) : "f"(value));
+  return rounded;
+#else
   const uint32_t bits = bits_of(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return bf16{0x7FC0};
   return bf16{static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16)};
+#endif
 }
 
-// Round to nearest even, subnormals included; NaN becomes 0x7E00 with the sign kept.
+// Round to nearest even, subnormals included; NaN becomes a quiet NaN (on the CPU 0x7E00 with the
+// sign kept).
 HE_HOST_DEVICE f16 to_f16(float value) {
+#ifdef __CUDA_ARCH__
+  f16 rounded;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded.bits) : "f"(value));
+  return rounded;
+#else
   const uint32_t bits = bits_of(value);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -79,6 +97,7 @@ HE_HOST_DEVICE f16 to_f16(float value) {
   }
   const uint32_t rebiased = magnitude - (112u << 23);
   return f16{static_cast<uint16_t>(sign | ((rebiased + 0xFFFu + ((rebiased >> 13) & 1u)) >> 13))};
+#endif
 }
 
 template <typename T>

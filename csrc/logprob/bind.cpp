@@ -81,7 +81,7 @@ void fill(LogitRows& p, const at::Tensor& logits, const at::Tensor& token_ids, c
   p.num_threads = at::get_num_threads();
 }
 
-void run(const LogProbForward& p, const at::Device& device) {
+void run(LogProbForward& p, const at::Device& device) {
   if (device.is_cpu()) {
     check_labels_on_host(p);
     py::gil_scoped_release no_gil;
@@ -90,6 +90,9 @@ void run(const LogProbForward& p, const at::Device& device) {
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device.is_cuda()) {
     const c10::DeviceGuard guard(device);
+    const auto floats = at::TensorOptions(at::kFloat).device(device);
+    const at::Tensor slice_sums = at::empty({p.rows, num_slices(p.vocab), 4}, floats);
+    p.slice_sums = slice_sums.mutable_data_ptr<float>();
     return check_cuda(log_prob_forward_cuda(p, current_stream(device)), "token_log_probs");
   }
 #endif

@@ -44,7 +44,9 @@ struct LogProbForward : LogitRows {
   // the token (-inf: not in this slice), sum e^2, with d = z - max z and e = exp(d). The sums are
   // over all entries except the token's.
   float* partial;
-  int32_t* bad_label;  // CUDA: set to 1 if a label is out of range (its row becomes NaN)
+  // CUDA only:
+  int32_t* bad_label;  // set to 1 if a label is out of range (its row becomes NaN)
+  float* slice_sums;   // [rows, num_slices(vocab), 4], scratch
 };
 
 struct LogProbBackward : LogitRows {
@@ -59,6 +61,12 @@ struct LogProbBackward : LogitRows {
   int64_t grad_stride;
   const int32_t* row_index;  // [rows] or null: the row of grad_logits to write to; -1: none
 };
+
+// The CUDA forward reduces this many columns of a row at a time (slices.h).
+constexpr int64_t kSliceColumns = 4096;
+HE_HOST_DEVICE int64_t num_slices(int64_t vocab) {
+  return (vocab + kSliceColumns - 1) / kSliceColumns;
+}
 
 HE_CPU_KERNEL(log_prob_forward_cpu, LogProbForward)
 HE_CPU_KERNEL(log_prob_backward_cpu, LogProbBackward)

@@ -57,21 +57,14 @@ HE_HOST_DEVICE RowResult finish_row(const RowSums& sums, float token_y, float fa
   return result;
 }
 
-// Joins the sums of two parts of a row.
-HE_HOST_DEVICE RowSums join(const RowSums& a, const RowSums& b, float factor) {
-  const bool swap = a.max < b.max;
-  RowSums sums{swap ? b.max : a.max, swap ? b.e : a.e, swap ? b.e_d : a.e_d, swap ? b.e_e : a.e_e};
-  const RowSums low{swap ? a.max : b.max, swap ? a.e : b.e, swap ? a.e_d : b.e_d,
-                    swap ? a.e_e : b.e_e};
-  const double shift = (double{low.max} - sums.max) * factor;
+// The sums relative to `top`, which is at least their maximum. A part of removed entries only
+// (-inf) would give 0 * inf; NaN stays.
+HE_HOST_DEVICE RowSums raised(const RowSums& sums, float top, float factor) {
+  if (sums.max == top) return sums;
+  const double shift = (double{sums.max} - top) * factor;
   const double shrink = exp(shift);
-  // Skip a part of removed entries only (-inf), which would give 0 * inf; propagate NaN.
-  if (shrink > 0 || low.e != low.e) {
-    sums.e += low.e * shrink;
-    sums.e_d += (low.e_d + shift * low.e) * shrink;
-    sums.e_e += low.e_e * shrink * shrink;
-  }
-  return sums;
+  if (!(shrink > 0) && sums.e == sums.e) return {top, 0, 0, 0};
+  return {top, sums.e * shrink, (sums.e_d + shift * sums.e) * shrink, sums.e_e * shrink * shrink};
 }
 
 HE_HOST_DEVICE int64_t vocab_total(const LogitRows& rows) {

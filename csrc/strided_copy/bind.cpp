@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <map>
 #include <vector>
 
@@ -47,7 +48,7 @@ class CopyTable {
   std::vector<CopyRow> rows_;
   Reaches src_reach_, dst_reach_;
   int64_t num_chunks_ = 0;
-  at::Tensor device_rows_, device_addresses_;
+  at::Tensor device_rows_, device_row_of_chunk_, device_addresses_;
   std::vector<void*> uploaded_;
 };
 
@@ -204,6 +205,7 @@ void CopyTable::copy(const std::vector<at::Tensor>& sources,
     void* stream = current_stream(device);
     upload(device, addresses, stream);
     params.rows = static_cast<const CopyRow*>(device_rows_.const_data_ptr());
+    params.row_of_chunk = static_cast<const int32_t*>(device_row_of_chunk_.const_data_ptr());
     auto* device_data = static_cast<void**>(device_addresses_.mutable_data_ptr());
     params.sources = reinterpret_cast<const char* const*>(device_data);
     params.destinations = reinterpret_cast<char* const*>(device_data + sources.size());
@@ -225,7 +227,14 @@ void CopyTable::upload(const at::Device& device, const std::vector<void*>& addre
     return buffer;
   };
   if (!device_rows_.defined() || device_rows_.device() != device) {
+    std::vector<int32_t> row_of_chunk(num_chunks_);
+    for (size_t row = 0; row < rows_.size(); ++row) {
+      const int64_t end = row + 1 < rows_.size() ? rows_[row + 1].first_chunk : num_chunks_;
+      std::fill(row_of_chunk.begin() + rows_[row].first_chunk, row_of_chunk.begin() + end,
+                static_cast<int32_t>(row));
+    }
     device_rows_ = to_device(rows_.data(), rows_.size() * sizeof(CopyRow));
+    device_row_of_chunk_ = to_device(row_of_chunk.data(), row_of_chunk.size() * sizeof(int32_t));
     uploaded_.clear();
   }
   if (uploaded_ != addresses) {

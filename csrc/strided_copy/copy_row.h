@@ -19,8 +19,10 @@ struct CopyRow {
   int64_t size[kCopyDims];  // slowest dimension first
   int64_t src_stride[kCopyDims];
   int64_t dst_stride[kCopyDims];
-  int64_t first_chunk;  // number of its first chunk among those of all rows
-  int32_t src;          // index of the tensor
+  int64_t first_chunk;          // number of its first chunk among those of all rows
+  int32_t dims;                 // the last `dims` dimensions are used; the others have size 1
+  uint32_t inverse[kCopyDims];  // ceil(2^32 / size), for `advance`
+  int32_t src;                  // index of the tensor
   int32_t dst;
   // The largest power of two, up to kMaxAlign, that divides all outer strides, in elements; 0 where
   // elements are not adjacent.
@@ -28,33 +30,63 @@ struct CopyRow {
   int32_t dst_align;
 };
 
-struct CopySpan {
-  int64_t src;  // element offset
+// An element of a row: its index in every dimension, and its offset on both sides.
+struct CopyPlace {
+  int64_t index[kCopyDims];
+  int64_t src;
   int64_t dst;
-  int64_t run;  // elements left in the innermost dimension from here
 };
 
 HE_HOST_DEVICE int64_t num_elements(const CopyRow& row) {
   return row.size[0] * row.size[1] * row.size[2] * row.size[3];
 }
 
-// The offsets of element `flat` (row-major over `size`) on both sides.
-HE_HOST_DEVICE CopySpan locate(const CopyRow& row, int64_t flat) {
-  CopySpan span{0, 0, 0};
+// Element `flat` (row-major over `size`).
+HE_HOST_DEVICE CopyPlace locate(const CopyRow& row, int64_t flat) {
+  CopyPlace place{};
+  HE_UNROLL
   for (int dim = kCopyDims - 1; dim >= 0; --dim) {
-    int64_t outer;
-    if (((flat | row.size[dim]) >> 32) == 0) {  // 64-bit division costs several times 32-bit
+    if (dim < kCopyDims - row.dims) break;
+    int64_t outer = 0;
+    if (dim == kCopyDims - row.dims) {                 // the outermost dimension
+    } else if (((flat | row.size[dim]) >> 32) == 0) {  // 64-bit division costs several times 32-bit
       outer = static_cast<uint32_t>(flat) / static_cast<uint32_t>(row.size[dim]);
     } else {
       outer = flat / row.size[dim];
     }
-    const int64_t index = flat - outer * row.size[dim];
-    if (dim == kCopyDims - 1) span.run = row.size[dim] - index;
-    span.src += index * row.src_stride[dim];
-    span.dst += index * row.dst_stride[dim];
+    place.index[dim] = flat - outer * row.size[dim];
+    place.src += place.index[dim] * row.src_stride[dim];
+    place.dst += place.index[dim] * row.dst_stride[dim];
     flat = outer;
   }
-  return span;
+  return place;
+}
+
+struct CopyOffsets {
+  int64_t src;
+  int64_t dst;
+};
+
+// The offsets of the element `steps` < kChunkElements after `place`. A quotient of fewer than
+// kChunkElements steps is a multiplication: exact for sizes up to twice that, and 0 above.
+HE_HOST_DEVICE CopyOffsets advance(const CopyRow& row, const CopyPlace& place, uint32_t steps) {
+  CopyOffsets offsets{place.src, place.dst};
+  HE_UNROLL
+  for (int dim = kCopyDims - 1; dim >= 0 && steps > 0; --dim) {
+    const int64_t left = row.size[dim] - place.index[dim];
+    int64_t moved = steps;
+    uint32_t carry = 0;
+    if (moved >= left) {
+      const uint32_t past = static_cast<uint32_t>(moved - left);
+      const auto wraps = static_cast<uint32_t>((uint64_t{past} * row.inverse[dim]) >> 32);
+      moved = int64_t{past - wraps * static_cast<uint32_t>(row.size[dim])} - place.index[dim];
+      carry = wraps + 1;
+    }
+    offsets.src += moved * row.src_stride[dim];
+    offsets.dst += moved * row.dst_stride[dim];
+    steps = carry;
+  }
+  return offsets;
 }
 
 // The row that holds chunk number `chunk`: the last one with first_chunk <= chunk.
@@ -93,7 +125,10 @@ inline void coalesce(CopyRow& row) {
     row.size[dim] = i < used ? size[i] : 1;
     row.src_stride[dim] = i < used ? src[i] : (i == 0);
     row.dst_stride[dim] = i < used ? dst[i] : (i == 0);
+    const int64_t divisor = row.size[dim] < 2 * kChunkElements ? row.size[dim] : 2 * kChunkElements;
+    row.inverse[dim] = static_cast<uint32_t>((0xFFFFFFFFu + divisor) / divisor);
   }
+  row.dims = used > 1 ? used : 1;
 }
 
 // The largest power of two up to kMaxAlign that divides every stride but the innermost.

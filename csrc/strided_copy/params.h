@@ -13,6 +13,7 @@ struct StridedCopyParams {
   const CopyRow* rows;         // coalesced, with chunk numbers; on the device that copies
   const char* const* sources;  // first element of each tensor; arrays on that device
   char* const* destinations;
+  const int32_t* row_of_chunk;  // CUDA only: [num_chunks]
   int64_t num_rows;
   int64_t num_chunks;
   DType src_dtype;

@@ -25,10 +25,11 @@ void copy_range(const CopyRow& row, const S* source, D* destination, int64_t beg
   const int64_t src_step = row.src_stride[kCopyDims - 1];
   const int64_t dst_step = row.dst_stride[kCopyDims - 1];
   while (begin < end) {
-    const CopySpan span = locate(row, begin);
-    const int64_t run = span.run < end - begin ? span.run : end - begin;
-    const S* src = source + span.src;
-    D* dst = destination + span.dst;
+    const CopyPlace place = locate(row, begin);
+    const int64_t left = row.size[kCopyDims - 1] - place.index[kCopyDims - 1];
+    const int64_t run = left < end - begin ? left : end - begin;
+    const S* src = source + place.src;
+    D* dst = destination + place.dst;
     if (src_step == 1 && dst_step == 1) {
       copy_run(src, dst, run);
     } else {

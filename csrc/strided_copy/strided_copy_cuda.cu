@@ -1,7 +1,7 @@
-// strided_copy on CUDA: one launch for the table, one block per chunk, 16-byte accesses where both
-// sides allow them.
+// strided_copy on CUDA: one launch for the table, one block per chunk.
 #include <cuda_runtime.h>
 
+#include "strided_copy/copy_chunk.h"
 #include "strided_copy/params.h"
 
 namespace hybridengine {
@@ -10,50 +10,18 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <typename T, int width>
-struct alignas(width * sizeof(T) < 16 ? width * sizeof(T) : 16) Group {
-  T values[width];
-};
-
 template <typename S, typename D>
-__global__ void __launch_bounds__(kThreads)
-    copy_chunks(const CopyRow* rows, int64_t num_rows, const char* const* sources,
-                char* const* destinations) {
-  constexpr int kWidth = 16 / (sizeof(S) < sizeof(D) ? sizeof(S) : sizeof(D));
-  const int64_t chunk = blockIdx.x;
-  const CopyRow row = rows[find_row(rows, num_rows, chunk)];
-  const S* src = reinterpret_cast<const S*>(sources[row.src]) + row.src_offset;
-  D* dst = reinterpret_cast<D*>(destinations[row.dst]) + row.dst_offset;
-  const int64_t total = num_elements(row);
-  const int64_t begin = (chunk - row.first_chunk) * kChunkElements;
-  const int64_t end = total < begin + kChunkElements ? total : begin + kChunkElements;
-  const bool flat = row.size[0] * row.size[1] * row.size[2] == 1;
-  const int64_t src_step = row.src_stride[kCopyDims - 1];
-  const int64_t dst_step = row.dst_stride[kCopyDims - 1];
-
-  if (vectors_fit(row, reinterpret_cast<const char*>(src), reinterpret_cast<const char*>(dst),
-                  kWidth, sizeof(S), sizeof(D))) {
-    for (int64_t i = begin + threadIdx.x * kWidth; i < end; i += kThreads * kWidth) {
-      const CopySpan span = flat ? CopySpan{i, i, 0} : locate(row, i);
-      const auto in = *reinterpret_cast<const Group<S, kWidth>*>(src + span.src);
-      Group<D, kWidth> out;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) out.values[j] = convert<S, D>(in.values[j]);
-      *reinterpret_cast<Group<D, kWidth>*>(dst + span.dst) = out;
-    }
-    return;
-  }
-  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const CopySpan span = flat ? CopySpan{i * src_step, i * dst_step, 0} : locate(row, i);
-    dst[span.dst] = convert<S, D>(src[span.src]);
-  }
+__global__ void __launch_bounds__(kThreads, 4)
+    copy_chunks(const __grid_constant__ StridedCopyParams p) {
+  const CopyRow& row = p.rows[p.row_of_chunk[blockIdx.x]];
+  copy_chunk<S, D>(row, p.sources[row.src], p.destinations[row.dst], blockIdx.x, threadIdx.x,
+                   kThreads);
 }
 
 template <typename S, typename D>
 int launch(const StridedCopyParams& params, void* stream) {
   copy_chunks<S, D><<<static_cast<unsigned>(params.num_chunks), kThreads, 0,
-                      static_cast<cudaStream_t>(stream)>>>(params.rows, params.num_rows,
-                                                           params.sources, params.destinations);
+                      static_cast<cudaStream_t>(stream)>>>(params);
   return cudaGetLastError();
 }
 

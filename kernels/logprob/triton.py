@@ -21,6 +21,8 @@ FORWARD_BLOCK = 2048
 BACKWARD_BLOCK = 2048
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
+# Arguments of exp2 are clamped to this, where it gives 0: an infinite one would give 0 * inf.
+_LOWEST = tl.constexpr(-200.0)
 
 
 @triton.jit
@@ -67,6 +69,12 @@ def _vocab_range(vocab_range, vocab, PARALLEL: tl.constexpr):
         return tl.load(vocab_range), tl.load(vocab_range + 1)
     else:
         return tl.zeros((), tl.int64), tl.zeros((), tl.int64) + vocab
+
+
+@triton.jit
+def _clamped(x):
+    """max(x, _LOWEST) in one instruction that keeps NaN."""
+    return tl.maximum(x, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -127,17 +135,20 @@ def forward_kernel(
         if block_top > top:
             # Nothing to rescale while top is -inf.
             shift = tl.where(top == -float("inf"), 0.0, (top - block_top) * factor2)
-            shrink = tl.exp2(tl.maximum(shift, -150.0))
+            shrink = tl.exp2(tl.maximum(shift, _LOWEST))
             e_d = (e_d + shift * e) * shrink
             e = e * shrink
-            e_e = e_e * shrink * shrink
+            if PARALLEL or WANT_SQUARES:
+                e_e = e_e * shrink * shrink
             top = block_top
-        d = (y - tl.where(top == -float("inf"), 0.0, top)) * factor2
-        d = tl.where(d < -150.0, -150.0, d)  # keeps NaN; an infinite d would give 0 * inf
-        value = tl.where((d == -150.0) | (offsets == token), 0.0, tl.exp2(d))
+        d = _clamped((y - tl.where(top == -float("inf"), 0.0, top)) * factor2)
+        value = tl.exp2(d)
+        if (token >= begin) & (token < begin + BLOCK):
+            value = tl.where(offsets == token, 0.0, value)
         e += value
         e_d += value * d
-        e_e += value * value
+        if PARALLEL or WANT_SQUARES:
+            e_e += value * value
     others = tl.sum(e.to(tl.float64), 0)
     others_d = tl.sum(e_d.to(tl.float64), 0) * _LN2
     others, others_d = _unbiased(others, others_d, factor, factor2)
@@ -196,18 +207,22 @@ def backward_kernel(
                 scale, softcap, HAS_MASK, HAS_CAP)  # fmt: skip
     # log p in units of log 2, the argument of exp2.
     log2_p = (y - tl.load(row_max + row)) * (factor * _LOG2E) - tl.load(log_sum + row) * _LOG2E
-    log2_p = tl.where(log2_p < -150.0, -150.0, log2_p)
-    p = tl.where(log2_p == -150.0, 0.0, tl.exp2(log2_p))
-    grad = -factor * p * (g + h * (row_entropy + log2_p * _LN2))
-    # 1 - p as -expm1(log p): exact as p -> 1.
-    wide = log_prob.to(tl.float64)
-    small = wide * (1.0 + wide * (0.5 + wide / 6.0))
-    one_minus_p = tl.where(wide > -1e-5, -small, 1.0 - tl.exp(wide)).to(tl.float32)
-    p_token = tl.exp(log_prob)
-    entropy_part = tl.where(p_token > 0, p_token * (log_prob + row_entropy), 0.0)
-    token_grad = factor * (g * one_minus_p - h * entropy_part)
+    if HAS_GRAD_ENTROPY:
+        log2_p = _clamped(log2_p)
+        grad = tl.exp2(log2_p) * (-factor * (g + h * row_entropy) - factor * h * _LN2 * log2_p)
+    else:
+        grad = tl.exp2(log2_p) * (-factor * g)
     vocab_start, _ = _vocab_range(vocab_range, vocab, PARALLEL)
-    grad = tl.where(offsets == label - vocab_start, token_grad, grad)
+    token = (label - vocab_start) - tl.program_id(1) * BLOCK
+    if (token >= 0) & (token < BLOCK):
+        # 1 - p as -expm1(log p): exact as p -> 1.
+        wide = log_prob.to(tl.float64)
+        small = wide * (1.0 + wide * (0.5 + wide / 6.0))
+        one_minus_p = tl.where(wide > -1e-5, -small, 1.0 - tl.exp(wide)).to(tl.float32)
+        p_token = tl.exp(log_prob)
+        entropy_part = tl.where(p_token > 0, p_token * (log_prob + row_entropy), 0.0)
+        token_grad = factor * (g * one_minus_p - h * entropy_part)
+        grad = tl.where(tl.arange(0, BLOCK) == token.to(tl.int32), token_grad, grad)
     if HAS_CAP:
         t = y / softcap
         grad = grad * (1.0 - t * t) * scale

@@ -131,6 +131,24 @@ def test_one_long_row_among_short_ones(device):
     )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("src_dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    "slice_row",
+    [
+        row(0, 0, 3, 1, [50_001], [1], [1]),  # not aligned
+        row(0, 0, 0, 16, [3, 16_400], [16_400, 1], [16_416, 1]),  # runs longer than a chunk
+        row(0, 0, 0, 0, [1563, 16], [32, 1], [16, 1]),  # many short runs
+        row(0, 0, 1, 0, [7, 11, 13, 17], [2431, 221, 17, 1], [17, 2023, 119, 1]),  # permuted
+        row(0, 0, 0, 0, [150, 200], [1, 150], [200, 1]),  # transposed
+    ],
+)
+def test_slices_of_several_chunks(slice_row, src_dtype, device):
+    source = torch.randn(60_000, generator=torch.Generator().manual_seed(0)).to(src_dtype)
+    destination = torch.zeros(60_000, dtype=torch.bfloat16)
+    assert_same_as_reference([source], [destination], torch.tensor([slice_row]), device)
+
+
 def test_an_empty_table_moves_nothing():
     out = torch.zeros(3)
     strided_copy([torch.ones(3)], [out], torch.empty(0, 16, dtype=torch.int64))

@@ -110,17 +110,17 @@ def test_only_the_requested_gradients(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_in_place_gradient_is_written_over_the_logits(device):
     logits, token_ids, gradients = problem(5, 301, torch.bfloat16, seed=4)
+    logits, token_ids, gradients = (t.to(device) for t in (logits, token_ids, gradients))
     expected = value_and_gradient(token_log_probs, logits, token_ids, gradients)[2]
-    leaf = logits.to(device).requires_grad_()
+    leaf = logits.requires_grad_()
     hidden = leaf * 1
-    log_probs, entropy = token_log_probs(hidden, token_ids.to(device), inplace_backward=True)
+    log_probs, entropy = token_log_probs(hidden, token_ids, inplace_backward=True)
     address = hidden.data_ptr()
     kept = []
     hidden.register_hook(lambda grad: kept.append(grad.data_ptr()))
-    gradients = gradients.to(device)
     ((log_probs * gradients[0]).sum() + (entropy * gradients[1]).sum()).backward()
     assert kept == [address]
-    assert torch.equal(leaf.grad.cpu(), expected)
+    assert torch.equal(leaf.grad, expected)
 
 
 @pytest.mark.parametrize("offset", (0, 3))
@@ -194,6 +194,47 @@ def test_a_row_does_not_depend_on_other_rows_or_the_thread_count(device):
                 assert torch.equal(w[begin:end], p)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_splitting_rows_over_blocks_changes_nothing(dtype):
+    """Few rows are split to fill the GPU, many are not; an odd vocabulary leaves most unaligned."""
+    rows, vocab = 33_000, 9001
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(rows, vocab, generator=generator, device="cuda", dtype=dtype) * 4
+    token_ids = torch.randint(0, vocab, (rows,), generator=generator, device="cuda")
+    gradients = torch.randn(2, rows, generator=generator, device="cuda")
+    full = value_and_gradient(token_log_probs, logits, token_ids, gradients)
+    for begin, end in ((0, 1), (5, 12), (32_900, 33_000)):
+        part = value_and_gradient(
+            token_log_probs, logits[begin:end], token_ids[begin:end], gradients[:, begin:end]
+        )
+        for whole, alone in zip(full, part, strict=True):
+            assert torch.equal(whole[begin:end], alone)
+    exact = plain_pytorch(logits[:8].double(), token_ids[:8])
+    for whole, want in zip(full, exact, strict=False):
+        torch.testing.assert_close(whole[:8].double(), want, **tolerances.LOG_PROB)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_token_in_any_column(dtype, device):
+    """The first and last columns of what a lane, a warp and a block of the kernels hold."""
+    columns = [0, 3, 7, 8, 127, 128, 255, 256, 511, 512, 1023, 1024, 4095, 4096, 8191, 8192, 8400]
+    logits, _, gradients = problem(len(columns), 8401, dtype, seed=2)
+    token_ids = torch.tensor(columns)
+    logits.scatter_(1, token_ids[:, None], 20.0)  # added to the others, it would be most of the sum
+    exact = value_and_gradient(plain_pytorch, logits.double(), token_ids, gradients)
+    got = value_and_gradient(
+        token_log_probs, logits.to(device), token_ids.to(device), gradients.to(device)
+    )
+    for e, g in zip(exact[:2], got[:2], strict=True):
+        torch.testing.assert_close(g.cpu().double(), e, **tolerances.LOG_PROB)
+    rounding = tolerances.GRAD_ROUNDING[str(dtype).removeprefix("torch.")]
+    torch.testing.assert_close(
+        got[2].cpu().double(), exact[2], rtol=tolerances.LOG_PROB_GRAD["rtol"] + rounding, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -323,6 +323,19 @@ def test_a_soft_cap_makes_infinite_logits_finite(masked, device, backend):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("value", (math.nan, INF))
+def test_nan_and_infinity_show_in_any_column(value, dtype, device):
+    columns = [0, 1, 9, 255, 1023, 1024, 4095, 4096, 4999]
+    logits, token_ids, _ = problem(len(columns), 5000, dtype, seed=3)
+    logits[:, ::7] = -INF
+    logits[torch.arange(len(columns)), columns] = value
+    log_probs, entropy, _ = run(logits, token_ids, device)
+    assert log_probs.isnan().all()
+    assert entropy.isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_nan_among_removed_entries_gives_nan(device):
     """Its block and all before it have no other finite entry, so there is no maximum yet."""
     logits = torch.full((1, 5000), -INF)
