@@ -1,6 +1,6 @@
 """Limit the CPU instruction set, through the environment variable that each library has for it.
 
-env $(python -m benchmarks.isa avx2) COMMAND
+env $(python -m benchmarks.isa avx2) COMMAND; avx512 is AVX-512 without products of bfloat16.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _AVX2 = {
 LIMITS = {
     "portable": _AVX2 | {"HYBRIDENGINE_ISA": "portable"},
     "avx2": _AVX2 | {"HYBRIDENGINE_ISA": "avx2"},
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "HYBRIDENGINE_ISA": "avx512"},
 }
 
 

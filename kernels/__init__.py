@@ -11,7 +11,9 @@ from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from .attention import tree_attention
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
 from .linear import has_fast_products, linear_policy_loss, linear_token_log_probs
+from .linear.mixed_gemm import mixed_gemm
 from .logprob import RowStats, check_labels, token_log_probs
+from .memory_pool import empty_from_pool
 from .packing import Packed, PackedForest, pack, pack_forest, pack_sequences, unpack
 from .policy_loss import LOSS_MODES, policy_loss, select_by_covariance, token_kl
 from .rollout_correction import REJECTION_CRITERIA, RolloutCorrection, rollout_correction
@@ -34,12 +36,14 @@ __all__ = [
     "balance_by_tokens",
     "check_labels",
     "choose_backend",
+    "empty_from_pool",
     "gae",
     "group_advantage",
     "has_fast_products",
     "imbalance",
     "linear_policy_loss",
     "linear_token_log_probs",
+    "mixed_gemm",
     "pack",
     "pack_forest",
     "pack_sequences",

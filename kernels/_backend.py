@@ -34,6 +34,8 @@ def _load_extension() -> tuple[Any, str]:
     return _C, ""
 
 
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # of the CPU kernels, narrowest first
+
 _EXTENSION, _WHY_NO_EXTENSION = _load_extension()
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _REGISTERED: dict[str, dict[str, tuple[str, ...]]] = {}
@@ -54,9 +56,11 @@ def native() -> Any:
     Raises:
         ValueError: HYBRIDENGINE_ISA is not the name of an instruction set.
     """
-    isa = os.environ.get("HYBRIDENGINE_ISA") or "avx512"
-    if isa not in ("portable", "avx2", "avx512"):
-        raise ValueError(f"HYBRIDENGINE_ISA is {isa!r}; expected portable, avx2 or avx512.")
+    isa = os.environ.get("HYBRIDENGINE_ISA") or ISAS[-1]
+    if isa not in ISAS:
+        raise ValueError(
+            f"HYBRIDENGINE_ISA is {isa!r}; expected {', '.join(ISAS[:-1])} or {ISAS[-1]}."
+        )
     return _EXTENSION
 
 

@@ -12,21 +12,25 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
+template <typename Step>
 struct Scratch {
   explicit Scratch(const Attention& p)
-      : query(padded(p.dim) * kBlock),
-        query_t(padded(p.dim) * kBlock),
-        grad_out(padded(p.value_dim) * kBlock),
-        grad_out_t(padded(p.value_dim) * kBlock),
-        out(padded(p.value_dim) * kBlock),
-        weights(kBlock * kBlock),
-        grad_scores(kBlock * kBlock),
-        grad_query(padded(p.dim) * kBlock),
-        grad_query_chain(padded(p.dim) * kBlock) {}
-  Floats query, query_t;        // [rows, dim] times a factor, and its transpose
-  Floats grad_out, grad_out_t;  // [rows, value_dim]
-  Floats out;
-  Floats weights, grad_scores;          // [keys, rows]
+      : query(kBlock, p.dim, true),
+        grad_out(kBlock, p.value_dim, true),
+        query_t(query.dim / kStep<Step> * kBlock),
+        grad_out_t(grad_out.dim / kStep<Step> * kBlock),
+        scores(kBlock * kBlock),
+        products(kBlock * kBlock),
+        weights(scores),
+        grads(products),
+        grads_by_key(products),
+        grad_query(query.dim * kBlock),
+        grad_query_chain(query.dim * kBlock) {}
+  Operand<Step> query, grad_out;        // [rows, dim]
+  Buffer<Step> query_t, grad_out_t;     // their transposes
+  Floats scores, products;              // q . k and grad_out . value, [keys, rows]
+  Weights<Step> weights, grads;         // and gradients of the scores, along rows
+  Weights<Step> grads_by_key;           // the same along keys
   Floats grad_query, grad_query_chain;  // [rows, dim]
   alignas(64) float lse[kBlock];        // in base 2
   alignas(64) float delta[kBlock];      // grad_out . out
@@ -36,33 +40,41 @@ struct Scratch {
 
 // Sums of one row per key, and the chains that are added to them.
 struct Sums {
-  Sums(const Attention& p, int64_t padded_dim)
-      : tokens(p.tokens),
+  Sums(const Attention& p, int64_t slots, int64_t padded_dim)
+      : count(slots),
         dim(padded_dim),
-        sums(p.kv_heads * tokens * dim),
-        chains(p.kv_heads * tokens * dim) {
-    std::fill_n(+sums, p.kv_heads * tokens * dim, 0.0f);
-    std::fill_n(+chains, p.kv_heads * tokens * dim, 0.0f);
+        sums(p.kv_heads * count * dim),
+        chains(p.kv_heads * count * dim) {
+    std::fill_n(+sums, p.kv_heads * count * dim, 0.0f);
+    std::fill_n(+chains, p.kv_heads * count * dim, 0.0f);
   }
 
-  float* chain(int64_t head, int64_t token) const { return chains + (head * tokens + token) * dim; }
+  float* chain(int64_t head, int64_t slot) const { return chains + (head * count + slot) * dim; }
 
-  // The chains of tokens [first, last).
-  const float* end_chains(int64_t head, int64_t first, int64_t last) const {
-    float* sum = sums + (head * tokens + first) * dim;
+  // Ends the chains of the slots [first, last) and returns the first one's sum.
+  float* end_chains(int64_t head, int64_t first, int64_t last) const {
+    float* sum = sums + (head * count + first) * dim;
     if (first < last) end_chain(chain(head, first), sum, (last - first) * dim);
     return sum;
   }
 
-  int64_t tokens, dim;
+  // Adds the sum of a copy to that of its key.
+  void add_copy(int64_t head, int64_t copy, int64_t key) const {
+    const float* from = end_chains(head, copy, copy + 1);
+    float* to = end_chains(head, key, key + 1);
+    for (int64_t d = 0; d < dim; ++d) to[d] += from[d];
+  }
+
+  int64_t count, dim;
   Floats sums, chains;
 };
 
 // grad_key and grad_value in float32, and how far their sums are.
 struct KeyGradients {
-  KeyGradients(const Attention& p, const Forest& forest)
-      : keys(p, padded(p.dim)),
-        values(p, padded(p.value_dim)),
+  template <typename T>
+  KeyGradients(const Attention& p, const Forest& forest, const Keys<T>& like)
+      : keys(p, forest.count, like.keys.dim),
+        values(p, forest.count, like.values.dim),
         key_blocks(forest.key_blocks),
         done(p.kv_heads * key_blocks) {}
 
@@ -87,140 +99,177 @@ struct KeyGradients {
 };
 
 template <typename T>
-void load_task(const AttentionBackward& p, const RowBlock& rows, int64_t kv_head, Scratch& s) {
-  const float factor = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * kLog2E;
-  const int64_t group = p.heads / p.kv_heads, dim = padded(p.value_dim);
-  std::fill_n(s.poison, kBlock, 0.0f);
-  s.poisoned = !load_rows<T>(p, p.query, rows, kv_head, p.dim, factor, s.query, s.poison);
-  s.poisoned |=
-      !load_rows<T>(p, p.grad_out, rows, kv_head, p.value_dim, 1.0f, s.grad_out, s.poison);
-  load_rows<T>(p, p.out, rows, kv_head, p.value_dim, 1.0f, s.out);
-  transpose_rows(s.query, padded(p.dim), s.query_t);
-  transpose_rows(s.grad_out, dim, s.grad_out_t);
-  for (int64_t r = 0; r < kBlock; ++r) {
-    VecF products{};
-    for (int64_t d = 0; d < dim; d += kWidth)
-      products += load(s.grad_out + r * dim + d) * load(s.out + r * dim + d);
-    s.delta[r] = static_cast<float>(sum(products));
-    const int64_t row = rows.first + r, head = kv_head * group + row % group;
-    s.lse[r] = r < rows.count ? p.lse[head * p.tokens + row / group] * kLog2E : 0.0f;
-  }
-  std::fill_n(+s.grad_query, kBlock * padded(p.dim), 0.0f);
-  std::fill_n(+s.grad_query_chain, kBlock * padded(p.dim), 0.0f);
+float dot(const T* a, const T* b, int64_t count) {
+  VecF products{};
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) products += load(a + i) * load(b + i);
+  if (i < count) products += load_part(a + i, count - i, 0.0f) * load_part(b + i, count - i, 0.0f);
+  return static_cast<float>(sum(products));
 }
 
-// From scores and grad_out . value to weights and gradients of the scores, up to a factor.
-template <bool kMasked, bool kCapped>
-void differentiate(const Forest& forest, const RowBlock& rows, const Tile& tile,
-                   const float* key_poison, float cap, Scratch& s) {
-  for (int64_t j = 0; j < tile.keys; ++j) {
-    float *weights = s.weights + j * kBlock, *grads = s.grad_scores + j * kBlock;
-    const int first = tile.first_vector[j / kGroup], end = tile.end_vector[j / kGroup];
+template <typename T, typename Step>
+void load_task(const AttentionBackward& p, const Forest& forest, const RowBlock& rows,
+               int64_t kv_head, Scratch<Step>& s) {
+  const Slots& slots = forest.slots;
+  std::fill_n(s.poison, kBlock, 0.0f);
+  s.poisoned = !load_rows<T>(p, p.query, slots, rows, kv_head, p.dim, s.query, s.poison);
+  s.poisoned |=
+      !load_rows<T>(p, p.grad_out, slots, rows, kv_head, p.value_dim, s.grad_out, s.poison);
+  transpose_rows(s.query, +s.query_t);
+  transpose_rows(s.grad_out, +s.grad_out_t);
+  for (int64_t r = 0; r < kBlock; ++r) {
+    s.delta[r] = s.lse[r] = 0.0f;
+    const int64_t token = r < rows.count ? slots.queries[rows.slot[r]] : -1;
+    if (token < 0) continue;
+    const int64_t head = kv_head * forest.group + (rows.first + r) % forest.group;
+    s.delta[r] =
+        dot(row_of<T>(p.grad_out, token, head), row_of<T>(p.out, token, head), p.value_dim);
+    s.lse[r] = p.lse[head * p.tokens + token] * kLog2E;
+  }
+  std::fill_n(+s.grad_query, kBlock * s.query.dim, 0.0f);
+  std::fill_n(+s.grad_query_chain, kBlock * s.query.dim, 0.0f);
+}
+
+// Forms weights and gradients of the scores, up to a factor, of the keys of group g, whose products
+// begin at s.scores + offset and s.products + offset.
+template <bool kMasked, bool kCapped, typename Step>
+void differentiate(const Forest& forest, const RowBlock& rows, const Tile& tile, int g,
+                   int64_t offset, const float* key_poison, float factor, float cap,
+                   Scratch<Step>& s) {
+  constexpr int64_t n = kStep<Step>;
+  const int64_t first_key = g * kGroup, end_key = std::min<int64_t>(tile.keys, first_key + kGroup);
+  for (int64_t first = first_key; first < end_key; first += n) {
     for (int v = 0; v < kBlockVectors; ++v) {
       const int at = v * kWidth;
-      if (v < first || v >= end) {
-        store(grads + at, VecF{});
-        continue;
+      VecF grads[n]{};
+      const bool computed = tile.first_vector[g] <= v && v < tile.end_vector[g];
+      for (int64_t i = 0; i < n && computed; ++i) {
+        const int64_t j = first + i, from = offset + (j - first_key) * kBlock + at;
+        VecF x = load(s.scores + from), slope = splat(1.0f);
+        if constexpr (kCapped) {
+          const VecF capped = tanh(factor * x);
+          x = cap * capped - load(s.lse + at);
+          slope = 1.0f - capped * capped;
+        } else {
+          x = factor * x - load(s.lse + at);
+        }
+        if constexpr (kMasked) x += key_poison[j] + load(s.poison + at);
+        VecF weight = exp2(at_least(-150.0f, x));
+        VecF grad = weight * (load(s.products + from) - load(s.delta + at));
+        if constexpr (kCapped) grad *= slope;
+        if constexpr (kMasked) {
+          const VecI visible = forest.visible(rows, v, tile.first_key + j);
+          weight = select(visible, weight, VecF{});
+          grad = select(visible, grad, VecF{});
+        }
+        store_along_rows(s.weights, j, at, weight);
+        store_along_rows(s.grads, j, at, grad);
+        grads[i] = grad;
       }
-      VecF x = load(weights + at), slope = splat(1.0f);
-      if constexpr (kCapped) {
-        const VecF capped = tanh(x);
-        x = cap * capped;
-        slope = 1.0f - capped * capped;
-      }
-      if constexpr (kMasked) x += key_poison[j] + load(s.poison + at);
-      VecF weight = exp2(at_least(-150.0f, x - load(s.lse + at)));
-      VecF grad = weight * (load(grads + at) - load(s.delta + at));
-      if constexpr (kCapped) grad *= slope;
-      if constexpr (kMasked) {
-        const VecI visible = forest.visible(rows, v, tile.first_key + j);
-        weight = select(visible, weight, VecF{});
-        grad = select(visible, grad, VecF{});
-      }
-      store(weights + at, weight);
-      store(grads + at, grad);
+      if (n > 1 || !computed) store_along_keys(s.grads_by_key, first, at, grads);
     }
   }
 }
 
-// chains[key, d] += sum_row weights[key, row] rows[row, d] for the rows [begin, end) in the hull.
-void add_rows(const Tile& tile, int64_t begin, int64_t end, const float* weights, const float* rows,
-              const Sums& sums, int64_t kv_head) {
+// chains[key, d] += sum_row weights[key, row] rows[row, d] for the rows [begin, end) in the hull;
+// both are multiples of a step.
+template <typename Step>
+void add_rows(const Tile& tile, int64_t begin, int64_t end, const Step* weights,
+              const Operand<Step>& rows, const Sums& sums, int64_t kv_head) {
+  constexpr int64_t stride = kBlock / kStep<Step>;
   for (int g = 0; g * kGroup < tile.keys; ++g) {
     const int64_t key = g * kGroup, dim = sums.dim;
     const int64_t row = std::max<int64_t>(begin, tile.first_vector[g] * kWidth);
     const int64_t last = std::min<int64_t>(end, tile.end_vector[g] * kWidth);
     if (row >= last) continue;
-    multiply<Layout::rows>(std::min<int64_t>(kGroup, tile.keys - key), dim / kWidth, last - row,
-                           weights + key * kBlock + row, kBlock, rows + row * dim, dim,
+    multiply<Layout::rows>(std::min<int64_t>(kGroup, tile.keys - key), dim / kWidth,
+                           (last - row) / kStep<Step>, weights + key * stride + row / kStep<Step>,
+                           stride, rows.along_rows(row), dim,
                            sums.chain(kv_head, tile.first_key + key), dim, true);
   }
 }
 
+template <typename Step>
 void add_key_gradients(const Forest& forest, const RowBlock& rows, const Forest::RowCut& cut,
                        const Tile& tile, int64_t kv_head, const KeyGradients& sums,
-                       const Scratch& s) {
+                       const Scratch<Step>& s) {
+  const Step *weights = s.weights, *grads = s.grads;
   const int64_t first = std::max(tile.first_key, cut.first_key);
   const int64_t last = std::min(tile.first_key + tile.keys, cut.end_key);
   const int64_t middle = std::min(rows.count, cut.row);
-  add_rows(tile, 0, middle, s.weights, s.grad_out, sums.values, kv_head);
-  add_rows(tile, 0, middle, s.grad_scores, s.query, sums.keys, kv_head);
+  add_rows(tile, 0, middle, weights, s.grad_out, sums.values, kv_head);
+  add_rows(tile, 0, middle, grads, s.query, sums.keys, kv_head);
   sums.values.end_chains(kv_head, first, last);
   sums.keys.end_chains(kv_head, first, last);
-  add_rows(tile, middle, rows.count, s.weights, s.grad_out, sums.values, kv_head);
-  add_rows(tile, middle, rows.count, s.grad_scores, s.query, sums.keys, kv_head);
+  add_rows(tile, middle, rows.count, weights, s.grad_out, sums.values, kv_head);
+  add_rows(tile, middle, rows.count, grads, s.query, sums.keys, kv_head);
 }
 
-template <typename T, bool kCapped>
+template <typename T, bool kCapped, typename Step>
 void differentiate_rows(const AttentionBackward& p, const Forest& forest, const Keys<T>& keys,
-                        KeyGradients& sums, int64_t block, int64_t kv_head, Scratch& s) {
+                        KeyGradients& sums, int64_t block, int64_t kv_head, Scratch<Step>& s) {
   const RowBlock rows = forest.rows(block);
-  load_task<T>(p, rows, kv_head, s);
-  const float cap = p.softcap * kLog2E;
+  load_task<T>(p, forest, rows, kv_head, s);
+  const float factor = score_factor(p), cap = p.softcap * kLog2E;
   for (int64_t b = 0; b <= forest.last_key_block(block); ++b) {
     if (!forest.may_see(block, b)) continue;
     Tile tile = forest.tile(rows, block, b);
     tile.masked |= s.poisoned || keys.is_poisoned(kv_head, b);
-    const float* key = keys.key(kv_head, tile.first_key);
-    score_tile(tile, p.dim, key, keys.dim, s.query_t, s.weights);
-    score_tile(tile, p.value_dim, keys.value(kv_head, tile.first_key), keys.value_dim, s.grad_out_t,
-               s.grad_scores);
-    (tile.masked ? differentiate<true, kCapped>
-                 : differentiate<false, kCapped>)(forest, rows, tile,
-                                                  keys.poison + kv_head * p.tokens + tile.first_key,
-                                                  cap, s);
-    add_keys(forest, rows, tile, s.grad_scores, key, keys.dim, s.grad_query_chain, s.grad_query);
+    const int64_t first_key = kv_head * keys.count + tile.first_key;
+    for (int g = 0; g * kGroup < tile.keys; ++g) {
+      // Rounded weights have a place of their own: products of all groups then use that of the
+      // first.
+      const int64_t offset = kStep<Step> > 1 ? 0 : g * kGroup * kBlock;
+      score_group(tile, g, p.dim, keys.keys, first_key, +s.query_t, s.scores + offset);
+      score_group(tile, g, p.value_dim, keys.values, first_key, +s.grad_out_t, s.products + offset);
+      (tile.masked ? differentiate<true, kCapped, Step>
+                   : differentiate<false, kCapped, Step>)(forest, rows, tile, g, offset,
+                                                          keys.poison + first_key, factor, cap, s);
+    }
+    add_keys(forest, rows, tile, +s.grads_by_key, keys.keys, first_key, s.grad_query_chain,
+             s.grad_query);
     sums.wait_for_turn(forest, kv_head, block, b);
     add_key_gradients(forest, rows, forest.row_cuts[block], tile, kv_head, sums, s);
     sums.end_turn(kv_head, block, b);
   }
-  end_chain(s.grad_query_chain, s.grad_query, kBlock * keys.dim);
+  end_chain(s.grad_query_chain, s.grad_query, kBlock * s.query.dim);
   for (int64_t r = 0; r < rows.count; ++r) {
-    const int64_t row = rows.first + r, head = kv_head * forest.group + row % forest.group;
-    store_row(static_cast<T*>(p.grad_query) + (row / forest.group * p.heads + head) * p.dim,
-              s.grad_query + r * keys.dim, p.dim, p.softmax_scale);
+    const int64_t token = forest.slots.queries[rows.slot[r]];
+    if (token < 0) continue;
+    const int64_t head = kv_head * forest.group + (rows.first + r) % forest.group;
+    store_row(static_cast<T*>(p.grad_query) + (token * p.heads + head) * p.dim,
+              s.grad_query + r * s.query.dim, p.dim, p.softmax_scale);
   }
 }
 
 template <typename T>
 void backward(const AttentionBackward& p) {
-  const Forest forest(p);
-  const Keys<T> keys(p);
-  KeyGradients sums(p, forest);
-  for_each_task<Scratch>(p, forest.row_blocks * p.kv_heads, [&](int64_t task, Scratch& s) {
+  using Step = StepOf<T>;
+  const Forest forest(p, kStep<Step>);
+  const Keys<T> keys(p, forest, true, false);
+  KeyGradients sums(p, forest, keys);
+  for_each_task<Scratch<Step>>(p, forest.row_blocks * p.kv_heads, [&](int64_t task, auto& s) {
     const int64_t block = task / p.kv_heads, head = task % p.kv_heads;
-    (p.softcap > 0 ? differentiate_rows<T, true>
-                   : differentiate_rows<T, false>)(p, forest, keys, sums, block, head, s);
+    (p.softcap > 0 ? differentiate_rows<T, true, Step>
+                   : differentiate_rows<T, false, Step>)(p, forest, keys, sums, block, head, s);
   });
-  // The rows of queries that were added are times the factor of load_task.
-  const float factor = p.softcap > 0 ? p.softcap : kLn2;
-  parallel_for(p.tokens, kBlock, p.num_threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * p.kv_heads; i < end * p.kv_heads; ++i) {
-      const int64_t token = i / p.kv_heads, head = i % p.kv_heads;
-      store_row(static_cast<T*>(p.grad_key) + i * p.dim,
-                sums.keys.end_chains(head, token, token + 1), p.dim, factor);
-      store_row(static_cast<T*>(p.grad_value) + i * p.value_dim,
-                sums.values.end_chains(head, token, token + 1), p.value_dim, 1.0f);
+  for (int64_t head = 0; head < p.kv_heads; ++head) {
+    for (const auto& [copy, key] : forest.slots.copies) {
+      sums.keys.add_copy(head, copy, key);
+      sums.values.add_copy(head, copy, key);
+    }
+  }
+  parallel_for(forest.count, kBlock, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      const int64_t token = forest.slots.queries[slot];
+      if (token < 0) continue;
+      for (int64_t head = 0; head < p.kv_heads; ++head) {
+        const int64_t row = token * p.kv_heads + head;
+        store_row(static_cast<T*>(p.grad_key) + row * p.dim,
+                  sums.keys.end_chains(head, slot, slot + 1), p.dim, p.softmax_scale);
+        store_row(static_cast<T*>(p.grad_value) + row * p.value_dim,
+                  sums.values.end_chains(head, slot, slot + 1), p.value_dim, 1.0f);
+      }
     }
   });
 }

@@ -7,17 +7,20 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
+template <typename Step>
 struct Scratch {
   explicit Scratch(const Attention& p)
-      : row(padded(p.dim) * kBlock),
-        query(padded(p.dim) * kBlock),
-        weights(kBlock * kBlock),
-        chain(padded(p.value_dim) * kBlock),
-        sums(padded(p.value_dim) * kBlock) {}
-  Floats row;                         // [rows, padded dim]
-  Floats query;                       // its transpose, times a factor
-  Floats weights;                     // scores, then weights: [keys, rows]
-  Floats chain, sums;                 // [rows, padded value_dim]
+      : query(kBlock, p.dim, false),
+        query_t(query.dim / kStep<Step> * kBlock),
+        scores(kBlock * kBlock),
+        weights(scores),
+        chain(padded<Step>(p.value_dim) * kBlock),
+        sums(padded<Step>(p.value_dim) * kBlock) {}
+  Operand<Step> query;                // [rows, dim]
+  Buffer<Step> query_t;               // its transpose
+  Floats scores;                      // [keys, rows]
+  Weights<Step> weights;              // along keys
+  Floats chain, sums;                 // [rows, value_dim]
   alignas(64) float maximum[kBlock];  // integral, of scores in base 2
   alignas(64) float total_chain[kBlock];
   alignas(64) float total[kBlock];  // of the weights 2^(score - maximum)
@@ -33,46 +36,50 @@ HE_SIMD VecF scale_down(VecF p, VecF e) {
 #endif
 }
 
-// Replaces scores by weights and updates maximum and total of one vector of rows. Returns whether
-// the maximum has grown. 2^(s - m) is formed as 2^(s - floor(s)) 2^(floor(s) - m), so that another
-// m changes nothing but the exponent.
-template <bool kMasked, bool kCapped>
+// Forms weights of products q . k and updates maximum and total of one vector of rows. Returns
+// whether the maximum has grown. 2^(s - m) is formed as 2^(s - floor(s)) 2^(floor(s) - m), so that
+// another m changes nothing but the exponent.
+template <bool kMasked, bool kCapped, typename Step>
 bool weigh(const Forest& forest, const RowBlock& rows, const Tile& tile, const float* poison,
-           float cap, int vector, Scratch& s, VecF& decay) {
-  float* scores = s.weights + vector * kWidth;
+           float factor, float cap, int vector, Scratch<Step>& s, VecF& decay) {
+  float* scores = s.scores + vector * kWidth;
   const VecF before = load(s.maximum + vector * kWidth);
   VecF largest = before;
   const auto for_keys = [&](const auto& body) {
     for (int g = 0; g * kGroup < tile.keys; ++g) {
       const int64_t end = std::min<int64_t>(tile.keys, (g + 1) * kGroup);
       const bool computed = tile.first_vector[g] <= vector && vector < tile.end_vector[g];
-      for (int64_t j = g * kGroup; j < end; ++j) body(scores + j * kBlock, j, computed);
+      for (int64_t j = g * kGroup; j < end; j += kStep<Step>) body(j, computed);
     }
   };
-  for_keys([&](float* score, int64_t j, bool computed) {
+  for_keys([&](int64_t first, bool computed) {
     if (!computed) return;
-    VecF x = load(score);
-    if constexpr (kCapped) x = cap * tanh(x);
-    if constexpr (kMasked)
-      x = select(forest.visible(rows, vector, tile.first_key + j), x + poison[j], splat(-2e30f));
-    if constexpr (kCapped || kMasked) store(score, x);
-    largest = max(x, largest);
+    for (int64_t j = first; j < first + kStep<Step>; ++j) {
+      VecF x = load(scores + j * kBlock) * factor;
+      if constexpr (kCapped) x = cap * tanh(x);
+      if constexpr (kMasked)
+        x = select(forest.visible(rows, vector, tile.first_key + j), x + poison[j], splat(-2e30f));
+      store(scores + j * kBlock, x);
+      largest = max(x, largest);
+    }
   });
   const VecF maximum = max(floor(largest), before);
   decay = scale_down(splat(1.0f), before - maximum);
   VecF chain = load(s.total_chain + vector * kWidth) * decay;
   VecF total = load(s.total + vector * kWidth) * decay;
-  for_keys([&](float* score, int64_t j, bool computed) {
-    if (!computed) return store(score, VecF{});
-    if (tile.cuts >> j & 1) {
-      const VecI seen = forest.in_subtree(rows, vector, tile.first_key + j);
+  for_keys([&](int64_t first, bool computed) {
+    VecF weights[kStep<Step>]{};
+    if (tile.cuts >> first & 1 && computed) {
+      const VecI seen = forest.in_subtree(rows, vector, tile.first_key + first);
       total += select(seen, chain, VecF{});
       chain = select(seen, VecF{}, chain);
     }
-    const VecF x = load(score), integral = floor(x);
-    const VecF weight = scale_down(exp2_fraction(x - integral), integral - maximum);
-    store(score, weight);
-    chain += weight;
+    for (int64_t i = 0; i < kStep<Step> && computed; ++i) {
+      const VecF x = load(scores + (first + i) * kBlock), integral = floor(x);
+      weights[i] = scale_down(exp2_fraction(x - integral), integral - maximum);
+      chain += weights[i];
+    }
+    store_along_keys(s.weights, first, vector * kWidth, weights);
   });
   store(s.total_chain + vector * kWidth, chain);
   store(s.total + vector * kWidth, total);
@@ -83,20 +90,13 @@ bool weigh(const Forest& forest, const RowBlock& rows, const Tile& tile, const f
   return any;
 }
 
-// The scores are factor * q . k in base 2, or cap * tanh(factor * q . k).
-template <typename T>
-void load_queries(const AttentionForward& p, const RowBlock& rows, int64_t kv_head, Scratch& s) {
-  const float factor = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * kLog2E;
-  load_rows<T>(p, p.query, rows, kv_head, p.dim, factor, s.row, s.total);
-  transpose_rows(s.row, padded(p.dim), s.query);
-}
-
-template <typename T>
-void store_results(const AttentionForward& p, const RowBlock& rows, int64_t kv_head,
-                   const Scratch& s) {
-  const int64_t group = p.heads / p.kv_heads, dim = padded(p.value_dim);
+template <typename T, typename Step>
+void store_results(const AttentionForward& p, const Forest& forest, const RowBlock& rows,
+                   int64_t kv_head, int64_t dim, const Scratch<Step>& s) {
   for (int64_t r = 0; r < rows.count; ++r) {
-    const int64_t row = rows.first + r, token = row / group, head = kv_head * group + row % group;
+    const int64_t token = forest.slots.queries[rows.slot[r]];
+    if (token < 0) continue;
+    const int64_t head = kv_head * forest.group + (rows.first + r) % forest.group;
     const float total = s.total[r] + s.total_chain[r];
     end_chain(s.chain + r * dim, s.sums + r * dim, dim);
     store_row(static_cast<T*>(p.out) + (token * p.heads + head) * p.value_dim, s.sums + r * dim,
@@ -106,47 +106,52 @@ void store_results(const AttentionForward& p, const RowBlock& rows, int64_t kv_h
   }
 }
 
-template <typename T, bool kCapped>
+template <typename T, bool kCapped, typename Step>
 void attend(const AttentionForward& p, const Forest& forest, const Keys<T>& keys, int64_t block,
-            int64_t kv_head, Scratch& s) {
+            int64_t kv_head, Scratch<Step>& s) {
   const RowBlock rows = forest.rows(block);
+  const int64_t dim = keys.values.dim;
   std::fill_n(s.maximum, kBlock, -1e30f);
   std::fill_n(s.total, kBlock, 0.0f);
   std::fill_n(s.total_chain, kBlock, 0.0f);
-  load_queries<T>(p, rows, kv_head, s);
-  std::fill_n(+s.chain, kBlock * keys.value_dim, 0.0f);
-  std::fill_n(+s.sums, kBlock * keys.value_dim, 0.0f);
-  const float cap = p.softcap * kLog2E;
+  std::fill_n(+s.chain, kBlock * dim, 0.0f);
+  std::fill_n(+s.sums, kBlock * dim, 0.0f);
+  load_rows<T>(p, p.query, forest.slots, rows, kv_head, p.dim, s.query, s.total);
+  transpose_rows(s.query, +s.query_t);
+  const float factor = score_factor(p), cap = p.softcap * kLog2E;
   for (int64_t b = 0; b <= forest.last_key_block(block); ++b) {
     if (!forest.may_see(block, b)) continue;
     Tile tile = forest.tile(rows, block, b);
     tile.masked |= keys.is_poisoned(kv_head, b);
-    const float* poison = keys.poison + kv_head * p.tokens + tile.first_key;
-    score_tile(tile, p.dim, keys.key(kv_head, tile.first_key), keys.dim, s.query, s.weights);
+    const int64_t first_key = kv_head * keys.count + tile.first_key;
+    for (int g = 0; g * kGroup < tile.keys; ++g)
+      score_group(tile, g, p.dim, keys.keys, first_key, +s.query_t, s.scores + g * kGroup * kBlock);
     for (int v = 0; v < kBlockVectors; ++v) {
       VecF decay;
-      const auto weigh_vector = tile.masked ? weigh<true, kCapped> : weigh<false, kCapped>;
-      if (!weigh_vector(forest, rows, tile, poison, cap, v, s, decay)) continue;
+      const auto weigh_vector =
+          tile.masked ? weigh<true, kCapped, Step> : weigh<false, kCapped, Step>;
+      const float* poison = keys.poison + first_key;
+      if (!weigh_vector(forest, rows, tile, poison, factor, cap, v, s, decay)) continue;
       for (int lane = 0; lane < kWidth; ++lane) {
-        const int64_t at = (v * kWidth + lane) * keys.value_dim;
-        for (int64_t d = at; d < at + keys.value_dim; ++d)
-          s.chain[d] *= decay[lane], s.sums[d] *= decay[lane];
+        const int64_t at = (v * kWidth + lane) * dim;
+        for (int64_t d = at; d < at + dim; ++d) s.chain[d] *= decay[lane], s.sums[d] *= decay[lane];
       }
     }
-    add_keys(forest, rows, tile, s.weights, keys.value(kv_head, tile.first_key), keys.value_dim,
-             s.chain, s.sums);
+    add_keys(forest, rows, tile, +s.weights, keys.values, first_key, s.chain, s.sums);
   }
-  store_results<T>(p, rows, kv_head, s);
+  store_results<T>(p, forest, rows, kv_head, dim, s);
 }
 
 template <typename T>
 void forward(const AttentionForward& p) {
-  const Forest forest(p);
-  const Keys<T> keys(p);
+  using Step = StepOf<T>;
+  const Forest forest(p, kStep<Step>);
+  const Keys<T> keys(p, forest, false, true);
   // The last blocks see most keys: they come first, for balance.
-  for_each_task<Scratch>(p, forest.row_blocks * p.kv_heads, [&](int64_t task, Scratch& s) {
+  for_each_task<Scratch<Step>>(p, forest.row_blocks * p.kv_heads, [&](int64_t task, auto& s) {
     const int64_t block = forest.row_blocks - 1 - task / p.kv_heads, head = task % p.kv_heads;
-    (p.softcap > 0 ? attend<T, true> : attend<T, false>)(p, forest, keys, block, head, s);
+    (p.softcap > 0 ? attend<T, true, Step> : attend<T, false, Step>)(p, forest, keys, block, head,
+                                                                     s);
   });
 }
 

@@ -9,6 +9,7 @@
 // kChain keys of a path or rows of a tree, for accuracy; and the running maximum is an integral
 // power of two, whose rescaling is exact. So results depend neither on where a sequence lies in
 // the blocks nor on the number of threads, and `out` not on whether sequences share prefixes.
+// Products of pairs of bfloat16 (products.h) keep to that by the order of the slots (forest.h).
 #pragma once
 
 #include <cstdint>
@@ -52,7 +53,7 @@ struct AttentionBackward : Attention {
   void *grad_query, *grad_key, *grad_value;  // contiguous
 };
 
-HE_CPU_KERNEL(attention_forward_cpu, AttentionForward)
-HE_CPU_KERNEL(attention_backward_cpu, AttentionBackward)
+HE_CPU_KERNEL_BF16(attention_forward_cpu, AttentionForward)
+HE_CPU_KERNEL_BF16(attention_backward_cpu, AttentionBackward)
 
 }  // namespace hybridengine

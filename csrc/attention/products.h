@@ -1,9 +1,48 @@
 // Products of up to kGroup rows, the inner loops of attention. Included only by *_cpu.cpp files.
 #pragma once
 
+#include <type_traits>
+
 #include "common/simd.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
+
+// Two neighbours along the sum of a product, each a bfloat16.
+struct Pair {
+  uint32_t bits;
+};
+
+// What products of T multiply in one step: a number, or a pair where the instruction exists.
+#if defined(__AVX512BF16__)
+template <typename T>
+using StepOf = std::conditional_t<std::is_same_v<T, bf16>, Pair, float>;
+#else
+template <typename T>
+using StepOf = float;
+#endif
+
+// Numbers in a step.
+template <typename Step>
+constexpr int64_t kStep =
+    sizeof(Step) / (std::is_same_v<Step, Pair> ? sizeof(bf16) : sizeof(float));
+
+HE_SIMD VecF multiply_add(float left, VecF right, VecF sum) { return sum + splat(left) * right; }
+
+// Rounds after each of the two products (the odd one first); subnormal numbers count as zero.
+#if defined(__AVX512BF16__)
+HE_SIMD VecF multiply_add(Pair left, VecU right, VecF sum) {
+  const __m512i both = _mm512_set1_epi32(static_cast<int32_t>(left.bits));
+  return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)both, (__m512bh)right);
+}
+#endif
+
+HE_SIMD VecF load_steps(const float* p) { return load(p); }
+
+HE_SIMD VecU load_steps(const Pair* p) {
+  VecU v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
 
 constexpr int kGroup = 6;  // rows of a register tile
 #if defined(__AVX512F__)
@@ -14,24 +53,24 @@ constexpr int kPanel = 2;  // 12 of 16
 
 enum class Layout { rows, columns };  // element (m, k) is a[m * lda + k] or a[k * lda + m]
 
-template <int kRows, int kVectors, Layout layout>
-void multiply_tile(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb,
-                   float* c, int64_t ldc, bool accumulate) {
+template <int kRows, int kVectors, Layout layout, typename Step>
+void multiply_tile(int64_t steps, const Step* a, int64_t lda, const Step* b, int64_t ldb, float* c,
+                   int64_t ldc, bool accumulate) {
   VecF sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 8
     for (int n = 0; n < kVectors; ++n)
       sums[m][n] = accumulate ? load(c + m * ldc + n * kWidth) : VecF{};
-  for (int64_t k = 0; k < depth; ++k, b += ldb) {
-    VecF right[kVectors];
+  for (int64_t k = 0; k < steps; ++k, b += ldb) {
+    decltype(load_steps(b)) right[kVectors];
 #pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) right[n] = load(b + n * kWidth);
+    for (int n = 0; n < kVectors; ++n) right[n] = load_steps(b + n * kWidth);
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
-      const VecF left = splat(layout == Layout::rows ? a[m * lda + k] : a[k * lda + m]);
+      const Step left = layout == Layout::rows ? a[m * lda + k] : a[k * lda + m];
 #pragma GCC unroll 8
-      for (int n = 0; n < kVectors; ++n) sums[m][n] += left * right[n];
+      for (int n = 0; n < kVectors; ++n) sums[m][n] = multiply_add(left, right[n], sums[m][n]);
     }
   }
 #pragma GCC unroll 8
@@ -40,44 +79,44 @@ void multiply_tile(int64_t depth, const float* a, int64_t lda, const float* b, i
     for (int n = 0; n < kVectors; ++n) store(c + m * ldc + n * kWidth, sums[m][n]);
 }
 
-template <int kRows, Layout layout>
-void multiply_panels(int64_t vectors, int64_t depth, const float* a, int64_t lda, const float* b,
+template <int kRows, Layout layout, typename Step>
+void multiply_panels(int64_t vectors, int64_t steps, const Step* a, int64_t lda, const Step* b,
                      int64_t ldb, float* c, int64_t ldc, bool accumulate) {
   int64_t n = 0;
   for (; n + kPanel <= vectors; n += kPanel)
-    multiply_tile<kRows, kPanel, layout>(depth, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
+    multiply_tile<kRows, kPanel, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
                                          accumulate);
   if constexpr (kPanel == 4) {
     if (vectors - n >= 2) {
-      multiply_tile<kRows, 2, layout>(depth, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
+      multiply_tile<kRows, 2, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
                                       accumulate);
       n += 2;
     }
   }
   if (n < vectors)
-    multiply_tile<kRows, 1, layout>(depth, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
+    multiply_tile<kRows, 1, layout>(steps, a, lda, b + n * kWidth, ldb, c + n * kWidth, ldc,
                                     accumulate);
 }
 
 // c[m, n] (+)= sum_k a(m, k) b[k, n] for rows <= kGroup and n < vectors * kWidth, each sum in
-// ascending order of k.
-template <Layout layout>
-void multiply(int64_t rows, int64_t vectors, int64_t depth, const float* a, int64_t lda,
-              const float* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
-  const auto run = [&](auto panels) { panels(vectors, depth, a, lda, b, ldb, c, ldc, accumulate); };
+// ascending order of its steps k.
+template <Layout layout, typename Step>
+void multiply(int64_t rows, int64_t vectors, int64_t steps, const Step* a, int64_t lda,
+              const Step* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+  const auto run = [&](auto panels) { panels(vectors, steps, a, lda, b, ldb, c, ldc, accumulate); };
   switch (rows) {
     case 6:
-      return run(multiply_panels<6, layout>);
+      return run(multiply_panels<6, layout, Step>);
     case 5:
-      return run(multiply_panels<5, layout>);
+      return run(multiply_panels<5, layout, Step>);
     case 4:
-      return run(multiply_panels<4, layout>);
+      return run(multiply_panels<4, layout, Step>);
     case 3:
-      return run(multiply_panels<3, layout>);
+      return run(multiply_panels<3, layout, Step>);
     case 2:
-      return run(multiply_panels<2, layout>);
+      return run(multiply_panels<2, layout, Step>);
     default:
-      return run(multiply_panels<1, layout>);
+      return run(multiply_panels<1, layout, Step>);
   }
 }
 

@@ -1,42 +1,51 @@
 // Dispatch over instruction sets. CMake compiles every *_cpu.cpp once per set with HYBRIDENGINE_ISA
 // = portable | avx2 | avx512, each time inside the namespace of that name; the function that
-// HE_CPU_KERNEL declares calls the widest one that this machine supports.
+// HE_CPU_KERNEL declares calls the widest one that this machine supports. Kernels that multiply
+// pairs of bfloat16 are also compiled as avx512_bf16 and declared with HE_CPU_KERNEL_BF16.
 #pragma once
 
 namespace hybridengine {
 
-enum class Isa { portable, avx2, avx512 };
+enum class Isa { portable, avx2, avx512, avx512_bf16 };
 
-// HYBRIDENGINE_ISA=portable|avx2 in the environment lowers it (tests compare the paths).
+// HYBRIDENGINE_ISA=portable|avx2|avx512 in the environment lowers it (tests compare the paths).
 Isa cpu_isa();
 
 }  // namespace hybridengine
 
 #if defined(__x86_64__)
-#define HE_CPU_KERNEL(name, Params)        \
-  namespace portable {                     \
-  void name(const Params& params);         \
-  }                                        \
-  namespace avx2 {                         \
-  void name(const Params& params);         \
-  }                                        \
-  namespace avx512 {                       \
-  void name(const Params& params);         \
-  }                                        \
-  inline void name(const Params& params) { \
-    switch (cpu_isa()) {                   \
-      case Isa::avx512:                    \
-        return avx512::name(params);       \
-      case Isa::avx2:                      \
-        return avx2::name(params);         \
-      case Isa::portable:                  \
-        return portable::name(params);     \
-    }                                      \
+#define HE_CPU_KERNEL_OF(name, Params, widest) \
+  namespace portable {                         \
+  void name(const Params& params);             \
+  }                                            \
+  namespace avx2 {                             \
+  void name(const Params& params);             \
+  }                                            \
+  namespace avx512 {                           \
+  void name(const Params& params);             \
+  }                                            \
+  namespace widest {                           \
+  void name(const Params& params);             \
+  }                                            \
+  inline void name(const Params& params) {     \
+    switch (cpu_isa()) {                       \
+      case Isa::avx512_bf16:                   \
+        return widest::name(params);           \
+      case Isa::avx512:                        \
+        return avx512::name(params);           \
+      case Isa::avx2:                          \
+        return avx2::name(params);             \
+      case Isa::portable:                      \
+        return portable::name(params);         \
+    }                                          \
   }
 #else
-#define HE_CPU_KERNEL(name, Params) \
-  namespace portable {              \
-  void name(const Params& params);  \
-  }                                 \
+#define HE_CPU_KERNEL_OF(name, Params, widest) \
+  namespace portable {                         \
+  void name(const Params& params);             \
+  }                                            \
   inline void name(const Params& params) { portable::name(params); }
 #endif
+
+#define HE_CPU_KERNEL(name, Params) HE_CPU_KERNEL_OF(name, Params, avx512)
+#define HE_CPU_KERNEL_BF16(name, Params) HE_CPU_KERNEL_OF(name, Params, avx512_bf16)

@@ -48,7 +48,7 @@ bool works() {
 }
 
 bool has_mixed_gemm(at::ScalarType dtype) {
-  if (cpu_isa() != Isa::avx512) return false;
+  if (cpu_isa() != Isa::avx512_bf16) return false;
   static const bool bfloat16 = works<at::BFloat16>(), half = works<at::Half>();
   return (dtype == at::kBFloat16 && bfloat16) || (dtype == at::kHalf && half);
 }

@@ -66,7 +66,7 @@ def tree_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices or numbers that do not fit; on a CPU also a value of
-            subtree_ends outside i < end <= T.
+            subtree_ends outside i < end <= T, or (the C++ backend) subtrees that are not nested.
 
     Example:
         A prompt of two tokens with two responses of one token:

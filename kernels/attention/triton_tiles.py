@@ -1,9 +1,10 @@
 """Tiles of the Triton kernels of tree_attention, by GPU, head size, dtype and options.
 
-Chosen so that the compiled kernels spill no registers and, before compute capability 9.0, fit the
-99 KiB of shared memory of the smaller GPUs (`make cuda-check` shows both); not yet tuned by
-measurements. Hopper's products read operands from shared memory, whose bandwidth suffices from 128
-keys on (wgmma with n = 128); a window or soft-cap needs registers, hence smaller tiles.
+Chosen so that the kernels, compiled by Triton 3.6 and 3.9, spill no registers and, before compute
+capability 9.0, fit the 99 KiB of shared memory of the smaller GPUs (`make cuda-check` shows both);
+not yet tuned by measurements. Hopper's products read operands from shared memory, whose bandwidth
+suffices from 128 keys on (wgmma with n = 128); a window or soft-cap needs registers, hence smaller
+tiles.
 """
 
 from __future__ import annotations
@@ -27,26 +28,30 @@ class Tiles(NamedTuple):
 
 # By kernel and compute capability (0: float32 inputs): head sizes up to 64, 128 and 256.
 _TILES = {
-    ("forward", 80): (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2)),
-    ("forward", 90): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
-    ("forward", 100): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
-    ("forward", 0): (Tiles(32, 32, 4, 2), Tiles(64, 32, 8, 2), Tiles(32, 16, 4, 2)),
+    ("forward", 80): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2)),
+    ("forward", 90): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 2)),
+    ("forward", 100): (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
+    ("forward", 0): (Tiles(32, 32, 4, 2), Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1)),
     ("query_grad", 80): (Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 1)),
-    ("query_grad", 90): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 2)),
-    ("query_grad", 100): (Tiles(128, 32, 4, 2), Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2)),
-    ("query_grad", 0): (Tiles(64, 32, 8, 2), Tiles(32, 16, 4, 1), Tiles(32, 16, 4, 1)),
-    ("key_grad", 80): (Tiles(32, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 4, 1)),
-    ("key_grad", 90): (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 64, 8, 2)),
-    ("key_grad", 100): (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 64, 8, 2)),
-    ("key_grad", 0): (Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 1)),
+    ("query_grad", 90): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 16, 8, 2)),
+    ("query_grad", 100): (Tiles(128, 32, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    ("query_grad", 0): (Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(32, 16, 4, 1)),
+    ("key_grad", 80): (Tiles(32, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 2)),
+    ("key_grad", 90): (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 32, 8, 2)),
+    ("key_grad", 100): (Tiles(64, 64, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 32, 8, 2)),
+    ("key_grad", 0): (Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)),
 }
 # Without a window and a soft-cap: by kernel, compute capability and padded head size.
 _PLAIN_TILES = {
+    ("forward", 80, 64): Tiles(128, 64, 8, 3),
     ("forward", 80, 128): Tiles(128, 64, 8, 2),
     ("forward", 90, 64): Tiles(128, 64, 4, 2),
     ("forward", 90, 128): Tiles(128, 128, 8, 2),
+    ("forward", 90, 256): Tiles(128, 32, 8, 2),
+    ("forward", 100, 128): Tiles(128, 64, 8, 3),
+    ("query_grad", 90, 256): Tiles(64, 32, 8, 2),
     ("query_grad", 100, 64): Tiles(128, 32, 8, 2),
-    ("key_grad", 90, 128): Tiles(64, 128, 8, 2),
+    ("key_grad", 100, 64): Tiles(64, 128, 8, 2),
     ("key_grad", 100, 128): Tiles(64, 128, 8, 2),
 }
 

@@ -47,6 +47,12 @@ def mixed_gemm(
 
     `out` is float32 if a or b is 16-bit, otherwise of their dtype. Both a and b have stride 1 along
     one dimension.
+
+    Example:
+        >>> out = torch.empty(2, 3)
+        >>> mixed_gemm(out, torch.ones(2, 4).bfloat16(), torch.ones(3, 4).bfloat16())
+        >>> out.tolist()
+        [[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
     """
     if a.dtype == b.dtype == out.dtype:
         if accumulate:

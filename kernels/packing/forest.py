@@ -9,17 +9,16 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from .. import _check as check
 from .._backend import choose_backend, native, register_backends
-from .packed import pack_sequences
 from .reference import forest_reference
 
-register_backends("pack_forest", cpu=("cpp", "reference"))
+OP = "pack_forest"
+register_backends(OP, cpu=("cpp", "reference"))
 
 
 @dataclass(frozen=True)
@@ -35,23 +34,26 @@ class PackedForest:
 
 
 def pack_forest(
-    sequences: Sequence, *, device: torch.device | str | None = None, backend: str | None = None
+    input_ids: Tensor, cu_seqlens: Tensor, *, backend: str | None = None
 ) -> PackedForest:
-    """Pack token sequences into a forest of their exact common prefixes.
+    """Pack packed token sequences into a forest of their exact common prefixes.
 
     Roots and children are in the order of the first sequence through them: without a common prefix
-    the result is that of `pack_sequences`. A sequence that is a prefix of another, or equal to it,
-    adds no token. Takes time linear in S, on the CPU.
+    the order is that of the sequences. A sequence that is a prefix of another, or equal to it, adds
+    no token. Takes time linear in S, on the CPU; tensors of another device are copied there, and
+    the result is on their device.
 
     Args:
-        sequences: N sequences of token ids, as in `pack_sequences`: lists or integer tensors [l].
-        device: of the result; None: that of the tensors, the CPU for lists.
+        input_ids: token ids of N sequences end to end, [S] int32 or int64.
+        cu_seqlens: [N + 1] int32 or int64, 0 and the end of every sequence.
 
     Raises:
-        ValueError: tokens that are not integers, or more than 2^31 - 1 of them.
+        ValueError: shapes or dtypes that do not fit, ends that do not start at 0, decrease or do
+            not end at S, or more than 2^31 - 1 tokens.
 
     Example:
-        >>> forest = pack_forest([[5, 6, 7], [5, 6, 8, 9], [4]])
+        >>> ids = torch.tensor([5, 6, 7, 5, 6, 8, 9, 4])
+        >>> forest = pack_forest(ids, torch.tensor([0, 3, 7, 8]))
         >>> forest.input_ids.tolist(), forest.position_ids.tolist()
         ([5, 6, 7, 8, 9, 4], [0, 1, 2, 2, 3, 0])
         >>> forest.subtree_ends.tolist(), forest.cu_seqlens.tolist()
@@ -59,23 +61,20 @@ def pack_forest(
         >>> forest.token_index.tolist()
         [0, 1, 2, 0, 1, 3, 4, 5]
     """
-    packed = pack_sequences(sequences, device=device)
-    [values] = packed.values
-    if values.dim() != 1 or values.is_floating_point() or values.is_complex():
-        raise ValueError(
-            f"pack_forest: the sequences have shape {['l', *values.shape[1:]]} and dtype "
-            f"{values.dtype}; expected token ids, integers of shape [l]"
-        )
-    tokens, ends = values.to("cpu", torch.int64).contiguous(), packed.cu_seqlens.cpu().long()
-    chosen = choose_backend("pack_forest", tokens.device, backend)
+    check.not_none(OP, input_ids=input_ids, cu_seqlens=cu_seqlens)
+    check.same_device(OP, input_ids=input_ids, cu_seqlens=cu_seqlens)
+    check.shape(OP, "input_ids", input_ids, "S", {})
+    tokens = check.ids(OP, "input_ids", input_ids).cpu()
+    ends = check.cu_seqlens(OP, cu_seqlens.cpu(), tokens.shape[0])
+    chosen = choose_backend(OP, tokens.device, backend)
     build = forest_reference if chosen == "reference" else native().pack_forest
-    input_ids, position_ids, subtree_ends, cu_seqlens, token_index = build(tokens, ends)
-    max_seqlen = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+    packed_ids, position_ids, subtree_ends, tree_ends, token_index = build(tokens, ends.long())
+    device = input_ids.device
     return PackedForest(
-        input_ids=input_ids.to(values.device),
-        position_ids=position_ids.to(values.device),
-        subtree_ends=subtree_ends.to(values.device),
-        cu_seqlens=cu_seqlens.to(values.device),
-        max_seqlen=max_seqlen,
-        token_index=token_index.to(values.device),
+        input_ids=packed_ids.to(device),
+        position_ids=position_ids.to(device),
+        subtree_ends=subtree_ends.to(device),
+        cu_seqlens=tree_ends.to(device),
+        max_seqlen=int(tree_ends.diff().max()) if tree_ends.numel() > 1 else 0,
+        token_index=token_index.to(device),
     )

@@ -20,7 +20,7 @@ def test_in_the_interpreter():
 def test_compiles_for_hopper_without_spills(kernel):
     from hybridengine.kernels._triton_builds import builds
 
-    registers, shared, spilled = builds(90)[f"attention_{kernel}_128_plain"]()
+    registers, shared, spilled = builds(90)[f"attention_{kernel}_bf16_128_plain"]()
     assert registers <= 255
     assert shared <= 227 * 1024
     assert spilled == 0

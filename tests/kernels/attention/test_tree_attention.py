@@ -18,13 +18,7 @@ from tests.kernels.attention.cases import (
     random_forest,
     results,
 )
-
-OPTIONS = {
-    "plain": {},
-    "window": {"window_size": 7},
-    "softcap": {"softcap": 3.0},
-    "both": {"window_size": 20, "softcap": 2.0},
-}
+from tests.kernels.attention.triton_cases import OPTIONS, assert_exact
 
 
 def ours(case, dtype=None, **options):
@@ -68,6 +62,21 @@ def test_random_forests(tokens, longest, heads, dims, option, seed):
     assert_close(ours(case, **OPTIONS[option]), exact, tolerances.ATTENTION)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 260),
+    longest=st.sampled_from([3, 40, 150]),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1), (10, 2)]),
+    dims=st.sampled_from([(8, 8), (16, 5), (3, 24), (64, 64), (80, 96)]),
+    option=st.sampled_from(list(OPTIONS)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**20),
+)
+def test_random_forests_in_16_bits(tokens, longest, heads, dims, option, dtype, seed):
+    case = problem(random_forest(tokens, seed, longest), *heads, *dims, dtype=dtype, seed=seed)
+    assert_exact(case, dtype=dtype, **OPTIONS[option])
+
+
 @pytest.mark.parametrize("backend", ("reference", None))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_nodes_longer_than_a_block(option, backend):
@@ -100,10 +109,15 @@ def test_error_is_at_most_twice_that_of_torch(length, dtype):
         assert error <= tolerances.ERROR_FACTOR * limit, name
 
 
-def test_sequences_do_not_depend_on_each_other():
+BIT_DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+
+
+@BIT_DTYPES
+@pytest.mark.parametrize("heads", ((6, 2), (2, 2)))
+def test_sequences_do_not_depend_on_each_other(heads, dtype):
     """Bit for bit, gradients too, across the blocks of the kernel and the cuts of its sums."""
     lengths = [33, 5, 410, 64, 700, 1]
-    case = problem(forest_of(*lengths), 6, 2, 24)
+    case = problem(forest_of(*lengths), *heads, 24, dtype=dtype)
     together = results(partial(tree_attention, subtree_ends=case.forest.subtree_ends), case)
     start = 0
     for length in lengths:
@@ -114,20 +128,36 @@ def test_sequences_do_not_depend_on_each_other():
             assert torch.equal(got[rows], expected)
 
 
-def test_shared_prefixes_change_no_bit_of_the_result():
-    forest = forest_of((300, [70, (40, [280, 1]), 200]), (5, [3, 4]))
-    case = problem(forest, 4, 2, 24)
-    out, grad_query, *_ = results(partial(tree_attention, subtree_ends=forest.subtree_ends), case)
+# Branches at even and odd depths; a key at depth 256, where a chain of a sum begins, has
+# copies (`Slots` in csrc).
+TREES = {
+    "levels": [(300, [70, (40, [280, 1]), 200]), (5, [3, 4])],
+    "odd": [(257, [3, 300, (1, [2, 1, 70])]), (1, [1, 1, 1]), 1, (3, [(1, [5, 6]), (2, [7, 8])])],
+}
+
+
+@BIT_DTYPES
+@pytest.mark.parametrize("window", (None, 90))
+@pytest.mark.parametrize("trees", TREES)
+def test_shared_prefixes_change_no_bit_of_the_result(trees, window, dtype):
+    forest = forest_of(*TREES[trees])
+    case = problem(forest, 4, 2, 24, dtype=dtype)
+
+    def call(q, k, v, forest):
+        ends, positions = forest.subtree_ends, forest.position_ids
+        return tree_attention(q, k, v, ends, positions, window_size=window, softcap=window)
+
+    out, grad_query, *_ = results(partial(call, forest=forest), case)
     for path in forest.paths:
         alone = Case(forest_of(len(path)), [x[path] for x in case.qkv], case.grad[path])
-        ends = alone.forest.subtree_ends
-        alone_out, alone_grad, *_ = results(partial(tree_attention, subtree_ends=ends), alone)
+        alone_out, alone_grad, *_ = results(partial(call, forest=alone.forest), alone)
         assert torch.equal(out[path], alone_out) and torch.equal(grad_query[path], alone_grad)
 
 
+@BIT_DTYPES
 @pytest.mark.parametrize("threads", (2, 5))
-def test_the_number_of_threads_changes_no_bit(threads):
-    case = problem(random_forest(600, 3), 6, 2, 16)
+def test_the_number_of_threads_changes_no_bit(threads, dtype):
+    case = problem(random_forest(600, 3), 6, 2, 16, dtype=dtype)
     call = partial(tree_attention, subtree_ends=case.forest.subtree_ends)
     one = results(call, case)
     before = torch.get_num_threads()

@@ -34,6 +34,7 @@ def call(query=Q, key=K, value=V, subtree_ends=ENDS, position_ids=None, **option
         ({"subtree_ends": ENDS.float()}, ValueError, "subtree_ends has dtype float32"),
         ({"subtree_ends": torch.tensor([5, 5, 2, 5, 5])}, ValueError, "subtree_ends[2] is 2"),
         ({"subtree_ends": torch.tensor([5, 5, 3, 6, 5])}, ValueError, "subtree_ends[3] is 6"),
+        ({"subtree_ends": torch.tensor([3, 4, 3, 4, 5])}, ValueError, "[1] is 4, more than sub"),
         ({"window_size": 2}, TypeError, "position_ids is None"),
         ({"window_size": 0, "position_ids": POSITIONS}, ValueError, "window_size is 0"),
         ({"window_size": 2.5, "position_ids": POSITIONS}, TypeError, "window_size is 2.5"),
@@ -81,15 +82,19 @@ def test_strided_inputs(dtype):
     )
 
 
+DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+
+
+@DTYPES
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))
 @pytest.mark.parametrize("where", range(3))
-def test_a_token_that_is_not_finite_spreads_only_to_those_that_see_it(where, bad):
-    forest = forest_of((70, [(20, [30, 40]), 90]), 60)
-    case = problem(forest, 6, 2, 16)
+@pytest.mark.parametrize("token", (75, 90))  # in a node, and one that is copied for a branch
+def test_a_token_that_is_not_finite_spreads_only_to_those_that_see_it(token, where, bad, dtype):
+    forest = forest_of((70, [(21, [30, 40]), 90]), 60)
+    case = problem(forest, 6, 2, 16, dtype=dtype)
     visible = dense_mask(forest)
     options = {"subtree_ends": forest.subtree_ends, "softmax_scale": 0.3}
     clean = results(partial(tree_attention, **options), case)
-    token = 75
     case.qkv[where][token, 0, 5] = bad
     got = results(partial(tree_attention, **options), case)
     reached = visible[:, token] if where else torch.arange(len(visible)) == token
@@ -102,9 +107,10 @@ def test_a_token_that_is_not_finite_spreads_only_to_those_that_see_it(where, bad
         assert torch.equal(got_key[~also], clean_key[~also])
 
 
-def test_a_gradient_that_is_not_finite_spreads_only_to_the_keys_seen():
-    forest = forest_of((70, [(20, [30, 40]), 90]), 60)
-    case, visible = problem(forest, 6, 2, 16), dense_mask(forest)
+@DTYPES
+def test_a_gradient_that_is_not_finite_spreads_only_to_the_keys_seen(dtype):
+    forest = forest_of((70, [(21, [30, 40]), 90]), 60)
+    case, visible = problem(forest, 6, 2, 16, dtype=dtype), dense_mask(forest)
     call = partial(tree_attention, subtree_ends=forest.subtree_ends)
     clean = results(call, case)
     case.grad[100, 0, 5] = float("nan")
@@ -115,11 +121,12 @@ def test_a_gradient_that_is_not_finite_spreads_only_to_the_keys_seen():
         assert torch.equal(got_key[~visible[100]], clean_key[~visible[100]])
 
 
-def test_a_chain_of_nodes_of_one_token():
+@DTYPES
+def test_a_chain_of_nodes_of_one_token(dtype):
     tree = (1, [])
     for _ in range(200):
         tree = (1, [tree])
-    case = problem(forest_of(tree), 3, 1, 8)
+    case = problem(forest_of(tree), 3, 1, 8, dtype=dtype)
     call = partial(tree_attention, subtree_ends=case.forest.subtree_ends)
     one_node = partial(tree_attention, subtree_ends=torch.full((201,), 201))
     for got, expected in zip(results(call, case), results(one_node, case), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybridengine.kernels import pack_forest, pack_sequences
+from hybridengine.kernels import PackedForest, pack_forest, pack_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,12 @@ FIELDS = ("input_ids", "position_ids", "subtree_ends", "cu_seqlens", "token_inde
 forests = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=12)
 
 
-def visible(forest) -> torch.Tensor:
+def forest_of(sequences: list[list[int]], backend: str | None = None) -> PackedForest:
+    packed = pack_sequences(sequences)
+    return pack_forest(packed.values[0], packed.cu_seqlens, backend=backend)
+
+
+def visible(forest: PackedForest) -> torch.Tensor:
     """bool [T, T]: query token i attends to key token j."""
     i = torch.arange(forest.input_ids.numel())
     return (i[None] <= i[:, None]) & (i[:, None] < forest.subtree_ends[None])
@@ -25,7 +30,7 @@ def visible(forest) -> torch.Tensor:
 @settings(max_examples=200, deadline=None)
 @given(sequences=forests)
 def test_every_token_sees_the_tokens_before_it_in_its_sequence(backend, sequences):
-    forest = pack_forest(sequences, backend=backend)
+    forest = forest_of(sequences, backend)
     seen, first = visible(forest), 0
     for sequence in sequences:
         path = forest.token_index[first : first + len(sequence)]
@@ -44,7 +49,7 @@ def test_every_token_sees_the_tokens_before_it_in_its_sequence(backend, sequence
 @settings(max_examples=200, deadline=None)
 @given(sequences=forests)
 def test_cpp_equals_reference(sequences):
-    cpp, reference = (pack_forest(sequences, backend=backend) for backend in BACKENDS)
+    cpp, reference = (forest_of(sequences, backend) for backend in BACKENDS)
     for field in FIELDS:
         ours, expected = getattr(cpp, field), getattr(reference, field)
         assert ours.dtype == expected.dtype and torch.equal(ours, expected), field
@@ -56,7 +61,7 @@ def test_long_runs_that_part_anywhere(backend):
     stem = list(range(1000, 1300))
     sequences = [stem] + [[*stem[:n], 7, n] for n in (1, 63, 64, 65, 127, 128, 192, 299, 300)]
     sequences += [stem[:64], stem[:65], [*stem, 8]]
-    forest = pack_forest(sequences, backend=backend)
+    forest = forest_of(sequences, backend)
     assert forest.input_ids.numel() == 300 + 9 * 2 + 1
     assert forest.cu_seqlens.tolist() == [0, 319] and forest.max_seqlen == 319
     first = 0
@@ -69,7 +74,7 @@ def test_long_runs_that_part_anywhere(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_in_common_is_plain_packing(backend):
     sequences = [[5, 6, 7], [], [8], [9, 5, 6]]
-    forest, packed = pack_forest(sequences, backend=backend), pack_sequences(sequences)
+    forest, packed = forest_of(sequences, backend), pack_sequences(sequences)
     assert torch.equal(forest.input_ids, packed.values[0])
     assert torch.equal(forest.position_ids, packed.position_ids)
     assert forest.token_index.tolist() == list(range(7))
@@ -80,30 +85,47 @@ def test_nothing_in_common_is_plain_packing(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sequences", [[], [[]], [[], []]])
 def test_nothing_at_all(backend, sequences):
-    forest = pack_forest(sequences, backend=backend)
+    forest = forest_of(sequences, backend)
     assert forest.cu_seqlens.tolist() == [0] and forest.max_seqlen == 0
     assert [getattr(forest, name).numel() for name in FIELDS] == [0, 0, 0, 1, 0]
 
 
-def test_tensors_of_any_integer_dtype_and_extreme_ids():
-    largest = torch.iinfo(torch.int64).max
-    lists = [[-1, largest, 0], [-1, largest, -largest]]
-    forest = pack_forest([torch.tensor(ids) for ids in lists])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_both_dtypes_any_stride_and_extreme_value(dtype):
+    largest = torch.iinfo(dtype).max
+    ids = torch.tensor([-1, largest, 0, -1, largest, -largest], dtype=dtype)
+    strided = torch.stack([ids, ids], 1)[:, 0]
+    forest = pack_forest(strided, torch.tensor([0, 3, 6], dtype=dtype))
     assert forest.input_ids.tolist() == [-1, largest, 0, -largest]
-    for dtype in (torch.int32, torch.uint8, torch.bool):
-        forest = pack_forest([torch.tensor(ids, dtype=dtype) for ids in ([1, 0], [1, 1])])
-        assert forest.input_ids.dtype == torch.int64 and forest.input_ids.tolist() == [1, 0, 1]
+    assert forest.input_ids.dtype == forest.token_index.dtype == torch.int64
 
 
-def test_hostile_arguments():
-    with pytest.raises(ValueError, match=r"shape \['l'\] and dtype torch.float32; expected token"):
-        pack_forest([[0.5, 1.0]])
-    with pytest.raises(ValueError, match=r"shape \['l', 2\] and dtype torch.int64"):
-        pack_forest([torch.zeros(3, 2, dtype=torch.int64)])
-    with pytest.raises(ValueError, match="mixes tensors and lists"):
-        pack_forest([[1], torch.tensor([1])])
+IDS, ENDS = torch.arange(4), torch.tensor([0, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("ids", "ends", "error", "message"),
+    [
+        (IDS.float(), ENDS, ValueError, "input_ids has dtype float32; expected int64 or int32"),
+        (IDS[:, None], ENDS, ValueError, r"input_ids has shape \[4, 1\]"),
+        ([0, 1], ENDS, TypeError, r"input_ids is \[0, 1\] \(list\)"),
+        (IDS, None, TypeError, "cu_seqlens is None"),
+        (IDS, ENDS.double(), ValueError, "cu_seqlens has dtype float64"),
+        (IDS, ENDS[:0], ValueError, r"cu_seqlens has shape \[0\]"),
+        (IDS, ENDS + 1, ValueError, r"cu_seqlens\[0\] is 1; expected 0"),
+        (IDS, torch.tensor([0, 3, 2, 4]), ValueError, r"cu_seqlens\[2\] is 2, less than 3"),
+        (IDS, ENDS[:2], ValueError, "cu_seqlens ends at 3, but there are 4 tokens"),
+        (IDS, ENDS * 2, ValueError, "cu_seqlens ends at 8, but there are 4 tokens"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_argument(ids, ends, error, message):
+    with pytest.raises(error, match=message):
+        pack_forest(ids, ends)
+
+
+def test_an_unknown_backend():
     with pytest.raises(ValueError, match="backend 'cuda' does not exist"):
-        pack_forest([[1]], backend="cuda")
+        pack_forest(IDS, ENDS, backend="cuda")
 
 
 def test_the_extension_checks_what_it_is_given():
