@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,19 +56,34 @@ def check_linear(
 
 
 def check_budget(op: str, hidden: Tensor, budget_bytes: int | None) -> int:
-    """Return the budget in bytes: 256 MiB on a CPU and 1 GiB on a GPU unless given."""
-    if budget_bytes is None:
-        return 2**30 if hidden.is_cuda else 2**28
-    return check.integer(op, "budget_bytes", budget_bytes, at_least=1)
+    """Return the budget in bytes: if None, 256 MiB on a CPU, 5% of a GPU's memory up to 4 GiB.
+
+    Of a GPU's total memory, not of what is free: chunks, and so the last bits of results, must not
+    depend on what else is allocated.
+    """
+    if budget_bytes is not None:
+        return check.integer(op, "budget_bytes", budget_bytes, at_least=1)
+    if hidden.is_cuda:
+        return min(torch.cuda.get_device_properties(hidden.device).total_memory // 20, 2**32)
+    return 2**28
 
 
-def products_over_active_rows(hidden: Tensor, weight: Tensor, backend: str) -> bool:
-    """Return whether `ActiveRowGradients`, on a GPU, leaves inactive rows out of the products."""
-    if backend not in ("cuda", "triton") or importlib.util.find_spec("triton") is None:
-        return False
-    from .active_rows import supports
-
-    return supports(hidden, weight)
+def check_active_rows(op: str, active_rows: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the index of active rows as int64: [A], ascending, below the number of tokens."""
+    check.same_device(op, token_ids=token_ids, active_rows=active_rows)
+    check.shape(op, "active_rows", active_rows, "A", {})
+    rows, index = token_ids.numel(), check.ids(op, "active_rows", active_rows)
+    if index.numel() > rows:
+        raise ValueError(
+            f"{op}: active_rows has {index.numel()} entries; expected at most {rows}, the tokens."
+        )
+    if check.readable(index):
+        ends = index.new_tensor([-1]), index.new_tensor([rows])
+        if not (torch.cat([ends[0], index, ends[1]]).diff() > 0).all():
+            raise ValueError(
+                f"{op}: active_rows must be ascending row numbers from 0 to {rows - 1}, each once."
+            )
+    return index
 
 
 def empty_gradients(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._backend import native
+from .. import memory_pool
 from .._per_token import compute_dtype
 from ..logprob.options import RowOptions
 from ..logprob.rows import rows_backward
@@ -20,25 +21,26 @@ _DETERMINISTIC_ROWS = 128
 # Rows of a chunk where a group exchanges its row sums: the same number on all ranks, whatever the
 # sizes of their vocabulary slices.
 _GROUP_ROWS = 512
-# How many chunks of 16-bit gradients share one product on a GPU.
-_CHUNKS_PER_PRODUCT = 4
-# Row strides of tiles are multiples of 16 bytes, that is, of 8 16-bit elements.
-_STRIDE_MULTIPLE = 8
+# How many chunks of 16-bit gradients the buffer of a GPU holds.
+_CHUNKS_PER_PRODUCT = 8
+# Rows of logits on a GPU: more do not make their product faster, because it already reads the
+# weight in a tenth of the time that it computes.
+_GPU_ROWS = 2048
+# cuBLAS is fast where row strides are multiples of 16 bytes, that is, of 8 16-bit elements.
+_GPU_STRIDE = 8
 
 
 class Chunks:
     """The matrix products of hidden [T, H] and weight [V, H], in reused buffers.
 
     Logits are float32 for any dtype of the inputs. The gradient of a chunk overwrites its logits,
-    or is written to a buffer of the inputs' dtype: with 16-bit products, or if `active_rows`. On a
-    GPU that buffer holds several chunks, because each product reads and writes the full weight
-    gradient.
+    or with 16-bit products is written to a buffer of that dtype. On a GPU that buffer holds several
+    chunks, all of them if they fit, because each product reads and writes the full weight gradient.
 
     Args:
         budget_bytes: memory for the buffers and for temporary copies of hidden and weight.
         deterministic: pad every product to the same number of rows.
-        backward: gradients are computed, too.
-        active_rows: the gradients are those of `ActiveRowGradients`.
+        grad_rows: rows whose gradient is computed; 0: logits only.
         group: name of the process group of vocabulary-parallel ranks; "": none.
         kept: all logits are given (`logits_fit`); one chunk, with a buffer for its gradient.
     """
@@ -50,41 +52,43 @@ class Chunks:
         bias: Tensor | None,
         budget_bytes: int,
         deterministic: bool,
-        backward: bool,
-        active_rows: bool = False,
+        grad_rows: int,
         group: str = "",
         kept: bool = False,
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.deterministic = deterministic
         dtype = compute_dtype(hidden)
-        widened = dtype != hidden.dtype
-        grad_dtype = hidden.dtype if active_rows or keeps_16_bits(hidden) else dtype
+        grad_dtype = hidden.dtype if keeps_16_bits(hidden) else dtype
         # Whether gradients have a buffer of their own.
-        self.separate = backward and (grad_dtype != dtype or active_rows or kept)
-        shared = _CHUNKS_PER_PRODUCT if self.separate and hidden.is_cuda else 1
+        self.separate = grad_rows > 0 and (grad_dtype != dtype or kept)
+        several = self.separate and hidden.is_cuda and not deterministic
+        shared = _CHUNKS_PER_PRODUCT if several else 1
         (rows, width), vocab = hidden.shape, weight.shape[0]
-        # A row of hidden, packed or widened, and its gradient (in SPLITS parts for active rows).
-        width_bytes = width * (8 if not active_rows else hidden.dtype.itemsize + 16)
-        row_bytes = shared * width_bytes + vocab * (
-            dtype.itemsize + (shared * grad_dtype.itemsize if self.separate else 0)
-        )
-        reserved = _reserved_bytes(budget_bytes) if widened else 0
-        buffer_rows, self.rows = _buffer_rows(rows, (budget_bytes - reserved) // row_bytes)
+        entry_bytes = dtype.itemsize + (shared * grad_dtype.itemsize if self.separate else 0)
+        # 8: a row of hidden, packed or widened, and its gradient.
+        row_bytes = shared * width * 8 + vocab * entry_bytes
+        reserved = _reserved_bytes(budget_bytes) if dtype != hidden.dtype else 0
+        max_rows = _max_rows((budget_bytes - reserved) // row_bytes)
         if kept:
-            buffer_rows = self.rows = max(1, rows)
+            max_rows = self.rows = max(1, rows)
         elif deterministic:
-            buffer_rows = self.rows = _DETERMINISTIC_ROWS
+            max_rows = self.rows = _DETERMINISTIC_ROWS
         elif group:
-            buffer_rows = self.rows = max(1, min(rows, _GROUP_ROWS))
-        in_place = backward and not self.separate
-        logits_rows = buffer_rows if in_place else min(buffer_rows, self.rows)
-        self._logits = empty_from_pool(hidden, (0 if kept else logits_rows, vocab), dtype)
+            max_rows = self.rows = max(1, min(rows, _GROUP_ROWS))
+        else:
+            limit = min(max_rows, _GPU_ROWS) if hidden.is_cuda else max_rows
+            self.rows = _equal_rows(rows, limit)
+        in_place = grad_rows > 0 and not self.separate
+        logits_rows = 0 if kept else max_rows if in_place else self.rows
+        if not deterministic:
+            logits_rows, max_rows = min(logits_rows, rows), min(max_rows * shared, grad_rows)
+        self._logits = _empty_rows(hidden, logits_rows, vocab, dtype)
         self.grad_logits = self._logits
         if self.separate:
-            stride = vocab + (-vocab % _STRIDE_MULTIPLE if active_rows else 0)
-            shape = (min(buffer_rows * shared, rows), stride)
-            self.grad_logits = empty_from_pool(hidden, shape, grad_dtype)[:, :vocab]
+            self.grad_logits = _empty_rows(hidden, max_rows, vocab, grad_dtype)
+        # Whether one product gives the full weight gradient, in the dtype of its operands.
+        self.one_product = several and self.grad_logits.shape[0] == grad_rows
 
     def slices(self) -> Iterator[slice]:
         """Yield the rows of every chunk."""
@@ -102,9 +106,10 @@ class Chunks:
     def hidden_grad(self, grad_logits: Tensor) -> Tensor:
         """Compute grad_logits @ weight."""
         padded = self._padded(grad_logits)
-        if padded.dtype == self.weight.dtype:
+        if padded.dtype == self.weight.dtype and padded.is_cpu:
             return (padded @ self.weight)[: grad_logits.shape[0]]
-        out = padded.new_empty(padded.shape[0], self.weight.shape[1])
+        # float32: cuBLAS may split the sum over V, and then adds 16-bit results in 16 bits.
+        out = padded.new_empty(padded.shape[0], self.weight.shape[1], dtype=compute_dtype(padded))
         mixed_gemm(out, padded, self.weight.t())
         return out[: grad_logits.shape[0]].to(self.weight.dtype)
 
@@ -132,16 +137,23 @@ def _reserved_bytes(budget_bytes: int) -> int:
     return min(WIDENED_BYTES, budget_bytes // 8)
 
 
-def _buffer_rows(rows: int, max_rows: int) -> tuple[int, int]:
-    """Return the rows of the buffer and of a chunk: equal chunks of multiples of 128 rows."""
-    max_rows = max(1, max_rows)
-    if max_rows >= 128:
-        max_rows -= max_rows % 128
-    chunk = max_rows
-    if max_rows >= 128 and rows:
-        equal = rows / -(-rows // max_rows)
-        chunk = min(max_rows, -int(-equal // 128) * 128)
-    return min(max_rows, rows), chunk
+def _max_rows(rows: int) -> int:
+    """Return at most this many rows, at least 1: a multiple of 128 from 128 on."""
+    return max(1, rows if rows < 128 else rows - rows % 128)
+
+
+def _equal_rows(rows: int, max_rows: int) -> int:
+    """Return the rows of a chunk: equal chunks, of multiples of 128 rows from 128 on."""
+    if max_rows < 128 or rows == 0:
+        return max_rows
+    equal = rows / -(-rows // max_rows)
+    return min(max_rows, -int(-equal // 128) * 128)
+
+
+def _empty_rows(like: Tensor, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Allocate [rows, vocab]."""
+    stride = vocab + (-vocab % _GPU_STRIDE if like.is_cuda else 0)
+    return empty_from_pool(like, (rows, stride), dtype).narrow(1, 0, vocab)
 
 
 class LinearGradients:
@@ -153,9 +165,12 @@ class LinearGradients:
         main_grad: the weight gradient is added to it; None: it is returned.
         inactive: [T] bool, rows whose gradient is zero and whose hidden states may be NaN.
         skip_inactive: leave rows with zero gradient out of the products (CPU only: on a GPU their
-            number would have to be copied to the host, see `ActiveRowGradients`).
+            number would have to be copied to the host).
+        wide_weight: return the weight gradient in float32.
 
-    Rows of a chunk are a slice of T or an index tensor.
+    Rows of a chunk are a slice of T or an index tensor. Where the gradients of all rows fit the
+    buffer of a GPU, one product writes the weight gradient in the weight's own dtype: reading and
+    writing float32 sums, and converting them, would take 2 to 3 ms for 500 million weights.
     """
 
     def __init__(
@@ -168,6 +183,7 @@ class LinearGradients:
         main_grad: Tensor | None = None,
         inactive: Tensor | None = None,
         skip_inactive: bool = False,
+        wide_weight: bool = False,
     ) -> None:
         hidden, weight, bias = chunks.hidden, chunks.weight, chunks.bias
         self.chunks, self.main_grad, self.inactive = chunks, main_grad, inactive
@@ -177,11 +193,14 @@ class LinearGradients:
         self.bias = None
         if bias is not None and wanted[2]:
             self.bias = torch.zeros_like(bias, dtype=compute_dtype(bias))
-        self.weight = None
+        self.weight, self.weight_dtype = None, weight.dtype
+        if wide_weight:
+            self.weight_dtype = compute_dtype(weight)
         if wanted[1]:
             self.weight = main_grad
             if main_grad is None:
-                self.weight = empty_like_from_pool(weight, compute_dtype(weight))
+                dtype = self.weight_dtype if chunks.one_product else compute_dtype(weight)
+                self.weight = empty_like_from_pool(weight, dtype)
         self.weight_has_value = main_grad is not None  # otherwise the first product is stored
         self._pending: list[tuple[Tensor, slice | Tensor]] = []
 
@@ -246,17 +265,11 @@ class LinearGradients:
         """Multiply the pending gradients of logits."""
         if not self._pending:
             return
-        (grad_logits, rows), *more = self._pending
-        if more:
-            device = grad_logits.device
-            parts = [
-                torch.arange(part.start, part.stop, device=device)
-                if isinstance(part, slice)
-                else part
-                for _, part in self._pending
-            ]
-            rows = torch.cat(parts)
-            grad_logits = self.chunks.grad_logits[: rows.shape[0]]
+        grad_logits = self._pending[0][0]
+        if len(self._pending) > 1:
+            count = sum(part.shape[0] for part, _ in self._pending)
+            grad_logits = self.chunks.grad_logits[:count]
+        rows = _joined([rows for _, rows in self._pending], grad_logits.device)
         self._pending = []
         if self.hidden is not None:
             self.hidden[rows] = self.chunks.hidden_grad(grad_logits)
@@ -269,7 +282,7 @@ class LinearGradients:
         if self.bias is not None:
             self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
 
-    def finish(self, wide_weight: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of hidden (summed over the group), weight and bias.
 
         They have the dtypes of their tensors (weight: float32 if `wide_weight`) and are empty if
@@ -282,11 +295,22 @@ class LinearGradients:
             hidden = sum_over_ranks(self.hidden, self.options.group)
         if self.weight is not None and self.main_grad is None:
             weight = self.weight if self.weight_has_value else self.weight.zero_()
-            if not wide_weight and weight.dtype != like.dtype:
-                weight = empty_like_from_pool(weight, like.dtype).copy_(weight)
+            if weight.dtype != self.weight_dtype:
+                weight = empty_like_from_pool(weight, self.weight_dtype).copy_(weight)
         if self.bias is not None:
             bias = self.bias.to(like.dtype)
         return hidden, weight, bias
+
+
+def _joined(parts: Sequence[slice | Tensor], device: torch.device) -> slice | Tensor:
+    """Join slices that follow each other to one, other parts to an index tensor."""
+    slices = [part for part in parts if isinstance(part, slice)]
+    follows = all(a.stop == b.start for a, b in itertools.pairwise(slices))
+    if len(slices) == len(parts) and follows:
+        return slice(slices[0].start, slices[-1].stop)
+    return torch.cat(
+        [torch.arange(p.start, p.stop, device=device) if isinstance(p, slice) else p for p in parts]
+    )
 
 
 def active_rows(grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
@@ -305,10 +329,8 @@ def _move_to_front(logits: Tensor, rows: Tensor) -> Tensor:
 
 
 def empty_from_pool(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate from the cached memory pool on a CPU: the system clears new pages, which is slow."""
-    if like.is_cpu and native() is not None:
-        return native().empty_from_pool(shape, dtype)
-    return like.new_empty(shape, dtype=dtype)
+    """Allocate on the device of `like`, on a CPU from the cached memory pool."""
+    return memory_pool.empty_from_pool(shape, dtype, like.device)
 
 
 def empty_like_from_pool(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,8 +4,8 @@ logits = hidden @ weight.T + bias is computed for a chunk of rows at a time, as 
 budget in bytes, reduced by the row kernel of token_log_probs, and dropped. Logits are float32, also
 for 16-bit hidden and weight: they are never rounded. The backward computes each chunk again,
 replaces it by its gradient and multiplies twice: 2 T H V operations forward and 6 T H V backward (2
-of them for the recomputation). Rows with zero gradient are left out of the backward, and where all
-logits fit the budget they are kept for it. docs/linear_policy_loss.md derives the counts.
+of them for the recomputation). On a CPU rows with zero gradient are left out of the backward; where
+all logits fit the budget they are kept for it. docs/linear_policy_loss.md derives the counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from .arguments import (
     LINEAR_SCHEMA,
     check_budget,
     check_linear,
-    products_over_active_rows,
     register_linear_autograd,
     split_row_options,
 )
@@ -64,7 +63,8 @@ def linear_token_log_probs(
             in rank order and of any size, and the same hidden. The gradient of hidden is summed
             over the ranks.
         budget_bytes: memory for logits and temporaries, besides inputs, outputs and gradients;
-            None: 256 MiB on a CPU, 1 GiB on a GPU. Ignored with a group: a chunk is 512 rows. If
+            None: 256 MiB on a CPU, 5% of a GPU's memory up to 4 GiB. Ignored with a group: a chunk
+            is 512 rows. If
             8 T V bytes (and some more per row) fit, the logits are kept until the backward, which
             then does not compute them again; not in the deterministic mode or with a group.
         deterministic: use matrix products of one fixed shape, so that a row's log-prob, entropy
@@ -133,7 +133,7 @@ def _forward_op(
         logits = empty_from_pool(hidden, shape, dtype)
         mixed_gemm(logits, hidden, weight, bias)
         return *rows_forward(logits, token_ids, options, False, backend)[:4], logits
-    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, False, group=options.group)
+    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, 0, options.group)
     *results, logits = _empty_results(hidden, weight, keep_logits)
     for rows in chunks.slices():
         part = rows_forward(
@@ -168,7 +168,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias; those not `wanted` are empty.
 
-    Rows with zero gradient are not multiplied, and on a CPU their logits are not computed again.
+    On a CPU the logits of rows with zero gradient are not computed again, nor their products.
     """
     options, rest = split_row_options(arguments)
     budget_bytes, deterministic, main_grad, backend, kept, row_results, logits, *gradients = rest
@@ -176,22 +176,16 @@ def _backward_op(
     ignored = token_ids == options.ignore_index
     gradients = [None if grad is None else grad.masked_fill(ignored, 0) for grad in gradients]
     backend = choose_backend("linear_token_log_probs", hidden.device, backend, hidden.dtype)
-    on_device = main_grad is None and products_over_active_rows(hidden, weight, backend)
     chunks = Chunks(
-        hidden, weight, bias, budget_bytes, deterministic, True, on_device, options.group, kept
+        hidden, weight, bias, budget_bytes, deterministic, hidden.shape[0], options.group, kept
     )
-    arguments = (chunks, token_ids, options, backend, wanted)
+    inactive = ~torch.stack([grad != 0 for grad in gradients if grad is not None]).any(0)
+    grads = LinearGradients(
+        chunks, token_ids, options, backend, wanted, main_grad, inactive, skip_inactive=kept
+    )
     parts: Iterator[slice | Tensor] = chunks.slices()
-    if on_device:
-        from .active_rows import ActiveRowGradients
-
-        grads: LinearGradients = ActiveRowGradients(*arguments)
-        gradients = [torch.zeros_like(row_results[0]) if g is None else g for g in gradients]
-    else:
-        inactive = ~torch.stack([grad != 0 for grad in gradients if grad is not None]).any(0)
-        grads = LinearGradients(*arguments, main_grad, inactive, skip_inactive=kept)
-        if hidden.is_cpu and not kept:
-            parts = _active_parts(parts, active_rows(*gradients), chunks.rows)
+    if hidden.is_cpu and not kept:
+        parts = _active_parts(parts, active_rows(*gradients), chunks.rows)
     for rows in parts:
         grads.add_chunk(
             logits if kept else grads.logits(rows),

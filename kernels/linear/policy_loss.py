@@ -4,13 +4,14 @@ Old log-probs (or that they are the row's own), advantages, mask and the global 
 known before the forward. So the gradient of a chunk of logits can be computed right after its rows
 are reduced, while it is still in the buffer: three matrix products (6 T H V operations) for forward
 and backward together, where the two-step form needs four. Inactive rows, whose gradient is zero
-(masked, zero advantage, clipped), are left out of the two gradient products.
-docs/linear_policy_loss.md has the derivation.
+(masked, zero advantage, clipped), are left out of the two gradient products where the host knows
+them. docs/linear_policy_loss.md has the derivation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +37,10 @@ from ..policy_loss.terms import (
 )
 from .arguments import (
     LINEAR_SCHEMA,
+    check_active_rows,
     check_budget,
     check_linear,
     empty_gradients,
-    products_over_active_rows,
     split_row_options,
 )
 from .chunks import Chunks, LinearGradients
@@ -68,6 +69,7 @@ def linear_policy_loss(
     group: dist.ProcessGroup | None = None,
     response_mask: Tensor | None = None,
     entropy_coeff: float = 0.0,
+    active_rows: Tensor | None = None,
     grad_scale: float = 1.0,
     budget_bytes: int | None = None,
     deterministic: bool = False,
@@ -89,9 +91,13 @@ def linear_policy_loss(
         ignore_index: tokens with this label (`pack(shifted=)` gives it to the last token of a
             sequence) are masked, too: they are not in the loss, its token counts or its gradients.
         entropy_coeff: subtract entropy_coeff * entropy, with gradient.
+        active_rows: [A] int32 or int64, ascending: the only tokens (of all T) whose gradient may be
+            nonzero; that of the others is taken as 0, and they are left out of the gradient
+            products. None: on a CPU these are found in the call; on a GPU all tokens, because the
+            host would have to wait for their number.
         grad_scale: the incoming gradient that the gradients are computed for; the backward rescales
             them if it is another one. Give the factor by which the loss will be multiplied: small
-            gradients would underflow in float16 otherwise, and a CPU saves the rescaling.
+            gradients would underflow in float16 otherwise, and the rescaling takes time.
         loss_arguments: the other arguments of `policy_loss` (loss_mode, clip ratios,
             loss_agg_mode, cu_seqlens, global denominators, ref_log_probs and the KL,
             rollout_is_weights or rollout_log_probs, ...).
@@ -119,8 +125,8 @@ def linear_policy_loss(
     op = "linear_policy_loss"
     token_ids = check_linear(op, hidden, weight, token_ids, bias, main_grad)
     backend = choose_backend(op, hidden.device, backend, hidden.dtype)
-    # Without a mask, an entropy or KL term gives every row a nonzero gradient.
-    every_row = response_mask is None and (entropy_coeff or loss_arguments.get("kl_coef", 0.0))
+    if active_rows is not None:
+        active_rows = check_active_rows(op, active_rows, token_ids)
     loss_arguments |= {
         "old_log_probs": old_log_probs, "advantages": advantages,
         "response_mask": response_mask, "entropy_coeff": entropy_coeff,
@@ -141,11 +147,11 @@ def linear_policy_loss(
     mode = MODE_ALIASES.get(mode, mode)
     if backend == "reference" or mode in SEQUENCE_MODES:
         return _two_step_loss(
-            hidden, weight, token_ids, head, row_arguments, loss_arguments, backend
+            hidden, weight, token_ids, head, row_arguments, loss_arguments, active_rows, backend
         )
     return _one_pass_loss(
-        hidden, weight, token_ids, head, row_arguments, loss_arguments, mode, grad_scale, backend,
-        not every_row,
+        hidden, weight, token_ids, head, row_arguments, loss_arguments, active_rows, mode,
+        grad_scale, backend,
     )  # fmt: skip
 
 
@@ -170,7 +176,7 @@ def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: 
 
 def _two_step_loss(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, head: dict[str, Any], row_arguments: dict,
-    loss_arguments: dict, backend: str,
+    loss_arguments: dict, active_rows: Tensor | None, backend: str,
 ) -> Results:  # fmt: skip
     """Compute log-probs, then the loss: the specification, and the form of sequence-level modes."""
     bias = head["bias"]
@@ -187,6 +193,12 @@ def _two_step_loss(
         log_probs, entropy = linear_token_log_probs(
             hidden, weight, token_ids, backend=backend, **head, **row_arguments
         )
+    if active_rows is not None:
+        inactive = torch.ones_like(token_ids, dtype=torch.bool)
+        inactive.view(-1)[active_rows] = False
+        log_probs, entropy = (
+            torch.where(inactive, result.detach(), result) for result in (log_probs, entropy)
+        )
     loss, metrics = policy_loss(
         log_probs.flatten(), entropy=entropy.flatten(), backend=backend, **loss_arguments
     )
@@ -195,7 +207,7 @@ def _two_step_loss(
 
 def _one_pass_loss(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, head: dict[str, Any], row_arguments: dict,
-    loss_arguments: dict, mode: str, grad_scale: float, backend: str, inactive_rows: bool,
+    loss_arguments: dict, active_rows: Tensor | None, mode: str, grad_scale: float, backend: str,
 ) -> Results:  # fmt: skip
     """Compute log-probs and gradients chunk by chunk, then loss and metrics by `policy_loss`."""
     op, main_grad = "linear_policy_loss", head["main_grad"]
@@ -210,7 +222,7 @@ def _one_pass_loss(
         *(None if t is None else t.detach() for t in tensors), token_ids.flatten(),
         *row_options(op, token_ids, weight.shape[0], **row_arguments),
         check_budget(op, hidden, head["budget_bytes"]), head["deterministic"],
-        *_op_arguments(mode, loss_arguments, grad_scale), inactive_rows, main_grad is not None,
+        *_op_arguments(mode, loss_arguments, grad_scale), active_rows, main_grad is not None,
         wanted, backend,
     )  # fmt: skip
     with torch.no_grad():
@@ -238,19 +250,30 @@ class _AttachGradients(torch.autograd.Function):
     @staticmethod
     @check.differentiable_once("linear_policy_loss")
     def backward(ctx: Any, grad_loss: Tensor):  # type: ignore[no-untyped-def]
-        # Reading the value would wait for a GPU, and break a traced graph.
-        on_host = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
-        as_computed = on_host and grad_loss.item() == ctx.grad_scale
-        factor = grad_loss / ctx.grad_scale
+        grads, factor = ctx.saved_tensors[:3], grad_loss / ctx.grad_scale
         needs = list(ctx.needs_input_grad[1:4])
         if ctx.main_grad is not None and needs[1]:
             needs[1] = False
-            ctx.main_grad.addcmul_(ctx.saved_tensors[1], factor)
+            ctx.main_grad.addcmul_(grads[1], factor)
         scaled = [
-            (grad if as_computed else grad * factor) if need else None
-            for grad, need in zip(ctx.saved_tensors[:3], needs, strict=True)
+            _scaled(grad, factor) if need else None for grad, need in zip(grads, needs, strict=True)
         ]
         return None, *scaled, *(None,) * 8
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """Return grad * factor, in place where no other backward can read `grad` again.
+
+    That saves a copy of the weight gradient. Where the factor is 1 the gradient is not even read;
+    the host does not wait for the factor's value on a GPU, nor read it in a traced graph.
+    """
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return grad * factor
+    if grad.is_cuda and importlib.util.find_spec("triton") is not None:
+        from .rescale import rescale_
+
+        return rescale_(grad, factor)
+    return grad if grad.is_cpu and factor.item() == 1 else grad.mul_(factor)
 
 
 def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, ...]:
@@ -292,7 +315,7 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor? old_log_probs, Tensor mask, "
     "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor? rollout_log_probs, "
-    "Tensor weights, int[] plan, float[] numbers, float[] is_bounds, bool inactive_rows, "
+    "Tensor weights, int[] plan, float[] numbers, float[] is_bounds, Tensor? active_rows, "
     "bool wide_weight_grad, bool[] wanted, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -303,35 +326,44 @@ def _gradient_op(
 
     Gradients that are not `wanted` are empty. old_log_probs: None for the row's own. weights: the
     weight of each token in the loss. plan, numbers: those of the op policy_loss. is_bounds: the
-    fields of `ImportanceBounds`. inactive_rows: rows may have zero gradient.
+    fields of `ImportanceBounds`.
     """
     options, rest = split_row_options(arguments)
     budget_bytes, deterministic, *per_token, plan, numbers, is_bounds = rest[:-4]
-    inactive_rows, wide_weight_grad, wanted, backend = rest[-4:]
-    on_device = inactive_rows and products_over_active_rows(hidden, weight, backend)
-    chunks = Chunks(
-        hidden, weight, bias, budget_bytes, deterministic, any(wanted), on_device, options.group
-    )
-    rows_arguments = (chunks, token_ids, options, backend, wanted)
-    if on_device:
-        from .active_rows import ActiveRowGradients
-
-        grads: LinearGradients = ActiveRowGradients(*rows_arguments)
-    else:
-        mask = per_token[2]
-        grads = LinearGradients(*rows_arguments, inactive=~mask, skip_inactive=True)
+    active_rows, wide_weight_grad, wanted, backend = rest[-4:]
+    grad_rows = 0
+    if any(wanted):
+        grad_rows = token_ids.numel() if active_rows is None else active_rows.numel()
+    chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, grad_rows, options.group)
+    mask = per_token[2]
+    grads = LinearGradients(
+        chunks, token_ids, options, backend, wanted, inactive=~mask, skip_inactive=True,
+        wide_weight=wide_weight_grad,
+    )  # fmt: skip
     log_probs, entropy = (torch.empty_like(per_token[-1]) for _ in range(2))
-    for rows in chunks.slices():
+    for rows, have_gradients in _parts(chunks, active_rows):
         logits = grads.logits(rows)
         results = rows_forward(logits, token_ids[rows], options.select(rows), False, backend)[:4]
         log_probs[rows], entropy[rows] = results[:2]
-        if any(wanted):
+        if any(wanted) and have_gradients:
             tokens = [None if t is None else t[rows] for t in per_token]
             gradients = _token_gradients(
                 results, tokens, plan, numbers, ImportanceBounds(*is_bounds), backend
             )
             grads.add_chunk(logits, rows, results, *gradients)
-    return log_probs, entropy, *grads.finish(wide_weight_grad)
+    return log_probs, entropy, *grads.finish()
+
+
+def _parts(chunks: Chunks, active_rows: Tensor | None) -> Iterator[tuple[slice | Tensor, bool]]:
+    """Yield the rows of every chunk, and whether they have gradients: the active ones first."""
+    if active_rows is None:
+        yield from ((rows, True) for rows in chunks.slices())
+        return
+    inactive = torch.ones(chunks.hidden.shape[0], dtype=torch.uint8, device=active_rows.device)
+    order = inactive.index_fill_(0, active_rows, 0).argsort(stable=True)
+    count = active_rows.numel()
+    for index, have_gradients in ((order[:count], True), (order[count:], False)):
+        yield from ((rows, have_gradients) for rows in index.split(chunks.rows) if rows.numel())
 
 
 @_gradient_op.register_fake

@@ -154,6 +154,92 @@ def test_inactive_rows_are_left_out_of_the_gradient_products(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ("ppo_clip", "gspo"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("rows", (0, 1, 29, 40))
+def test_active_rows_that_the_caller_gives(rows, dtype, mode, device):
+    """Loss and log-probs are those of all tokens, gradients those of the given ones."""
+    tensors, token_ids, _ = problem(40, 16, 101, dtype=dtype)
+    arguments = loss_inputs(40) | {"cu_seqlens": torch.arange(41, dtype=torch.int32)}
+    active = torch.randperm(40, generator=torch.Generator().manual_seed(rows))[:rows].sort()[0]
+    others = torch.ones(40, dtype=torch.bool).index_fill(0, active, False)
+    exact, _ = loss_and_gradients(
+        tensors, token_ids, arguments, torch.float64, loss_mode=mode, entropy_coeff=0.01
+    )
+    arguments["active_rows"] = active
+    for budget_bytes in (7 * (101 * 6 + 128), 2**20):
+        got, _ = loss_and_gradients(
+            tensors, token_ids, arguments, dtype, device, loss_mode=mode, entropy_coeff=0.01,
+            budget_bytes=budget_bytes,
+        )  # fmt: skip
+        assert_all_close(got[:3], exact[:3])
+        assert not got[3][others].any()
+        reference, _ = loss_and_gradients(
+            tensors, token_ids, arguments, torch.float64, loss_mode=mode, entropy_coeff=0.01,
+            backend="reference",
+        )  # fmt: skip
+        for g, e in zip(got[3:], reference[3:], strict=True):
+            size = e.abs().max().clamp(min=1e-30)
+            torch.testing.assert_close(g.double() / size, e / size, **ROUNDED)
+        torch.testing.assert_close(reference[3][active], exact[3][active])
+
+
+@pytest.mark.parametrize(
+    ("active_rows", "message"),
+    [
+        (torch.tensor([3, 1]), "ascending row numbers from 0 to 39, each once"),
+        (torch.tensor([1, 1]), "ascending row numbers"),
+        (torch.tensor([-1, 1]), "ascending row numbers"),
+        (torch.tensor([40]), "ascending row numbers"),
+        (torch.arange(41), "active_rows has 41 entries; expected at most 40, the tokens"),
+        (torch.ones(40), "active_rows has dtype float32"),
+        (torch.ones(40, 1, dtype=torch.int64), "active_rows has shape"),
+    ],
+)
+def test_wrong_active_rows_are_named(active_rows, message):
+    tensors, token_ids, _ = problem(40, 16, 101)
+    with pytest.raises(ValueError, match=message):
+        linear_policy_loss(*tensors[:2], token_ids, active_rows=active_rows, **loss_inputs(40))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("active", (None, 100))
+@pytest.mark.parametrize("budget_bytes", (None, 130 * 1003 * 20))
+def test_a_cuda_graph_replays_the_loss(budget_bytes, active):
+    """Without waiting for the device, in one product and in several."""
+    tensors, token_ids, _ = problem(700, 64, 1003, dtype=torch.bfloat16)
+    hidden, weight = (t.cuda().requires_grad_() for t in tensors[:2])
+    token_ids = token_ids.cuda()
+    arguments = {k: v.cuda() for k, v in loss_inputs(700).items() if k != "cu_seqlens"}
+    if active is not None:
+        arguments["active_rows"] = torch.arange(0, 7 * active, 7, device="cuda")
+
+    def step():
+        loss, *_ = linear_policy_loss(
+            hidden, weight, token_ids, budget_bytes=budget_bytes, **arguments
+        )
+        return (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for share in (0.0, 0.3, 1.0):
+        arguments["response_mask"].copy_(torch.rand(700, device="cuda") < share)
+        graph.replay()
+        for got, expected in zip(captured, step(), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_policy_loss_of_16_bit_inputs_over_many_chunks_with_inactive_rows(device):
     """Active rows of several chunks share a gradient product; the error is that of rounding."""
     tensors, token_ids, _ = problem(200, 16, 101, dtype=torch.bfloat16)
@@ -253,8 +339,9 @@ def test_two_step_form_gives_the_same_loss():
     assert torch.equal(loss, again)
 
 
+@pytest.mark.parametrize("active_rows", (None, torch.tensor([0, 2, 5])))
 @pytest.mark.parametrize("wide_weight_grad", (False, True))
-def test_policy_gradient_op_contract(wide_weight_grad):
+def test_policy_gradient_op_contract(wide_weight_grad, active_rows):
     (hidden, weight, bias), token_ids, vectors = problem(6, 8, 20, dtype=torch.bfloat16)
     mask, weights = torch.ones(6, dtype=torch.bool), torch.full((6,), 1 / 6)
     numbers = [*map(float, LossOptions()), 0.0, 0.01, 1.0]
@@ -262,8 +349,8 @@ def test_policy_gradient_op_contract(wide_weight_grad):
         torch.ops.hybridengine.linear_policy_gradient.default,
         (hidden, weight, bias, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False,
          vectors[0], None, mask, None, None, None, vectors[1], weights,
-         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, True, True], numbers, [2.0, 0.5], True,
-         wide_weight_grad, [True, True, True], "cpp"),
+         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, True, True], numbers, [2.0, 0.5],
+         active_rows, wide_weight_grad, [True, True, True], "cpp"),
     )  # fmt: skip
 
 

@@ -1,0 +1,15 @@
+"""Run by test_rescale.py in Triton's interpreter."""
+
+import pytest
+import torch
+from hybridengine.kernels.linear.rescale import _BLOCK, rescale_
+
+
+@pytest.mark.parametrize("size", (0, 1, _BLOCK, 5 * _BLOCK + 3))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("factor", (1.0, 0.5, 0.0, torch.nan))
+def test_in_place(size, dtype, factor):
+    tensor = torch.randn(size).to(dtype)
+    expected = tensor * factor
+    assert rescale_(tensor, torch.tensor(factor)) is tensor
+    torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
