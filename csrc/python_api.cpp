@@ -20,7 +20,7 @@ void register_strided_copy(pybind11::module_& m);
 
 PYBIND11_MODULE(_C, m) {
   using namespace hybridengine;
-  constexpr const char* isa_names[] = {"portable", "avx2", "avx512"};
+  constexpr const char* isa_names[] = {"portable", "avx2", "avx512", "avx512_bf16"};
   m.attr("cpu_isa") = isa_names[static_cast<int>(cpu_isa())];
 #ifdef HYBRIDENGINE_WITH_CUDA
   m.attr("with_cuda") = true;

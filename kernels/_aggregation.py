@@ -6,6 +6,7 @@ loss of the batch, however it is split.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -88,6 +89,46 @@ def loss_denominators(
 
     num_seqs = global_count(op, "global_num_seqs", global_num_seqs, device, count_sequences)
     return torch.stack([num_tokens, num_seqs])
+
+
+def kernel_denominators(
+    op: str,
+    loss_agg_mode: str,
+    cu_seqlens: Tensor | None,
+    global_num_tokens: float | Tensor | None,
+    global_num_seqs: float | Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor | None, list[float]]:
+    """Return what `loss_denominators` does in the form that a kernel takes; nothing is counted.
+
+    The numbers are those of tokens and sequences, NaN where the kernel counts them. Where one is a
+    tensor on the device, the kernel reads both from a float64 tensor [2], which is made here.
+    """
+    by_sequences = loss_agg_mode.startswith("seq")
+    if by_sequences and cu_seqlens is None:
+        raise ValueError(
+            f"{op}: loss_agg_mode {loss_agg_mode!r} works on sequences; give cu_seqlens."
+        )
+    tensors: list[Tensor | None] = []
+    numbers: list[float] = []
+    for name, given in (
+        ("global_num_tokens", global_num_tokens), ("global_num_seqs", global_num_seqs)
+    ):  # fmt: skip
+        _check_count(op, name, given, device)
+        on_device = isinstance(given, Tensor) and not check.readable(given)
+        tensors.append(given if isinstance(given, Tensor) and on_device else None)
+        numbers.append(math.nan if given is None else 1.0 if on_device else float(given))
+    if not by_sequences:  # these modes do not read the sequences
+        numbers[1], tensors[1] = 1.0, tensors[0]
+    if all(tensor is None for tensor in tensors):
+        return None, numbers
+    filled = [
+        torch.full((), number, dtype=torch.float64, device=device)
+        if tensor is None
+        else tensor.detach().reshape(()).to(device, torch.float64)
+        for tensor, number in zip(tensors, numbers, strict=True)
+    ]
+    return torch.stack(filled), numbers
 
 
 def global_count(

@@ -211,7 +211,9 @@ def number(
     infinite: bool = False,
 ) -> float:
     """Check for a number within bounds, no NaN, and no inf unless `infinite`; return a float."""
-    if isinstance(value, bool | Tensor) or not isinstance(value, (int, float, Real)):
+    if type(value) is not float and (
+        isinstance(value, bool | Tensor) or not isinstance(value, (int, float, Real))
+    ):
         raise TypeError(f"{op}: {name} is {_described(value)}; expected a number.")
     value = float(value)
     good = value == value and (infinite or abs(value) != float("inf"))

@@ -67,7 +67,10 @@ def token_arguments(
 def row_cu_seqlens(values: Tensor) -> Tensor:
     """Return the cu_seqlens of the flattened rows of [B, L]: int32 [B + 1]."""
     rows, length = values.shape
-    return torch.arange(rows + 1, device=values.device, dtype=torch.int32) * length
+    if length == 0:
+        return torch.zeros(rows + 1, device=values.device, dtype=torch.int32)
+    end = rows * length + 1
+    return torch.arange(0, end, length, device=values.device, dtype=torch.int32)
 
 
 def compute_dtype(values: Tensor) -> torch.dtype:

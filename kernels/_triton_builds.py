@@ -6,6 +6,7 @@ capability (such as 90) and returns registers, shared bytes and spilled bytes, r
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -20,10 +21,10 @@ from triton.compiler import ASTSource
 
 from .attention import triton_backward, triton_forward, triton_tables
 from .attention.triton_tiles import choose_tiles
-from .linear import active_rows
+from .linear import rescale
 from .logprob import triton as logprob_triton
 from .policy_loss import triton as policy_loss_triton
-from .policy_loss.terms import LOSS_MODES, SEQUENCE_MODES
+from .policy_loss.terms import KERNEL_MODES, SEQUENCE_MODES
 from .sparse_linear import triton as sparse_triton
 
 Usage = tuple[int, int, int]
@@ -33,7 +34,7 @@ Build = Callable[[int], Usage]
 def builds(capability: int) -> dict[str, Callable[[], Usage]]:
     """Return the specializations that run on this compute capability, by name."""
     by_name: dict[str, Build] = {}
-    for mode in LOSS_MODES:
+    for mode in KERNEL_MODES:
         by_name[f"policy_loss_token_{mode}"] = partial(_policy_loss_token, mode)
     for mode in SEQUENCE_MODES:
         by_name[f"policy_loss_sequence_{mode}"] = partial(_policy_loss_sequence, mode)
@@ -44,15 +45,14 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
             by_name[f"logprob_backward_{name}"] = partial(_logprob, False, dtype, general)
         for name in ("logits", "hidden_grad", "weight_grad"):
             by_name[f"sparse_{name}_{dtype}"] = partial(_sparse_linear, name, dtype)
-        if capability >= 90:
-            for name in ("index", "gather", "hidden", "scatter", "weight", "bias"):
-                by_name[f"active_rows_{name}_{dtype}"] = partial(_active_rows, name, dtype)
-    for head_size in (64, 128):
-        for options in (False, True):
-            for name in ("forward", "query_grad", "key_grad"):
-                suffix = f"{head_size}_{'every_option' if options else 'plain'}"
-                build = partial(_attention, name, head_size, options)
-                by_name[f"attention_{name}_{suffix}"] = build
+        by_name[f"rescale_{dtype}"] = partial(_rescale, dtype)
+    # Float32 is for exactness, without tensor cores: its plain form shows whether tiles fit.
+    forms = (("bf16", False), ("bf16", True), ("fp32", False))
+    for (dtype, options), head_size in itertools.product(forms, (64, 128, 256)):
+        for name in ("forward", "query_grad", "key_grad"):
+            suffix = f"{dtype}_{head_size}_{'every_option' if options else 'plain'}"
+            build = partial(_attention, name, dtype, head_size, options)
+            by_name[f"attention_{name}_{suffix}"] = build
     for name in ("bounds", "links", "window", "delta"):
         by_name[f"attention_{name}"] = partial(_attention_tables, name)
     return {name: partial(build, capability) for name, build in by_name.items()}
@@ -130,27 +130,17 @@ def _logprob(forward: bool, dtype: str, general: bool, capability: int) -> Usage
     values: dict[str, object] = dict.fromkeys((*optional, "HAS_ROW_INDEX"), general)
     values["BLOCK"] = logprob_triton.FORWARD_BLOCK if forward else logprob_triton.BACKWARD_BLOCK
     constants = _flags(kernel, **values)
-    return compile_kernel(kernel, types, constants, capability)
+    aligned = () if general else ("logits", "out", "row_stride", "out_stride", "vocab")
+    return compile_kernel(kernel, types, constants, capability, {"num_warps": 8}, aligned)
 
 
-def _active_rows(name: str, dtype: str, capability: int) -> Usage:
-    kernel = getattr(active_rows, f"{name}_kernel")
-    tiles = dict(active_rows.TILES[4 if dtype == "fp32" else 2])
-    options = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
-    m, n, k = tiles.values()
-    types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= dict.fromkeys(("state", "row_index", "src_index"), "*i32")
-    types |= dict.fromkeys(("grad_log_probs", "grad_entropy", "partial", "total"), "*fp32")
-    types |= dict.fromkeys(("hidden", "active_hidden", "grad_logits", "hidden_grad"), f"*{dtype}")
-    if name in ("hidden", "weight"):
-        tile, other = ((m, k), "weight") if name == "hidden" else ((k, m), "active_hidden")
-        types["grad_logits"] = f"tensordesc<{dtype}[{tile[0]}, {tile[1]}]>"
-        types[other] = f"tensordesc<{dtype}[{k}, {n}]>"
-    if name == "weight":
-        types["total"] = f"tensordesc<fp32[{m}, {n // 2}]>"
-    block = 128 if name == "bias" else 1024
-    constants = _flags(kernel, SPLITS=active_rows.SPLITS, BLOCK=block, **tiles)
-    return compile_kernel(kernel, types, constants, capability, options)
+def _rescale(dtype: str, capability: int) -> Usage:
+    types = {"values": f"*{dtype}", "factor": "*fp32", "size": "i64"}
+    kernel = rescale.rescale_kernel
+    constants = {"BLOCK": rescale._BLOCK}
+    return compile_kernel(
+        kernel, types, constants, capability, {"num_warps": 8}, {"values", "size"}
+    )
 
 
 def _sparse_linear(name: str, dtype: str, capability: int) -> Usage:
@@ -163,14 +153,15 @@ def _sparse_linear(name: str, dtype: str, capability: int) -> Usage:
     return compile_kernel(kernel, types, constants, capability)
 
 
-def _attention(name: str, head_size: int, options: bool, capability: int) -> Usage:
+def _attention(name: str, dtype: str, head_size: int, options: bool, capability: int) -> Usage:
     module = triton_forward if name == "forward" else triton_backward
     kernel = getattr(module, f"{name}_kernel")
-    tiles = choose_tiles(name, head_size, 2, capability, not options).arguments
+    itemsize = 4 if dtype == "fp32" else 2
+    tiles = choose_tiles(name, head_size, itemsize, capability, not options).arguments
     launch = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
     types = dict.fromkeys(kernel.arg_names, "i32")
     tensors = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
-    types |= dict.fromkeys(tensors, "*bf16")
+    types |= dict.fromkeys(tensors, f"*{dtype}")
     types |= dict.fromkeys(("ends", "positions", "tables"), "*i32")
     types |= {"lse": "*fp32", "delta": "*fp32"}
     types |= dict.fromkeys(("scale", "factor", "cap_scale"), "fp32")

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from . import _check as check
 from ._aggregation import check_aggregation, loss_denominators, token_weights
+from ._backend import choose_backend, register_backends
 from ._per_token import as_mask, compute_dtype, token_arguments, zero_masked
+from .policy_loss.op import run_kernel
+from .policy_loss.reference import LossSettings
+from .policy_loss.terms import LossOptions
+
+register_backends("value_loss", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
 
 
 def value_loss(
@@ -22,12 +28,13 @@ def value_loss(
     cu_seqlens: Tensor | None = None,
     global_num_tokens: float | Tensor | None = None,
     global_num_seqs: float | Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute sum_t weight_t max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
 
     The clipped value loss of PPO's implementations (arXiv 2005.12729, section 3), in float64 for
-    float64 values, else in float32; weights as in policy_loss. Plain PyTorch, with derivatives
-    of any order in reverse and forward mode.
+    float64 values, else in float32; weights as in policy_loss. The kernels can be differentiated
+    once, in reverse mode; the reference any number of times, in both modes.
 
     Args:
         values: [T], packed tokens, or [B, L], whose rows are the sequences; differentiable.
@@ -36,6 +43,8 @@ def value_loss(
         cliprange_value: c, not negative; None (or infinity) does not clip.
         loss_agg_mode, loss_scale_factor, cu_seqlens, global_num_tokens, global_num_seqs: as in
             policy_loss.
+        backend: `cpp`, `cuda`, `triton` or `reference`; None takes the best one. float64 values
+            are always computed by the reference.
 
     Returns:
         (loss, metrics): vf_loss is the loss; vf_clipfrac and vpred_mean are sums divided by the
@@ -55,12 +64,35 @@ def value_loss(
         {"response_mask": response_mask},
         cu_seqlens,
     )
+    backend = choose_backend(op, values.device, backend, values.dtype)
+    counts = (global_num_tokens, global_num_seqs)
+    if backend == "reference":
+        weighting = (loss_agg_mode, cu_seqlens, counts, loss_scale_factor)
+        loss, *means = _reference(tokens, clip, *weighting)
+    else:
+        settings = LossSettings("value", loss_agg_mode, "k1", False, 0.0, 0.0, loss_scale_factor)
+        names = {"values": "log_probs", "old_values": "old_log_probs", "returns": "advantages"}
+        renamed = {names.get(name, name): tensor for name, tensor in tokens.items()}
+        options = LossOptions(clip_ratio_low=clip)
+        loss, sums = run_kernel(op, backend, renamed, cu_seqlens, counts, settings, options)
+        means = [sums[3], sums[6]]  # pg_clipfrac and ratio_mean of the kernels
+    metrics = {"vf_loss": loss, "vf_clipfrac": means[0], "vpred_mean": means[1]}
+    return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}
+
+
+def _reference(
+    tokens: dict[str, Tensor],
+    clip: float,
+    loss_agg_mode: str,
+    cu_seqlens: Tensor | None,
+    counts: tuple[float | Tensor | None, float | Tensor | None],
+    loss_scale_factor: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (loss, vf_clipfrac, vpred_mean) in plain PyTorch."""
     mask = as_mask(tokens.get("response_mask"), tokens["values"])
-    denominators = loss_denominators(
-        op, loss_agg_mode, mask, cu_seqlens, global_num_tokens, global_num_seqs
-    )
+    denominators = loss_denominators("value_loss", loss_agg_mode, mask, cu_seqlens, *counts)
     weights = token_weights(loss_agg_mode, mask, cu_seqlens, denominators, loss_scale_factor)
-    dtype, num_tokens = compute_dtype(values), denominators[0]
+    dtype, num_tokens = compute_dtype(tokens["values"]), denominators[0]
     values, old, targets = (
         zero_masked(tensor.to(dtype), mask)
         for tensor in (tokens["values"], tokens["old_values"].detach(), tokens["returns"].detach())
@@ -70,9 +102,4 @@ def value_loss(
     clipped = clipped_error > unclipped_error
     errors = torch.where(clipped, clipped_error, unclipped_error)
     loss = 0.5 * (weights.to(dtype) * errors).sum()
-    metrics = {
-        "vf_loss": loss,
-        "vf_clipfrac": clipped.to(dtype).sum() / num_tokens,
-        "vpred_mean": values.sum() / num_tokens,
-    }
-    return loss, {name: value.detach().to(dtype) for name, value in metrics.items()}
+    return loss, clipped.to(dtype).sum() / num_tokens, values.sum() / num_tokens

@@ -1,5 +1,6 @@
-// Group advantages on CUDA: the passes of group_slots.h with a thread per row, then a warp per row
-// to copy the result to tokens. Linear in the rows, and bitwise deterministic.
+// Group advantages on CUDA: the passes of group_slots.h with a thread per row, in one block where
+// there are few rows and else as one launch each; then a warp per row to copy the result to tokens.
+// Linear in the rows, and bitwise deterministic.
 #include <cuda_runtime.h>
 
 #include "advantage/params.h"
@@ -10,6 +11,8 @@ namespace hybridengine {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBlockThreads = 1024;
+constexpr int64_t kMaxBlockRows = 4 * kBlockThreads;
 
 struct Atomics {
   using Word = unsigned long long;
@@ -44,6 +47,21 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(GroupAdvantageParams p
     p.advantages[this_row()] = finished_row(p.rows, this_row(), p.options);
 }
 
+// All passes in one block.
+__global__ void __launch_bounds__(kBlockThreads) block_kernel(GroupAdvantageParams p) {
+  for (int64_t row = threadIdx.x; row < p.num_rows; row += kBlockThreads)
+    enter_group<Atomics>(p.rows, row);
+  __syncthreads();
+  for (int64_t row = threadIdx.x; row < p.num_rows; row += kBlockThreads)
+    measure_row<Atomics>(p.rows, row);
+  __syncthreads();
+  for (int64_t row = threadIdx.x; row < p.num_rows; row += kBlockThreads)
+    add_row<Atomics>(p.rows, row);
+  __syncthreads();
+  for (int64_t row = threadIdx.x; row < p.num_rows; row += kBlockThreads)
+    p.advantages[row] = finished_row(p.rows, row, p.options);
+}
+
 __global__ void __launch_bounds__(kThreads) spread_kernel(GroupAdvantageParams p) {
   const int lane = threadIdx.x % 32;
   const int64_t row = this_row() / 32;
@@ -65,12 +83,16 @@ unsigned blocks_for(int64_t threads) {
 
 int group_advantage_cuda(const GroupAdvantageParams& p, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  const unsigned blocks = blocks_for(p.num_rows);
   cudaMemsetAsync(p.rows.slots, 0, p.rows.table_size * sizeof(GroupSlot), s);
-  enter_kernel<<<blocks, kThreads, 0, s>>>(p.rows, p.num_rows);
-  measure_kernel<<<blocks, kThreads, 0, s>>>(p.rows, p.num_rows);
-  add_kernel<<<blocks, kThreads, 0, s>>>(p.rows, p.num_rows);
-  finish_kernel<<<blocks, kThreads, 0, s>>>(p);
+  if (p.num_rows <= kMaxBlockRows) {
+    block_kernel<<<1, kBlockThreads, 0, s>>>(p);
+  } else {
+    const unsigned blocks = blocks_for(p.num_rows);
+    enter_kernel<<<blocks, kThreads, 0, s>>>(p.rows, p.num_rows);
+    measure_kernel<<<blocks, kThreads, 0, s>>>(p.rows, p.num_rows);
+    add_kernel<<<blocks, kThreads, 0, s>>>(p.rows, p.num_rows);
+    finish_kernel<<<blocks, kThreads, 0, s>>>(p);
+  }
   if (p.cu_seqlens) spread_kernel<<<blocks_for(p.num_rows * 32), kThreads, 0, s>>>(p);
   return cudaGetLastError();
 }

@@ -85,11 +85,13 @@ Layout pack_layout(const at::Tensor& mask, int64_t capacity) {
   TORCH_CHECK_VALUE(capacity <= std::numeric_limits<int32_t>::max(), "pack: ", capacity,
                     " tokens do not fit cu_seqlens, which is int32; pack fewer sequences at once");
 
-  at::Tensor cu_seqlens = at::full({batch + 1}, 0, longs.dtype(at::kInt));
+  at::Tensor cu_seqlens = at::empty({batch + 1}, longs.dtype(at::kInt));
   at::Tensor position_ids = at::empty({capacity}, longs), indices = at::empty({capacity}, longs);
   at::Tensor inverse = at::empty({batch * params.seqlen}, longs);
-  at::Tensor num_dropped = at::full({}, 0, longs);
-  if (batch == 0) {
+  at::Tensor num_dropped = at::empty({}, longs);
+  if (batch == 0) {  // no kernel runs
+    cu_seqlens.zero_();
+    num_dropped.zero_();
     position_ids.zero_();
     indices.fill_(-1);
   }

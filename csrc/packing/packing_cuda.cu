@@ -90,8 +90,9 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(PackLayoutParams p) {
   }
 }
 
-// A block moves kTileBytes of one tensor in units of the widest type its rows allow.
+// A block moves kTileBytes of one tensor at a time, in units of the widest type its rows allow.
 constexpr int kTileBytes = 32768;
+constexpr int kBatch = 4;  // units that a thread loads before it stores the first
 
 template <typename Unit>
 __device__ Unit fill_unit(uint64_t bits, int element_size) {
@@ -103,25 +104,42 @@ __device__ Unit fill_unit(uint64_t bits, int element_size) {
   return unit;
 }
 
+// source / p.source_inner, exact while rows * length stays below 2^64.
+__device__ int64_t outer_index(const MoveRowsParams& p, int64_t source) {
+  return p.source_inner == 1 ? source : __umul64hi(source, p.inverse_inner);
+}
+
+// All loads of a batch are issued before the first is used: indices, then rows.
 template <typename Unit>
 __device__ void move_tile(const MoveRowsParams& p, const RowTensor& t, int64_t first, int rows) {
-  const unsigned units = static_cast<unsigned>(t.row_bytes / sizeof(Unit));
+  const unsigned units = static_cast<unsigned>(t.row_bytes / sizeof(Unit)), end = rows * units;
   const Unit fill = fill_unit<Unit>(t.fill, t.element_size);
+  const int64_t outer_skip = t.outer_stride - p.source_inner * t.inner_stride;
   Unit* destination = reinterpret_cast<Unit*>(t.destination + first * t.row_bytes);
-#pragma unroll 4
-  for (unsigned u = threadIdx.x; u < rows * units; u += kThreads) {
-    const unsigned local = u / units;
-    const int64_t row = first + local + t.shift;
-    int64_t source = -1;
-    if (row < p.rows && (t.shift == 0 || p.position_ids[row] != 0)) source = p.index[row];
-    Unit value = fill;
-    if (source >= 0 && source < p.source_rows) {  // an index outside gives the fill value
-      const int64_t outer = p.source_inner == p.source_rows ? 0 : source / p.source_inner;
-      const char* begin =
-          t.source + outer * t.outer_stride + (source - outer * p.source_inner) * t.inner_stride;
-      value = reinterpret_cast<const Unit*>(begin)[u - local * units];
+  for (unsigned begin = threadIdx.x; begin < end; begin += kThreads * kBatch) {
+    int64_t row[kBatch], source[kBatch], position[kBatch];
+    unsigned unit[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const unsigned u = begin + i * kThreads, local = u / units;
+      unit[i] = u - local * units;
+      row[i] = first + local + t.shift;
+      const bool inside = u < end && row[i] < p.rows;
+      source[i] = inside ? __ldg(p.index + row[i]) : -1;
+      position[i] = inside && t.shift ? __ldg(p.position_ids + row[i]) : 1;
     }
-    destination[u] = value;
+    Unit values[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const bool copied = source[i] >= 0 && source[i] < p.source_rows && position[i] != 0;
+      const char* at =
+          t.source + source[i] * t.inner_stride + outer_index(p, source[i]) * outer_skip;
+      values[i] = fill;
+      if (copied) values[i] = __ldcs(reinterpret_cast<const Unit*>(at) + unit[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (begin + i * kThreads < end) destination[begin + i * kThreads] = values[i];
   }
 }
 
@@ -142,11 +160,11 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
     else if (common % 8 == 0)
       move_tile<uint2>(p, t, first, rows);
     else if (common % 4 == 0)
-      move_tile<uint32_t>(p, t, first, rows);
+      move_tile<unsigned int>(p, t, first, rows);
     else if (common % 2 == 0)
-      move_tile<uint16_t>(p, t, first, rows);
+      move_tile<unsigned short>(p, t, first, rows);
     else
-      move_tile<uint8_t>(p, t, first, rows);
+      move_tile<unsigned char>(p, t, first, rows);
   }
 }
 
@@ -175,6 +193,8 @@ int pack_layout_cuda(const PackLayoutParams& p, void* stream) {
 }
 
 int move_rows_cuda(const MoveRowsParams& p, void* stream) {
+  MoveRowsParams params = p;
+  params.inverse_inner = ~uint64_t{0} / p.source_inner + 1;
   int64_t tiles = 1;  // of the widest tensor; surplus blocks of the others return at once
   for (int i = 0; i < p.num_tensors; ++i) {
     const int64_t per_tile =
@@ -183,7 +203,7 @@ int move_rows_cuda(const MoveRowsParams& p, void* stream) {
     tiles = needed > tiles ? needed : tiles;
   }
   const dim3 grid(static_cast<unsigned>(tiles < 65536 ? tiles : 65536), p.num_tensors);
-  move_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  move_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
   return cudaGetLastError();
 }
 

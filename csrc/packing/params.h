@@ -45,6 +45,7 @@ struct MoveRowsParams {
   int64_t rows;  // of every destination
   int64_t source_rows;
   int64_t source_inner;
+  uint64_t inverse_inner;       // CUDA: 2^64 / source_inner, rounded up
   const int64_t* index;         // [rows], source row; -1 fills
   const int64_t* position_ids;  // [rows], needed where a tensor is shifted
   int64_t* bad_index;  // CPU: set to an index outside the source, if any; its row gets the fill

@@ -27,14 +27,15 @@ const bool* optional_bools(const OptionalTensor& tensor, const char* name, int64
   return tensor->const_data_ptr<bool>();
 }
 
-// Returns the loss and its sums [1 + kNumSums], and the gradients by log_probs and entropy (empty
-// if not wanted). `options` is TokenLossOptions in its order; `coefficients` are kl_coef,
-// entropy_coeff and loss_scale_factor; `denominators` is [2] float64: global tokens and sequences.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
+// Returns the loss [], the metrics [kNumSums], and the gradients by log_probs and entropy (empty if
+// not wanted). `options` is TokenLossOptions in its order; `coefficients` are kl_coef,
+// entropy_coeff, loss_scale_factor and the global numbers of tokens and sequences, NaN where they
+// are counted here; `denominators` is those two numbers as a float64 tensor, or null.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
     const at::Tensor& log_probs, const at::Tensor& old_log_probs, const at::Tensor& advantages,
     const OptionalTensor& mask, const OptionalTensor& selected, const OptionalTensor& ref_log_probs,
     const OptionalTensor& entropy, const OptionalTensor& is_weights,
-    const OptionalTensor& cu_seqlens, const at::Tensor& denominators, int64_t mode,
+    const OptionalTensor& cu_seqlens, const OptionalTensor& denominators, int64_t mode,
     int64_t agg_mode, int64_t kl_type, bool kl_straight_through, const std::vector<double>& options,
     const std::vector<double>& coefficients, bool wants_gradient, bool wants_entropy_gradient) {
   const int64_t tokens = log_probs.numel();
@@ -53,7 +54,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
   check_vector(log_probs, "log_probs", at::kFloat, tokens);
   check_vector(old_log_probs, "old_log_probs", at::kFloat, tokens);
   check_vector(advantages, "advantages", at::kFloat, tokens);
-  check_vector(denominators, "denominators", at::kDouble, 2);
+  if (denominators) check_vector(*denominators, "denominators", at::kDouble, 2);
   PolicyLossParams params{};
   params.log_probs = log_probs.const_data_ptr<float>();
   params.old_log_probs = old_log_probs.const_data_ptr<float>();
@@ -78,23 +79,28 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
   params.kl_coef = static_cast<float>(coefficients.at(0));
   params.entropy_coeff = static_cast<float>(coefficients.at(1));
   params.loss_scale_factor = static_cast<float>(coefficients.at(2));
-  params.global_num_tokens = denominators.const_data_ptr<double>();
-  params.global_num_seqs = params.global_num_tokens + 1;
+  params.global_num_tokens = coefficients.at(3);
+  params.global_num_seqs = coefficients.at(4);
+  if (denominators) params.global_counts = denominators->const_data_ptr<double>();
   params.num_threads = at::get_num_threads();
 
   const int64_t chunk = device.is_cpu() ? kCpuChunk : kCudaChunk;
-  const int64_t stats_bytes = needs_sequence_stats(params) ? sizeof(SequenceStats) : 0;
+  const int64_t chunks = (tokens + chunk - 1) / chunk;
+  const int64_t stats_bytes = needs_sequence_pass(params) ? sizeof(SequenceStats) : 0;
   const auto& floats = log_probs.options();
-  at::Tensor sums = at::empty({1 + kNumSums}, floats);
+  at::Tensor loss = at::empty({}, floats), metrics = at::empty({kNumSums}, floats);
   at::Tensor gradient = empty_from_pool({wants_gradient ? tokens : 0}, floats);
   at::Tensor entropy_gradient = empty_from_pool({wants_entropy_gradient ? tokens : 0}, floats);
   at::Tensor sequence_stats =
       at::empty({params.num_sequences * stats_bytes}, floats.dtype(at::kByte));
-  at::Tensor partials =
-      at::empty({(tokens + chunk - 1) / chunk, kNumSums}, floats.dtype(at::kDouble));
+  at::Tensor token_counts =
+      at::empty({needs_count_pass(params) ? chunks : 0}, floats.dtype(at::kInt));
+  at::Tensor partials = at::empty({chunks, kNumSums}, floats.dtype(at::kDouble));
   params.sequence_stats = static_cast<SequenceStats*>(sequence_stats.mutable_data_ptr());
+  params.token_counts = token_counts.mutable_data_ptr<int32_t>();
   params.partials = partials.mutable_data_ptr<double>();
-  params.sums = sums.mutable_data_ptr<float>();
+  params.loss = loss.mutable_data_ptr<float>();
+  params.metrics = metrics.mutable_data_ptr<float>();
   if (wants_gradient) params.gradient = gradient.mutable_data_ptr<float>();
   if (wants_entropy_gradient) params.entropy_gradient = entropy_gradient.mutable_data_ptr<float>();
   if (device.is_cpu()) {
@@ -107,7 +113,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> policy_loss(
   } else {
     no_kernel_for(device, "policy_loss");
   }
-  return {sums, gradient, entropy_gradient};
+  return {loss, metrics, gradient, entropy_gradient};
 }
 
 }  // namespace

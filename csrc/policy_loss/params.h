@@ -60,14 +60,22 @@ struct PolicyLossParams {
   float kl_coef;
   float entropy_coeff;
   float loss_scale_factor;
-  const double* global_num_tokens;  // [1]
-  const double* global_num_seqs;    // [1], seq-mean modes
-  SequenceStats* sequence_stats;    // scratch [num_sequences], where needs_sequence_stats()
-  double* partials;                 // scratch [num_chunks][kNumSums]
-  float* sums;                      // [1 + kNumSums]: the loss, then PolicyLossSum
-  float* gradient;                  // [num_tokens] or null
-  float* entropy_gradient;          // [num_tokens] or null
+  double global_num_tokens;       // NaN: counted here
+  double global_num_seqs;         // seq-mean modes; NaN: counted here
+  const double* global_counts;    // [2] or null: the two numbers in memory, in place of those above
+  SequenceStats* sequence_stats;  // scratch [num_sequences], where needs_sequence_pass()
+  int32_t* token_counts;          // CUDA scratch [num_chunks], where needs_count_pass()
+  double* partials;               // scratch [num_chunks][kNumSums]
+  float* loss;                    // [1]
+  float* metrics;                 // [kNumSums]
+  float* gradient;                // [num_tokens] or null
+  float* entropy_gradient;        // [num_tokens] or null
   int num_threads;
+};
+
+// What divides the sums.
+struct Denominators {
+  double num_tokens, num_seqs;
 };
 
 // Tokens per row of partials: fixed, so that sums do not depend on the number of threads.
@@ -76,6 +84,37 @@ inline constexpr int64_t kCpuChunk = 16384, kCudaChunk = 2048;
 HE_HOST_DEVICE bool needs_sequence_stats(const PolicyLossParams& p) {
   return p.mode == LossMode::gspo || p.mode == LossMode::gmpo ||
          p.agg_mode == LossAggMode::seq_mean_token_mean;
+}
+
+HE_HOST_DEVICE bool by_sequences(const PolicyLossParams& p) {
+  return p.agg_mode != LossAggMode::token_mean && p.agg_mode != LossAggMode::token_sum;
+}
+
+HE_HOST_DEVICE bool counts_tokens(const PolicyLossParams& p) {
+  return p.global_num_tokens != p.global_num_tokens;
+}
+
+HE_HOST_DEVICE bool counts_seqs(const PolicyLossParams& p) {
+  return by_sequences(p) && p.global_num_seqs != p.global_num_seqs;
+}
+
+// Whether statistics of the sequences are computed: for their tokens, or to count sequences.
+HE_HOST_DEVICE bool needs_sequence_pass(const PolicyLossParams& p) {
+  return needs_sequence_stats(p) || counts_seqs(p);
+}
+
+// Whether unmasked tokens are counted in a pass of their own.
+HE_HOST_DEVICE bool needs_count_pass(const PolicyLossParams& p) {
+  return counts_tokens(p) && p.mask && !needs_sequence_pass(p);
+}
+
+// The given numbers, or those counted; at least 1.
+HE_HOST_DEVICE Denominators denominators(const PolicyLossParams& p, const Denominators& counted) {
+  double tokens = p.global_counts ? p.global_counts[0] : p.global_num_tokens;
+  double seqs = p.global_counts ? p.global_counts[1] : p.global_num_seqs;
+  if (counts_tokens(p)) tokens = p.mask ? counted.num_tokens : static_cast<double>(p.num_tokens);
+  if (counts_seqs(p)) seqs = counted.num_seqs;
+  return Denominators{tokens > 1 ? tokens : 1, seqs > 1 ? seqs : 1};
 }
 
 // The first sequence that ends after token t; num_sequences if there is none.
@@ -92,30 +131,32 @@ HE_HOST_DEVICE int64_t find_sequence(const PolicyLossParams& p, int64_t t) {
 }
 
 // The weight of the unmasked tokens of a sequence with `length` of them.
-HE_HOST_DEVICE float token_weight(const PolicyLossParams& p, float length) {
+HE_HOST_DEVICE float token_weight(const PolicyLossParams& p, const Denominators& counts,
+                                  float length) {
   switch (p.agg_mode) {
     case LossAggMode::token_mean:
-      return static_cast<float>(1 / *p.global_num_tokens);
+      return static_cast<float>(1 / counts.num_tokens);
     case LossAggMode::token_sum:
       return 1;
     case LossAggMode::seq_mean_token_sum:
-      return static_cast<float>(1 / *p.global_num_seqs);
+      return static_cast<float>(1 / counts.num_seqs);
     case LossAggMode::seq_mean_token_mean:
-      return static_cast<float>(1 / (*p.global_num_seqs * (length > 1 ? length : 1)));
+      return static_cast<float>(1 / (counts.num_seqs * (length > 1 ? length : 1)));
     case LossAggMode::seq_mean_token_sum_norm:
-      return static_cast<float>(1 / (*p.global_num_seqs * p.loss_scale_factor));
+      return static_cast<float>(1 / (counts.num_seqs * p.loss_scale_factor));
   }
   return 0;
 }
 
 // Writes the loss and the metrics from the totals, which are in PolicyLossSum order.
-HE_HOST_DEVICE void finish_sums(const PolicyLossParams& p, const double* totals) {
+HE_HOST_DEVICE void finish_sums(const PolicyLossParams& p, const Denominators& counts,
+                                const double* totals) {
   const double loss = totals[kPgLoss] + (p.ref_log_probs ? p.kl_coef * totals[kKlLoss] : 0) -
                       (p.entropy ? p.entropy_coeff * totals[kEntropy] : 0);
-  p.sums[0] = static_cast<float>(loss);
+  *p.loss = static_cast<float>(loss);
   for (int i = 0; i < kNumSums; ++i) {
     const bool per_token = i >= kClipped && i <= kRatio;
-    p.sums[1 + i] = static_cast<float>(per_token ? totals[i] / *p.global_num_tokens : totals[i]);
+    p.metrics[i] = static_cast<float>(per_token ? totals[i] / counts.num_tokens : totals[i]);
   }
 }
 

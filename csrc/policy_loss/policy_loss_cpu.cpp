@@ -155,18 +155,19 @@ void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
 }
 
 template <LossMode mode>
-void visit_chunk(const PolicyLossParams& p, int64_t begin, int64_t end, double* totals) {
+void visit_chunk(const PolicyLossParams& p, const Denominators& counts, int64_t begin, int64_t end,
+                 double* totals) {
   for (int i = 0; i < kNumSums; ++i) totals[i] = 0;
   totals[kRatioMax] = -INFINITY;
   if (!needs_sequence_stats(p)) {
-    visit_run<mode>(p, Run{begin, end, token_weight(p, 1), SequenceStats{}}, totals);
+    visit_run<mode>(p, Run{begin, end, token_weight(p, counts, 1), SequenceStats{}}, totals);
     return;
   }
   for (int64_t n = find_sequence(p, begin); begin < end; ++n) {
     const bool past_end = n >= p.num_sequences;  // tokens that belong to no sequence
     const int64_t stop = past_end || p.cu_seqlens[n + 1] > end ? end : p.cu_seqlens[n + 1];
     const SequenceStats sequence = past_end ? SequenceStats{} : p.sequence_stats[n];
-    const float weight = past_end ? 0 : token_weight(p, sequence.length);
+    const float weight = past_end ? 0 : token_weight(p, counts, sequence.length);
     visit_run<mode>(p, Run{begin, stop, weight, sequence}, totals);
     begin = stop;
   }
@@ -213,20 +214,36 @@ SequenceStats compute_stats(const PolicyLossParams& p, int64_t begin, int64_t en
                        static_cast<float>(std::exp(log_weight / n))};
 }
 
+Denominators counted(const PolicyLossParams& p) {
+  Denominators counts{};
+  if (needs_sequence_pass(p)) {
+    for (int64_t n = 0; n < p.num_sequences; ++n) {
+      counts.num_tokens += p.sequence_stats[n].length;
+      counts.num_seqs += p.sequence_stats[n].length > 0;
+    }
+  } else if (needs_count_pass(p)) {
+    int64_t tokens = 0;
+    for (int64_t t = 0; t < p.num_tokens; ++t) tokens += p.mask[t];
+    counts.num_tokens = static_cast<double>(tokens);
+  }
+  return counts;
+}
+
 template <LossMode mode>
 void run(const PolicyLossParams& p) {
-  if (needs_sequence_stats(p)) {
+  if (needs_sequence_pass(p)) {
     const int64_t grain = kCpuChunk * p.num_sequences / (p.num_tokens + 1) + 1;
     parallel_for(p.num_sequences, grain, p.num_threads, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n)
         p.sequence_stats[n] = compute_stats<mode>(p, p.cu_seqlens[n], p.cu_seqlens[n + 1]);
     });
   }
+  const Denominators counts = denominators(p, counted(p));
   const int64_t chunks = (p.num_tokens + kCpuChunk - 1) / kCpuChunk;
   parallel_for(chunks, 1, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t first = chunk * kCpuChunk, last = first + kCpuChunk;
-      visit_chunk<mode>(p, first, last < p.num_tokens ? last : p.num_tokens,
+      visit_chunk<mode>(p, counts, first, last < p.num_tokens ? last : p.num_tokens,
                         p.partials + chunk * kNumSums);
     }
   });
@@ -237,7 +254,7 @@ void run(const PolicyLossParams& p) {
     for (int i = 0; i < kRatioMax; ++i) totals[i] += part[i];
     if (!(part[kRatioMax] <= totals[kRatioMax])) totals[kRatioMax] = part[kRatioMax];
   }
-  finish_sums(p, totals);
+  finish_sums(p, counts, totals);
 }
 
 }  // namespace
@@ -264,6 +281,8 @@ void policy_loss_cpu(const PolicyLossParams& p) {
       return run<LossMode::kl_cov>(p);
     case LossMode::reinforce:
       return run<LossMode::reinforce>(p);
+    case LossMode::value:
+      return run<LossMode::value>(p);
   }
 }
 

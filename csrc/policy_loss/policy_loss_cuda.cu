@@ -1,5 +1,5 @@
-// Policy loss on CUDA: one launch for the means of the sequences where a mode needs them, one for
-// the tokens, and one block that adds the partial sums in a fixed order.
+// Policy loss on CUDA: one launch for the statistics of the sequences or the number of tokens where
+// they are needed, one for the tokens, and one block that adds the partial sums in a fixed order.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -72,6 +72,36 @@ __global__ void __launch_bounds__(kThreads) sequence_kernel(PolicyLossParams p) 
   if (threadIdx.x == 0) p.sequence_stats[blockIdx.x] = stats;
 }
 
+// One block per chunk of tokens.
+__global__ void __launch_bounds__(kThreads) count_kernel(PolicyLossParams p) {
+  const int64_t begin = blockIdx.x * kCudaChunk;
+  const int64_t end = begin + kCudaChunk < p.num_tokens ? begin + kCudaChunk : p.num_tokens;
+  int count = 0;
+  for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) count += p.mask[t];
+  const double total = block_sum(count);
+  if (threadIdx.x == 0) p.token_counts[blockIdx.x] = static_cast<int32_t>(total);
+}
+
+// Every block adds up the counts itself.
+__device__ Denominators block_denominators(const PolicyLossParams& p) {
+  double tokens = 0, seqs = 0;
+  if (counts_tokens(p) || counts_seqs(p)) {
+    if (needs_sequence_pass(p)) {
+      for (int64_t n = threadIdx.x; n < p.num_sequences; n += kThreads) {
+        const float length = p.sequence_stats[n].length;
+        tokens += length;
+        seqs += length > 0;
+      }
+    } else if (needs_count_pass(p)) {
+      const int64_t chunks = (p.num_tokens + kCudaChunk - 1) / kCudaChunk;
+      for (int64_t i = threadIdx.x; i < chunks; i += kThreads) tokens += p.token_counts[i];
+    }
+    tokens = block_sum(tokens);
+    seqs = block_sum(seqs);
+  }
+  return denominators(p, Denominators{tokens, seqs});
+}
+
 struct Sums {
   float pg, kl, entropy, clipped, clipped_lower, ppo_kl, ratio, ratio_max;
 };
@@ -105,10 +135,11 @@ template <LossMode mode>
 __global__ void __launch_bounds__(kThreads)
     token_kernel(const __grid_constant__ PolicyLossParams p) {
   const bool by_sequence = needs_sequence_stats(p);
+  const Denominators counts = block_denominators(p);
   const int64_t begin = blockIdx.x * kCudaChunk;
   const int64_t end = begin + kCudaChunk < p.num_tokens ? begin + kCudaChunk : p.num_tokens;
   Sums sums{0, 0, 0, 0, 0, 0, 0, -INFINITY};
-  float weight = by_sequence ? 0 : token_weight(p, 1);
+  float weight = by_sequence ? 0 : token_weight(p, counts, 1);
   for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
     SequenceStats sequence{};
     bool unmasked = !p.mask || p.mask[t];
@@ -116,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t n = find_sequence(p, t);
       unmasked = n < p.num_sequences;  // else the token belongs to no sequence
       if (unmasked) sequence = p.sequence_stats[n];
-      weight = token_weight(p, sequence.length);
+      weight = token_weight(p, counts, sequence.length);
     }
     if (unmasked) {
       visit<mode>(p, t, weight, sequence, sums);
@@ -138,6 +169,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads) finish_kernel(PolicyLossParams p, int64_t chunks) {
+  const Denominators counts = block_denominators(p);
   double totals[kNumSums];
 #pragma unroll
   for (int i = 0; i < kNumSums; ++i) {
@@ -150,14 +182,16 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(PolicyLossParams p, in
     }
     totals[i] = i == kRatioMax ? block_max(max_value) : block_sum(sum);
   }
-  if (threadIdx.x == 0) finish_sums(p, totals);
+  if (threadIdx.x == 0) finish_sums(p, counts, totals);
 }
 
 template <LossMode mode>
 int launch(const PolicyLossParams& p, cudaStream_t stream) {
-  if (needs_sequence_stats(p) && p.num_sequences > 0)
-    sequence_kernel<mode><<<static_cast<unsigned>(p.num_sequences), kThreads, 0, stream>>>(p);
   const int64_t chunks = (p.num_tokens + kCudaChunk - 1) / kCudaChunk;
+  if (needs_sequence_pass(p) && p.num_sequences > 0)
+    sequence_kernel<mode><<<static_cast<unsigned>(p.num_sequences), kThreads, 0, stream>>>(p);
+  if (needs_count_pass(p) && chunks > 0)
+    count_kernel<<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(p);
   if (chunks > 0) token_kernel<mode><<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(p);
   finish_kernel<<<1, kThreads, 0, stream>>>(p, chunks);
   return cudaGetLastError();
@@ -188,6 +222,8 @@ int policy_loss_cuda(const PolicyLossParams& p, void* stream) {
       return launch<LossMode::kl_cov>(p, s);
     case LossMode::reinforce:
       return launch<LossMode::reinforce>(p, s);
+    case LossMode::value:
+      return launch<LossMode::value>(p, s);
   }
   return cudaErrorInvalidValue;
 }

@@ -12,7 +12,7 @@
 
 namespace hybridengine {
 
-// In the order of LOSS_MODES in kernels/policy_loss/terms.py.
+// In the order of LOSS_MODES in kernels/policy_loss/terms.py, then that of value_loss.
 enum class LossMode : int32_t {
   ppo_clip,
   gspo,
@@ -23,7 +23,8 @@ enum class LossMode : int32_t {
   dppo_kl,
   clip_cov,
   kl_cov,
-  reinforce
+  reinforce,
+  value
 };
 
 // In the order of KL_TYPES in kernels/policy_loss/terms.py.
@@ -102,6 +103,23 @@ HE_HOST_DEVICE void clip_terms(TokenTerms<Ops>& terms, typename Ops::F advantage
   terms.gradient = Ops::select(terms.clipped, Ops::set(0), unclipped * grad_x);
 }
 
+// value_loss: half the larger squared error of v and of v clipped around the old value. `log_prob`
+// is v, `advantage` the return; the ratio, whose mean is a metric, is v.
+template <class Ops>
+HE_HOST_DEVICE TokenTerms<Ops> value_terms(const Token<Ops>& t, const TokenLossOptions& o) {
+  using F = typename Ops::F;
+  const F v = t.log_prob, zero = Ops::set(0), clip = Ops::set(o.clip_ratio_low);
+  const F low = t.old_log_prob - clip, high = t.old_log_prob + clip;
+  const F bounded = Ops::select(v >= low, v, low);
+  const F error = v - t.advantage;
+  const F clipped_error = Ops::select(bounded <= high, bounded, high) - t.advantage;
+  const auto clipped = clipped_error * clipped_error > error * error;
+  const F larger = Ops::select(clipped, clipped_error, error);
+  // NaN where the clipped error is not finite, as a maximum is differentiated.
+  const F gradient = Ops::select(clipped, zero, error + zero * clipped_error);
+  return {0.5f * larger * larger, gradient, clipped, zero > zero, zero, v};
+}
+
 // Whether the divergence has not passed its threshold on the side the advantage pushes to.
 template <LossMode mode, class Ops>
 HE_HOST_DEVICE typename Ops::M dppo_allows(const Token<Ops>& t, const TokenLossOptions& o) {
@@ -122,6 +140,7 @@ HE_HOST_DEVICE typename Ops::M dppo_allows(const Token<Ops>& t, const TokenLossO
 template <LossMode mode, class Ops>
 HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOptions& o) {
   using F = typename Ops::F;
+  if constexpr (mode == LossMode::value) return value_terms(t, o);
   const F zero = Ops::set(0), one = Ops::set(1), advantage = t.advantage;
   TokenTerms<Ops> terms;
   terms.log_ratio = log_ratio<Ops>(t.log_prob, t.old_log_prob);

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from .. import _check as check
-from .._aggregation import LOSS_AGG_MODES, check_aggregation, loss_denominators
+from .._aggregation import LOSS_AGG_MODES, check_aggregation, kernel_denominators, loss_denominators
 from .._backend import choose_backend, native, register_backends
 from .._per_token import as_mask, token_arguments
 from .importance import ImportanceBounds
 from .reference import LossSettings, policy_loss_reference
 from .terms import (
+    KERNEL_MODES,
     KL_TYPES,
     LOSS_MODES,
     MODE_ALIASES,
@@ -159,19 +160,22 @@ def policy_loss(
     tokens, cu_seqlens = token_arguments(op, floats, masks, cu_seqlens)
     _check_needs(loss_mode, cu_seqlens, selected)
     backend = choose_backend(op, log_probs.device, backend, log_probs.dtype)
-    mask = as_mask(tokens.get("response_mask"), tokens["log_probs"])
     tokens.setdefault("old_log_probs", tokens["log_probs"].detach())
     if rollout_log_probs is not None:
         tokens["rollout_is_weights"] = is_bounds.token_weights(
-            tokens["old_log_probs"], tokens.pop("rollout_log_probs"), mask
+            tokens["old_log_probs"],
+            tokens.pop("rollout_log_probs"),
+            as_mask(tokens.get("response_mask"), tokens["log_probs"]),
         )
-    denominators = loss_denominators(
-        op, loss_agg_mode, mask, cu_seqlens, global_num_tokens, global_num_seqs
-    )
     if backend == "reference":
+        denominators = loss_denominators(
+            op, loss_agg_mode, as_mask(tokens.get("response_mask"), tokens["log_probs"]),
+            cu_seqlens, global_num_tokens, global_num_seqs,
+        )  # fmt: skip
         loss, sums = policy_loss_reference(tokens, cu_seqlens, denominators, settings, options)
     else:
-        loss, sums = _kernel(backend, tokens, cu_seqlens, denominators, settings, options)
+        counts = (global_num_tokens, global_num_seqs)
+        loss, sums = run_kernel(op, backend, tokens, cu_seqlens, counts, settings, options)
     metrics = dict(zip(_METRICS, sums.unbind(), strict=True))
     if ref_log_probs is None:
         del metrics["kl_loss"]
@@ -180,6 +184,7 @@ def policy_loss(
     return loss, metrics
 
 
+_NUM_OPTIONS = len(LossOptions._fields)
 # The order is that of PolicyLossSum in csrc/policy_loss/params.h.
 _METRICS = (
     "pg_loss", "kl_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_mean",
@@ -231,20 +236,26 @@ def kernel_tensors(tokens: dict[str, Any], *names: str) -> list[Tensor | None]:
     ]
 
 
-def _kernel(
+def run_kernel(
+    op: str,
     backend: str,
     tokens: dict[str, Tensor],
     cu_seqlens: Tensor | None,
-    denominators: Tensor,
+    counts: tuple[float | Tensor | None, float | Tensor | None],
     settings: LossSettings,
     options: LossOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (loss, metrics in the order of _METRICS) with a kernel."""
-    log_probs, entropy = tokens["log_probs"], tokens.get("entropy")
-    check.no_forward_ad("policy_loss", log_probs=log_probs, entropy=entropy)
+    """Compute (loss, metrics in the order of _METRICS) of policy_loss or value_loss with a kernel.
 
+    counts: global_num_tokens and global_num_seqs.
+    """
+    log_probs, entropy = tokens["log_probs"], tokens.get("entropy")
+    check.no_forward_ad(op, log_probs=log_probs, entropy=entropy)
+    denominators, numbers = kernel_denominators(
+        op, settings.loss_agg_mode, cu_seqlens, *counts, log_probs.device
+    )
     enabled = torch.is_grad_enabled()
-    loss, sums, *_ = torch.ops.hybridengine.policy_loss(
+    return _FUNCTIONS[op].apply(
         log_probs.float().contiguous(),
         None if entropy is None else entropy.float().contiguous(),
         *kernel_tensors(tokens, "old_log_probs", "advantages", "response_mask", "selected"),
@@ -252,17 +263,60 @@ def _kernel(
         cu_seqlens,
         denominators,
         [
-            LOSS_MODES.index(settings.loss_mode),
+            KERNEL_MODES.index(settings.loss_mode),
             LOSS_AGG_MODES.index(settings.loss_agg_mode),
             KL_TYPES.index(settings.kl_type),
             settings.kl_straight_through,
             enabled and log_probs.requires_grad,
             enabled and entropy is not None and entropy.requires_grad,
         ],
-        [*options, settings.kl_coef, settings.entropy_coeff, settings.loss_scale_factor or 1.0],
+        [
+            *(*options, settings.kl_coef, settings.entropy_coeff),
+            *(settings.loss_scale_factor or 1.0, *numbers),
+        ],
         backend,
     )
-    return loss, sums
+
+
+class _PolicyLoss(torch.autograd.Function):
+    """The op policy_loss, differentiated by the gradients that it returns.
+
+    A Function, because the set-up of torch.library.register_autograd takes a time that grows with
+    the square of the number of arguments, about ten times that of the kernel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        loss, metrics, gradient, entropy_gradient = torch.ops.hybridengine.policy_loss(*arguments)
+        ctx.set_materialize_grads(False)  # else autograd makes zeros for the metrics
+        ctx.mark_non_differentiable(metrics)
+        # The two inputs let a second derivative find the node that raises.
+        ctx.save_for_backward(gradient, entropy_gradient, *arguments[:2])
+        return loss, metrics
+
+    @staticmethod
+    @check.differentiable_once("policy_loss")
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad_loss)
+
+
+class _ValueLoss(_PolicyLoss):
+    @staticmethod
+    @check.differentiable_once("value_loss")
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad_loss)
+
+
+_FUNCTIONS = {"policy_loss": _PolicyLoss, "value_loss": _ValueLoss}
+
+
+def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = list(ctx.saved_tensors[:2])
+    # On the CPU reading is free, and the usual scale of 1 saves a pass.
+    if not (check.readable(grad_loss) and grad_loss == 1):
+        gradients = list(torch._foreach_mul(gradients, grad_loss))  # in one launch
+    needed = zip(gradients, ctx.needs_input_grad[:2], strict=True)
+    return *(gradient if needs else None for gradient, needs in needed), *[None] * 11
 
 
 @torch.library.custom_op("hybridengine::policy_loss", mutates_args=())
@@ -276,7 +330,7 @@ def _policy_loss(
     ref_log_probs: Tensor | None,
     is_weights: Tensor | None,
     cu_seqlens: Tensor | None,
-    denominators: Tensor,
+    denominators: Tensor | None,
     modes: list[int],
     numbers: list[float],
     backend: str,
@@ -285,20 +339,20 @@ def _policy_loss(
 
     A gradient that is not wanted is empty. modes: loss mode, aggregation mode, KL type, whether the
     KL is straight-through, whether each of the two gradients is wanted. numbers: LossOptions,
-    kl_coef, entropy_coeff, loss_scale_factor. They are lists because torch.library's time per call
-    grows with the square of the number of arguments.
+    kl_coef, entropy_coeff, loss_scale_factor and, as `kernel_denominators` returns them, the
+    numbers of tokens and sequences, which may be left out where `denominators` is given.
     """
     if backend == "triton":
         from .triton import policy_loss_triton as run
     else:
         run = native().policy_loss
     mode, agg_mode, kl_type, straight_through, wants_gradient, wants_entropy_gradient = modes
-    sums, gradient, entropy_gradient = run(
+    options, coefficients = numbers[:_NUM_OPTIONS], [*numbers[_NUM_OPTIONS:], 1.0, 1.0][:5]
+    return run(
         log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy, is_weights,
-        cu_seqlens, denominators, mode, agg_mode, kl_type, bool(straight_through), numbers[:-3],
-        numbers[-3:], bool(wants_gradient), bool(wants_entropy_gradient),
+        cu_seqlens, denominators, mode, agg_mode, kl_type, bool(straight_through), options,
+        coefficients, bool(wants_gradient), bool(wants_entropy_gradient),
     )  # fmt: skip
-    return sums[0].clone(), sums[1:].clone(), gradient, entropy_gradient
 
 
 @_policy_loss.register_fake
@@ -311,30 +365,3 @@ def _(log_probs: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         log_probs.new_empty(num_tokens if wants_gradient else 0),
         log_probs.new_empty(num_tokens if wants_entropy_gradient else 0),
     )
-
-
-def _setup_policy_loss(ctx: Any, inputs: tuple, output: tuple) -> None:
-    _, sums, gradient, entropy_gradient = output
-    ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the gradients
-    ctx.mark_non_differentiable(sums, gradient, entropy_gradient)
-    # The two inputs let a second derivative find the node that raises.
-    ctx.save_for_backward(gradient, entropy_gradient, *inputs[:2])
-
-
-def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    # On the CPU reading is free, and the usual scale of 1 saves a pass. A traced tensor, which is a
-    # subclass, has no value to read.
-    if type(scale) is Tensor and scale.device.type == "cpu" and scale == 1:
-        return gradient
-    return gradient * scale
-
-
-@check.differentiable_once("policy_loss")
-def _backward_policy_loss(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    gradient, entropy_gradient, *_ = ctx.saved_tensors
-    for_log_probs = _scaled(gradient, grad_loss) if ctx.needs_input_grad[0] else None
-    for_entropy = _scaled(entropy_gradient, grad_loss) if ctx.needs_input_grad[1] else None
-    return for_log_probs, for_entropy, *[None] * 11
-
-
-_policy_loss.register_autograd(_backward_policy_loss, setup_context=_setup_policy_loss)

@@ -37,6 +37,7 @@ LOSS_MODES = (
     "ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov",
     "reinforce",
 )  # fmt: skip
+KERNEL_MODES = (*LOSS_MODES, "value")  # in the order of LossMode; value is that of value_loss
 SEQUENCE_MODES = ("gspo", "gmpo")
 SELECTION_MODES = ("clip_cov", "kl_cov")
 MODE_ALIASES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}

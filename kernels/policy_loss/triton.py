@@ -8,16 +8,19 @@ computes loss, gradient and partial sums. The formulas are in triton_terms.py.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._aggregation import LOSS_AGG_MODES
-from .terms import LOSS_MODES, SEQUENCE_MODES
+from .._aggregation import LOSS_AGG_MODES, loss_denominators
+from .._per_token import as_mask
+from .terms import KERNEL_MODES, SEQUENCE_MODES
 from .triton_terms import clamp, gmpo_log_ratio, log_ratio, token_kl, token_loss
 
-BLOCK = 1024
+BLOCK = 512
 _NUM_SUMS = 8
 _NUM_STATS = 4  # of a sequence: length, means of log-ratio and advantage, geometric mean of weights
 
@@ -144,13 +147,14 @@ def _token_kernel(
 def policy_loss_triton(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor | None,
     selected: Tensor | None, ref_log_probs: Tensor | None, entropy: Tensor | None,
-    is_weights: Tensor | None, cu_seqlens: Tensor | None, denominators: Tensor, mode: int,
+    is_weights: Tensor | None, cu_seqlens: Tensor | None, denominators: Tensor | None, mode: int,
     agg_mode: int, kl_type: int, kl_straight_through: bool, options: list[float],
     coefficients: list[float], wants_gradient: bool, wants_entropy_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run the kernels; arguments and results as of the C++ binding policy_loss."""
-    loss_mode, agg = LOSS_MODES[mode], LOSS_AGG_MODES[agg_mode]
-    kl_coef, entropy_coeff, _ = coefficients
+    loss_mode, agg = KERNEL_MODES[mode], LOSS_AGG_MODES[agg_mode]
+    kl_coef, entropy_coeff, *_ = coefficients
+    denominators = _counted(agg, log_probs, mask, cu_seqlens, denominators, coefficients[3:])
     by_length = agg == "seq-mean-token-mean"
     needs_stats = by_length or loss_mode in SEQUENCE_MODES
     num_tokens = log_probs.numel()
@@ -179,7 +183,21 @@ def policy_loss_triton(
             HAS_ENTROPY=entropy is not None, HAS_STATS=needs_stats, WANTS_GRADIENT=wants_gradient,
             WANTS_ENTROPY=wants_entropy_gradient, **flags,
         )  # fmt: skip
-    return _reduce(partials, denominators, kl_coef, entropy_coeff), gradient, entropy_gradient
+    loss, metrics = _reduce(partials, denominators, kl_coef, entropy_coeff)
+    return loss, metrics, gradient, entropy_gradient
+
+
+def _counted(
+    agg: str, log_probs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None,
+    denominators: Tensor | None, numbers: list[float],
+) -> Tensor:  # fmt: skip
+    """Return the numbers of tokens and sequences, float64 [2], counted where they are NaN."""
+    given = [
+        None if math.isnan(number) else number if denominators is None else denominators[i]
+        for i, number in enumerate(numbers)
+    ]
+    mask = as_mask(mask, log_probs)
+    return loss_denominators("policy_loss", agg, mask, cu_seqlens, *given)
 
 
 def _shared_weight(agg: str, denominators: Tensor, coefficients: list[float]) -> Tensor:
@@ -192,11 +210,13 @@ def _shared_weight(agg: str, denominators: Tensor, coefficients: list[float]) ->
     return (1 / shared).float().reshape(1)
 
 
-def _reduce(partials: Tensor, denominators: Tensor, kl_coef: float, entropy_coeff: float) -> Tensor:
-    """Combine the partial sums: float32 [9], the loss, then the metrics."""
+def _reduce(
+    partials: Tensor, denominators: Tensor, kl_coef: float, entropy_coeff: float
+) -> tuple[Tensor, Tensor]:
+    """Combine the partial sums: the loss, float32 [], and the metrics, float32 [8]."""
     totals = partials[:, :7].sum(0, dtype=torch.float64)
     totals[3:] /= denominators[0]
     loss = totals[0] + kl_coef * totals[1] - entropy_coeff * totals[2]
     lowest = partials.new_full((1,), -torch.inf)
     ratio_max = torch.cat([lowest, partials[:, 7]]).max()
-    return torch.cat([loss.reshape(1), totals, ratio_max.double().reshape(1)]).float()
+    return loss.float(), torch.cat([totals, ratio_max.double().reshape(1)]).float()

@@ -108,6 +108,16 @@ def token_loss(
         clipped = selected
         loss = -advantage * ratio + coef * sign * x
         gradient = (-advantage * ratio + coef * sign) * grad_x
+    elif MODE == "value":
+        bounded = tl.where(log_prob >= old - low, log_prob, old - low)
+        bounded = tl.where(bounded <= old + low, bounded, old + low)
+        error = log_prob - advantage
+        clipped_error = bounded - advantage
+        clipped = clipped_error * clipped_error > error * error
+        larger = tl.where(clipped, clipped_error, error)
+        loss = 0.5 * larger * larger
+        gradient = tl.where(clipped, 0.0, error + 0.0 * clipped_error)
+        ratio = log_prob
     elif MODE == "reinforce":
         loss, gradient = _log_prob_terms(-advantage, log_prob)
     else:

@@ -1,20 +1,24 @@
 """Packing, advantages and policy loss on a GPU: as on the CPU, without a wait, inside a graph."""
 
+from itertools import product
+
 import pytest
 import torch
 from hybridengine.kernels import (
     GROUP_ESTIMATORS,
+    LOSS_AGG_MODES,
     gae,
     group_advantage,
     pack,
     policy_loss,
     rollout_correction,
     unpack,
+    value_loss,
     whiten,
 )
 
 from tests.kernels.batches import batch, random_mask
-from tests.tolerances import ADVANTAGE
+from tests.tolerances import ADVANTAGE, POLICY_LOSS
 
 pytestmark = pytest.mark.gpu
 
@@ -36,16 +40,17 @@ def test_packing_as_on_the_cpu(shape, kind):
         torch.randint(0, 99, shape),
         torch.rand(shape) < 0.5,
         torch.randn(shape[0], shape[1] + 1, 4)[:, 1:],
+        torch.randn(shape[1], shape[0], 40).bfloat16().transpose(0, 1),
     ]
-    packed = pack([*tensors, tensors[2]], mask, shifted=[5])
-    on_gpu = pack([t.cuda() for t in [*tensors, tensors[2]]], mask.cuda(), shifted=[5])
+    packed = pack([*tensors, tensors[2]], mask, shifted=[6])
+    on_gpu = pack([t.cuda() for t in [*tensors, tensors[2]]], mask.cuda(), shifted=[6])
     for name in ("cu_seqlens", "position_ids", "indices", "inverse"):
         assert torch.equal(getattr(on_gpu, name).cpu(), getattr(packed, name)), name
     assert on_gpu.max_seqlen == packed.max_seqlen
-    padded = unpack(on_gpu.values, on_gpu, padding_value=3)
+    padded = unpack(on_gpu.values, on_gpu, padding_value=1)
     for i, tensor in enumerate(packed.values):
         assert torch.equal(on_gpu.values[i].cpu(), tensor), i
-        assert torch.equal(padded[i].cpu(), unpack(tensor, packed, padding_value=3)), i
+        assert torch.equal(padded[i].cpu(), unpack(tensor, packed, padding_value=1)), i
 
 
 def test_gradients_on_the_gpu():
@@ -95,12 +100,46 @@ def test_gae_as_on_the_cpu(lengths):
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     rewards, values = torch.randn(2, sum(lengths) + 2)
     mask = torch.rand(rewards.shape) < 0.8
+    mask[sum(lengths) :] = False  # tokens past the end of cu_seqlens
     options = {"gamma": 0.99, "lam": 0.95}
     want = gae(rewards, values, ends, response_mask=mask, **options)
     on_gpu = (x.cuda() for x in (rewards, values, ends))
     got = gae(*on_gpu, response_mask=mask.cuda(), **options)
     for ours, exact in zip(got, want, strict=True):
         torch.testing.assert_close(ours.cpu(), exact, **ADVANTAGE)
+
+
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("masked", [True, False])
+def test_losses_with_any_counts_as_on_the_cpu(loss_agg_mode, masked):
+    inputs = batch([5, 0, 1030, 33, 4000])
+    if not masked:
+        del inputs["response_mask"]
+    for tokens, seqs in product((None, 31, torch.tensor(31)), (None, 7.5, torch.tensor(7.5))):
+        counts = {"global_num_tokens": tokens, "global_num_seqs": seqs}
+        want, got = (
+            losses({name: value.to(device) for name, value in inputs.items()}, loss_agg_mode, {
+                name: count.to(device) if isinstance(count, torch.Tensor) else count
+                for name, count in counts.items()
+            })
+            for device in ("cpu", "cuda")
+        )  # fmt: skip
+        for on_gpu, on_cpu in zip(got, want, strict=True):
+            torch.testing.assert_close(on_gpu.cpu(), on_cpu, **POLICY_LOSS)
+
+
+def losses(inputs, loss_agg_mode, counts):
+    """Losses, metrics and gradients of policy_loss and value_loss."""
+    results = []
+    for function in (policy_loss, value_loss):
+        leaf = inputs["log_probs"].clone().requires_grad_()
+        loss, metrics = function(
+            leaf, inputs["old_log_probs"], inputs["advantages"], loss_agg_mode=loss_agg_mode,
+            response_mask=inputs.get("response_mask"), cu_seqlens=inputs["cu_seqlens"],
+            loss_scale_factor=9.0, **counts,
+        )  # fmt: skip
+        results += [loss.detach(), *metrics.values(), *torch.autograd.grad(loss, leaf)]
+    return results
 
 
 def step(inputs, mask, padded, rewards, ids):
@@ -120,7 +159,9 @@ def step(inputs, mask, padded, rewards, ids):
         global_num_seqs=3,
         rollout_is_weights=correction.weights,
     )
-    return back, per_row, whiten(flat), returns, loss, metrics["ppo_kl"]
+    names = ("log_probs", "old_log_probs", "advantages")
+    value, _ = value_loss(*(inputs[name] for name in names), response_mask=inputs["response_mask"])
+    return back, per_row, whiten(flat), returns, loss, metrics["ppo_kl"], value
 
 
 def test_no_wait_and_capture():

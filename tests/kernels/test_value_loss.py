@@ -24,9 +24,7 @@ def run(inputs, **options):
         inputs["ref_log_probs"],
         response_mask=inputs["response_mask"],
         cu_seqlens=inputs["cu_seqlens"],
-        cliprange_value=CLIP,
-        loss_scale_factor=SCALE,
-        **options,
+        **{"cliprange_value": CLIP, "loss_scale_factor": SCALE, **options},
     )
     return loss.detach(), metrics, torch.autograd.grad(loss, values)[0]
 
@@ -178,6 +176,39 @@ def test_half_precision_is_computed_in_float32():
     got, want = run(inputs), run(exact)
     assert got[0].dtype == torch.float32 and torch.equal(got[0], want[0])
     assert got[2].dtype == torch.bfloat16 and torch.equal(got[2], want[2].bfloat16())
+
+
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+def test_kernel_as_the_reference(loss_agg_mode):
+    inputs = batch([5, 0, 1030, 33], spread=2.0)
+    for cliprange_value in (0.0, 0.3, None):
+        options = {"loss_agg_mode": loss_agg_mode, "cliprange_value": cliprange_value}
+        got = run(inputs, backend="cpp", **options)
+        want = run(to_float64(inputs), backend="reference", **options)
+        assert_close(got[0], want[0], POLICY_LOSS)
+        assert_close(got[2], want[2], POLICY_LOSS)
+        assert got[1].keys() == want[1].keys()
+        for name in want[1]:
+            assert_close(got[1][name], want[1][name], POLICY_LOSS)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["log_probs", "old_log_probs", "ref_log_probs"])
+def test_values_that_are_not_finite_as_in_the_reference(name, bad):
+    inputs = batch([20])
+    inputs["response_mask"][3] = True
+    inputs[name][3] = bad
+    got, want = run(inputs, backend="cpp"), run(inputs, backend="reference")
+    torch.testing.assert_close(got[0], want[0], equal_nan=True)
+    torch.testing.assert_close(got[2], want[2], equal_nan=True)
+
+
+def test_the_kernel_is_differentiated_once():
+    x = torch.ones(4, requires_grad=True)
+    loss, _ = value_loss(x, x.detach(), torch.zeros(4))
+    gradient = torch.autograd.grad(loss, x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="value_loss can be differentiated once"):
+        torch.autograd.grad(gradient.sum(), x)
 
 
 def test_second_derivatives_and_forward_mode():

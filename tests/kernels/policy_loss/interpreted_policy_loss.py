@@ -4,10 +4,19 @@ import sys
 
 import pytest
 import torch
-from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES
+from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, value_loss
 from hybridengine.kernels.policy_loss.triton import policy_loss_triton
 
-from tests.kernels.batches import KL, assert_same, batch, impossible_tokens, run, to_float64
+from tests.kernels.batches import (
+    KL,
+    assert_close,
+    assert_same,
+    batch,
+    impossible_tokens,
+    run,
+    to_float64,
+)
+from tests.tolerances import POLICY_LOSS
 
 
 class Native:
@@ -73,3 +82,19 @@ def test_large_taus_stay_finite():
     inputs = batch([40], spread=2.0)
     options = {"loss_mode": "sapo", "tau_pos": 500.0, "tau_neg": 1000.0}
     assert_same(run(inputs, backend="cpp", **options), run(to_float64(inputs), **options))
+
+
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+def test_value_loss(loss_agg_mode):
+    inputs = batch([5, 0, 1030, 33], spread=2.0)
+    names = ("log_probs", "old_log_probs", "advantages")
+    options = {"loss_agg_mode": loss_agg_mode, "loss_scale_factor": 9.0, "cliprange_value": 0.3}
+    options |= {name: inputs[name] for name in ("response_mask", "cu_seqlens")}
+    results = []
+    for dtype, backend in ((torch.float32, "cpp"), (torch.float64, "reference")):
+        values, old, returns = (inputs[name].to(dtype) for name in names)
+        values.requires_grad_()
+        loss, metrics = value_loss(values, old, returns, backend=backend, **options)
+        results.append((loss, torch.autograd.grad(loss, values)[0], *metrics.values()))
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, POLICY_LOSS)

@@ -4,6 +4,7 @@ The oracle itself is checked in test_policy_loss_terms.py, formula by formula.
 """
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -255,12 +256,11 @@ def test_errors_name_what_is_wrong():
 
 def test_operator_passes_opcheck_and_compiles():
     inputs = batch([6, 4])
-    log_probs = inputs["log_probs"].requires_grad_()
     opcheck(
         torch.ops.hybridengine.policy_loss,
         (
-            log_probs,
-            inputs["entropy"].requires_grad_(),
+            inputs["log_probs"],
+            inputs["entropy"],
             inputs["old_log_probs"],
             inputs["advantages"],
             inputs["response_mask"],
@@ -278,6 +278,45 @@ def test_operator_passes_opcheck_and_compiles():
     def step(log_probs, old, advantages):
         return policy_loss(log_probs, old, advantages, global_num_tokens=10)[0]
 
+    log_probs = inputs["log_probs"].requires_grad_()
     arguments = (log_probs, inputs["old_log_probs"], inputs["advantages"])
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*arguments), step(*arguments))
+    losses = compiled(*arguments), step(*arguments)
+    assert torch.equal(*losses)
+    assert torch.equal(*(torch.autograd.grad(loss, log_probs)[0] for loss in losses))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+def test_counts_may_be_numbers_tensors_or_left_out(loss_agg_mode, masked):
+    inputs = batch([6, 0, 4, 9])
+    if not masked:
+        del inputs["response_mask"]
+    counts = {
+        "global_num_tokens": (None, 31, torch.tensor(31)),
+        "global_num_seqs": (None, 7.5, torch.tensor([7.5])),
+    }
+    for tokens, seqs in product(*counts.values()):
+        options = {
+            "loss_agg_mode": loss_agg_mode,
+            "global_num_tokens": tokens,
+            "global_num_seqs": seqs,
+        }
+        got = run(inputs, backend="cpp", **options)
+        assert_same(got, run(to_float64(inputs), backend="reference", **options))
+
+
+def test_counts_in_memory_and_counted_ones_mix():
+    """As on a GPU, where a tensor is not read: its values are in `denominators`, NaN is counted."""
+    inputs = batch([6, 0, 4, 9])
+    tensors = [inputs["log_probs"], None, inputs["old_log_probs"], inputs["advantages"]]
+    tensors += [inputs["response_mask"], None, None, None, inputs["cu_seqlens"]]
+    modes = [LOSS_MODES.index("ppo_clip"), LOSS_AGG_MODES.index("seq-mean-token-sum"), 3, 0, 1, 0]
+    numbers = [0.2, 0.2, 3.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0]
+    op, nan = torch.ops.hybridengine.policy_loss, math.nan
+    for counts in ((nan, 7.5), (31.0, nan), (31.0, 7.5)):
+        want = op(*tensors, None, modes, [*numbers, *counts], "cpp")
+        in_memory = torch.tensor(counts, dtype=torch.float64)
+        flags = [nan if math.isnan(count) else 1.0 for count in counts]
+        got = op(*tensors, in_memory, modes, [*numbers, *flags], "cpp")
+        assert all(map(torch.equal, got, want))

@@ -106,7 +106,7 @@ def test_a_tensor_on_another_device_is_named(name):
 def test_the_binding_compares_devices_itself(index):
     x, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
     tensors = [x, x, x, mask, mask, x, x, x, ints(0, 4), torch.ones(2, dtype=torch.float64)]
-    rest = (0, 0, 3, False, [0.2, 0.2, 3.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0], True, True)
+    rest = (0, 0, 3, False, [0.2, 0.2, 3.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 4.0, 1.0], True, True)
     native().policy_loss(*tensors, *rest)
     tensors[index] = tensors[index].to("meta")
     with pytest.raises(ValueError, match="is on meta, log_probs on cpu"):
