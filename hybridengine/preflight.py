@@ -21,6 +21,7 @@ from hybridengine.config import ConfigError, GRPOConfig, JobConfig, SFTConfig
 from hybridengine.data import PromptDataset, PromptLoader, SFTDataset
 from hybridengine.errors import UserError
 from hybridengine.model import check_sequence_parallel, check_target_modules, is_sequence_classifier
+from hybridengine.model.compile import check_compiler
 from hybridengine.model.validation import check_model, check_weights, longest_sequence
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rewards import RewardManager, RewardResult, score_checked
@@ -128,6 +129,8 @@ def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
             f"trainer.n_gpus_per_node is {ranks} but this machine has {devices} GPUs; lower it"
         )
     check_loggers(trainer.logger)
+    if config.model.compile:
+        check_compiler()
     model = check_model(config.model.path, trust)
     check_weights(config.model.path, model, trust)
     shapes = checkpoint_layout_from_config(model, trust).tensors.values()

@@ -116,6 +116,7 @@ RL_ALIASES = AliasTable(
         "actor_rollout_ref.ref": "ref",
         "actor_rollout_ref.model.custom_chat_template": "data.chat_template",
         "actor_rollout_ref.rollout.seed": "seed",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "reshard.bucket_mib",
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size":
             "actor.ulysses_sequence_parallel_size",
         "actor_rollout_ref.actor.optim.warmup_style": "actor.optim.lr_scheduler_type",

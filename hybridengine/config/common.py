@@ -10,6 +10,7 @@ group would change the defaults of its other keys.
 from __future__ import annotations
 
 import os.path
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -64,6 +65,7 @@ class TrainedModelConfig:
     trust_remote_code: StrictBool = False  # run Python code that comes with the model
     enable_gradient_checkpointing: StrictBool = False  # recompute layers in backward: less memory
     use_fused_kernels: StrictBool = True  # log-probs from hidden states; false: from full logits
+    compile: StrictBool = False  # torch.compile of the decoder layers: fewer, larger kernels
     lora_rank: NonNegativeInt = 0  # rank of the LoRA adapters; 0: train all weights
     lora_alpha: PositiveFloat = 16.0  # adapters are scaled by lora_alpha / lora_rank
     target_modules: str | tuple[str, ...] = "all-linear"  # names of the layers that get adapters
@@ -129,7 +131,7 @@ class RunConfig:
         return self.total_training_steps or self.total_epochs * per_epoch
 
 
-class JobConfig:
+class JobConfig(ABC):
     """What every kind of job has in common."""
 
     model: TrainedModelConfig
@@ -137,12 +139,12 @@ class JobConfig:
     seed: int
 
     @property
-    def sharding(self) -> ShardingConfig:
-        raise NotImplementedError
+    @abstractmethod
+    def sharding(self) -> ShardingConfig: ...
 
     @property
-    def sequence_parallel_size(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def sequence_parallel_size(self) -> int: ...
 
     @property
     def world_size(self) -> int:

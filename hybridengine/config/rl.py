@@ -285,6 +285,7 @@ class RewardConfig:
 @dataclass(frozen=True)
 class ReshardConfig:
     lora: Literal["merged", "adapters"] = "merged"  # adapters: sync only them, as a LoRA of vLLM
+    bucket_mib: PositiveInt | None = None  # staging buffer, two per rank; null: by free GPU memory
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ def find_faults(config: JobConfig) -> Iterator[str]:
     value is already refused.
     """
     yield from _resume(config)
+    yield from _compile(config)
     if isinstance(config, SFTConfig):
         yield from _sft(config)
     elif isinstance(config, GRPOConfig):
@@ -40,6 +41,16 @@ def _resume(config: JobConfig) -> Iterator[str]:
         yield (
             f"trainer.resume_mode is {mode} and trainer.resume_from_path is {path}; "
             "resume_mode=path and a folder go together"
+        )
+
+
+def _compile(config: JobConfig) -> Iterator[str]:
+    size = config.sharding.wrap_policy.min_num_params
+    if config.model.compile and size:
+        group = "model" if isinstance(config, SFTConfig) else "actor"
+        yield (
+            f"model.compile is true and {group}.fsdp_config.wrap_policy.min_num_params is {size}, "
+            "but a compiled layer is one FSDP group; leave it 0, a group per layer"
         )
 
 

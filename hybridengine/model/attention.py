@@ -16,20 +16,26 @@ to another sequence, and no mask is built.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from hybridengine.errors import ModelError
 from hybridengine.kernels import tree_attention
 from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
 
 ATTENTION = "hybridengine_varlen"
 
@@ -94,8 +100,9 @@ def varlen_attention(
     if cu_seq_lens_q is None:
         out = _unpacked_attention(module, query, key, value, attention_mask, position_ids, options)
         return out.transpose(1, 2).contiguous(), None
-    shapes = f"packed query {tuple(query.shape)} with key {tuple(key.shape)}"
     one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2]
+    # Not described unless they are wrong: a compiled graph would be of these lengths only.
+    shapes = "" if one_row else f"packed query {tuple(query.shape)} with key {tuple(key.shape)}"
     same_lengths = (
         cu_seq_lens_k is None
         or cu_seq_lens_k is cu_seq_lens_q
@@ -121,8 +128,13 @@ def varlen_attention(
         out = _varlen_kernel(q, k, v, cu_seq_lens_q, max_seqlen, options)
     else:
         if subtree_ends is None:
-            subtree_ends, tree_position_ids = _sequence_layout(module, cu_seq_lens_q, q.shape[0])
-        out = tree_attention(q, k, v, subtree_ends, tree_position_ids, **options._asdict())
+            subtree_ends, tree_position_ids = torch.ops.hybridengine.sequence_layout(
+                cu_seq_lens_q, q.shape[0]
+            )
+        out = tree_attention(
+            q, k, v, subtree_ends, tree_position_ids,
+            softmax_scale=scaling, window_size=sliding_window, softcap=softcap,
+        )  # fmt: skip
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)
     return out.unsqueeze(0), None
@@ -213,37 +225,44 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, options: _ScoreOptions) -
     return torch.cat(blocks, dim=2)
 
 
-def _sequence_layout(module: nn.Module, cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the end of every token's sequence and its position in it, int32 [T] each."""
+@torch.library.custom_op(
+    "hybridengine::sequence_layout",
+    mutates_args=(),
+    schema="(Tensor cu_seqlens, SymInt num_tokens) -> (Tensor, Tensor)",
+)
+def _sequence_layout(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the end of every token's sequence and its position in it, [num_tokens] each.
+
+    An operator, as compiled layers cannot read the values that are checked.
+    """
     lengths = cu_seqlens.diff()
-    if cu_seqlens.device.type == "cpu":
-        wrong = cu_seqlens[0] != 0 or cu_seqlens[-1] != total or bool((lengths < 0).any())
-        given = (
-            f"cu_seq_lens_q {cu_seqlens[:4].tolist()}...{int(cu_seqlens[-1])} over {total} tokens"
+    if cu_seqlens.device.type == "cpu" and (
+        cu_seqlens[0] != 0 or cu_seqlens[-1] != num_tokens or bool((lengths < 0).any())
+    ):
+        raise ModelError(
+            f"{ATTENTION}: cu_seq_lens_q is {cu_seqlens[:4].tolist()}...{int(cu_seqlens[-1])} over "
+            f"{num_tokens} tokens; expected cu_seqlens that starts at 0, does not decrease and "
+            "ends at the number of tokens"
         )
-        expected = "cu_seqlens starts at 0, does not decrease and ends at the number of tokens"
-        _raise_if_unsupported(module, (wrong, given, expected))
     starts, ends = (
-        edges.repeat_interleave(lengths, output_size=total)
+        edges.repeat_interleave(lengths, output_size=num_tokens)
         for edges in (cu_seqlens[:-1], cu_seqlens[1:])
     )
-    tokens = torch.arange(total, dtype=starts.dtype, device=starts.device)
+    tokens = torch.arange(num_tokens, dtype=starts.dtype, device=starts.device)
     return ends, tokens - starts
 
 
-@lru_cache(maxsize=1)
-def _flash_attn() -> Callable[..., Tensor] | None:
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return flash_attn_varlen_func
+@_sequence_layout.register_fake
+def _(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    return cu_seqlens.new_empty(num_tokens), cu_seqlens.new_empty(num_tokens)
 
 
 def _has_varlen_kernel(q: Tensor, v: Tensor, options: _ScoreOptions) -> bool:
+    """Return whether flash-attn's kernels, or torch's copy of them, take these tensors."""
     half = q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16)
-    head_size_fits = q.shape[-1] == v.shape[-1] and q.shape[-1] <= 256
-    return half and head_size_fits and (options.softcap is None or _flash_attn() is not None)
+    head_size = q.shape[-1]
+    fits = head_size == v.shape[-1] and head_size <= 256 and head_size % 8 == 0
+    return half and fits and (options.softcap is None or flash_attn_varlen_func is not None)
 
 
 def _varlen_kernel(
@@ -255,18 +274,28 @@ def _varlen_kernel(
     """
     packed = (q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     window = (-1 if options.window_size is None else options.window_size - 1, 0)
-    if flash := _flash_attn():
-        return flash(
+    if flash_attn_varlen_func is not None:
+        return flash_attn_varlen_func(
             *packed, softmax_scale=options.softmax_scale, causal=True, window_size=window,
             softcap=options.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(*packed, scale=options.softmax_scale, enable_gqa=True, window_size=window)
+    out = varlen_attn(*packed, scale=options.softmax_scale, window_size=window, **_TORCH_GQA)
     assert isinstance(out, Tensor)
     return out
 
+
+def _gqa_option(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the keyword with which torch's `varlen_attn` takes fewer key-value than query heads.
+
+    torch 2.11 has none and always takes them, as flash-attn's kernels below it do in both passes;
+    2.13 refuses them without `enable_gqa`.
+    """
+    known = "enable_gqa" in inspect.signature(function).parameters
+    return {"enable_gqa": True} if known else {}
+
+
+_TORCH_GQA = _gqa_option(varlen_attn)
 
 AttentionInterface.register(ATTENTION, varlen_attention)
 AttentionMaskInterface.register(ATTENTION, _attention_mask)

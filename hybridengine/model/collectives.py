@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
-from hybridengine.kernels._backend import native
+from hybridengine.kernels import empty_from_pool
 
 
 def use_direct_collectives(module: fsdp.FSDPModule) -> None:
@@ -30,9 +30,7 @@ class _PooledMemory(Comm):
     """Take buffers, and with them the sharded gradients, from the pool of the last step's."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if native() is None or device.type != "cpu":
-            return torch.empty(size, dtype=dtype, device=device)
-        return native().empty_from_pool(size, dtype)
+        return empty_from_pool(size, dtype, device)
 
 
 class DirectAllGather(_PooledMemory, AllGather):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from hybridengine.errors import ModelError
 from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
 from hybridengine.model.kept import KeptIds
 from hybridengine.model.ulysses import SequenceShard, gather_rows
+
+TokenIds = Sequence[int] | torch.Tensor  # a list, or integers [l] on the CPU
 
 
 class SavedWork(NamedTuple):
@@ -55,9 +57,17 @@ class PackedBatch:
     tree_position_ids: torch.Tensor | None = None  # with subtree_ends: position_ids of all ranks
     saved: SavedWork = _NOTHING_SAVED  # over all ranks that share the batch
 
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """Move the tensors; `shard` stays on the CPU."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)
+        }
+        return replace(self, **moved)
+
 
 def pack_rollouts(
-    rollouts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    rollouts: Sequence[tuple[TokenIds, TokenIds]],
     device: torch.device | str = "cpu",
     sequence_parallel: dist.ProcessGroup | None = None,
     *,
@@ -78,13 +88,19 @@ def pack_rollouts(
     """
     if empty := [i for i, (prompt, _) in enumerate(rollouts) if not len(prompt)]:
         raise ModelError(f"rollout {empty[0]} has no prompt tokens; a prompt needs at least one")
-    return pack_batch(
-        [[*prompt, *response] for prompt, response in rollouts],
-        [[0] * len(prompt) + [1] * len(response) for prompt, response in rollouts],
-        device,
+    from hybridengine.kernels import pack_sequences
+
+    parts = [torch.as_tensor(ids, dtype=torch.int64) for pair in rollouts for ids in pair]
+    packed = pack_sequences(parts)
+    is_response = torch.arange(len(parts)) % 2 == 1
+    batch = _pack(
+        packed.values[0],
+        packed.cu_seqlens[::2].contiguous(),
+        is_response.repeat_interleave(packed.cu_seqlens.diff()),
         sequence_parallel,
-        shared_prefix=shared_prefix,
+        shared_prefix,
     )
+    return batch.to(device)
 
 
 def pack_batch(
@@ -104,49 +120,54 @@ def pack_batch(
     from hybridengine.kernels import pack_sequences
 
     packed = pack_sequences(sequences, loss_mask)
-    input_ids, packed_mask = packed.values
-    targets = packed_mask.nonzero().flatten()
+    input_ids, is_target = packed.values
+    batch = _pack(input_ids, packed.cu_seqlens, is_target, sequence_parallel, shared_prefix)
+    return batch.to(device)
+
+
+def _pack(
+    input_ids: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    is_target: torch.Tensor,
+    sequence_parallel: dist.ProcessGroup | None,
+    shared_prefix: bool,
+) -> PackedBatch:
+    """Pack sequences that are end to end in `input_ids` [T]; all tensors are on the CPU."""
+    lengths = cu_seqlens.diff().long()
+    starts = cu_seqlens[:-1].long().repeat_interleave(lengths)
+    targets = is_target.nonzero().flatten()
     batch = PackedBatch(
-        input_ids=input_ids.to(device),
-        position_ids=packed.position_ids.to(device),
-        cu_seqlens=packed.cu_seqlens.to(device),
-        max_seqlen=packed.max_seqlen,
-        logit_positions=(targets - 1).to(device),
-        target_ids=input_ids[targets].to(device),
+        input_ids=input_ids,
+        position_ids=torch.arange(input_ids.shape[0]) - starts,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(lengths.tolist(), default=0),
+        logit_positions=targets - 1,
+        target_ids=input_ids[targets],
     )
     if shared_prefix:
-        batch = _share_prefixes(batch, input_ids, packed.position_ids, packed.cu_seqlens)
+        batch = _share_prefixes(batch)
     return batch if sequence_parallel is None else _split_sequence(batch, sequence_parallel)
 
 
-def _share_prefixes(
-    batch: PackedBatch,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> PackedBatch:
-    """Pack the common prefixes of plainly packed sequences once.
-
-    input_ids, position_ids, cu_seqlens: those of `batch`, on the CPU.
-    """
+def _share_prefixes(batch: PackedBatch) -> PackedBatch:
+    """Pack the common prefixes of plainly packed sequences once."""
     from hybridengine.kernels import pack_forest
 
-    forest = pack_forest(input_ids.tensor_split(cu_seqlens[1:-1].long()))
-    tokens = input_ids.shape[0] - forest.input_ids.shape[0]
+    forest = pack_forest(batch.input_ids, batch.cu_seqlens)
+    tokens = batch.input_ids.shape[0] - forest.input_ids.shape[0]
     if not tokens:
         return batch
-    others = int(position_ids.sum()) - int(forest.position_ids.sum())  # keys besides its own
-    device = batch.input_ids.device
-    depths = forest.position_ids.to(device)
+    # Keys besides a token's own.
+    others = int(batch.position_ids.sum()) - int(forest.position_ids.sum())
     return replace(
         batch,
-        input_ids=forest.input_ids.to(device),
-        position_ids=depths,
-        cu_seqlens=forest.cu_seqlens.to(device),
+        input_ids=forest.input_ids,
+        position_ids=forest.position_ids,
+        cu_seqlens=forest.cu_seqlens,
         max_seqlen=forest.max_seqlen,
-        logit_positions=forest.token_index.to(device)[batch.logit_positions],
-        subtree_ends=forest.subtree_ends.to(device),
-        tree_position_ids=depths,
+        logit_positions=forest.token_index[batch.logit_positions],
+        subtree_ends=forest.subtree_ends,
+        tree_position_ids=forest.position_ids,
         saved=SavedWork(tokens, tokens + others),
     )
 
@@ -162,7 +183,7 @@ def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch
     padding = -total % size
     length = (total + padding) // size
     local = slice(rank * length, (rank + 1) * length)
-    filler = torch.arange(padding, device=batch.input_ids.device)
+    filler = torch.arange(padding)
     position_ids = torch.cat([batch.position_ids, filler])
     rows = (batch.logit_positions // length == rank).nonzero().flatten()
     cu_seqlens, subtree_ends = batch.cu_seqlens, batch.subtree_ends

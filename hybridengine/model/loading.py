@@ -29,6 +29,7 @@ from transformers import (
 from hybridengine.errors import ModelError
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.collectives import use_direct_collectives
+from hybridengine.model.compile import compile_layers
 from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Offloader
@@ -63,6 +64,7 @@ def load_causal_lm(
     min_num_params: int = 0,
     value_head: bool = False,
     use_fused_kernels: bool = True,
+    compile: bool = False,
     cpu_offload: bool = False,
     param_offload: bool = False,
 ) -> PreTrainedModel:
@@ -85,6 +87,7 @@ def load_causal_lm(
         value_head: logits are one value per position (a linear head [1, H]); `path` may be a
             sequence classifier.
         use_fused_kernels: compute log-probs from hidden states (`hybridengine.model.head`).
+        compile: compile the decoder layers (`hybridengine.model.compile`); not with min_num_params.
         cpu_offload: keep shards and gradients in host memory, where the optimizer then steps.
         param_offload: keep weights in host memory outside `on_device(model)`.
 
@@ -106,6 +109,8 @@ def load_causal_lm(
     patch_head(model, use_fused_kernels)
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
+    if compile:
+        compile_layers(layers)
     groups = _modules_of_size(model, min_num_params) if min_num_params else layers
     _shard(model, groups, mesh, shard_dim1, param_dtype, cpu_offload, reshard_after_forward)
     if forward_prefetch:

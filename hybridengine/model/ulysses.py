@@ -25,7 +25,7 @@ class SequenceShard:
     """This rank's result rows of a packed micro-batch of `num_rows`, in ascending order."""
 
     group: dist.ProcessGroup
-    rows: Tensor  # int64 [R_local]
+    rows: Tensor  # int64 [R_local], on the CPU
     num_rows: int
 
 
@@ -35,11 +35,12 @@ def gather_rows(*rows: Tensor, shard: SequenceShard) -> tuple[Tensor, ...]:
     Differentiable: every rank computes the same loss, and receives the gradient of its own rows.
     """
     full = rows[0].new_zeros(len(rows), shard.num_rows)
-    full[:, shard.rows] = torch.stack(rows).detach()
+    index = shard.rows.to(full.device)
+    full[:, index] = torch.stack(rows).detach()
     dist.all_reduce(full, group=shard.group)  # exact: one rank's value plus zeros
     gathered = tuple(row.clone() for row in full)
     for out, row in zip(gathered, rows, strict=True):
-        out[shard.rows] = row  # the same values, with their gradient
+        out[index] = row  # the same values, with their gradient
     return gathered
 
 

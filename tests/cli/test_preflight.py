@@ -147,6 +147,14 @@ def test_the_limit_with_scaled_rotary_positions(rope, limit):
     assert longest_sequence(config) == limit
 
 
+def test_no_compiler_for_compiled_layers(dry_run, monkeypatch):
+    for variable in ("CC", "CXX"):
+        monkeypatch.setenv(variable, "no-such-compiler")
+    for kind in ("grpo", "sft"):
+        line = refusal(dry_run("model.compile=true", kind=kind))
+        assert "no compiler no-such-compiler" in line and "set model.compile=false" in line
+
+
 def test_target_modules_that_do_not_exist(dry_run):
     lora = "model.lora_rank=4"
     for kind in ("grpo", "sft"):

@@ -151,6 +151,12 @@ def test_refusals(override, message):
     assert "\n" not in str(error.value)
 
 
+def test_compiled_layers_are_one_fsdp_group():
+    size = "actor.fsdp_config.wrap_policy.min_num_params"
+    with pytest.raises(ConfigError, match=rf"model\.compile is true and {size} is 9"):
+        load("model.compile=true", f"{size}=9")
+
+
 @pytest.mark.parametrize("key", [k.split("=")[0] for k in NEEDED[:2]])
 def test_required_keys(key):
     with pytest.raises(ConfigError, match=f"{re.escape(key)} is required"):

@@ -61,12 +61,19 @@ def gradients(model, loss):
     return {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-def load(path: str, world_size: int, dtype=torch.float32, fsdp_size: int = -1, **options):
+def load(
+    path: str,
+    world_size: int,
+    dtype=torch.float32,
+    fsdp_size: int = -1,
+    device: str = "cpu",
+    **options,
+):
     from hybridengine.model import load_causal_lm, sharding_mesh
 
     return load_causal_lm(
         path,
-        mesh=sharding_mesh("cpu", world_size, fsdp_size),
+        mesh=sharding_mesh(device, world_size, fsdp_size),
         shard_dim1=lambda name: name.endswith(COLUMNS),
         param_dtype=dtype,
         **options,

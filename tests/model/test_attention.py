@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.errors import ModelError
-from hybridengine.model.attention import _attention_mask, varlen_attention
+from hybridengine.model import attention
+from hybridengine.model.attention import _attention_mask, _gqa_option, varlen_attention
 
 
 class Layer(torch.nn.Module):
@@ -138,6 +139,32 @@ def test_cuda_kernels_stay_near_the_oracle(dtype, window):
     for a, b in zip(ours, theirs, strict=True):
         scale = b.abs().max()
         torch.testing.assert_close(a.double().cpu() / scale, b / scale, **tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("asks_for_gqa", [True, False])
+def test_torchs_kernel_gets_the_arguments_of_its_version(monkeypatch, asks_for_gqa, window):
+    """Newer versions of torch refuse fewer key-value heads without `enable_gqa`, 2.11 has none."""
+    lengths = [20, 3, 9]
+
+    def without(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+        assert cu_seq_q.tolist() == cu_seq_k.tolist() == [0, 20, 23, 32]
+        assert max_q == max_k == 20 and window_size[1] == 0
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        return oracle(query, key, value, lengths, scale, window)
+
+    def with_option(*packed, scale, window_size, enable_gqa=False):
+        assert enable_gqa
+        return without(*packed, scale=scale, window_size=window_size)
+
+    kernel = with_option if asks_for_gqa else without
+    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_TORCH_GQA", _gqa_option(kernel))
+    q, k, v = random_qkv(32, 4, 2, 8)
+    out = packed(q, k, v, lengths, scaling=0.3, sliding_window=window)
+    torch.testing.assert_close(out, oracle(q, k, v, lengths, 0.3, window))
 
 
 def test_default_scaling_is_one_over_root_of_head_dim():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from tests.model.cases import (
 )
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
-from tests.trainer.sft_job import start_run, write_sft_job
 
 pytestmark = pytest.mark.multirank
 
@@ -71,6 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cpu_offload": {"cpu_offload": True},
     "attention_alone": {"min_num_params": 40_000, "gradient_checkpointing": True},
     "attention_and_mlp": {"min_num_params": 30_000, "fsdp_size": 2},
+    "compiled": {"compile": True, "gradient_checkpointing": True},
 }
 GROUPS = {
     "attention_alone": ["", *(f"{layer}.self_attn" for layer in LAYERS[1:])],
@@ -89,9 +90,10 @@ def variants_body(rank: int, world_size: int, path: str) -> None:
     gradients = {n: p.grad.clone() for n, p in reference.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
     torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=EPS, weight_decay=0.1).step()
+    torch.compile = partial(torch.compile, backend="aot_eager")  # traced, no code generated
     for name, options in VARIANTS.items():
         model = load(path, world_size, **options)
-        seen = Watcher(model) if name not in GROUPS else None
+        seen = Watcher(model) if name not in (*GROUPS, "compiled") else None
         logits = backward(model, pairs_of_rank(pairs, rank, world_size), world_size)
         torch.testing.assert_close(logits, expected, **LOGITS, msg=name)
         # Without a synchronisation over the replicas each would have its own ranks' part.
@@ -116,6 +118,8 @@ def test_options_change_memory_and_traffic_but_no_result(tmp_path: Path) -> None
 def offload_policy_body(rank: int, world_size: int, folder: Path) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
+    from tests.trainer.sft_job import start_run
+
     def steps(offload: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         run = start_run(rank, world_size, folder, **{"model.fsdp_config.offload_policy": offload})
         policy = run.model._get_fsdp_state()._fsdp_param_group.offload_policy
@@ -131,6 +135,8 @@ def offload_policy_body(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_sft_with_offload_policy_loads_and_steps(tmp_path: Path) -> None:
+    from tests.trainer.sft_job import write_sft_job
+
     run_ranks(offload_policy_body, 2, write_sft_job(tmp_path))
 
 
