@@ -17,14 +17,15 @@ __all__ = ["connect", "reshard"]
 _connected: WeakKeyDictionary[LLM, tuple[torch.nn.Module, Resharder]] = WeakKeyDictionary()
 
 
-def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int = 64 << 20) -> Resharder:
+def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None = None) -> Resharder:
     """Plan the syncs of a `fully_shard`ed Hugging Face model into `llm`; every rank calls.
 
     model: parameters are DTensors over all ranks (1-D or HSDP mesh). PEFT's LoRA adapters, inside
       it or around it, are merged during a sync.
     llm: `vllm.LLM` on this rank, built with `distributed_executor_backend="external_launcher"`,
       `weight_transfer_config={"backend": "hybridengine"}` and VLLM_ENABLE_V1_MULTIPROCESSING=0.
-    bucket_bytes: staging memory of one all-to-all; two are allocated at a time.
+    bucket_bytes: staging memory of one all-to-all; two are allocated at a time. None: by the memory
+      that is free on the GPUs now, 64 MiB on CPUs.
 
     Raises LayoutError where model and engine do not fit together; the message says what to change.
 

@@ -7,10 +7,10 @@
              SourceClass   parameters with equal ShardSpec and Blocks (equal layers): planned once
              Chunk         what of a parameter travels together, small against a bucket
              SliceCopy     one strided slice of a Chunk: shard, sender, receiver, writes
-             Bucket        Chunks of many parameters that travel in one all-to-all
+             Bucket        Chunks of many parameters that travel at once
              ReshardPlan   all Buckets; the same on every rank
     execute  Exchange      a Bucket on one rank: tables of strided copies (pack, local, unpack)
-             Resharder     sync(): pack → all-to-all → unpack for every Exchange, then commit
+             Resharder     sync(): every Exchange, by pull or by all-to-all, then commit
 
 `record` and `plan` run once, `execute` at every step. The advisor plans without running anything.
 """

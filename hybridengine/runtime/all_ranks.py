@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hybridengine.errors import ModelError
@@ -59,6 +60,16 @@ def _text(error: Exception, expected: type[Exception]) -> str:
     if isinstance(error, (ValueError, expected)):
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+def host_device() -> torch.device:
+    """Return the device of small tensors that all ranks agree on.
+
+    The CPU where the default group has a CPU backend: its collectives wait on the host, so that a
+    lost rank is an error there. Else the group's own device.
+    """
+    group = dist.distributed_c10d._get_default_group()
+    return min(group._device_types, key=lambda device: device.type != "cpu")
 
 
 def run_on_rank0(fn: Callable[[], T], doing: str) -> T | None:

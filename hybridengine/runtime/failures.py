@@ -139,6 +139,15 @@ class CollectiveGuard:
                 return RankReport(rank, "failed", reason)
         return None
 
+    def lost_rank(self) -> RankReport | None:
+        """Another rank that has reported its failure, or whose process here has ended."""
+        if failed := self.failed_rank():
+            return failed
+        for rank in self.others:
+            if self.process_state(rank) == "ended" and not self.get(f"finished/{rank}"):
+                return RankReport(rank, "ended", "has ended")
+        return None
+
     def ask(self, *, stacks: bool = False) -> list[RankReport]:
         """Return what the other ranks report: at once if one has failed, else after some seconds;
         nothing if the store cannot be reached.

@@ -23,7 +23,7 @@ class WeightTarget(ABC):
     parameters. optional_parameters: trained parameters that the engine need not read (persistent
     buffers). config_differences: a sentence for error messages about how the engine's configuration
     differs from the trained model's. weight_version: of the last complete update, None before the
-    first.
+    first. discarded: whether the weights were freed without a copy since.
     """
 
     tp_rank: int
@@ -31,6 +31,7 @@ class WeightTarget(ABC):
     optional_parameters: Set[str] = frozenset()
     config_differences: str = ""
     weight_version: int | None = None
+    discarded: bool = False
     _updating_to: int | None = None
 
     @abstractmethod
@@ -55,12 +56,17 @@ class WeightTarget(ABC):
         """
 
     def check_complete(self) -> None:
-        """Raise StaleWeightsError between a failed update and the next complete one."""
+        """Raise StaleWeightsError while the weights are discarded or partially updated."""
         if self._updating_to is not None:
             raise StaleWeightsError(
                 f"the engine's weights are partially updated: the sync to weight version "
                 f"{self._updating_to} did not finish (last complete version: "
                 f"{self.weight_version}). Run a complete sync() first."
+            )
+        if self.discarded:
+            raise StaleWeightsError(
+                "the engine's weights were discarded as it went to sleep. Run sync() before "
+                "generate()."
             )
 
     @contextmanager
@@ -71,7 +77,7 @@ class WeightTarget(ABC):
         yield
         self._finish_update()
         self.weight_version = version
-        self._updating_to = None
+        self.discarded, self._updating_to = False, None
 
     def _prepare_update(self) -> None:  # noqa: B027, optional
         """Bring the weights back into memory."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from hybridengine.rollout.engine import RolloutEngine
 from hybridengine.sharding import EngineLayout, tp_groups
 from tests.reshard.brute_force import fused_layout
 
-__all__ = ["MemoryEngine", "Shapes", "build", "expected", "values"]
+__all__ = ["MemoryEngine", "Shapes", "build", "expected", "pulling", "values"]
 
 Shapes = Mapping[
     str, tuple[str, tuple[int, ...]]
@@ -24,10 +26,12 @@ Shapes = Mapping[
 class MemoryEngine(RolloutEngine):
     """Holds the tensors of a layout, NaN at first. Its loader doubles the parameters it gets."""
 
-    def __init__(self, layout: EngineLayout, tp_rank: int, tp_size: int) -> None:
+    def __init__(
+        self, layout: EngineLayout, tp_rank: int, tp_size: int, device: str = "cpu"
+    ) -> None:
         self.layout, self.tp_rank, self.tp_size = layout, tp_rank, tp_size
         self.tensors = {
-            name: torch.full(spec.shape, float("nan"), dtype=spec.dtype)
+            name: torch.full(spec.shape, float("nan"), dtype=spec.dtype, device=device)
             for name, spec in layout.destinations.items()
         }
 
@@ -61,8 +65,13 @@ def build(
     replicas: int = 1,
     rows_on_dim1: bool = True,
     by_loader: tuple[str, ...] = (),
+    transport: str = "pull",
+    device: str = "cpu",
 ) -> tuple[MemoryEngine, dict[str, torch.Tensor], Resharder]:
-    """This rank's engine, its shards (HSDP where replicas > 1), and the reshard between them."""
+    """This rank's engine, its shards (HSDP where replicas > 1), and the reshard between them.
+
+    transport: "pull", which is chosen where the ranks share memory, or "all-to-all".
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     groups = tp_groups(world_size, tp_size)
     group = next(g for g in groups if rank in g)
@@ -70,19 +79,33 @@ def build(
     layout.fallback = {name: f"{name}: computed by mul" for name in by_loader}
     layout.by_loader = set(by_loader)
     layout.copies = [c for c in layout.copies if c.source not in by_loader]
-    engine = MemoryEngine(layout, group.index(rank), tp_size)
+    engine = MemoryEngine(layout, group.index(rank), tp_size, device)
+    mesh = mesh_of(world_size, replicas, device)
     shards = {
-        name: shard(full[name], mesh_of(world_size, replicas), int(kind == "row" and rows_on_dim1))
+        name: shard(full[name].to(device), mesh, int(kind == "row" and rows_on_dim1))
         for name, (kind, _) in shapes.items()
     }
-    return engine, shards, Resharder(lambda: shards, engine, bucket_bytes)
+    with pulling(transport == "pull"):
+        resharder = Resharder(lambda: shards, engine, bucket_bytes)
+    assert world_size == 1 or resharder._pipeline.transport == transport
+    return engine, shards, resharder
 
 
-def mesh_of(world_size: int, replicas: int) -> DeviceMesh:
+@contextmanager
+def pulling(allowed: bool) -> Iterator[None]:
+    """Make resharders that use an all-to-all, unless the ranks may share memory."""
+    if allowed:
+        yield
+    else:
+        with mock.patch("hybridengine.reshard.execute.pull.share_memory", lambda *args: None):
+            yield
+
+
+def mesh_of(world_size: int, replicas: int, device: str = "cpu") -> DeviceMesh:
     if replicas == 1:
-        return init_device_mesh("cpu", (world_size,))
+        return init_device_mesh(device, (world_size,))
     return init_device_mesh(
-        "cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard")
+        device, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard")
     )
 
 

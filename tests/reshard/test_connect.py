@@ -173,13 +173,23 @@ def busy(case: Case) -> dict:
     engine.model_executor.sleeping_tags.add("weights")
     results["asleep"] = message_of(resharder.sync)
     engine.model_executor.sleeping_tags.clear()
-    parallel = engine.vllm_config.parallel_config
-    for key, value in (("enable_eplb", True), ("data_parallel_size", 2)):
-        before = getattr(parallel, key)
-        setattr(parallel, key, value)
+    for level in (1, 2):
+        engine.sleep(level)
+        engine.wake_up()
+        results[f"discarded at level {level}"] = resharder.engine.discarded
+    resharder.sync()
+    results["discarded after a sync"] = resharder.engine.discarded
+    parallel, model_config = engine.vllm_config.parallel_config, engine.vllm_config.model_config
+    for config, key, value in (
+        (parallel, "enable_eplb", True),
+        (parallel, "data_parallel_size", 2),
+        (model_config, "quantization", "fp8"),
+    ):
+        before = getattr(config, key)
+        setattr(config, key, value)
         results[key] = message_of(resharder.sync)
         results[f"connect {key}"] = message_of(lambda: connect(model, case.llm))
-        setattr(parallel, key, before)
+        setattr(config, key, before)
     results["tokens"] = generate()[0]
     return results
 
@@ -324,7 +334,9 @@ def test_a_busy_or_changed_engine_is_refused(results) -> None:
     assert "ReshardError: vLLM did not drop its prefix cache" in result["kept cache"]
     assert "StaleWeightsError" in result["generate"]
     assert "the engine sleeps" in result["asleep"] and "wake_up" in result["asleep"]
-    for key in ("enable_eplb", "data_parallel_size"):
+    moments = ("at level 1", "at level 2", "after a sync")
+    assert [result[f"discarded {when}"] for when in moments] == [False, True, False]
+    for key in ("enable_eplb", "data_parallel_size", "quantization"):
         assert f"{key}: " in result[key] and f"{key}: " in result[f"connect {key}"]
     assert len(result["tokens"]) == 4
 

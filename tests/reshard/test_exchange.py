@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
+import warnings
+from contextlib import nullcontext
+from glob import glob
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from hybridengine.kernels.strided_copy import CopyTable
 
+from hybridengine.reshard import Resharder
+from hybridengine.reshard.execute import shared_memory
 from tests.ranks import run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, values
 
@@ -25,15 +34,36 @@ UNEVEN: Shapes = {
 
 
 class Counted:
-    """Bytes that `all_to_all_single` brings from other ranks while it is active."""
+    """Bytes that arrive from other ranks while it is active: what `all_to_all_single` returns and
+    what a pull reads of the memory of other ranks."""
+
+    def __init__(self, resharder) -> None:
+        self.pulls = [e.unpack for e in resharder._pipeline.exchanges]
+        self.pulls *= resharder._pipeline.transport == "pull"
 
     def __enter__(self):
-        self.original, self.received = dist.all_to_all_single, 0
+        self.original, self.received, self.copy = dist.all_to_all_single, 0, CopyTable.copy
         dist.all_to_all_single = self.count
+        CopyTable.copy = lambda *args: self.count_pull(*args)
         return self
 
     def __exit__(self, *error):
-        dist.all_to_all_single = self.original
+        dist.all_to_all_single, CopyTable.copy = self.original, self.copy
+
+    def count_pull(self, table, sources, destinations):
+        """Count bytes that change an engine when the send buffers of the other ranks change."""
+        self.copy(table, sources, destinations)
+        if table not in self.pulls:
+            return
+        own = sources[dist.get_rank()]
+        images = []
+        for value in (1, 2):
+            targets = [torch.zeros_like(t) for t in destinations]
+            filled = [own if s is own else torch.full_like(s, value) for s in sources]
+            self.copy(table, filled, targets)
+            images.append(targets)
+        for a, b in zip(*images, strict=True):
+            self.received += int((a != b).sum()) * a.element_size()
 
     def count(self, output, tensor, output_splits, input_splits, **kwargs):
         own = output_splits[dist.get_rank()] * output.element_size()
@@ -41,18 +71,20 @@ class Counted:
         return self.original(output, tensor, output_splits, input_splits, **kwargs)
 
 
-def exact_body(rank: int, world_size: int, tp_size: int, cases: list[dict]) -> list[dict]:
+def exact_body(
+    rank: int, world_size: int, tp_size: int, device: str, cases: list[dict]
+) -> list[dict]:
     results = []
     for case in cases:
         dtype = case.pop("dtype", torch.float32)
         full = values(UNEVEN, dtype)
-        engine, shards, resharder = build(UNEVEN, tp_size, full=full, **case)
+        engine, shards, resharder = build(UNEVEN, tp_size, full=full, device=device, **case)
         result = {"received": [], "right": []}
         for version, factor in ((1, 1.0), (2, -3.0)):
             for tensor in shards.values():
                 tensor.to_local().mul_(factor)
             full = {n: t * factor for n, t in full.items()}
-            with Counted() as counted:
+            with Counted(resharder) as counted:
                 report = resharder.sync(version, verify=version == 2)
             if version == 1:  # what the checksums cost is no part of it
                 assert counted.received == report.bytes_received
@@ -69,12 +101,27 @@ def exact_body(rank: int, world_size: int, tp_size: int, cases: list[dict]) -> l
     return results
 
 
-@pytest.mark.parametrize(("world_size", "tp_size"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)])
-def test_a_rank_receives_what_it_lacks_and_nothing_else(world_size: int, tp_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "tp_size", "device"),
+    [
+        *((*sizes, "cpu") for sizes in ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4))),
+        pytest.param(2, 2, "cuda", marks=pytest.mark.gpu),
+        pytest.param(4, 2, "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_rank_receives_what_it_lacks_and_nothing_else(
+    world_size: int, tp_size: int, device: str
+) -> None:
     cases = [{}, {"rows_on_dim1": False}, {"dtype": torch.bfloat16, "bucket_bytes": 1 << 20}]
     if world_size > 2:
         cases += [{"replicas": 2}, {"replicas": 2, "rows_on_dim1": False}]
-    ranks = run_ranks(exact_body, world_size, tp_size, cases, timeout_s=200)
+    cases += [case | {"transport": "all-to-all"} for case in cases]
+    ranks = run_ranks(
+        *(exact_body, world_size, tp_size, device, cases),
+        timeout_s=200,
+        env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},  # ranks that share one GPU
+        device=device,
+    )
     for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
         for result in results:
             assert result["right"] == [True, True], case
@@ -123,14 +170,18 @@ def allocator_peak(call) -> int:
     return peak
 
 
-def memory_body(rank: int, world_size: int, bucket_bytes: list[int]) -> dict:
+MEMORY_CASES = [(256 << 10, "all-to-all"), (1 << 20, "all-to-all"), (1 << 20, "pull")]
+
+
+def memory_body(rank: int, world_size: int) -> dict:
     peaks = {}
-    for size in bucket_bytes:
+    for size, transport in MEMORY_CASES:
         full = values(BIG)
-        _, shards, resharder = build(BIG, 2, full=full, bucket_bytes=size)
+        _, shards, resharder = build(BIG, 2, full=full, bucket_bytes=size, transport=transport)
         shard_bytes = sum(t.to_local().nbytes for t in shards.values())
         resharder.sync(1, verify=True)
-        peaks[size] = {
+        peaks[size, transport] = {
+            "shared": resharder._pipeline.memory.buffers[0].nbytes if transport == "pull" else 0,
             "allocator": allocator_peak(lambda r=resharder: r.sync(2)),
             "verified": allocator_peak(lambda r=resharder: r.sync(3, verify=True)),
             "staged": resharder.plan.staging_bytes,
@@ -139,7 +190,12 @@ def memory_body(rank: int, world_size: int, bucket_bytes: list[int]) -> dict:
         }
     full = values(COMPUTED)
     _, _, resharder = build(
-        COMPUTED, 2, full=full, bucket_bytes=bucket_bytes[0], by_loader=("computed",)
+        COMPUTED,
+        2,
+        full=full,
+        bucket_bytes=256 << 10,
+        by_loader=("computed",),
+        transport="all-to-all",
     )
     resharder.sync(1)
     peaks["fallback"] = allocator_peak(lambda: resharder.sync(2))
@@ -151,24 +207,25 @@ CHECKSUM = 8 << 20  # int64 intermediates of one chunk of 2^18 elements
 
 
 def test_peak_memory_is_two_buckets() -> None:
-    sizes = [256 << 10, 1 << 20]
-    for peaks in run_ranks(memory_body, 2, sizes, timeout_s=200):
-        for size in sizes:
-            peak = peaks[size]
+    for peaks in run_ranks(memory_body, 2, timeout_s=200):
+        for size, transport in MEMORY_CASES:
+            peak = peaks[size, transport]
             assert peak["shards"] > 15 * size and peak["buckets"] > 4, "no test of a bound"
-            assert 1.5 * size < peak["allocator"] <= 2 * size + SMALL_CHANGE
-            assert peak["verified"] <= 2 * size + CHECKSUM
+            if transport == "pull":
+                assert peak["allocator"] <= SMALL_CHANGE and peak["verified"] <= CHECKSUM
+                assert 0.8 * size < peak["shared"] <= 2 * size
+            else:
+                assert 1.5 * size < peak["allocator"] <= 2 * size + SMALL_CHANGE
+                assert peak["verified"] <= 2 * size + CHECKSUM
             assert peak["staged"] <= size
-        full = 1024 * 512 * 4  # the declared exception: one gathered parameter at a time
-        assert 2 * sizes[0] < full <= peaks["fallback"] <= 2 * full + 2 * sizes[0] + SMALL_CHANGE
+        size, full = 256 << 10, 1024 * 512 * 4  # the declared exception: one gathered parameter
+        assert 2 * size < full <= peaks["fallback"] <= 2 * full + 2 * size + SMALL_CHANGE
 
 
 def overlap_body(rank: int, world_size: int) -> dict:
-    from hybridengine.kernels.strided_copy import CopyTable
-
     from hybridengine.reshard.execute import exchange as module
 
-    _, _, resharder = build(BIG, 2, full=values(BIG), bucket_bytes=1 << 20)
+    _, _, resharder = build(BIG, 2, full=values(BIG), bucket_bytes=1 << 20, transport="all-to-all")
     log: list[str] = []
     waits: list[bool] = []
     start, copy = module._all_to_all, CopyTable.copy
@@ -213,8 +270,61 @@ def test_packing_sending_and_unpacking_overlap() -> None:
         assert all(result["crossed_before_wait"][:-1]), "gloo moved nothing until it was waited for"
 
 
+def unshared_body(rank: int, world_size: int) -> dict:
+    """Rank 1 cannot map the memory of the others."""
+    full = values(UNEVEN)
+    engine, shards, _ = build(UNEVEN, 2, full=full)
+    fails = mock.patch.object(shared_memory._HostMemory, "map", side_effect=OSError("no /proc"))
+    with fails if rank == 1 else nullcontext(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resharder = Resharder(lambda: shards, engine, 4096)
+    resharder.sync(1, verify=True)
+    files = [os.readlink(entry) for entry in glob("/proc/self/fd/*") if os.path.islink(entry)]
+    return {
+        "transport": resharder._pipeline.transport,
+        "right": all(torch.equal(engine.tensors[n], t) for n, t in expected(engine, full).items()),
+        "warnings": [str(w.message) for w in caught],
+        "open": [name for name in files if "memfd:hybridengine" in name],
+    }
+
+
+def test_ranks_that_cannot_map_each_other_use_the_all_to_all() -> None:
+    for rank, result in enumerate(run_ranks(unshared_body, 2)):
+        assert result["transport"] == "all-to-all" and result["right"]
+        assert result["open"] == [], "descriptors of shared memory stayed open"
+        text = "rank 1 cannot share memory with the other ranks of this machine (OSError: no /proc)"
+        assert [w.partition(": weight")[0] for w in result["warnings"]] == [text] * (rank == 0)
+
+
+def reuse_body(rank: int, world_size: int) -> list[bool]:
+    """Ranks that pack, copy and unpack at different speeds, another in each bucket."""
+    shapes = {f"r{i}": ("replicated", (64, 64)) for i in range(8)} | {"c": ("column", (8, 4))}
+    engine, shards, resharder = build(shapes, 2, full=values(shapes))
+    assert len(resharder._pipeline.exchanges) > 10
+    copy, calls = CopyTable.copy, itertools.count(rank)
+
+    def slow_copy(table, sources, destinations):
+        time.sleep(0.01 * (next(calls) % world_size == 0))
+        copy(table, sources, destinations)
+
+    right = []
+    with mock.patch.object(CopyTable, "copy", slow_copy):
+        for version, factor in ((1, 1.0), (2, -3.0), (3, 0.5)):
+            for tensor in shards.values():
+                tensor.to_local().mul_(factor)
+            resharder.sync(version)
+            full = {n: t.full_tensor() for n, t in shards.items()}
+            want = expected(engine, full)
+            right.append(all(torch.equal(engine.tensors[n], t) for n, t in want.items()))
+    return right
+
+
+def test_a_send_buffer_is_not_reused_before_all_ranks_read_it() -> None:
+    assert run_ranks(reuse_body, 4) == [[True] * 3] * 4
+
+
 def planless_body(rank: int, world_size: int) -> int:
-    from hybridengine.reshard.execute import exchange, resharder
+    from hybridengine.reshard.execute import exchange, pull, resharder
     from hybridengine.reshard.plan import planner, source_class
 
     engine, _, made = build(UNEVEN, 2, full=values(UNEVEN))
@@ -226,8 +336,9 @@ def planless_body(rank: int, world_size: int) -> int:
     for owner, names in (
         (planner, ("Planner", "ReshardPlan", "build_plan", "check_coverage")),
         (source_class, ("cut", "SourceClass")),
-        (resharder, ("build_plan", "BucketPipeline")),
+        (resharder, ("build_plan", "make_pipeline")),
         (exchange, ("CopyTable", "ExchangeBuilder")),
+        (pull, ("PullBuilder", "SendBuffers", "share_memory")),
         (source_class.SourceClass, ("incoming", "outgoing", "count_needed", "loads")),
     ):
         for name in names:

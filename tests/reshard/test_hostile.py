@@ -96,35 +96,35 @@ def world_body(rank: int, world_size: int) -> dict[str, str]:
     return messages
 
 
-def corrupt_body(rank: int, world_size: int) -> dict[str, str]:
-    """Flip a bit of the data that rank 1 receives."""
-    engine, _, resharder = build(SHAPES, 2, full=values(SHAPES))
-    original = dist.all_to_all_single
-    armed = rank == 1
+def corrupt_body(rank: int, world_size: int, transport: str) -> dict[str, str]:
+    """Flip a bit of the data that rank 1 receives: in its receive buffer, or as it reads the first
+    slice that another rank packed."""
+    engine, _, resharder = build(SHAPES, 2, full=values(SHAPES), transport=transport)
+    unpack = resharder._pipeline.exchanges[0].unpack
 
-    def flipping(output, *args, **kwargs):
-        nonlocal armed
-        work = original(output, *args, **kwargs)
-        if armed and output.dtype == torch.uint8 and output.numel():
-            armed = False
-            work.wait()
-            output[0] ^= 64
-        return work
+    class Damaging(type(unpack)):
+        def copy(self, sources, destinations):
+            damaged = [source.clone() for source in sources]
+            for buffer in damaged:
+                buffer.view(torch.uint8)[0] ^= 64
+            super().copy(damaged, destinations)
 
-    dist.all_to_all_single = flipping
+    intact = unpack.__class__
+    if rank == 1:
+        unpack.__class__ = Damaging
     messages = {"unverified": message_of(lambda: resharder.sync(1))}
-    armed = rank == 1
     messages["verified"] = message_of(lambda: resharder.sync(2, verify=True))
     messages["generate"] = message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0))
-    dist.all_to_all_single = original
+    unpack.__class__ = intact
     resharder.sync(3, verify=True)
     want = expected(engine, values(SHAPES))
     messages["after"] = str(all(torch.equal(engine.tensors[n], t) for n, t in want.items()))
     return messages
 
 
-def test_checksums_detect_a_corrupted_byte() -> None:
-    for messages in run_ranks(corrupt_body, 4):
+@pytest.mark.parametrize("transport", ["pull", "all-to-all"])
+def test_checksums_detect_a_corrupted_byte(transport: str) -> None:
+    for messages in run_ranks(corrupt_body, 4, transport):
         assert messages["unverified"] == "no error", "checksums are not free and not the default"
         assert messages["verified"].startswith(
             f"{ReshardError.__name__}: the checksum of engine tensor"
@@ -135,8 +135,10 @@ def test_checksums_detect_a_corrupted_byte() -> None:
         assert messages["after"] == "True"
 
 
-def failing_body(rank: int, world_size: int, how: str) -> dict:
-    engine, _, resharder = build(SHAPES, 2, full=values(SHAPES), bucket_bytes=1 << 20)
+def failing_body(rank: int, world_size: int, how: str, transport: str) -> dict:
+    engine, _, resharder = build(
+        SHAPES, 2, full=values(SHAPES), bucket_bytes=1 << 20, transport=transport
+    )
     resharder.sync(1)
     group = dist.distributed_c10d._get_default_group()
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=3))
@@ -161,9 +163,13 @@ def failing_body(rank: int, world_size: int, how: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("how", ["stalls", "exits", "fails"])
-def test_a_rank_that_fails_in_the_middle_is_named(how: str) -> None:
-    results = run_ranks(failing_body, 4 if how == "exits" else 2, how, timeout_s=60)
+@pytest.mark.parametrize(
+    ("how", "transport"),
+    [("stalls", "pull"), ("exits", "pull"), ("fails", "pull"), ("exits", "all-to-all")],
+)
+def test_a_rank_that_fails_in_the_middle_is_named(how: str, transport: str) -> None:
+    ranks = 4 if how == "exits" else 2
+    results = run_ranks(failing_body, ranks, how, transport, timeout_s=60)
     for rank, result in enumerate(results):
         assert "sync to weight version 2 did not finish" in result["generate"]
         if rank == 1:

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import PlanOutdatedError, Resharder, ReshardError
+from hybridengine.reshard import PlanOutdatedError, Resharder, ReshardError, build_plan
+from hybridengine.reshard.execute import memory
 from hybridengine.rollout import SamplingSpec
-from hybridengine.sharding import LayoutError
+from hybridengine.runtime.device import DeviceProgress
+from hybridengine.sharding import LayoutError, StaleWeightsError
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.checksums import bit_checksums
 from tests.reshard.memory_engine import Shapes, build, expected, values
@@ -73,6 +75,72 @@ def test_adapters_that_are_replaced_are_read_again() -> None:
     adapters.clear()
     with pytest.raises(PlanOutdatedError, match=r"'q\.left' was removed"):
         resharder.sync(3)
+
+
+def test_a_sync_commits_when_the_device_has_finished() -> None:
+    """The device is behind the host: here by a number of queries."""
+    engine, _, resharder = build(SHAPES, 1, full=values(SHAPES))
+    seen: list[tuple[int, int | None]] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.left = 3
+
+        def query(self) -> bool:
+            seen.append((self.left, engine.weight_version))
+            self.left -= 1
+            return self.left < 0
+
+    resharder._progress = DeviceProgress(resharder._guard, torch.device("cpu"), Event, limit_s=9)
+    resharder._pipeline._progress = resharder._progress
+    resharder.sync(1)
+    assert seen == [(left, None) for left in (3, 2, 1, 0)] * (len(resharder.plan.buckets) + 1)
+    assert engine.weight_version == 1
+    resharder._progress._limit_s, Event.query = 0.05, lambda self: False
+    with pytest.raises(dist.DistError, match=r"has not finished it after 0\.05 s"):
+        resharder.sync(2)
+    with pytest.raises(StaleWeightsError, match="sync to weight version 2 did not finish"):
+        engine.generate([[1]], SamplingSpec(), seed=0)
+    assert engine.weight_version == 1
+
+
+def test_discarded_weights_are_all_sent_again() -> None:
+    """Frozen weights travel once, unless the engine's memory was freed since."""
+    full = values(SHAPES)
+    engine, shards, _ = build(SHAPES, 1, full=full)
+    adapters = {"q": Adapter(torch.ones(24, 2), torch.ones(2, 10), 0.5)}
+    resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters)
+    merged = full | {"q": full["q"] + 1}
+    resharder.sync(1)
+    engine.tensors["norm"].fill_(7)
+    resharder.sync(2)
+    assert engine.tensors["norm"].eq(7).all(), "a frozen weight is not sent again"
+    engine.discarded = True
+    with pytest.raises(StaleWeightsError, match=r"were discarded .* Run sync\(\)"):
+        engine.generate([[1]], SamplingSpec(), seed=0)
+    resharder.sync(3)
+    assert_arrived(engine, merged)
+    assert engine.generate([[1]], SamplingSpec(), seed=0) == [[]]
+
+
+def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch) -> None:
+    assert [memory.bucket_bytes_of(gib << 30) >> 20 for gib in (0, 8, 12, 100)] == [
+        64, 512, 768, 1024,
+    ]  # fmt: skip
+    assert memory.default_bucket_bytes(torch.device("cpu")) == 64 << 20
+    engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
+    sizes = []
+    monkeypatch.setattr(Resharder, "_all_gather", lambda self, value: [value, 5000] * 2)
+    monkeypatch.setattr(
+        Resharder, "_gather_layouts", lambda self: sizes.append(1) or [self._layout]
+    )
+    monkeypatch.setattr(
+        "hybridengine.reshard.execute.resharder.build_plan",
+        lambda specs, layouts, size, nodes: sizes.append(size) or build_plan(specs, layouts, size),
+    )
+    with pytest.raises(LayoutError, match="made another reshard plan"):
+        Resharder(lambda: shards, engine)
+    assert sizes[-1] == 5000, "the smallest of all ranks"
 
 
 def test_an_engine_that_is_not_ready_is_left_alone() -> None:

@@ -1,14 +1,17 @@
 """The buckets as one rank executes them: tables of strided copies, and an all-to-all of each.
 
+The other transport, where ranks read each other's memory, is `pull`.
+
 Table rows are computed once per source class. Every other source of the class reuses them with its
 own tensor indices and offsets in the buffers.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from hybridengine.reshard.execute.trained import TrainedTensors
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import Chunk, SliceCopy
+from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.sharding.geometry import Block, contiguous_strides
 from hybridengine.sharding.shards import RowRange
@@ -60,13 +64,18 @@ class Exchange:
         return sent, start, start + received
 
 
-class _Rows(NamedTuple):
+class SliceRows(NamedTuple):
     """Table rows of S slices, R in all. In the buffer every slice starts at 0."""
 
     table: np.ndarray  # int64 [R, 16]; src_index is 0, dst_index the index of the write
     slice_of: np.ndarray  # [R]: the slice of a row
     ranks: np.ndarray  # [S]: the rank at the other end
     numel: np.ndarray  # [S]
+
+    def elements_by_rank(self, world_size: int) -> list[int]:
+        counts = np.zeros(world_size, np.int64)
+        np.add.at(counts, self.ranks, self.numel)
+        return counts.tolist()
 
 
 class ExchangeBuilder:
@@ -83,13 +92,13 @@ class ExchangeBuilder:
         device: torch.device,
     ) -> None:
         self._plan, self._rank, self._strides, self._device = plan, rank, strides, device
-        self._known: dict[tuple, dict[str, _Rows]] = {}
+        self._known: dict[tuple, dict[str, SliceRows]] = {}
 
     def build(self, bucket: Bucket) -> Exchange:
         sources: list[tuple[str, RowRange]] = []
         source_index: dict[tuple, int] = {}  # chunks read one shard, but each its own merged rows
         destination_index: dict[str, int] = {}
-        tables: dict[str, list[_Rows]] = {"pack": [], "local": [], "unpack": []}
+        parts: dict[str, list[SliceRows]] = {"pack": [], "local": [], "unpack": []}
         for name, chunk in bucket.chunks:
             key = (name, chunk if bucket.merged else None)
             if key not in source_index:
@@ -102,12 +111,24 @@ class ExchangeBuilder:
                 table = rows.table.copy()
                 table[:, 0] = 0 if way == "unpack" else source_index[key]
                 table[:, 1] = 0 if way == "pack" else to[table[:, 1]]
-                tables[way].append(rows._replace(table=table))
-        pack, send_counts = self._join(tables["pack"], offset_column=3)
-        unpack, receive_counts = self._join(tables["unpack"], offset_column=2)
-        local, _ = self._join(tables["local"])
-        written = list(destination_index)
-        return Exchange(bucket, sources, written, pack, local, unpack, send_counts, receive_counts)
+                parts[way].append(rows._replace(table=table))
+        pack, local, unpack = (_joined(parts[way]) for way in ("pack", "local", "unpack"))
+        counts = [rows.elements_by_rank(self._plan.world_size) for rows in (pack, unpack)]
+        packing, unpacking = self._place(bucket, pack, unpack)
+        rows_of_tables = (packing, local.table, unpacking)
+        tables = [CopyTable(torch.from_numpy(t), self._device) for t in rows_of_tables]
+        return Exchange(bucket, sources, list(destination_index), *tables, *counts)
+
+    def _place(
+        self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tables of pack and unpack, with each slice in its place in the buffers.
+
+        The slices are in the order of `ReshardPlan.departures` and `arrivals`.
+        """
+        pack.table[:, 3] += _offsets_by_rank(pack)[pack.slice_of]
+        unpack.table[:, 2] += _offsets_by_rank(unpack)[unpack.slice_of]
+        return pack.table, unpack.table
 
     def _rows_read(self, bucket: Bucket, name: str, chunk: Chunk) -> RowRange:
         """Return the rows of this rank's full shard, or those that are merged for the chunk."""
@@ -117,7 +138,7 @@ class ExchangeBuilder:
             return RowRange(0, 0)
         return source_class.spec.row_range(shard, *(chunk.row_part if bucket.merged else ()))
 
-    def _table_rows(self, bucket: Bucket, name: str, chunk: Chunk) -> dict[str, _Rows]:
+    def _table_rows(self, bucket: Bucket, name: str, chunk: Chunk) -> dict[str, SliceRows]:
         """Return the rows of pack, local and unpack, the same for all sources of a class."""
         source_class = self._plan.source_classes[name, bucket.engine_dtype]
         spec, rows = source_class.spec, self._rows_read(bucket, name, chunk)
@@ -140,31 +161,28 @@ class ExchangeBuilder:
             }
         return self._known[key]
 
-    def _join(
-        self, parts: list[_Rows], offset_column: int | None = None
-    ) -> tuple[CopyTable, list[int]]:
-        """Join the rows of all chunks. Return their table and the elements per rank.
 
-        offset_column: the column with offsets in a buffer, whose slices are ordered by rank.
-        """
-        table = np.concatenate([p.table for p in parts] or [np.empty((0, TABLE_COLUMNS), np.int64)])
-        counts = np.zeros(self._plan.world_size, np.int64)
-        if offset_column is not None and len(table):
-            ranks = np.concatenate([p.ranks for p in parts])
-            numel = np.concatenate([p.numel for p in parts])
-            order = np.argsort(ranks, kind="stable")
-            offset = np.empty_like(numel)
-            offset[order] = np.cumsum(numel[order]) - numel[order]
-            before = np.cumsum([0, *(len(p.ranks) for p in parts[:-1])])
-            slices = np.concatenate([p.slice_of + b for p, b in zip(parts, before, strict=True)])
-            table[:, offset_column] += offset[slices]
-            np.add.at(counts, ranks, numel)
-        return CopyTable(torch.from_numpy(table), self._device), counts.tolist()
+def _joined(parts: list[SliceRows]) -> SliceRows:
+    """Concatenate rows, numbering their slices on."""
+    if not parts:
+        return _rows_of([], "local", (), ())
+    before = np.cumsum([0, *(len(p.ranks) for p in parts[:-1])])
+    slice_of = [p.slice_of + b for p, b in zip(parts, before, strict=True)]
+    table, ranks, numel = ([getattr(p, f) for p in parts] for f in ("table", "ranks", "numel"))
+    return SliceRows(*map(np.concatenate, (table, slice_of, ranks, numel)))
+
+
+def _offsets_by_rank(rows: SliceRows) -> np.ndarray:
+    """Return where each slice starts in a buffer that is ordered by rank: int64 [S]."""
+    order = np.argsort(rows.ranks, kind="stable")
+    offset = np.empty_like(rows.numel)
+    offset[order] = np.cumsum(rows.numel[order]) - rows.numel[order]
+    return offset
 
 
 def _rows_of(
     slices: Sequence[SliceCopy], way: str, strides: tuple[int, ...], origin: tuple[int, ...]
-) -> _Rows:
+) -> SliceRows:
     """Return the rows of one way. strides, origin: of the shard that pack and local read."""
     table: list[list[int]] = []
     slice_of: list[int] = []
@@ -176,7 +194,7 @@ def _rows_of(
             rows = _rows_of_block(index, block, source, destination)
             table += rows
             slice_of += [i] * len(rows)
-    return _Rows(
+    return SliceRows(
         np.array(table, np.int64).reshape(-1, TABLE_COLUMNS),
         np.array(slice_of, np.int64),
         np.array([s.receiver if way == "pack" else s.sender for s in slices], np.int64),
@@ -214,14 +232,15 @@ def _rows_of_block(
     return [[0, index, a, b, *sizes, *ss, *ds] for a, b in offsets]
 
 
-class BucketPipeline:
-    """Executes the exchanges of one rank: pack → all-to-all → unpack.
+class BucketPipeline(ABC):
+    """Executes the exchanges of one rank.
 
-    While bucket k travels, its local slices are copied, bucket k-1 is unpacked and bucket k+1
-    packed.
-
-    exchanges: one per bucket, built once. The arguments are those of the resharder.
+    transport: its name. exchanges: one per bucket, built once. progress: on a GPU everything is
+    only enqueued, and the caller waits for it. The other arguments are those of the resharder.
     """
+
+    transport: ClassVar[str]
+    _builder_type: ClassVar[type[ExchangeBuilder]]
 
     def __init__(
         self,
@@ -230,26 +249,54 @@ class BucketPipeline:
         trained: TrainedTensors,
         device: torch.device,
         guard: CollectiveGuard,
+        progress: DeviceProgress,
     ) -> None:
         self._plan, self._rank, self._trained = plan, rank, trained
-        self._device, self._guard = device, guard
+        self._device, self._guard, self._progress = device, guard, progress
         strides = {name: p.local_stride for name, p in trained.placements.items()}
-        builder = ExchangeBuilder(plan, rank, strides, device)
-        self.exchanges = [builder.build(bucket) for bucket in plan.buckets]
-        ends = (e.buffer_ranges(plan.staging_bytes)[2] for e in self.exchanges)
-        self._max_buffer_bytes = max(ends, default=0)
+        self._builder = self._builder_type(plan, rank, strides, device)
+        self.exchanges = [self._builder.build(bucket) for bucket in plan.buckets]
 
+    @abstractmethod
     def run(self, weights: Mapping[str, torch.Tensor], skip_frozen: bool) -> tuple[int, int]:
         """Move all trained parameters into `weights`. Return (bytes received, bytes sent).
 
         weights: the engine's tensors. skip_frozen: leave out parameters that do not change.
         """
-        exchanges = [e for e in self.exchanges if not (e.bucket.frozen and skip_frozen)]
+
+    def _exchanges(self, skip_frozen: bool) -> list[tuple[str, Exchange]]:
+        """Return (name for error messages, exchange) of the buckets of a sync; reset the bytes."""
         self._bytes_received = self._bytes_sent = 0
+        moving = [e for e in self.exchanges if not (e.bucket.frozen and skip_frozen)]
+        return [(f"bucket {i} of {len(moving)}", e) for i, e in enumerate(moving, 1)]
+
+    def _source(self, name: str, rows: RowRange) -> torch.Tensor:
+        """Return the tensor to pack from: this rank's shard, or some of its rows, merged."""
+        trained, spec = self._trained, self._plan.sources[name]
+        if name not in trained.merged:
+            return trained.shards[name]
+        with self._guard.collective(f"gathering the adapter of {name!r}"):
+            self._bytes_received += trained.bytes_gathered(name, spec)
+            return trained.merge(name, spec, self._rank, rows)
+
+
+class AllToAllPipeline(BucketPipeline):
+    """pack → all-to-all → unpack.
+
+    While bucket k travels, its local slices are copied, bucket k-1 is unpacked and bucket k+1
+    packed.
+    """
+
+    transport = "all-to-all"
+    _builder_type = ExchangeBuilder
+
+    def run(self, weights: Mapping[str, torch.Tensor], skip_frozen: bool) -> tuple[int, int]:
+        ends = (e.buffer_ranges(self._plan.staging_bytes)[2] for e in self.exchanges)
+        self._max_buffer_bytes = max(ends, default=0)
         self._free_buffers: list[torch.Tensor] = []
         previous: Iterator[None] = iter(())
-        for i, exchange in enumerate(exchanges, 1):
-            transfer = self._transfer(exchange, f"bucket {i} of {len(exchanges)}", weights)
+        for where, exchange in self._exchanges(skip_frozen):
+            transfer = self._transfer(exchange, where, weights)
             next(transfer)  # start it
             next(previous, None)  # finish the bucket before
             previous = transfer
@@ -280,21 +327,13 @@ class BucketPipeline:
         yield
         with self._guard.collective(f"exchanging {where}"):
             work.wait()
+        self._progress.mark(f"exchanging {where}")
         self._guard.phase = f"unpacking {where}"
         exchange.unpack.copy([received], destinations)
         if self._trained.merged:
             buffer.untyped_storage().resize_(0)
         else:
             self._free_buffers.append(buffer)
-
-    def _source(self, name: str, rows: RowRange) -> torch.Tensor:
-        """Return the tensor to pack from: this rank's shard, or some of its rows, merged."""
-        trained, spec = self._trained, self._plan.sources[name]
-        if name not in trained.merged:
-            return trained.shards[name]
-        with self._guard.collective(f"gathering the adapter of {name!r}"):
-            self._bytes_received += trained.bytes_gathered(name, spec)
-            return trained.merge(name, spec, self._rank, rows)
 
     def _stage(self, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return a staging buffer and the parts of it to send from and to receive into.

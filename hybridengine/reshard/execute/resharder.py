@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.execute.exchange import BucketPipeline
+from hybridengine.reshard.execute.memory import default_bucket_bytes
+from hybridengine.reshard.execute.pull import make_pipeline
 from hybridengine.reshard.execute.trained import Parameters, TrainedTensors
 from hybridengine.reshard.execute.verify import find_mismatches, find_unstable, warn_of_nan
 from hybridengine.reshard.plan.coverage import check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
 from hybridengine.reshard.plan.senders import ranks_per_node
-from hybridengine.runtime.all_ranks import raise_on_all_ranks, run_on_all_ranks
+from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks, run_on_all_ranks
+from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import CollectiveError, CollectiveGuard
 from hybridengine.sharding.adapter import Adapter, adapters_of_factors
 from hybridengine.sharding.checksums import bit_checksums
@@ -47,7 +49,10 @@ class PlanOutdatedError(LayoutError):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync moved on this rank: bytes at the collectives, including adapters."""
+    """What one sync moved on this rank: bytes from and to other ranks, including adapters.
+
+    milliseconds: from the call until all ranks' devices had finished.
+    """
 
     version: int
     bytes_received: int
@@ -62,7 +67,8 @@ class Resharder:
       every rank. It is called at every sync, because `model.cpu().cuda()`, a cast or
       `load_state_dict(assign=True)` replaces the tensors of a model.
     engine: the rollout engine on this rank.
-    bucket_bytes: staging memory (send + receive) of one all-to-all; two are in use at a time.
+    bucket_bytes: staging memory (send + receive) of one bucket; two are in use at a time. None:
+      by the memory that is free on the GPUs now, at most 1 GiB; 64 MiB on CPUs.
     adapters: function that returns parameter → LoRA adapter. With `merge`, adapters are merged when
       the parameter is packed, else the engine receives them in addition to its weights. All other
       parameters are frozen: they travel again only if their bits change.
@@ -75,7 +81,7 @@ class Resharder:
         self,
         parameters: Callable[[], Parameters],
         engine: WeightTarget,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int | None = None,
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         merge: bool = True,
     ) -> None:
@@ -86,11 +92,14 @@ class Resharder:
         specs = run_on_all_ranks(partial(self._trained.read_specs, self.world_size), LayoutError)
         shards = self._trained.shards.values()
         self._device = next((t.device for t in shards), torch.device("cpu"))
+        self._progress = DeviceProgress(self._guard, self._device)
+        defaults = self._all_gather(default_bucket_bytes(self._device))
+        size = min(defaults) if bucket_bytes is None else bucket_bytes
         self._layout = engine.layout.with_full_tensors(self._trained.factors)
         layouts = self._gather_layouts()
         nodes = self._all_gather(self.rank // ranks_per_node(self.world_size))
         self.plan: ReshardPlan = run_on_all_ranks(
-            lambda: self._plan(specs, layouts, bucket_bytes, nodes), LayoutError
+            lambda: self._plan(specs, layouts, size, nodes), LayoutError
         )
         digests = self._all_gather(self.plan.digest)
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
@@ -100,8 +109,8 @@ class Resharder:
             )
         self._planned = self._trained.placements
         run_on_all_ranks(self._engine_weights, LayoutError)
-        self._pipeline = BucketPipeline(
-            self.plan, self.rank, self._trained, self._device, self._guard
+        self._pipeline = make_pipeline(
+            self.plan, self.rank, self._trained, self._device, self._guard, self._progress
         )
         self._frozen_in_engine: list[int] | None = None  # checksums of the frozen parameters
 
@@ -182,15 +191,22 @@ class Resharder:
                 received, sent = self._pipeline.run(self._weights, skip_frozen)
                 self._load_fallback(skip_frozen)
                 if verify:
+                    self._finish_on_device("before verifying")
                     self._verify()
                 if self._trained.unmerged:
                     adapters = adapters_of_factors(self._trained.unmerged, self._weights)
                     self.engine.load_adapters(adapters, version)
+                self._finish_on_device("before committing")
                 with self._guard.collective("committing"):
                     dist.barrier()  # the version changes only after all ranks have finished
                 self._frozen_in_engine = checksums
         elapsed = (time.perf_counter() - started) * 1e3
         return SyncReport(version, received, sent, elapsed)
+
+    def _finish_on_device(self, phase: str) -> None:
+        """Return when this rank's device has done all that the sync has enqueued."""
+        self._progress.mark(f"waiting for the device {phase}")
+        self._progress.wait()
 
     def _start(self, version: int) -> tuple[bool, list[int]]:
         """Check model, engine and world; continue only if no rank has a problem.
@@ -204,9 +220,10 @@ class Resharder:
         except Exception as error:
             problem = error
         checksums = [] if changed or problem else self._frozen_checksums()
-        stale = self.engine.weight_version is None or checksums != self._frozen_in_engine
+        lost = self.engine.weight_version is None or self.engine.discarded
+        stale = lost or checksums != self._frozen_in_engine
         state = [problem is not None, changed is not None, version, -version, stale]
-        flags = torch.tensor(state, device=self._device)
+        flags = torch.tensor(state, device=host_device())
         with self._guard.collective("agreeing to start"):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
             failed, outdated, highest, lowest, stale = flags.tolist()
@@ -251,6 +268,11 @@ class Resharder:
                 raise LayoutError(
                     f"engine tensor {name!r} was recorded as {spec} but is {actual}. The engine "
                     "changed it after loading, so it cannot be written in place."
+                )
+            if weight.device.type != self._device.type:
+                raise LayoutError(
+                    f"engine tensor {name!r} is on {weight.device}, the trained parameters are on "
+                    f"{self._device}: build the engine without weight offload (cpu_offload_gb)"
                 )
         return weights | {
             name: torch.empty(t.shape, dtype=t.dtype, device=self._device)

@@ -1,0 +1,179 @@
+"""The pull transport: every rank packs into memory that the others read into their engines.
+
+A rank packs a slice once however many ranks need it, and there is no receive buffer: each receiver
+copies from the senders' memory to the engine's weights, in one launch per bucket. Needs memory that
+every rank maps (`shared_memory`), so one machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.execute.exchange import (
+    AllToAllPipeline,
+    BucketPipeline,
+    ExchangeBuilder,
+    SliceRows,
+)
+from hybridengine.reshard.execute.shared_memory import SharedMemory, share_memory
+from hybridengine.reshard.execute.trained import TrainedTensors
+from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.source_class import Chunk, SourceClass
+from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.failures import CollectiveGuard, machine_id
+
+_ALIGNMENT = 16  # bytes; of every slice, for vector accesses
+
+
+class SendBuffer(NamedTuple):
+    """Where one rank packs the S slices that it sends in a bucket, in the order of `departures`.
+
+    Slices with the same elements of a parameter, for several receivers, share their place.
+    """
+
+    receivers: np.ndarray  # int64 [S]
+    offsets: np.ndarray  # int64 [S], in elements
+    is_first: np.ndarray  # bool [S]: of the slices that share a place, packed
+    size: int  # elements
+
+
+class SendBuffers:
+    """The send buffers of all ranks; every rank computes the same from the plan."""
+
+    def __init__(self, plan: ReshardPlan) -> None:
+        self._plan = plan
+        self._known: dict[tuple, SendBuffer] = {}  # of the chunks of one source
+
+    def of(self, bucket: Bucket, sender: int) -> SendBuffer:
+        end, parts = 0, []
+        for name, pairs in itertools.groupby(bucket.chunks, key=lambda pair: pair[0]):
+            source_class = self._plan.source_classes[name, bucket.engine_dtype]
+            chunks = tuple(chunk for _, chunk in pairs)
+            key = (source_class, chunks, sender, bucket.engine_dtype.itemsize)
+            if key not in self._known:
+                self._known[key] = _place(*key)
+            part = self._known[key]
+            parts.append(part._replace(offsets=part.offsets + end))
+            end += part.size
+        receivers, offsets, is_first = (np.concatenate([p[i] for p in parts]) for i in range(3))
+        return SendBuffer(receivers, offsets, is_first, end)
+
+
+def _place(
+    source_class: SourceClass, chunks: Sequence[Chunk], sender: int, itemsize: int
+) -> SendBuffer:
+    """Return the send buffer with the chunks of one source alone."""
+    step = max(1, _ALIGNMENT // itemsize)
+    known: dict[tuple, int] = {}
+    end = 0
+    slices = [s for chunk in chunks for s in source_class.outgoing(chunk, sender)]
+    offsets, is_first = np.zeros(len(slices), np.int64), np.zeros(len(slices), bool)
+    for i, slice_copy in enumerate(slices):
+        read = slice_copy.read
+        key = (read.start, *(axis[:3] for axis in read.axes))  # elements and order, no destination
+        if key not in known:
+            known[key], is_first[i] = end, True
+            end += -(-read.numel // step) * step
+        offsets[i] = known[key]
+    return SendBuffer(np.array([s.receiver for s in slices], np.int64), offsets, is_first, end)
+
+
+class PullBuilder(ExchangeBuilder):
+    """Builds exchanges whose unpack reads the send buffers of all ranks, in rank order.
+
+    buffer_bytes: of the largest send buffer of any rank, in the buckets built so far.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        strides: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+    ) -> None:
+        super().__init__(plan, rank, strides, device)
+        self._send_buffers = SendBuffers(plan)
+        self.buffer_bytes = 0
+
+    def _place(
+        self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
+    ) -> tuple[np.ndarray, np.ndarray]:
+        buffers = [self._send_buffers.of(bucket, r) for r in range(self._plan.world_size)]
+        largest = max(buffer.size for buffer in buffers) * bucket.engine_dtype.itemsize
+        self.buffer_bytes = max(self.buffer_bytes, largest)
+        own = buffers[self._rank]
+        pack.table[:, 3] += own.offsets[pack.slice_of]
+        offsets = np.zeros_like(unpack.numel)
+        for sender, buffer in enumerate(buffers):
+            offsets[unpack.ranks == sender] = buffer.offsets[buffer.receivers == self._rank]
+        unpack.table[:, 0] = unpack.ranks[unpack.slice_of]
+        unpack.table[:, 2] += offsets[unpack.slice_of]
+        return pack.table[own.is_first[pack.slice_of]], unpack.table
+
+
+class PullPipeline(BucketPipeline):
+    """pack → all ranks have packed → unpack from their buffers.
+
+    memory: of `memory_bytes`. Its two halves serve the buckets in turn: a rank packs bucket k+2
+    into the half of bucket k after all ranks have packed k+1, which each did after unpacking k.
+    """
+
+    transport = "pull"
+    _builder_type = PullBuilder
+    _builder: PullBuilder
+    memory: SharedMemory
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory of every rank it needs."""
+        return 2 * max(_ALIGNMENT, self._builder.buffer_bytes)
+
+    def run(self, weights: Mapping[str, torch.Tensor], skip_frozen: bool) -> tuple[int, int]:
+        halves = list(zip(*(buffer.chunk(2) for buffer in self.memory.buffers), strict=True))
+        packed = torch.zeros(1, dtype=torch.int32, device=self._device)
+        for i, (where, exchange) in enumerate(self._exchanges(skip_frozen)):
+            self._guard.phase = f"packing {where}"
+            dtype = exchange.bucket.engine_dtype
+            buffers = [buffer.view(dtype) for buffer in halves[i % 2]]
+            sources = [self._source(name, rows) for name, rows in exchange.sources]
+            exchange.pack.copy(sources, [buffers[self._rank]])
+            with self._guard.collective(f"exchanging {where}"):
+                work = dist.all_reduce(packed, async_op=True)
+            self._guard.phase = f"copying the local part of {where}"
+            destinations = [weights[name] for name in exchange.destinations]
+            exchange.local.copy(sources, destinations)
+            del sources
+            with self._guard.collective(f"exchanging {where}"):
+                work.wait()
+            self._progress.mark(f"exchanging {where}")
+            self._guard.phase = f"unpacking {where}"
+            exchange.unpack.copy(buffers, destinations)
+            self._bytes_received += sum(exchange.receive_counts) * dtype.itemsize
+            self._bytes_sent += sum(exchange.send_counts) * dtype.itemsize
+        return self._bytes_received, self._bytes_sent
+
+
+def make_pipeline(
+    plan: ReshardPlan,
+    rank: int,
+    trained: TrainedTensors,
+    device: torch.device,
+    guard: CollectiveGuard,
+    progress: DeviceProgress,
+) -> BucketPipeline:
+    """Return a pull if the ranks can map each other's memory, else an all-to-all. Collective."""
+    machines: list[str] = [""] * plan.world_size
+    dist.all_gather_object(machines, machine_id())
+    if len(set(machines)) == 1 and any(plan.bytes_sent):
+        pipeline = PullPipeline(plan, rank, trained, device, guard, progress)
+        if memory := share_memory(pipeline.memory_bytes, device):
+            pipeline.memory = memory
+            return pipeline
+    return AllToAllPipeline(plan, rank, trained, device, guard, progress)

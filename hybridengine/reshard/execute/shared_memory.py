@@ -1,0 +1,117 @@
+"""Memory of every rank that all ranks of one machine can read.
+
+Host memory is a memfd, which the other ranks open through /proc: it has no name and no size limit
+of a file system, and is freed with the last process that maps it, however that process ends. Device
+memory is PyTorch's symmetric memory, which the other GPUs read over NVLink or PCIe.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.runtime.failures import one_line
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """buffers: the memory of each rank, uint8 [size], mapped as long as this object lives."""
+
+    buffers: list[torch.Tensor]
+    _owner: object
+
+
+class _HostMemory:
+    """address: the path of this rank's memory, for ranks of this machine."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size = size
+        self._descriptor = os.memfd_create("hybridengine")
+        os.ftruncate(self._descriptor, size)
+        self.address = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def map(self, addresses: Sequence[str]) -> list[torch.Tensor]:
+        return [
+            torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
+            for path in addresses
+        ]
+
+    def close(self) -> None:
+        """Forget the descriptor; what is mapped stays."""
+        os.close(self._descriptor)
+
+
+class _DeviceMemory:
+    """address: the index of this rank's GPU."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        # Not symm_mem.empty: tensors of its memory pool may start inside an allocation.
+        self._tensor = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+        self._size, self.address = size, device.index
+
+    def map(self, addresses: Sequence[int]) -> list[torch.Tensor]:
+        from torch.distributed._symmetric_memory import rendezvous
+
+        group = dist.group.WORLD
+        assert group is not None
+        self._handle = rendezvous(self._tensor, group.group_name)
+        ranks = range(len(addresses))
+        return [self._handle.get_buffer(r, (self._size,), torch.uint8) for r in ranks]
+
+    def close(self) -> None: ...
+
+
+def share_memory(size: int, device: torch.device) -> SharedMemory | None:
+    """Return `size` bytes of every rank, or None if not every rank can map all. Collective.
+
+    size, device.type: the same on every rank. All ranks are on one machine. Warns where sharing
+    failed, but not of GPUs that cannot access each other.
+    """
+    own: _HostMemory | _DeviceMemory | None = None
+    buffers: list[torch.Tensor] = []
+    problem: str | None = None
+    try:
+        own = (_HostMemory if device.type == "cpu" else _DeviceMemory)(size, device)
+    except Exception as error:
+        problem = one_line(error)
+    offers = _all_gather((own and own.address, problem))
+    addresses, problems = ([offer[i] for offer in offers] for i in range(2))
+    if device.type == "cuda" and not _access_each_other(addresses):
+        return None
+    if own is not None:
+        if not any(problems):
+            try:
+                buffers = own.map(addresses)
+            except Exception as error:
+                problem = one_line(error)
+            problems = _all_gather(problem)  # from here on every rank has mapped
+        own.close()
+    if failed := [rank for rank, text in enumerate(problems) if text]:
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f"rank {failed[0]} cannot share memory with the other ranks of this machine "
+                f"({problems[failed[0]]}): weight syncs use the slower all-to-all",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return None
+    return SharedMemory(buffers, own)
+
+
+def _access_each_other(gpus: Sequence[int | None]) -> bool:
+    """Return whether each of the GPUs can read the memory of all others."""
+    found = {gpu for gpu in gpus if gpu is not None}
+    return all(torch.cuda.can_device_access_peer(a, b) for a in found for b in found - {a})
+
+
+def _all_gather(value: object) -> list:
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
