@@ -114,7 +114,7 @@ def policy_loss(
     entropy: Tensor | None,
     is_weights: Tensor | None,
     cu_seqlens: Tensor | None,
-    denominators: Tensor,
+    denominators: Tensor | None,
     mode: int,
     agg_mode: int,
     kl_type: int,
@@ -123,7 +123,7 @@ def policy_loss(
     coefficients: Sequence[float],
     wants_gradient: bool,
     wants_entropy_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 class CopyTable:
     def __init__(self, table: Tensor) -> None: ...

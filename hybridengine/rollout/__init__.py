@@ -1,6 +1,6 @@
 """Rollout engines: token ids in, token ids and log-probs out."""
 
-from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
+from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec, derive_seed
 from hybridengine.sharding.weight_target import StaleWeightsError
 
-__all__ = ["Completion", "RolloutEngine", "SamplingSpec", "StaleWeightsError"]
+__all__ = ["Completion", "RolloutEngine", "SamplingSpec", "StaleWeightsError", "derive_seed"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +56,29 @@ class Completion:
     kept_ids: Sequence[int] | None = None
 
 
+def derive_seed(*numbers: int) -> int:
+    """Return a seed below 2**62, the same everywhere, for a stream of its own per `numbers`.
+
+    numbers: signed 64-bit.
+
+    Example:
+        >>> derive_seed(1, 5) == derive_seed(1, 5), derive_seed(1, 5) == derive_seed(5, 1)
+        (True, False)
+    """
+    packed = struct.pack(f"<{len(numbers)}q", *numbers)
+    digest = hashlib.blake2b(packed, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+@contextmanager
+def local_random_state(seed: int) -> Iterator[None]:
+    """While open, torch's generators of the CPU and this rank's GPU start from `seed`."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
 class RolloutEngine(WeightTarget):
     """An inference engine whose weights the reshard writes in place.
 
@@ -78,8 +104,10 @@ class RolloutEngine(WeightTarget):
     ) -> list[list[Completion]]:
         """Return spec.n completions for each prompt of token ids, reproducible from `seed`.
 
-        Every rank of a replica calls it with the same arguments. Raises StaleWeightsError before
-        the first sync, and after a failed sync until the next complete one.
+        Every rank of a replica calls it with the same arguments. Replicas given the same seed draw
+        different random numbers, prompt i of a replica those of prompt i * replicas + replica of
+        a batch that is dealt out in turn. Raises StaleWeightsError before the first sync, after a
+        failed sync, and after a `sleep()` that discarded the weights, until the next complete sync.
         """
         self.check_complete()
         if self.weight_version is None:
@@ -93,7 +121,7 @@ class RolloutEngine(WeightTarget):
         self._wake("weights")
 
     def sleep(self) -> None:
-        """Free device memory for the trainer.
+        """Free device memory for the trainer, on a GPU without a copy of the weights.
 
         The next sync allocates the weights again, the next `generate` the rest.
         """
@@ -108,7 +136,7 @@ class RolloutEngine(WeightTarget):
         self._asleep = tuple(part for part in self._asleep if part not in parts)
 
     def _suspend(self) -> None:
-        """Free device memory; weights keep their values and addresses."""
+        """Free device memory; weights keep their addresses and, unless `discarded`, values."""
 
     def _resume(self, part: str) -> None:
         """Undo `_suspend` for "weights" or "kv_cache"."""

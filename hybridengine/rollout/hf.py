@@ -17,7 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from hybridengine.reshard.plan.coverage import describe_differences
-from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
+from hybridengine.rollout.engine import (
+    Completion,
+    RolloutEngine,
+    SamplingSpec,
+    derive_seed,
+    local_random_state,
+)
 from hybridengine.rollout.kept import pack_kept
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError, identity_layout
 
@@ -90,8 +96,7 @@ class HfEngine(RolloutEngine):
         # Sorted by length, so that little is padded.
         order = sorted(range(len(repeated)), key=lambda i: len(repeated[i]))
         done: dict[int, Completion] = {}
-        with torch.random.fork_rng():
-            torch.manual_seed(seed * self.replicas + self.replica)
+        with local_random_state(derive_seed(seed, self.replica)):
             for at in range(0, len(order), self._max_num_seqs):
                 chosen = order[at : at + self._max_num_seqs]
                 batch = self._generate_batch([repeated[i] for i in chosen], spec)

@@ -73,6 +73,7 @@ class MicroBatch:
     """What one rank runs at once: s responses with r tokens of the batch.
 
     is_dummy: the rank only takes part in the collectives, see `MicroBatchIndices`.
+    active_rows: int64, ascending, its tokens that may have a gradient; None: all may.
     """
 
     packed: PackedBatch
@@ -80,6 +81,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # int32 [s + 1], of the response tokens
     is_dummy: bool
     kept: KeptIds | None = None  # what its tokens were sampled from; None: the full vocabulary
+    active_rows: Tensor | None = None
 
     def take(self, per_token: Tensor | None) -> Tensor | None:
         """Select this micro-batch's tokens: [R] -> [r]."""
@@ -179,7 +181,7 @@ class DataParallel:
         )
         kept = None
         if "kept_ids" in columns:
-            kept = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"])
+            kept = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"].cpu())
         response_ids = columns["response_ids"].cpu()
         packing = _Packing(self, rollouts.prompts, outcomes, index, ends, response_ids, kept)
         return batch, [packing.mini_batch(rows, replicas[self.replica]) for rows, replicas in split]
@@ -323,23 +325,23 @@ class _Packing:
                 for m in micro_batches
             ],
             torch.tensor(rows),
-            self._token_index(sorted(own)),
+            self._token_index(sorted(own)).to(self.dp.session.device),
         )
 
     def _micro_batch(self, chosen: list[int], micro: MicroBatchIndices) -> MicroBatch:
         device = self.dp.session.device
         groups = self.outcomes.groups[self.index[chosen]].tolist()
-        prompt_of = {group: self.prompts[group].prompt_ids for group in set(groups)}
+        prompt_of = {group: torch.tensor(self.prompts[group].prompt_ids) for group in set(groups)}
         ends, ids = self.ends, self.response_ids
         pairs = [
-            (prompt_of[group], ids[ends[k] : ends[k + 1]].tolist())
+            (prompt_of[group], ids[ends[k] : ends[k + 1]])
             for group, k in zip(groups, chosen, strict=True)
         ]
         response_ends = [0, *accumulate(len(response) for _, response in pairs)]
         token_index = self._token_index(chosen)
         return MicroBatch(
             pack_rollouts(pairs, device, self.dp.sp_group, shared_prefix=self.dp.shared_prefix),
-            token_index,
+            token_index.to(device),
             torch.tensor(response_ends, dtype=torch.int32, device=device),
             micro.is_dummy,
             None if self.kept is None else self.kept.take(token_index),
@@ -347,8 +349,7 @@ class _Packing:
 
     def _token_index(self, chosen: Iterable[int]) -> Tensor:
         ranges = [torch.arange(self.ends[k], self.ends[k + 1]) for k in chosen]
-        index = torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
-        return index.to(self.dp.session.device)
+        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
 
 
 def mean_metrics(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

@@ -198,6 +198,7 @@ def load_model(
         min_num_params=fsdp.wrap_policy.min_num_params,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         use_fused_kernels=model.use_fused_kernels,
+        compile=model.compile,
         trust_remote_code=model.trust_remote_code,
         adapt=lora if adapters and rank else None,
         **options,
@@ -254,8 +255,14 @@ def build_actor(config: GRPOConfig, engine: RolloutEngine, dp: DataParallel, ste
 
 def build_resharder(config: GRPOConfig, model: Any, engine: RolloutEngine) -> Resharder:
     """Build the weight sync from the policy's shards into the engine."""
-    merge, shards = config.reshard.lora == "merged", partial(parameter_shards, model)
-    return Resharder(shards, engine, adapters=partial(adapter_shards, model), merge=merge)
+    mib = config.reshard.bucket_mib
+    return Resharder(
+        partial(parameter_shards, model),
+        engine,
+        bucket_bytes=None if mib is None else mib << 20,
+        adapters=partial(adapter_shards, model),
+        merge=config.reshard.lora == "merged",
+    )
 
 
 def build_critic(config: GRPOConfig, dp: DataParallel, steps: int) -> Critic:

@@ -173,7 +173,7 @@ class Actor(_Learner):
         with self._dp.session.phase("update_actor"):
             if self._config.actor.policy_loss.loss_mode in _COV_MODES:
                 batch = replace(batch, selected=self._select(batch, mini_batches))
-            return self._epochs(batch, mini_batches)
+            return self._epochs(batch, [self._with_active_rows(batch, m) for m in mini_batches])
 
     def update_once(
         self, batch: RolloutBatch, mini_batches: list[MiniBatch]
@@ -187,8 +187,27 @@ class Actor(_Learner):
         assert batch.old_log_probs is None
         [mini_batch] = mini_batches
         with self._dp.session.phase("update_actor"):
-            metrics, log_probs = self._step(batch, mini_batch)
+            metrics, log_probs = self._step(batch, self._with_active_rows(batch, mini_batch))
             return self._dp.join_tokens(mini_batches, log_probs), mean_metrics([metrics])
+
+    def _with_active_rows(self, batch: RolloutBatch, mini_batch: MiniBatch) -> MiniBatch:
+        """Find the tokens that may have a gradient: unmasked, with an advantage other than 0.
+
+        Their number sets the size of the head's gradient products, so the host waits for it, here
+        once per update rather than in every micro-batch. A KL or entropy term has a gradient at
+        every token, and in two modes the gradient is no multiple of the token's own advantage.
+        """
+        actor = self._config.actor
+        every_token = actor.entropy_coeff or (actor.use_kl_loss and actor.kl_loss_coef)
+        if every_token or actor.policy_loss.loss_mode in ("kl_cov", "geo_mean"):
+            return mini_batch
+        assert batch.advantages is not None
+        active = batch.response_mask & (batch.advantages != 0)
+        micro_batches = [
+            replace(m, active_rows=(active[m.token_index] & (not m.is_dummy)).nonzero().squeeze(1))
+            for m in mini_batch.micro_batches
+        ]
+        return replace(mini_batch, micro_batches=micro_batches)
 
     def micro_batch_loss(
         self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
@@ -248,7 +267,8 @@ class Actor(_Learner):
             }
         loss, log_probs, _, loss_metrics = packed_policy_loss(
             self.model, micro_batch.packed, self._temperature,
-            grad_scale=self._dp.grad_scale(self.optimizer), **arguments,
+            grad_scale=self._dp.grad_scale(self.optimizer), active_rows=micro_batch.active_rows,
+            **arguments,
         )  # fmt: skip
         metrics = _prefixed(loss_metrics)
         if batch.old_log_probs is None:

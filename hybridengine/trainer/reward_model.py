@@ -45,12 +45,11 @@ class RewardModel:
         wanted = [[i for micro in part for i in micro.indices] for part in split]
         packed = torch.cat([torch.empty(0, dtype=torch.int32), *own_ids]).to(session.device)
         received = RowExchange(rollouts.outcomes.ranks, wanted)(packed, lengths)
-        ids = iter(received.split(lengths[wanted[session.rank]].tolist()))
+        ids = iter(received.cpu().split(lengths[wanted[session.rank]].tolist()))
         scores = torch.zeros(len(lengths), dtype=torch.float64, device=session.device)
         with on_device(self.model) as model:
             for micro in split[session.rank]:
-                pairs: list[tuple[list[int], list[int]]]
-                pairs = [(next(ids).tolist(), []) for _ in micro.indices]
+                pairs: list[tuple[Tensor, list[int]]] = [(next(ids), []) for _ in micro.indices]
                 batch = pack_rollouts(pairs, session.device)
                 batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
                 values = packed_values(model, batch)

@@ -26,7 +26,7 @@ from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptDataset, PromptLoader, Subset
 from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
-from hybridengine.rollout import SamplingSpec
+from hybridengine.rollout import SamplingSpec, derive_seed
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.advantages import compute_advantages, compute_rewards
 from hybridengine.trainer.algorithms import NEEDS, KLController
@@ -167,8 +167,8 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         batches: list[Rollouts] = []
         while True:
-            prompts, seed = self.loader.next_batch(), self.config.seed + step
-            seed += len(batches) * self.steps
+            prompts = self.loader.next_batch()
+            seed = derive_seed(self.config.seed, step, len(batches))
             batches.append(self.generator.generate(prompts, self.sampling, seed))
             if not filtering.enable:
                 return batches[0], {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,9 +74,39 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
         SamplingSpec(max_tokens=3, record_kept=True),
         SamplingSpec(max_tokens=3, temperature=0.0, top_k=5, record_kept=True),
     ]
+    seeded = check_seeds(engine, kind)
     plain = [c for spec in without for [c] in engine.generate(PROMPTS, spec, seed=3)]
     assert all(c.num_kept is None and c.kept_ids is None for c in plain)
-    return {"sampled": sampled, "preempted": len(preempted), "tp_rank": engine.tp_rank}
+    return {
+        "sampled": sampled, "preempted": len(preempted), "tp_rank": engine.tp_rank,
+        "seeded": seeded,
+    }  # fmt: skip
+
+
+def check_seeds(engine: Any, kind: str) -> list[list[int]]:
+    """Return the tokens of 3 × 2 samples of one prompt."""
+    from hybridengine.rollout import SamplingSpec
+
+    if engine.tp_rank == 0:  # user code may draw numbers on one rank only
+        np.random.random(3)
+        torch.rand(3)
+
+    def generate(num_prompts: int, seed: int) -> list[list[int]]:
+        spec = SamplingSpec(n=2, max_tokens=12)
+        groups = engine.generate(PROMPTS[1:2] * num_prompts, spec, seed)
+        return [c.token_ids for group in groups for c in group]
+
+    state = torch.get_rng_state()
+    samples = generate(3, seed=4)
+    assert torch.equal(torch.get_rng_state(), state), "sampling moved the caller's generator"
+    assert len(set(map(tuple, samples))) == 6, "samples have random numbers of their own"
+    assert generate(3, seed=4) == samples != generate(3, seed=5)
+    if kind == "vllm":  # whatever else is in the batch
+        assert generate(2, seed=4) == samples[:4]
+        engine.replica, engine.replicas = 1, 2
+        assert generate(1, seed=4) == samples[2:4] and generate(2, seed=4)[2:] != samples[4:]
+        engine.replica, engine.replicas = 0, 1
+    return samples
 
 
 def check_completion(model: Any, prompt: list[int], c: Any, top_p: float, top_k: int) -> None:
@@ -119,6 +150,7 @@ def test_engines_record_the_entries_that_sampling_kept(
         assert other["tp_rank"] > 0
         flat, own = ([c for part in r["sampled"] for g in part for c in g] for r in (other, result))
         assert [c.token_ids for c in flat] == [c.token_ids for c in own]
+        assert other["seeded"] == result["seeded"]
         assert all(c.num_kept is None for c in flat)
 
 

@@ -28,6 +28,25 @@ def resident_bytes(storage: torch.UntypedStorage) -> int:
     return sum(page & 1 for page in resident) * mmap.PAGESIZE
 
 
+def discard(engine) -> None:
+    """Overwrite all of the engine's weights and buffers that sleep level 2 would not keep."""
+    from hybridengine.rollout.vllm.sleep import Allocation, unwritten
+
+    tensors = {
+        name: tensor.data
+        for name, tensor in (*engine._model.named_parameters(), *engine._model.named_buffers())
+    }
+    storages = {n: t.untyped_storage() for n, t in tensors.items() if t.numel()}
+    allocations = {n: Allocation(s.data_ptr(), s.nbytes()) for n, s in storages.items()}
+    kept = set(unwritten(allocations.values(), engine._written_in_full()))
+    discarded = {name for name, allocation in allocations.items() if allocation not in kept}
+    assert any("cos_sin_cache" in n for n in tensors.keys() - discarded)
+    assert {n.rpartition(".")[2] for n in discarded} <= {"weight", "bias"} and len(discarded) > 10
+    for name in discarded:
+        tensors[name].fill_(float("nan"))
+    engine.discarded = True
+
+
 def body(rank: int, world_size: int, path: str) -> None:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -78,6 +97,10 @@ def body(rank: int, world_size: int, path: str) -> None:
     engine.sleep()
     assert cache_bytes() == 0
     assert generate() == first, "sleep lost weights, or kept a cached prefix"
+    discard(engine)
+    with offloader.on_device():
+        resharder.sync(2)
+    assert generate() == first, "a sync does not restore what sleep level 2 discards"
     engine.free_cache = False
     engine.sleep()
     assert cache_bytes() > 0

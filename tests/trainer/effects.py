@@ -114,6 +114,7 @@ class Recorder:
     """Records the arguments that the parts of a run are built with."""
 
     def __init__(self) -> None:
+        from hybridengine.model import loading
         from hybridengine.rollout.vllm import engine as vllm
         from hybridengine.trainer import base, build, report
 
@@ -126,6 +127,7 @@ class Recorder:
         ]
         for module, name in watched:
             self._record_calls(module, name)
+        loading.compile_layers = self._replacement("compile_layers")
         report.plot_learning_curves = self._replacement("plot_learning_curves")
         base.save_pretrained = self._replacement("save_pretrained")
         vllm.VllmEngine = self._replacement("VllmEngine", Stopped)

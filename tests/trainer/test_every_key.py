@@ -169,6 +169,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     ),
     "reward.overlong_buffer.penalty_factor": ("0.5", OVERLONG),
     "reshard.lora": ("", LORA),
+    "reshard.bucket_mib": ("1", ()),
     "trainer.total_epochs": ("2", ("trainer.total_training_steps=null",)),
     "trainer.total_training_steps": ("2", ()),
     "trainer.test_freq": ("1", (*VALIDATED, TWO_STEPS)),

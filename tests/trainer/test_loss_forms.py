@@ -55,7 +55,10 @@ def cases() -> Iterator[tuple[GRPOConfig, bool]]:
 
 
 class Setup:
-    """A model on FSDP2 shards and a batch whose ratios, weights and mask are not trivial."""
+    """A model on FSDP2 shards and a batch whose ratios, weights and mask are not trivial.
+
+    Some advantages are 0: one pass leaves these tokens out of the gradient products.
+    """
 
     def __init__(self, rank: int, world_size: int, path: str) -> None:
         from hybridengine.model import Optimizer, load_causal_lm, sharding_mesh
@@ -77,7 +80,7 @@ class Setup:
         own = self.actor(GRPOConfig()).old_log_probs(self.mini_batches)
         self.batch = replace(
             batch,
-            advantages=torch.cat(advantages),
+            advantages=torch.cat(advantages) * (draw(1.0) > -0.5),
             rollout_log_probs=own + draw(0.3),
             old_log_probs=own + draw(0.3),
             ref_log_probs=own + draw(0.3),
@@ -101,7 +104,7 @@ class Setup:
         else:
             weights, mask, _ = actor.rollout_correction(batch)
             batch = replace(batch, is_weights=weights, response_mask=mask)
-        [mini_batch] = self.mini_batches
+        mini_batch = actor._with_active_rows(batch, self.mini_batches[0])
         [micro_batch] = mini_batch.micro_batches
         self.model.zero_grad()  # before the forward, which gathers the parameters
         loss, metrics, log_probs = actor.micro_batch_loss(

@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.plan.senders import ranks_per_node
-from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec
+from hybridengine.rollout.engine import (
+    Completion,
+    RolloutEngine,
+    SamplingSpec,
+    derive_seed,
+    local_random_state,
+)
 from hybridengine.rollout.kept import pack_kept
 from hybridengine.rollout.vllm.environment import (
     prepare_environment,
@@ -27,6 +33,8 @@ from hybridengine.rollout.vllm.environment import (
 from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
 from hybridengine.rollout.vllm.kept import record_kept_ids
 from hybridengine.rollout.vllm.post_load import writable_weights
+from hybridengine.rollout.vllm.seeds import request_generators, seeded
+from hybridengine.rollout.vllm.sleep import Level2Sleep
 from hybridengine.rollout.vllm.weights import LoraSlot, VllmWeights, slot_options
 from hybridengine.sharding.layout import CheckpointLayout
 from hybridengine.sharding.tp_groups import tp_groups
@@ -92,6 +100,8 @@ class VllmEngine(VllmWeights, RolloutEngine):
             )
         super().__init__(self._llm, checkpoint, post_load)
         self._slot = LoraSlot(self._runner) if lora_rank else None
+        sleeps = free_cache and torch.cuda.is_available()
+        self._level2_sleep = Level2Sleep.of(self._llm) if sleeps else None
         if not torch.cuda.is_available():
             multiply_head_in_16_bits(self._model)
 
@@ -107,6 +117,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
             top_k=spec.top_k,
             max_tokens=spec.max_tokens,
             logprobs=0,
+            flat_logprobs=True,
             stop_token_ids=self._stop_token_ids,
             stop=list(spec.stop),
             include_stop_str_in_output=True,
@@ -116,27 +127,43 @@ class VllmEngine(VllmWeights, RolloutEngine):
         # The other ranks of a replica keep the same entries.
         record = spec.records and self.tp_rank == 0
         recording = record_kept_ids(self._llm, self._runner) if record else nullcontext()
-        # The same generator state on all ranks of a replica: they must sample the same tokens.
-        with torch.random.fork_rng(), recording:
-            torch.manual_seed(seed * self.replicas + self.replica)
+        seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
+        # vLLM draws from torch's state as well, though it uses the numbers of no seeded request.
+        with local_random_state(seeds[0]), request_generators(), recording:
             outputs = self._llm.generate(
-                requests, sampling, use_tqdm=False, lora_request=self._slot and self._slot.request
+                requests,
+                seeded(sampling, seeds),
+                use_tqdm=False,
+                lora_request=self._slot and self._slot.request,
             )
         vocab_size = self._llm.model_config.get_vocab_size() if record else None
         return [[_completion(o, vocab_size) for o in output.outputs] for output in outputs]
 
     def _suspend(self) -> None:
         if torch.cuda.is_available():
-            # Weights move to host memory: a sync does not write all of them.
-            self._llm.sleep(level=1)
+            torch.cuda.synchronize()
+            if self._level2_sleep is None:
+                self._llm.sleep(level=1)
+            else:
+                self._level2_sleep.sleep(self._written_in_full())
+                self.discarded = True
             return
         self._reset_caches()
         for cache in self._runner.kv_caches:
             _release_pages(cache.untyped_storage())
 
     def _resume(self, part: str) -> None:
-        if torch.cuda.is_available():
+        if not torch.cuda.is_available():
+            return
+        if part == "weights" and self._level2_sleep is not None:
+            self._level2_sleep.wake_weights()
+        else:
             self._llm.wake_up(tags=[part])
+
+    def _written_in_full(self) -> list[torch.Tensor]:
+        """Return the tensors of which a sync writes every element."""
+        by_loader = self.layout.by_loader
+        return [tensor for name, tensor in self.weights().items() if name not in by_loader]
 
     def shutdown(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -157,8 +184,12 @@ def _release_pages(storage: torch.UntypedStorage) -> None:
 
 def _completion(output: Any, vocab_size: int | None) -> Completion:
     """Convert a `CompletionOutput`. vocab_size: given where it has a sampling mask."""
-    ids = list(output.token_ids)
-    log_probs = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+    ids, log_probs = list(output.token_ids), output.logprobs.logprobs
+    if output.logprobs.token_ids != ids:
+        raise RuntimeError(
+            f"vLLM returned {len(log_probs)} log-probs for a completion of {len(ids)} tokens, "
+            "expected one for each token"
+        )
     if vocab_size is None:
         return Completion(ids, log_probs, output.finish_reason)
     mask = output.sampling_mask.token_ids if output.sampling_mask else []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridengine.kernels.linear.mixed_gemm import mixed_gemm
+from hybridengine.kernels import mixed_gemm
 
 
 def multiply_head_in_16_bits(model: nn.Module) -> None:

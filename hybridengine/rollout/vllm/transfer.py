@@ -58,7 +58,7 @@ def register() -> None:
     base_loader.process_weights_after_loading = process_in_place
 
 
-def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int) -> Resharder:
+def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None) -> Resharder:
     """Plan the syncs of an FSDP2 model into `llm`, as `hybridengine.integrations.vllm.connect`."""
     executor = getattr(llm.llm_engine, "model_executor", None)
     worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
@@ -83,7 +83,20 @@ def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int) -> Resharder:
 
 
 class _LlmWeights(VllmWeights):
-    """The weights of an `LLM` that accepts no request while they are partially updated."""
+    """The weights of an `LLM` that accepts no request while they are partially updated.
+
+    After `llm.sleep(level=2)` frozen weights travel again with the next sync.
+    """
+
+    def __init__(self, llm: LLM, *args: Any) -> None:
+        super().__init__(llm, *args)
+        sleep = llm.llm_engine.sleep
+
+        def recording_sleep(level: int = 1, *args: Any, **kwargs: Any) -> None:
+            self.discarded = self.discarded or level == 2
+            sleep(level, *args, **kwargs)
+
+        llm.llm_engine.sleep = recording_sleep  # type: ignore[method-assign]
 
     def check_ready(self) -> None:
         super().check_ready()
@@ -106,7 +119,7 @@ class _LlmWeights(VllmWeights):
 class _InitInfo(WeightTransferInitInfo):
     model: Any  # the FSDP2 model on this rank
     llm: Any  # the engine on this rank
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int | None = None
 
 
 @dataclass

@@ -36,7 +36,7 @@ class VllmWeights(WeightTarget):
         self._checkpoint, self._post_load = checkpoint, post_load
         self._slot: LoraSlot | None = None
         config = llm.llm_engine.vllm_config
-        self._check_parallelism()
+        self._check_config()
         self.tp_rank = get_tensor_model_parallel_rank()
         self.dtype = config.model_config.dtype
         self.optional_parameters = optional_parameters(checkpoint)
@@ -50,7 +50,7 @@ class VllmWeights(WeightTarget):
         self.layout = post_load.adapt_layout(self._model, self.layout, checkpoint.parameters)
 
     def check_ready(self) -> None:
-        self._check_parallelism()
+        self._check_config()
         engine = self._llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
         scheduled = sum(scheduler.get_request_counts())
@@ -61,9 +61,16 @@ class VllmWeights(WeightTarget):
                 "(llm.llm_engine.abort_request), before the sync"
             )
 
-    def _check_parallelism(self) -> None:
-        """Raise LayoutError for a form of parallelism that the reshard does not support."""
-        parallel = self._llm.llm_engine.vllm_config.parallel_config
+    def _check_config(self) -> None:
+        """Raise LayoutError for quantized weights, and parallelism that is not supported."""
+        config = self._llm.llm_engine.vllm_config
+        parallel = config.parallel_config
+        if method := config.model_config.quantization:
+            raise LayoutError(
+                f"quantization: got {method!r}, expected None. vLLM computes quantized weights "
+                "from those that it loads, so they cannot be written in place. Build the engine "
+                "without quantization, from a config.json without quantization_config"
+            )
         for key in ("pipeline_parallel_size", "data_parallel_size"):
             if (size := getattr(parallel, key)) > 1:
                 raise LayoutError(
