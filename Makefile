@@ -2,7 +2,8 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures lint check bench dist gpu-report cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures lint check bench dist cuda-check clean
+.PHONY: gpu-report gpu-rehearsal gpu-pack
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,8 +28,8 @@ demo-long: setup ## SFT, then GRPO, and the curve over both (SEED=2: another see
 	  model.path=$(LONG)/seed_$(SEED)/sft/final trainer.default_local_dir=$(LONG)/seed_$(SEED)/grpo
 	@$(PY) examples/demo_long/draw.py $(LONG)
 
-test: setup ## All tests (GPU tests run where there is a GPU)
-	@$(PY) -m pytest -q
+test: setup ## All tests, two at a time (GPU tests run where there is a GPU)
+	@OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n 2 --dist worksteal
 
 test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
@@ -49,8 +50,15 @@ bench: setup ## Time every operator against its baselines on this machine
 dist: setup ## Build sdist and wheel into dist/; try every way to install them in an empty environment
 	@tools/check_dist.sh
 
-gpu-report: ## On a GPU machine: build with its own python3, test and time the kernels
-	@$${PYTHON:-python3} tools/gpu_report.py
+PARTS :=
+gpu-report: ## On a GPU machine, with its own python3: build, test and measure (docs/gpu.md)
+	@$${PYTHON:-python3} tools/gpu_report.py $(PARTS)
+
+gpu-rehearsal: ## Without a GPU: the same with a GPU machine's software, as far as it goes
+	@$${PYTHON:-python3} tools/gpu_rehearsal.py
+
+gpu-pack: ## Without a GPU: the built extension and wheels for a GPU machine without network
+	@$${PYTHON:-python3} tools/gpu_rehearsal.py environment build pack
 
 cuda-check: setup ## Compile the CUDA sources (no GPU needed); registers, shared memory, spills
 	@$(PY) tools/cuda_check.py

@@ -1,8 +1,8 @@
 import argparse
 import importlib
-import json
 import pkgutil
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -18,6 +18,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
     parser.add_argument("op", nargs="*", choices=[[], *names], help=", ".join(names))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows that FILE has of this commit and device, and run the others",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="small shapes, to test that it runs")
     parser.add_argument("--isa", choices=list(LIMITS), help="limit the CPU instruction set")
@@ -26,13 +31,31 @@ def main() -> int:
         limit_isa(arguments.isa)
     bench = Bench(arguments.device, arguments.quick)
     print(f"# {bench.device_name}, {bench.isa}  {versions()}")
-    for name in arguments.op or names:
-        importlib.import_module(f"benchmarks.{name}").run(bench)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"device": bench.device_name, "isa": bench.isa, **versions(), "rows": bench.rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+        header = {"device": bench.device_name, "isa": bench.isa, **versions()}
+        bench.results.open(arguments.json, header, arguments.resume)
+    failed = [
+        name
+        for name in arguments.op or names
+        if name not in bench.results.finished and not run(bench, name)
+    ]
+    if failed:
+        print(f"benchmarks that raised an error: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def run(bench: Bench, name: str) -> bool:
+    """Run one benchmark; return whether it ran to its end. An error does not stop the others."""
+    bench.log_state(name, "before")
+    try:
+        importlib.import_module(f"benchmarks.{name}").run(bench)
+    except Exception:
+        traceback.print_exc()
+        return False
+    bench.log_state(name, "after")
+    bench.results.finished.append(name)
+    bench.results.save()
+    return True
 
 
 if __name__ == "__main__":

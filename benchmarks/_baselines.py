@@ -57,12 +57,16 @@ def eager_from_hidden(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tupl
 
 
 def from_logits() -> Available:
-    """The baselines (logits [T, V], token_ids [T]) -> (log_probs, entropy)."""
-    return available(eager=lambda: eager, compile=lambda: _compiled(eager), trl=_trl, verl=_verl)
+    """The baselines (logits [T, V], token_ids [T]) -> (log_probs[, entropy])."""
+    on_gpu = {"quack": _quack, "flash_attn": _flash_attn} if torch.cuda.is_available() else {}
+    return available(
+        eager=lambda: eager, compile=lambda: _compiled(eager), trl=_trl, verl=_verl, **on_gpu
+    )
 
 
 def from_hidden() -> Available:
     """The baselines (hidden [T, H], weight [V, H], token_ids [T]) -> (log_probs[, entropy])."""
+    on_gpu = {"liger": _liger, "verl_kernel": _verl_kernel} if torch.cuda.is_available() else {}
     return available(
         eager=lambda: eager_from_hidden,
         compile=lambda: _compiled(eager_from_hidden),
@@ -70,12 +74,30 @@ def from_hidden() -> Available:
         verl=_verl_fused,
         cut_cross_entropy=lambda: _cut_cross_entropy("torch_compile"),
         cut_cross_entropy_triton=_cut_cross_entropy_triton,
+        **on_gpu,
     )
 
 
 def loss_from_hidden() -> Available:
-    """The baselines (hidden, weight, token_ids, advantages, old_log_probs) -> loss."""
-    return available(liger=_liger_grpo)
+    """The baselines (hidden, weight, token_ids, advantages, old_log_probs) -> loss.
+
+    On a GPU also the mean cross-entropy, which has the same products and no policy loss.
+    """
+    cross_entropies = {
+        "liger_cross_entropy": _liger_cross_entropy,
+        "quack_cross_entropy": _quack_cross_entropy,
+    }
+    on_gpu = cross_entropies if torch.cuda.is_available() else {}
+    return available(liger=_liger_grpo, **on_gpu)
+
+
+def flash_attn_padding() -> Any | None:
+    """flash_attn.bert_padding, or None with a note where it is not installed."""
+    try:
+        return importlib.import_module("flash_attn.bert_padding")
+    except ImportError as error:
+        print_missing({"flash_attn": str(error)})
+        return None
 
 
 def verl_algorithms() -> Any | None:
@@ -107,9 +129,24 @@ def _verl() -> LogProbs:
 
 
 def _trl() -> LogProbs:
-    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+    """One pass of a Triton kernel on a GPU, two functions on a CPU."""
+    from trl.trainer.utils import selective_log_softmax_and_entropy
 
-    return lambda logits, ids: (selective_log_softmax(logits, ids), entropy_from_logits(logits))
+    return selective_log_softmax_and_entropy
+
+
+def _quack() -> LogProbs:
+    """Log-probs only."""
+    from quack import cross_entropy
+
+    return lambda logits, ids: (-cross_entropy(logits, ids, reduction="none"),)
+
+
+def _flash_attn() -> LogProbs:
+    """Log-probs only."""
+    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+    return lambda logits, ids: (-cross_entropy_loss(logits, ids)[0],)
 
 
 def _trl_chunked() -> LogProbs:
@@ -129,6 +166,23 @@ def _verl_fused() -> LogProbs:
     return lambda hidden, weight, ids: tuple(
         result[0] for result in fused(hidden[None], weight, ids[None])
     )
+
+
+def _verl_kernel() -> LogProbs:
+    from benchmarks._verl import linear_cross_entropy
+
+    return lambda hidden, weight, ids: linear_cross_entropy(hidden, weight, ids, 1.0, "none", None)
+
+
+def _liger() -> LogProbs:
+    """On Hopper its CuTe DSL kernels (extra `cutedsl`), which round logits to float16."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Function
+
+    def call(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        nll, entropy = Function.apply(hidden, weight, ids, 1.0, -100, 1, True)
+        return -nll, entropy
+
+    return call
 
 
 def _cut_cross_entropy(impl: str) -> LogProbs:
@@ -166,3 +220,18 @@ def _liger_grpo() -> Callable[..., Tensor]:
         )[0]
 
     return call
+
+
+def _liger_cross_entropy() -> Callable[..., Tensor]:
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
+
+    function = sm90.LigerFusedLinearCrossEntropySM90Function.apply
+    return lambda hidden, weight, ids, *_: function(hidden, weight, ids, -100, "mean")
+
+
+def _quack_cross_entropy() -> Callable[..., Tensor]:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return lambda hidden, weight, ids, *_: chunked_linear_cross_entropy(
+        hidden, weight, ids, reduction="mean"
+    )

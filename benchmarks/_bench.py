@@ -1,4 +1,4 @@
-"""Bench: time, memory, the peaks of the machine, and the rows that every benchmark produces."""
+"""Bench: time, memory, peaks, and the rows that every benchmark produces."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from hybridengine.kernels import has_fast_products
 
+from benchmarks._gpu import Gpu, time_call
+from benchmarks._results import Results
 from hybridengine import _C
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,15 +26,24 @@ KEYS = (
     *("error_vs_float64", "share_of_limit", "ratio_to_best_peer"),
 )
 
+PACKAGES = (
+    *("triton", "verl", "trl", "liger_kernel", "cut_cross_entropy", "quack-kernels", "flash_attn"),
+)
+
 
 class Bench:
     """Collect the rows of a run; `quick` shortens it to a test that everything runs."""
 
     def __init__(self, device: str, quick: bool = False):
         self.device = torch.device(device)
+        self.gpu = Gpu(self.device) if self.device.type == "cuda" else None
         self.quick = quick
-        self.budget_s = 0.3 if quick else 1.5
-        self.rows: list[dict[str, Any]] = []
+        self.budget_s = 0.3 if quick else 1.5 if self.gpu is None else 0.5
+        self.results = Results()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.results.rows
 
     @property
     def device_name(self) -> str:
@@ -44,14 +56,24 @@ class Bench:
         """Instruction set of the CPU kernels: that of the machine, or the limit it runs under."""
         return None if self.device.type == "cuda" else _C.cpu_isa
 
+    def log_state(self, op: str, when: str) -> None:
+        """Add clocks, temperature and power of the GPU to the results."""
+        if self.gpu is not None:
+            self.results.states.append({"op": op, "when": when, **self.gpu.state()})
+            self.results.save()
+
+    def _row(self, op: str, pass_: str, impl: str, shape: str, **values: Any) -> dict[str, Any]:
+        """Make a row; `values` are the other KEYS."""
+        row: dict[str, Any] = dict.fromkeys(KEYS)
+        row |= {"op": op, "pass": pass_, "impl": impl, "shape": shape}
+        return row | {"device": self.device_name, "isa": self.isa, **values}
+
     def add(
         self, op: str, pass_: str, impl: str, shape: str, note: str = "", **values: Any
     ) -> None:
         """Append a row and print it, followed by `note`; `values` are the other KEYS."""
-        row: dict[str, Any] = dict.fromkeys(KEYS)
-        row |= {"op": op, "pass": pass_, "impl": impl, "shape": shape}
-        row |= {"device": self.device_name, "isa": self.isa, **values}
-        self.rows.append(row)
+        row = self._row(op, pass_, impl, shape, **values)
+        self.results.append(row)
         print(line(row) + note, flush=True)
 
     def leave_out(
@@ -60,10 +82,8 @@ class Bench:
         """Append rows without figures for baselines that cannot run here, with the reason."""
         for name, reason in missing.items():
             print(f"# {op} {pass_} {shape}: baseline {name} left out: {reason}", flush=True)
-            row: dict[str, Any] = dict.fromkeys(KEYS)
-            row |= {"op": op, "pass": pass_, "impl": name, "shape": shape, "note": reason}
-            row |= {"dtype": str(dtype).removeprefix("torch."), "device": self.device_name}
-            self.rows.append(row)
+            row = self._row(op, pass_, name, shape, dtype=short(dtype), isa=None)
+            self.results.append(row | {"note": reason})
 
     def compare(
         self,
@@ -82,61 +102,99 @@ class Bench:
 
         `bytes_moved` and `flops` are the least that the problem needs, the same for all
         implementations; `peak` is the measured peak to compare with: `read`, `copy` or `gemm`.
+        A baseline that raises gets a row with the reason.
         """
         # Compile again: above dynamo's limit of recompilations `compile` would run eagerly.
         torch._dynamo.reset()
         peaks = [self.peak(peak, dtype)] if peak else []
-        timed = {name: self._measure(call) for name, call in implementations.items()}
+        rows = []
+        for name, call in implementations.items():
+            row = self._row(op, pass_, name, shape, dtype=short(dtype))
+            row["error_vs_float64"] = (errors or {}).get(name)
+            measure = partial(self._rates, call, bytes_moved, flops)
+            if not name.startswith(OURS):
+                measure = partial(self._unless_it_raises, measure)
+            rows.append(self.results.measured(row, measure))
         peaks += [self.peak(peak, dtype)] if peak else []
+        timed = [row for row in rows if row["ms_p50"] is not None]
         # Bare products do not solve the problem.
-        others = [name for name in timed if not name.startswith((OURS, "gemm"))]
-        baselines = [timed[name][1] for name in others]
-        for name, (p20, p50, p80, peak_mib) in timed.items():
-            gb_per_s = bytes_moved / p50 / 1e6 if bytes_moved else None
-            tflop_per_s = flops / p50 / 1e9 if flops else None
-            rate = tflop_per_s if peak == "gemm" else gb_per_s
-            share = rate / max(peaks) if peaks and rate else None
-            ratio = min(baselines) / p50 if baselines and name.startswith(OURS) else None
-            self.add(
-                op, pass_, name, shape, dtype=str(dtype).removeprefix("torch."), ms_p20=p20,
-                ms_p50=p50, ms_p80=p80, gb_per_s=gb_per_s, tflop_per_s=tflop_per_s,
-                peak_mib=peak_mib, error_vs_float64=(errors or {}).get(name),
-                share_of_limit=share, ratio_to_best_peer=ratio,
-            )  # fmt: skip
+        others = [row for row in timed if not row["impl"].startswith((OURS, "gemm"))]
+        baselines = [row["ms_p50"] for row in others]
+        for row in timed:
+            rate = row["tflop_per_s"] if peak == "gemm" else row["gb_per_s"]
+            row["share_of_limit"] = rate / max(peaks) if peaks and rate else None
+            if baselines and row["impl"].startswith(OURS):
+                row["ratio_to_best_peer"] = min(baselines) / row["ms_p50"]
+            print(line(row), flush=True)
+        for row in rows:
+            if row["ms_p50"] is None:
+                print(f"# {op} {pass_} {shape}: {row['impl']} left out: {row['note']}", flush=True)
+        self.results.save()
+
+    def _rates(
+        self, call: Callable[[], object], bytes_moved: int | None, flops: int | None
+    ) -> dict[str, Any]:
+        """Return the measured part of a row."""
+        measured = self._measure(call)
+        p50 = measured["ms_p50"]
+        measured["gb_per_s"] = bytes_moved / p50 / 1e6 if bytes_moved else None
+        measured["tflop_per_s"] = flops / p50 / 1e9 if flops else None
+        return measured
+
+    def _unless_it_raises(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return measure()
+        except Exception as error:  # whatever a library raises; ours still run
+            if self.gpu is not None:
+                torch.cuda.empty_cache()
+            return {"note": f"{type(error).__name__}: {first_line(error)}"}
 
     def peak(self, kind: str, dtype: torch.dtype) -> float:
         """Measure GB/s (`read`, `copy`: read and write counted) or TFLOP/s (`gemm`).
 
-        Shared machines change by the minute, so every comparison measures it before and after.
+        Shared CPUs change by the minute, so every comparison measures it before and after; a GPU
+        measures it once per run.
         """
+        name = f"{kind} {short(dtype)}" if kind == "gemm" else kind
+        if name in self.results.peaks:
+            return self.results.peaks[name]
         budget, self.budget_s = self.budget_s, self.budget_s / 4
         rate = getattr(self, f"_{kind}_peak")(dtype)
         self.budget_s = budget
         unit = "TFLOP/s" if kind == "gemm" else "GB/s"
         print(f"# peak {kind} {dtype}: {rate:.3g} {unit}", flush=True)
+        if self.gpu is not None:
+            self.results.peaks[name] = rate
         return rate
 
     def _read_peak(self, _: torch.dtype) -> float:
         data = torch.ones(self._stream_bytes() // 4, device=self.device)
-        return data.nbytes / self._measure(data.sum)[0] / 1e6
+        return data.nbytes / self._measure(data.sum)["ms_p20"] / 1e6
 
     def _copy_peak(self, _: torch.dtype) -> float:
         source = torch.ones(self._stream_bytes() // 4, device=self.device)
         target = torch.empty_like(source)
-        return 2 * source.nbytes / self._measure(lambda: target.copy_(source))[0] / 1e6
+        return 2 * source.nbytes / self._measure(lambda: target.copy_(source))["ms_p20"] / 1e6
 
     def _gemm_peak(self, dtype: torch.dtype) -> float:
         if not has_fast_products(dtype, self.device):
             dtype = torch.float32  # converting to it first is faster
         n = (8192 if self.device.type == "cuda" else 2048) // (4 if self.quick else 1)
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
-        return 2 * n**3 / self._measure(lambda: a @ b)[0] / 1e9
+        return 2 * n**3 / self._measure(lambda: a @ b)["ms_p20"] / 1e9
 
     def _stream_bytes(self) -> int:
         return 2**26 if self.quick else 2**30 if self.device.type == "cuda" else 2**29
 
-    def _measure(self, call: Callable[[], object]) -> tuple[float, float, float, float]:
-        """Return the p20, p50 and p80 in ms, and the peak memory of a call in MiB."""
+    def _measure(self, call: Callable[[], object]) -> dict[str, Any]:
+        """Return p20, p50 and p80 in ms, the peak memory of a call in MiB, on a GPU also how."""
+        if self.gpu is not None:
+            self.gpu.warm_up(call)
+            peak_mib = self.gpu.peak_mib(call)
+            samples = time_call(self.gpu, call, self.budget_s)
+            measured = quantiles(samples.ms) | {"peak_mib": peak_mib}
+            measured |= {"ms_min": min(samples.ms), "ms_max": max(samples.ms)}
+            return measured | {"host_ms": samples.host_ms, "timing": samples.timing}
         start = time.perf_counter()
         call()
         is_slow = time.perf_counter() - start > 1.0
@@ -147,34 +205,35 @@ class Bench:
         done = start + self.budget_s
         while len(times) < at_least or (time.perf_counter() < done and len(times) < 200):
             times.append(self._time_ms(call))
-        times.sort()
-        p20, p50, p80 = (times[round(q * (len(times) - 1))] for q in (0.2, 0.5, 0.8))
-        return p20, p50, p80, peak_mib
+        return quantiles(times) | {"peak_mib": peak_mib}
 
     def _time_ms(self, call: Callable[[], object]) -> float:
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            call()
-            return (time.perf_counter() - start) * 1e3
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        if self.gpu is not None:
+            return self.gpu.elapsed_ms(call)
+        start = time.perf_counter()
         call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+        return (time.perf_counter() - start) * 1e3
 
     def _peak_mib(self, call: Callable[[], object]) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            call()
-            return (torch.cuda.max_memory_allocated() - before) / 2**20
         # Too large for the pool, which then frees all of its memory.
         _C.empty_from_pool([2**30 + 2**22], torch.uint8)
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before = status_kib("VmRSS")
         call()
         return max(0.0, (status_kib("VmHWM") - before) / 2**10)
+
+
+def quantiles(times: list[float]) -> dict[str, float]:
+    times = sorted(times)
+    return {f"ms_p{q}": times[round(q / 100 * (len(times) - 1))] for q in (20, 50, 80)}
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def status_kib(field: str) -> int:
@@ -211,16 +270,22 @@ def line(row: dict[str, Any]) -> str:
 
 def versions() -> dict[str, str | None]:
     """The versions that a committed result records."""
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
     return {
-        "commit": commit or None,
+        "commit": _commit(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        **{name: _installed(name) for name in ("triton", "verl", "trl")},
+        **{name: _installed(name) for name in PACKAGES},
     }
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:  # no git on this machine
+        return None
+    return done.stdout.strip() or None
 
 
 def _installed(package: str) -> str | None:
@@ -233,11 +298,18 @@ def _installed(package: str) -> str | None:
 def largest_errors(
     functions: Mapping[str, Callable], arguments: Sequence, exact: Sequence[torch.Tensor]
 ) -> dict[str, float]:
-    """Return the largest error over the results of each function, which may have fewer of them."""
-    return {
-        name: max(map(rms_error, function(*arguments), exact))
-        for name, function in functions.items()
-    }
+    """Return the largest error over the results of each function, which may have fewer of them.
+
+    Baselines that raise have none; `Bench.compare` records why.
+    """
+    errors = {}
+    for name, function in functions.items():
+        try:
+            errors[name] = max(map(rms_error, function(*arguments), exact))
+        except Exception:
+            if name.startswith(OURS):
+                raise
+    return errors
 
 
 def rms_error(result: torch.Tensor, exact: torch.Tensor) -> float:

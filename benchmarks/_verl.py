@@ -60,9 +60,10 @@ def _empty_services() -> Iterator[None]:
 
 
 if importlib.util.find_spec("verl") is None:
-    raise ImportError("verl is not installed: pip install --no-deps verl==0.9.1")
+    raise ImportError("verl is not installed: pip install --no-deps verl==0.9.1", name="verl")
 with _empty_services():
     from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
     from verl.utils import seqlen_balancing, torch_functional  # noqa: F401
     from verl.utils.experimental.torch_functional import FusedLinearForPPO  # noqa: F401
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # noqa: F401
     from verl.workers.config import ActorConfig  # noqa: F401

@@ -1,11 +1,11 @@
 """Log-probs and policy loss from hidden states, against bare matrix products and baselines.
 
-`gemm_1` and `gemm_3` are the products alone, in the same chunks: torch.mm in the dtype of the
-inputs, also where ours leaves float32. They bound the forward, and forward + backward of
+`gemm_1` and `gemm_3` are the products alone, over as many rows at once: torch.mm in the dtype of
+the inputs, also where ours leaves float32. They bound the forward, and forward + backward of
 `linear_policy_loss`. On a CPU without fast products of that dtype they are float32, and baselines,
 which would take minutes, are left out. `trainer_head` is the output head of the trainer for a 135M
 and a 0.5B model: in one pass, in two steps whose logits are computed again or kept, and with [T, V]
-logits; each with all rows active and with half of them.
+logits; each with all rows active and with half of them (on a GPU ours is told which).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def shapes(bench: Bench) -> list[tuple[int, int, int, torch.dtype]]:
     if bench.quick:
         return [(64, 64, 2000, torch.float32), (64, 64, 2000, torch.bfloat16)]
     if bench.device.type == "cuda":
-        return [(8192, 4096, 131_072, torch.bfloat16)]
+        return [(8192, 4096, 128_256, torch.bfloat16)]
     sizes = [(512, 1024, 151_936), (4096, 1024, 49_152)]
     return [(*size, dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
 
@@ -74,6 +74,10 @@ class Problem:
         advantages = self.advantages.clone()
         advantages[::2] = 0
         return advantages
+
+    def half_of_rows(self) -> Tensor:
+        """The rows with nonzero advantages among those."""
+        return torch.arange(1, len(self.advantages), 2, device=self.advantages.device)
 
     def leaves(self) -> tuple[Tensor, Tensor]:
         return self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
@@ -118,12 +122,12 @@ def forward(bench: Bench, p: Problem) -> None:
 
 def training(bench: Bench, p: Problem) -> None:
     """Loss, forward and backward, gradients of hidden states and weight."""
-    half_zero = p.half_zero_advantages()
+    half_zero, half = p.half_zero_advantages(), p.half_of_rows()
 
-    def fused(advantages: Tensor) -> Gradients:
+    def fused(advantages: Tensor, active_rows: Tensor | None = None) -> Gradients:
         h, w = p.leaves()
         given = {"old_log_probs": p.old_log_probs, "advantages": advantages, **CLIP}
-        loss = linear_policy_loss(h, w, p.token_ids, **given)[0]
+        loss = linear_policy_loss(h, w, p.token_ids, active_rows=active_rows, **given)[0]
         return torch.autograd.grad(loss, (h, w))
 
     def from_log_probs(log_prob_function: Callable) -> Gradients:
@@ -141,7 +145,7 @@ def training(bench: Bench, p: Problem) -> None:
     losses, missing_losses = p.with_fast_products(_baselines.loss_from_hidden())
     calls: dict[str, Callable[[], Any]] = {
         OURS: partial(fused, p.advantages),
-        f"{OURS}_half_inactive": partial(fused, half_zero),
+        f"{OURS}_half_inactive": partial(fused, half_zero, half),
         f"{OURS}_recompute": partial(from_log_probs, linear_token_log_probs),
         "gemm_3": bare_products(p, 3),
         **{name: partial(from_log_probs, f) for name, f in log_probs.items()},
@@ -153,12 +157,16 @@ def training(bench: Bench, p: Problem) -> None:
 def head(bench: Bench, p: Problem) -> None:
     """One micro-batch at the output head of the trainer, and with logits."""
 
-    def one_pass(advantages: Tensor) -> Gradients:
+    def one_pass(advantages: Tensor, active_rows: Tensor | None = None) -> Gradients:
         h, w = p.leaves()
-        given = {"old_log_probs": None, "advantages": advantages, **CLIP}
-        return torch.autograd.grad(linear_policy_loss(h, w, p.token_ids, **given)[0], (h, w))
+        given = {"old_log_probs": None, "advantages": advantages, "active_rows": active_rows}
+        return torch.autograd.grad(
+            linear_policy_loss(h, w, p.token_ids, **given, **CLIP)[0], (h, w)
+        )
 
-    def two_steps(log_probs_of: Callable, advantages: Tensor) -> Gradients:
+    def two_steps(
+        log_probs_of: Callable, advantages: Tensor, active_rows: Tensor | None = None
+    ) -> Gradients:
         h, w = p.leaves()
         log_probs, entropy = log_probs_of(h, w, p.token_ids)
         loss = policy_loss(log_probs, None, advantages, entropy=entropy, **CLIP)[0]
@@ -172,7 +180,7 @@ def head(bench: Bench, p: Problem) -> None:
         partial(linear_token_log_probs, budget_bytes=budget_bytes)
         for budget_bytes in (2**28, 2**33)
     )
-    functions: dict[str, Callable[[Tensor], Gradients]] = {
+    functions: dict[str, Callable[..., Gradients]] = {
         OURS: one_pass,
         f"{OURS}_two_steps": partial(two_steps, recomputing),
         f"{OURS}_two_steps_kept": partial(two_steps, keeping),
@@ -181,27 +189,29 @@ def head(bench: Bench, p: Problem) -> None:
     calls: dict[str, Callable[[], Any]] = {}
     for name, function in functions.items():
         calls[name] = partial(function, p.advantages)
-        calls[f"{name}_half_inactive"] = partial(function, p.half_zero_advantages())
+        calls[f"{name}_half_inactive"] = partial(
+            function, p.half_zero_advantages(), p.half_of_rows()
+        )
     p.compare(bench, "trainer_head", "both", calls, {})
 
 
 def bare_products(p: Problem, count: int) -> Callable[[], None]:
     """Return a call of the logits product (count 1), or of it and both gradient products (3)."""
-    budget_bytes = check_budget("linear_token_log_probs", p.hidden, None)
-    chunks = Chunks(p.hidden, p.weight, None, budget_bytes, False, count == 3)
-    slices, vocab = list(chunks.slices()), p.weight.shape[0]
+    budget_bytes, num_rows = check_budget("linear_token_log_probs", p.hidden, None), len(p.hidden)
+    chunks = Chunks(p.hidden, p.weight, None, budget_bytes, False, num_rows if count == 3 else 0)
+    step = chunks.rows if count == 1 else len(chunks.grad_logits)
     hidden_in, weight = p.hidden, p.weight
     if not has_fast_products(p.dtype, p.hidden.device):
         hidden_in, weight = hidden_in.float(), weight.float()
 
     def call() -> None:
-        buffer = hidden_in.new_empty(slices[0].stop, vocab)
-        total = torch.zeros_like(weight) if count == 3 else None
-        for rows in slices:
-            hidden = hidden_in[rows]
-            logits = torch.mm(hidden, weight.t(), out=buffer[: hidden.shape[0]])
+        buffer = hidden_in.new_empty(min(step, num_rows), len(weight))
+        total = torch.empty_like(weight) if count == 3 else None
+        for begin in range(0, num_rows, step):
+            hidden = hidden_in[begin : begin + step]
+            logits = torch.mm(hidden, weight.t(), out=buffer[: len(hidden)])
             if total is not None:
                 torch.mm(logits, weight)
-                total.addmm_(logits.t(), hidden)
+                torch.addmm(total, logits.t(), hidden, beta=float(begin > 0), out=total)
 
     return torch.no_grad()(call)

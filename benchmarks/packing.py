@@ -1,6 +1,6 @@
 """Packing and unpacking against flash-attn's algorithm: nonzero and gather, zero-fill and scatter.
 
-flash-attn itself installs only with CUDA; `flash_attn_algorithm` repeats its bert_padding:
+`flash_attn` is its bert_padding, which installs only with CUDA; `flash_attn_algorithm` repeats it:
 unpad_input once for the layout, then one gather per tensor; pad_input with zeros and scatter.
 """
 
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from hybridengine.kernels import pack, unpack
 from torch import Tensor
 
+from benchmarks._baselines import flash_attn_padding
 from benchmarks._bench import OURS, Bench
 
 
@@ -38,6 +40,19 @@ def flash_attn_pad(tensors: list[Tensor], indices: Tensor, batch: int, seqlen: i
         padded[indices] = x
         results.append(padded.view(batch, seqlen, *x.shape[1:]))
     return results
+
+
+def flash_attn_pack(padding: Any, tensors: list[Tensor], mask: Tensor) -> list[Tensor]:
+    wide = [x if x.dim() > 2 else x[..., None] for x in tensors]
+    first, indices = padding.unpad_input(wide[0], mask)[:2]
+    return [first, *(padding.index_first_axis(x.flatten(0, 1), indices) for x in wide[1:])]
+
+
+def flash_attn_unpack(
+    padding: Any, tensors: list[Tensor], indices: Tensor, batch: int, seqlen: int
+) -> list[Tensor]:
+    wide = [x if x.dim() > 1 else x[:, None] for x in tensors]
+    return [padding.pad_input(x, indices, batch, seqlen) for x in wide]
 
 
 def run(bench: Bench) -> None:
@@ -81,11 +96,16 @@ def compare(
         OURS: lambda: pack(tensors, mask),
         "flash_attn_algorithm": lambda: flash_attn_unpad(tensors, mask),
     }
+    padding = flash_attn_padding() if bench.gpu is not None else None
+    if padding is not None:
+        packs["flash_attn"] = partial(flash_attn_pack, padding, tensors, mask)
     bytes_moved = 2 * packed_bytes + mask.nbytes + layout + indices.nbytes
     against("pack", implementations=packs, bytes_moved=bytes_moved)
     unpacks: dict[str, Callable] = {
         OURS: lambda: unpack(values, packed),
         "flash_attn_algorithm": lambda: flash_attn_pad(values, indices, *mask.shape),
     }
+    if padding is not None:
+        unpacks["flash_attn"] = partial(flash_attn_unpack, padding, values, indices, *mask.shape)
     bytes_moved = packed_bytes + sum(tensor.nbytes for tensor in tensors) + inverse.nbytes
     against("unpack", implementations=unpacks, bytes_moved=bytes_moved)

@@ -98,7 +98,7 @@ def local_shape(spec: ShardSpec) -> tuple[int, ...]:
 
 
 def llama(
-    hidden: int, inner: int, vocab: int, count: int
+    hidden: int, inner: int, vocab: int, count: int, tp: int = TP
 ) -> tuple[dict[str, tuple[int, ...]], list[EngineLayout]]:
     """Parameter shapes, and the layout of each TP rank of an engine with fused qkv and gate_up."""
     shapes: dict[str, tuple[int, ...]] = {"embed": (vocab, hidden), "head": (vocab, hidden)}
@@ -109,11 +109,11 @@ def llama(
         shapes |= {f"{i}.gate": (inner, hidden), f"{i}.up": (inner, hidden)}
         shapes |= {f"{i}.down": (hidden, inner), f"{i}.norm": (hidden, 1)}
         fused |= {f"{i}.qkv": [f"{i}.{n}" for n in "qkv"], f"{i}.gate_up": [f"{i}.gate", f"{i}.up"]}
-    return shapes, [layout_of(shapes, fused, tp_rank) for tp_rank in range(TP)]
+    return shapes, [layout_of(shapes, fused, rank, tp) for rank in range(tp)]
 
 
 def layout_of(
-    shapes: dict[str, tuple[int, ...]], fused: dict[str, list[str]], tp_rank: int
+    shapes: dict[str, tuple[int, ...]], fused: dict[str, list[str]], tp_rank: int, tp: int
 ) -> EngineLayout:
     copies, destinations = [], {}
 
@@ -124,14 +124,14 @@ def layout_of(
     for destination, names in fused.items():
         at = 0
         for name in names:
-            rows, width = shapes[name][0] // TP, shapes[name][1]
+            rows, width = shapes[name][0] // tp, shapes[name][1]
             take(name, destination, at, (rows, width), tp_rank * rows * width)
             at += rows * width
         shape = (at // shapes[names[0]][1], shapes[names[0]][1])
         destinations[destination] = TensorSpec(shape, (shape[1], 1), torch.bfloat16)
     for name in shapes.keys() - {n for names in fused.values() for n in names}:
         full = shapes[name]
-        part = (full[0], full[1] // (1 if name.endswith("norm") else TP))
+        part = (full[0], full[1] // (1 if name.endswith("norm") else tp))
         start = 0 if part == full else tp_rank * part[1]
         take(name, name, 0, part, start)
         destinations[name] = TensorSpec(part, contiguous_strides(part), torch.bfloat16)

@@ -17,8 +17,8 @@ os.environ["HYBRIDENGINE_CACHE"] = _CACHE.name
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect GPU tests without a GPU; skipped ones would clutter the report."""
-    if torch.cuda.is_available():
+    """Deselect GPU tests without a GPU, unless -m names them; skipped ones would clutter."""
+    if torch.cuda.is_available() or "gpu" in config.option.markexpr:
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:

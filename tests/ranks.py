@@ -1,4 +1,4 @@
-"""Run a function on gloo ranks, each a new process, and return the results or the first failure.
+"""Run a function on ranks, each a new process, and return the results or the first failure.
 
     def body(rank: int, world_size: int, hidden: int) -> float: ...
     results = run_ranks(body, 2, 64)          # [result of rank 0, result of rank 1]
@@ -51,11 +51,14 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120.0,
     env: dict[str, str] | None = None,
+    device: str = "cpu",
 ) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` on `world_size` gloo ranks and return their results.
+    """Run `fn(rank, world_size, *args)` on `world_size` ranks and return their results.
 
     Arguments and results are pickled (tensors by value). `env` is added to the variables that
     torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, ...); it is set after torch is imported.
+    device: "cpu": gloo ranks, which see no GPU; "cuda": one GPU each under NCCL, or, where there
+    are fewer, shared GPUs under gloo.
 
     Raises RankFailure with the traceback of the first rank that failed, or its exit code, or the
     ranks that are late after `timeout_s`, whose stacks go to stderr. All ranks are ended.
@@ -68,6 +71,8 @@ def run_ranks(
     pipes: dict[Connection, int] = {}
     for rank in range(world_size):
         environment = {**os.environ, **_rank_env(rank, world_size, store.port), **(env or {})}
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         process, pipe = _start_rank(rank, environment, payload, timeout_s)
         processes.append(process)
         pipes[pipe] = rank
@@ -123,7 +128,14 @@ def _rank_main(
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        backend = "gloo"
+        if torch.cuda.is_available():
+            num_gpus = torch.cuda.device_count()
+            os.environ["LOCAL_RANK"] = str(rank % num_gpus)  # of which sessions take their GPU
+            torch.cuda.set_device(rank % num_gpus)
+            if num_gpus >= world_size:
+                backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         fn, args = pickle.loads(payload)
         message = pickle.dumps((True, fn(rank, world_size, *args)))
     except BaseException:

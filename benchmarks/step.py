@@ -1,0 +1,144 @@
+"""GRPO steps of a random model with the shape of Qwen2 0.5B, on one device, by phase.
+
+The engine is vLLM where it is installed, else Hugging Face `generate`. Prompts and responses vary
+in length: prompts by their text, responses because many tokens end one. Every phase that the
+trainer times is a row; `step` has tokens per second (`tokens_per_s`) and peak memory,
+`update_actor` the share of the device's peak (MFU, as the trainer reports it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._bench import OURS, ROOT, Bench
+
+STEPS = 4  # after one warm-up step
+LIMIT_S = 480
+REWARD = """
+from zlib import crc32
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return crc32(solution_str.encode()) / 2**32  # no two responses alike: no zero advantages
+"""
+
+
+def run(bench: Bench) -> None:
+    on_gpu = bench.device.type == "cuda"
+    prompts, n, prompt_tokens, tokens = (16, 8, 512, 256) if on_gpu else (4, 4, 32, 8)
+    steps = 1 if bench.quick else STEPS
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        millions = write_model(folder / "model", tiny=not on_gpu, mean_tokens=tokens)
+        write_prompts(folder / "train.jsonl", prompts * (steps + 1), prompt_tokens)
+        (folder / "reward.py").write_text(REWARD)
+        settings = {
+            "model.path": folder / "model",
+            "data.train_files": folder / "train.jsonl",
+            "data.train_batch_size": prompts,
+            "data.max_prompt_length": prompt_tokens,
+            "data.max_response_length": tokens,
+            "actor.fsdp_config.reshard_after_forward": False,
+            "rollout.n": n,
+            "rollout.max_num_seqs": 64,  # Hugging Face keeps the logits of every token
+            "reward.custom_reward_function.path": folder / "reward.py",
+            "trainer.total_training_steps": steps + 1,
+            "trainer.default_local_dir": folder / "run",
+            "trainer.logger": "[jsonl]",
+            "trainer.n_gpus_per_node": 1,
+            "trainer.save_freq": -1,
+        }
+        rows = train(folder, settings)[1:]
+    shape = f"{millions}M {prompts}x{n} responses"
+    names = {key for row in rows for key in row if key.startswith("timing_s/")}
+    for name in sorted(names, key=lambda key: -median(row.get(key, 0.0) for row in rows)):
+        times = sorted(row.get(name, 0.0) * 1e3 for row in rows)
+        phase, totals = name.removeprefix("timing_s/"), dict[str, Any]()
+        if phase == "step":
+            totals["tokens_per_s"] = median(row["perf/throughput"] for row in rows)
+            peaks = [row.get("perf/max_memory_allocated_gb") for row in rows]
+            totals["peak_mib"] = max(p * 2**10 for p in peaks if p) if any(peaks) else None
+        if phase == "update_actor":
+            totals["share_of_limit"] = median(row["perf/mfu/actor"] for row in rows)
+        rate = totals.get("tokens_per_s")
+        bench.add(
+            "step", phase, OURS, shape, f" {rate:.0f} tokens/s" if rate else "",
+            dtype="bfloat16" if on_gpu else "float32", ms_p20=times[len(times) // 5],
+            ms_p50=median(times), ms_p80=times[len(times) * 4 // 5], **totals,
+        )  # fmt: skip
+
+
+def write_model(folder: Path, *, tiny: bool, mean_tokens: int) -> int:
+    """Write a random Qwen2 with a byte tokenizer to `folder`; return its millions of parameters.
+
+    So many tokens end a response that it has `mean_tokens` tokens on average, if nothing else does.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads")  # fmt: skip
+    sizes = (512, 64, 128, 2, 2, 1) if tiny else (151936, 896, 4864, 24, 14, 2)
+    shape: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    end = 256
+    config = Qwen2Config(**shape, tie_word_embeddings=True, eos_token_id=end)
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16)
+    vocab_size = config.vocab_size
+    ends = range(end, vocab_size, max(1, (vocab_size - end) * mean_tokens // vocab_size))
+    model.generation_config = GenerationConfig(eos_token_id=list(ends), do_sample=True)
+    model.save_pretrained(folder)
+    vocab = {byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    vocab |= {f"w{i}": i for i in range(end + 1, vocab_size)} | {"<|endoftext|>": end}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return round(sum(p.numel() for p in model.parameters()) / 1e6)
+
+
+def write_prompts(file: Path, count: int, max_tokens: int) -> None:
+    """Write `count` prompts of 1/4 to all of `max_tokens` letters, a token each."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(count):
+        letters = draw.choices("abcdefgh", k=draw.randint(max_tokens // 4, max_tokens))
+        prompt = [{"role": "user", "content": "".join(letters)}]
+        rows.append(
+            {"data_source": "random", "prompt": prompt, "reward_model": {"ground_truth": ""}}
+        )
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train(folder: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
+    """Run the trainer as the only rank; return the metrics of the steps that it finished."""
+    from hybridengine.config import config_to_yaml, load_config
+
+    config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+    (folder / "config.yaml").write_text(config_to_yaml(config))
+    # As torchrun's agent: this process holds the store, the rank connects to it.
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    one_rank: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    one_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    one_rank |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "step"}
+    command = ("-m", "hybridengine.trainer.start", "GRPOConfig", str(folder / "config.yaml"))
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {key: str(value) for key, value in one_rank.items()},
+        timeout=LIMIT_S,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the trainer ended with exit code {done.returncode}; see above")
+    rows = [json.loads(row) for row in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "timing_s/step" in row]

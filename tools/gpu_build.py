@@ -1,0 +1,85 @@
+"""Build the extension for the GPU of this machine, in place; the part `build` of gpu_report.py.
+
+    python tools/gpu_build.py --json FILE [--arch 90a]
+
+Takes the extension of the pack (HYBRIDENGINE_PACK, a folder of `make gpu-pack`) where it was built
+for this Python, torch and GPU, else compiles with cmake, ninja and nvcc. Then imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTENSION = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
+IMPORT = "import torch; from hybridengine import _C"
+
+
+def own_architecture() -> str:
+    """The CUDA target of the first GPU; `a` is the set with Hopper's and Blackwell's own code."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
+
+
+def described(architecture: str) -> dict[str, str]:
+    """What an extension has to be built for, to work here."""
+    import torch
+
+    return {"extension": EXTENSION, "torch": torch.__version__, "architecture": architecture}
+
+
+def compile_extension(architecture: str) -> None:
+    build = ROOT / "build" / "gpu" / sys.implementation.cache_tag
+    jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    scripts = str(Path(sys.executable).parent)
+    environment = os.environ | {"PATH": os.pathsep.join([scripts, os.environ["PATH"]])}
+    for command in (
+        [
+            *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build)),
+            *(f"-DHYBRIDENGINE_PYTHON={sys.executable}", "-DHYBRIDENGINE_CUDA=ON"),
+            f"-DHYBRIDENGINE_CUDA_ARCHITECTURES={architecture}-real",
+        ],
+        ["cmake", "--build", str(build), "-j", jobs],
+    ):
+        subprocess.run(command, check=True, env=environment)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--arch", metavar="SM", help="default: the GPU's, without a GPU 90a")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="changes nothing here")
+    parser.add_argument("--resume", action="store_true", help="ninja always does")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    architecture = arguments.arch or (own_architecture() if arguments.device == "cuda" else "90a")
+    needed = described(architecture)
+    pack = Path(os.environ.get("HYBRIDENGINE_PACK", os.devnull))
+    file = pack / "pack.json"
+    packed = json.loads(file.read_text()) if file.is_file() else {}
+    is_packed = all(packed.get(key) == value for key, value in needed.items())
+    if is_packed:
+        shutil.copy2(pack / EXTENSION, ROOT / "hybridengine" / EXTENSION)
+    else:
+        compile_extension(architecture)
+    subprocess.run([sys.executable, "-c", IMPORT], check=True, cwd=ROOT)
+    seconds = round(time.perf_counter() - started, 1)
+    row = {**needed, "compiled": not is_packed, "seconds": seconds}
+    arguments.json.write_text(json.dumps({"rows": [row]}, indent=1) + "\n")
+    print(row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

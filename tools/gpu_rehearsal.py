@@ -1,0 +1,174 @@
+"""Rehearse `gpu_report.py` without a GPU, with the software of a GPU machine; make its pack.
+
+    python tools/gpu_rehearsal.py [STEP ...]
+
+    environment  Python 3.12 with the packages of tools/gpu_environment.txt
+    build        the extension for sm_90a
+    pack         build/gpu-pack: the extension, and wheels of what that environment lacks
+    kernels      every CUDA and Triton kernel compiles for sm_90a, without spills
+    imports      every module, in the bare environment and with the pack
+    collect      the GPU tests, in the bare environment
+    report       all parts of the report on the CPU, from the pack; GPU tests up to the device
+
+All are the default, on a copy of the sources as git has them, in .cache/gpu-rehearsal. Needs Python
+3.12 (PYTHON, or python3.12 on PATH) and nvcc (CUDACXX, or on PATH). Exits with 1 if a step failed;
+the steps after the pack all run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / ".cache" / "gpu-rehearsal"
+TREE, SITE = WORK / "tree", WORK / "site"
+PYTHON = WORK / "venv" / "bin" / "python"
+PACK = ROOT / "build" / "gpu-pack"
+REQUIREMENTS = ROOT / "tools" / "gpu_environment.txt"
+BASELINES = ROOT / "tools" / "baselines.txt"
+ARCHITECTURE = "90a"
+LIMIT_MIB = 56  # of the pack: what it is carried with should stay below 64
+
+
+def environment() -> None:
+    stamp, key = WORK / "environment.stamp", hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == key:
+        return
+    call(find_python(), "-m", "venv", "--clear", WORK / "venv", cwd=ROOT)
+    pip("install", "-q", "-r", REQUIREMENTS)
+    stamp.write_text(key)
+
+
+def find_python() -> str:
+    """The first Python 3.12 of PYTHON, python3.12 and python3."""
+    code = "import sys, venv; print(sys.executable if sys.version_info[:2] == (3, 12) else '')"
+    for name in filter(None, (os.environ.get("PYTHON"), "python3.12", "python3")):
+        if path := shutil.which(name):
+            done = subprocess.run([path, "-c", code], capture_output=True, text=True)
+            if done.stdout.strip():
+                return done.stdout.strip()
+    sys.exit("gpu-rehearsal: Python 3.12 was not found: install it, or set PYTHON to it.")
+
+
+def build() -> None:
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if nvcc is None:
+        sys.exit("gpu-rehearsal: nvcc was not found: put it on PATH, or set CUDACXX.")
+    call(PYTHON, "tools/gpu_build.py", *("--arch", ARCHITECTURE), "--json", WORK / "build.json",
+         CUDACXX=nvcc, HYBRIDENGINE_PACK="")  # fmt: skip
+
+
+def copy_sources() -> None:
+    """Bring TREE up to date: what git tracks or would, no build, cache or virtual environment."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = {Path(n) for n in names.split("\0") if n and (ROOT / n).is_file()}
+    known = WORK / "files.json"
+    for old in json.loads(known.read_text()) if known.is_file() else []:
+        if Path(old) not in files:
+            (TREE / old).unlink(missing_ok=True)
+    for file in files:
+        source, copy = ROOT / file, TREE / file
+        if not copy.is_file() or copy.stat().st_mtime_ns != source.stat().st_mtime_ns:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copy)
+    known.write_text(json.dumps(sorted(map(str, files))))
+    link = TREE / "hybridengine" / "kernels"  # as gpu_report.py makes it
+    if not link.is_symlink():
+        link.symlink_to("../kernels")
+
+
+def pack() -> None:
+    shutil.rmtree(PACK, ignore_errors=True)
+    wheels = PACK / "wheels"
+    wheels.mkdir(parents=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    report = WORK / "missing.json"
+    wanted = [*project["optional-dependencies"]["train"], "datasets"]  # which TRL imports
+    pip("install", "-q", "--dry-run", "--report", report, *wanted)
+    missing = [found["metadata"] for found in json.loads(report.read_text())["install"]]
+    exact = [f"{found['name']}=={found['version']}" for found in missing]
+    pip("wheel", "-q", "--no-deps", "-w", wheels, *exact, "-r", BASELINES)
+    (row,) = json.loads((WORK / "build.json").read_text())["rows"]
+    shutil.copy2(TREE / "hybridengine" / row["extension"], PACK)
+    described = {**row, "commit": commit()}
+    (PACK / "pack.json").write_text(json.dumps(described, indent=1) + "\n")
+    shutil.rmtree(SITE, ignore_errors=True)
+    pip("install", "-q", "--no-index", "--no-deps", "--target", SITE, *wheels.glob("*.whl"))
+    mib = sum(f.stat().st_size for f in PACK.rglob("*") if f.is_file()) / 2**20
+    print(f"gpu-rehearsal: {PACK.relative_to(ROOT)}, {mib:.1f} MiB: {', '.join(exact)}")
+    if mib > LIMIT_MIB:
+        sys.exit(f"gpu-rehearsal: the pack has {mib:.0f} MiB, more than {LIMIT_MIB}: drop a wheel.")
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def kernels() -> None:
+    call(PYTHON, "tools/cuda_check.py", "--arch", ARCHITECTURE, PYTHONPATH=TREE)
+
+
+def imports() -> None:
+    call(PYTHON, "tools/import_all.py", PYTHONPATH=TREE)
+    call(PYTHON, "tools/import_all.py", "--all", PYTHONPATH=f"{TREE}{os.pathsep}{SITE}")
+
+
+def collect() -> None:
+    folders = ("tests/kernels", "tests/model", "tests/reshard")
+    call(PYTHON, *("-m", "pytest", "-q", "--collect-only", "-qm", "gpu"), *folders, PYTHONPATH=TREE)
+
+
+def report() -> None:
+    call(PYTHON, "tools/gpu_report.py", *("--device", "cpu", "--pack", PACK))
+
+
+def pip(*arguments: object) -> None:
+    call(PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments, cwd=ROOT)
+
+
+def call(*command: object, cwd: Path = TREE, **environment: object) -> None:
+    """Run a command; raise CalledProcessError if it fails."""
+    words = [str(word) for word in command]
+    extra = {key: str(value) for key, value in environment.items()}
+    subprocess.run(words, cwd=cwd, env=os.environ | extra, check=True)
+
+
+STEPS = {
+    step.__name__: step for step in (environment, build, pack, kernels, imports, collect, report)
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("step", nargs="*", choices=[[], *STEPS], help=", ".join(STEPS))
+    chosen = parser.parse_args().step or STEPS
+    WORK.mkdir(parents=True, exist_ok=True)
+    copy_sources()
+    failed = []
+    for name in STEPS:
+        if name not in chosen:
+            continue
+        print(f"gpu-rehearsal: {name}", flush=True)
+        try:
+            STEPS[name]()
+        except subprocess.CalledProcessError as error:
+            print(f"gpu-rehearsal: {name}: {error}", file=sys.stderr, flush=True)
+            failed.append(name)
+            if name in ("environment", "build", "pack"):
+                break
+    print(f"gpu-rehearsal: {'failed: ' + ', '.join(failed) if failed else 'passed'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
