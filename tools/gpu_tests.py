@@ -28,7 +28,10 @@ FOLDERS = ("tests/kernels", "tests/model", "tests/reshard")
 SELECTED = {"cuda": "gpu", "cpu": "gpu or not (multirank or slow)"}
 LIMIT_S = 60  # of a test
 FATAL = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS", "device-side assert")  # for later tests too
-NO_DEVICE = ("Found no NVIDIA driver", "0 active drivers", "No CUDA GPUs are available")
+NO_DEVICE = (
+    *("Found no NVIDIA driver", "0 active drivers", "No CUDA GPUs are available"),
+    "CUDA driver version is insufficient",
+)
 
 
 class Rows:

@@ -18,11 +18,12 @@ def rescale_kernel(values, factor, size, BLOCK: tl.constexpr):
     """values [size] *= factor [1]; neither read nor written if factor is 1."""
     scale = tl.load(factor)
     if scale != 1.0:
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
-        for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+        begin = tl.program_id(0).to(tl.int64) * BLOCK
+        while begin < size:
             offsets = begin + tl.arange(0, BLOCK)
             value = tl.load(values + offsets, mask=offsets < size).to(tl.float32) * scale
             tl.store(values + offsets, value.to(values.dtype.element_ty), mask=offsets < size)
+            begin += tl.num_programs(0).to(tl.int64) * BLOCK
 
 
 def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
