@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures lint check bench dist cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures test-dropins lint check bench dist cuda-check clean
 .PHONY: gpu-report gpu-rehearsal gpu-pack
 
 help: ## List these commands
@@ -33,6 +33,9 @@ test: setup ## All tests, two at a time (GPU tests run where there is a GPU)
 
 test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
+
+test-dropins: setup ## Run verl's, TRL's and others' own tests with ours in place; docs/dropins.md
+	@$(PY) tools/dropins.py
 
 lint: setup ## ruff, clang-format, mypy and import-linter, changing nothing
 	@$(BIN)/ruff check .

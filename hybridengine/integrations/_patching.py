@@ -1,0 +1,220 @@
+"""Replace functions of another package by ours, all or none, and put them back.
+
+A module that ran `from x import f` has its own binding of f; every module of the package that has
+one is rebound, and `unpatch` also finds the modules that were imported in between.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from hybridengine.errors import UserError
+
+__all__ = ["PatchError", "Patches", "Replacement"]
+
+
+class PatchError(UserError):
+    """A package whose functions ours cannot replace; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One function or class of another package, and ours.
+
+    target: dotted path of a module's function or class, or of a method.
+    function: accepts every call that the target's signature accepts; an object of its own for
+        every replacement, since bindings are found by identity.
+    group: what it belongs to; groups are chosen in `Patches.patch`.
+    """
+
+    target: str
+    function: Callable[..., Any]
+    group: str
+
+
+@dataclass(frozen=True)
+class _Applied:
+    replacement: Replacement
+    owner: Any  # module or class
+    name: str
+    original: Any  # as it is in the owner's namespace: a staticmethod stays one
+    is_inherited: bool
+
+
+class Patches:
+    """What of one package is replaced.
+
+    Args:
+        package: name of the package as it is imported.
+        versions: a version specifier, ">=0.9,<0.10": releases whose functions were compared.
+        replacements: in the order in which they are applied.
+        default_groups: what `patch()` without arguments replaces.
+        distribution: name of the package as it is installed, where that is another one.
+    """
+
+    def __init__(
+        self,
+        package: str,
+        versions: str,
+        replacements: Sequence[Replacement],
+        default_groups: Sequence[str],
+        distribution: str = "",
+    ) -> None:
+        self.package, self.versions = package, SpecifierSet(versions)
+        self.replacements, self.default_groups = tuple(replacements), tuple(default_groups)
+        self.distribution = distribution or package
+        self._applied: list[_Applied] = []
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of all groups."""
+        return tuple(dict.fromkeys(r.group for r in self.replacements))
+
+    def patch(self, *groups: str) -> None:
+        """Replace the functions of `groups` (default: the default groups); again does nothing.
+
+        Raises a PatchError, and changes nothing, where the package is missing, its version was not
+        compared with ours, or a function is missing or has another signature.
+        """
+        chosen = groups or self.default_groups
+        if unknown := [group for group in chosen if group not in self.groups]:
+            raise PatchError(
+                f"{self.package}: there is no group {unknown[0]!r}; the groups are "
+                f"{', '.join(self.groups)}."
+            )
+        done = [applied.replacement for applied in self._applied]
+        wanted = [r for r in self.replacements if r.group in chosen and r not in done]
+        if not wanted:
+            return
+        self._check_version()
+        found = [self._find(replacement) for replacement in wanted]
+        for applied in found:
+            setattr(applied.owner, applied.name, applied.replacement.function)
+            self._rebind(applied.original, applied.replacement.function)
+        self._applied += found
+
+    def unpatch(self) -> None:
+        """Put back every function that `patch` replaced; again does nothing."""
+        for applied in reversed(self._applied):
+            if applied.is_inherited:
+                delattr(applied.owner, applied.name)
+            else:
+                setattr(applied.owner, applied.name, applied.original)
+            self._rebind(applied.replacement.function, applied.original)
+        self._applied = []
+
+    @contextmanager
+    def patched(self, *groups: str) -> Iterator[None]:
+        """Patch within a `with` block; what was patched before it stays patched after it."""
+        before = tuple(dict.fromkeys(a.replacement.group for a in self._applied))
+        self.patch(*groups)
+        try:
+            yield
+        finally:
+            self.unpatch()
+            if before:
+                self.patch(*before)
+
+    def _check_version(self) -> None:
+        try:
+            version = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise PatchError(
+                f"{self.distribution} is not installed; install {self.distribution}{self.versions} "
+                "to patch it."
+            ) from error
+        if not self.versions.contains(version, prereleases=True):
+            raise PatchError(
+                f"{self.distribution} {version} is installed; its functions were compared with "
+                f"ours for {self.distribution}{self.versions} only. Install such a release, or "
+                "import our functions by name."
+            )
+
+    def _find(self, replacement: Replacement) -> _Applied:
+        owner, name = _owner(replacement.target)
+        if owner is None or not hasattr(owner, name):
+            raise PatchError(
+                f"{self.package} has no {replacement.target}; this adapter knows "
+                f"{self.distribution}{self.versions}. Install such a release."
+            )
+        namespace = vars(owner)
+        original = namespace.get(name, getattr(owner, name))
+        theirs, ours = _signature(getattr(owner, name)), _signature(replacement.function)
+        if not _accepts(ours, theirs):
+            raise PatchError(
+                f"{replacement.target} has the signature {theirs}; ours is {ours} and does not "
+                f"accept every call of it. Another package may have replaced it, or this is not "
+                f"{self.distribution}{self.versions}."
+            )
+        return _Applied(replacement, owner, name, original, name not in namespace)
+
+    def _rebind(self, old: Any, new: Any) -> None:
+        """Bind `new` wherever a module of the package binds `old`."""
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] != self.package or not isinstance(module, ModuleType):
+                continue
+            for attribute, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, attribute, new)
+
+
+def _owner(target: str) -> tuple[Any, str]:
+    """Return the module or class that holds `target`, None if there is none, and the last name."""
+    *parents, name = target.split(".")
+    for end in range(len(parents), 0, -1):
+        try:
+            owner: Any = importlib.import_module(".".join(parents[:end]))
+        except ModuleNotFoundError as error:
+            if error.name and ".".join(parents[:end]).startswith(error.name):
+                continue
+            raise
+        for part in parents[end:]:
+            owner = getattr(owner, part, None)
+        return owner, name
+    return None, name
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    """Return the names, kinds and defaults of the parameters; None where they cannot be read."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    empty = inspect.Parameter.empty
+    bare = [p.replace(annotation=empty) for p in signature.parameters.values()]
+    return inspect.Signature(bare)
+
+
+def _accepts(ours: inspect.Signature | None, theirs: inspect.Signature | None) -> bool:
+    """Tell whether every call that fits `theirs` fits `ours` and binds the same names."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    mine, expected = list(ours.parameters.values()), list(theirs.parameters.values())
+    by_name = ours.parameters
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    for index, parameter in enumerate(expected):
+        own = by_name.get(parameter.name)
+        if own is None or own.kind != parameter.kind or not _equal(own.default, parameter.default):
+            return False
+        if parameter.kind in positional and mine.index(own) != index:
+            return False
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(
+        p.default is not inspect.Parameter.empty or p.kind in variadic
+        for p in mine
+        if p.name not in theirs.parameters
+    )
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    return ours is theirs or (type(ours) is type(theirs) and bool(ours == theirs))
