@@ -13,6 +13,7 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.isa import is_limited
 
@@ -21,6 +22,7 @@ torch._functorch.config.donated_buffer = False
 
 LogProbs = Callable[..., tuple[Tensor, ...]]  # of (logits, ids) or (hidden, weight, ids)
 Available = tuple[dict[str, Callable], dict[str, str]]
+CHUNK_ROWS = 512  # of the logits of a baseline that computes them by chunks
 LIGER_SEQUENCES = 8  # Liger takes [B, L] sequences of equal length, and one advantage each
 
 
@@ -60,7 +62,7 @@ def from_logits() -> Available:
     """The baselines (logits [T, V], token_ids [T]) -> (log_probs[, entropy])."""
     on_gpu = {"quack": _quack, "flash_attn": _flash_attn} if torch.cuda.is_available() else {}
     return available(
-        eager=lambda: eager, compile=lambda: _compiled(eager), trl=_trl, verl=_verl, **on_gpu
+        eager=lambda: eager, compile=lambda: compiled(eager), trl=_trl, verl=_verl, **on_gpu
     )
 
 
@@ -69,7 +71,7 @@ def from_hidden() -> Available:
     on_gpu = {"liger": _liger, "verl_kernel": _verl_kernel} if torch.cuda.is_available() else {}
     return available(
         eager=lambda: eager_from_hidden,
-        compile=lambda: _compiled(eager_from_hidden),
+        compile=lambda: compiled(eager_from_hidden),
         trl=_trl_chunked,
         verl=_verl_fused,
         cut_cross_entropy=lambda: _cut_cross_entropy("torch_compile"),
@@ -89,6 +91,36 @@ def loss_from_hidden() -> Available:
     }
     on_gpu = cross_entropies if torch.cuda.is_available() else {}
     return available(liger=_liger_grpo, **on_gpu)
+
+
+def cross_entropy_from_hidden() -> Available:
+    """The baselines (hidden [T, H], weight [V, H], labels [T]) -> mean cross-entropy."""
+    return available(
+        eager=lambda: eager_cross_entropy,
+        eager_chunked=lambda: eager_chunked_cross_entropy,
+        compile=lambda: compiled(eager_cross_entropy),
+        cut_cross_entropy=lambda: _cut_cross_entropy_mean("torch_compile"),
+        cut_cross_entropy_triton=lambda: _cut_cross_entropy_mean("cce"),
+        liger=_liger_fused_cross_entropy,
+        **({"quack": _quack_cross_entropy} if torch.cuda.is_available() else {}),
+    )
+
+
+def eager_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """As Hugging Face models compute it: logits in the inputs' dtype, the loss in float32."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def eager_chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The same by chunks, whose logits the backward computes again."""
+    parts = [
+        checkpoint(
+            lambda h, ids: F.cross_entropy(F.linear(h, weight).float(), ids, reduction="sum"),
+            *part, use_reentrant=False,
+        )
+        for part in zip(hidden.split(CHUNK_ROWS), labels.split(CHUNK_ROWS), strict=True)
+    ]  # fmt: skip
+    return torch.stack(parts).sum() / len(labels)
 
 
 def flash_attn_padding() -> Any | None:
@@ -114,7 +146,7 @@ def _require_compile() -> None:
         raise RuntimeError("the bfloat16 code of torch.compile crashes under --isa")
 
 
-def _compiled(function: Callable) -> Callable:
+def compiled(function: Callable) -> Callable:
     _require_compile()
     return torch.compile(function)
 
@@ -220,6 +252,25 @@ def _liger_grpo() -> Callable[..., Tensor]:
         )[0]
 
     return call
+
+
+def _liger_fused_cross_entropy() -> Callable[..., Tensor]:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("its Triton kernels need a GPU")
+    return lambda *arguments: LigerFusedLinearCrossEntropyFunction.apply(*arguments)[0]
+
+
+def _cut_cross_entropy_mean(impl: str) -> Callable[..., Tensor]:
+    if impl == "torch_compile":
+        _require_compile()
+    elif not torch.cuda.is_available():
+        raise RuntimeError("its Triton kernels need a GPU")
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda hidden, weight, labels: function(
+        hidden, weight, labels, impl=impl, reduction="mean", filter_eps=None
+    )
 
 
 def _liger_cross_entropy() -> Callable[..., Tensor]:

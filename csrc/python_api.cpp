@@ -8,6 +8,7 @@ namespace hybridengine {
 void register_advantage(pybind11::module_& m);
 void register_attention(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
+void register_distillation(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_memory_pool(pybind11::module_& m);
 void register_mixed_gemm(pybind11::module_& m);
@@ -30,6 +31,7 @@ PYBIND11_MODULE(_C, m) {
   register_advantage(m);
   register_attention(m);
   register_balance(m);
+  register_distillation(m);
   register_logprob(m);
   register_memory_pool(m);
   register_mixed_gemm(m);

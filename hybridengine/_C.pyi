@@ -88,6 +88,16 @@ def log_prob_backward(
     grad_logits: Tensor,
     row_index: Tensor | None,
 ) -> None: ...
+def distillation(
+    student: Tensor,
+    teacher: Tensor,
+    student_transform: tuple[float, float, float],
+    teacher_transform: tuple[float, float, float],
+    beta: float,
+    losses: Tensor,
+    incoming: Tensor | None,
+    grad: Tensor | None,
+) -> None: ...
 def mixed_gemm(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool
 ) -> None: ...
@@ -114,16 +124,19 @@ def policy_loss(
     entropy: Tensor | None,
     is_weights: Tensor | None,
     cu_seqlens: Tensor | None,
+    seq_num_tokens: Tensor | None,
     denominators: Tensor | None,
     mode: int,
     agg_mode: int,
     kl_type: int,
     kl_straight_through: bool,
+    kl_times_ratio: bool,
     options: Sequence[float],
     coefficients: Sequence[float],
+    wants_tokens: bool,
     wants_gradient: bool,
     wants_entropy_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
 
 class CopyTable:
     def __init__(self, table: Tensor) -> None: ...

@@ -8,15 +8,32 @@ what operators share.
 from ._aggregation import LOSS_AGG_MODES
 from ._backend import backend_table, choose_backend
 from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
+from .aggregate import aggregate_loss
 from .attention import tree_attention
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
-from .linear import has_fast_products, linear_policy_loss, linear_token_log_probs
+from .linear import (
+    LinearStats,
+    has_fast_products,
+    linear_cross_entropy,
+    linear_distillation_loss,
+    linear_policy_loss,
+    linear_token_log_probs,
+)
 from .linear.mixed_gemm import mixed_gemm
-from .logprob import RowStats, check_labels, token_log_probs
+from .logprob import RowStats, check_labels, cross_entropy, token_entropy, token_log_probs
 from .memory_pool import empty_from_pool
 from .packing import Packed, PackedForest, pack, pack_forest, pack_sequences, unpack
-from .policy_loss import LOSS_MODES, policy_loss, select_by_covariance, token_kl
+from .policy_loss import (
+    LOSS_MODES,
+    TokenLosses,
+    policy_loss,
+    select_by_covariance,
+    token_kl,
+    token_policy_loss,
+    vespo_weights,
+)
 from .rollout_correction import REJECTION_CRITERIA, RolloutCorrection, rollout_correction
+from .rollout_metrics import rollout_metrics
 from .sparse_linear import sparse_linear_token_log_probs
 from .strided_copy import strided_copy
 from .value_loss import value_loss
@@ -27,20 +44,26 @@ __all__ = [
     "LOSS_MODES",
     "REJECTION_CRITERIA",
     "Imbalance",
+    "LinearStats",
     "Packed",
     "PackedForest",
     "RolloutCorrection",
     "RowStats",
+    "TokenLosses",
+    "aggregate_loss",
     "backend_table",
     "balance",
     "balance_by_tokens",
     "check_labels",
     "choose_backend",
+    "cross_entropy",
     "empty_from_pool",
     "gae",
     "group_advantage",
     "has_fast_products",
     "imbalance",
+    "linear_cross_entropy",
+    "linear_distillation_loss",
     "linear_policy_loss",
     "linear_token_log_probs",
     "mixed_gemm",
@@ -49,13 +72,17 @@ __all__ = [
     "pack_sequences",
     "policy_loss",
     "rollout_correction",
+    "rollout_metrics",
     "select_by_covariance",
     "sparse_linear_token_log_probs",
     "strided_copy",
+    "token_entropy",
     "token_kl",
     "token_log_probs",
+    "token_policy_loss",
     "tree_attention",
     "unpack",
     "value_loss",
+    "vespo_weights",
     "whiten",
 ]

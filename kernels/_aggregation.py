@@ -35,18 +35,39 @@ def check_aggregation(op: str, loss_agg_mode: str, loss_scale_factor: float | No
     return None
 
 
+def check_seq_num_tokens(
+    op: str, loss_agg_mode: str, cu_seqlens: Tensor | None, seq_num_tokens: Tensor | None
+) -> Tensor | None:
+    """Check the numbers of tokens [N] that divide the losses of the sequences; constants."""
+    if seq_num_tokens is None:
+        return None
+    if loss_agg_mode != "seq-mean-token-mean" or cu_seqlens is None:
+        raise ValueError(
+            f"{op}: seq_num_tokens is given with loss_agg_mode {loss_agg_mode!r}; only "
+            "'seq-mean-token-mean' divides by the tokens of a sequence: leave it out."
+        )
+    check.same_device(op, cu_seqlens=cu_seqlens, seq_num_tokens=seq_num_tokens)
+    check.dtype(op, "seq_num_tokens", seq_num_tokens, check.NUMBERS)
+    check.shape(
+        op, "seq_num_tokens", seq_num_tokens, "N", {"N": (cu_seqlens.numel() - 1, "cu_seqlens")}
+    )
+    return seq_num_tokens.detach()
+
+
 def token_weights(
     loss_agg_mode: str,
     mask: Tensor,
     cu_seqlens: Tensor | None,
     denominators: Tensor,
     loss_scale_factor: float | None,
+    seq_num_tokens: Tensor | None = None,
 ) -> Tensor:
     """Return the weight of every token in the loss: float64 [T], 0 where masked.
 
     With N and S the global tokens and sequences of `denominators`, and L the unmasked tokens of the
-    token's sequence: token-mean 1/N, token-sum 1, seq-mean-token-sum 1/S, seq-mean-token-mean
-    1/(S L), seq-mean-token-sum-norm 1/(S loss_scale_factor).
+    token's sequence, or its entry of `seq_num_tokens` ([N]): token-mean 1/N, token-sum 1,
+    seq-mean-token-sum 1/S, seq-mean-token-mean 1/(S L), seq-mean-token-sum-norm
+    1/(S loss_scale_factor).
     """
     num_tokens, num_seqs = denominators.unbind()
     if loss_agg_mode == "token-mean":
@@ -61,7 +82,10 @@ def token_weights(
     else:
         assert cu_seqlens is not None
         sequences = TokenSequences.of(cu_seqlens, mask)
-        weight = 1 / (num_seqs * sequences.lengths.clamp(min=1)[sequences.ids])
+        lengths = sequences.lengths
+        if seq_num_tokens is not None:  # the last entry is of the tokens without a sequence
+            lengths = torch.cat([seq_num_tokens.double(), lengths[-1:].double()])
+        weight = 1 / (num_seqs * lengths.clamp(min=1)[sequences.ids])
     return torch.where(mask, weight, 0)
 
 

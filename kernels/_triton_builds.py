@@ -19,12 +19,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .advantage import whiten_triton
 from .attention import triton_backward, triton_forward, triton_tables
 from .attention.triton_tiles import choose_tiles
-from .linear import rescale
+from .linear import distillation_triton, rescale
 from .logprob import triton as logprob_triton
 from .policy_loss import triton as policy_loss_triton
 from .policy_loss.terms import KERNEL_MODES, SEQUENCE_MODES
+from .rollout_correction import triton as correction_triton
+from .rollout_correction.reference import REJECTION_CRITERIA
 from .sparse_linear import triton as sparse_triton
 
 Usage = tuple[int, int, int]
@@ -46,6 +49,9 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
         for name in ("logits", "hidden_grad", "weight_grad"):
             by_name[f"sparse_{name}_{dtype}"] = partial(_sparse_linear, name, dtype)
         by_name[f"rescale_{dtype}"] = partial(_rescale, dtype)
+        for form, general in itertools.product(range(3), (False, True)):
+            name = f"{('forward', 'reverse', 'jsd')[form]}_{'softcap' if general else 'plain'}"
+            by_name[f"distillation_{name}_{dtype}"] = partial(_distillation, form, dtype, general)
     # Float32 is for exactness, without tensor cores: its plain form shows whether tiles fit.
     forms = (("bf16", False), ("bf16", True), ("fp32", False))
     for (dtype, options), head_size in itertools.product(forms, (64, 128, 256)):
@@ -53,6 +59,10 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
             suffix = f"{dtype}_{head_size}_{'every_option' if options else 'plain'}"
             build = partial(_attention, name, dtype, head_size, options)
             by_name[f"attention_{name}_{suffix}"] = build
+    for name in ("moments", "join", "apply"):
+        by_name[f"whiten_{name}"] = partial(_whiten, name)
+    for name in ("sequence", "token", "sum"):
+        by_name[f"rollout_correction_{name}"] = partial(_rollout_correction, name)
     for name in ("bounds", "links", "window", "delta"):
         by_name[f"attention_{name}"] = partial(_attention_tables, name)
     return {name: partial(build, capability) for name, build in by_name.items()}
@@ -60,7 +70,7 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
 
 def compile_kernel(
     kernel: Any,
-    types: Mapping[str, str],
+    types: Mapping[str, str | tuple[str, ...]],
     constants: Mapping[str, object],
     capability: int,
     options: Mapping[str, int] | None = None,
@@ -91,12 +101,16 @@ def compile_kernel(
 _FLOATS = (
     *("log_probs", "old_log_probs", "advantages", "ref_log_probs", "entropy", "is_weights"),
     *("sequence_stats", "shared_weight", "partials", "gradients", "entropy_gradients"),
+    *("seq_num_tokens", "token_terms"),
 )
-_OPTIONS = (*("low", "high", "c", "tau_pos", "tau_neg", "cov_kl_coef", "kl_coef", "entropy_coeff"),)
+_OPTIONS = (
+    *("low", "high", "c", "tau_pos", "tau_neg", "cov_kl_coef", "dro_beta"),
+    *("kl_input", "kl_output", "kl_coef", "entropy_coeff"),
+)
 _TYPES = {
     **dict.fromkeys(_FLOATS, "*fp32"),
     **dict.fromkeys(_OPTIONS, "fp32"),
-    **{"mask": "*i1", "selected": "*i1", "cu_seqlens": "*i32"},
+    **{"mask": "*i1", "selected": "*i1", "token_clips": "*i1", "cu_seqlens": "*i32"},
     **{"num_tokens": "i64", "num_sequences": "i32"},
 }
 
@@ -114,7 +128,7 @@ def _policy_loss_token(mode: str, capability: int) -> Usage:
 
 def _policy_loss_sequence(mode: str, capability: int) -> Usage:
     kernel = policy_loss_triton._sequence_kernel
-    constants = _flags(kernel, MODE=mode, BLOCK=policy_loss_triton.BLOCK)
+    constants = _flags(kernel, MODE=mode, KL=3, BLOCK=policy_loss_triton.BLOCK)
     return compile_kernel(kernel, _TYPES, constants, capability)
 
 
@@ -141,6 +155,19 @@ def _rescale(dtype: str, capability: int) -> Usage:
     return compile_kernel(
         kernel, types, constants, capability, {"num_warps": 8}, {"values", "size"}
     )
+
+
+def _distillation(form: int, dtype: str, softcap: bool, capability: int) -> Usage:
+    kernel = distillation_triton.distillation_kernel
+    types = dict.fromkeys(kernel.arg_names, "fp32")
+    types |= dict.fromkeys(("student", "teacher", "losses", "incoming"), "*fp32")
+    strides = ("student_stride", "teacher_stride", "out_stride")
+    types |= {"out": f"*{dtype}", **dict.fromkeys(strides, "i64"), "vocab": "i32"}
+    constants = _flags(
+        kernel, FORM=form, HAS_CAP=softcap, TEACHER_HAS_CAP=softcap, BLOCK=distillation_triton.BLOCK
+    )
+    aligned = {"student", "teacher", "out", "vocab", *strides}
+    return compile_kernel(kernel, types, constants, capability, {"num_warps": 8}, aligned)
 
 
 def _sparse_linear(name: str, dtype: str, capability: int) -> Usage:
@@ -178,4 +205,29 @@ def _attention_tables(name: str, capability: int) -> Usage:
     types |= dict.fromkeys(("ends", "positions", "tables"), "*i32")
     types |= {"grad_out": "*bf16", "out": "*bf16", "delta": "*fp32"}
     constants = _flags(kernel, BLOCK=64, BLOCK_M=128, BLOCK_V=128, SCAN=1024)
+    return compile_kernel(kernel, types, constants, capability)
+
+
+def _whiten(name: str, capability: int) -> Usage:
+    kernel = getattr(whiten_triton, f"{name}_kernel")
+    types = dict.fromkeys(("values", "out"), "*fp64" if name == "join" else "*fp32")
+    types |= {"mask": "*i1", "moments": "*fp64", "epsilon": "fp32"}
+    types |= {"size": "i64", "rows": "i32", "ranks": "i32"}
+    block = whiten_triton.JOIN_BLOCK if name == "join" else whiten_triton.BLOCK
+    constants = _flags(kernel, BLOCK=block, JOIN_BLOCK=whiten_triton.JOIN_BLOCK)
+    return compile_kernel(kernel, types, constants, capability)
+
+
+def _rollout_correction(name: str, capability: int) -> Usage:
+    kernel = getattr(correction_triton, f"{name}_kernel")
+    types: dict[str, Any] = dict.fromkeys(kernel.arg_names, "*fp32")
+    types |= {"mask": "*i1", "remaining": "*i1", "cu_seqlens": "*i32", "metrics": "*fp64"}
+    types |= {"denominators": "*fp64", "num_tokens": "fp32" if name == "sum" else "i32"}
+    types |= dict.fromkeys(("blocks", "num_sequences"), "i32")
+    types |= dict.fromkeys(("upper", "lower"), "fp32")
+    types["bounds"] = ("fp32",) * (2 * len(REJECTION_CRITERIA))
+    every_criterion = (1 << len(REJECTION_CRITERIA)) - 1
+    sizes = {"sequence": "SEQUENCE_BLOCK", "token": "BLOCK", "sum": "SUM_BLOCK"}
+    block = getattr(correction_triton, sizes[name])
+    constants = _flags(kernel, LEVEL=2, CRITERIA=every_criterion, BLOCK=block)
     return compile_kernel(kernel, types, constants, capability)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -26,7 +26,11 @@ class Imbalance(NamedTuple):
 
 
 def balance(
-    lengths: Iterable[int] | Tensor, num_bins: int, *, equal_count: bool = False
+    lengths: Iterable[int] | Tensor,
+    num_bins: int,
+    *,
+    equal_count: bool = False,
+    group_ids: Sequence[Hashable] | Tensor | None = None,
 ) -> list[list[int]]:
     """Split sequences into bins of nearly equal total length.
 
@@ -36,13 +40,17 @@ def balance(
     Args:
         lengths: of N sequences, 0 or more each: any iterable of integers, or a tensor [N].
         num_bins: the number of bins; with at least as many sequences, none is empty.
-        equal_count: the numbers of sequences in the bins differ by one at most.
+        equal_count: the numbers of sequences in the bins differ by one at most; with group_ids,
+            those of groups.
+        group_ids: [N] of any kind: sequences with equal ids, such as the responses to one prompt,
+            go to the same bin.
 
     Returns:
         num_bins lists of positions in `lengths`, each ascending.
 
     Raises:
-        ValueError: num_bins below 1, a length that is negative or no integer.
+        ValueError: num_bins below 1, a length that is negative or no integer, another number of
+            group_ids.
         RuntimeError: the extension is not built.
 
     Example:
@@ -51,7 +59,20 @@ def balance(
     """
     lengths = _listed("balance", lengths)
     check.integer("balance", "num_bins", num_bins, at_least=1)
-    return _native("balance").balance(lengths, num_bins, equal_count)
+    if group_ids is None:
+        return _native("balance").balance(lengths, num_bins, equal_count)
+    ids = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
+    if len(ids) != len(lengths):
+        raise ValueError(
+            f"balance: group_ids has {len(ids)} entries; expected {len(lengths)}, one per length."
+        )
+    groups: dict[Hashable, list[int]] = {}
+    for i, one in enumerate(ids):
+        groups.setdefault(one, []).append(i)
+    members = list(groups.values())
+    totals = [sum(lengths[i] for i in group) for group in members]
+    bins = _native("balance").balance(totals, num_bins, equal_count)
+    return [sorted(i for group in items for i in members[group]) for items in bins]
 
 
 def balance_by_tokens(
@@ -74,7 +95,7 @@ def balance_by_tokens(
 
     Example:
         >>> balance_by_tokens([5, 5, 4, 3], 9)
-        [[0, 2], [1, 3]]
+        [[0, 3], [1, 2]]
     """
     op = "balance_by_tokens"
     lengths = _listed(op, lengths)

@@ -9,6 +9,7 @@ from . import _check as check
 from ._aggregation import check_aggregation, loss_denominators, token_weights
 from ._backend import choose_backend, register_backends
 from ._per_token import as_mask, compute_dtype, token_arguments, zero_masked
+from .policy_loss.arguments import LossInputs
 from .policy_loss.op import run_kernel
 from .policy_loss.reference import LossSettings
 from .policy_loss.terms import LossOptions
@@ -74,7 +75,8 @@ def value_loss(
         names = {"values": "log_probs", "old_values": "old_log_probs", "returns": "advantages"}
         renamed = {names.get(name, name): tensor for name, tensor in tokens.items()}
         options = LossOptions(clip_ratio_low=clip)
-        loss, sums = run_kernel(op, backend, renamed, cu_seqlens, counts, settings, options)
+        inputs = LossInputs(renamed, cu_seqlens, None, settings, options, backend)
+        loss, sums = run_kernel(op, inputs, counts)
         means = [sums[3], sums[6]]  # pg_clipfrac and ratio_mean of the kernels
     metrics = {"vf_loss": loss, "vf_clipfrac": means[0], "vpred_mean": means[1]}
     return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}

@@ -50,9 +50,11 @@ def environment() -> None:
 def find_python() -> str:
     """The first Python 3.12 of PYTHON, python3.12 and python3."""
     code = "import sys, venv; print(sys.executable if sys.version_info[:2] == (3, 12) else '')"
+    environment = os.environ | {"PYENV_VERSION": "3.12"}  # pyenv's python3.12 needs it chosen
     for name in filter(None, (os.environ.get("PYTHON"), "python3.12", "python3")):
         if path := shutil.which(name):
-            done = subprocess.run([path, "-c", code], capture_output=True, text=True)
+            command = [path, "-c", code]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.stdout.strip():
                 return done.stdout.strip()
     sys.exit("gpu-rehearsal: Python 3.12 was not found: install it, or set PYTHON to it.")

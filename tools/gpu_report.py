@@ -37,7 +37,7 @@ LIMIT_S = 530  # of a part
 # The most important first: what a time limit cuts off is at the end.
 KERNELS = (
     *("logprob", "linear", "strided_copy", "packing", "policy_loss", "advantage", "attention"),
-    *("shared_prefix", "sparse_linear", "head_share"),
+    *("shared_prefix", "sparse_linear", "head_share", "linear_cross_entropy", "distillation"),
 )
 PARTS = {
     "build": ("tools/gpu_build.py",),

@@ -16,6 +16,7 @@ enum class Estimator : int32_t {
   pass_k,    // the best: (r - second) / scale       arXiv 2503.19595, section 3
   max_mean,  // the best: (r - mean) / scale
   opo,       // r - length-weighted mean             arXiv 2505.23585, eq. 8
+  grpo_loo,  // (r - mean) / (std + epsilon) of the others; NeMo-RL's leave-one-out baseline
 };
 
 // Sums over a group of d = r - shift, where shift is a reward of the group: exact where all rewards
@@ -34,9 +35,18 @@ struct GroupStats {
 
 struct EstimatorOptions {
   Estimator estimator;
-  bool norm_by_std;  // pass_k, max_mean
+  bool norm_by_std;  // pass_k, max_mean, grpo_loo
   double epsilon;
 };
+
+// The std of the other rewards of a group of `n`, 0 where they are equal up to rounding.
+HE_HOST_DEVICE double std_of_others(double reward, const GroupStats& group, double n) {
+  if (n < 3) return 0;
+  const double d = reward - group.shift, sum = group.sum - d, total = group.sum_square - d * d;
+  const double square = total - sum * sum / (n - 1);
+  // The sums cancel to about 2^-52 of the terms they are made of.
+  return square > 1e-14 * n * group.sum_square ? sqrt(square / (n - 2)) : 0;
+}
 
 HE_HOST_DEVICE double advantage_of(double reward, int64_t row, const GroupStats& group,
                                    const EstimatorOptions& options) {
@@ -59,6 +69,12 @@ HE_HOST_DEVICE double advantage_of(double reward, int64_t row, const GroupStats&
       return is_best ? (reward - (alone ? 0 : static_cast<double>(group.second))) / scale : 0;
     case Estimator::max_mean:
       return is_best ? (reward - mean) / scale : 0;
+    case Estimator::grpo_loo: {
+      if (alone) return reward;
+      const double advantage = (reward - mean) * (n / (n - 1));
+      const double others = options.norm_by_std ? std_of_others(reward, group, n) : 0;
+      return others > 0 ? advantage / (others + options.epsilon) : advantage;
+    }
     case Estimator::opo:
       if (alone || group.length <= 0) return reward;
       return reward - group.shift - group.length_sum / group.length;

@@ -18,6 +18,24 @@ HE_HOST_DEVICE float max_nan(float a, float b) {
 #endif
 }
 
+// The `count` words from byte `offset` of `pair` on: even, below 4 * count.
+template <int count>
+HE_HOST_DEVICE void shift_words(uint32_t (&pair)[2 * count], int offset, uint32_t* words) {
+  HE_UNROLL
+  for (int step = count / 2; step; step /= 2) {
+    HE_UNROLL
+    for (int i = 0; i < count + step; ++i) pair[i] = offset & 4 * step ? pair[i + step] : pair[i];
+  }
+  HE_UNROLL
+  for (int i = 0; i < count; ++i) {
+#ifdef __CUDA_ARCH__
+    words[i] = __funnelshift_r(pair[i], pair[i + 1], 8 * (offset & 2));
+#else
+    words[i] = static_cast<uint32_t>((uint64_t{pair[i + 1]} << 32 | pair[i]) >> 8 * (offset & 2));
+#endif
+  }
+}
+
 template <typename Half>
 struct Word {
   static constexpr int kValues = 2;

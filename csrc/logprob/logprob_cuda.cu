@@ -20,6 +20,14 @@ constexpr int kWarps = 4;           // of a block that works on slices of one ro
 constexpr int kFinishRows = 32;     // rows of a block that joins slices: a warp each
 constexpr int64_t kBlocks = 32768;  // many times those that run at once: an even end
 
+// Blocks of a multiprocessor on Blackwell, compared with older GPUs: the compiler needs more
+// registers there, and would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kFewerBlocks = 2;
+#else
+constexpr int kFewerBlocks = 0;
+#endif
+
 template <typename V>
 __device__ __forceinline__ V shuffled(V value, int lanes) {
   return __shfl_xor_sync(~0u, value, lanes);
@@ -52,7 +60,7 @@ __device__ __forceinline__ void for_each_slice(int64_t vocab, const Body& body) 
 }
 
 template <typename T, bool general>
-__global__ void __launch_bounds__(kWarps* kLanes, general ? 6 : 10)
+__global__ void __launch_bounds__(kWarps* kLanes, (general ? 6 : 10) - kFewerBlocks)
     forward_slices(const __grid_constant__ LogProbForward p) {
   const int64_t r = blockIdx.x;
   if (p.token_ids[r] == p.ignore_index) return;
@@ -140,14 +148,52 @@ __global__ void __launch_bounds__(kFinishRows* kLanes)
   if (warp == 0 && first + lane < p.rows) finish<T, general>(p, first + lane, sums[lane]);
 }
 
+// As store_chunk, for a full chunk of a row that begins `offset` bytes after an address that vector
+// stores can use. The vector before a lane's columns has the last ones of the lane before and the
+// first ones of its own; the ends of the chunk, less than a vector each, are stored by element.
+template <typename T, typename Out, int count>
+__device__ __forceinline__ void store_unaligned(Out* row, int offset, int64_t first, int lane,
+                                                const uint32_t (&words)[count]) {
+  constexpr int kBytes = kGroup<T> * sizeof(Out), kWords = kBytes / 4, kLast = kLanes - 1;
+  Out* chunk = row + first;
+  auto* to = reinterpret_cast<Access<kBytes>*>(reinterpret_cast<char*>(chunk) - offset) + lane;
+  const auto store_value = [&](int i, bool wanted) {
+    if (wanted) {
+      chunk[lane * kGroup<T> + column_of<T>(i)] = FromFloat<Out>::of(
+          Word<Out>::value(words[i / Word<Out>::kValues], i % Word<Out>::kValues));
+    }
+  };
+  const int own = (kBytes - offset) / static_cast<int>(sizeof(Out));  // columns before a boundary
+  HE_UNROLL
+  for (int load = 0; load < kLoads; ++load) {
+    uint32_t pair[2 * kWords];
+    HE_UNROLL
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t before = words[(load ? load - 1 : 0) * kWords + w];
+      const uint32_t here = words[load * kWords + w];
+      pair[w] = __shfl_sync(~0u, lane == kLast ? before : here, (lane + kLast) % kLanes);
+      pair[kWords + w] = here;
+    }
+    Access<kBytes> access;
+    shift_words<kWords>(pair, kBytes - offset, access.words);
+    if (load || lane) to[load * kLanes] = access;
+  }
+  HE_UNROLL
+  for (int i = 0; i < kGroup<T>; ++i) {
+    store_value(i, lane == 0 && i < own);
+    store_value(kLaneValues<T> - kGroup<T> + i, lane == kLast && i >= own);
+  }
+}
+
 template <typename T, typename Out, bool general>
-__global__ void __launch_bounds__(kWarps* kLanes, general ? 5 : 7)
+__global__ void __launch_bounds__(kWarps* kLanes, (general ? 5 : 7) - kFewerBlocks)
     backward_slices(const __grid_constant__ LogProbBackward p) {
   const int64_t r = blockIdx.x;
   const int64_t out_row = grad_row(p, r);
   if (out_row < 0) return;
   Out* out = static_cast<Out*>(p.grad_logits) + out_row * p.grad_stride;
-  const bool aligned = reinterpret_cast<uintptr_t>(out) % (kGroup<T> * sizeof(Out)) == 0;
+  const auto offset =
+      static_cast<int>(reinterpret_cast<uintptr_t>(out) % (kGroup<T> * sizeof(Out)));
   const float factor = row_factor(p, r);
   const RowGradient gradient = row_gradient(p, r, factor);
   const GradientTerms terms(p, r, factor, gradient);
@@ -160,10 +206,14 @@ __global__ void __launch_bounds__(kWarps* kLanes, general ? 5 : 7)
       uint32_t grad[kLaneValues<T> / Word<Out>::kValues] = {};
       if (!gradient.zero) {  // a masked row is not read: it may hold NaN
         uint32_t words[kChunkWords];
-        load_chunk(row.logits, p.vocab, row.aligned, first, lane, words);
+        load_chunk(row.logits, p.vocab, row.offset, first, lane, words);
         chunk_gradient<T, Out>(row, terms, token, gradient.token, first, lane, words, grad);
       }
-      store_chunk<T>(out, p.vocab, aligned, first, lane, grad);
+      if (offset && first + kChunk<T> <= p.vocab) {
+        store_unaligned<T>(out, offset, first, lane, grad);
+      } else {
+        store_chunk<T>(out, p.vocab, offset == 0, first, lane, grad);
+      }
     }
   });
 }

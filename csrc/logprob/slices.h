@@ -72,7 +72,7 @@ struct RowView {
   const uint8_t* mask;
   float softcap, scale_in;
   int64_t vocab;
-  bool aligned;
+  int offset;  // bytes from an address that 16-byte loads can use
 
   HE_HOST_DEVICE RowView(const LogitRows& rows, int64_t row)
       : logits(static_cast<const T*>(rows.logits) + row * rows.row_stride),
@@ -80,7 +80,7 @@ struct RowView {
         softcap(rows.softcap),
         scale_in(rows.softcap > 0 ? rows.logit_scale / rows.softcap : 0),
         vocab(rows.vocab),
-        aligned(reinterpret_cast<uintptr_t>(logits) % 16 == 0) {}
+        offset(static_cast<int>(reinterpret_cast<uintptr_t>(logits) % 16)) {}
 
   // y of the logit x in a column of the row.
   HE_HOST_DEVICE float y(float x, int64_t column) const {
@@ -92,11 +92,30 @@ struct RowView {
   }
 };
 
-// The chunk at column `first`, with removed entries beyond the end of the row.
+// The chunk at column `first`, with removed entries beyond the end of the row. Of an unaligned row
+// of 16-bit values, as of an odd vocabulary, a lane loads the two vectors that its columns are
+// parts of; what else they hold, before the chunk and after it, is not used. (4-byte loads are fast
+// enough.)
 template <typename T>
-HE_HOST_DEVICE void load_chunk(const T* row, int64_t vocab, bool aligned, int64_t first, int lane,
+HE_HOST_DEVICE void load_chunk(const T* row, int64_t vocab, int offset, int64_t first, int lane,
                                uint32_t (&words)[kChunkWords]) {
-  if (aligned && first + kChunk<T> <= vocab) {
+  if (sizeof(T) == 2 && offset && first + kChunk<T> + kGroup<T> <= vocab) {
+    const auto* begin = reinterpret_cast<const char*>(row + first) - offset;
+    const auto* from = reinterpret_cast<const Access<16>*>(begin) + lane;
+    HE_UNROLL
+    for (int load = 0; load < kLoads; ++load) {
+      const Access<16> low = from[load * kLanes], high = from[load * kLanes + 1];
+      uint32_t pair[8];
+      HE_UNROLL
+      for (int w = 0; w < 4; ++w) {
+        pair[w] = low.words[w];
+        pair[4 + w] = high.words[w];
+      }
+      shift_words<4>(pair, offset, words + load * 4);
+    }
+    return;
+  }
+  if (!offset && first + kChunk<T> <= vocab) {
     const auto* from = reinterpret_cast<const Access<16>*>(row + first) + lane;
     HE_UNROLL
     for (int load = 0; load < kLoads; ++load) {
@@ -230,7 +249,7 @@ HE_HOST_DEVICE PartSums lane_sums(const RowView<T, general>& row, int64_t slice,
   const int64_t end = begin + kSliceColumns < row.vocab ? begin + kSliceColumns : row.vocab;
   for (int64_t first = begin; first < end; first += kChunk<T>) {
     uint32_t words[kChunkWords];
-    load_chunk(row.logits, row.vocab, row.aligned, first, lane, words);
+    load_chunk(row.logits, row.vocab, row.offset, first, lane, words);
     if constexpr (general) {
       uint32_t y[kLaneValues<T>];
       HE_UNROLL

@@ -27,17 +27,20 @@ const bool* optional_bools(const OptionalTensor& tensor, const char* name, int64
   return tensor->const_data_ptr<bool>();
 }
 
-// Returns the loss [], the metrics [kNumSums], and the gradients by log_probs and entropy (empty if
-// not wanted). `options` is TokenLossOptions in its order; `coefficients` are kl_coef,
-// entropy_coeff, loss_scale_factor and the global numbers of tokens and sequences, NaN where they
-// are counted here; `denominators` is those two numbers as a float64 tensor, or null.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
+// Returns the loss [], the metrics [kNumSums], the terms of the tokens [kNumTokenTerms, T] and
+// their clip masks [2, T], and the gradients by log_probs and entropy (empty if not wanted).
+// `options` is TokenLossOptions and the clamps of KlOptions in their order; `coefficients` are
+// kl_coef, entropy_coeff, loss_scale_factor and the global numbers of tokens and sequences, NaN
+// where they are counted here; `denominators` is those two numbers as a float64 tensor, or null.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
     const at::Tensor& log_probs, const at::Tensor& old_log_probs, const at::Tensor& advantages,
     const OptionalTensor& mask, const OptionalTensor& selected, const OptionalTensor& ref_log_probs,
     const OptionalTensor& entropy, const OptionalTensor& is_weights,
-    const OptionalTensor& cu_seqlens, const OptionalTensor& denominators, int64_t mode,
-    int64_t agg_mode, int64_t kl_type, bool kl_straight_through, const std::vector<double>& options,
-    const std::vector<double>& coefficients, bool wants_gradient, bool wants_entropy_gradient) {
+    const OptionalTensor& cu_seqlens, const OptionalTensor& seq_num_tokens,
+    const OptionalTensor& denominators, int64_t mode, int64_t agg_mode, int64_t kl_type,
+    bool kl_straight_through, bool kl_times_ratio, const std::vector<double>& options,
+    const std::vector<double>& coefficients, bool wants_tokens, bool wants_gradient,
+    bool wants_entropy_gradient) {
   const int64_t tokens = log_probs.numel();
   const at::Device device = log_probs.device();
   check_same_device("policy_loss", {{"log_probs", log_probs},
@@ -49,6 +52,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
                                     {"entropy", entropy},
                                     {"rollout_is_weights", is_weights},
                                     {"cu_seqlens", cu_seqlens},
+                                    {"seq_num_tokens", seq_num_tokens},
                                     {"denominators", denominators}});
   const c10::DeviceGuard guard(device);
   check_vector(log_probs, "log_probs", at::kFloat, tokens);
@@ -69,13 +73,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
     params.cu_seqlens = cu_seqlens->const_data_ptr<int32_t>();
     params.num_sequences = cu_seqlens->numel() - 1;
   }
+  params.seq_num_tokens = optional_floats(seq_num_tokens, "seq_num_tokens", params.num_sequences);
   params.num_tokens = tokens;
   params.mode = static_cast<LossMode>(mode);
   params.agg_mode = static_cast<LossAggMode>(agg_mode);
-  params.kl_type = static_cast<KlType>(kl_type);
-  params.kl_straight_through = kl_straight_through;
   const auto option = [&](int i) { return static_cast<float>(options.at(i)); };
-  params.options = {option(0), option(1), option(2), option(3), option(4), option(5)};
+  params.options = {option(0), option(1), option(2), option(3), option(4), option(5), option(6)};
+  params.kl = {static_cast<KlType>(kl_type), kl_straight_through, kl_times_ratio, option(7),
+               option(8)};
   params.kl_coef = static_cast<float>(coefficients.at(0));
   params.entropy_coeff = static_cast<float>(coefficients.at(1));
   params.loss_scale_factor = static_cast<float>(coefficients.at(2));
@@ -91,6 +96,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
   at::Tensor loss = at::empty({}, floats), metrics = at::empty({kNumSums}, floats);
   at::Tensor gradient = empty_from_pool({wants_gradient ? tokens : 0}, floats);
   at::Tensor entropy_gradient = empty_from_pool({wants_entropy_gradient ? tokens : 0}, floats);
+  at::Tensor token_terms = at::empty({wants_tokens ? kNumTokenTerms : 0, tokens}, floats);
+  at::Tensor token_clips = at::empty({wants_tokens ? 2 : 0, tokens}, floats.dtype(at::kBool));
   at::Tensor sequence_stats =
       at::empty({params.num_sequences * stats_bytes}, floats.dtype(at::kByte));
   at::Tensor token_counts =
@@ -102,6 +109,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
   params.loss = loss.mutable_data_ptr<float>();
   params.metrics = metrics.mutable_data_ptr<float>();
   if (wants_gradient) params.gradient = gradient.mutable_data_ptr<float>();
+  if (wants_tokens) {
+    params.token_terms = token_terms.mutable_data_ptr<float>();
+    params.token_clips = token_clips.mutable_data_ptr<bool>();
+  }
   if (wants_entropy_gradient) params.entropy_gradient = entropy_gradient.mutable_data_ptr<float>();
   if (device.is_cpu()) {
     py::gil_scoped_release no_gil;
@@ -113,7 +124,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
   } else {
     no_kernel_for(device, "policy_loss");
   }
-  return {loss, metrics, gradient, entropy_gradient};
+  return {loss, metrics, token_terms, token_clips, gradient, entropy_gradient};
 }
 
 }  // namespace
@@ -121,9 +132,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> policy_loss(
 void register_policy_loss(py::module_& m) {
   m.def("policy_loss", &policy_loss, py::arg("log_probs"), py::arg("old_log_probs"),
         py::arg("advantages"), py::arg("mask"), py::arg("selected"), py::arg("ref_log_probs"),
-        py::arg("entropy"), py::arg("is_weights"), py::arg("cu_seqlens"), py::arg("denominators"),
-        py::arg("mode"), py::arg("agg_mode"), py::arg("kl_type"), py::arg("kl_straight_through"),
-        py::arg("options"), py::arg("coefficients"), py::arg("wants_gradient"),
+        py::arg("entropy"), py::arg("is_weights"), py::arg("cu_seqlens"), py::arg("seq_num_tokens"),
+        py::arg("denominators"), py::arg("mode"), py::arg("agg_mode"), py::arg("kl_type"),
+        py::arg("kl_straight_through"), py::arg("kl_times_ratio"), py::arg("options"),
+        py::arg("coefficients"), py::arg("wants_tokens"), py::arg("wants_gradient"),
         py::arg("wants_entropy_gradient"));
 }
 

@@ -32,31 +32,35 @@ enum PolicyLossSum {
   kNumSums
 };
 
+// Rows of token_terms; the loss is that with KL and entropy.
+enum TokenTerm { kTokenLoss, kTokenKl, kTokenRatio, kNumTokenTerms };
+
 // Statistics of a sequence that its tokens need.
 struct SequenceStats {
   float length;     // unmasked tokens
-  float log_ratio;  // mean token log-ratio (gspo), mean clipped one (gmpo)
+  float log_ratio;  // mean token log-ratio (gspo, seq_sapo), mean clipped one (gmpo)
   float advantage;  // mean advantage (gmpo)
   float is_weight;  // geometric mean of the rollout weights (gmpo)
+  float kl;         // mean KL (times a sequence's ratio)
 };
 
 struct PolicyLossParams {
   const float* log_probs;  // [num_tokens], as all that follow
   const float* old_log_probs;
   const float* advantages;
-  const bool* mask;            // or null: no token is masked
-  const bool* selected;        // clip_cov, kl_cov
-  const float* ref_log_probs;  // or null: no KL
-  const float* entropy;        // or null
-  const float* is_weights;     // or null
-  const int32_t* cu_seqlens;   // [num_sequences + 1] or null
+  const bool* mask;             // or null: no token is masked
+  const bool* selected;         // clip_cov, kl_cov
+  const float* ref_log_probs;   // or null: no KL
+  const float* entropy;         // or null
+  const float* is_weights;      // or null
+  const int32_t* cu_seqlens;    // [num_sequences + 1] or null
+  const float* seq_num_tokens;  // [num_sequences]: seq_mean_token_mean divides by it; null: counted
   int64_t num_tokens;
   int64_t num_sequences;
   LossMode mode;
   LossAggMode agg_mode;
   TokenLossOptions options;
-  KlType kl_type;
-  bool kl_straight_through;
+  KlOptions kl;
   float kl_coef;
   float entropy_coeff;
   float loss_scale_factor;
@@ -70,6 +74,8 @@ struct PolicyLossParams {
   float* metrics;                 // [kNumSums]
   float* gradient;                // [num_tokens] or null
   float* entropy_gradient;        // [num_tokens] or null
+  float* token_terms;             // [kNumTokenTerms][num_tokens] or null; 0 where masked
+  bool* token_clips;              // [2][num_tokens] or null: clipped, clipped_lower
   int num_threads;
 };
 
@@ -82,7 +88,7 @@ struct Denominators {
 inline constexpr int64_t kCpuChunk = 16384, kCudaChunk = 2048;
 
 HE_HOST_DEVICE bool needs_sequence_stats(const PolicyLossParams& p) {
-  return p.mode == LossMode::gspo || p.mode == LossMode::gmpo ||
+  return has_sequence_ratio(p.mode) || p.mode == LossMode::gmpo ||
          p.agg_mode == LossAggMode::seq_mean_token_mean;
 }
 
@@ -128,6 +134,11 @@ HE_HOST_DEVICE int64_t find_sequence(const PolicyLossParams& p, int64_t t) {
       low = middle + 1;
   }
   return low;
+}
+
+// The number of tokens that divides the losses of sequence n, which has `length` unmasked here.
+HE_HOST_DEVICE float divisor(const PolicyLossParams& p, int64_t n, float length) {
+  return p.seq_num_tokens ? p.seq_num_tokens[n] : length;
 }
 
 // The weight of the unmasked tokens of a sequence with `length` of them.

@@ -49,6 +49,11 @@ void store_some(float* p, VecF v, int64_t count) {
 }
 
 template <bool full>
+void store_mask(bool* p, VecI mask, int64_t count) {
+  for (int64_t i = 0; i < (full ? kWidth : count); ++i) p[i] = mask[i] != 0;
+}
+
+template <bool full>
 VecI load_mask(const bool* p, int64_t count) {
   VecB bytes{};
   std::memcpy(&bytes, p, full ? kWidth : count);
@@ -94,6 +99,13 @@ VecI unmasked_lanes(const PolicyLossParams& p, int64_t t, int64_t count) {
   return full ? unmasked : unmasked & first_lanes(count);
 }
 
+template <bool full>
+KlTerms<VectorOps> load_kl(const PolicyLossParams& p, int64_t t, int64_t count, VecI unmasked,
+                           const Token<VectorOps>& token) {
+  const VecF ref = select(unmasked, load_some<full>(p.ref_log_probs + t, count), splat(0));
+  return token_kl<VectorOps>(p.kl, token.log_prob, ref);
+}
+
 template <LossMode mode, bool full>
 void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run& run, int64_t t,
            int64_t count, Lanes& lanes, VecF& ratio_max) {
@@ -106,27 +118,39 @@ void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run
     is_weight = mode == LossMode::gmpo
                     ? splat(run.sequence.is_weight)
                     : select(unmasked, load_some<full>(p.is_weights + t, count), zero);
-  lanes.pg += select(unmasked, terms.loss * is_weight, zero);
+  const VecF pg = select(unmasked, terms.loss * is_weight, zero);
+  lanes.pg += pg;
   lanes.minus_clipped += unmasked & terms.clipped;
   lanes.minus_clipped_lower += unmasked & terms.clipped_lower;
   lanes.ppo_kl -= select(unmasked, terms.log_ratio, zero);
   const VecF ratio = select(unmasked, terms.ratio, zero);
   lanes.ratio += ratio;
   ratio_max = max(ratio, ratio_max);
-  VecF gradient = terms.gradient * is_weight;
+  VecF gradient = terms.gradient * is_weight, kl_value = zero, entropy = zero;
   if (p.ref_log_probs) {
-    const VecF ref = select(unmasked, load_some<full>(p.ref_log_probs + t, count), zero);
-    const KlTerms<VectorOps> kl =
-        token_kl<VectorOps>(p.kl_type, p.kl_straight_through, token.log_prob, ref);
-    lanes.kl += select(unmasked, kl.value, zero);
+    KlTerms<VectorOps> kl = load_kl<full>(p, t, count, unmasked, token);
+    if (p.kl.times_ratio) {
+      const VecF mean = has_sequence_ratio(mode) ? splat(run.sequence.kl) : kl.value;
+      kl = times_ratio<VectorOps>(kl, mean, terms);
+    }
+    kl_value = select(unmasked, kl.value, zero);
+    lanes.kl += kl_value;
     gradient += p.kl_coef * kl.gradient;
   }
-  if (p.entropy) lanes.entropy += select(unmasked, load_some<full>(p.entropy + t, count), zero);
+  if (p.entropy) entropy = select(unmasked, load_some<full>(p.entropy + t, count), zero);
+  lanes.entropy += entropy;
   if (p.gradient)
     store_some<full>(p.gradient + t, select(unmasked, gradient * run.weight, zero), count);
   if (p.entropy_gradient)
     store_some<full>(p.entropy_gradient + t,
                      select(unmasked, splat(-p.entropy_coeff * run.weight), zero), count);
+  if (!p.token_terms) return;
+  const VecF loss = pg + p.kl_coef * kl_value - p.entropy_coeff * entropy;
+  store_some<full>(p.token_terms + kTokenLoss * p.num_tokens + t, loss, count);
+  store_some<full>(p.token_terms + kTokenKl * p.num_tokens + t, kl_value, count);
+  store_some<full>(p.token_terms + kTokenRatio * p.num_tokens + t, ratio, count);
+  store_mask<full>(p.token_clips + t, unmasked & terms.clipped, count);
+  store_mask<full>(p.token_clips + p.num_tokens + t, unmasked & terms.clipped_lower, count);
 }
 
 template <LossMode mode>
@@ -167,7 +191,7 @@ void visit_chunk(const PolicyLossParams& p, const Denominators& counts, int64_t 
     const bool past_end = n >= p.num_sequences;  // tokens that belong to no sequence
     const int64_t stop = past_end || p.cu_seqlens[n + 1] > end ? end : p.cu_seqlens[n + 1];
     const SequenceStats sequence = past_end ? SequenceStats{} : p.sequence_stats[n];
-    const float weight = past_end ? 0 : token_weight(p, counts, sequence.length);
+    const float weight = past_end ? 0 : token_weight(p, counts, divisor(p, n, sequence.length));
     visit_run<mode>(p, Run{begin, stop, weight, sequence}, totals);
     begin = stop;
   }
@@ -175,18 +199,20 @@ void visit_chunk(const PolicyLossParams& p, const Denominators& counts, int64_t 
 
 struct SequenceLanes {
   VecI minus_count;
-  VecF log_ratio, advantage, log_weight;
+  VecF log_ratio, advantage, log_weight, kl;
 };
 
 template <LossMode mode, bool full>
 void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SequenceLanes& lanes) {
   const VecI unmasked = unmasked_lanes<full>(p, t, left);
   lanes.minus_count += unmasked;
-  if (mode != LossMode::gspo && mode != LossMode::gmpo) return;
+  if (!has_sequence_ratio(mode) && mode != LossMode::gmpo) return;
   const auto token = load_token<mode, full>(p, t, left, unmasked, SequenceStats{});
   const VecF x =
       mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
   lanes.log_ratio += select(unmasked, x, splat(0));
+  if (has_sequence_ratio(mode) && p.ref_log_probs && p.kl.times_ratio)
+    lanes.kl += select(unmasked, load_kl<full>(p, t, left, unmasked, token).value, splat(0));
   if (mode != LossMode::gmpo) return;
   lanes.advantage += token.advantage;
   if (!p.is_weights) return;
@@ -196,7 +222,7 @@ void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SequenceLane
 
 template <LossMode mode>
 SequenceStats compute_stats(const PolicyLossParams& p, int64_t begin, int64_t end) {
-  double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
+  double count = 0, log_ratio = 0, advantage = 0, log_weight = 0, kl = 0;
   for (int64_t block = begin; block < end; block += kBlock) {
     const int64_t stop = block + kBlock < end ? block + kBlock : end;
     SequenceLanes lanes{};
@@ -207,11 +233,12 @@ SequenceStats compute_stats(const PolicyLossParams& p, int64_t begin, int64_t en
     log_ratio += sum(lanes.log_ratio);
     advantage += sum(lanes.advantage);
     log_weight += sum(lanes.log_weight);
+    kl += sum(lanes.kl);
   }
   const double n = count > 1 ? count : 1;
   return SequenceStats{static_cast<float>(count), static_cast<float>(log_ratio / n),
                        static_cast<float>(advantage / n),
-                       static_cast<float>(std::exp(log_weight / n))};
+                       static_cast<float>(std::exp(log_weight / n)), static_cast<float>(kl / n)};
 }
 
 Denominators counted(const PolicyLossParams& p) {
@@ -281,6 +308,10 @@ void policy_loss_cpu(const PolicyLossParams& p) {
       return run<LossMode::kl_cov>(p);
     case LossMode::reinforce:
       return run<LossMode::reinforce>(p);
+    case LossMode::dro:
+      return run<LossMode::dro>(p);
+    case LossMode::seq_sapo:
+      return run<LossMode::seq_sapo>(p);
     case LossMode::value:
       return run<LossMode::value>(p);
   }

@@ -53,14 +53,16 @@ template <LossMode mode>
 __global__ void __launch_bounds__(kThreads) sequence_kernel(PolicyLossParams p) {
   const int64_t begin = bounded_entry(p.cu_seqlens[blockIdx.x], p.num_tokens);
   const int64_t end = bounded_entry(p.cu_seqlens[blockIdx.x + 1], p.num_tokens);
-  double count = 0, log_ratio = 0, advantage = 0, log_weight = 0;
+  double count = 0, log_ratio = 0, advantage = 0, log_weight = 0, kl = 0;
   for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
     if (p.mask && !p.mask[t]) continue;
     count += 1;
-    if (mode != LossMode::gspo && mode != LossMode::gmpo) continue;
+    if (!has_sequence_ratio(mode) && mode != LossMode::gmpo) continue;
     const Token<ScalarOps> token = load_token<mode>(p, t, SequenceStats{});
     log_ratio +=
         mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
+    if (has_sequence_ratio(mode) && p.ref_log_probs && p.kl.times_ratio)
+      kl += token_kl<ScalarOps>(p.kl, token.log_prob, p.ref_log_probs[t]).value;
     advantage += token.advantage;
     if (mode == LossMode::gmpo && p.is_weights) log_weight += logf(p.is_weights[t] + 1e-10f);
   }
@@ -68,7 +70,8 @@ __global__ void __launch_bounds__(kThreads) sequence_kernel(PolicyLossParams p) 
   const double n = count > 1 ? count : 1;
   const SequenceStats stats{static_cast<float>(count), static_cast<float>(block_sum(log_ratio) / n),
                             static_cast<float>(block_sum(advantage) / n),
-                            static_cast<float>(exp(block_sum(log_weight) / n))};
+                            static_cast<float>(exp(block_sum(log_weight) / n)),
+                            static_cast<float>(block_sum(kl) / n)};
   if (threadIdx.x == 0) p.sequence_stats[blockIdx.x] = stats;
 }
 
@@ -119,16 +122,35 @@ __device__ void visit(const PolicyLossParams& p, int64_t t, float weight,
   sums.ppo_kl -= terms.log_ratio;
   sums.ratio += terms.ratio;
   sums.ratio_max = larger(terms.ratio, sums.ratio_max);
-  float gradient = terms.gradient * is_weight;
+  float gradient = terms.gradient * is_weight, kl_value = 0;
   if (p.ref_log_probs) {
-    const KlTerms<ScalarOps> kl =
-        token_kl<ScalarOps>(p.kl_type, p.kl_straight_through, token.log_prob, p.ref_log_probs[t]);
+    KlTerms<ScalarOps> kl = token_kl<ScalarOps>(p.kl, token.log_prob, p.ref_log_probs[t]);
+    if (p.kl.times_ratio)
+      kl = times_ratio<ScalarOps>(kl, has_sequence_ratio(mode) ? sequence.kl : kl.value, terms);
+    kl_value = kl.value;
     sums.kl += weight * kl.value;
     gradient += p.kl_coef * kl.gradient;
   }
-  if (p.entropy) sums.entropy += weight * p.entropy[t];
+  const float entropy = p.entropy ? p.entropy[t] : 0;
+  sums.entropy += weight * entropy;
   if (p.gradient) p.gradient[t] = gradient * weight;
   if (p.entropy_gradient) p.entropy_gradient[t] = -p.entropy_coeff * weight;
+  if (!p.token_terms) return;
+  const float loss = terms.loss * is_weight + p.kl_coef * kl_value - p.entropy_coeff * entropy;
+  p.token_terms[kTokenLoss * p.num_tokens + t] = loss;
+  p.token_terms[kTokenKl * p.num_tokens + t] = kl_value;
+  p.token_terms[kTokenRatio * p.num_tokens + t] = terms.ratio;
+  p.token_clips[t] = terms.clipped;
+  p.token_clips[p.num_tokens + t] = terms.clipped_lower;
+}
+
+// The results of a masked token.
+__device__ void clear(const PolicyLossParams& p, int64_t t) {
+  if (p.gradient) p.gradient[t] = 0;
+  if (p.entropy_gradient) p.entropy_gradient[t] = 0;
+  if (!p.token_terms) return;
+  for (int i = 0; i < kNumTokenTerms; ++i) p.token_terms[i * p.num_tokens + t] = 0;
+  p.token_clips[t] = p.token_clips[p.num_tokens + t] = false;
 }
 
 template <LossMode mode>
@@ -146,14 +168,15 @@ __global__ void __launch_bounds__(kThreads)
     if (by_sequence && unmasked) {
       const int64_t n = find_sequence(p, t);
       unmasked = n < p.num_sequences;  // else the token belongs to no sequence
-      if (unmasked) sequence = p.sequence_stats[n];
-      weight = token_weight(p, counts, sequence.length);
+      if (unmasked) {
+        sequence = p.sequence_stats[n];
+        weight = token_weight(p, counts, divisor(p, n, sequence.length));
+      }
     }
     if (unmasked) {
       visit<mode>(p, t, weight, sequence, sums);
     } else {
-      if (p.gradient) p.gradient[t] = 0;
-      if (p.entropy_gradient) p.entropy_gradient[t] = 0;
+      clear(p, t);
     }
   }
   double* partial = p.partials + blockIdx.x * kNumSums;
@@ -222,6 +245,10 @@ int policy_loss_cuda(const PolicyLossParams& p, void* stream) {
       return launch<LossMode::kl_cov>(p, s);
     case LossMode::reinforce:
       return launch<LossMode::reinforce>(p, s);
+    case LossMode::dro:
+      return launch<LossMode::dro>(p, s);
+    case LossMode::seq_sapo:
+      return launch<LossMode::seq_sapo>(p, s);
     case LossMode::value:
       return launch<LossMode::value>(p, s);
   }

@@ -24,16 +24,31 @@ enum class LossMode : int32_t {
   clip_cov,
   kl_cov,
   reinforce,
+  dro,
+  seq_sapo,
   value
 };
+
+// Whether the ratio of a token is that of its sequence.
+HE_HOST_DEVICE constexpr bool has_sequence_ratio(LossMode mode) {
+  return mode == LossMode::gspo || mode == LossMode::seq_sapo;
+}
 
 // In the order of KL_TYPES in kernels/policy_loss/terms.py.
 enum class KlType : int32_t { k1, abs, k2, k3 };
 
 struct TokenLossOptions {
   float clip_ratio_low, clip_ratio_high, clip_ratio_c;
-  float tau_pos, tau_neg;  // sapo
+  float tau_pos, tau_neg;  // sapo, seq_sapo
   float cov_kl_coef;       // kl_cov
+  float dro_beta;          // dro
+};
+
+struct KlOptions {
+  KlType type;
+  bool straight_through;  // the gradient is that of k2
+  bool times_ratio;
+  float input_clamp, output_clamp;  // k3
 };
 
 struct ScalarOps {
@@ -52,7 +67,7 @@ struct ScalarOps {
 template <class Ops>
 struct Token {
   typename Ops::F log_prob, old_log_prob, advantage;
-  typename Ops::F seq_log_ratio;  // gspo, gmpo: mean log-ratio of the sequence
+  typename Ops::F seq_log_ratio;  // gspo, seq_sapo, gmpo: mean log-ratio of the sequence
   typename Ops::F seq_advantage;  // gmpo
   typename Ops::M selected;       // clip_cov, kl_cov
 };
@@ -62,6 +77,7 @@ struct TokenTerms {
   typename Ops::F loss, gradient;
   typename Ops::M clipped, clipped_lower;
   typename Ops::F log_ratio, ratio;  // log_ratio: not clamped
+  typename Ops::F grad_log_ratio;    // d log(ratio) / d log_prob, or 0 where that is clamped
 };
 
 template <class Ops>
@@ -103,6 +119,31 @@ HE_HOST_DEVICE void clip_terms(TokenTerms<Ops>& terms, typename Ops::F advantage
   terms.gradient = Ops::select(terms.clipped, Ops::set(0), unclipped * grad_x);
 }
 
+// Dual clip: for a negative advantage the loss is at most -A c.
+template <class Ops>
+HE_HOST_DEVICE void dual_clip_terms(TokenTerms<Ops>& terms, typename Ops::F advantage,
+                                    typename Ops::F grad_x, const TokenLossOptions& o) {
+  const auto zero = Ops::set(0), bound = -advantage * o.clip_ratio_c;
+  clip_terms<Ops>(terms, advantage, grad_x, o);
+  terms.clipped_lower = (advantage < zero) & (terms.loss > bound);
+  terms.loss = Ops::select(terms.clipped_lower, bound, terms.loss);
+  terms.gradient = Ops::select(terms.clipped_lower, zero, terms.gradient);
+}
+
+// -A sigmoid(tau (r - 1)) 4 / tau.
+template <class Ops>
+HE_HOST_DEVICE void sapo_terms(TokenTerms<Ops>& terms, typename Ops::F advantage,
+                               typename Ops::F grad_x, const TokenLossOptions& o) {
+  using F = typename Ops::F;
+  const F one = Ops::set(1);
+  const F tau = Ops::select(advantage > Ops::set(0), Ops::set(o.tau_pos), Ops::set(o.tau_neg));
+  // exp stays finite for a large tau; the gate is 0 in float32 long before.
+  const F rest = Ops::exp(Ops::clamp(tau * (one - terms.ratio), -INFINITY, 80.0f));
+  const F gate = one / (one + rest);  // 1 - gate is rest * gate, without cancellation
+  terms.loss = -advantage * gate * (4.0f / tau);
+  terms.gradient = -4.0f * advantage * gate * (rest * gate) * terms.ratio * grad_x;
+}
+
 // value_loss: half the larger squared error of v and of v clipped around the old value. `log_prob`
 // is v, `advantage` the return; the ratio, whose mean is a metric, is v.
 template <class Ops>
@@ -117,7 +158,7 @@ HE_HOST_DEVICE TokenTerms<Ops> value_terms(const Token<Ops>& t, const TokenLossO
   const F larger = Ops::select(clipped, clipped_error, error);
   // NaN where the clipped error is not finite, as a maximum is differentiated.
   const F gradient = Ops::select(clipped, zero, error + zero * clipped_error);
-  return {0.5f * larger * larger, gradient, clipped, zero > zero, zero, v};
+  return {0.5f * larger * larger, gradient, clipped, zero > zero, zero, v, zero};
 }
 
 // Whether the divergence has not passed its threshold on the side the advantage pushes to.
@@ -149,10 +190,15 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
   // d x / d log_prob: 0 where clamped, and for two log-probs of -inf, whose difference is NaN.
   const F grad_x = Ops::select(x == t.log_prob - t.old_log_prob, one, zero);
   const auto impossible = t.log_prob == Ops::set(-INFINITY);
-  if constexpr (mode == LossMode::gspo) {
+  terms.grad_log_ratio = grad_x;
+  if constexpr (has_sequence_ratio(mode)) {
     terms.ratio = Ops::exp(Ops::clamp(t.seq_log_ratio, -20.0f, 10.0f));
     const F unclipped = Ops::select(t.seq_log_ratio <= Ops::set(10), one, zero);
-    clip_terms<Ops>(terms, advantage, Ops::select(impossible, zero, unclipped), o);
+    terms.grad_log_ratio = Ops::select(impossible, zero, unclipped);
+    if constexpr (mode == LossMode::gspo)
+      dual_clip_terms<Ops>(terms, advantage, terms.grad_log_ratio, o);
+    else
+      sapo_terms<Ops>(terms, advantage, terms.grad_log_ratio, o);
     return terms;
   } else if constexpr (mode == LossMode::gmpo) {
     terms.ratio = Ops::exp(t.seq_log_ratio);
@@ -166,11 +212,7 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
   }
   terms.ratio = Ops::exp(x);
   if constexpr (mode == LossMode::ppo_clip) {
-    clip_terms<Ops>(terms, advantage, grad_x, o);
-    const F bound = -advantage * o.clip_ratio_c;
-    terms.clipped_lower = (advantage < zero) & (terms.loss > bound);
-    terms.loss = Ops::select(terms.clipped_lower, bound, terms.loss);
-    terms.gradient = Ops::select(terms.clipped_lower, zero, terms.gradient);
+    dual_clip_terms<Ops>(terms, advantage, grad_x, o);
   } else if constexpr (mode == LossMode::clip_cov) {
     clip_terms<Ops>(terms, advantage, grad_x, o);
     terms.clipped = t.selected;
@@ -183,12 +225,7 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
     terms.loss = -advantage * terms.ratio + coef * sign * x;
     terms.gradient = (-advantage * terms.ratio + coef * sign) * grad_x;
   } else if constexpr (mode == LossMode::sapo) {
-    const F tau = Ops::select(advantage > zero, Ops::set(o.tau_pos), Ops::set(o.tau_neg));
-    // exp stays finite for a large tau; the gate is 0 in float32 long before.
-    const F rest = Ops::exp(Ops::clamp(tau * (one - terms.ratio), -INFINITY, 80.0f));
-    const F gate = one / (one + rest);  // 1 - gate is rest * gate, without cancellation
-    terms.loss = -advantage * gate * (4.0f / tau);
-    terms.gradient = -4.0f * advantage * gate * (rest * gate) * terms.ratio * grad_x;
+    sapo_terms<Ops>(terms, advantage, grad_x, o);
   } else {  // -weight * A * log_prob with a constant weight
     F weight = one;
     if constexpr (mode == LossMode::cispo) {
@@ -204,26 +241,29 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
     }
     terms.gradient = Ops::select(impossible, zero, -weight * advantage);
     terms.loss = Ops::select(impossible, zero, terms.gradient * t.log_prob);
+    if constexpr (mode == LossMode::dro) {
+      terms.loss += 0.5f * o.dro_beta * x * x;
+      terms.gradient += o.dro_beta * x * grad_x;
+    }
   }
   return terms;
 }
 
-// straight_through: the value of `type` with the gradient of k2.
 template <class Ops>
-HE_HOST_DEVICE KlTerms<Ops> token_kl(KlType type, bool straight_through, typename Ops::F log_prob,
+HE_HOST_DEVICE KlTerms<Ops> token_kl(const KlOptions& o, typename Ops::F log_prob,
                                      typename Ops::F ref_log_prob) {
   using F = typename Ops::F;
   const F zero = Ops::set(0), one = Ops::set(1), d = log_ratio<Ops>(log_prob, ref_log_prob);
   KlTerms<Ops> kl;
-  if (type == KlType::k1) {
+  if (o.type == KlType::k1) {
     kl = {d, Ops::select(d == log_prob - ref_log_prob, one, zero)};
-  } else if (type == KlType::abs) {
+  } else if (o.type == KlType::abs) {
     kl.gradient = Ops::select(d > zero, one, Ops::select(d < zero, -one, zero));
     kl.value = kl.gradient * d;
-  } else if (type == KlType::k2) {
+  } else if (o.type == KlType::k2) {
     kl = {0.5f * d * d, d};
   } else {
-    const F n = Ops::clamp(-d, -20.0f, 20.0f);
+    const F n = Ops::clamp(-d, -o.input_clamp, o.input_clamp);
     // exp(n) - 1 - n cancels for small n: use its series there.
     const F series =
         n * n *
@@ -232,13 +272,21 @@ HE_HOST_DEVICE KlTerms<Ops> token_kl(KlType type, bool straight_through, typenam
               n * (1 / 24.0f +
                    n * (1 / 120.0f + n * (1 / 720.0f + n * (1 / 5040.0f + n * (1 / 40320.0f)))))));
     const auto small = (n < Ops::set(0.5f)) & (n > Ops::set(-0.5f));
-    const F value = Ops::select(small, series, Ops::exp(n) - one - n);
-    const auto at_bound = (value > Ops::set(10)) | (n != -d);
+    const F value = Ops::select(small, series, Ops::exp(n) - one - n),
+            bound = Ops::set(o.output_clamp);
+    const auto at_bound = (value > bound) | (n != -d);
     kl.gradient = Ops::select(at_bound, zero, -(value + n));
-    kl.value = Ops::select(value > Ops::set(10), Ops::set(10), value);
+    kl.value = Ops::select(value > bound, bound, value);
   }
-  if (straight_through) kl.gradient = d;
+  if (o.straight_through) kl.gradient = d;
   return kl;
+}
+
+// kl times the ratio; `mean_kl` is that over the sequence if the ratio is the sequence's, else kl.
+template <class Ops>
+HE_HOST_DEVICE KlTerms<Ops> times_ratio(const KlTerms<Ops>& kl, typename Ops::F mean_kl,
+                                        const TokenTerms<Ops>& terms) {
+  return {kl.value * terms.ratio, terms.ratio * (kl.gradient + mean_kl * terms.grad_log_ratio)};
 }
 
 }  // namespace hybridengine

@@ -19,7 +19,7 @@ from .gae import check_finite
 register_backends("group_advantage", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
 # In the order of Estimator in csrc/advantage/estimator.h.
-GROUP_ESTIMATORS = ("grpo", "mean", "rloo", "grpo_passk", "max_mean", "opo")
+GROUP_ESTIMATORS = ("grpo", "mean", "rloo", "grpo_passk", "max_mean", "opo", "grpo_loo")
 
 
 def group_advantage(
@@ -30,6 +30,7 @@ def group_advantage(
     norm_by_std: bool = True,
     epsilon: float = 1e-6,
     lengths: Tensor | None = None,
+    valid: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     response_mask: Tensor | None = None,
     backend: str | None = None,
@@ -48,10 +49,14 @@ def group_advantage(
             grpo_passk   the best one: (r - second best) / (std + epsilon)   arXiv 2503.19595
             max_mean     the best one: (r - mean) / (std + epsilon)
             opo          r - mean weighted by length         arXiv 2505.23585
+            grpo_loo     (r - mean of the others) / (std of the others + epsilon), without the
+                         division where that std is 0 (NeMo-RL's leave_one_out_baseline)
             In grpo_passk and max_mean the other responses get 0.
         norm_by_std: False leaves out the division by std + epsilon.
         epsilon: above 0.
         lengths: [N] response lengths, for opo; at least 0.
+        valid: [N] bool or 0/1; responses with 0 (truncated, failed) are left out of the statistics
+            and get 0, and their rewards may hold anything. None: all.
         cu_seqlens: [N + 1] int32 or int64, the tokens of each response; needs response_mask [T].
         response_mask: bool or 0/1, [T] with cu_seqlens or [N, L] without it: the result is copied
             to the tokens of each response, 0 where masked.
@@ -76,6 +81,11 @@ def group_advantage(
     check.choice(op, "estimator", estimator, GROUP_ESTIMATORS)
     epsilon = check.number(op, "epsilon", epsilon, above=0)
     rewards, group_ids, lengths = _check_rows(rewards, group_ids, lengths)
+    if valid is not None:
+        check.same_device(op, rewards=rewards, valid=valid)
+        check.shape(op, "valid", valid, "N", {"N": (rewards.numel(), "rewards")})
+        valid = check.mask(op, "valid", valid)
+        rewards, group_ids = _set_apart(rewards, group_ids, valid)
     if estimator == "opo" and lengths is None:
         raise ValueError("group_advantage: estimator 'opo' needs lengths, one per response.")
     shape = None if response_mask is None else response_mask.shape
@@ -87,7 +97,19 @@ def group_advantage(
         rewards, group_ids, GROUP_ESTIMATORS.index(estimator), norm_by_std, epsilon, lengths,
         cu_seqlens, response_mask, backend,
     )  # fmt: skip
-    return per_row if shape is None else per_token.view(shape)
+    if shape is None:
+        return per_row if valid is None else torch.where(valid, per_row, 0)
+    return per_token.view(shape)
+
+
+def _set_apart(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rewards and ids with the invalid responses in a group of their own, of rewards 0."""
+    ordered, order = group_ids.sort()
+    is_first = torch.ones_like(valid)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    numbers = torch.empty_like(group_ids)
+    numbers[order] = is_first.cumsum(0)  # 1 for the lowest id
+    return torch.where(valid, rewards, 0), torch.where(valid, numbers, 0)
 
 
 def _check_rows(
@@ -159,6 +181,8 @@ def _reference(
             result = (r - mean) / (scale if estimator == "grpo" else 1)
         elif estimator == "rloo":
             result = r - (r.sum() - r) / max(n - 1, 1)
+        elif estimator == "grpo_loo":
+            result = _leave_one_out(r, norm_by_std, epsilon)
         elif estimator == "opo":
             assert lengths is not None
             length = lengths[rows].double()
@@ -173,6 +197,21 @@ def _reference(
             result[best] = (r[best] - baseline) / scale
         advantages[rows] = result.to(rewards.dtype)
     return advantages
+
+
+def _leave_one_out(r: Tensor, norm_by_std: bool, epsilon: float) -> Tensor:
+    """Compute grpo_loo for the rewards of one group; a group of one keeps its reward."""
+    n = r.numel()
+    result = r - (r.sum() - r) / max(n - 1, 1)
+    if not norm_by_std or n < 3:
+        return result
+    deviations = r - r.mean()
+    squares = deviations.square().sum() - deviations.square() * (n / (n - 1))
+    std = (squares.clamp(min=0) / (n - 2)).sqrt()
+    ordered = r.sort().values
+    lowest = torch.where(r == ordered[0], ordered[1], ordered[0])  # of the others
+    highest = torch.where(r == ordered[-1], ordered[-2], ordered[-1])
+    return torch.where(lowest == highest, result, result / (std + epsilon))
 
 
 @torch.library.custom_op("hybridengine::group_advantage", mutates_args=())

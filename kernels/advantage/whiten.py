@@ -7,7 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _check as check
+from .._backend import choose_backend, register_backends
 from .._per_token import zero_masked
+
+register_backends("whiten", cpu=("reference",), cuda=("triton", "reference"))
 
 
 def whiten(
@@ -17,6 +20,7 @@ def whiten(
     shift_mean: bool = True,
     epsilon: float = 1e-8,
     group: dist.ProcessGroup | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Compute (values - mean) / sqrt(var + epsilon), with the statistics of all ranks.
 
@@ -31,9 +35,10 @@ def whiten(
         shift_mean: False adds the mean back.
         epsilon: above 0.
         group: the ranks that share statistics; None is all of them.
+        backend: `triton` or `reference`; None takes the best one.
 
     Returns:
-        The shape and dtype of values.
+        The shape and dtype of values, contiguous; the arithmetic is float64.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not match, an epsilon that is not above 0.
@@ -47,28 +52,67 @@ def whiten(
         raise ValueError(
             f"whiten: mask has shape {list(mask.shape)}; expected {list(values.shape)} like values."
         )
-    values, mask = values.detach(), None if mask is None else check.mask(op, "mask", mask)
-    if mask is None:
-        count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
-    else:
-        values, count = zero_masked(values, mask), mask.sum().double()
-    count, total = _sum_over_ranks(torch.stack([count, values.sum(dtype=torch.float64)]), group)
-    mean = total / count.clamp(min=1)
-    # Deviations from the rounded mean are exact to rounding; its error is corrected below.
-    rounded_mean = mean.to(values.dtype)
-    mean_error = mean - rounded_mean.double()
-    deviations = values - rounded_mean
+    backend = choose_backend(op, values.device, backend, values.dtype)
+    values = values.detach().contiguous()
+    mask = None if mask is None else check.mask(op, "mask", mask).contiguous()
+    own = torch.ops.hybridengine.whiten_moments(values, mask, backend)
+    moments = _gather(own, group)
+    return torch.ops.hybridengine.whiten_apply(values, mask, moments, shift_mean, epsilon, backend)
+
+
+def _gather(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Gather the moments [3] of the W ranks: [W, 3]."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return own.unsqueeze(0)
+    moments = own.new_zeros(dist.get_world_size(group), 3)
+    moments[dist.get_rank(group)] = own
+    dist.all_reduce(moments, group=group)  # exact: one rank's value plus zeros
+    return moments
+
+
+@torch.library.custom_op("hybridengine::whiten_moments", mutates_args=())
+def _moments(values: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    """Compute (count, mean, sum of squared deviations) of the unmasked entries, float64 [3]."""
+    if backend == "triton":
+        from .whiten_triton import moments_triton
+
+        return moments_triton(values, mask)
+    wide, count = values.double(), values.new_full((), values.numel(), dtype=torch.float64)
     if mask is not None:
-        deviations.mul_(mask)
-    squares = torch.linalg.vector_norm(deviations, dtype=torch.float64).square()
-    squares = _sum_over_ranks(squares, group) - count * mean_error**2
-    scale = (squares.clamp(min=0) / (count - 1).clamp(min=1) + epsilon).rsqrt()
-    offset = (rounded_mean.double() - mean) * scale + (0 if shift_mean else mean)
-    whitened = deviations.mul_(scale.to(values.dtype)).add_(offset.to(values.dtype))
-    return whitened if mask is None else whitened.mul_(mask)
+        wide, count = zero_masked(wide, mask), mask.sum().double()
+    mean = wide.sum() / count.clamp(min=1)
+    deviations = wide - mean if mask is None else zero_masked(wide - mean, mask)
+    return torch.stack([count, mean, deviations.square().sum()])
 
 
-def _sum_over_ranks(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(local, group=group)
-    return local
+@_moments.register_fake
+def _(values: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    return values.new_empty(3, dtype=torch.float64)
+
+
+@torch.library.custom_op("hybridengine::whiten_apply", mutates_args=())
+def _apply(
+    values: Tensor,
+    mask: Tensor | None,
+    moments: Tensor,
+    shift_mean: bool,
+    epsilon: float,
+    backend: str,
+) -> Tensor:
+    """Whiten values with the joint statistics of moments [W, 3] (Chan, Golub & LeVeque 1979)."""
+    if backend == "triton":
+        from .whiten_triton import apply_triton
+
+        return apply_triton(values, mask, moments, shift_mean, epsilon)
+    counts, means, squares = moments.unbind(1)
+    count = counts.sum()
+    mean = (counts * means).sum() / count.clamp(min=1)
+    squares = (squares + counts * (means - mean).square()).sum()
+    scale = (squares / (count - 1).clamp(min=1) + epsilon).rsqrt()
+    whitened = (values.double() - mean) * scale + (0 if shift_mean else mean)
+    return (whitened if mask is None else zero_masked(whitened, mask)).to(values.dtype)
+
+
+@_apply.register_fake
+def _(values: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(values)

@@ -1,7 +1,16 @@
 """Operators on hidden states and the output head's weight, without [T, V] logits."""
 
-from .logprob import linear_token_log_probs
+from .cross_entropy import linear_cross_entropy
+from .distillation import linear_distillation_loss
+from .logprob import LinearStats, linear_token_log_probs
 from .mixed_gemm import has_fast_products
 from .policy_loss import linear_policy_loss
 
-__all__ = ["has_fast_products", "linear_policy_loss", "linear_token_log_probs"]
+__all__ = [
+    "LinearStats",
+    "has_fast_products",
+    "linear_cross_entropy",
+    "linear_distillation_loss",
+    "linear_policy_loss",
+    "linear_token_log_probs",
+]

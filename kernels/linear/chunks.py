@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import memory_pool
 from .._per_token import compute_dtype
 from ..logprob.options import RowOptions
 from ..logprob.rows import rows_backward
 from ..logprob.vocab_parallel import process_group
+from ..memory_pool import empty_from_pool
 from .mixed_gemm import WIDENED_BYTES, keeps_16_bits, mixed_gemm
 
 # Rows of a matrix product in the deterministic mode, where every product has the same shape.
@@ -90,8 +91,11 @@ class Chunks:
         # Whether one product gives the full weight gradient, in the dtype of its operands.
         self.one_product = several and self.grad_logits.shape[0] == grad_rows
 
-    def slices(self) -> Iterator[slice]:
-        """Yield the rows of every chunk."""
+    def parts(self, index: Tensor | None = None) -> Iterator[slice | Tensor]:
+        """Yield the rows of every chunk: slices of all rows, or parts of `index` int64 [A]."""
+        if index is not None:
+            yield from (part for part in index.split(self.rows) if part.numel())
+            return
         for begin in range(0, self.hidden.shape[0], self.rows):
             yield slice(begin, min(begin + self.rows, self.hidden.shape[0]))
 
@@ -153,19 +157,17 @@ def _equal_rows(rows: int, max_rows: int) -> int:
 def _empty_rows(like: Tensor, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
     """Allocate [rows, vocab]."""
     stride = vocab + (-vocab % _GPU_STRIDE if like.is_cuda else 0)
-    return empty_from_pool(like, (rows, stride), dtype).narrow(1, 0, vocab)
+    return empty_from_pool((rows, stride), dtype, like.device).narrow(1, 0, vocab)
 
 
 class LinearGradients:
     """The gradients of hidden, weight and bias, accumulated from the logits of one chunk at a time.
 
     Args:
-        token_ids, options, backend: of the row kernels, for all rows.
         wanted: which of the three gradients to compute.
+        group: name of the process group over which the gradient of hidden is summed; "": none.
         main_grad: the weight gradient is added to it; None: it is returned.
         inactive: [T] bool, rows whose gradient is zero and whose hidden states may be NaN.
-        skip_inactive: leave rows with zero gradient out of the products (CPU only: on a GPU their
-            number would have to be copied to the host).
         wide_weight: return the weight gradient in float32.
 
     Rows of a chunk are a slice of T or an index tensor. Where the gradients of all rows fit the
@@ -176,19 +178,15 @@ class LinearGradients:
     def __init__(
         self,
         chunks: Chunks,
-        token_ids: Tensor,
-        options: RowOptions,
-        backend: str | None,
         wanted: Sequence[bool],
+        group: str = "",
         main_grad: Tensor | None = None,
         inactive: Tensor | None = None,
-        skip_inactive: bool = False,
         wide_weight: bool = False,
     ) -> None:
         hidden, weight, bias = chunks.hidden, chunks.weight, chunks.bias
-        self.chunks, self.main_grad, self.inactive = chunks, main_grad, inactive
-        self.token_ids, self.options, self.backend = token_ids, options, backend
-        self.skip_inactive = skip_inactive and hidden.is_cpu
+        self.chunks, self.group, self.main_grad = chunks, group, main_grad
+        self.inactive = inactive
         self.hidden = torch.zeros_like(hidden) if wanted[0] else None  # inactive rows stay 0
         self.bias = None
         if bias is not None and wanted[2]:
@@ -208,48 +206,22 @@ class LinearGradients:
         """Compute the logits of a chunk, where they do not overwrite pending gradients."""
         if self.chunks.separate:
             return self.chunks.logits(rows)
-        return self.chunks.logits(rows, self._free_row(self.token_ids[rows].shape[0]))
+        count = rows.numel() if isinstance(rows, Tensor) else rows.stop - rows.start
+        return self.chunks.logits(rows, self._free_row(count))
 
-    def add_chunk(
-        self,
-        logits: Tensor,
-        rows: slice | Tensor,
-        row_results: Sequence[Tensor],
-        grad_log_probs: Tensor | None,
-        grad_entropy: Tensor | None,
-    ) -> None:
-        """Add the gradients of a chunk, given its `logits(rows)`.
+    def buffer(self, logits: Tensor, count: int) -> Tensor:
+        """Return where to write the gradient of `count` rows of `logits`: over them, if possible.
 
-        row_results: its first four results of `rows_forward`. grad_log_probs, grad_entropy: the
-        incoming gradients of its rows. The logits are overwritten unless gradients have a buffer of
-        their own.
+        `add` it before the next chunk.
         """
-        active = active_rows(grad_log_probs, grad_entropy) if self.skip_inactive else None
-        count, selected, row_index = logits.shape[0], rows, None
-        if active is not None:
-            count = active.numel()
-            if count == 0:
-                return
-            selected = active + rows.start if isinstance(rows, slice) else rows[active]
-            if self.chunks.separate:
-                row_index = torch.full((logits.shape[0],), -1, dtype=torch.int32)
-                row_index[active] = torch.arange(count, dtype=torch.int32)
-            else:
-                rows, logits = selected, _move_to_front(logits, active)
-                row_results = [result[active] for result in row_results]
-                grad_log_probs, grad_entropy = (
-                    None if grad is None else grad[active]
-                    for grad in (grad_log_probs, grad_entropy)
-                )
-        out = logits
-        if self.chunks.separate:
-            begin = self._free_row(count)
-            out = self.chunks.grad_logits[begin : begin + count]
-        rows_backward(
-            logits, out, self.token_ids[rows], self.options.select(rows), list(row_results),
-            grad_log_probs, grad_entropy, self.backend, row_index,
-        )  # fmt: skip
-        self._pending.append((out, selected))
+        if not self.chunks.separate:
+            return logits[:count]
+        begin = self._free_row(count)
+        return self.chunks.grad_logits[begin : begin + count]
+
+    def add(self, grad_logits: Tensor, rows: slice | Tensor) -> None:
+        """Add the gradient of the logits of `rows`, in its `buffer`."""
+        self._pending.append((grad_logits, rows))
 
     def _free_row(self, count: int) -> int:
         """Return the first of `count` free rows of the buffer; multiply what is in it if full."""
@@ -292,7 +264,7 @@ class LinearGradients:
         like = self.chunks.hidden
         hidden, weight, bias = (like.new_empty(0) for _ in range(3))
         if self.hidden is not None:
-            hidden = sum_over_ranks(self.hidden, self.options.group)
+            hidden = sum_over_ranks(self.hidden, self.group)
         if self.weight is not None and self.main_grad is None:
             weight = self.weight if self.weight_has_value else self.weight.zero_()
             if weight.dtype != self.weight_dtype:
@@ -300,6 +272,69 @@ class LinearGradients:
         if self.bias is not None:
             bias = self.bias.to(like.dtype)
         return hidden, weight, bias
+
+
+class LogProbGradients(LinearGradients):
+    """`LinearGradients` from the gradients of log-probs and entropy.
+
+    Args:
+        token_ids, options, backend: of the row kernels, for all rows.
+        skip_inactive: leave rows with zero gradient out of the products (CPU only: on a GPU their
+            number would have to be copied to the host).
+        arguments: of `LinearGradients`.
+    """
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        token_ids: Tensor,
+        options: RowOptions,
+        backend: str | None,
+        wanted: Sequence[bool],
+        skip_inactive: bool = False,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(chunks, wanted, options.group, **arguments)
+        self.token_ids, self.options, self.backend = token_ids, options, backend
+        self.skip_inactive = skip_inactive and chunks.hidden.is_cpu
+
+    def add_chunk(
+        self,
+        logits: Tensor,
+        rows: slice | Tensor,
+        row_results: Sequence[Tensor],
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> None:
+        """Add the gradients of a chunk, given its `logits(rows)`.
+
+        row_results: its first four results of `rows_forward`. grad_log_probs, grad_entropy: the
+        incoming gradients of its rows. The logits are overwritten unless gradients have a buffer of
+        their own.
+        """
+        active = active_rows(grad_log_probs, grad_entropy) if self.skip_inactive else None
+        count, selected, row_index = logits.shape[0], rows, None
+        if active is not None:
+            count = active.numel()
+            if count == 0:
+                return
+            selected = active + rows.start if isinstance(rows, slice) else rows[active]
+            if self.chunks.separate:
+                row_index = torch.full((logits.shape[0],), -1, dtype=torch.int32)
+                row_index[active] = torch.arange(count, dtype=torch.int32)
+            else:
+                rows, logits = selected, _move_to_front(logits, active)
+                row_results = [result[active] for result in row_results]
+                grad_log_probs, grad_entropy = (
+                    None if grad is None else grad[active]
+                    for grad in (grad_log_probs, grad_entropy)
+                )
+        out = self.buffer(logits, count)
+        rows_backward(
+            logits, out, self.token_ids[rows], self.options.select(rows), list(row_results),
+            grad_log_probs, grad_entropy, self.backend, row_index,
+        )  # fmt: skip
+        self.add(out, selected)
 
 
 def _joined(parts: Sequence[slice | Tensor], device: torch.device) -> slice | Tensor:
@@ -328,14 +363,9 @@ def _move_to_front(logits: Tensor, rows: Tensor) -> Tensor:
     return logits[: rows.numel()]
 
 
-def empty_from_pool(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate on the device of `like`, on a CPU from the cached memory pool."""
-    return memory_pool.empty_from_pool(shape, dtype, like.device)
-
-
 def empty_like_from_pool(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor of this shape, as `empty_from_pool`."""
-    return empty_from_pool(tensor, tensor.shape, dtype)
+    """Allocate a tensor of this shape and device, as `empty_from_pool`."""
+    return empty_from_pool(tensor.shape, dtype, tensor.device)
 
 
 def sum_over_ranks(tensor: Tensor, group: str) -> Tensor:

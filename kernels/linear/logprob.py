@@ -10,8 +10,8 @@ all logits fit the budget they are kept for it. docs/linear_policy_loss.md deriv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from .._backend import choose_backend, register_backends
 from .._per_token import compute_dtype
 from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import rows_forward
+from ..memory_pool import empty_from_pool
 from .arguments import (
     LINEAR_SCHEMA,
     check_budget,
@@ -28,12 +29,19 @@ from .arguments import (
     register_linear_autograd,
     split_row_options,
 )
-from .chunks import Chunks, LinearGradients, active_rows, empty_from_pool, logits_fit
+from .chunks import Chunks, LogProbGradients, active_rows, logits_fit
 from .mixed_gemm import mixed_gemm
 
 register_backends(
     "linear_token_log_probs", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
 )
+
+
+class LinearStats(NamedTuple):
+    """Further results per row, without gradient."""
+
+    argmax: Tensor  # int64: the entry with the largest logit
+    sum_p_squared: Tensor  # float32
 
 
 def linear_token_log_probs(
@@ -51,8 +59,9 @@ def linear_token_log_probs(
     budget_bytes: int | None = None,
     deterministic: bool = False,
     main_grad: Tensor | None = None,
+    return_stats: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Compute the log-probability of `token_ids` and the entropy from hidden states.
 
     Args:
@@ -72,6 +81,7 @@ def linear_token_log_probs(
             gradient is the same in every run.
         main_grad: [V, H] float32, contiguous; the weight gradient is added to it and weight.grad
             stays None.
+        return_stats: also return a `LinearStats` of tensors [...]; not with a group.
         backend: of the row kernel; None: the best one.
 
     Returns:
@@ -96,13 +106,22 @@ def linear_token_log_probs(
         vocab_mask, group,
     )  # fmt: skip
     budget_bytes = check_budget(op, hidden, budget_bytes)
+    if return_stats and group is not None:
+        raise ValueError(
+            f"{op}: return_stats is given with a group, whose ranks hold slices of the vocabulary; "
+            "call without return_stats."
+        )
     flat = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     keep_logits = _keeps_logits((flat, weight, bias), options, budget_bytes, deterministic)
-    log_probs, entropy, *_ = torch.ops.hybridengine.linear_token_log_probs(
+    results = torch.ops.hybridengine.linear_token_log_probs(
         flat, weight, bias, token_ids.flatten(), *options, budget_bytes, deterministic, main_grad,
-        backend, keep_logits,
+        backend, keep_logits, return_stats,
     )  # fmt: skip
-    return in_shape(log_probs, token_ids.shape), in_shape(entropy, token_ids.shape)
+    shape = token_ids.shape
+    outputs = in_shape(results[0], shape), in_shape(results[1], shape)
+    if not return_stats:
+        return outputs
+    return *outputs, LinearStats(*(in_shape(stat.detach(), shape) for stat in results[-2:]))
 
 
 def _keeps_logits(
@@ -120,48 +139,67 @@ def _keeps_logits(
 @torch.library.custom_op(
     "hybridengine::linear_token_log_probs",
     mutates_args=(),
-    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str? backend, bool keep_logits) -> "
-    f"({', '.join(['Tensor'] * 5)})",
+    schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str? backend, bool keep_logits, bool want_stats)"
+    f" -> ({', '.join(['Tensor'] * 7)})",
 )
 def _forward_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """The first four results of `rows_forward`, each [T], and the logits, empty if not kept."""
-    options, (budget_bytes, deterministic, _, backend, keep_logits) = split_row_options(arguments)
+    """The first four results of `rows_forward`, each [T], the logits, and the two `LinearStats`.
+
+    The logits are empty if not kept, the stats if not wanted.
+    """
+    options, rest = split_row_options(arguments)
+    budget_bytes, deterministic, _, backend, keep_logits, want_stats = rest
     if keep_logits:
-        shape, dtype = (hidden.shape[0], weight.shape[0]), compute_dtype(hidden)
-        logits = empty_from_pool(hidden, shape, dtype)
+        shape = hidden.shape[0], weight.shape[0]
+        logits = empty_from_pool(shape, compute_dtype(hidden), hidden.device)
         mixed_gemm(logits, hidden, weight, bias)
-        return *rows_forward(logits, token_ids, options, False, backend)[:4], logits
+        *vectors, squares = rows_forward(logits, token_ids, options, want_stats, backend)
+        return *vectors, logits, _argmax(logits, options, want_stats), squares
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, 0, options.group)
-    *results, logits = _empty_results(hidden, weight, keep_logits)
-    for rows in chunks.slices():
-        part = rows_forward(
-            chunks.logits(rows), token_ids[rows], options.select(rows), False, backend
-        )
-        for result, value in zip(results, part, strict=False):
+    results = _empty_results(hidden, weight, keep_logits, want_stats)
+    for rows in chunks.parts():
+        logits, selected = chunks.logits(rows), options.select(rows)
+        *vectors, squares = rows_forward(logits, token_ids[rows], selected, want_stats, backend)
+        for result, value in zip(results[:4], vectors, strict=True):
             result[rows] = value
-    return *results, logits
+        if want_stats:
+            results[5][rows], results[6][rows] = _argmax(logits, selected, want_stats), squares
+    return results
 
 
 @_forward_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return _empty_results(hidden, weight, arguments[-1])
+    return _empty_results(hidden, weight, *arguments[-2:])
 
 
-def _empty_results(hidden: Tensor, weight: Tensor, keep_logits: bool) -> tuple[Tensor, ...]:
+def _empty_results(
+    hidden: Tensor, weight: Tensor, keep_logits: bool, want_stats: bool
+) -> tuple[Tensor, ...]:
     rows, dtype = hidden.shape[0], compute_dtype(hidden)
     vectors = (hidden.new_empty(rows, dtype=dtype) for _ in range(4))
-    shape = (rows, weight.shape[0]) if keep_logits else (0, 0)
-    return *vectors, hidden.new_empty(shape, dtype=dtype)
+    logits = hidden.new_empty((rows, weight.shape[0]) if keep_logits else (0, 0), dtype=dtype)
+    stats = rows if want_stats else 0
+    argmax = hidden.new_empty(stats, dtype=torch.int64)
+    return *vectors, logits, argmax, hidden.new_empty(stats, dtype=dtype)
+
+
+def _argmax(logits: Tensor, options: RowOptions, wanted: bool) -> Tensor:
+    """Return the largest entry of every row: the soft-cap and the scales keep the order."""
+    if not wanted:
+        return logits.new_empty(0, dtype=torch.int64)
+    if options.vocab_mask is not None:
+        logits = logits.masked_fill(~options.vocab_mask, -torch.inf)
+    return logits.argmax(-1)
 
 
 @torch.library.custom_op(
     "hybridengine::linear_token_log_probs_backward",
     mutates_args=("main_grad",),
     schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str? backend, bool keep_logits, "
-    "Tensor[] row_results, Tensor logits, Tensor? grad_log_probs, Tensor? grad_entropy, "
-    "bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    "bool want_stats, Tensor[] row_results, Tensor logits, Tensor? grad_log_probs, "
+    "Tensor? grad_entropy, bool[] wanted) -> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *arguments: Any
@@ -171,7 +209,7 @@ def _backward_op(
     On a CPU the logits of rows with zero gradient are not computed again, nor their products.
     """
     options, rest = split_row_options(arguments)
-    budget_bytes, deterministic, main_grad, backend, kept, row_results, logits, *gradients = rest
+    budget_bytes, deterministic, main_grad, backend, kept, _, row_results, logits, *gradients = rest
     *gradients, wanted = gradients
     ignored = token_ids == options.ignore_index
     gradients = [None if grad is None else grad.masked_fill(ignored, 0) for grad in gradients]
@@ -180,13 +218,12 @@ def _backward_op(
         hidden, weight, bias, budget_bytes, deterministic, hidden.shape[0], options.group, kept
     )
     inactive = ~torch.stack([grad != 0 for grad in gradients if grad is not None]).any(0)
-    grads = LinearGradients(
-        chunks, token_ids, options, backend, wanted, main_grad, inactive, skip_inactive=kept
-    )
-    parts: Iterator[slice | Tensor] = chunks.slices()
-    if hidden.is_cpu and not kept:
-        parts = _active_parts(parts, active_rows(*gradients), chunks.rows)
-    for rows in parts:
+    grads = LogProbGradients(
+        chunks, token_ids, options, backend, wanted, skip_inactive=kept, main_grad=main_grad,
+        inactive=inactive,
+    )  # fmt: skip
+    index = active_rows(*gradients) if hidden.is_cpu and not kept else None
+    for rows in chunks.parts(index):
         grads.add_chunk(
             logits if kept else grads.logits(rows),
             rows,
@@ -194,16 +231,6 @@ def _backward_op(
             *(None if grad is None else grad[rows] for grad in gradients),
         )
     return grads.finish()
-
-
-def _active_parts(
-    parts: Iterator[slice | Tensor], active: Tensor | None, chunk_rows: int
-) -> Iterator[slice | Tensor]:
-    """Yield `parts`, or chunks of the indices `active`."""
-    if active is None:
-        yield from parts
-    elif active.numel():
-        yield from active.split(chunk_rows)
 
 
 register_linear_autograd(

@@ -10,7 +10,6 @@ them. docs/linear_policy_loss.md has the derivation.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,10 +39,10 @@ from .arguments import (
     check_active_rows,
     check_budget,
     check_linear,
-    empty_gradients,
     split_row_options,
 )
-from .chunks import Chunks, LinearGradients
+from .attach import attach_gradients, fake_gradients, wanted_gradients
+from .chunks import Chunks, LogProbGradients
 from .logprob import linear_token_log_probs
 
 register_backends(
@@ -108,8 +107,8 @@ def linear_policy_loss(
     Returns:
         (loss, log_probs [T], entropy [T], metrics): loss is differentiable with respect to hidden,
         weight and bias, once and in reverse mode; the others have no gradient. The metrics are
-        those of `policy_loss`, tensors on the device; nothing waits for a GPU. For gspo and gmpo,
-        where the gradient of a token depends on its whole sequence, this is
+        those of `policy_loss`, tensors on the device; nothing waits for a GPU. For gspo, gmpo and
+        seq_sapo, where the gradient of a token depends on its whole sequence, this is
         `linear_token_log_probs` followed by `policy_loss` (8 T H V operations).
 
     Example:
@@ -216,8 +215,7 @@ def _one_pass_loss(
     with torch.no_grad():  # check the arguments of the loss before anything large is computed
         policy_loss(zeros, entropy=zeros, **loss_arguments)
     tensors = (hidden, weight, head["bias"])
-    enabled = torch.is_grad_enabled()
-    wanted = [t is not None and enabled and t.requires_grad for t in tensors]
+    wanted = wanted_gradients(tensors)
     log_probs, entropy, *grads = torch.ops.hybridengine.linear_policy_gradient(
         *(None if t is None else t.detach() for t in tensors), token_ids.flatten(),
         *row_options(op, token_ids, weight.shape[0], **row_arguments),
@@ -228,52 +226,9 @@ def _one_pass_loss(
     with torch.no_grad():
         loss, metrics = policy_loss(log_probs, entropy=entropy, **loss_arguments)
     if any(wanted):
-        # 0-d tensors that keep the inputs' autograd edges, for `differentiable_once`, but not
-        # their memory.
-        anchors = [None if t is None else t[:0].sum() for t in tensors]
-        loss = _AttachGradients.apply(loss, *tensors, main_grad, grad_scale, *grads, *anchors)
+        loss = attach_gradients(loss, tensors, grads, main_grad, grad_scale)
     shape = token_ids.shape
     return loss, in_shape(log_probs, shape), in_shape(entropy, shape), metrics
-
-
-class _AttachGradients(torch.autograd.Function):
-    """Return the loss, with gradients that are already computed, times grad_scale."""
-
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, loss, hidden, weight, bias, main_grad, grad_scale, *grads_and_anchors
-    ):
-        ctx.save_for_backward(*grads_and_anchors)
-        ctx.main_grad, ctx.grad_scale = main_grad, grad_scale
-        return loss.clone()
-
-    @staticmethod
-    @check.differentiable_once("linear_policy_loss")
-    def backward(ctx: Any, grad_loss: Tensor):  # type: ignore[no-untyped-def]
-        grads, factor = ctx.saved_tensors[:3], grad_loss / ctx.grad_scale
-        needs = list(ctx.needs_input_grad[1:4])
-        if ctx.main_grad is not None and needs[1]:
-            needs[1] = False
-            ctx.main_grad.addcmul_(grads[1], factor)
-        scaled = [
-            _scaled(grad, factor) if need else None for grad, need in zip(grads, needs, strict=True)
-        ]
-        return None, *scaled, *(None,) * 8
-
-
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """Return grad * factor, in place where no other backward can read `grad` again.
-
-    That saves a copy of the weight gradient. Where the factor is 1 the gradient is not even read;
-    the host does not wait for the factor's value on a GPU, nor read it in a traced graph.
-    """
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return grad * factor
-    if grad.is_cuda and importlib.util.find_spec("triton") is not None:
-        from .rescale import rescale_
-
-        return rescale_(grad, factor)
-    return grad if grad.is_cpu and factor.item() == 1 else grad.mul_(factor)
 
 
 def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, ...]:
@@ -287,8 +242,9 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
         arguments.get("global_num_tokens"), arguments.get("global_num_seqs"),
     )  # fmt: skip
     weights = token_weights(
-        agg_mode, mask, cu_seqlens, denominators, arguments.get("loss_scale_factor")
-    )
+        agg_mode, mask, cu_seqlens, denominators, arguments.get("loss_scale_factor"),
+        arguments.get("seq_num_tokens"),
+    )  # fmt: skip
 
     names = ("advantages", "old_log_probs", "response_mask", "selected", "ref_log_probs")
     per_token = kernel_tensors(arguments, *names, "rollout_is_weights", "rollout_log_probs")
@@ -301,13 +257,15 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
     )
     defaults = LossOptions._field_defaults
     options = {name: arguments.get(name, default) for name, default in defaults.items()}
-    numbers = [*LossOptions.checked(op, **options)]
+    numbers = [*LossOptions.checked(op, mode, **options)]
     numbers += [float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"]), 1.0]
     upper, lower = ImportanceBounds.checked(
         op, arguments.get("rollout_is_threshold", 2.0), arguments.get("rollout_is_lower")
     )
     is_bounds = [upper] if lower is None else [upper, lower]
-    return *per_token, [*modes, kl_type.endswith("+"), True, True], numbers, is_bounds
+    times_ratio = bool(arguments.get("kl_times_ratio", False))
+    plan = [*modes, kl_type.endswith("+"), times_ratio, False, True, True]
+    return *per_token, plan, numbers, is_bounds
 
 
 @torch.library.custom_op(
@@ -336,8 +294,8 @@ def _gradient_op(
         grad_rows = token_ids.numel() if active_rows is None else active_rows.numel()
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, grad_rows, options.group)
     mask = per_token[2]
-    grads = LinearGradients(
-        chunks, token_ids, options, backend, wanted, inactive=~mask, skip_inactive=True,
+    grads = LogProbGradients(
+        chunks, token_ids, options, backend, wanted, skip_inactive=True, inactive=~mask,
         wide_weight=wide_weight_grad,
     )  # fmt: skip
     log_probs, entropy = (torch.empty_like(per_token[-1]) for _ in range(2))
@@ -357,23 +315,16 @@ def _gradient_op(
 def _parts(chunks: Chunks, active_rows: Tensor | None) -> Iterator[tuple[slice | Tensor, bool]]:
     """Yield the rows of every chunk, and whether they have gradients: the active ones first."""
     if active_rows is None:
-        yield from ((rows, True) for rows in chunks.slices())
+        yield from ((rows, True) for rows in chunks.parts())
         return
     inactive = torch.ones(chunks.hidden.shape[0], dtype=torch.uint8, device=active_rows.device)
     order = inactive.index_fill_(0, active_rows, 0).argsort(stable=True)
     count = active_rows.numel()
     for index, have_gradients in ((order[:count], True), (order[count:], False)):
-        yield from ((rows, have_gradients) for rows in index.split(chunks.rows) if rows.numel())
+        yield from ((rows, have_gradients) for rows in chunks.parts(index))
 
 
-@_gradient_op.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    wide_weight_grad, wanted = arguments[-3], arguments[-2]
-    vectors = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2)]
-    grads = empty_gradients((hidden, weight, bias), wanted)
-    if wide_weight_grad:
-        grads[1] = grads[1].float()
-    return *vectors, *grads
+_gradient_op.register_fake(fake_gradients)
 
 
 def _token_gradients(
@@ -393,6 +344,6 @@ def _token_gradients(
     ones = torch.ones(2, dtype=torch.float64, device=weights.device)
     *_, grad_log_probs, grad_entropy = torch.ops.hybridengine.policy_loss(
         row_results[0], row_results[1], old, advantages, mask, selected, ref, is_weights, None,
-        ones, plan, numbers, backend,
+        None, ones, plan, numbers, backend,
     )  # fmt: skip
     return grad_log_probs * weights, grad_entropy * weights

@@ -25,6 +25,7 @@ from .. import _check as check
 from .._per_token import compute_dtype
 from .options import ROW_SCHEMA, RowOptions, in_shape, row_options
 from .rows import rows_backward, rows_forward
+from .selected import selected_entries, selected_results
 
 
 class RowStats(NamedTuple):
@@ -53,7 +54,7 @@ def token_log_probs(
 
     Args:
         logits: [..., V] float32, bfloat16 or float16; float64 uses the reference backend.
-        token_ids: [...] int32 or int64.
+        token_ids: [...] int32 or int64; or [..., K]: K entries of every row, without a group.
         temperature: a number, or a tensor [...]; above 0.
         logit_scale: multiplies the logits first; above 0.
         softcap: y = softcap * tanh(logit_scale * x / softcap); None: no soft-cap.
@@ -70,8 +71,9 @@ def token_log_probs(
         backend: `cpp`, `cuda`, `triton` or `reference`; None: the best one.
 
     Returns:
-        log_probs [...] and entropy [...], float32 for any dtype of the logits, both differentiable
-        with respect to `logits`, once and in reverse mode. A logit of -inf removes its entry, like
+        log_probs in the shape of token_ids and entropy [...], float32 for any dtype of the logits,
+        both differentiable with respect to `logits`, once and in reverse mode. A logit of -inf
+        removes its entry, like
         a masked one, and the token of such an entry has log-prob -inf; with a soft-cap, infinite
         logits become finite (-softcap and softcap) first. A row that has NaN or +inf, or no entry
         left, gives NaN.
@@ -91,13 +93,30 @@ def token_log_probs(
         (-1.3863, 1.3863)
     """
     op = "token_log_probs"
+    if token_ids.dim() == logits.dim():
+        token_ids = _check_logits(op, logits, token_ids, "... K")
+        if group is not None or not token_ids.shape[-1]:
+            raise ValueError(
+                f"{op}: token_ids has shape {list(token_ids.shape)}"
+                + (" and group is given" if group is not None else "")
+                + "; expected [...] with a group, [..., K] with K > 0 without one."
+            )
+        labels, *entries = selected_entries(
+            logits, token_ids, temperature, logit_scale, softcap, ignore_index, vocab_mask
+        )
+        results = token_log_probs(
+            logits, labels, temperature, logit_scale=logit_scale, softcap=softcap,
+            ignore_index=ignore_index, vocab_mask=vocab_mask, return_stats=return_stats,
+            inplace_backward=inplace_backward, backend=backend,
+        )  # fmt: skip
+        return selected_results(results, *entries)
     token_ids = _check_logits(op, logits, token_ids)
     options = row_options(
         op, token_ids, logits.shape[-1], temperature, logit_scale, softcap, ignore_index,
         vocab_mask, group,
     )  # fmt: skip
     shape = token_ids.shape
-    flat = logits if logits.dim() == 2 else logits.flatten(0, -2)
+    flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
     log_probs, entropy, row_max, log_sum, squares = torch.ops.hybridengine.token_log_probs(
         flat, token_ids.flatten(), *options, return_stats, inplace_backward, backend
     )
@@ -110,13 +129,56 @@ def token_log_probs(
     return *outputs, RowStats(lse, max_logit, squares.detach().view(shape))
 
 
-def _check_logits(op: str, logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Check that logits are [..., V] and token_ids [...]; return token_ids as int64."""
+def token_entropy(
+    logits: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    row_mask: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    vocab_mask: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    inplace_backward: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute the entropy of every row of `logits`, without labels.
+
+    Args:
+        logits: [..., V].
+        row_mask: [...] bool or 0/1; rows with 0 are not read, their entropy and gradient are 0.
+        temperature and the others: as in `token_log_probs`.
+
+    Returns:
+        [...] float32, differentiable with respect to `logits`.
+
+    Raises:
+        ValueError: as `token_log_probs`.
+
+    Example:
+        >>> round(token_entropy(torch.zeros(1, 4)).item(), 4)
+        1.3863
+    """
+    op = "token_entropy"
+    check.same_device(op, logits=logits, row_mask=row_mask)
+    if logits.dim() == 0:
+        raise ValueError(f"{op}: logits has shape []; expected [..., V].")
+    ids = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    if row_mask is not None:
+        check.shape(op, "row_mask", row_mask, "...", {"...": (tuple(ids.shape), "logits")})
+        ids = ids.masked_fill(~check.mask(op, "row_mask", row_mask), -100)
+    return token_log_probs(
+        logits, ids, temperature, logit_scale=logit_scale, softcap=softcap, vocab_mask=vocab_mask,
+        group=group, inplace_backward=inplace_backward, backend=backend,
+    )[1]  # fmt: skip
+
+
+def _check_logits(op: str, logits: Tensor, token_ids: Tensor, shape: str = "...") -> Tensor:
+    """Check that logits are [..., V] and token_ids of this shape; return token_ids as int64."""
     check.same_device(op, logits=logits, token_ids=token_ids)
     check.no_forward_ad(op, logits=logits)
     sizes: check.Sizes = {}
     check.shape(op, "logits", logits, "... V", sizes)
-    check.shape(op, "token_ids", token_ids, "...", sizes)
+    check.shape(op, "token_ids", token_ids, shape, sizes)
     check.floats(op, logits=logits)
     return check.ids(op, "token_ids", token_ids)
 

@@ -125,20 +125,41 @@ def unpack(
     inverse = packed.inverse
     if inverse is None:
         inverse = inverse_order(packed.indices, shape[0] * shape[1])
-    values = move(several, inverse, packed.indices, 1, shape, float(padding_value), backend)
+    values = move_rows(
+        several, inverse, packed.indices, 1, shape, fill=float(padding_value), backend=backend
+    )
     return values[0] if isinstance(tensors, Tensor) else tuple(values)
 
 
-def move(
+def move_rows(
     sources: Sequence[Tensor | None],
     index: Tensor,
     inverse: Tensor,
     leading: int,
     out_shape: Sequence[int],
-    fill: float,
-    backend: str | None,
+    *,
+    fill: float = 0.0,
+    backend: str | None = None,
 ) -> list[Tensor]:
-    """Move rows as `_move_rows` does, with one fill value and without shifts."""
+    """Copy rows of several tensors by an index, in one launch; differentiable.
+
+    Args:
+        sources: tensors whose first `leading` dimensions are their n rows, any dtype of up to 8
+            bytes.
+        index: int64, as many as `out_shape` has rows: the row of the sources that a row of the
+            results is, -1 for none. No row is taken twice.
+        inverse: int64 [n], the row of the results that a row of the sources becomes, or -1
+            (`inverse_order(index, n)`); the gradient moves rows by it.
+        out_shape: the leading dimensions of the results.
+        fill: the value of rows without a source.
+
+    Neither index is checked: they are for callers that made them.
+
+    Example:
+        >>> index = torch.tensor([2, -1, 0])
+        >>> move_rows([torch.arange(3)], index, inverse_order(index, 3), 1, [3], fill=-1)
+        [tensor([ 2, -1,  0])]
+    """
     fills, shifts = [fill] * len(sources), [0] * len(sources)
     return torch.ops.hybridengine.move_rows(
         sources, index, inverse, None, leading, out_shape, fills, shifts, backend
@@ -258,7 +279,7 @@ def _backward_move(ctx: Any, grads: list[Tensor | None]) -> tuple:
     result: list[Tensor | None] = [None] * len(grads)
     if with_grad:
         given = [grads[i] for i in with_grad]
-        moved = move(given, inverse, index, ctx.leading_out, ctx.shape, 0.0, ctx.backend)
+        moved = move_rows(given, inverse, index, ctx.leading_out, ctx.shape, backend=ctx.backend)
         for i, grad in zip(with_grad, moved, strict=True):
             result[i] = grad
     return result, *[None] * 8

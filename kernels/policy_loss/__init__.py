@@ -3,5 +3,15 @@
 from .covariance import select_by_covariance
 from .op import policy_loss
 from .terms import LOSS_MODES, token_kl
+from .tokens import TokenLosses, token_policy_loss
+from .vespo import vespo_weights
 
-__all__ = ["LOSS_MODES", "policy_loss", "select_by_covariance", "token_kl"]
+__all__ = [
+    "LOSS_MODES",
+    "TokenLosses",
+    "policy_loss",
+    "select_by_covariance",
+    "token_kl",
+    "token_policy_loss",
+    "vespo_weights",
+]

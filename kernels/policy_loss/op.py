@@ -16,21 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import _check as check
-from .._aggregation import LOSS_AGG_MODES, check_aggregation, kernel_denominators, loss_denominators
-from .._backend import choose_backend, native, register_backends
-from .._per_token import as_mask, token_arguments
-from .importance import ImportanceBounds
-from .reference import LossSettings, policy_loss_reference
-from .terms import (
-    KERNEL_MODES,
-    KL_TYPES,
-    LOSS_MODES,
-    MODE_ALIASES,
-    SELECTION_MODES,
-    SEQUENCE_MODES,
-    LossOptions,
-    check_kl_type,
-)
+from .._aggregation import LOSS_AGG_MODES, kernel_denominators, loss_denominators
+from .._backend import native, register_backends
+from .._per_token import as_mask
+from .arguments import LossInputs, check_inputs
+from .reference import policy_loss_reference
+from .terms import KERNEL_MODES, KL_TYPES, LossOptions
 
 register_backends("policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference"))
 
@@ -45,18 +36,24 @@ def policy_loss(
     clip_ratio_low: float | None = 0.2,
     clip_ratio_high: float | None = 0.2,
     clip_ratio_c: float | None = 3.0,
+    seq_clip_ratio_c: float | None = None,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
     selected: Tensor | None = None,
     cov_kl_coef: float = 1.0,
+    dro_beta: float = 1.0,
     loss_agg_mode: str = "token-mean",
     loss_scale_factor: float | None = None,
     cu_seqlens: Tensor | None = None,
+    seq_num_tokens: Tensor | None = None,
     global_num_tokens: float | Tensor | None = None,
     global_num_seqs: float | Tensor | None = None,
     ref_log_probs: Tensor | None = None,
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
+    kl_times_ratio: bool = False,
+    kl_input_clamp: float | None = 20.0,
+    kl_output_clamp: float | None = 10.0,
     entropy: Tensor | None = None,
     entropy_coeff: float = 0.0,
     rollout_is_weights: Tensor | None = None,
@@ -80,23 +77,29 @@ def policy_loss(
             matter. None: all tokens.
         loss_mode: a row of the table in terms.py, which has the formulas and their sources:
             ppo_clip (vanilla), gspo, gmpo (geo_mean), cispo, sapo, dppo_tv, dppo_kl, clip_cov,
-            kl_cov, reinforce (gpg).
+            kl_cov, reinforce (gpg), dro, seq_sapo.
         clip_ratio_low, clip_ratio_high, clip_ratio_c: lo, hi and c of that table; lo and hi are not
-            negative, c is above 1. None (or infinity) switches that clip off.
-        tau_pos, tau_neg: of sapo; positive.
+            negative (hi of cispo: at least -1 and -lo), c is above 1. None (or infinity) switches
+            that clip off.
+        seq_clip_ratio_c: c of gspo, in place of clip_ratio_c.
+        tau_pos, tau_neg: of sapo and seq_sapo; positive.
         selected: for clip_cov and kl_cov: the tokens `select_by_covariance` chose.
-        cov_kl_coef: of kl_cov.
+        cov_kl_coef: of kl_cov; dro_beta: of dro.
         loss_agg_mode: the weight of an unmasked token; N tokens and S sequences with a token,
             both global, and L the unmasked tokens of its own sequence:
             token-mean 1/N, token-sum 1, seq-mean-token-sum 1/S, seq-mean-token-mean 1/(S L),
             seq-mean-token-sum-norm 1/(S loss_scale_factor).
-        cu_seqlens: [n + 1] int32 or int64, with [T] only; needed by gspo, gmpo and the
+        cu_seqlens: [n + 1] int32 or int64, with [T] only; needed by gspo, gmpo, seq_sapo and the
             seq-mean modes. Tokens past its end must be masked.
+        seq_num_tokens: [n] numbers, with seq-mean-token-mean: L of the sequences, where this call
+            sees a part of their tokens only; below 1 they become 1. None: the unmasked tokens.
         global_num_tokens, global_num_seqs: N and S, a number or a tensor with one element; None
             counts those of this call, which is right only where it sees the whole global batch.
             Values below 1 become 1.
         ref_log_probs, kl_coef, kl_type: adds kl_coef * kl; kl_type is k1 (kl), abs, k2 (mse) or
             k3 (low_var_kl), with a trailing "+" for the gradient of k2.
+        kl_times_ratio: multiply kl by the ratio of the mode, with the gradient of both.
+        kl_input_clamp, kl_output_clamp: of k3, as in `token_kl`.
         entropy: differentiable; subtracts entropy_coeff * entropy.
         rollout_is_weights: constants that multiply pg (of gmpo: its sequence's geometric mean); see
             rollout_correction.
@@ -131,51 +134,28 @@ def policy_loss(
         (1.0, 0.0)
     """
     op = "policy_loss"
-    check.not_none(op, log_probs=log_probs, advantages=advantages)
-    check.choice(op, "loss_mode", loss_mode, LOSS_MODES, tuple(MODE_ALIASES))
-    loss_mode = MODE_ALIASES.get(loss_mode, loss_mode)
-    loss_scale_factor = check_aggregation(op, loss_agg_mode, loss_scale_factor)
-    options = LossOptions.checked(
-        op, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high,
-        clip_ratio_c=clip_ratio_c, tau_pos=tau_pos, tau_neg=tau_neg, cov_kl_coef=cov_kl_coef,
+    inputs = check_inputs(
+        op, log_probs, old_log_probs, advantages, response_mask=response_mask,
+        loss_mode=loss_mode, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high,
+        clip_ratio_c=clip_ratio_c, seq_clip_ratio_c=seq_clip_ratio_c, tau_pos=tau_pos,
+        tau_neg=tau_neg, selected=selected, cov_kl_coef=cov_kl_coef, dro_beta=dro_beta,
+        loss_agg_mode=loss_agg_mode, loss_scale_factor=loss_scale_factor, cu_seqlens=cu_seqlens,
+        seq_num_tokens=seq_num_tokens, ref_log_probs=ref_log_probs, kl_coef=kl_coef,
+        kl_type=kl_type, kl_times_ratio=kl_times_ratio, kl_input_clamp=kl_input_clamp,
+        kl_output_clamp=kl_output_clamp, entropy=entropy, entropy_coeff=entropy_coeff,
+        rollout_is_weights=rollout_is_weights, rollout_log_probs=rollout_log_probs,
+        rollout_is_threshold=rollout_is_threshold, rollout_is_lower=rollout_is_lower,
+        backend=backend,
     )  # fmt: skip
-    settings = LossSettings(
-        loss_mode,
-        loss_agg_mode,
-        check_kl_type(op, kl_type),
-        kl_type.endswith("+"),
-        check_coefficient(op, "kl_coef", kl_coef, "ref_log_probs", ref_log_probs),
-        check_coefficient(op, "entropy_coeff", entropy_coeff, "entropy", entropy),
-        loss_scale_factor,
-    )
-    floats = {
-        "log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages,
-        "ref_log_probs": ref_log_probs, "entropy": entropy,
-        "rollout_is_weights": rollout_is_weights, "rollout_log_probs": rollout_log_probs,
-    }  # fmt: skip
-    is_bounds = check_rollout(
-        op, rollout_is_weights, rollout_log_probs, rollout_is_threshold, rollout_is_lower
-    )
-    masks = {"response_mask": response_mask, "selected": selected}
-    tokens, cu_seqlens = token_arguments(op, floats, masks, cu_seqlens)
-    _check_needs(loss_mode, cu_seqlens, selected)
-    backend = choose_backend(op, log_probs.device, backend, log_probs.dtype)
-    tokens.setdefault("old_log_probs", tokens["log_probs"].detach())
-    if rollout_log_probs is not None:
-        tokens["rollout_is_weights"] = is_bounds.token_weights(
-            tokens["old_log_probs"],
-            tokens.pop("rollout_log_probs"),
-            as_mask(tokens.get("response_mask"), tokens["log_probs"]),
+    counts = (global_num_tokens, global_num_seqs)
+    if inputs.backend == "reference":
+        mask = as_mask(inputs.tokens.get("response_mask"), inputs.tokens["log_probs"])
+        denominators = loss_denominators(op, loss_agg_mode, mask, inputs.cu_seqlens, *counts)
+        loss, sums, *_ = policy_loss_reference(
+            *inputs[:3], denominators, inputs.settings, inputs.options
         )
-    if backend == "reference":
-        denominators = loss_denominators(
-            op, loss_agg_mode, as_mask(tokens.get("response_mask"), tokens["log_probs"]),
-            cu_seqlens, global_num_tokens, global_num_seqs,
-        )  # fmt: skip
-        loss, sums = policy_loss_reference(tokens, cu_seqlens, denominators, settings, options)
     else:
-        counts = (global_num_tokens, global_num_seqs)
-        loss, sums = run_kernel(op, backend, tokens, cu_seqlens, counts, settings, options)
+        loss, sums = run_kernel(op, inputs, counts)
     metrics = dict(zip(_METRICS, sums.unbind(), strict=True))
     if ref_log_probs is None:
         del metrics["kl_loss"]
@@ -192,41 +172,6 @@ _METRICS = (
 )  # fmt: skip
 
 
-def check_coefficient(op: str, name: str, value: float, needs: str, tensor: Tensor | None) -> float:
-    """Check for a finite coefficient, and for the tensor it multiplies unless it is 0."""
-    number = check.number(op, name, value)
-    if number and tensor is None:
-        raise ValueError(
-            f"{op}: {name} is {value}, but {needs} is not given; give both or neither."
-        )
-    return number
-
-
-def check_rollout(
-    op: str, weights: Tensor | None, log_probs: Tensor | None, threshold: float | None,
-    lower: float | None,
-) -> ImportanceBounds:  # fmt: skip
-    """Check the arguments that importance weights are formed from; return their bounds."""
-    if weights is not None and log_probs is not None:
-        raise ValueError(
-            f"{op}: rollout_is_weights and rollout_log_probs are given; expected one of them: the "
-            "weights are formed from the log-probs."
-        )
-    return ImportanceBounds.checked(op, threshold, lower)
-
-
-def _check_needs(loss_mode: str, cu_seqlens: Tensor | None, selected: Tensor | None) -> None:
-    if cu_seqlens is None and loss_mode in SEQUENCE_MODES:
-        raise ValueError(
-            f"policy_loss: loss_mode {loss_mode!r} works on sequences; give cu_seqlens."
-        )
-    if loss_mode in SELECTION_MODES and selected is None:
-        raise ValueError(
-            f"policy_loss: loss_mode {loss_mode!r} needs selected, a mask of tokens; "
-            "select_by_covariance makes it."
-        )
-
-
 def kernel_tensors(tokens: dict[str, Any], *names: str) -> list[Tensor | None]:
     """Return constants as the kernels take them: contiguous, bool or float32, None if not given."""
     given = [tokens.get(name) for name in names]
@@ -237,43 +182,50 @@ def kernel_tensors(tokens: dict[str, Any], *names: str) -> list[Tensor | None]:
 
 
 def run_kernel(
-    op: str,
-    backend: str,
-    tokens: dict[str, Tensor],
-    cu_seqlens: Tensor | None,
-    counts: tuple[float | Tensor | None, float | Tensor | None],
-    settings: LossSettings,
-    options: LossOptions,
+    op: str, inputs: LossInputs, counts: tuple[float | Tensor | None, float | Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """Compute (loss, metrics in the order of _METRICS) of policy_loss or value_loss with a kernel.
 
     counts: global_num_tokens and global_num_seqs.
     """
+    return _FUNCTIONS[op].apply(*kernel_arguments(op, inputs, counts))
+
+
+def kernel_arguments(
+    op: str,
+    inputs: LossInputs,
+    counts: tuple[float | Tensor | None, float | Tensor | None],
+    wants_tokens: bool = False,
+) -> tuple[Any, ...]:
+    """Return the arguments of the op policy_loss."""
+    tokens, cu_seqlens, seq_num_tokens, settings, options, backend = inputs
     log_probs, entropy = tokens["log_probs"], tokens.get("entropy")
     check.no_forward_ad(op, log_probs=log_probs, entropy=entropy)
     denominators, numbers = kernel_denominators(
         op, settings.loss_agg_mode, cu_seqlens, *counts, log_probs.device
     )
     enabled = torch.is_grad_enabled()
-    return _FUNCTIONS[op].apply(
+    modes = [
+        KERNEL_MODES.index(settings.loss_mode),
+        LOSS_AGG_MODES.index(settings.loss_agg_mode),
+        KL_TYPES.index(settings.kl_type),
+        settings.kl_straight_through,
+        settings.kl_times_ratio,
+        wants_tokens,
+        enabled and log_probs.requires_grad,
+        enabled and entropy is not None and entropy.requires_grad,
+    ]
+    coefficients = (settings.kl_coef, settings.entropy_coeff, settings.loss_scale_factor or 1.0)
+    return (
         log_probs.float().contiguous(),
         None if entropy is None else entropy.float().contiguous(),
         *kernel_tensors(tokens, "old_log_probs", "advantages", "response_mask", "selected"),
         *kernel_tensors(tokens, "ref_log_probs", "rollout_is_weights"),
         cu_seqlens,
+        None if seq_num_tokens is None else seq_num_tokens.float().contiguous(),
         denominators,
-        [
-            KERNEL_MODES.index(settings.loss_mode),
-            LOSS_AGG_MODES.index(settings.loss_agg_mode),
-            KL_TYPES.index(settings.kl_type),
-            settings.kl_straight_through,
-            enabled and log_probs.requires_grad,
-            enabled and entropy is not None and entropy.requires_grad,
-        ],
-        [
-            *(*options, settings.kl_coef, settings.entropy_coeff),
-            *(settings.loss_scale_factor or 1.0, *numbers),
-        ],
+        modes,
+        [*options, *coefficients, *numbers],
         backend,
     )
 
@@ -287,11 +239,11 @@ class _PolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        loss, metrics, gradient, entropy_gradient = torch.ops.hybridengine.policy_loss(*arguments)
+        loss, metrics, _, _, *gradients = torch.ops.hybridengine.policy_loss(*arguments)
         ctx.set_materialize_grads(False)  # else autograd makes zeros for the metrics
         ctx.mark_non_differentiable(metrics)
         # The two inputs let a second derivative find the node that raises.
-        ctx.save_for_backward(gradient, entropy_gradient, *arguments[:2])
+        ctx.save_for_backward(*gradients, *arguments[:2])
         return loss, metrics
 
     @staticmethod
@@ -316,7 +268,7 @@ def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
     if not (check.readable(grad_loss) and grad_loss == 1):
         gradients = list(torch._foreach_mul(gradients, grad_loss))  # in one launch
     needed = zip(gradients, ctx.needs_input_grad[:2], strict=True)
-    return *(gradient if needs else None for gradient, needs in needed), *[None] * 11
+    return *(gradient if needs else None for gradient, needs in needed), *[None] * 12
 
 
 @torch.library.custom_op("hybridengine::policy_loss", mutates_args=())
@@ -330,38 +282,44 @@ def _policy_loss(
     ref_log_probs: Tensor | None,
     is_weights: Tensor | None,
     cu_seqlens: Tensor | None,
+    seq_num_tokens: Tensor | None,
     denominators: Tensor | None,
     modes: list[int],
     numbers: list[float],
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute (loss, metrics [8], d loss / d log_probs, d loss / d entropy).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute (loss, metrics [8], terms [3, T] and clip masks [2, T] of the tokens, d loss /
+    d log_probs, d loss / d entropy).
 
-    A gradient that is not wanted is empty. modes: loss mode, aggregation mode, KL type, whether the
-    KL is straight-through, whether each of the two gradients is wanted. numbers: LossOptions,
-    kl_coef, entropy_coeff, loss_scale_factor and, as `kernel_denominators` returns them, the
-    numbers of tokens and sequences, which may be left out where `denominators` is given.
+    What is not wanted is empty. modes: loss mode, aggregation mode, KL type, whether the KL is
+    straight-through and times the ratio, and whether the tokens' terms and each of the two
+    gradients are wanted. numbers: LossOptions, kl_coef, entropy_coeff, loss_scale_factor and, as
+    `kernel_denominators` returns them, the numbers of tokens and sequences, which may be left out
+    where `denominators` is given.
     """
     if backend == "triton":
         from .triton import policy_loss_triton as run
     else:
         run = native().policy_loss
-    mode, agg_mode, kl_type, straight_through, wants_gradient, wants_entropy_gradient = modes
+    mode, agg_mode, kl_type, *flags = modes
+    straight_through, times_ratio, *wants = (bool(flag) for flag in flags)
     options, coefficients = numbers[:_NUM_OPTIONS], [*numbers[_NUM_OPTIONS:], 1.0, 1.0][:5]
     return run(
         log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy, is_weights,
-        cu_seqlens, denominators, mode, agg_mode, kl_type, bool(straight_through), options,
-        coefficients, bool(wants_gradient), bool(wants_entropy_gradient),
+        cu_seqlens, seq_num_tokens, denominators, mode, agg_mode, kl_type, straight_through,
+        times_ratio, options, coefficients, *wants,
     )  # fmt: skip
 
 
 @_policy_loss.register_fake
-def _(log_probs: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, wants_gradient, wants_entropy_gradient = args[-3]
+def _(log_probs: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *_, wants_tokens, wants_gradient, wants_entropy_gradient = args[-3]
     num_tokens = log_probs.size(0)
     return (
         log_probs.new_empty(()),
         log_probs.new_empty(len(_METRICS)),
+        log_probs.new_empty(3 if wants_tokens else 0, num_tokens),
+        log_probs.new_empty(2 if wants_tokens else 0, num_tokens, dtype=torch.bool),
         log_probs.new_empty(num_tokens if wants_gradient else 0),
         log_probs.new_empty(num_tokens if wants_entropy_gradient else 0),
     )

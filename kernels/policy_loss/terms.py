@@ -7,7 +7,7 @@ With x = log_probs - old_log_probs and r = exp(x), the loss of a token, to be mi
     ppo_clip   -min(r A, clip(r, 1-lo, 1+hi) A), and for A < 0 at most -c A
                PPO, arXiv 1707.06347 eq. 7; two epsilons: DAPO, arXiv 2503.14476;
                dual clip: arXiv 1912.09729
-    gspo       ppo_clip without c on s = sg[exp(mean_seq x)] p / sg[p]    arXiv 2507.18071
+    gspo       ppo_clip on s = sg[exp(mean_seq x)] p / sg[p]    arXiv 2507.18071
     gmpo       -A_seq exp(mean_seq of x clipped to [-lo, hi] where A pushes out)
                                                                           arXiv 2507.20673
     cispo      -sg[clip(r, 1-lo, 1+hi)] A log p                           arXiv 2506.13585
@@ -17,6 +17,8 @@ With x = log_probs - old_log_probs and r = exp(x), the loss of a token, to be mi
     clip_cov   ppo_clip without c, 0 for the selected tokens              arXiv 2505.22617
     kl_cov     -r A, plus cov_kl_coef |x| for the selected tokens         arXiv 2505.22617
     reinforce  -A log p                                        (GPG: arXiv 2504.02546)
+    dro        -A log p + dro_beta x^2 / 2                                arXiv 2405.19107
+    seq_sapo   sapo on gspo's s
 
 x is clamped to [-20, 20], where its gradient is then zero, so that r stays finite. No finite step
 makes a token possible whose log p is -inf: it has no gradient, and a term A log p is 0. Where
@@ -35,10 +37,11 @@ from .._per_token import compute_dtype
 
 LOSS_MODES = (
     "ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov",
-    "reinforce",
+    "reinforce", "dro", "seq_sapo",
 )  # fmt: skip
 KERNEL_MODES = (*LOSS_MODES, "value")  # in the order of LossMode; value is that of value_loss
-SEQUENCE_MODES = ("gspo", "gmpo")
+SEQUENCE_RATIO_MODES = ("gspo", "seq_sapo")  # the ratio of a token is that of its sequence
+SEQUENCE_MODES = (*SEQUENCE_RATIO_MODES, "gmpo")
 SELECTION_MODES = ("clip_cov", "kl_cov")
 MODE_ALIASES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
 
@@ -46,10 +49,11 @@ MODE_ALIASES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
 KL_TYPES = ("k1", "abs", "k2", "k3")
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
-_MAX_K3 = 10.0
+# A larger difference of log-probs would overflow in k3.
+_MAX_KL_INPUT = 80.0
 
 MAX_LOG_RATIO = 20.0
-_MAX_LOG_SEQUENCE_RATIO = 10.0
+MAX_LOG_SEQUENCE_RATIO = 10.0
 _NO_CLIP = float("inf")
 
 
@@ -60,13 +64,16 @@ _OPTION_BOUNDS: dict[str, dict[str, Any]] = {
     "tau_pos": {"above": 0},
     "tau_neg": {"above": 0},
     "cov_kl_coef": {"at_least": 0},
+    "dro_beta": {"above": 0},
+    "kl_input_clamp": {"above": 0, "at_most": _MAX_KL_INPUT},
+    "kl_output_clamp": {"above": 0, "infinite": True},
 }
 
 
 class LossOptions(NamedTuple):
     """The numbers in the formulas; a mode reads those that its formula names.
 
-    A clip ratio of infinity does not clip.
+    A clip ratio or a clamp of infinity does not clip.
     """
 
     clip_ratio_low: float = 0.2
@@ -75,16 +82,24 @@ class LossOptions(NamedTuple):
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     cov_kl_coef: float = 1.0
+    dro_beta: float = 1.0
+    kl_input_clamp: float = 20.0
+    kl_output_clamp: float = 10.0
 
     @staticmethod
-    def checked(op: str, **given: Any) -> LossOptions:
-        """Check the options of operator `op`; None as a clip ratio is infinity.
+    def checked(op: str, loss_mode: str = "", **given: Any) -> LossOptions:
+        """Check the options of operator `op`; None as a clip ratio or clamp is infinity.
 
-        Raises ValueError for a negative or NaN clip ratio, a clip_ratio_c of 1 or less, a tau that
-        is not positive and finite, a cov_kl_coef that is negative or not finite.
+        Raises ValueError for a negative or NaN clip ratio (cispo takes a clip_ratio_high of -1 or
+        more, not below -clip_ratio_low), a clip_ratio_c of 1 or less, a tau, dro_beta or clamp
+        that is not positive, a cov_kl_coef that is negative or not finite.
         """
+        if given["kl_input_clamp"] is None:
+            given["kl_input_clamp"] = _MAX_KL_INPUT
         for name, bounds in _OPTION_BOUNDS.items():
             value = _NO_CLIP if given[name] is None and "infinite" in bounds else given[name]
+            if loss_mode == "cispo" and name == "clip_ratio_high":
+                bounds = {**bounds, "at_least": max(-1.0, -given["clip_ratio_low"])}
             given[name] = check.number(op, name, value, **bounds)
         return LossOptions(**given)
 
@@ -116,11 +131,31 @@ def gmpo_log_ratio(log_ratio: Tensor, advantages: Tensor, options: LossOptions) 
     return torch.where(sign * log_ratio <= sign * clipped, log_ratio, clipped)
 
 
+def sequence_ratio(log_probs: Tensor, seq_log_ratio: Tensor) -> Tensor:
+    """Return s of gspo, whose gradient is s times that of each token's own log-prob."""
+    straight_through = torch.where(log_probs.isneginf(), 0, log_probs - log_probs.detach())
+    return (straight_through + seq_log_ratio).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+
+
 def _clip(ratio: Tensor, advantages: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
     unclipped = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
     clipped = bounded > unclipped
     return torch.where(clipped, bounded, unclipped), clipped
+
+
+def _dual_clip(
+    ratio: Tensor, advantages: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, clipped = _clip(ratio, advantages, options)
+    bound = -advantages * options.clip_ratio_c
+    lower = (advantages < 0) & (loss > bound)
+    return torch.where(lower, bound, loss), clipped, lower
+
+
+def _sapo(ratio: Tensor, advantages: Tensor, options: LossOptions) -> Tensor:
+    tau = torch.where(advantages > 0, options.tau_pos, options.tau_neg).to(ratio.dtype)
+    return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
 
 
 def _times_log_prob(factor: Tensor, log_probs: Tensor) -> Tensor:
@@ -160,7 +195,7 @@ def token_loss(
 ) -> TokenTerms:
     """Compute one row of the table above; all tensors are [T].
 
-    seq_log_ratio: mean over the token's sequence of x (gspo; without gradient) or of
+    seq_log_ratio: mean over the token's sequence of x (gspo, seq_sapo; without gradient) or of
         `gmpo_log_ratio` (gmpo; with its gradient).
     seq_advantages: mean advantage of the token's sequence (gmpo).
     selected: bool, the tokens that `select_by_covariance` chose (clip_cov, kl_cov).
@@ -169,16 +204,14 @@ def token_loss(
     ratio = x.exp()
     clipped = lower = torch.zeros_like(x, dtype=torch.bool)
     if mode == "ppo_clip":
-        loss, clipped = _clip(ratio, advantages, options)
-        bound = -advantages * options.clip_ratio_c
-        lower = (advantages < 0) & (loss > bound)
-        loss = torch.where(lower, bound, loss)
-    elif mode == "gspo":
+        loss, clipped, lower = _dual_clip(ratio, advantages, options)
+    elif mode in SEQUENCE_RATIO_MODES:
         assert seq_log_ratio is not None
-        # 0 with the gradient of log_probs
-        straight_through = torch.where(log_probs.isneginf(), 0, log_probs - log_probs.detach())
-        ratio = (straight_through + seq_log_ratio).clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
-        loss, clipped = _clip(ratio, advantages, options)
+        ratio = sequence_ratio(log_probs, seq_log_ratio)
+        if mode == "gspo":
+            loss, clipped, lower = _dual_clip(ratio, advantages, options)
+        else:
+            loss = _sapo(ratio, advantages, options)
     elif mode == "gmpo":
         assert seq_log_ratio is not None and seq_advantages is not None
         ratio = seq_log_ratio.exp()
@@ -190,8 +223,7 @@ def token_loss(
         loss = _times_log_prob(-bounded * advantages, log_probs)
         clipped = ratio != bounded
     elif mode == "sapo":
-        tau = torch.where(advantages > 0, options.tau_pos, options.tau_neg).to(x.dtype)
-        loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+        loss = _sapo(ratio, advantages, options)
     elif mode in ("dppo_tv", "dppo_kl"):
         with torch.no_grad():
             allowed = _dppo_allows(mode, log_probs, old_log_probs, advantages, options)
@@ -210,24 +242,37 @@ def token_loss(
         clipped = selected
     else:
         loss = _times_log_prob(-advantages, log_probs)
+        if mode == "dro":
+            loss = loss + 0.5 * options.dro_beta * x.square()
     unclamped = log_ratio(log_probs, old_log_probs).detach()
     return TokenTerms(loss, clipped, lower, unclamped, ratio.detach())
 
 
-def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+def token_kl(
+    kl_type: str,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    *,
+    kl_input_clamp: float | None = 20.0,
+    kl_output_clamp: float | None = 10.0,
+) -> Tensor:
     """Estimate KL(policy || reference) per token (joschu.net/blog/kl-approx.html).
 
     Args:
-        kl_type: k1 (alias kl), abs, k2 (mse), k3 (low_var_kl, clamped to 10). A trailing "+" keeps
-            the value but takes the gradient of k2, the unbiased one.
+        kl_type: k1 (alias kl), abs, k2 (mse), k3 (low_var_kl). A trailing "+" keeps the value but
+            takes the gradient of k2, the unbiased one.
         log_probs, ref_log_probs: of one shape, floating point; differentiable in both. A token with
-            -inf in both has a KL of 0.
+            -inf in both has a KL of 0. Exchanged they give KL(reference || policy).
+        kl_input_clamp, kl_output_clamp: of k3: ref_log_probs - log_probs is clamped to
+            [-kl_input_clamp, kl_input_clamp], the result to kl_output_clamp; the gradient is 0
+            there. None: 80, where it would overflow, and no bound.
 
     Returns:
         The shape of the inputs, float64 for float64, else float32.
 
     Raises:
-        ValueError: an unknown kl_type, tensors of different shapes or on different devices.
+        ValueError: an unknown kl_type, a clamp that is not positive, tensors of different shapes or
+            on different devices.
     """
     check.not_none("token_kl", log_probs=log_probs, ref_log_probs=ref_log_probs)
     base = check_kl_type("token_kl", kl_type)
@@ -238,6 +283,11 @@ def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
             f"token_kl: ref_log_probs has shape {list(ref_log_probs.shape)}; expected "
             f"{list(log_probs.shape)} like log_probs."
         )
+    options = LossOptions.checked(
+        "token_kl",
+        **LossOptions()._asdict()
+        | {"kl_input_clamp": kl_input_clamp, "kl_output_clamp": kl_output_clamp},
+    )
     dtype = compute_dtype(log_probs)
     difference = log_ratio(log_probs.to(dtype), ref_log_probs.to(dtype))
     half_square = 0.5 * difference.square()
@@ -248,8 +298,8 @@ def token_kl(kl_type: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     elif base == "k2":
         value = half_square
     else:
-        negative = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = (negative.expm1() - negative).clamp(max=_MAX_K3)
+        negative = (-difference).clamp(-options.kl_input_clamp, options.kl_input_clamp)
+        value = (negative.expm1() - negative).clamp(max=options.kl_output_clamp)
     if kl_type.endswith("+"):
         return half_square - half_square.detach() + value.detach()
     return value

@@ -17,18 +17,20 @@ from torch import Tensor
 
 from .._aggregation import LOSS_AGG_MODES, loss_denominators
 from .._per_token import as_mask
-from .terms import KERNEL_MODES, SEQUENCE_MODES
+from .terms import KERNEL_MODES, SEQUENCE_MODES, SEQUENCE_RATIO_MODES
 from .triton_terms import clamp, gmpo_log_ratio, log_ratio, token_kl, token_loss
 
 BLOCK = 512
 _NUM_SUMS = 8
-_NUM_STATS = 4  # of a sequence: length, means of log-ratio and advantage, geometric mean of weights
+# Of a sequence: length, means of log-ratio and advantage, geometric mean of the weights, mean KL.
+_NUM_STATS = 5
 
 
 @triton.jit
 def _sequence_kernel(
-    log_probs, old_log_probs, advantages, mask, is_weights, cu_seqlens, sequence_stats,
-    num_tokens, low, high, MODE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    log_probs, old_log_probs, advantages, mask, ref_log_probs, is_weights, cu_seqlens,
+    sequence_stats, num_tokens, low, high, kl_input, kl_output, MODE: tl.constexpr,
+    KL: tl.constexpr, SEQUENCE_KL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
@@ -39,6 +41,7 @@ def _sequence_kernel(
     log_ratio_sum = tl.zeros([BLOCK], tl.float32)
     advantage_sum = tl.zeros([BLOCK], tl.float32)
     log_weight = tl.zeros([BLOCK], tl.float32)
+    kl_sum = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         unmasked = offsets < end
@@ -54,18 +57,23 @@ def _sequence_kernel(
             if HAS_WEIGHTS:
                 weight = tl.load(is_weights + offsets, mask=unmasked, other=1.0)
                 log_weight += tl.where(unmasked, tl.log(weight + 1e-10), 0.0)
+        if SEQUENCE_KL:
+            ref = tl.load(ref_log_probs + offsets, mask=unmasked, other=0.0)
+            kl, _ = token_kl(log_prob, ref, kl_input, kl_output, KL, False)
+            kl_sum += tl.where(unmasked, kl, 0.0)
         log_ratio_sum += x
         advantage_sum += advantage
     total = tl.sum(length)
     scale = 1 / tl.maximum(total, 1.0)
-    tl.store(sequence_stats + n * 4, total)
-    tl.store(sequence_stats + n * 4 + 1, tl.sum(log_ratio_sum) * scale)
-    tl.store(sequence_stats + n * 4 + 2, tl.sum(advantage_sum) * scale)
-    tl.store(sequence_stats + n * 4 + 3, tl.exp(tl.sum(log_weight) * scale))
+    tl.store(sequence_stats + n * 5, total)
+    tl.store(sequence_stats + n * 5 + 1, tl.sum(log_ratio_sum) * scale)
+    tl.store(sequence_stats + n * 5 + 2, tl.sum(advantage_sum) * scale)
+    tl.store(sequence_stats + n * 5 + 3, tl.exp(tl.sum(log_weight) * scale))
+    tl.store(sequence_stats + n * 5 + 4, tl.sum(kl_sum) * scale)
 
 
 @triton.jit
-def _find_sequence(cu_seqlens, offsets, num_sequences, BLOCK: tl.constexpr):
+def find_sequence(cu_seqlens, offsets, num_sequences, BLOCK: tl.constexpr):
     """Return the first sequence that ends after each token; num_sequences if there is none."""
     first = tl.zeros([BLOCK], tl.int32)
     last = first + num_sequences
@@ -82,12 +90,14 @@ def _find_sequence(cu_seqlens, offsets, num_sequences, BLOCK: tl.constexpr):
 @triton.jit
 def _token_kernel(
     log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy, is_weights,
-    cu_seqlens, sequence_stats, shared_weight, partials, gradients, entropy_gradients, num_tokens,
-    num_sequences, low, high, c, tau_pos, tau_neg, cov_kl_coef, kl_coef, entropy_coeff,
+    cu_seqlens, seq_num_tokens, sequence_stats, shared_weight, partials, gradients,
+    entropy_gradients, token_terms, token_clips, num_tokens, num_sequences, low, high, c, tau_pos,
+    tau_neg, cov_kl_coef, dro_beta, kl_input, kl_output, kl_coef, entropy_coeff,
     MODE: tl.constexpr, BY_LENGTH: tl.constexpr, KL: tl.constexpr, STRAIGHT: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_SELECTED: tl.constexpr, HAS_REF: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_STATS: tl.constexpr,
-    WANTS_GRADIENT: tl.constexpr, WANTS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    TIMES_RATIO: tl.constexpr, HAS_SEQ_NUM: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_SELECTED: tl.constexpr, HAS_REF: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_STATS: tl.constexpr, WANTS_GRADIENT: tl.constexpr,
+    WANTS_ENTROPY: tl.constexpr, WANTS_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -100,11 +110,14 @@ def _token_kernel(
     seq_advantage = tl.zeros([BLOCK], tl.float32)
     is_weight = tl.full([BLOCK], 1.0, tl.float32)
     if HAS_STATS:
-        sequence = _find_sequence(cu_seqlens, offsets, num_sequences, BLOCK)
+        sequence = find_sequence(cu_seqlens, offsets, num_sequences, BLOCK)
         unmasked = unmasked & (sequence < num_sequences)  # else the token belongs to no sequence
-        stats = sequence_stats + sequence.to(tl.int64) * 4
+        stats = sequence_stats + sequence.to(tl.int64) * 5
         if BY_LENGTH:
-            token_weight /= tl.maximum(tl.load(stats, mask=unmasked, other=1.0), 1.0)
+            length = stats
+            if HAS_SEQ_NUM:
+                length = seq_num_tokens + sequence
+            token_weight /= tl.maximum(tl.load(length, mask=unmasked, other=1.0), 1.0)
         seq_log_ratio = tl.load(stats + 1, mask=unmasked, other=0.0)
         seq_advantage = tl.load(stats + 2, mask=unmasked, other=0.0)
         is_weight = tl.load(stats + 3, mask=unmasked, other=1.0)
@@ -115,9 +128,9 @@ def _token_kernel(
     old = tl.load(old_log_probs + offsets, mask=unmasked, other=0.0)
     sums = partials + program * 8
     tl.store(sums + 5, tl.sum(tl.where(unmasked, -log_ratio(log_prob, old), 0.0)))
-    loss, gradient, clipped, lower, ratio = token_loss(
+    loss, gradient, clipped, lower, ratio, grad_log_ratio = token_loss(
         log_prob, old, tl.load(advantages + offsets, mask=unmasked, other=0.0), seq_log_ratio,
-        seq_advantage, is_selected, low, high, c, tau_pos, tau_neg, cov_kl_coef, MODE,
+        seq_advantage, is_selected, low, high, c, tau_pos, tau_neg, cov_kl_coef, dro_beta, MODE,
     )  # fmt: skip
     if HAS_WEIGHTS:
         if MODE != "gmpo":
@@ -127,11 +140,22 @@ def _token_kernel(
     tl.store(sums, tl.sum(tl.where(unmasked, loss * token_weight, 0.0)))
     if HAS_REF:
         ref = tl.load(ref_log_probs + offsets, mask=unmasked, other=0.0)
-        kl, kl_gradient = token_kl(log_prob, ref, KL, STRAIGHT)
+        kl, kl_gradient = token_kl(log_prob, ref, kl_input, kl_output, KL, STRAIGHT)
+        if TIMES_RATIO:
+            mean_kl = kl
+            if MODE == "gspo" or MODE == "seq_sapo":
+                mean_kl = tl.load(stats + 4, mask=unmasked, other=0.0)
+            kl_gradient = ratio * (kl_gradient + mean_kl * grad_log_ratio)
+            kl *= ratio
         gradient += kl_coef * kl_gradient
+        loss += kl_coef * kl
         tl.store(sums + 1, tl.sum(tl.where(unmasked, kl * token_weight, 0.0)))
+        if WANTS_TOKENS:
+            kl = tl.where(unmasked, kl, 0.0)
+            tl.store(token_terms + (offsets + num_tokens), kl, mask=inside)
     if HAS_ENTROPY:
         bonus = tl.load(entropy + offsets, mask=unmasked, other=0.0)
+        loss -= entropy_coeff * bonus
         tl.store(sums + 2, tl.sum(tl.where(unmasked, bonus * token_weight, 0.0)))
     tl.store(sums + 3, tl.sum(tl.where(unmasked & clipped, 1.0, 0.0)))
     tl.store(sums + 4, tl.sum(tl.where(unmasked & lower, 1.0, 0.0)))
@@ -142,15 +166,22 @@ def _token_kernel(
     if WANTS_ENTROPY:
         bonus_gradient = tl.where(unmasked, -entropy_coeff * token_weight, 0.0)
         tl.store(entropy_gradients + offsets, bonus_gradient, mask=inside)
+    if WANTS_TOKENS:
+        tl.store(token_terms + offsets, tl.where(unmasked, loss, 0.0), mask=inside)
+        ratio = tl.where(unmasked, ratio, 0.0)
+        tl.store(token_terms + (offsets + num_tokens + num_tokens), ratio, mask=inside)
+        tl.store(token_clips + offsets, unmasked & clipped, mask=inside)
+        tl.store(token_clips + (offsets + num_tokens), unmasked & lower, mask=inside)
 
 
 def policy_loss_triton(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor | None,
     selected: Tensor | None, ref_log_probs: Tensor | None, entropy: Tensor | None,
-    is_weights: Tensor | None, cu_seqlens: Tensor | None, denominators: Tensor | None, mode: int,
-    agg_mode: int, kl_type: int, kl_straight_through: bool, options: list[float],
-    coefficients: list[float], wants_gradient: bool, wants_entropy_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    is_weights: Tensor | None, cu_seqlens: Tensor | None, seq_num_tokens: Tensor | None,
+    denominators: Tensor | None, mode: int, agg_mode: int, kl_type: int, kl_straight_through: bool,
+    kl_times_ratio: bool, options: list[float], coefficients: list[float], wants_tokens: bool,
+    wants_gradient: bool, wants_entropy_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run the kernels; arguments and results as of the C++ binding policy_loss."""
     loss_mode, agg = KERNEL_MODES[mode], LOSS_AGG_MODES[agg_mode]
     kl_coef, entropy_coeff, *_ = coefficients
@@ -162,29 +193,36 @@ def policy_loss_triton(
     programs = triton.cdiv(num_tokens, BLOCK)
     gradient = log_probs.new_empty(num_tokens if wants_gradient else 0)
     entropy_gradient = log_probs.new_empty(num_tokens if wants_entropy_gradient else 0)
+    token_terms = log_probs.new_zeros(3 if wants_tokens else 0, num_tokens)
+    token_clips = torch.empty(
+        2 if wants_tokens else 0, num_tokens, dtype=torch.bool, device=log_probs.device
+    )
     partials = log_probs.new_zeros(programs, _NUM_SUMS)
     sequence_stats = log_probs.new_empty(num_sequences if needs_stats else 0, _NUM_STATS)
     shared_weight = _shared_weight(agg, denominators, coefficients)
     flags = {"MODE": loss_mode, "HAS_MASK": mask is not None, "BLOCK": BLOCK}
     flags["HAS_WEIGHTS"] = is_weights is not None
+    sequence_kl = kl_times_ratio and ref_log_probs is not None and loss_mode in SEQUENCE_RATIO_MODES
     if needs_stats and num_sequences:
         _sequence_kernel[(num_sequences,)](
-            *(log_probs, old_log_probs, advantages, mask, is_weights, cu_seqlens, sequence_stats),
-            *(num_tokens, *options[:2]),
-            **flags,
-        )
+            log_probs, old_log_probs, advantages, mask, ref_log_probs, is_weights, cu_seqlens,
+            sequence_stats, num_tokens, *options[:2], *options[7:], KL=kl_type,
+            SEQUENCE_KL=sequence_kl, **flags,
+        )  # fmt: skip
     if programs:
         _token_kernel[(programs,)](
             log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy,
-            is_weights, cu_seqlens, sequence_stats, shared_weight, partials, gradient,
-            entropy_gradient, num_tokens, num_sequences, *options, kl_coef, entropy_coeff,
-            BY_LENGTH=by_length, KL=kl_type, STRAIGHT=kl_straight_through,
+            is_weights, cu_seqlens, seq_num_tokens, sequence_stats, shared_weight, partials,
+            gradient, entropy_gradient, token_terms, token_clips, num_tokens, num_sequences,
+            *options, kl_coef, entropy_coeff, BY_LENGTH=by_length, KL=kl_type,
+            STRAIGHT=kl_straight_through, TIMES_RATIO=kl_times_ratio,
+            HAS_SEQ_NUM=seq_num_tokens is not None, WANTS_TOKENS=wants_tokens,
             HAS_SELECTED=selected is not None, HAS_REF=ref_log_probs is not None,
             HAS_ENTROPY=entropy is not None, HAS_STATS=needs_stats, WANTS_GRADIENT=wants_gradient,
             WANTS_ENTROPY=wants_entropy_gradient, **flags,
         )  # fmt: skip
     loss, metrics = _reduce(partials, denominators, kl_coef, entropy_coeff)
-    return loss, metrics, gradient, entropy_gradient
+    return loss, metrics, token_terms, token_clips, gradient, entropy_gradient
 
 
 def _counted(

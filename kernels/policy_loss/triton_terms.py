@@ -43,6 +43,23 @@ def _clip_terms(ratio, advantage, grad_x, low, high):
 
 
 @triton.jit
+def _dual_clip_terms(ratio, advantage, grad_x, low, high, c):
+    loss, gradient, clipped = _clip_terms(ratio, advantage, grad_x, low, high)
+    bound = -advantage * c
+    lower = (advantage < 0) & (loss > bound)
+    return tl.where(lower, bound, loss), tl.where(lower, 0.0, gradient), clipped, lower
+
+
+@triton.jit
+def _sapo_terms(ratio, advantage, grad_x, tau_pos, tau_neg):
+    tau = tl.where(advantage > 0, tau_pos, tau_neg)
+    rest = tl.exp(clamp(tau * (1 - ratio), -float("inf"), 80.0))
+    gate = 1 / (1 + rest)
+    loss = -advantage * gate * (4.0 / tau)
+    return loss, -4.0 * advantage * gate * (rest * gate) * ratio * grad_x
+
+
+@triton.jit
 def _dppo_allows(log_prob, old, advantage, low, high, MODE: tl.constexpr):
     p = tl.exp(log_prob)
     p_old = tl.exp(old)
@@ -60,9 +77,9 @@ def _dppo_allows(log_prob, old, advantage, low, high, MODE: tl.constexpr):
 @triton.jit
 def token_loss(
     log_prob, old, advantage, seq_log_ratio, seq_advantage, selected, low, high, c, tau_pos,
-    tau_neg, cov_kl_coef, MODE: tl.constexpr,
+    tau_neg, cov_kl_coef, dro_beta, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Return (loss, gradient, clipped, clipped_lower, ratio)."""
+    """Return (loss, gradient, clipped, clipped_lower, ratio, gradient of the log-ratio)."""
     x = clamp(log_ratio(log_prob, old), -20.0, 20.0)
     # d x / d log_prob: 0 where clamped, and for two log-probs of -inf, whose difference is NaN.
     grad_x = tl.where(x == log_prob - old, 1.0, 0.0)
@@ -70,15 +87,16 @@ def token_loss(
     lower = clipped
     ratio = tl.exp(x)
     if MODE == "ppo_clip":
-        loss, gradient, clipped = _clip_terms(ratio, advantage, grad_x, low, high)
-        bound = -advantage * c
-        lower = (advantage < 0) & (loss > bound)
-        loss = tl.where(lower, bound, loss)
-        gradient = tl.where(lower, 0.0, gradient)
-    elif MODE == "gspo":
+        loss, gradient, clipped, lower = _dual_clip_terms(ratio, advantage, grad_x, low, high, c)
+    elif MODE == "gspo" or MODE == "seq_sapo":
         ratio = tl.exp(clamp(seq_log_ratio, -20.0, 10.0))
         grad_x = tl.where((seq_log_ratio <= 10.0) & (log_prob != -float("inf")), 1.0, 0.0)
-        loss, gradient, clipped = _clip_terms(ratio, advantage, grad_x, low, high)
+        if MODE == "gspo":
+            loss, gradient, clipped, lower = _dual_clip_terms(
+                ratio, advantage, grad_x, low, high, c
+            )
+        else:
+            loss, gradient = _sapo_terms(ratio, advantage, grad_x, tau_pos, tau_neg)
     elif MODE == "gmpo":
         ratio = tl.exp(seq_log_ratio)
         loss = -seq_advantage * ratio
@@ -92,11 +110,7 @@ def token_loss(
         clipped = ratio != weight
         loss, gradient = _log_prob_terms(-weight * advantage, log_prob)
     elif MODE == "sapo":
-        tau = tl.where(advantage > 0, tau_pos, tau_neg)
-        rest = tl.exp(clamp(tau * (1 - ratio), -float("inf"), 80.0))
-        gate = 1 / (1 + rest)
-        loss = -advantage * gate * (4.0 / tau)
-        gradient = -4.0 * advantage * gate * (rest * gate) * ratio * grad_x
+        loss, gradient = _sapo_terms(ratio, advantage, grad_x, tau_pos, tau_neg)
     elif MODE == "clip_cov":
         loss, gradient, _ = _clip_terms(ratio, advantage, grad_x, low, high)
         clipped = selected
@@ -120,17 +134,21 @@ def token_loss(
         ratio = log_prob
     elif MODE == "reinforce":
         loss, gradient = _log_prob_terms(-advantage, log_prob)
+    elif MODE == "dro":
+        loss, gradient = _log_prob_terms(-advantage, log_prob)
+        loss += 0.5 * dro_beta * x * x
+        gradient += dro_beta * x * grad_x
     else:
         allowed = _dppo_allows(log_prob, old, advantage, low, high, MODE)
         clipped = allowed == 0
         lower = allowed & (ratio > c)
         weight = tl.where(allowed, tl.where(ratio > c, c, ratio), 0.0)
         loss, gradient = _log_prob_terms(-weight * advantage, log_prob)
-    return loss, gradient, clipped, lower, ratio
+    return loss, gradient, clipped, lower, ratio, grad_x
 
 
 @triton.jit
-def token_kl(log_prob, ref, KL: tl.constexpr, STRAIGHT: tl.constexpr):
+def token_kl(log_prob, ref, input_clamp, output_clamp, KL: tl.constexpr, STRAIGHT: tl.constexpr):
     """Return (value, gradient)."""
     d = log_ratio(log_prob, ref)
     if KL == 0:
@@ -143,12 +161,12 @@ def token_kl(log_prob, ref, KL: tl.constexpr, STRAIGHT: tl.constexpr):
         value = 0.5 * d * d
         gradient = d
     else:
-        n = clamp(-d, -20.0, 20.0)
+        n = clamp(-d, -input_clamp, input_clamp)
         s = 1 / 120.0 + n * (1 / 720.0 + n * (1 / 5040.0 + n * (1 / 40320.0)))
         series = n * n * (0.5 + n * (1 / 6.0 + n * (1 / 24.0 + n * s)))
         value = tl.where((n < 0.5) & (n > -0.5), series, tl.exp(n) - 1 - n)
-        gradient = tl.where((value > 10.0) | (n != -d), 0.0, -(value + n))
-        value = tl.where(value > 10.0, 10.0, value)
+        gradient = tl.where((value > output_clamp) | (n != -d), 0.0, -(value + n))
+        value = tl.where(value > output_clamp, output_clamp, value)
     if STRAIGHT:
         gradient = d
     return value, gradient

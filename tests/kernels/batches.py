@@ -3,10 +3,21 @@
 from itertools import pairwise
 
 import torch
-from hybridengine.kernels import policy_loss
+from hybridengine.kernels import LOSS_MODES, policy_loss, token_policy_loss
 
 from tests.tolerances import POLICY_LOSS
 
+# Options of policy_loss beside its modes, each with the loss modes that read it.
+FURTHER_OPTIONS = [
+    *(({"kl_times_ratio": True, "loss_mode": m}) for m in LOSS_MODES if m != "gmpo"),
+    {"kl_times_ratio": True, "kl_type": "k1+"},
+    {"kl_times_ratio": True, "kl_type": "k2", "loss_mode": "gspo"},
+    {"kl_input_clamp": None, "kl_output_clamp": None},
+    {"kl_input_clamp": 1.0, "kl_output_clamp": 0.2, "kl_type": "k3+"},
+    {"seq_clip_ratio_c": 1.01, "loss_mode": "gspo"},
+    {"dro_beta": 0.3, "loss_mode": "dro"},
+    {"seq_num_tokens": torch.tensor([9, 0, 70.5, 2, 40]), "loss_agg_mode": "seq-mean-token-mean"},
+]
 KL = ["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "kl", "mse", "low_var_kl"]
 
 
@@ -88,6 +99,22 @@ def run(inputs, **options):
     )
     gradients = torch.autograd.grad(loss * 2, list(leaves.values()))
     return loss.detach(), metrics, *gradients
+
+
+def run_tokens(inputs, **options):
+    """(loss, kl, ratio, clipped, clipped_lower, gradient by log_probs, by entropy)."""
+    leaves = {k: inputs[k].clone().requires_grad_() for k in ("log_probs", "entropy")}
+    arguments = {**inputs, **leaves}
+    losses = token_policy_loss(
+        arguments.pop("log_probs"),
+        arguments.pop("old_log_probs"),
+        arguments.pop("advantages"),
+        **{"kl_coef": 0.1, "entropy_coeff": 0.01, **options},
+        **arguments,
+    )
+    incoming = torch.arange(1.0, losses.loss.numel() + 1).sin().to(losses.loss)
+    gradients = torch.autograd.grad(losses.loss, list(leaves.values()), incoming)
+    return *(t.detach().to(losses.loss) for t in losses), *gradients
 
 
 def assert_close(got, want, tolerance):

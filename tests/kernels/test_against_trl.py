@@ -10,7 +10,16 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from hybridengine.kernels import group_advantage, pack, policy_loss, rollout_correction, whiten
+from hybridengine.kernels import (
+    group_advantage,
+    pack,
+    policy_loss,
+    rollout_correction,
+    token_entropy,
+    token_log_probs,
+    vespo_weights,
+    whiten,
+)
 
 from tests.tolerances import TRL, TRL_EPSILON
 
@@ -90,7 +99,11 @@ def trainer(**attributes):
     for name, value in (defaults | attributes).items():
         setattr(stand_in, name, value)
     stand_in.args.delta = attributes.get("delta")
-    stand_in.args.use_bias_correction_kl = False
+    stand_in.args.use_bias_correction_kl = attributes.get("use_bias_correction_kl", False)
+    stand_in.args.vespo_k_pos, stand_in.args.vespo_lambda_pos = 2.0, 3.0
+    stand_in.args.vespo_k_neg, stand_in.args.vespo_lambda_neg = 3.0, 2.0
+    # The method of the trainer, not a mock of it.
+    stand_in.get_gamma_weights = grpo.GRPOTrainer.get_gamma_weights
     stand_in.args.steps_per_generation = 1
     stand_in.args.sapo_temperature_pos, stand_in.args.sapo_temperature_neg = 1.0, 1.05
     return stand_in
@@ -138,11 +151,31 @@ LOSSES = {
     "dapo, two-sided clip": ({"delta": 1.5}, {"clip_ratio_c": 1.5}),
     "grpo, gspo": (SEQUENCE, {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean"}),
     "luspo": (SEQUENCE, {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-sum"}),
+    "grpo, bias-corrected KL": (
+        {"use_bias_correction_kl": True},
+        {"loss_agg_mode": "seq-mean-token-mean", "kl_times_ratio": True},
+    ),
+    "grpo, gspo, bias-corrected KL": (
+        SEQUENCE | {"use_bias_correction_kl": True},
+        {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "kl_times_ratio": True},
+    ),
+    "grpo, two-sided clip of gspo": (
+        SEQUENCE | {"delta": 1.3},
+        {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "seq_clip_ratio_c": 1.3},
+    ),
+    "sapo, of sequences": (
+        SEQUENCE,
+        {"loss_mode": "seq_sapo", "loss_agg_mode": "seq-mean-token-mean"},
+    ),
     "sapo": ({}, {"loss_mode": "sapo", "loss_agg_mode": "seq-mean-token-mean"}),
     # TRL's bound for cispo is of the ratio itself, and there is none from below.
     "cispo": (
         {"epsilon_high": 1.2},
         {"loss_mode": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.2},
+    ),
+    "cispo, small bound": (
+        {"epsilon_high": 0.9},
+        {"loss_mode": "cispo", "clip_ratio_low": None, "clip_ratio_high": -0.1},
     ),
 }
 
@@ -152,7 +185,8 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(padded, name, beta, weighted):
     theirs, ours = LOSSES[name]
-    if theirs is SEQUENCE:  # with a weight per token, our gspo has verl's token form of gradient
+    if "importance_sampling_level" in theirs:
+        # With a weight per token, our gspo has verl's token form of the gradient.
         padded["weights"] = padded["weights"][:, :1].expand(B, L)
     want = their_loss(padded, loss_type=name.split(",")[0], beta=beta, use_vllm=weighted, **theirs)
     ref, weights, _ = flat(padded, "ref", "weights")
@@ -160,14 +194,49 @@ def test_losses(padded, name, beta, weighted):
         padded,
         ref_log_probs=ref if beta else None,
         kl_coef=beta,
+        kl_input_clamp=None,
+        kl_output_clamp=None,
         rollout_is_weights=weights if weighted else None,
         **ours,
     )
     close(got[0], want[0])
     close(got[1], want[1])
     if beta:
-        per_token = our_loss(padded, ref_log_probs=ref, kl_coef=beta)[2]["kl_loss"]
+        per_token = our_loss(
+            padded, ref_log_probs=ref, kl_coef=beta, **ours | {"loss_agg_mode": "token-mean"}
+        )[2]["kl_loss"]
         assert per_token.item() == pytest.approx(want[2]["kl"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_vespo(padded, weighted):
+    weights = torch.where(padded["mask"], padded["weights"], 1)
+    padded["weights"] = weights if weighted else torch.ones_like(weights)
+    want = their_loss(padded, loss_type="vespo", use_vllm=weighted)
+    arguments = padded["new"], padded["old"], padded["advantages"][:, None].expand(B, L)
+    phi = vespo_weights(
+        *arguments,
+        response_mask=padded["mask"],
+        rollout_is_weights=padded["weights"] if weighted else None,
+    )
+    weights, _ = flat(padded | {"phi": phi}, "phi")
+    got = our_loss(padded, loss_mode="reinforce", rollout_is_weights=weights)
+    close(got[0], want[0])
+    close(got[1], want[1])
+    mean = want[2]["vespo/phi_seq_mean"][0]
+    assert phi[:, 0].mean().item() == pytest.approx(mean, rel=1e-5)
+    assert not phi[~padded["mask"]].any()
+
+
+def test_selected_log_probs(padded):
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    logits = torch.randn(B, L, 31, generator=torch.Generator().manual_seed(1)) * 3
+    index = logits.topk(4).indices
+    log_probs, entropy = token_log_probs(logits, index)
+    close(log_probs, selective_log_softmax(logits, index))
+    close(entropy, entropy_from_logits(logits))
+    close(token_entropy(logits), entropy_from_logits(logits))
 
 
 def test_clip_fraction_and_entropy_bonus(padded):

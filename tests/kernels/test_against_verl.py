@@ -10,6 +10,7 @@ from hybridengine.kernels import (
     pack,
     policy_loss,
     rollout_correction,
+    rollout_metrics,
     select_by_covariance,
     token_kl,
     value_loss,
@@ -61,6 +62,7 @@ MODES = {
     "dppo_tv": "dppo_tv",
     "dppo_kl": "dppo_kl",
     "reinforce": "gpg",
+    "dro": "dro",
 }
 AGGREGATIONS = [
     "token-mean",
@@ -81,6 +83,7 @@ def test_policy_losses(padded, mode, agg, weighted):
     config = verl.ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=0.28
     )
+    object.__setattr__(config.policy_loss, "dro_beta", 0.6)
     theirs = padded["new"].clone().requires_grad_()
     want, want_metrics = verl.core_algos.get_policy_loss_fn(MODES[mode])(
         padded["old"],
@@ -105,6 +108,7 @@ def test_policy_losses(padded, mode, agg, weighted):
         clip_ratio_high=0.28,
         tau_neg=config.tau_neg,
         tau_pos=config.tau_pos,
+        dro_beta=0.6,
         loss_scale_factor=L,
         cu_seqlens=ends,
         rollout_is_weights=weights if weighted else None,
@@ -277,6 +281,38 @@ def test_off_policy_metrics(padded):
     metrics = rollout_correction(new, old, cu_seqlens=ends).metrics
     for name in ("kl", "k3_kl", "chi2_token"):
         assert metrics[name].item() == pytest.approx(want[name], rel=1e-4)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", None])
+@pytest.mark.parametrize("threshold", [1.4, "0.7_1.4"])
+def test_further_rollout_metrics(padded, level, threshold):
+    helper, mask = verl.rollout_corr_helper, padded["mask"].float()
+    want = helper.compute_offpolicy_metrics(padded["new"], padded["old"], mask)
+    if level is not None:
+        log_ratio = padded["new"] - padded["old"]
+        _, of_weights = helper.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
+        want |= of_weights
+    lower, upper = (0.7, 1.4) if isinstance(threshold, str) else (None, threshold)
+    new, old, ends = flat(padded, "new", "old")
+    got = rollout_metrics(
+        new, old, cu_seqlens=ends, rollout_is=level, rollout_is_threshold=upper,
+        rollout_is_lower=lower,
+    )  # fmt: skip
+    known = {"kl", "k3_kl", "chi2_token", "rollout_is_oob_ratio"}  # of rollout_correction
+    assert got.keys() == want.keys() - known
+    for name, value in got.items():
+        assert value.item() == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
+def test_groups_stay_together_as_evenly():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 500, (48,), generator=generator).tolist()
+    ids = [i // 4 for i in range(48)]
+    bins = balance(lengths, 3, group_ids=ids, equal_count=True)
+    assert all(len(items) == 16 for items in bins)
+    theirs = verl.seqlen_balancing.get_group_balanced_partitions(lengths, ids, 3)
+    # verl balances an estimate of the work, which is nearly proportional to these short lengths.
+    assert imbalance(lengths, bins).largest <= imbalance(lengths, theirs).largest
 
 
 @pytest.mark.parametrize("equal_count", [False, True])

@@ -18,7 +18,8 @@ def test_every_operator_has_a_row_with_a_reason():
     for row in rows:
         assert row.why
         if row.device == "cpu" and native() is not None:
-            assert row.backend == "cpp"
+            has_cpp = "cpp" in _backend._REGISTERED[row.op]["cpu"]
+            assert row.backend == ("cpp" if has_cpp else "reference")
 
 
 def test_the_environment_selects_a_backend(monkeypatch):

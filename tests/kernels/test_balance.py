@@ -123,3 +123,25 @@ def test_errors_name_what_is_wrong():
         balance(torch.tensor([[1, 2]]), 1)
     with pytest.raises(ValueError, match="bins is empty"):
         imbalance([1], [])
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=lengths_lists, num_bins=st.integers(1, 5), seed=st.integers(0, 99))
+def test_groups_stay_together(lengths, num_bins, seed):
+    ids = [random.Random(seed + i).choice("abcdef") for i in range(len(lengths))]
+    bins = balance(lengths, num_bins, group_ids=ids)
+    assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
+    assert all(items == sorted(items) for items in bins)
+    for one in set(ids):
+        assert sum(any(ids[i] == one for i in items) for items in bins) == 1
+    numbers = torch.tensor([ord(one) for one in ids], dtype=torch.int64)
+    assert bins == balance(lengths, num_bins, group_ids=numbers)
+
+
+def test_groups_are_balanced_by_their_totals():
+    bins = balance(
+        [1, 9, 1, 5, 4, 1], 2, group_ids=["a", "b", "a", "c", "c", "d"], equal_count=True
+    )
+    assert imbalance([1, 9, 1, 5, 4, 1], bins).largest == 11  # totals 2, 9, 9 and 1, two in a bin
+    with pytest.raises(ValueError, match="group_ids has 2 entries; expected 3"):
+        balance([1, 2, 3], 2, group_ids=["a", "b"])

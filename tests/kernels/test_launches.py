@@ -17,8 +17,10 @@ from hybridengine.kernels import (
     group_advantage,
     pack,
     policy_loss,
+    rollout_correction,
     unpack,
     value_loss,
+    whiten,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -131,6 +133,26 @@ def test_gae_is_one_operator(tokens):
     assert launches(lambda: gae(values, values, ends, response_mask=mask)) == ["gae"]
     rows = values.view(4, 16)
     assert launches(lambda: gae(rows, rows)) == ["aten::arange", "gae"]
+
+
+def test_whitening_is_two_operators(tokens):
+    """Of two launches and one; between them the ranks exchange statistics."""
+    values, mask = tokens["advantages"], tokens["response_mask"]
+    for given in (None, mask):
+        assert launches(lambda given=given: whiten(values, given)) == [
+            "whiten_moments",
+            "whiten_apply",
+        ]
+
+
+@pytest.mark.parametrize("rollout_is", [None, "token", "sequence"])
+def test_rollout_correction_is_one_operator(tokens, rollout_is):
+    old, rollout = tokens["old_log_probs"], tokens["ref_log_probs"]
+    options = {name: tokens[name] for name in ("response_mask", "cu_seqlens")}
+    options |= {"rollout_is": rollout_is, "rejection": {"seq_mean_k3": 0.1}}
+    for count in (None, 40):
+        call = partial(rollout_correction, old, rollout, **options, global_num_tokens=count)
+        assert launches(call) == ["rollout_correction"]
 
 
 def test_packing_is_two_operators_and_unpacking_one(tokens):

@@ -8,6 +8,7 @@ import torch
 from hybridengine.kernels import REJECTION_CRITERIA, rollout_correction
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.library import opcheck
 
 from tests.kernels.batches import batch, split
 
@@ -243,3 +244,12 @@ def test_it_compiles_full():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(*arguments), step(*arguments), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
+def test_it_passes_opcheck(level):
+    inputs = batch([6, 4])
+    tokens = [inputs[n] for n in ("old_log_probs", "ref_log_probs", "response_mask", "cu_seqlens")]
+    for criteria, bounds in (([], []), ([7], [-math.inf, 0.05])):
+        options = (None, math.nan, level, 2.0, 0.5, criteria, bounds, "reference")
+        opcheck(torch.ops.hybridengine.rollout_correction, (*tokens, *options))

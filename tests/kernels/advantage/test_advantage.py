@@ -1,5 +1,7 @@
 """Group advantages, GAE and whitening: against float64 references and hand-made cases."""
 
+import math
+
 import pytest
 import torch
 from hybridengine.kernels import GROUP_ESTIMATORS, gae, group_advantage, whiten
@@ -43,8 +45,48 @@ def test_each_estimator_by_hand():
     assert by("rloo") == [-3, -1.5, 4.5, 4]
     assert by("grpo_passk", norm_by_std=False) == [0, 0, 4, 4]
     assert by("max_mean", norm_by_std=False) == [0, 0, 3, 4]
+    loo = by("grpo_loo", norm_by_std=True)
+    assert loo == pytest.approx([-3 / 8**0.5, -1.5 / 12.5**0.5, 4.5 / 0.5**0.5, 4], rel=1e-5)
+    assert by("grpo_loo", norm_by_std=False) == [-3, -1.5, 4.5, 4]
     lengths = torch.tensor([1, 1, 2, 1])
     assert by("opo", lengths=lengths) == [1 - 3.75, 2 - 3.75, 6 - 3.75, 4]
+
+
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+def test_others_that_are_equal_have_no_std(backend):
+    rewards = torch.tensor([1.0, 0.3, 0.3, 0.3, 2.0, 5.0])
+    ids = torch.tensor([1, 1, 1, 1, 2, 2])
+    out = group_advantage(rewards, ids, estimator="grpo_loo", backend=backend)
+    std = 0.7 / 3**0.5
+    want = [0.7, *[(0.3 - 1.6 / 3) / std] * 3, -3, 3]
+    torch.testing.assert_close(out, torch.tensor(want), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_invalid_responses_are_left_out(estimator, backend):
+    """As a call without them, whatever their rewards are; ids at both ends of int64."""
+    generator = torch.Generator().manual_seed(0)
+    rewards, lengths = torch.randn(20, generator=generator), torch.arange(1, 21)
+    valid = torch.rand(20, generator=generator) < 0.6
+    ids = torch.tensor([-(2**63), 5, 2**63 - 1])[torch.arange(20) % 3]
+    for some in (ids, ids.clamp(max=9)):
+        out = group_advantage(
+            torch.where(valid, rewards, math.nan), some, estimator=estimator, lengths=lengths,
+            valid=valid, backend=backend,
+        )  # fmt: skip
+        want = group_advantage(
+            rewards[valid], some[valid], estimator=estimator, lengths=lengths[valid],
+            backend=backend,
+        )  # fmt: skip
+        assert torch.equal(out[valid], want) and not out[~valid].any()
+    spread = group_advantage(
+        rewards, ids, estimator=estimator, lengths=lengths, valid=valid.float(),
+        response_mask=torch.ones(20, 2), backend=backend,
+    )  # fmt: skip
+    assert not spread[~valid].any() and spread[valid].any()
+    with pytest.raises(ValueError, match="valid has shape"):
+        group_advantage(rewards, ids, valid=valid[:3])
 
 
 @pytest.mark.parametrize("backend", ["cpp", "reference"])
@@ -202,3 +244,8 @@ def test_operators_pass_opcheck():
         (rewards, ids, 0, True, 1e-6, None, ends, mask, "cpp"),
     )
     opcheck(torch.ops.hybridengine.gae, (rewards, rewards, ends, mask, 1.0, 0.9, "cpp"))
+    opcheck(torch.ops.hybridengine.whiten_moments, (rewards, mask, "reference"))
+    moments = torch.tensor([[5.0, 0.1, 2.0], [3.0, 0.2, 1.0]], dtype=torch.float64)
+    for maybe_mask in (mask, None):
+        arguments = (rewards, maybe_mask, moments, True, 1e-8, "reference")
+        opcheck(torch.ops.hybridengine.whiten_apply, arguments)

@@ -126,14 +126,19 @@ inline void emulate(const std::function<void()>& kernel, dim3 grid, dim3 block, 
 
 inline void __syncthreads() { emulation::wait(emulation::block_barrier); }
 
+// The value of lane `source` of the warp.
 template <typename V>
-V __shfl_xor_sync(unsigned, V value, int lanes) {
+V __shfl_sync(unsigned, V value, int source) {
   static_assert(sizeof(V) <= 8);
-  const unsigned lane = threadIdx.x % emulation::kWarp;
   emulation::Warp& warp = emulation::warps[threadIdx.x / emulation::kWarp];
   uint64_t* slots = warp.slots[warp.barrier.generation % 2];
-  std::memcpy(&slots[lane], &value, sizeof(V));
+  std::memcpy(&slots[threadIdx.x % emulation::kWarp], &value, sizeof(V));
   emulation::wait(warp.barrier);
-  std::memcpy(&value, &slots[lane ^ lanes], sizeof(V));
+  std::memcpy(&value, &slots[source], sizeof(V));
   return value;
+}
+
+template <typename V>
+V __shfl_xor_sync(unsigned mask, V value, int lanes) {
+  return __shfl_sync(mask, value, threadIdx.x % emulation::kWarp ^ lanes);
 }

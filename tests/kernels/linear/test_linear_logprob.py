@@ -75,10 +75,10 @@ def test_buffers_do_not_exceed_the_budget(dtype, backward):
         widened = 0 if dtype == torch.float32 else WIDENED_BYTES
         buffers = {id(b): b.nbytes for b in (chunks._logits, chunks.grad_logits)}
         assert sum(buffers.values()) + widths + widened <= 2**28
-        covered = [row for part in chunks.slices() for row in range(part.start, part.stop)]
+        covered = [row for part in chunks.parts() for row in range(part.start, part.stop)]
         assert covered == list(range(rows))
         if rows == 512:
-            assert len(list(chunks.slices())) == 2
+            assert len(list(chunks.parts())) == 2
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,28 @@ def test_gradients_of_frozen_tensors_are_not_computed(frozen, monkeypatch):
             assert leaf.grad is None
         else:
             assert torch.equal(leaf.grad, expected[i])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("budget_bytes", (500, 2**20))
+def test_stats(budget_bytes, device):
+    """Over the entries of the vocab mask, and without a gradient."""
+    tensors, token_ids, _ = problem(30, 8, 50)
+    hidden, weight, bias, token_ids = (t.to(device) for t in (*tensors, token_ids))
+    mask = torch.rand(30, 50, device=device) < 0.5
+    mask[torch.arange(30), token_ids] = True
+    log_probs, entropy, stats = fused(
+        hidden.requires_grad_(), weight, bias, token_ids, temperature=0.7, vocab_mask=mask,
+        return_stats=True, budget_bytes=budget_bytes,
+    )  # fmt: skip
+    logits = (hidden.double() @ weight.double().t() + bias.double()) / 0.7
+    p = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+    assert torch.equal(stats.argmax, p.argmax(-1))
+    torch.testing.assert_close(
+        stats.sum_p_squared.double(), p.square().sum(-1), **tolerances.LINEAR
+    )
+    assert log_probs.requires_grad and entropy.requires_grad
+    assert not stats.argmax.requires_grad and not stats.sum_p_squared.requires_grad
 
 
 def test_main_grad_is_added_to():
@@ -189,14 +211,14 @@ def test_wrong_arguments_are_named():
                 call()
 
 
-@pytest.mark.parametrize("keep_logits", (False, True))
-def test_op_contracts(keep_logits):
+@pytest.mark.parametrize(("keep_logits", "want_stats"), [(False, False), (True, True)])
+def test_op_contracts(keep_logits, want_stats):
     (hidden, weight, bias), token_ids, _ = problem(6, 8, 20)
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
     torch.library.opcheck(
         torch.ops.hybridengine.linear_token_log_probs.default,
         (*leaves, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False, None, None,
-         keep_logits),
+         keep_logits, want_stats),
     )  # fmt: skip
 
 

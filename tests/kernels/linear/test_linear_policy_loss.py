@@ -349,8 +349,8 @@ def test_policy_gradient_op_contract(wide_weight_grad, active_rows):
         torch.ops.hybridengine.linear_policy_gradient.default,
         (hidden, weight, bias, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False,
          vectors[0], None, mask, None, None, None, vectors[1], weights,
-         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, True, True], numbers, [2.0, 0.5],
-         active_rows, wide_weight_grad, [True, True, True], "cpp"),
+         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, False, False, True, True], numbers,
+         [2.0, 0.5], active_rows, wide_weight_grad, [True, True, True], "cpp"),
     )  # fmt: skip
 
 

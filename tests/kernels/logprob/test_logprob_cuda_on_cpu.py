@@ -158,6 +158,28 @@ def test_alignment_does_not_matter(library, dtype):
     assert_close(results[0], exact(logits, token_ids, gradients), dtype)
 
 
+@pytest.mark.parametrize("in_place", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", (None, torch.bfloat16), ids=str)
+def test_a_gradient_at_any_address(library, grad_dtype, dtype, in_place):
+    """Rows of an odd vocabulary: every element of the gradient is written, and nothing else."""
+    grad_dtype = grad_dtype or dtype
+    if grad_dtype != dtype and (dtype != torch.float32 or in_place):
+        return
+    logits, token_ids, gradients = problem(3, 5001, dtype, seed=1)
+    expected = run(library, logits, token_ids, gradients, grad_dtype=grad_dtype)[2]
+    for offset in range(8):
+        place = torch.full((3 * 5003 + 32,), 7.0, dtype=grad_dtype)
+        rows = place[16 + offset :][: 3 * 5003].view(3, 5003)
+        out = rows[:, :5001]
+        if in_place:
+            out.copy_(logits)
+        run(library, out if in_place else logits, token_ids, gradients, out=out)
+        assert torch.equal(out, expected)
+        around = torch.cat([place[: 16 + offset], rows[:, 5001:].flatten(), rows[-1:, -1]])
+        assert (around == 7).all() and (place[16 + offset + 3 * 5003 :] == 7).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_token_in_any_place(library, dtype):
     """The first and last columns of groups, loads, chunks, slices and rows."""

@@ -8,12 +8,14 @@ from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, value_loss
 from hybridengine.kernels.policy_loss.triton import policy_loss_triton
 
 from tests.kernels.batches import (
+    FURTHER_OPTIONS,
     KL,
     assert_close,
     assert_same,
     batch,
     impossible_tokens,
     run,
+    run_tokens,
     to_float64,
 )
 from tests.tolerances import POLICY_LOSS
@@ -46,6 +48,23 @@ def test_every_kl(kl_type):
     inputs = batch([40, 30], spread=2.0)
     exact = run(to_float64(inputs), backend="reference", kl_type=kl_type)
     assert_same(run(inputs, backend="cpp", kl_type=kl_type), exact)
+
+
+@pytest.mark.parametrize("options", FURTHER_OPTIONS)
+def test_further_options(options):
+    inputs = impossible_tokens(batch([5, 0, 70, 1, 33], spread=1.0), "both")
+    options = {"loss_agg_mode": "seq-mean-token-mean"} | options
+    exact = run(to_float64(inputs), backend="reference", **options)
+    assert_same(run(inputs, backend="cpp", **options), exact)
+
+
+def test_losses_of_the_tokens():
+    inputs = batch([5, 0, 70, 1, 1030, 16])
+    for loss_mode in ("ppo_clip", "gspo"):
+        exact = run_tokens(to_float64(inputs), loss_mode=loss_mode, backend="reference")
+        got = run_tokens(inputs, loss_mode=loss_mode, backend="cpp")
+        for one, want in zip(got, exact, strict=True):
+            assert_close(one, want, POLICY_LOSS)
 
 
 def test_masked_and_empty():

@@ -8,12 +8,20 @@ from itertools import product
 
 import pytest
 import torch
-from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, policy_loss, rollout_correction
+from hybridengine.kernels import (
+    LOSS_AGG_MODES,
+    LOSS_MODES,
+    policy_loss,
+    rollout_correction,
+    token_policy_loss,
+)
+from hybridengine.kernels.policy_loss.terms import LossOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
 from tests.kernels.batches import (
+    FURTHER_OPTIONS,
     KL,
     assert_close,
     assert_same,
@@ -21,6 +29,7 @@ from tests.kernels.batches import (
     global_counts,
     impossible_tokens,
     run,
+    run_tokens,
     split,
     to_float64,
 )
@@ -37,6 +46,51 @@ def test_every_mode_and_aggregation(backend, loss_mode, loss_agg_mode):
     options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
     exact = run(to_float64(inputs), backend="reference", **options)
     assert_same(run(inputs, backend=backend, **options), exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", FURTHER_OPTIONS)
+def test_further_options(options, backend):
+    inputs = impossible_tokens(batch([5, 0, 70, 1, 33], spread=1.0), "both")
+    options = {"loss_agg_mode": "seq-mean-token-mean"} | options
+    exact = run(to_float64(inputs), backend="reference", **options)
+    assert_same(run(inputs, backend=backend, **options), exact)
+    default = run(inputs, backend=backend, loss_mode=options.get("loss_mode", "ppo_clip"))
+    assert not torch.equal(default[2], run(inputs, backend=backend, **options)[2])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_mode", [mode for mode in LOSS_MODES if mode != "gmpo"])
+def test_losses_of_the_tokens(loss_mode, backend):
+    """Every backend as the float64 reference, and their sum as policy_loss."""
+    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
+    inputs["log_probs"][~inputs["response_mask"]] = math.nan
+    exact = run_tokens(to_float64(inputs), loss_mode=loss_mode, backend="reference")
+    got = run_tokens(inputs, loss_mode=loss_mode, backend=backend)
+    for one, want in zip(got, exact, strict=True):
+        assert_close(one, want, POLICY_LOSS)
+        assert not one[~inputs["response_mask"]].any()
+    sums = {"loss_mode": loss_mode, "loss_agg_mode": "token-sum", "global_num_tokens": 1}
+    loss, metrics, *_ = run(to_float64(inputs), backend="reference", **sums)
+    assert_close(exact[0].sum(), loss, POLICY_LOSS_SPLIT)
+    for name, value in zip(
+        ("kl_loss", "ratio_mean", "pg_clipfrac", "pg_clipfrac_lower"), exact[1:5], strict=True
+    ):
+        assert_close(value.sum(), metrics[name], POLICY_LOSS_SPLIT)
+
+
+def test_losses_of_the_tokens_keep_the_shape_and_name_what_they_do_not_take():
+    x = torch.zeros(2, 3, requires_grad=True)
+    losses = token_policy_loss(x, None, torch.ones(2, 3), loss_mode="gspo")
+    assert all(one.shape == (2, 3) for one in losses) and losses.clipped.dtype == torch.bool
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        grad = torch.autograd.grad(losses.loss.sum(), x, create_graph=True)[0]
+        torch.autograd.grad(grad.sum(), x)
+    with pytest.raises(TypeError, match="loss_agg_mode is not an argument"):
+        token_policy_loss(x, None, x, loss_agg_mode="token-sum")
+    for options in ({"loss_mode": "gmpo"}, {"loss_mode": "gspo", "kl_times_ratio": True}):
+        with pytest.raises(ValueError, match="token_policy_loss: loss_mode is"):
+            token_policy_loss(x, None, x, **options)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
@@ -238,6 +292,13 @@ def test_errors_name_what_is_wrong():
         ({"loss_agg_mode": "seq-mean-token-sum"}, "give cu_seqlens"),
         ({"loss_mode": "kl_cov"}, "needs selected"),
         ({"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0"),
+        ({"kl_input_clamp": 100.0}, "kl_input_clamp is 100.0; expected a finite number above 0"),
+        ({"kl_output_clamp": 0.0}, "kl_output_clamp is 0.0"),
+        ({"seq_num_tokens": torch.ones(2)}, "seq_num_tokens is given with loss_agg_mode"),
+        (
+            {"loss_mode": "gmpo", "kl_times_ratio": True, "cu_seqlens": torch.tensor([0, 4])},
+            "kl_times_ratio is given with loss_mode 'gmpo'",
+        ),
         ({"entropy": torch.zeros(3)}, r"entropy has shape \[3\]; expected \[4\]"),
         (
             {"loss_agg_mode": "seq-mean-token-sum-norm", "cu_seqlens": torch.tensor([0, 4])},
@@ -268,9 +329,10 @@ def test_operator_passes_opcheck_and_compiles():
             inputs["ref_log_probs"],
             None,
             inputs["cu_seqlens"],
+            torch.tensor([6.0, 5.0]),
             torch.tensor([10.0, 2.0], dtype=torch.float64),
-            [LOSS_MODES.index("gspo"), 3, 3, False, True, True],
-            [0.2, 0.2, 3.0, 1.0, 1.0, 1.0, 0.1, 0.1, 1.0],
+            [LOSS_MODES.index("gspo"), 3, 3, False, True, True, True, True],
+            [*LossOptions(), 0.1, 0.1, 1.0],
             "cpp",
         ),
     )
@@ -310,9 +372,10 @@ def test_counts_in_memory_and_counted_ones_mix():
     """As on a GPU, where a tensor is not read: its values are in `denominators`, NaN is counted."""
     inputs = batch([6, 0, 4, 9])
     tensors = [inputs["log_probs"], None, inputs["old_log_probs"], inputs["advantages"]]
-    tensors += [inputs["response_mask"], None, None, None, inputs["cu_seqlens"]]
-    modes = [LOSS_MODES.index("ppo_clip"), LOSS_AGG_MODES.index("seq-mean-token-sum"), 3, 0, 1, 0]
-    numbers = [0.2, 0.2, 3.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0]
+    tensors += [inputs["response_mask"], None, None, None, inputs["cu_seqlens"], None]
+    modes = [LOSS_MODES.index("ppo_clip"), LOSS_AGG_MODES.index("seq-mean-token-sum"), 3]
+    modes += [0, 0, 0, 1, 0]
+    numbers = [*LossOptions(), 0.0, 0.0, 1.0]
     op, nan = torch.ops.hybridengine.policy_loss, math.nan
     for counts in ((nan, 7.5), (31.0, nan), (31.0, 7.5)):
         want = op(*tensors, None, modes, [*numbers, *counts], "cpp")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hybridengine.kernels import LOSS_MODES, policy_loss, select_by_covariance, token_kl, value_loss
 from hybridengine.kernels._backend import native
+from hybridengine.kernels.policy_loss.terms import LossOptions
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from tests.kernels.batches import (
@@ -21,7 +22,7 @@ from tests.tolerances import POLICY_LOSS
 
 NAN, INF = math.nan, math.inf
 X = torch.zeros(4)
-LOG_P_MODES = ("cispo", "dppo_tv", "dppo_kl", "reinforce")  # A log p is 0 for log p = -inf
+LOG_P_MODES = ("cispo", "dppo_tv", "dppo_kl", "reinforce", "dro")  # A log p is 0 for log p = -inf
 
 
 def ints(*values):
@@ -102,11 +103,12 @@ def test_a_tensor_on_another_device_is_named(name):
         run(inputs, loss_mode="kl_cov")
 
 
-@pytest.mark.parametrize("index", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("index", range(1, 11))
 def test_the_binding_compares_devices_itself(index):
     x, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
-    tensors = [x, x, x, mask, mask, x, x, x, ints(0, 4), torch.ones(2, dtype=torch.float64)]
-    rest = (0, 0, 3, False, [0.2, 0.2, 3.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 4.0, 1.0], True, True)
+    tensors = [x, x, x, mask, mask, x, x, x, ints(0, 4), torch.ones(1)]
+    tensors.append(torch.ones(2, dtype=torch.float64))
+    rest = (0, 0, 3, False, False, [*LossOptions()], [0.0, 0.0, 1.0, 4.0, 1.0], True, True, True)
     native().policy_loss(*tensors, *rest)
     tensors[index] = tensors[index].to("meta")
     with pytest.raises(ValueError, match="is on meta, log_probs on cpu"):

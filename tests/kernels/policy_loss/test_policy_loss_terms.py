@@ -12,7 +12,8 @@ from hybridengine.kernels import policy_loss, select_by_covariance, token_kl
 from hybridengine.kernels.policy_loss.terms import LossOptions, token_loss
 
 LOW, HIGH, C, TAU_POS, TAU_NEG, COV = 0.2, 0.28, 3.0, 1.0, 1.05, 0.7
-OPTIONS = LossOptions(LOW, HIGH, C, TAU_POS, TAU_NEG, COV)
+BETA = 0.4
+OPTIONS = LossOptions(LOW, HIGH, C, TAU_POS, TAU_NEG, COV, BETA)
 GRID = list(product([-1.5, -0.4, 0.0, 0.7], [-4.0, -1.3, -0.6, -0.1], [-1.9, -0.55, -0.12]))
 
 
@@ -48,10 +49,15 @@ def test_ppo_clip_and_its_two_bounds(a, log_p, log_old):
 
 @pytest.mark.parametrize("a, log_p, log_old", GRID)
 def test_sequence_ratio_of_gspo(a, log_p, log_old):
-    for mean in (-1.0, 0.05, 0.4):
+    for mean in (-1.0, 0.05, 0.4, 1.3):
         s = math.exp(mean)
         loss, gradient, _, _ = one_token("gspo", a, log_p, log_old, seq_log_ratio=mean)
-        assert (loss, gradient) == pytest.approx(clipped_surrogate(a, s, dual=False))
+        assert (loss, gradient) == pytest.approx(clipped_surrogate(a, s, dual=True))
+        tau = TAU_POS if a > 0 else TAU_NEG
+        gate = 1 / (1 + math.exp(-tau * (s - 1)))
+        loss, gradient, _, _ = one_token("seq_sapo", a, log_p, log_old, seq_log_ratio=mean)
+        assert loss == pytest.approx(-a * gate * 4 / tau)
+        assert gradient == pytest.approx(-a * 4 * gate * (1 - gate) * s)
 
 
 @pytest.mark.parametrize("a, log_p, log_old", GRID)
@@ -61,6 +67,9 @@ def test_stopped_weights(a, log_p, log_old):
     assert (loss, gradient) == pytest.approx((-clip(r) * a * log_p, -clip(r) * a))
     assert clipped == (clip(r) != r)
     assert one_token("reinforce", a, log_p, log_old)[:2] == pytest.approx((-a * log_p, -a))
+    x = log_p - log_old
+    want = (-a * log_p + 0.5 * BETA * x * x, -a + BETA * x)
+    assert one_token("dro", a, log_p, log_old)[:2] == pytest.approx(want)
     p, q = math.exp(log_p), math.exp(log_old)
     allowed = {
         "dppo_tv": p - q <= HIGH if a > 0 else p - q >= -LOW,
@@ -161,6 +170,45 @@ def test_kl_estimators(difference):
             assert out.item() == pytest.approx(value, abs=1e-14), name
             got = torch.autograd.grad(out.sum(), log_probs)[0].item()
             assert got == pytest.approx(expected, abs=1e-12), name
+
+
+@pytest.mark.parametrize("difference", [-60.0, -1.2, 0.8, 90.0])
+def test_clamps_of_k3(difference):
+    d = difference
+    log_probs = torch.tensor([d - 1], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-1.0], dtype=torch.float64)
+    for low, high in ((1.0, 0.2), (None, None), (5.0, None)):
+        out = token_kl("k3", log_probs, ref, kl_input_clamp=low, kl_output_clamp=high)
+        bound = 80.0 if low is None else low
+        n = min(max(-d, -bound), bound)
+        value = math.expm1(n) - n
+        high = math.inf if high is None else high
+        assert out.item() == pytest.approx(min(value, high))
+        want = 0 if abs(d) > bound or value > high else 1 - math.exp(-d)
+        assert torch.autograd.grad(out.sum(), log_probs)[0].item() == pytest.approx(want)
+
+
+@pytest.mark.parametrize("loss_mode", ["ppo_clip", "gspo"])
+def test_kl_times_the_ratio_as_in_trl(loss_mode):
+    """use_bias_correction_kl: k3 * coef_1, whose gradient goes through both."""
+    old = -torch.rand(6, dtype=torch.float64)
+    ref = -torch.rand(6, dtype=torch.float64)
+    log_probs = (old + 0.3 * torch.randn(6, dtype=torch.float64)).requires_grad_()
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    loss, metrics = policy_loss(
+        log_probs, old, torch.zeros(6).double(), loss_mode=loss_mode, cu_seqlens=ends,
+        loss_agg_mode="seq-mean-token-mean", ref_log_probs=ref, kl_coef=0.5, kl_times_ratio=True,
+        kl_input_clamp=None, kl_output_clamp=None, backend="reference",
+    )  # fmt: skip
+    log_ratio = log_probs - old
+    if loss_mode == "gspo":
+        log_ratio = torch.cat([log_ratio[:2].mean().expand(2), log_ratio[2:].mean().expand(4)])
+    kl = ((ref - log_probs).exp() - (ref - log_probs) - 1) * log_ratio.exp()
+    direct = (kl[:2].mean() + kl[2:].mean()) / 2
+    torch.testing.assert_close(loss, 0.5 * direct)
+    torch.testing.assert_close(metrics["kl_loss"], direct.detach())
+    got, want = (torch.autograd.grad(v, log_probs)[0] for v in (loss, 0.5 * direct))
+    torch.testing.assert_close(got, want)
 
 
 def test_covariance_selection():

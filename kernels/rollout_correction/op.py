@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from . import _check as check
-from ._aggregation import global_count
-from ._per_token import TokenSequences, as_mask, compute_dtype, token_arguments, zero_masked
-from .policy_loss.importance import ImportanceBounds
-from .policy_loss.terms import MAX_LOG_RATIO, log_ratio
+from .. import _check as check
+from .._aggregation import kernel_denominators
+from .._backend import choose_backend, register_backends
+from .._per_token import compute_dtype, token_arguments
+from ..policy_loss.importance import ImportanceBounds
+from .reference import REJECTION_CRITERIA, Bounds, correct
 
-# Bound of a token's log-ratio in a sum, far beyond real ones: infinities of both signs then cancel.
-_MAX_TERM = 2.0**20
+register_backends("rollout_correction", cpu=("reference",), cuda=("triton", "reference"))
 
-REJECTION_CRITERIA = (
-    *(f"token_k{k}" for k in (1, 2, 3)),
-    *(f"seq_sum_k{k}" for k in (1, 2, 3)),
-    *(f"seq_mean_k{k}" for k in (1, 2, 3)),
-    *(f"seq_max_k{k}" for k in (2, 3)),
+# Of the kernels' metrics, in their order; those of weights only where there are weights.
+_METRICS = (
+    *("kl", "k3_kl", "chi2_token", "rejected_fraction"),
+    *("is_weight_mean", "is_clipped_fraction", "is_weight_max"),
 )
 
 
@@ -50,6 +49,7 @@ def rollout_correction(
     rollout_is_lower: float | None = None,
     rejection: Mapping[str, float | tuple[float, float]] | None = None,
     global_num_tokens: float | Tensor | None = None,
+    backend: str | None = None,
 ) -> RolloutCorrection:
     """Compute importance weights and rejection from rho_t = exp(old_log_probs - rollout_log_probs).
 
@@ -71,6 +71,8 @@ def rollout_correction(
             k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho. k2 and k3 take an upper
             bound; k1 takes (lower, upper) for exp(k1), the ratio rollout / training.
         global_num_tokens: N for the metrics, as in policy_loss.
+        backend: `triton` or `reference`; None takes the best one. float64 old_log_probs are always
+            computed by the reference.
 
     Returns:
         weights, the remaining mask, and metrics: kl (rollout || training), k3_kl, chi2_token,
@@ -88,84 +90,83 @@ def rollout_correction(
         check.choice(op, "rollout_is", rollout_is, ("token", "sequence"))
     is_bounds = ImportanceBounds.checked(op, rollout_is_threshold, rollout_is_lower)
     bounds = _check_rejection(rejection or {})
-    with torch.no_grad():
-        tokens, cu_seqlens = token_arguments(
-            op,
-            {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs},
-            {"response_mask": response_mask},
-            cu_seqlens,
-        )
-        if cu_seqlens is None:
-            raise ValueError(f"{op}: old_log_probs is [T]; give cu_seqlens, or [B, L].")
-        dtype = compute_dtype(old_log_probs)
-        old, rollout = (tokens[k].to(dtype) for k in ("old_log_probs", "rollout_log_probs"))
-        mask = as_mask(tokens.get("response_mask"), old)
-        num_tokens = global_count(op, "global_num_tokens", global_num_tokens, mask.device, mask.sum)
-        sequences = TokenSequences.of(cu_seqlens, mask)
-        log_rho = log_ratio(zero_masked(old, mask), zero_masked(rollout, mask))
-        safe = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-        def mean(values: Tensor) -> Tensor:
-            return zero_masked(values, mask).sum(dtype=torch.float64) / num_tokens
-
-        metrics = {
-            "kl": mean(-log_rho),
-            "k3_kl": mean(safe.expm1() - safe),
-            "chi2_token": mean((2 * safe).expm1()),
-        }
-        weights = None
-        if rollout_is is not None:
-            exponent = safe
-            if rollout_is == "sequence":
-                terms = log_rho.clamp(-_MAX_TERM, _MAX_TERM)
-                exponent = sequences.sum(terms, mask)
-            weights, outside = is_bounds.weights(exponent)
-            weights = zero_masked(weights, mask)
-            metrics["is_weight_mean"] = mean(weights)
-            metrics["is_clipped_fraction"] = mean(outside.to(weights.dtype))
-            metrics["is_weight_max"] = torch.cat([weights.new_zeros(1), weights]).max()
-            weights = weights.view(old_log_probs.shape)
-        accepted = mask
-        for criterion, bound in bounds.items():
-            accepted = accepted & _within(criterion, bound, safe, mask, sequences)
-        metrics["rejected_fraction"] = mean((~accepted).to(safe.dtype))
-    return RolloutCorrection(weights, accepted.view(old_log_probs.shape), metrics)
+    tokens, cu_seqlens = token_arguments(
+        op,
+        {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs},
+        {"response_mask": response_mask},
+        cu_seqlens,
+    )
+    if cu_seqlens is None:
+        raise ValueError(f"{op}: old_log_probs is [T]; give cu_seqlens, or [B, L].")
+    device = old_log_probs.device
+    denominators, (num_tokens, _) = kernel_denominators(
+        op, "token-mean", cu_seqlens, global_num_tokens, None, device
+    )
+    backend = choose_backend(op, device, backend, old_log_probs.dtype)
+    old, rollout = (tokens[k].detach() for k in ("old_log_probs", "rollout_log_probs"))
+    mask = tokens.get("response_mask")
+    weights, accepted, values = torch.ops.hybridengine.rollout_correction(
+        old.contiguous(), rollout.contiguous(), None if mask is None else mask.contiguous(),
+        cu_seqlens, denominators, num_tokens, rollout_is, is_bounds.upper, is_bounds.lower,
+        [REJECTION_CRITERIA.index(name) for name in bounds],
+        [bound for pair in bounds.values() for bound in pair], backend,
+    )  # fmt: skip
+    names = _METRICS if rollout_is is not None else _METRICS[:4]
+    shape = old_log_probs.shape
+    return RolloutCorrection(
+        weights.view(shape) if rollout_is is not None else None,
+        accepted.view(shape),
+        dict(zip(names, values.unbind(), strict=False)),
+    )
 
 
-def _within(
-    criterion: str,
-    threshold: float | tuple[float, float],
-    log_rho: Tensor,
-    mask: Tensor,
-    sequences: TokenSequences,
-) -> Tensor:
-    """Return the tokens whose divergence, or that of their sequence, is within the threshold."""
-    level, _, kind = criterion.rpartition("_")
-    if kind == "k1":
-        divergence = -log_rho
-    elif kind == "k2":
-        divergence = 0.5 * log_rho.square()
-    else:
-        divergence = log_rho.expm1() - log_rho
-    if level == "seq_mean":
-        divergence = sequences.mean(divergence, mask)
-    elif level == "seq_sum":
-        divergence = sequences.sum(divergence, mask)
-    elif level == "seq_max":
-        largest = torch.zeros(sequences.lengths.shape, dtype=log_rho.dtype, device=mask.device)
-        largest.scatter_reduce_(0, sequences.ids, zero_masked(divergence, mask), "amax")
-        divergence = largest[sequences.ids]
-    if isinstance(threshold, tuple):
-        return (divergence >= math.log(threshold[0])) & (divergence <= math.log(threshold[1]))
-    return divergence <= threshold
+@torch.library.custom_op("hybridengine::rollout_correction", mutates_args=())
+def _rollout_correction(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor,
+    denominators: Tensor | None,
+    num_tokens: float,
+    rollout_is: str | None,
+    upper: float,
+    lower: float | None,
+    criteria: list[int],
+    bounds: list[float],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (weights [T] or [0], remaining mask bool [T], metrics float64 [7]).
+
+    criteria: indices into REJECTION_CRITERIA; bounds: lower and upper of the divergence of each.
+    num_tokens: NaN to count them; the first of `denominators` where those are given.
+    """
+    limits = ImportanceBounds(upper, lower)
+    names = [REJECTION_CRITERIA[i] for i in criteria]
+    pairs: Bounds = dict(zip(names, zip(bounds[::2], bounds[1::2], strict=True), strict=True))
+    tokens = (old_log_probs, rollout_log_probs, mask, cu_seqlens)
+    count: float | Tensor = num_tokens if denominators is None else denominators
+    if backend == "reference":
+        return correct(*tokens, count, rollout_is, limits, pairs)
+    from .triton import correct_triton
+
+    return correct_triton(*tokens, count, rollout_is, limits, pairs)
 
 
-def _check_rejection(
-    rejection: Mapping[str, float | tuple[float, float]],
-) -> dict[str, float | tuple[float, float]]:
-    """Return the thresholds as numbers, for k1 as pairs of numbers."""
+@_rollout_correction.register_fake
+def _(old_log_probs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = compute_dtype(old_log_probs)
+    tokens = old_log_probs.numel()
+    return (
+        old_log_probs.new_empty(tokens if arguments[5] is not None else 0, dtype=dtype),
+        old_log_probs.new_empty(tokens, dtype=torch.bool),
+        old_log_probs.new_empty(len(_METRICS), dtype=torch.float64),
+    )
+
+
+def _check_rejection(rejection: Mapping[str, float | tuple[float, float]]) -> Bounds:
+    """Return the bounds of the divergence of every criterion."""
     op = "rollout_correction"
-    bounds: dict[str, float | tuple[float, float]] = {}
+    bounds: Bounds = {}
     if not isinstance(rejection, Mapping):
         raise TypeError(
             f"{op}: rejection is {rejection!r}; expected a mapping, criterion -> threshold."
@@ -175,7 +176,7 @@ def _check_rejection(
         name = f"rejection[{criterion!r}]"
         if not criterion.endswith("k1"):
             upper = cast(float, bound)
-            bounds[criterion] = check.number(op, name, upper, above=0, infinite=True)
+            bounds[criterion] = -math.inf, check.number(op, name, upper, above=0, infinite=True)
             continue
         if not isinstance(bound, tuple | list) or len(bound) != 2:
             raise ValueError(
@@ -184,5 +185,5 @@ def _check_rejection(
         low = check.number(op, f"{name}[0]", bound[0], above=0)
         high = check.number(op, f"{name}[1]", bound[1], above=0, infinite=True)
         check.ordered(op, f"{name}[0]", low, f"{name}[1]", high)
-        bounds[criterion] = low, high
+        bounds[criterion] = math.log(low), math.log(high)
     return bounds

@@ -1,0 +1,205 @@
+// Each row is read from memory once; the passes after the first find it in the cache.
+//
+//   1. soft-cap (in place) and maximum of z      2. sum of exp(z - maximum)
+//   3. the divergence; the gradient is incoming (a - s b), where the sum s of the row is complete
+//      only afterwards: a and b replace the logits      4. the gradient
+//
+// Sums are of blocks in float32, of the row in float64, in a fixed order.
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "common/parallel.h"
+#include "common/simd.h"
+#include "distillation/params.h"
+
+namespace hybridengine::HYBRIDENGINE_ISA {
+
+namespace {
+
+constexpr int64_t kBlock = 256 * kWidth;  // elements of a float32 sum
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// body(begin, count, part): vectors of a row, `part` for the last, shorter one; after(): a block.
+template <typename Body, typename After>
+inline void for_each(int64_t vocab, const Body& body, const After& after) {
+  for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+    const int64_t end = begin + kBlock < vocab ? begin + kBlock : vocab;
+    int64_t i = begin;
+    for (; i + kWidth <= end; i += kWidth) body(i, int64_t{kWidth});
+    if (i < end) body(i, end - i);
+    after();
+  }
+}
+
+// -inf in the lanes past the end of the row, which adds 0 to every sum.
+HE_SIMD VecF load_row(const float* p, int64_t count) {
+  return count == kWidth ? load(p) : load_part(p, count, kMinusInfinity);
+}
+
+template <typename T>
+HE_SIMD void store_row(T* p, VecF v, int64_t count) {
+  count == kWidth ? store(p, v) : store_part(p, v, count);
+}
+
+// A row of one model's logits: x, or y = softcap tanh(scale x / softcap) from `prepare` on.
+struct Row {
+  Row(float* x, int64_t vocab, const LogitTransform& transform)
+      : x(x), vocab(vocab), softcap(transform.softcap) {
+    factor = (softcap == 0 ? transform.scale : 1.0f) / transform.temperature;
+    slope = transform.scale / transform.temperature;
+    cap_scale = softcap == 0 ? 0.0f : transform.scale / softcap;
+  }
+
+  void prepare() {
+    VecF top = splat(kMinusInfinity);
+    const auto nothing = [] {};
+    if (softcap != 0) {
+      for_each(
+          vocab,
+          [&](int64_t i, int64_t count) {
+            store_row(x + i, softcap * tanh(load_row(x + i, count) * cap_scale), count);
+          },
+          nothing);
+    }
+    for_each(
+        vocab, [&](int64_t i, int64_t count) { top = max(load_row(x + i, count), top); }, nothing);
+    max_z = largest(top) * factor;
+    double total = 0;
+    VecF block{};
+    for_each(
+        vocab, [&](int64_t i, int64_t count) { block += exp(distance(i, count)); },
+        [&] {
+          total += sum(block);
+          block = VecF{};
+        });
+    log_sum = static_cast<float>(std::log(total));
+  }
+
+  // z - maximum.
+  VecF distance(int64_t i, int64_t count) const { return load_row(x + i, count) * factor - max_z; }
+
+  // dz / dx.
+  VecF derivative(int64_t i, int64_t count) const {
+    if (softcap == 0) return splat(slope);
+    const VecF tanh_x = load_row(x + i, count) / softcap;
+    return slope * (1.0f - tanh_x * tanh_x);
+  }
+
+  float* x;
+  int64_t vocab;
+  float softcap, factor, slope, cap_scale;
+  float max_z, log_sum;
+};
+
+HE_SIMD VecF zero_unless(VecI mask, VecF value) { return select(mask, value, VecF{}); }
+
+// What an entry with log-probs log_q and log_p adds to the divergence, and a; s is the sum of its
+// `share`, and b is q.
+struct Entry {
+  VecF loss, a, share;
+};
+
+HE_SIMD Entry forward_kl(VecF q, VecF p, VecF log_ratio, float) {
+  return {zero_unless(p > 0.0f, p * log_ratio), q - p, VecF{}};
+}
+
+HE_SIMD Entry reverse_kl(VecF q, VecF, VecF log_ratio, float) {
+  const VecF loss = zero_unless(q > 0.0f, -(q * log_ratio));
+  return {loss, loss, loss};
+}
+
+// log_ratio: log p - log q. log m - log q = log(beta e^r + 1 - beta), by e^-|r|, which is at
+// most 1.
+HE_SIMD Entry jensen_shannon(VecF q, VecF p, VecF log_ratio, float beta) {
+  const VecF magnitude = (VecF)((VecI)log_ratio & 0x7FFFFFFF);
+  const VecF small = exp(-magnitude);
+  const VecI p_is_larger = log_ratio > 0.0f;
+  const VecF larger = select(p_is_larger, splat(beta), splat(1 - beta));
+  const VecF log_m = log(larger + (1.0f - larger) * small);  // relative to the larger of p and q
+  const VecF from_p = select(p_is_larger, -log_m, log_ratio - log_m);  // log p - log m
+  const VecF from_q = select(p_is_larger, -log_ratio - log_m, -log_m);
+  const VecF of_q = zero_unless(q > 0.0f, (1 - beta) * q * from_q);
+  return {zero_unless(p > 0.0f, beta * p * from_p) + of_q, of_q, of_q};
+}
+
+// Replaces the student's row by a dz / dx and the teacher's by q dz / dx, if `keep`. Returns the
+// divergence, and s.
+template <typename Function>
+std::pair<double, double> diverge(const Row& student, const Row& teacher, float beta, bool keep,
+                                  const Function& function) {
+  double loss = 0, share = 0;
+  VecF block_loss{}, block_share{};
+  for_each(
+      student.vocab,
+      [&](int64_t i, int64_t count) {
+        const VecF log_q = student.distance(i, count) - student.log_sum;
+        const VecF log_p = teacher.distance(i, count) - teacher.log_sum;
+        const VecF q = exp(log_q);
+        const Entry entry = function(q, exp(log_p), log_p - log_q, beta);
+        block_loss += entry.loss;
+        block_share += entry.share;
+        if (keep) {
+          const VecF derivative = student.derivative(i, count);
+          store_row(student.x + i, entry.a * derivative, count);
+          store_row(teacher.x + i, q * derivative, count);
+        }
+      },
+      [&] {
+        loss += sum(block_loss);
+        share += sum(block_share);
+        block_loss = block_share = VecF{};
+      });
+  return {loss, share};
+}
+
+template <typename T>
+void write_gradient(T* grad, const float* a, const float* b, int64_t vocab, float incoming,
+                    float share) {
+  for_each(
+      vocab,
+      [&](int64_t i, int64_t count) {
+        store_row(grad + i, incoming * (load_row(a + i, count) - share * load_row(b + i, count)),
+                  count);
+      },
+      [] {});
+}
+
+template <typename T, typename Function>
+void rows_of(const Distillation& p, const Function& function) {
+  parallel_for(p.rows, 1, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      Row student(p.student + row * p.student_stride, p.vocab, p.student_transform);
+      Row teacher(p.teacher + row * p.teacher_stride, p.vocab, p.teacher_transform);
+      student.prepare();
+      teacher.prepare();
+      const auto [loss, share] = diverge(student, teacher, p.beta, p.incoming, function);
+      p.losses[row] = static_cast<float>(loss);
+      if (!p.incoming) continue;
+      write_gradient(static_cast<T*>(p.grad) + row * p.grad_stride, student.x, teacher.x, p.vocab,
+                     p.incoming[row], static_cast<float>(share));
+    }
+  });
+}
+
+template <typename T>
+void by_divergence(const Distillation& p) {
+  if (p.beta == 0) return rows_of<T>(p, [](auto... x) { return forward_kl(x...); });
+  if (p.beta == 1) return rows_of<T>(p, [](auto... x) { return reverse_kl(x...); });
+  rows_of<T>(p, [](auto... x) { return jensen_shannon(x...); });
+}
+
+}  // namespace
+
+void distillation_cpu(const Distillation& p) {
+  switch (p.grad_dtype) {
+    case DType::bf16:
+      return by_divergence<bf16>(p);
+    case DType::f16:
+      return by_divergence<f16>(p);
+    default:
+      return by_divergence<float>(p);
+  }
+}
+
+}  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -1,0 +1,95 @@
+"""Losses whose gradients are computed in their forward: the tie of these gradients to the loss."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _check as check
+from .._per_token import compute_dtype
+from .arguments import empty_gradients
+
+Differentiated = Sequence[Tensor | None]  # hidden, weight, bias or None
+
+
+def wanted_gradients(tensors: Differentiated) -> list[bool]:
+    """Return which gradients autograd will ask for."""
+    enabled = torch.is_grad_enabled()
+    return [t is not None and enabled and t.requires_grad for t in tensors]
+
+
+def fake_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """The fake kernel of a gradient op: two results [T], and the gradients.
+
+    Its last arguments are `bool wide_weight_grad, bool[] wanted, str backend`.
+    """
+    wide_weight_grad, wanted = arguments[-3], arguments[-2]
+    vectors = [hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden)) for _ in range(2)]
+    grads = empty_gradients((hidden, weight, bias), wanted)
+    if wide_weight_grad:
+        grads[1] = grads[1].to(compute_dtype(weight))
+    return *vectors, *grads
+
+
+def attach_gradients(
+    loss: Tensor,
+    tensors: Differentiated,
+    grads: Sequence[Tensor],
+    main_grad: Tensor | None,
+    grad_scale: float,
+) -> Tensor:
+    """Return the scalar `loss` with these gradients with respect to `tensors`.
+
+    grads: of hidden, weight and bias for an incoming gradient of grad_scale, empty where not
+    wanted; the backward scales them in place. main_grad: the weight gradient is added to it.
+    """
+    # 0-d tensors that keep the inputs' autograd edges, for `differentiable_once`, but not their
+    # memory.
+    anchors = [None if t is None else t[:0].sum() for t in tensors]
+    return _AttachGradients.apply(loss, *tensors, main_grad, grad_scale, *grads, *anchors)
+
+
+class _AttachGradients(torch.autograd.Function):
+    """Return the loss, with gradients that are already computed, times grad_scale."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, loss, hidden, weight, bias, main_grad, grad_scale, *grads_and_anchors
+    ):
+        ctx.save_for_backward(*grads_and_anchors)
+        ctx.main_grad, ctx.grad_scale = main_grad, grad_scale
+        return loss.clone()
+
+    @staticmethod
+    @check.differentiable_once("a loss from hidden states")
+    def backward(ctx: Any, grad_loss: Tensor):  # type: ignore[no-untyped-def]
+        grads, factor = ctx.saved_tensors[:3], grad_loss / ctx.grad_scale
+        needs = list(ctx.needs_input_grad[1:4])
+        if ctx.main_grad is not None and needs[1]:
+            needs[1] = False
+            ctx.main_grad.addcmul_(grads[1], factor)
+        scaled = [
+            _scaled(grad, factor) if need else None for grad, need in zip(grads, needs, strict=True)
+        ]
+        return None, *scaled, *(None,) * 8
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """Return grad * factor, in place where no other backward can read `grad` again.
+
+    That saves a copy of the weight gradient. Where the factor is 1 the gradient is not even read;
+    the host does not wait for the factor's value on a GPU, nor read it in a traced graph.
+    """
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return grad * factor
+    if grad.is_cuda and importlib.util.find_spec("triton") is not None:
+        from .rescale import rescale_
+
+        return rescale_(grad, factor)
+    return grad if grad.is_cpu and factor.item() == 1 else grad.mul_(factor)

@@ -1,0 +1,166 @@
+"""The divergence of rows of student and teacher logits in Triton, and its gradient.
+
+One program per row: an online softmax of both rows, the divergence, and the gradient, which needs
+a sum of the row (except for beta 0, where both are one pass). csrc/distillation has the same
+formulas for a CPU.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..logprob.triton import _tanh
+
+BLOCK = 2048
+
+
+@triton.jit
+def _load_z(logits, columns, vocab, factor, cap_scale, softcap, HAS_CAP: tl.constexpr):
+    """z of the columns; -inf outside the row. factor: of x, or of softcap * tanh(cap_scale * x)."""
+    inside = columns < vocab
+    x = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    if HAS_CAP:
+        x = tl.where(inside, softcap * _tanh(cap_scale * x), -float("inf"))
+    return x * factor
+
+
+@triton.jit
+def _log_sum_exp(
+    logits, vocab, factor, cap_scale, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the maximum of z, and log sum exp of z minus it."""
+    top = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((), tl.float64)
+    for begin in range(0, vocab, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        z = _load_z(logits, columns, vocab, factor, cap_scale, softcap, HAS_CAP)
+        new_top = tl.maximum(top, tl.max(z, 0))
+        shift = tl.where(new_top == -float("inf"), 0.0, new_top)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
+        top = new_top
+    return top, tl.log(total).to(tl.float32)
+
+
+@triton.jit
+def _load_log_probs(
+    logits, columns, vocab, factor, cap_scale, softcap, top, log_sum, HAS_CAP: tl.constexpr
+):
+    """Return z of the columns and their log-probs, given the results of `_log_sum_exp`."""
+    z = _load_z(logits, columns, vocab, factor, cap_scale, softcap, HAS_CAP)
+    return z, z - top - log_sum
+
+
+@triton.jit
+def _entry(log_q, log_p, beta, FORM: tl.constexpr):
+    """Return what an entry adds to the divergence and to the sum s, a, and q.
+
+    The gradient is a - s q. FORM: 0 forward KL, 1 reverse KL, 2 between them.
+    """
+    q, p, log_ratio = tl.exp(log_q), tl.exp(log_p), log_p - log_q
+    if FORM == 0:
+        return tl.where(p > 0, p * log_ratio, 0.0), q * 0.0, q - p, q
+    elif FORM == 1:
+        loss = tl.where(q > 0, -q * log_ratio, 0.0)
+        return loss, loss, loss, q
+    else:
+        small = tl.exp(-tl.abs(log_ratio))
+        p_is_larger = log_ratio > 0
+        larger = tl.where(p_is_larger, beta, 1.0 - beta)
+        log_m = tl.log(larger + (1.0 - larger) * small)  # relative to the larger of p and q
+        from_p = tl.where(p_is_larger, -log_m, log_ratio - log_m)  # log p - log m
+        from_q = tl.where(p_is_larger, -log_ratio - log_m, -log_m)
+        of_q = tl.where(q > 0, (1.0 - beta) * q * from_q, 0.0)
+        return tl.where(p > 0, beta * p * from_p, 0.0) + of_q, of_q, of_q, q
+
+
+@triton.jit
+def _write(out, columns, vocab, gradient, z, factor, slope, softcap, HAS_CAP: tl.constexpr):
+    """Store the gradient of z times dz / dx."""
+    if HAS_CAP:
+        tanh_x = z / (factor * softcap)
+        gradient = gradient * (1.0 - tanh_x * tanh_x)
+    tl.store(out + columns, (gradient * slope).to(out.dtype.element_ty), mask=columns < vocab)
+
+
+@triton.jit
+def distillation_kernel(
+    student, teacher, out, losses, incoming, student_stride, teacher_stride, out_stride, vocab,
+    factor, slope, cap_scale, softcap, teacher_factor, teacher_cap_scale, teacher_softcap, beta,
+    FORM: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_HAS_CAP: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    student += row * student_stride
+    teacher += row * teacher_stride
+    top_q, sum_q = _log_sum_exp(student, vocab, factor, cap_scale, softcap, HAS_CAP, BLOCK)
+    top_p, sum_p = _log_sum_exp(
+        teacher, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, TEACHER_HAS_CAP, BLOCK
+    )
+    weight = slope
+    if GRADIENT:
+        out += row * out_stride
+        weight = slope * tl.load(incoming + row)
+    total = tl.zeros((), tl.float64)
+    share = tl.zeros((), tl.float64)
+    for begin in range(0, vocab, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        z, log_q = _load_log_probs(
+            student, columns, vocab, factor, cap_scale, softcap, top_q, sum_q, HAS_CAP
+        )
+        _, log_p = _load_log_probs(
+            teacher, columns, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, top_p,
+            sum_p, TEACHER_HAS_CAP,
+        )  # fmt: skip
+        loss, own, gradient, _ = _entry(log_q, log_p, beta, FORM)
+        total += tl.sum(loss, 0)
+        share += tl.sum(own, 0)
+        if GRADIENT and FORM == 0:
+            _write(out, columns, vocab, gradient, z, factor, weight, softcap, HAS_CAP)
+    tl.store(losses + row, total.to(tl.float32))
+    if GRADIENT and FORM != 0:
+        of_row = share.to(tl.float32)
+        for begin in range(0, vocab, BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            z, log_q = _load_log_probs(
+                student, columns, vocab, factor, cap_scale, softcap, top_q, sum_q, HAS_CAP
+            )
+            _, log_p = _load_log_probs(
+                teacher, columns, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, top_p,
+                sum_p, TEACHER_HAS_CAP,
+            )  # fmt: skip
+            _, _, gradient, q = _entry(log_q, log_p, beta, FORM)
+            gradient -= of_row * q
+            _write(out, columns, vocab, gradient, z, factor, weight, softcap, HAS_CAP)
+
+
+def distillation(
+    student: Tensor,
+    teacher: Tensor,
+    out: Tensor | None,
+    losses: Tensor,
+    incoming: Tensor,
+    transforms: tuple,
+    beta: float,
+) -> None:
+    """Write the divergence of every row to `losses`, its gradient to `out`, which may be `student`.
+
+    student, teacher: [n, V] logits. transforms: (scale, softcap or 0, temperature) of each.
+    """
+    if not student.numel():
+        return
+    numbers = []
+    for scale, softcap, temperature in transforms:
+        factor = (1.0 if softcap else scale) / temperature
+        numbers.append((factor, scale / temperature, scale / softcap if softcap else 0.0, softcap))
+    (factor, slope, cap_scale, softcap), (teacher_factor, _, *teacher_cap) = numbers
+    target = student if out is None else out
+    distillation_kernel[(student.shape[0],)](
+        student, teacher, target, losses, incoming, student.stride(0), teacher.stride(0),
+        target.stride(0), student.shape[1], factor, slope, cap_scale, softcap, teacher_factor,
+        *teacher_cap, beta, {0.0: 0, 1.0: 1}.get(beta, 2), softcap != 0, transforms[1][1] != 0,
+        out is not None, BLOCK, num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,95 @@
+"""rollout_correction in plain PyTorch: its specification."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._per_token import TokenSequences, as_mask, compute_dtype, zero_masked
+from ..policy_loss.importance import ImportanceBounds
+from ..policy_loss.terms import MAX_LOG_RATIO, log_ratio
+
+# Bound of a token's log-ratio in a sum, far beyond real ones: infinities of both signs then cancel.
+MAX_TERM = 2.0**20
+
+REJECTION_CRITERIA = (
+    *(f"token_k{k}" for k in (1, 2, 3)),
+    *(f"seq_sum_k{k}" for k in (1, 2, 3)),
+    *(f"seq_mean_k{k}" for k in (1, 2, 3)),
+    *(f"seq_max_k{k}" for k in (2, 3)),
+)
+
+Bounds = dict[str, tuple[float, float]]  # criterion -> lower and upper bound of its divergence
+
+
+def correct(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor,
+    num_tokens: float | Tensor,
+    rollout_is: str | None,
+    limits: ImportanceBounds,
+    bounds: Bounds,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (weights [T], [0] for no level; the remaining mask, bool [T]; metrics, float64 [7]).
+
+    num_tokens: N of the metrics, NaN to count the tokens, or a tensor whose first element it is.
+    """
+    dtype = compute_dtype(old_log_probs)
+    unmasked = as_mask(mask, old_log_probs)
+    old, rollout = (zero_masked(x.to(dtype), unmasked) for x in (old_log_probs, rollout_log_probs))
+    if isinstance(num_tokens, Tensor):
+        count = num_tokens.double().flatten()[0]
+    elif math.isnan(num_tokens):
+        count = unmasked.sum().double()
+    else:
+        count = old.new_full((), num_tokens, dtype=torch.float64)
+    count = count.clamp(min=1)
+
+    def mean(values: Tensor) -> Tensor:
+        return zero_masked(values, unmasked).sum(dtype=torch.float64) / count
+
+    sequences = TokenSequences.of(cu_seqlens, unmasked)
+    log_rho = log_ratio(old, rollout)
+    safe = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    accepted = unmasked
+    for criterion, (low, high) in bounds.items():
+        divergence = _divergence(criterion, safe, unmasked, sequences)
+        accepted = accepted & (divergence >= low) & (divergence <= high)
+    metrics = [mean(-log_rho), mean(safe.expm1() - safe), mean((2 * safe).expm1())]
+    metrics.append(mean((~accepted).to(dtype)))
+    weights = old.new_zeros(0)
+    if rollout_is is not None:
+        exponent = safe
+        if rollout_is == "sequence":
+            exponent = sequences.sum(log_rho.clamp(-MAX_TERM, MAX_TERM), unmasked)
+        weights, outside = limits.weights(exponent)
+        weights = zero_masked(weights, unmasked)
+        metrics += [mean(weights), mean(outside.to(dtype))]
+    largest = torch.cat([weights.new_zeros(1), weights]).max().double()
+    metrics += [torch.zeros_like(largest)] * (6 - len(metrics)) + [largest]
+    # A custom operator returns no alias of its inputs.
+    return weights, accepted.clone() if accepted is mask else accepted, torch.stack(metrics)
+
+
+def _divergence(criterion: str, log_rho: Tensor, mask: Tensor, sequences: TokenSequences) -> Tensor:
+    """Return the divergence of every token, or of its sequence."""
+    level, _, kind = criterion.rpartition("_")
+    if kind == "k1":
+        divergence = -log_rho
+    elif kind == "k2":
+        divergence = 0.5 * log_rho.square()
+    else:
+        divergence = log_rho.expm1() - log_rho
+    if level == "seq_mean":
+        return sequences.mean(divergence, mask)
+    if level == "seq_sum":
+        return sequences.sum(divergence, mask)
+    if level == "seq_max":
+        largest = torch.zeros(sequences.lengths.shape, dtype=log_rho.dtype, device=mask.device)
+        largest.scatter_reduce_(0, sequences.ids, zero_masked(divergence, mask), "amax")
+        return largest[sequences.ids]
+    return divergence
