@@ -35,7 +35,7 @@ test-architectures: setup ## Reshard 83 architectures against vLLM's loader; doc
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
 
 test-dropins: setup ## Run verl's, TRL's and others' own tests with ours in place; docs/dropins.md
-	@$(PY) tools/dropins.py
+	@$(PY) -m tools.dropins
 
 lint: setup ## ruff, clang-format, mypy and import-linter, changing nothing
 	@$(BIN)/ruff check .

@@ -1,11 +1,11 @@
 """Run other packages' own tests with our functions in place of theirs (docs/dropins.md).
 
-    python tools/dropins.py [NAME ...] [--json FILE] [--source NAME=FOLDER]
+    python -m tools.dropins [NAME ...] [--json FILE] [--source NAME=FOLDER]
 
 For every package: install it into an environment of its own over .venv, get the tests that belong
 to its release, run them without and with `hybridengine.integrations.NAME.patch()`, and count the
 calls of every function of ours. It fails if a test passes without ours and not with ours, or if a
-function was never called and the table below gives no reason.
+function was never called and dropins_upstreams.py gives no reason.
 
 `--source`: an unpacked source tree of the release, where it cannot be downloaded.
 """
@@ -22,41 +22,16 @@ import tarfile
 import tempfile
 import urllib.request
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from tools.dropins_upstreams import UPSTREAMS, Upstream
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "dropins"
 RESULTS = ROOT / "benchmarks" / "results" / "dropins.json"
 TIMEOUT_S = 1800  # of one package's tests
-
-
-@dataclass(frozen=True)
-class Upstream:
-    """A package, its tests, and what of ours they do not reach.
-
-    requirements: pinned, installed without their dependencies.
-    source: the release with its tests, "NAME==VERSION" of an sdist or the URL of a tar.gz.
-    tests: files or folders in it.
-    groups: of functions that are replaced; empty: the adapter's default ones.
-    deselect: test id (its beginning) → why it is not run.
-    rewrite: text in the test files → what stands for it here (a device, say).
-    untested: replaced function → why no test calls it.
-    """
-
-    requirements: tuple[str, ...]
-    source: str
-    tests: tuple[str, ...]
-    groups: tuple[str, ...] = ()
-    deselect: dict[str, str] = field(default_factory=dict)
-    rewrite: dict[str, str] = field(default_factory=dict)
-    untested: dict[str, str] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-UPSTREAMS: dict[str, Upstream] = {}
 
 
 def main() -> int:
@@ -97,6 +72,8 @@ def run(name: str, upstream: Upstream, given_source: str | None) -> dict[str, An
         _unpack(_archive(folder, upstream), source)
     for test in upstream.tests:
         _rewrite(source / test, upstream.rewrite)
+    if upstream.from_source:
+        _write_metadata(source, upstream.requirements)
     without, _ = _pytest(python, source, upstream, {})
     outcomes, calls = _pytest(python, source, upstream, {"HYBRIDENGINE_DROPIN": name})
     counts = Counter(outcomes.values())
@@ -135,7 +112,8 @@ def _environment(folder: Path, upstream: Upstream) -> Path:
     """Make the package's environment, over the packages of .venv; return its interpreter."""
     python = folder / "venv" / "bin" / "python"
     stamp = folder / "requirements.txt"
-    wanted = "\n".join(upstream.requirements) + "\n"
+    requirements = () if upstream.from_source else upstream.requirements
+    wanted = "\n".join(requirements) + "\n"
     if not (python.is_file() and stamp.is_file() and stamp.read_text() == wanted):
         shutil.rmtree(folder / "venv", ignore_errors=True)
         _call(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
@@ -145,9 +123,19 @@ def _environment(folder: Path, upstream: Upstream) -> Path:
             "".join(f"import site; site.addsitedir({path!r})\n" for path in paths)
         )
         pip = (sys.executable, "-m", "pip", "--python", str(python))
-        _call(*pip, "install", "-q", "--no-deps", "--ignore-installed", *upstream.requirements)
+        if requirements:
+            _call(*pip, "install", "-q", "--no-deps", "--ignore-installed", *requirements)
         stamp.write_text(wanted)
     return python
+
+
+def _write_metadata(source: Path, requirements: tuple[str, ...]) -> None:
+    """Give the packages of a source tree the metadata that importlib.metadata looks for."""
+    for requirement in requirements:
+        name, _, version = requirement.partition("==")
+        info = source / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def _archive(folder: Path, upstream: Upstream) -> Path:
@@ -197,7 +185,7 @@ def _pytest(
     with tempfile.TemporaryDirectory() as temporary:
         report, calls = Path(temporary, "report.xml"), Path(temporary, "calls.json")
         command = [str(python), "-m", "pytest", "-q", "--color=no"]
-        command += ["-p", "dropins_plugin", "-p", "no:cacheprovider"]
+        command += [f"--rootdir={source}", "-p", "dropins_plugin", "-p", "no:cacheprovider"]
         command += ["-o", "addopts=", f"--junitxml={report}", *upstream.tests]
         command += [f"--deselect={test}" for test in upstream.deselect]
         environment = os.environ | upstream.environment | variables
@@ -205,6 +193,7 @@ def _pytest(
             "PYTHONPATH": str(ROOT / "tools"),
             "HYBRIDENGINE_DROPIN_CALLS": str(calls),
             "HYBRIDENGINE_DROPIN_GROUPS": ",".join(upstream.groups),
+            "HYBRIDENGINE_DROPIN_STUBS": ",".join(upstream.stubs),
         }
         done = subprocess.run(
             command, cwd=source, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True

@@ -1,6 +1,6 @@
 """A pytest plugin: patch a package by its adapter, and count the calls of every function of ours.
 
-Without HYBRIDENGINE_DROPIN it does nothing: the tests run against the package alone.
+Without HYBRIDENGINE_DROPIN the tests run against the package alone.
 """
 
 from __future__ import annotations
@@ -8,13 +8,21 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
-CALLS: dict[str, int] = {}
+CALLS: dict[str, Any] = {}  # counters that forked ranks share
+
+# Here, because conftest files are imported before pytest_configure.
+for stub in filter(None, os.environ.get("HYBRIDENGINE_DROPIN_STUBS", "").split(",")):
+    sys.modules[stub] = MagicMock(__spec__=ModuleSpec(stub, None))
 
 
 def pytest_configure() -> None:
@@ -35,12 +43,13 @@ def pytest_configure() -> None:
 
 def pytest_unconfigure() -> None:
     if CALLS:
-        Path(os.environ["HYBRIDENGINE_DROPIN_CALLS"]).write_text(json.dumps(CALLS))
+        counts = {target: counter.value for target, counter in CALLS.items()}
+        Path(os.environ["HYBRIDENGINE_DROPIN_CALLS"]).write_text(json.dumps(counts))
 
 
 def _counted(target: str, function: Any) -> Any:
     """Return `function`, or a subclass of it, that counts its calls under `target`."""
-    CALLS[target] = 0
+    CALLS[target] = multiprocessing.Value("q", 0)
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_wrapped(target, function.__func__))
     if isinstance(function, type):
@@ -55,7 +64,8 @@ def _counted(target: str, function: Any) -> Any:
 def _wrapped(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def count(*args: Any, **kwargs: Any) -> Any:
-        CALLS[target] += 1
+        with CALLS[target].get_lock():
+            CALLS[target].value += 1
         return function(*args, **kwargs)
 
     return count

@@ -12,7 +12,10 @@ import importlib
 import pkgutil
 import sys
 
-OPTIONAL = {"vllm", "trl", "verl", "liger_kernel", "cut_cross_entropy", "flash_attn", "datasets"}
+OPTIONAL = {
+    *("vllm", "trl", "liger_kernel", "cut_cross_entropy", "flash_attn", "datasets"),
+    *("verl", "ray", "tensordict"),  # verl and what it imports
+}
 TRAIN = {"omegaconf", "pydantic", "pydantic_core", "math_verify"}
 
 

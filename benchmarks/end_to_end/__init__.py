@@ -43,10 +43,12 @@ def run(bench: Bench) -> None:
             "kv_cache_bytes": 2**28,
             "lr": 1e-6,
         }
-        same = _worker("trl_trainer", folder / "same", job | {"steps": 1, "rollouts": True})
-        for name, difference in _worker("ours", folder / "same", same).items():
+        same = run_program(
+            f"{__name__}.trl_trainer", folder / "same", job | {"steps": 1, "rollouts": True}
+        )
+        for name, difference in run_program(f"{__name__}.ours", folder / "same", same).items():
             print(f"# same rollouts, float32: {name} differs from TRL's by {difference:.1e}")
-        trl = _worker("trl_trainer", folder / "trl", job | {"steps": STEPS + 1})
+        trl = run_program(f"{__name__}.trl_trainer", folder / "trl", job | {"steps": STEPS + 1})
         ours = _train(folder / "ours", job)
     rates = {}
     for impl, result in (("trl", trl), (OURS, ours)):
@@ -67,13 +69,13 @@ def run(bench: Bench) -> None:
     print(f"# {rates[OURS] / rates['trl']:.2f}x TRL's tokens/s in {memory:.0%} of its memory")
 
 
-def _worker(program: str, folder: Path, job: dict) -> dict:
-    """Run a program of this package in its own process; return the result it wrote."""
+def run_program(module: str, folder: Path, job: dict) -> dict:
+    """Run a module of the benchmarks in its own process; return the result it wrote."""
     folder.mkdir(exist_ok=True)
-    job |= {"out": str(folder), "result": str(folder / f"{program}.json")}
+    name = module.rpartition(".")[2]
+    job |= {"out": str(folder), "result": str(folder / f"{name}.json")}
     (folder / "job.json").write_text(json.dumps(job))
-    module = f"benchmarks.end_to_end.{program}"
-    _program([sys.executable, "-m", module, str(folder / "job.json")], folder / f"{program}.log")
+    _program([sys.executable, "-m", module, str(folder / "job.json")], folder / f"{name}.log")
     return json.loads(Path(job["result"]).read_text())
 
 

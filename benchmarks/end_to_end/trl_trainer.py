@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -30,6 +31,7 @@ def main() -> None:
     from trl.generation import vllm_generation
 
     from benchmarks.end_to_end.data import reward
+    from hybridengine.integrations import trl
     from hybridengine.rollout.vllm.post_load import writable_weights
 
     rows = datasets.load_dataset("parquet", data_files=job["train"], split="train")
@@ -43,23 +45,27 @@ def main() -> None:
         vllm_generation.LLM, enforce_eager=True, kv_cache_memory_bytes=job["kv_cache_bytes"]
     )
     vars(vllm_generation)["LLM"] = llm
+    if job.get("adapter"):
+        trl.patch()
     steps: list[dict[str, float]] = []
     # vLLM on a CPU packs the weights of its linears, and TRL's load_weights would have no effect.
     # Use plain linears, as ours does.
-    with writable_weights():
+    with contextlib.nullcontext() if job.get("adapter") else writable_weights():
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(job["model"], dtype="float32"),
             reward_funcs=score,
             args=_config(job),
             train_dataset=rows,
             processing_class=tokenizer,
-            callbacks=[_clock(TrainerCallback)(steps)],
+            callbacks=[clock(TrainerCallback)(steps)],
         )
-    _time(steps, trainer.vllm_generation, "generate", "gen")
-    _time(steps, trainer.vllm_generation, "sync_weights", "update_weights")
-    _time(steps, trainer, "_get_per_token_logps_and_entropies", "old_log_prob", no_grad_only=True)
-    _time(steps, trainer, "compute_loss", "forward")
-    _time(steps, trainer.accelerator, "backward", "backward")
+    time_method(steps, trainer.vllm_generation, "generate", "gen")
+    time_method(steps, trainer.vllm_generation, "sync_weights", "update_weights")
+    time_method(
+        steps, trainer, "_get_per_token_logps_and_entropies", "old_log_prob", no_grad_only=True
+    )
+    time_method(steps, trainer, "compute_loss", "forward")
+    time_method(steps, trainer.accelerator, "backward", "backward")
     batches = _record(trainer, "_generate_and_score_completions")
     rewards = _record(trainer, "_calculate_rewards")
     losses = _record(trainer, "compute_loss")
@@ -68,9 +74,12 @@ def main() -> None:
     for step in steps:
         step["update_actor"] = step.pop("forward") + step.pop("backward")
     tokens = [int(b["prompt_mask"].sum() + b["completion_mask"].sum()) for b in batches]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
     result = {
         "phases": steps,
         "tokens": tokens,
+        "losses": [log["loss"] for log in logs],
+        "grad_norms": [log["grad_norm"] for log in logs],
         "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
     if "rollouts" in job:
@@ -91,7 +100,7 @@ def _config(job: dict[str, Any]) -> Any:
     return GRPOConfig(
         output_dir=job["out"],
         use_cpu=True,
-        bf16="rollouts" not in job,
+        bf16=job.get("bf16", "rollouts" not in job),
         per_device_train_batch_size=job["micro_batch"],
         gradient_accumulation_steps=job["responses"] // job["micro_batch"],
         num_generations=job["n"],
@@ -112,7 +121,7 @@ def _config(job: dict[str, Any]) -> Any:
     )
 
 
-def _clock(base: type) -> type:
+def clock(base: type) -> type:
     class Clock(base):
         def __init__(self, steps: list[dict[str, float]]) -> None:
             self.steps = steps
@@ -152,7 +161,7 @@ def _rollouts(batch: dict[str, Any]) -> dict[str, Any]:
     return {"pairs": pairs, "advantages": batch["advantages"].tolist()}
 
 
-def _time(
+def time_method(
     steps: list[dict[str, float]], owner: Any, method: str, name: str, no_grad_only: bool = False
 ) -> None:
     """Wrap `method`; add its time to the current step under `name`."""

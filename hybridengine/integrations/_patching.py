@@ -1,7 +1,8 @@
 """Replace functions of another package by ours, all or none, and put them back.
 
-A module that ran `from x import f` has its own binding of f; every module of the package that has
-one is rebound, and `unpatch` also finds the modules that were imported in between.
+A module that ran `from x import f` has its own binding of f, and a registry has another; every
+module of the package that has one is rebound, and so are the dicts that its modules hold. `unpatch`
+also finds the modules that were imported in between.
 """
 
 from __future__ import annotations
@@ -113,6 +114,10 @@ class Patches:
             self._rebind(applied.replacement.function, applied.original)
         self._applied = []
 
+    def original(self, target: str) -> Any:
+        """Return what ours stands for at `target` of a patched package, to call it from ours."""
+        return next(a.original for a in self._applied if a.replacement.target == target)
+
     @contextmanager
     def patched(self, *groups: str) -> Iterator[None]:
         """Patch within a `with` block; what was patched before it stays patched after it."""
@@ -159,13 +164,15 @@ class Patches:
         return _Applied(replacement, owner, name, original, name not in namespace)
 
     def _rebind(self, old: Any, new: Any) -> None:
-        """Bind `new` wherever a module of the package binds `old`."""
+        """Bind `new` wherever a module of the package, or a registry in one, binds `old`."""
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] != self.package or not isinstance(module, ModuleType):
                 continue
             for attribute, value in list(vars(module).items()):
                 if value is old:
                     setattr(module, attribute, new)
+                elif type(value) is dict and not attribute.startswith("__"):
+                    value.update({key: new for key, entry in value.items() if entry is old})
 
 
 def _owner(target: str) -> tuple[Any, str]:

@@ -1,26 +1,41 @@
-"""Drop-in for flash_attn.bert_padding (2.7 and later): same names and results.
+"""Drop-in for flash_attn.bert_padding and its cross-entropy (2.7 and later), on GPUs and CPUs.
 
-    from hybridengine.integrations.flash_attn import pad_input, unpad_input
+    from hybridengine.integrations.flash_attn import cross_entropy_loss, pad_input, unpad_input
 
-`hybridengine.integrations.flash_attn_2_6` has the 4-tuple of flash-attn 2.6.3.
+    from hybridengine.integrations import flash_attn
+
+    flash_attn.patch()  # flash_attn's own functions are these, until unpatch()
+
+Other packages that run `from flash_attn.bert_padding import ...` keep what they imported before the
+patch: patch first. `hybridengine.integrations.flash_attn_2_6` is that of flash-attn 2.6, with its
+4-tuple. The groups of `patch(*groups)`: padding, cross_entropy; both by default.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.kernels import _check as check
-from hybridengine.kernels import pack
-from hybridengine.kernels.packing import inverse_order
-from hybridengine.kernels.packing.op import move
+from hybridengine.kernels import cross_entropy, pack
+from hybridengine.kernels.packing import inverse_order, move_rows
+
+from ._patching import Patches, Replacement
 
 __all__ = [
+    "CrossEntropyLoss",
+    "cross_entropy_loss",
     "index_first_axis",
     "index_put_first_axis",
     "pad_input",
+    "patch",
+    "patched",
     "unpad_input",
     "unpad_input_for_concatenated_sequences",
+    "unpatch",
 ]
 
 
@@ -139,4 +154,116 @@ def _scatter(op: str, name: str, values: Tensor, indices: Tensor, shape: list[in
             f"{op}: indices[{t}] is {int(indices[t])}; expected 0 <= index < {rows}, every index "
             f"once: two rows of {name} do not fit into one."
         )
-    return move([values], inverse, indices, 1, shape, 0.0, None)[0]
+    return move_rows([values], inverse, indices, 1, shape)[0]
+
+
+def cross_entropy_loss(
+    logits: Tensor,
+    labels: Tensor,
+    precomputed_lse: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the cross-entropy of every row.
+
+    Args:
+        logits: [T, V], with a process_group this rank's slice of the vocabulary; labels: [T].
+        precomputed_lse: not used; it is computed with the losses in one pass.
+        logit_scale: multiplies the logits first; above 0.
+        lse_square_scale: factor of the z-loss, lse^2, which is added to the loss.
+        inplace_backward: write the gradient over `logits`.
+
+    Returns:
+        (losses [T] float32, differentiable; z_losses [T], the part of the z-loss).
+    """
+    return cross_entropy(
+        logits, labels, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale,
+        logit_scale=logit_scale, ignore_index=ignore_index, group=process_group,
+        inplace_backward=inplace_backward,
+    )  # fmt: skip
+
+
+class CrossEntropyLoss(torch.nn.Module):
+    """The module of `cross_entropy_loss`; reduction: mean (over rows with a label), sum or none."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        inplace_backward: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        return_z_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        if reduction not in ("mean", "none", "sum"):
+            raise NotImplementedError(f"reduction is {reduction!r}; expected mean, none or sum.")
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing, self.logit_scale = label_smoothing, logit_scale
+        self.lse_square_scale, self.inplace_backward = lse_square_scale, inplace_backward
+        self.process_group, self.return_z_loss = process_group, return_z_loss
+
+    def forward(
+        self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute the loss of input [T, V] and target [T]; with return_z_loss also the z-loss."""
+        both = cross_entropy_loss(
+            input, target, precomputed_lse, self.label_smoothing, self.logit_scale,
+            self.lse_square_scale, self.ignore_index, self.inplace_backward, self.process_group,
+        )  # fmt: skip
+        if self.reduction != "none":
+            count = (target != self.ignore_index).sum() if self.reduction == "mean" else 1
+            both = (both[0].sum() / count, both[1].sum() / count)
+        return both if self.return_z_loss else both[0]
+
+
+def make_patches(
+    versions: str,
+    unpad_input: Callable[..., Any],
+    cross_entropy_loss: Callable[..., Any],
+    forward: Callable[..., Any],
+) -> Patches:
+    """Return the patches of the releases `versions`, given the functions in which they differ.
+
+    forward: of CrossEntropyLoss.
+    """
+    functions: dict[str, Callable[..., Any]] = {
+        "bert_padding.unpad_input": unpad_input,
+        "bert_padding.pad_input": pad_input,
+        "bert_padding.index_first_axis": as_apply(index_first_axis),
+        "bert_padding.index_put_first_axis": as_apply(index_put_first_axis),
+        "bert_padding.unpad_input_for_concatenated_sequences": (
+            unpad_input_for_concatenated_sequences
+        ),
+        "ops.triton.cross_entropy.cross_entropy_loss": cross_entropy_loss,
+        "losses.cross_entropy.CrossEntropyLoss.forward": forward,
+    }
+    replacements = [
+        Replacement(
+            f"flash_attn.{path}",
+            function,
+            "padding" if path.startswith("bert_padding") else "cross_entropy",
+        )
+        for path, function in functions.items()
+    ]
+    groups = ("padding", "cross_entropy")
+    return Patches("flash_attn", versions, replacements, groups, distribution="flash-attn")
+
+
+def as_apply(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with the signature of autograd.Function.apply, which flash-attn's have."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return apply
+
+
+_PATCHES = make_patches(">=2.7,<3", unpad_input, cross_entropy_loss, CrossEntropyLoss.forward)
+patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -159,3 +159,14 @@ def test_versions_and_missing_functions(host, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(PatchError, match=r"hostpkg is not installed; install hostpkg<2,>=1\.2"):
         _patches(Replacement("hostpkg.losses.loss", _loss, "losses")).patch()
+
+
+def test_registries_are_rebound_and_put_back(host):
+    theirs = host.losses.loss
+    registry = _module(
+        "hostpkg.registry", "from hostpkg.losses import loss\nLOSSES = {'plain': loss, 'none': 0}"
+    )
+    patches = _patches(Replacement("hostpkg.losses.loss", _loss, "losses"))
+    with patches.patched():
+        assert {"plain": _loss, "none": 0} == registry.LOSSES
+    assert {"plain": theirs, "none": 0} == registry.LOSSES

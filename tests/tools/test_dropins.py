@@ -1,5 +1,6 @@
 """The run of other packages' tests with ours in place, without installing one."""
 
+import importlib.metadata
 import json
 import sys
 import types
@@ -75,3 +76,9 @@ def test_the_plugin_counts_calls(monkeypatch, tmp_path):
     patches.unpatch()
     calls = json.loads((tmp_path / "calls.json").read_text())
     assert calls == {"dropinhost.f": 2, "dropinhost.C.s": 1}
+
+
+def test_a_source_tree_has_the_version_of_its_release(monkeypatch, tmp_path):
+    dropins._write_metadata(tmp_path, ("drop-in-host==1.2.3",))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.metadata.version("drop-in-host") == "1.2.3"

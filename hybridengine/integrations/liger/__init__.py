@@ -1,0 +1,146 @@
+"""Liger Kernel's fused losses on our operators, on GPUs and CPUs (liger-kernel 0.8).
+
+    from hybridengine.integrations import liger
+
+    liger.patch()                   # Liger's own classes and functions use ours, until unpatch()
+    with liger.patched():           # within the block
+        ...
+    from hybridengine.integrations.liger import LigerFusedLinearGRPOLoss   # without Liger
+
+The groups of `patch(*groups)`:
+
+    log_probs       the fused-linear bases (GRPO, DPO, CPO, ORPO, SimPO, KTO, your subclasses): from
+                    hidden states to log-probs and back; the losses' mathematics stays Liger's;
+                    fused_selective_log_softmax
+    policy_loss     triton_grpo_loss, by our form of the same mathematics
+    cross_entropy   fused linear cross-entropy: what Liger's autograd function of it computes
+    scaled_cross_entropy
+                    (not by default: Liger has kernels of its own for some GPUs)
+                    LigerFusedLinearScaledCrossEntropyFunction and its tensor-parallel form
+"""
+
+from .._patching import Patches, Replacement
+from .cross_entropy import (
+    CrossEntropyOutput,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearScaledCrossEntropyFunction,
+    LigerFusedLinearScaledCrossEntropyTPFunction,
+    fused_linear_cross_entropy_backward,
+    fused_linear_cross_entropy_forward,
+    liger_fused_linear_cross_entropy,
+)
+from .dpo_loss import LigerFusedLinearDPOFunction, LigerFusedLinearDPOLoss
+from .fused_linear_ppo import (
+    LigerFusedLinearGRPOFunction,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearPPOBase,
+)
+from .fused_linear_preference import (
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearUnpairedPreferenceBase,
+)
+from .grpo_from_logits import fused_selective_log_softmax, triton_grpo_loss
+from .grpo_loss import get_gamma_weights
+from .preference_losses import (
+    LigerFusedLinearCPOFunction,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearKTOFunction,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOFunction,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOFunction,
+    LigerFusedLinearSimPOLoss,
+)
+
+__all__ = [
+    "CrossEntropyOutput",
+    "LigerFusedLinearCPOFunction",
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearDPOFunction",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearGRPOFunction",
+    "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearKTOFunction",
+    "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOFunction",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearPPOBase",
+    "LigerFusedLinearPreferenceBase",
+    "LigerFusedLinearScaledCrossEntropyFunction",
+    "LigerFusedLinearScaledCrossEntropyTPFunction",
+    "LigerFusedLinearSimPOFunction",
+    "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearUnpairedPreferenceBase",
+    "fused_selective_log_softmax",
+    "get_gamma_weights",
+    "liger_fused_linear_cpo",
+    "liger_fused_linear_cross_entropy",
+    "liger_fused_linear_dpo",
+    "liger_fused_linear_grpo",
+    "liger_fused_linear_kto",
+    "liger_fused_linear_orpo",
+    "liger_fused_linear_simpo",
+    "patch",
+    "patched",
+    "triton_grpo_loss",
+    "unpatch",
+]
+
+liger_fused_linear_orpo = LigerFusedLinearORPOFunction.apply
+liger_fused_linear_dpo = LigerFusedLinearDPOFunction.apply
+liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply
+liger_fused_linear_simpo = LigerFusedLinearSimPOFunction.apply
+liger_fused_linear_kto = LigerFusedLinearKTOFunction.apply
+liger_fused_linear_grpo = LigerFusedLinearGRPOFunction.apply
+
+
+def _replacements() -> list[Replacement]:
+    ppo, paired = vars(LigerFusedLinearPPOBase), vars(LigerFusedLinearPreferenceBase)
+    unpaired = vars(LigerFusedLinearUnpairedPreferenceBase)
+    scaled = vars(LigerFusedLinearScaledCrossEntropyFunction)
+    scaled_tp = vars(LigerFusedLinearScaledCrossEntropyTPFunction)
+    chunked, linear = "chunked_loss.fused_linear", "ops.fused_linear"
+    groups = {
+        "log_probs": {
+            f"{chunked}_ppo.LigerFusedLinearPPOBase.forward": ppo["forward"],
+            f"{chunked}_ppo.LigerFusedLinearPPOBase.chunk_forward": ppo["chunk_forward"],
+            f"{chunked}_preference.LigerFusedLinearPreferenceBase.forward": paired["forward"],
+            f"{chunked}_unpaired_preference.LigerFusedLinearUnpairedPreferenceBase.forward": (
+                unpaired["forward"]
+            ),
+            "ops.grpo_loss.fused_selective_log_softmax": fused_selective_log_softmax,
+        },
+        "policy_loss": {"transformers.grpo_loss.triton_grpo_loss": triton_grpo_loss},
+        "cross_entropy": {
+            f"{linear}_cross_entropy.fused_linear_cross_entropy_forward": (
+                fused_linear_cross_entropy_forward
+            ),
+            f"{linear}_cross_entropy.fused_linear_cross_entropy_backward": (
+                fused_linear_cross_entropy_backward
+            ),
+        },
+        "scaled_cross_entropy": {
+            f"{linear}_scaled_cross_entropy.LigerFusedLinearScaledCrossEntropyFunction.apply": (
+                scaled["apply"]
+            ),
+            f"{linear}_scaled_cross_entropy.LigerFusedLinearScaledCrossEntropyTPFunction.apply": (
+                scaled_tp["apply"]
+            ),
+        },
+    }
+    return [
+        Replacement(f"liger_kernel.{path}", function, group)
+        for group, functions in groups.items()
+        for path, function in functions.items()
+    ]
+
+
+_PATCHES = Patches(
+    "liger_kernel",
+    ">=0.8.5,<0.9",
+    _replacements(),
+    default_groups=("log_probs", "policy_loss", "cross_entropy"),
+    distribution="liger-kernel",
+)
+patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

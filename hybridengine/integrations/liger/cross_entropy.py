@@ -1,0 +1,369 @@
+"""Liger's cross-entropies from hidden states: linear and scaled (for PPO), without logits.
+
+`linear_cross_entropy` computes most of it in one pass. Class weights are composed from log-probs
+and from sums of logits, which are products with sums of the weight; with a soft-cap and label
+smoothing together they need the logits, a chunk of rows at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hybridengine.kernels import linear_cross_entropy, linear_token_log_probs
+
+from .head import head_log_probs, head_operands, loss_and_gradients
+
+_CHUNK_ROWS = 512
+
+
+@dataclass
+class CrossEntropyOutput:
+    """The loss, and what else was asked for."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of the loss, under Liger's names."""
+
+    ce_weight: Tensor | None
+    ignore_index: int
+    lse_square_scale: float
+    label_smoothing: float
+    reduction: str
+    softcap: float | None
+    use_token_scaling: bool
+
+
+def _losses(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor]:
+    """Compute (loss, z-loss), reduced; the loss contains the z-loss."""
+    hidden, weight, bias = head_operands(hidden, weight, bias)
+    one_pass = options.ce_weight is None and not options.use_token_scaling
+    if options.ce_weight is None:
+        losses, z_losses = linear_cross_entropy(
+            hidden, weight, target, bias=bias, softcap=options.softcap,
+            ignore_index=options.ignore_index, label_smoothing=options.label_smoothing,
+            lse_square_scale=options.lse_square_scale,
+            reduction=options.reduction if one_pass else "none",
+        )  # fmt: skip
+        if one_pass:
+            return losses, z_losses
+        divisor = _count(target, options)
+        losses, z_losses = losses / divisor, z_losses / divisor
+    else:
+        losses, z_losses = _weighted_losses(hidden, weight, target, bias, options)
+    if options.use_token_scaling:
+        with torch.no_grad():
+            log_probs, _ = linear_token_log_probs(
+                hidden, weight, target, bias=bias, softcap=options.softcap,
+                ignore_index=options.ignore_index,
+            )  # fmt: skip
+        losses, z_losses = losses * log_probs.exp(), z_losses * log_probs.exp()
+    if options.reduction == "none":
+        return losses, z_losses
+    return losses.sum(), z_losses.sum()
+
+
+def _count(target: Tensor, options: _Options) -> Tensor | int:
+    return (target != options.ignore_index).sum() if options.reduction == "mean" else 1
+
+
+def _weighted_losses(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor]:
+    """Compute losses and z-losses [T] with class weights, divided for a mean; Liger's rules.
+
+    The divisor of the z-loss is the number of targets, that of the rest the sum of their weights.
+    """
+    ce_weight = options.ce_weight
+    assert ce_weight is not None
+    valid = target != options.ignore_index
+    ids = torch.where(valid, target, 0)
+    own = torch.where(valid, ce_weight.float()[ids], 0)
+    log_probs: list[Tensor] = []
+    lse: list[Tensor] = []
+    total: list[Tensor] = []
+    for rows in range(0, hidden.shape[0], _CHUNK_ROWS):
+        part = slice(rows, rows + _CHUNK_ROWS)
+        results = checkpoint(
+            _weighted_rows, hidden[part], weight, ids[part], bias, ce_weight.float(),
+            options.softcap, use_reentrant=False,
+        )  # fmt: skip
+        for column, result in zip((log_probs, lse, total), results, strict=True):
+            column.append(result)
+    lses = torch.cat(lse)
+    epsilon, vocab = options.label_smoothing, weight.shape[0]
+    losses = -own * torch.cat(log_probs) * (1 - epsilon)
+    if epsilon:
+        smooth = lses * ce_weight.float().sum() - torch.cat(total)
+        losses = losses + epsilon / vocab * smooth
+    z_losses = options.lse_square_scale * lses.square()
+    losses, z_losses = (torch.where(valid, x, 0) for x in (losses, z_losses))
+    if options.reduction == "mean":
+        losses, z_losses = losses / own.sum(), z_losses / valid.sum()
+    return losses + z_losses, z_losses.detach()
+
+
+def _weighted_rows(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, ce_weight: Tensor,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return log-probs of ids, lse and sum_v ce_weight[v] z_v of rows, from their logits."""
+    logits = _logits(hidden, weight, bias, softcap)
+    lse = logits.logsumexp(-1)
+    log_probs = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - lse
+    return log_probs, lse, logits @ ce_weight
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    logits = F.linear(hidden, weight).float()
+    if bias is not None:
+        logits = logits + bias.float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _predictions(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: _Options,
+    want_accuracy: bool, want_ids: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the accuracy and the most likely ids [T], -1 where ignored; None if not wanted."""
+    if not (want_accuracy or want_ids):
+        return None, None
+    with torch.no_grad():
+        hidden, weight, bias = head_operands(hidden, weight, bias)
+        ids = torch.empty_like(target)
+        for rows in torch.arange(len(target), device=target.device).split(_CHUNK_ROWS):
+            ids[rows] = _logits(hidden[rows], weight, bias, None).argmax(-1)
+    valid = target != options.ignore_index
+    accuracy = ((ids == target) & valid).float()
+    if options.reduction != "none":
+        accuracy = accuracy.sum() / valid.sum()
+    return (accuracy if want_accuracy else None, torch.where(valid, ids, -1) if want_ids else None)
+
+
+def fused_linear_cross_entropy_forward(
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ce_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    ce_impl: Any = None,
+    ce_mode: Any = None,
+    token_grad_output: Tensor | None = None,
+    compute_gradients: bool | None = None,
+    weight_requires_grad: bool | None = None,
+    chunk_mem_const: int = 1,
+) -> tuple:
+    """Compute the cross-entropy and its gradients; what Liger's autograd function calls.
+
+    Args:
+        _input: hidden states [T, H]; weight: [V, H]; target: [T]; bias: [V]; ce_weight: [V].
+        label_smoothing, lse_square_scale, softcap, ce_weight: of the loss.
+        use_token_scaling: multiply each loss by the probability of its target, a constant.
+        token_grad_output: [T], the gradient of the losses with reduction "none".
+        compute_gradients, weight_requires_grad: whether to compute them, where `_input` and
+            `weight` do not tell.
+        accum_dtype, ce_impl, ce_mode, chunk_mem_const: without effect; sums are float32.
+
+    Returns:
+        (loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias), None
+        where not asked for; reduced, or [T] with reduction "none".
+    """
+    options = _Options(
+        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        use_token_scaling,
+    )  # fmt: skip
+    wanted = [t is not None and t.requires_grad for t in (_input, weight, bias)]
+    if compute_gradients is not None:
+        of_weight = weight.requires_grad if weight_requires_grad is None else weight_requires_grad
+        wanted = [compute_gradients, compute_gradients and of_weight, compute_gradients]
+    leaves = [
+        None if t is None else t.detach().requires_grad_(want)
+        for t, want in zip((_input, weight, bias), wanted, strict=True)
+    ]
+
+    def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
+        loss, z_loss = _losses(hidden, weight, target, bias, options)
+        scalar = loss if token_grad_output is None else (loss * token_grad_output).sum()
+        return scalar if any(wanted) else loss.detach().sum(), (loss, z_loss)
+
+    _, (loss, z_loss), grads = loss_and_gradients(compute, leaves)
+    wants = (return_token_accuracy, return_predicted_tokens)
+    accuracy, predicted = _predictions(_input, weight, target, bias, options, *wants)
+    if grads[0] is None:  # Liger's function saves a tensor
+        grads[0] = _input.new_zeros(()).expand_as(_input)
+    return (loss.detach(), z_loss.detach() if return_z_loss else None, accuracy, predicted, *grads)
+
+
+def fused_linear_cross_entropy_backward(
+    grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients times that of the loss, a 0-d tensor."""
+    grads = (grad_input, grad_weight, grad_bias)
+    return tuple(None if grad is None else grad * grad_output for grad in grads)
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> Tensor | CrossEntropyOutput:
+    """Compute the cross-entropy of hidden states [T, H]; differentiable.
+
+    Arguments as in `fused_linear_cross_entropy_forward`. Returns the loss, or a CrossEntropyOutput
+    if more is asked for.
+    """
+    options = _Options(
+        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        use_token_scaling,
+    )  # fmt: skip
+    loss, z_loss = _losses(input, weight, target, bias, options)
+    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
+        return loss
+    wants = (return_token_accuracy, return_predicted_tokens)
+    accuracy, predicted = _predictions(input, weight, target, bias, options, *wants)
+    return CrossEntropyOutput(loss, z_loss.detach() if return_z_loss else None, accuracy, predicted)
+
+
+class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
+    """The module of `liger_fused_linear_cross_entropy`."""
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
+        super().__init__()
+        self.ce_weight, self.ignore_index = ce_weight, ignore_index
+        self.lse_square_scale, self.label_smoothing = lse_square_scale, label_smoothing
+        self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
+        self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(  # type: ignore[no-untyped-def]
+        self, lin_weight, _input, target, bias=None
+    ) -> Tensor | CrossEntropyOutput:
+        """Compute the loss of hidden states [T, H]."""
+        return liger_fused_linear_cross_entropy(
+            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index,
+            self.lse_square_scale, self.label_smoothing, self.reduction, self.softcap,
+            self.return_z_loss, self.accum_dtype, self.use_token_scaling,
+            self.return_token_accuracy, self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+class LigerFusedLinearScaledCrossEntropyFunction:
+    """Per-token NLL, entropy and further log-probs from hidden states, with a temperature."""
+
+    @staticmethod
+    def apply(  # type: ignore[no-untyped-def]
+        _input,
+        weight,
+        target,
+        temperature=1.0,
+        ignore_index=-100,
+        m_tiles_per_cluster=1,
+        return_entropy=False,
+        selected_token_ids=None,
+    ):
+        """Return NLL [T], and if asked for entropy [T] and log-probs [T, K] of ids [K], float32.
+
+        _input: [T, H]; weight: [V, H]; target: [T]; ignored rows are 0. All are differentiable.
+        m_tiles_per_cluster: without effect.
+        """
+        return _scaled(
+            _input, weight, target, temperature, ignore_index, return_entropy, selected_token_ids
+        )
+
+
+class LigerFusedLinearScaledCrossEntropyTPFunction:
+    """Per-token NLL and entropy from hidden states and this rank's slice of the vocabulary."""
+
+    @staticmethod
+    def apply(  # type: ignore[no-untyped-def]
+        _input,
+        weight,
+        target,
+        tp_group,
+        temperature=1.0,
+        ignore_index=-100,
+        tiles_per_reduce=1,
+        return_entropy=False,
+    ):
+        """Return NLL [T], and if asked for entropy [T]; the gradient of _input is that of all.
+
+        tp_group: None for all ranks. tiles_per_reduce: without effect.
+        """
+        group = dist.group.WORLD if tp_group is None else tp_group
+        return _scaled(
+            _input, weight, target, temperature, ignore_index, return_entropy, None, group
+        )
+
+
+def _scaled(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, ignore_index: int,
+    return_entropy: bool, selected_token_ids: Tensor | None, group: dist.ProcessGroup | None = None,
+) -> Any:  # fmt: skip
+    if group is None:
+        log_probs, entropy = head_log_probs(
+            hidden, weight, target, temperature=temperature, ignore_index=ignore_index
+        )
+    else:
+        log_probs, entropy = linear_token_log_probs(
+            hidden, weight, target, temperature, ignore_index=ignore_index, group=group
+        )
+    outputs = [-log_probs, entropy] if return_entropy else [-log_probs]
+    if selected_token_ids is not None:
+        valid = target != ignore_index
+        ids = torch.where(valid, target, 0)
+        at_target = (hidden.float() * weight[ids].float()).sum(-1) / temperature
+        lse = at_target - log_probs
+        logits = hidden.float() @ weight[selected_token_ids].float().t() / temperature
+        outputs.append(torch.where(valid[:, None], logits - lse[:, None], 0))
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)

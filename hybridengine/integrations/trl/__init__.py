@@ -1,0 +1,78 @@
+"""TRL's log-probs, fused output head and colocated weight sync, by ours.
+
+    from hybridengine.integrations import trl
+
+    trl.patch()  # before a trainer is made; GRPOTrainer, SFTTrainer, DPOTrainer, ... as before
+
+Groups of `patch`, all of them default:
+
+- `log_probs`: the functions of logits, and the autograd function under TRL's fused head.
+- `head`: `add_fused_lm_head`, by which every trainer of TRL computes log-probs and entropy from
+  hidden states. Only positions with a label pass through the head.
+- `sync`: the weights of a vLLM engine in the trainers' processes (`vllm_mode="colocate"`).
+
+Losses, advantages and metrics remain TRL's. The functions can be imported from here by their names
+in TRL, without TRL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations.trl.head import FusedCausalLMOutput, add_fused_lm_head
+from hybridengine.integrations.trl.log_probs import (
+    ChunkedLogProbFunction,
+    entropy_from_logits,
+    selective_log_softmax,
+    selective_log_softmax_and_entropy,
+)
+from hybridengine.integrations.trl.sync import init_vllm, sync_weights
+
+__all__ = [
+    "ChunkedLogProbFunction",
+    "FusedCausalLMOutput",
+    "add_fused_lm_head",
+    "entropy_from_logits",
+    "patch",
+    "patched",
+    "selective_log_softmax",
+    "selective_log_softmax_and_entropy",
+    "unpatch",
+]
+
+_UTILS = "trl.trainer.utils"
+_VLLM = "trl.generation.vllm_generation.VLLMGeneration"
+
+
+def _init_vllm(self: Any) -> None:
+    init_vllm(self, _PATCHES.original(f"{_VLLM}._init_vllm"))
+
+
+def _sync_weights(self: Any) -> None:
+    sync_weights(self, _PATCHES.original(f"{_VLLM}.sync_weights"))
+
+
+_PATCHES = Patches(
+    "trl",
+    ">=1.16,<1.17",
+    [
+        Replacement(f"{_UTILS}.selective_log_softmax", selective_log_softmax, "log_probs"),
+        Replacement(f"{_UTILS}.entropy_from_logits", entropy_from_logits, "log_probs"),
+        Replacement(
+            f"{_UTILS}.selective_log_softmax_and_entropy",
+            selective_log_softmax_and_entropy,
+            "log_probs",
+        ),
+        Replacement(
+            "trl.kernels.chunked_logprob.ChunkedLogProbFunction",
+            ChunkedLogProbFunction,
+            "log_probs",
+        ),
+        Replacement(f"{_UTILS}.add_fused_lm_head", add_fused_lm_head, "head"),
+        Replacement(f"{_VLLM}._init_vllm", _init_vllm, "sync"),
+        Replacement(f"{_VLLM}.sync_weights", _sync_weights, "sync"),
+    ],
+    default_groups=("log_probs", "head", "sync"),
+)
+patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

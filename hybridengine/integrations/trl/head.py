@@ -1,0 +1,134 @@
+"""TRL's fused output head: per-token results of a causal LM without its [B, L, V] logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from hybridengine.integrations._lm_head import OutputHead, rows_of_labels
+from hybridengine.integrations.trl.log_probs import hidden_scores, logits_scores
+from hybridengine.integrations.trl.padding import can_unpad, unpadded
+
+__all__ = ["FusedCausalLMOutput", "add_fused_lm_head"]
+
+
+@dataclasses.dataclass
+class FusedCausalLMOutput(ModelOutput):
+    """What a fused forward returns, with the fields of TRL's class of this name.
+
+    loss: of the labels, as TRL normalises it. log_probs and entropy [B, L - 1] float32 (or [B, L]
+    with shift_labels) are differentiable; log_sum_sq_probs, mean_logits and is_top1 are not. All
+    are 0 where label_mask is. Fields that were not ordered are None.
+    """
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+def add_fused_lm_head(
+    model: PreTrainedModel,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """Make `model(..., labels=labels, fused_lm_head=True)` return a `FusedCausalLMOutput`.
+
+    As TRL's function of this name, with four differences. Only positions with a label pass through
+    the head, on every device. The model's own forward runs, so a head that FSDP2 shards by itself
+    is gathered and freed by FSDP2's hooks, not by `full_tensor()`. And a model that does more to
+    its logits than scale or soft-cap them, or has an adapter on its head, gets correct results,
+    from full logits. A model loaded with `attn_implementation="hybridengine_varlen"` computes the
+    tokens of a padded batch only.
+
+    Args:
+        model: not sharded yet. Calls without `fused_lm_head` run its forward unchanged.
+        temperature: divides the logits.
+        cast_lm_head_to_fp32: multiply in float32, whatever autocast says.
+        outputs: the optional fields to compute.
+    """
+    head, unpads = OutputHead(model), can_unpad(model.config)
+    dtype = torch.float32 if cast_lm_head_to_fp32 else None
+
+    @functools.wraps(type(model).forward)  # `generate` checks its arguments by this signature
+    def forward(
+        self: PreTrainedModel,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused_lm_head:
+            given = {
+                "labels": labels,
+                "shift_labels": shift_labels,
+                "num_items_in_batch": num_items_in_batch,
+            }
+            kwargs |= {name: value for name, value in given.items() if value is not None}
+            return head.forward(self, *args, **kwargs)
+        kwargs["use_cache"] = False
+        row = (
+            unpadded(self, kwargs, labels) if unpads and not args and shift_labels is None else None
+        )
+        if row is not None:
+            kwargs, shift_labels = row.kwargs, row.shift_labels
+        target = labels if shift_labels is None else shift_labels
+        if target is None:
+            raise ValueError("fused_lm_head=True needs labels or shift_labels, got neither")
+        scores = functools.partial(
+            _scores, target, shift_labels is not None, temperature, outputs=outputs
+        )
+        result, (label_mask, *fields) = head.call(self, scores, *args, dtype=dtype, **kwargs)
+        if row is not None:
+            label_mask, *fields = (
+                None if x is None else row.padded(x) for x in (label_mask, *fields)
+            )
+        log_probs = fields[0]
+        items = label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss, aux_loss = -log_probs.sum() / items, getattr(result, "aux_loss", None)
+        if aux_loss is not None:
+            config = self.config.get_text_config()
+            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        values = (loss, *fields, label_mask, aux_loss)
+        names = (field.name for field in dataclasses.fields(FusedCausalLMOutput))
+        return FusedCausalLMOutput(**dict(zip(names, values, strict=True)))
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _scores(
+    labels: Tensor,
+    shifted: bool,
+    temperature: float,
+    output: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    *,
+    outputs: tuple[str, ...],
+) -> tuple[Tensor | None, ...]:
+    """Return the mask of labels, and the per-token fields in its shape."""
+    rows, ids, mask = rows_of_labels(output, labels, shifted)
+    if weight is None:
+        fields = logits_scores(rows, ids, temperature, outputs)
+    else:
+        fields = hidden_scores(rows, weight, bias, ids, temperature, logit_scale, softcap, outputs)
+    # masked_scatter: of no label at all, the result is still a function of the model
+    return mask, *(
+        None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x) for x in fields
+    )

@@ -1,0 +1,104 @@
+"""verl's functions (0.9), under its names and by `patch()` in its place.
+
+    from hybridengine.integrations import verl
+    verl.patch()  # before verl builds its workers; verl.unpatch() puts its own functions back
+
+In every process of a verl job, Ray's workers included, by an environment variable:
+
+    VERL_USE_EXTERNAL_MODULES=hybridengine.integrations.verl.enabled
+
+`patch(*groups)` replaces the functions of these groups, by default those marked *:
+
+    log_probs *        log-probs and entropies from logits
+    fused_head *       FusedLinearForPPO, linear_cross_entropy
+    advantages *       compute_*_advantage*
+    balancing *        partitions of sequences by length
+    padding *          unpad_input, pad_input, index_first_axis
+    losses             agg_loss, kl_penalty, compute_value_loss
+    policy_losses      compute_policy_loss_*
+    vocab_parallel     vocab-parallel log-probs and entropies; needs Megatron
+
+`checkpoint_engine` syncs weights into a vLLM engine of the same process. Results, conventions and
+differences: docs/dropins.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hybridengine.integrations._patching import Patches, Replacement
+from hybridengine.integrations.verl import (
+    advantages,
+    balancing,
+    log_probs,
+    losses,
+    padding,
+    policy_losses,
+)
+from hybridengine.integrations.verl.advantages import *  # noqa: F403
+from hybridengine.integrations.verl.balancing import *  # noqa: F403
+from hybridengine.integrations.verl.log_probs import *  # noqa: F403
+from hybridengine.integrations.verl.losses import *  # noqa: F403
+from hybridengine.integrations.verl.padding import *  # noqa: F403
+from hybridengine.integrations.verl.policy_losses import *  # noqa: F403
+
+__all__ = [
+    "patch",
+    "patched",
+    "unpatch",
+    *advantages.__all__,
+    *balancing.__all__,
+    *log_probs.__all__,
+    *losses.__all__,
+    *padding.__all__,
+    *policy_losses.__all__,
+]
+
+
+def _linear_cross_entropy(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """`linear_cross_entropy` with the signature of verl's, an autograd.Function's `apply`."""
+    return log_probs.linear_cross_entropy(*args, **kwargs)
+
+
+def _replacements() -> list[Replacement]:
+    vocab_parallel = [name for name in log_probs.__all__ if name.startswith("vocab_parallel")]
+    from_logits = [name for name in log_probs.__all__ if "_from_logits" in name]
+    homes = [
+        ("log_probs", "verl.utils.torch_functional", log_probs, from_logits),
+        ("advantages", "verl.trainer.ppo.core_algos", advantages, advantages.__all__),
+        ("balancing", "verl.utils.seqlen_balancing", balancing, balancing.__all__),
+        ("padding", "verl.utils.attention_utils", padding, padding.__all__),
+        ("losses", "verl.trainer.ppo.core_algos", losses, losses.__all__),
+        ("policy_losses", "verl.trainer.ppo.core_algos", policy_losses, policy_losses.__all__),
+        ("vocab_parallel", "verl.utils.megatron.tensor_parallel", log_probs, vocab_parallel),
+    ]
+    return [
+        Replacement(f"{home}.{name}", getattr(module, name), group)
+        for group, home, module, names in homes
+        for name in names
+        if group == "vocab_parallel" or name not in vocab_parallel
+    ] + [
+        Replacement(
+            "verl.utils.experimental.torch_functional.FusedLinearForPPO.forward",
+            log_probs.FusedLinearForPPO.forward,
+            "fused_head",
+        ),
+        Replacement(
+            "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy",
+            _linear_cross_entropy,
+            "fused_head",
+        ),
+    ]
+
+
+_PATCHES = Patches(
+    package="verl",
+    versions=">=0.9,<0.10",
+    replacements=_replacements(),
+    default_groups=("log_probs", "fused_head", "advantages", "balancing", "padding"),
+)
+patch = _PATCHES.patch
+unpatch = _PATCHES.unpatch
+patched = _PATCHES.patched

@@ -1,0 +1,239 @@
+"""verl's advantage estimators: `verl.trainer.ppo.core_algos.compute_*_advantage*`.
+
+All return (advantages, returns) [B, L] with 0 at masked tokens, where verl's GAE and ReMax leave
+values that nothing reads. Rewards must be finite. `index` names the prompt of each response by
+anything hashable. GDPO and the optimal-token-baseline estimators stay verl's: the former calls
+`compute_grpo_outcome_advantage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridengine.kernels import gae, group_advantage
+
+__all__ = [
+    "compute_gae_advantage_return",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
+]
+
+Advantages = tuple[Tensor, Tensor]  # advantages and returns, [B, L]
+
+
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> Advantages:
+    """(r - mean) / (std + epsilon) over the responses to a prompt, unbiased std; r the reward sum.
+
+    A group of one has mean 0 and std 1. Without norm_adv_by_std_in_grpo: r - mean (Dr. GRPO).
+    """
+    return _group(
+        "grpo", token_level_rewards, response_mask, index,
+        norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon,
+    )  # fmt: skip
+
+
+def compute_grpo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> Advantages:
+    """`compute_grpo_outcome_advantage`."""
+    return compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo
+    )
+
+
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """The best response of a group: (r - second best) / (std + epsilon); 0 for the others.
+
+    config: its `norm_adv_by_std_in_grpo` (True where it has none) counts, not the argument.
+    """
+    assert config is not None
+    counts = _group_ids(index, token_level_rewards.device).bincount()
+    if counts.numel() and int(counts.min()) < 2:
+        raise ValueError(
+            f"Pass@k requires at least 2 samples per group. Got a group of {int(counts.min())}."
+        )
+    norm_by_std = config.get("norm_adv_by_std_in_grpo", True)
+    return _group(
+        "grpo_passk", token_level_rewards, response_mask, index,
+        norm_by_std=norm_by_std, epsilon=epsilon,
+    )  # fmt: skip
+
+
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """r - the mean of the others in the group; r in a group of one."""
+    return _group("rloo", token_level_rewards, response_mask, index)
+
+
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """r - the mean of the others in the group; 0 in a group of one."""
+    ids = _group_ids(index, token_level_rewards.device)
+    alone = ids.bincount()[ids] == 1
+    rewards = token_level_rewards.sum(dim=-1).masked_fill(alone, 0)
+    advantages = group_advantage(rewards, ids, estimator="rloo", response_mask=response_mask)
+    return advantages, advantages
+
+
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """r - the mean of the group weighted by response length; r in a group of one."""
+    lengths = response_mask.sum(dim=-1)
+    return _group("opo", token_level_rewards, response_mask, index, lengths=lengths)
+
+
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """(r - mean) B / (number of rewards other than 0) / f_norm. verl does not use alpha."""
+    rewards = token_level_rewards.sum(dim=-1)
+    scale = rewards.numel() / torch.count_nonzero(rewards).clamp(min=1) / f_norm
+    advantages = scale * _group("mean", token_level_rewards, response_mask, index)[0]
+    return advantages, advantages
+
+
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """r - mean of the group, whitened over the unmasked tokens of the batch."""
+    advantages, _ = _group("mean", token_level_rewards, response_mask, index)
+    advantages = _whiten(advantages, response_mask)
+    return advantages, advantages
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
+) -> Advantages:
+    """Discounted rewards to go (`config.gamma`), whitened over the unmasked tokens."""
+    assert config is not None
+    returns = gae(
+        token_level_rewards, None, gamma=float(config.gamma), response_mask=response_mask
+    )[1]
+    return _whiten(returns, response_mask), returns
+
+
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """Rewards to go less reward_baselines [B], the reward of the greedy response."""
+    returns = gae(token_level_rewards, None, response_mask=response_mask)[1]
+    return returns - reward_baselines.unsqueeze(-1) * response_mask, returns
+
+
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float | Tensor,
+    lam: float | Tensor,
+) -> Advantages:
+    """Generalised advantages, whitened, and returns before whitening; masked tokens are skipped."""
+    advantages, returns = gae(
+        token_level_rewards, values, gamma=float(gamma), lam=float(lam),
+        response_mask=response_mask,
+    )  # fmt: skip
+    return _whiten(advantages, response_mask), returns
+
+
+def _group(
+    estimator: str,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    **options: Any,
+) -> Advantages:
+    advantages = group_advantage(
+        token_level_rewards.sum(dim=-1),
+        _group_ids(index, token_level_rewards.device),
+        estimator=estimator,
+        response_mask=response_mask,
+        **options,
+    )
+    return advantages, advantages
+
+
+def _group_ids(index: Any, device: torch.device) -> Tensor:
+    """Number the prompts in the order in which they appear: int64 [B]."""
+    numbers: dict[Hashable, int] = {}
+    labels = index.tolist() if hasattr(index, "tolist") else index
+    ids = [numbers.setdefault(label, len(numbers)) for label in labels]
+    return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+def _whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Whiten over the unmasked entries of this process (`kernels.whiten` spans all ranks)."""
+    mask = mask.bool()
+    unmasked = values[mask].double()
+    if unmasked.numel() < 2:
+        raise ValueError(
+            f"whitening needs at least 2 unmasked tokens; response_mask has {unmasked.numel()}."
+        )
+    variance, mean = torch.var_mean(unmasked)
+    whitened = (unmasked - mean) * (variance + 1e-8).rsqrt()
+    return torch.zeros_like(values).masked_scatter_(mask, whitened.to(values.dtype))

@@ -1,0 +1,108 @@
+"""verl's loss aggregation, KL penalty and value loss: `verl.trainer.ppo.core_algos`.
+
+Tensors are [B, L]. A micro-batch without unmasked tokens has the loss 0 where verl's is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridengine.kernels import _check as check
+from hybridengine.kernels import token_kl, value_loss
+from hybridengine.kernels._aggregation import check_aggregation, loss_denominators, token_weights
+from hybridengine.kernels._per_token import row_cu_seqlens
+from hybridengine.kernels.policy_loss.terms import KL_ALIASES, KL_TYPES
+
+__all__ = ["agg_loss", "compute_value_loss", "kl_penalty"]
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: int | None = None,
+) -> Tensor:
+    """Aggregate per-token losses [B, L]: dp_size sum_t weight_t loss_t, weights as in policy_loss.
+
+    batch_num_tokens, global_batch_size: of the global batch; required where dp_size is above 1.
+    loss_scale_factor: of seq-mean-token-sum-norm; None: L.
+    """
+    mask = check.mask("agg_loss", "loss_mask", loss_mask)
+    aggregation = aggregation_arguments(
+        mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    )
+    factor = check_aggregation("agg_loss", loss_agg_mode, aggregation["loss_scale_factor"])
+    counts = (aggregation["global_num_tokens"], aggregation["global_num_seqs"])
+    cu_seqlens, flat = row_cu_seqlens(mask), mask.flatten()
+    denominators = loss_denominators("agg_loss", loss_agg_mode, flat, cu_seqlens, *counts)
+    weights = token_weights(loss_agg_mode, flat, cu_seqlens, denominators, factor)
+    losses = torch.where(mask, loss_mat, 0).flatten()
+    return (losses * weights.to(losses.dtype)).sum() * dp_size
+
+
+def aggregation_arguments(
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: float | None = None,
+) -> dict[str, Any]:
+    """Translate verl's denominators into the keyword arguments of our losses."""
+    if dp_size > 1 and loss_agg_mode == "token-mean" and batch_num_tokens is None:
+        raise ValueError("(global) batch_num_tokens is required when dp_size > 1")
+    if dp_size > 1 and loss_agg_mode.startswith("seq") and global_batch_size is None:
+        raise ValueError("global_batch_size is required when dp_size > 1")
+    return {
+        "loss_agg_mode": loss_agg_mode,
+        "loss_scale_factor": loss_mask.shape[-1]
+        if loss_scale_factor is None
+        else loss_scale_factor,
+        "global_num_tokens": batch_num_tokens,
+        "global_num_seqs": global_batch_size,
+    }
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Estimate the KL per token: kl (k1), abs, mse (k2), low_var_kl (k3); +: with k2's gradient."""
+    if kl_penalty.removesuffix("+") not in (*KL_TYPES, *KL_ALIASES):
+        raise NotImplementedError(f"kl_penalty {kl_penalty!r}; expected one of {KL_TYPES}")
+    return token_kl(kl_penalty, logprob, ref_logprob)
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (clipped value loss, fraction of the unmasked tokens that are clipped)."""
+    aggregation = aggregation_arguments(
+        response_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size,
+        loss_scale_factor,
+    )  # fmt: skip
+    loss, metrics = value_loss(
+        vpreds, values, returns, response_mask=response_mask, cliprange_value=cliprange_value,
+        **aggregation,
+    )  # fmt: skip
+    clipped = local_mean(metrics["vf_clipfrac"], response_mask, batch_num_tokens)
+    return loss * dp_size, clipped
+
+
+def local_mean(mean: Tensor, mask: Tensor, num_tokens: float | Tensor | None) -> Tensor:
+    """Convert a sum over `num_tokens`, None for those of this call, into the mean of this call."""
+    if num_tokens is None:
+        return mean
+    return mean * max(num_tokens, 1) / mask.sum().clamp(min=1)
