@@ -1,6 +1,21 @@
 """Rollout engines: token ids in, token ids and log-probs out."""
 
-from hybridengine.rollout.engine import Completion, RolloutEngine, SamplingSpec, derive_seed
+from hybridengine.rollout.engine import (
+    Completion,
+    Request,
+    RequestStream,
+    RolloutEngine,
+    SamplingSpec,
+    derive_seed,
+)
 from hybridengine.sharding.weight_target import StaleWeightsError
 
-__all__ = ["Completion", "RolloutEngine", "SamplingSpec", "StaleWeightsError", "derive_seed"]
+__all__ = [
+    "Completion",
+    "Request",
+    "RequestStream",
+    "RolloutEngine",
+    "SamplingSpec",
+    "StaleWeightsError",
+    "derive_seed",
+]

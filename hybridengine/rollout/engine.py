@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from hybridengine.errors import UserError
 from hybridengine.sharding.weight_target import StaleWeightsError, WeightTarget
 
 
@@ -56,6 +58,45 @@ class Completion:
     kept_ids: Sequence[int] | None = None
 
 
+@dataclass(frozen=True)
+class Request:
+    """One completion that is wanted of a `RequestStream`; id: unique in the stream."""
+
+    id: int
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    seed: int
+
+
+class RequestStream(ABC):
+    """Requests to an engine that come and finish at different times.
+
+    in_batches: a step runs all requests to their end, so a caller should wait for further requests
+    before it steps. Otherwise a step advances each request by about a token.
+    """
+
+    in_batches = False
+
+    def __init__(self) -> None:
+        self.num_running = 0  # requests that are added and not finished
+
+    def add(self, request: Request) -> None:
+        self._add(request)
+        self.num_running += 1
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Advance the requests; return (id, completion) of those that finished."""
+        finished = self._step()
+        self.num_running -= len(finished)
+        return finished
+
+    @abstractmethod
+    def _add(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _step(self) -> list[tuple[int, Completion]]: ...
+
+
 def derive_seed(*numbers: int) -> int:
     """Return a seed below 2**62, the same everywhere, for a stream of its own per `numbers`.
 
@@ -88,6 +129,7 @@ class RolloutEngine(WeightTarget):
     """
 
     tp_size: int
+    tp_rank: int
     replica: int
     replicas: int
     dtype: torch.dtype
@@ -109,13 +151,38 @@ class RolloutEngine(WeightTarget):
         a batch that is dealt out in turn. Raises StaleWeightsError before the first sync, after a
         failed sync, and after a `sleep()` that discarded the weights, until the next complete sync.
         """
-        self.check_complete()
-        if self.weight_version is None:
-            raise StaleWeightsError("the engine has no weights yet. Run sync() before generate().")
+        self._check_weights()
         if not prompts:
             return []
         self._wake("weights", "kv_cache")
         return self._generate(prompts, spec, seed)
+
+    def _stream(self, spec: SamplingSpec, seed: int) -> AbstractContextManager[RequestStream]:
+        raise UserError(
+            f"{type(self).__name__} generates batches only; rollout.multi_turn.enable needs an "
+            "engine with a stream of requests, vllm or hf"
+        )
+
+    @contextmanager
+    def stream(self, spec: SamplingSpec, seed: int) -> Iterator[RequestStream]:
+        """Open a stream of requests, one completion each, sampled by `spec`.
+
+        spec.n and spec.max_tokens are not used. Every rank of a replica opens it with the same
+        arguments, and adds the same requests before the same steps. Errors are those of `generate`.
+        """
+        self._check_weights()
+        self._wake("weights", "kv_cache")
+        with self._stream(spec, seed) as stream:
+            yield stream
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the `value` of the replica's first rank on each of its ranks. Collective."""
+        return value
+
+    def _check_weights(self) -> None:
+        self.check_complete()
+        if self.weight_version is None:
+            raise StaleWeightsError("the engine has no weights yet. Run sync() before generate().")
 
     def _prepare_update(self) -> None:
         self._wake("weights")

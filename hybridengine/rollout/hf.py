@@ -5,7 +5,8 @@ Each rank holds one full model (tensor-parallel size 1), which the reshard write
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from hybridengine.reshard.plan.coverage import describe_differences
 from hybridengine.rollout.engine import (
     Completion,
+    Request,
+    RequestStream,
     RolloutEngine,
     SamplingSpec,
     derive_seed,
@@ -103,6 +106,10 @@ class HfEngine(RolloutEngine):
                 done |= zip(chosen, batch, strict=True)
         return [[done[i + j] for j in range(spec.n)] for i in range(0, len(done), spec.n)]
 
+    @contextmanager
+    def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[_BatchStream]:
+        yield _BatchStream(self, spec, seed)
+
     def _generate_batch(self, prompts: list[list[int]], spec: SamplingSpec) -> list[Completion]:
         rows = [torch.tensor(prompt) for prompt in prompts]
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -140,6 +147,48 @@ class HfEngine(RolloutEngine):
             if token in self._stop_token_ids or end == stopped:
                 return Completion(ids[:end], log_probs[:end], "stop")
         return Completion(ids, log_probs, "length")
+
+
+class _BatchStream(RequestStream):
+    """Runs all requests of a step to their end, with one generator for all of them."""
+
+    in_batches = True
+
+    def __init__(self, engine: HfEngine, spec: SamplingSpec, seed: int) -> None:
+        super().__init__()
+        self._engine, self._spec, self._seed = engine, spec, seed
+        self._waiting: list[Request] = []
+        self._num_steps = 0
+
+    def _add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def _step(self) -> list[tuple[int, Completion]]:
+        # In the order of their ids, so that a sample does not depend on which tool was faster.
+        requests = sorted(self._waiting, key=lambda request: request.id)
+        self._waiting = []
+        self._num_steps += 1
+        longest = max((request.max_tokens for request in requests), default=0)
+        spec = replace(self._spec, n=1, max_tokens=longest)
+        prompts = [request.prompt_ids for request in requests]
+        completions = self._engine._generate(
+            prompts, spec, derive_seed(self._seed, self._num_steps)
+        )
+        return [
+            (request.id, _first_tokens(completion, request.max_tokens))
+            for request, [completion] in zip(requests, completions, strict=True)
+        ]
+
+
+def _first_tokens(c: Completion, count: int) -> Completion:
+    """Cut a completion to at most `count` tokens."""
+    if len(c.token_ids) <= count:
+        return c
+    cut = replace(c, token_ids=c.token_ids[:count], log_probs=c.log_probs[:count])
+    if c.num_kept is not None and c.kept_ids is not None:
+        num_kept = c.num_kept[:count]
+        cut = replace(cut, num_kept=num_kept, kept_ids=c.kept_ids[: sum(num_kept)])
+    return replace(cut, finish_reason="length")
 
 
 def _with_kept(completions: list[Completion], scores: Sequence[torch.Tensor]) -> list[Completion]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from hybridengine.rollout.vllm.kept import record_kept_ids
 from hybridengine.rollout.vllm.post_load import writable_weights
 from hybridengine.rollout.vllm.seeds import request_generators, seeded
 from hybridengine.rollout.vllm.sleep import Level2Sleep
+from hybridengine.rollout.vllm.stream import VllmStream
 from hybridengine.rollout.vllm.weights import LoraSlot, VllmWeights, slot_options
 from hybridengine.sharding.layout import CheckpointLayout
 from hybridengine.sharding.tp_groups import tp_groups
@@ -108,6 +111,20 @@ class VllmEngine(VllmWeights, RolloutEngine):
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
     ) -> list[list[Completion]]:
+        requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
+        with self._sampling(spec, seeds[0]) as (sampling, vocab_size):
+            outputs = self._llm.generate(
+                requests,
+                seeded(sampling, seeds),
+                use_tqdm=False,
+                lora_request=self._slot and self._slot.request,
+            )
+        return [[_completion(o, vocab_size) for o in output.outputs] for output in outputs]
+
+    @contextmanager
+    def _sampling(self, spec: SamplingSpec, seed: int) -> Iterator[tuple[Any, int | None]]:
+        """Sample by `spec` while open; yields (`SamplingParams`, vocab_size of `_completion`)."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -123,21 +140,30 @@ class VllmEngine(VllmWeights, RolloutEngine):
             include_stop_str_in_output=True,
             detokenize=bool(spec.stop),
         )
-        requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
         # The other ranks of a replica keep the same entries.
         record = spec.records and self.tp_rank == 0
         recording = record_kept_ids(self._llm, self._runner) if record else nullcontext()
-        seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
         # vLLM draws from torch's state as well, though it uses the numbers of no seeded request.
-        with local_random_state(seeds[0]), request_generators(), recording:
-            outputs = self._llm.generate(
-                requests,
-                seeded(sampling, seeds),
-                use_tqdm=False,
-                lora_request=self._slot and self._slot.request,
-            )
-        vocab_size = self._llm.model_config.get_vocab_size() if record else None
-        return [[_completion(o, vocab_size) for o in output.outputs] for output in outputs]
+        with local_random_state(seed), request_generators(), recording:
+            yield sampling, self._llm.model_config.get_vocab_size() if record else None
+
+    @contextmanager
+    def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[VllmStream]:
+        with self._sampling(replace(spec, n=1), seed) as (sampling, vocab_size):
+            lora_request = self._slot and self._slot.request
+            convert = partial(_completion, vocab_size=vocab_size)
+            stream = VllmStream(self._llm.llm_engine, sampling, lora_request, convert)
+            try:
+                yield stream
+            finally:
+                stream.abort()
+
+    def broadcast(self, value: Any) -> Any:
+        if self.tp_size == 1:
+            return value
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return get_tp_group().broadcast_object(value, src=0)
 
     def _suspend(self) -> None:
         if torch.cuda.is_available():

@@ -1,0 +1,35 @@
+"""Multi-turn rollouts: trajectories in which the model calls tools or acts in an environment.
+
+runner        many trajectories on one engine, which stays busy
+loops         what happens in a trajectory: `AgentLoop`, the loop with tools
+environment   loops from `reset` and `step`
+trajectory    turns, and the tokens to train on
+template      tokens of new messages, by the chat template
+tools         functions and classes as tools
+toolbox       the calls of one trajectory
+parsers       tool calls in what a model wrote
+"""
+
+from hybridengine.agent.loops import AgentLoop, LoopContext, find_loop, register_agent_loop
+from hybridengine.agent.parsers import ToolCall, find_parser
+from hybridengine.agent.runner import AgentRunner
+from hybridengine.agent.template import TurnTemplate
+from hybridengine.agent.tools import BaseTool, load_tools
+from hybridengine.agent.trajectory import AgentError, TokenSequence, Trajectory, Turn
+
+__all__ = [
+    "AgentError",
+    "AgentLoop",
+    "AgentRunner",
+    "BaseTool",
+    "LoopContext",
+    "TokenSequence",
+    "ToolCall",
+    "Trajectory",
+    "Turn",
+    "TurnTemplate",
+    "find_loop",
+    "find_parser",
+    "load_tools",
+    "register_agent_loop",
+]

@@ -1,0 +1,111 @@
+"""Agent loops: what happens in a trajectory. Register your own, or name its class by file.
+
+    @register_agent_loop("mine")
+    class Mine(AgentLoop):
+        async def run(self, trajectory):
+            while turn := await trajectory.generate():
+                trajectory.messages.append({"role": "user", "content": answer_to(turn.text)})
+
+`rollout.agent.default_agent_loop` is a registered name, file.py:Class or package.module.Class; a
+row may name another in `extra_info.agent_name`. A class with `reset` and `step` is an environment,
+see `environment`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridengine.agent.parsers import ToolParser
+from hybridengine.agent.tools import import_object
+from hybridengine.agent.trajectory import Trajectory
+from hybridengine.config.rl import MultiTurnConfig
+from hybridengine.errors import ConfigError
+
+__all__ = ["LOOPS", "AgentLoop", "LoopContext", "find_loop", "register_agent_loop"]
+
+LOOPS: dict[str, type[AgentLoop]] = {}
+
+
+@dataclass(frozen=True)
+class LoopContext:
+    """What the loops of a run share."""
+
+    config: MultiTurnConfig
+    parse: ToolParser
+
+
+class AgentLoop(ABC):
+    """One instance runs one trajectory; `run` is a coroutine that must not block."""
+
+    def __init__(self, context: LoopContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    async def run(self, trajectory: Trajectory) -> None:
+        """Let the model write turns until the trajectory ends."""
+
+
+def register_agent_loop(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
+    """Register a loop as `name`; ValueError for a name that is already registered."""
+
+    def register(loop: type[AgentLoop]) -> type[AgentLoop]:
+        if LOOPS.setdefault(name, loop) is not loop:
+            raise ValueError(f"agent loop {name!r} is already registered")
+        return loop
+
+    return register
+
+
+def find_loop(name: str) -> Callable[[LoopContext], AgentLoop]:
+    """Return what builds the loop `name`; ConfigError where there is none."""
+    from hybridengine.agent.environment import environment_loop
+
+    key = "rollout.agent.default_agent_loop (or a row's extra_info.agent_name)"
+    if name in LOOPS:
+        return LOOPS[name]
+    if "." not in name:
+        raise ConfigError(
+            f"{key} is {name!r}, expected one of {', '.join(LOOPS)}, file.py:Class or "
+            "package.module.Class"
+        )
+    found = import_object(key, name)
+    if inspect.isclass(found) and issubclass(found, AgentLoop):
+        return found
+    if callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None)):
+        return environment_loop(found)
+    raise ConfigError(
+        f"{key}: {name!r} is neither a subclass of AgentLoop nor a class with reset and step"
+    )
+
+
+@register_agent_loop("single_turn_agent")
+class SingleTurn(AgentLoop):
+    """One turn of the model."""
+
+    async def run(self, trajectory: Trajectory) -> None:
+        await trajectory.generate()
+
+
+@register_agent_loop("tool_agent")
+class ToolLoop(AgentLoop):
+    """The model calls tools and reads the results, until it answers without a call.
+
+    Ends at `max_assistant_turns`, at `max_user_turns` (rounds of tool results) and where a turn is
+    cut. Of the calls of a turn the first `max_parallel_calls` are run.
+    """
+
+    async def run(self, trajectory: Trajectory) -> None:
+        config, num_turns = self.context.config, 0
+        while turn := await trajectory.generate():
+            num_turns += 1
+            calls = self.context.parse(turn.text)[: config.max_parallel_calls]
+            turn.set_calls(calls)
+            if not calls or turn.finish_reason == "length":
+                return
+            if num_turns == config.max_assistant_turns or num_turns - 1 == config.max_user_turns:
+                return
+            results = await trajectory.run_tools(calls)
+            turn.reward += sum(result.reward for result in results)

@@ -1,0 +1,257 @@
+"""Tokens of new messages, as what a chat template adds after the tokens that are there already.
+
+The sampled tokens of a turn stay as they were sampled. The full chat is rendered with the new
+messages; the text after what the tokens so far stand for is encoded and appended. Where the
+template no longer begins with that text (it removes the thinking of earlier turns, say), the tokens
+so far cannot be continued as the template wants it: a new sequence begins, see `Extension`.
+
+Rendered and sampled text are compared without white space, which templates strip and the tokens
+keep. A turn of the model is written in the chat in the first of these forms in which the template
+renders a chat with tool results:
+
+    raw          the sampled text as content, so that the rendering has to contain it
+    structured   content and tool_calls, for templates that refuse results without a call; here the
+                 renderings before and after the new messages are compared
+    as user      raw, with tool results in the role of the user, for templates without tools
+
+Other trainers render the new messages after a dummy conversation: they miss the white space between
+turns, what depends on the position, and a rewritten history (cf. TRL #5224).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridengine.errors import DataError
+
+__all__ = ["Extension", "ModelTurn", "Segment", "TurnTemplate"]
+
+Message = Mapping[str, Any]
+
+
+@dataclass
+class Segment:
+    """A run of tokens and its text as the template renders it."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What new messages do to a sequence: keep its first segments, then append `added`.
+
+    kept: number of segments that stay; fewer than there are where the history is rewritten.
+    """
+
+    kept: int
+    added: Segment
+
+
+@dataclass
+class ModelTurn:
+    """A sampled turn in the chat.
+
+    text: sampled, without the token that ended it; content, tool_calls: parsed from it.
+    """
+
+    text: str
+    content: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def message(self, form: str) -> dict[str, Any]:
+        if form == "structured" and self.tool_calls:
+            return {"role": "assistant", "content": self.content, "tool_calls": self.tool_calls}
+        return {"role": "assistant", "content": self.text}
+
+
+Entry = Message | ModelTurn  # of a chat
+_FORMS = ("raw", "structured", "as user")
+
+
+class TurnTemplate:
+    """A chat template and tokenizer for chats that grow.
+
+    render: (chat, with a generation prompt) → text; raises DataError where the template refuses.
+    stop_token_ids: tokens that end a turn.
+    """
+
+    def __init__(
+        self,
+        render: Callable[[Sequence[Message], bool], str],
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self._render, self._tokenizer = render, tokenizer
+        self._stop_texts = {token: self.decode([token]) for token in stop_token_ids}
+        self.form = next(filter(self._renders, _FORMS), "raw")
+
+    def _renders(self, form: str) -> bool:
+        """Whether the template renders two tool results in this form, and leaves none out."""
+        calls = [
+            {"id": f"probecall{k}"[-9:], "type": "function",
+             "function": {"name": "probe", "arguments": {"number": k}}}
+            for k in range(2)
+        ]  # fmt: skip
+        results = [
+            {"role": "tool", "name": "probe", "tool_call_id": c["id"], "content": f"probed{k}"}
+            for k, c in enumerate(calls)
+        ]
+        turns = [ModelTurn(f"called{k}", "", [c]) for k, c in enumerate(calls)]
+        chat: list[Entry] = [{"role": "user", "content": "probe"}]
+        for turn, result in zip(turns, results, strict=True):
+            chat += [turn, result]
+        try:
+            text = self._render(_messages(chat, form), True)
+        except DataError:
+            return False
+        return all(str(result["content"]) in text for result in results)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text with special tokens."""
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of text in which the template has written the special tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def begin(self, chat: Sequence[Message]) -> Segment:
+        """Return the prompt of a chat."""
+        text = self._render(chat, True)
+        return Segment(text, self.encode(text))
+
+    def sampled_text(self, ids: Sequence[int]) -> str:
+        """Return the text of a sampled turn without the token that ended it."""
+        return self.decode(ids[:-1] if self._is_ended(ids) else ids)
+
+    def extend(self, segments: Sequence[Segment], chat: Sequence[Entry]) -> Extension:
+        """Return how to continue a sequence with the messages after its last sampled turn.
+
+        segments: of the sequence, the last one sampled, with `sampled_text`, which is replaced by
+        the template's rendering of that turn. chat: all of it, new messages at the end. Raises
+        DataError where the template refuses the chat, or leaves out new messages.
+        """
+        text = self._render(_messages(chat, self.form), True)
+        last = max(i for i, entry in enumerate(chat) if isinstance(entry, ModelTurn))
+        for entry in chat[last + 1 :]:
+            if isinstance(entry, Mapping) and not _mentions(text, str(entry["content"])):
+                raise DataError(
+                    f"the chat template leaves out messages of role {entry['role']!r}; set "
+                    "data.chat_template to one that renders them"
+                )
+        before = [segment.text for segment in segments[:-1]]
+        sampled: str | None = segments[-1].text
+        if self.form == "structured":
+            turns = _messages(chat[: last + 1], self.form)
+            rendered = self._through_stop(self._render(turns, False))
+            if not self._is_ended(segments[-1].ids):  # the template then ends the turn
+                rendered = self._before_stop(rendered)
+            start = prefix_end(rendered, "".join(before))
+            sampled = None if start is None else rendered[start:]
+        ends = _ends(text, [*before, sampled])
+        ids, after = segments[-1].ids, text[ends[-1] :]
+        is_sampled_end = self.form != "structured" and self._is_ended(ids)
+        if len(ends) > len(segments) and is_sampled_end:
+            rest = self._without_stop(after)
+            if rest is None:  # the template adds text to the turn, before its end
+                ends.pop()
+            else:
+                after = rest
+        kept = len(ends) - 1
+        if kept == len(segments):
+            segments[-1].text = text[ends[-2] : len(text) - len(after)]
+        else:
+            after, ids = text[ends[-1] :], segments[kept - 1].ids if kept else []
+        return Extension(kept, Segment(after, self._encode_after(ids, after)))
+
+    def _encode_after(self, ids: Sequence[int], text: str) -> list[int]:
+        """Encode text that follows `ids`; some tokenizers treat the beginning of text specially."""
+        if self._is_ended(ids):
+            encoded = self.encode(self._stop_texts[ids[-1]] + text)
+            if encoded and encoded[0] == ids[-1]:
+                return encoded[1:]
+        return self.encode(text)
+
+    def _is_ended(self, ids: Sequence[int]) -> bool:
+        return bool(ids) and ids[-1] in self._stop_texts
+
+    def _without_stop(self, text: str) -> str | None:
+        """Remove the end of the model's turn, which was sampled: maybe another token for it.
+
+        None where other text comes before it; a template may also write no end at all.
+        """
+        stripped, stops = text.lstrip(), list(filter(None, self._stop_texts.values()))
+        for stop in stops:
+            if stripped.startswith(stop):
+                return stripped[len(stop) :]
+        return None if any(stop in stripped for stop in stops) else text
+
+    def _through_stop(self, text: str) -> str:
+        """Cut what follows the last stop token of a rendered turn, such as a line break."""
+        ends = [text.rfind(stop) + len(stop) for stop in self._stop_texts.values() if stop in text]
+        return text[: max(ends)] if ends else text.rstrip()
+
+    def _before_stop(self, text: str) -> str:
+        stops = [stop for stop in self._stop_texts.values() if stop and text.endswith(stop)]
+        return text.removesuffix(max(stops, key=len)) if stops else text
+
+
+def _messages(chat: Sequence[Entry], form: str) -> list[Message]:
+    """Return a chat as templates take it. As user, results of one turn become one message."""
+    messages: list[dict[str, Any]] = []
+    joins = False  # whether the last message holds tool results
+    for entry in chat:
+        if isinstance(entry, ModelTurn):
+            messages.append(entry.message(form))
+        elif form == "as user" and entry["role"] == "tool":
+            before = [messages.pop()["content"]] if joins else []
+            content = "\n".join([*before, str(entry["content"])])
+            messages.append({"role": "user", "content": content})
+        else:
+            messages.append(dict(entry))
+        joins = form == "as user" and isinstance(entry, Mapping) and entry["role"] == "tool"
+    return list(messages)
+
+
+def _ends(text: str, parts: Sequence[str | None]) -> list[int]:
+    """Return where each part ends in `text`, from 0 on, up to the first one that is not there."""
+    ends = [0]
+    for part in parts:
+        end = None if part is None else prefix_end(text[ends[-1] :], part)
+        if end is None:
+            break
+        ends.append(ends[-1] + end)
+    return ends
+
+
+def _mentions(text: str, content: str) -> bool:
+    """Whether the first words of a message are in the text; a template may escape the rest."""
+    return all(word in text for word in re.findall(r"\w+", content, re.ASCII)[:3])
+
+
+def prefix_end(text: str, prefix: str) -> int | None:
+    """Return where `prefix` ends in `text`, None if it is none; white space does not count.
+
+    Example:
+        >>> prefix_end("a b\\n c", " ab ")
+        3
+    """
+    if text.startswith(prefix):
+        return len(prefix)
+    position = 0
+    for character in prefix:
+        if character.isspace():
+            continue
+        while position < len(text) and text[position].isspace():
+            position += 1
+        if position == len(text) or text[position] != character:
+            return None
+        position += 1
+    return position

@@ -1,0 +1,138 @@
+"""Trajectories on real engines: requests that come at different times, and TP ranks in step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridengine.rollout.vllm.environment import vllm_available
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.multirank
+
+PROMPTS = [[5, 9, 33], [7, 8, 9, 10, 11, 12, 13], [3] * 12]
+needs_vllm = pytest.mark.skipif(not vllm_available(), reason="needs vLLM")
+
+
+def build(path: str, kind: str, tp_size: int, stop: list[int]) -> Any:
+    """An engine with the weights of the model in `path`."""
+    from transformers import AutoTokenizer
+
+    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.validation import check_model
+    from hybridengine.reshard import Resharder
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+    from hybridengine.rollout.hf import HfEngine
+    from hybridengine.rollout.vllm.engine import VllmEngine
+
+    checkpoint = checkpoint_layout_from_config(check_model(path))
+    shared: dict[str, Any] = {"stop_token_ids": stop, "dtype": torch.float32}
+    if kind == "hf":
+        engine: Any = HfEngine(path, checkpoint, **shared)
+    else:
+        engine = VllmEngine(
+            path, checkpoint, **shared, tp_size=tp_size, max_model_len=96, kv_cache_bytes=16 << 20,
+            engine_options={"enforce_eager": True},
+        )  # fmt: skip
+    mesh = sharding_mesh("cpu", torch.distributed.get_world_size())
+    model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
+    Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
+    return engine, AutoTokenizer.from_pretrained(path)
+
+
+def stream_body(rank: int, world_size: int, path: str, kind: str) -> Any:
+    """Greedy completions of a stream, whose requests join late, and those of `generate`."""
+    from hybridengine.rollout import Request, SamplingSpec
+
+    engine, _ = build(path, kind, 1, [])
+    spec = SamplingSpec(temperature=0.0, max_tokens=6)
+    expected = [c for [c] in engine.generate(PROMPTS, spec, seed=3)]
+    found = {}
+    with engine.stream(spec, seed=3) as stream:
+        for i, prompt in enumerate(PROMPTS):
+            stream.add(Request(i, prompt, max_tokens=6 - i, seed=i))
+            found |= dict(stream.step())
+        while stream.num_running:
+            found |= dict(stream.step())
+    with engine.stream(spec, seed=3) as stream:  # left with a request that is not finished
+        stream.add(Request(0, PROMPTS[0], max_tokens=6, seed=0))
+        if kind == "vllm":
+            stream.step()
+    again = [c for [c] in engine.generate(PROMPTS, spec, seed=3)]
+    return expected, found, again
+
+
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=needs_vllm)])
+def test_requests_of_a_stream_are_those_of_a_batch(tmp_path: Path, kind: str) -> None:
+    [(expected, found, again)] = run_ranks(stream_body, 1, save_tiny("llama", tmp_path), kind)
+    for i, want in enumerate(expected):
+        assert found[i].token_ids == want.token_ids[: 6 - i]
+        torch.testing.assert_close(
+            found[i].log_probs, want.log_probs[: 6 - i], atol=1e-5, rtol=1e-5
+        )
+        assert found[i].finish_reason == "length"
+    assert [c.token_ids for c in again] == [c.token_ids for c in expected]
+
+
+def trajectories_body(rank: int, world_size: int, path: str) -> Any:
+    """Sampled trajectories with tools of different speeds, by engines at TP 2."""
+    from hybridengine.agent import AgentLoop, AgentRunner, LoopContext, TurnTemplate
+    from hybridengine.config.rl import MultiTurnConfig
+    from hybridengine.data import PromptSample
+    from hybridengine.rollout import SamplingSpec
+
+    engine, tokenizer = build(path, "vllm", 2, [2, *range(70, 101)])
+
+    class Slow(AgentLoop):
+        async def run(self, trajectory: Any) -> None:
+            for k in range(4):
+                if await trajectory.generate() is None:
+                    return
+                await asyncio.sleep(0.02 * ((trajectory.number + k) % 3))
+                trajectory.messages.append({"role": "user", "content": f"w{7 + k}"})
+
+    def render(chat: Any, prompt: bool) -> str:
+        return "".join(f"{message['content']} " for message in chat)
+
+    context = LoopContext(MultiTurnConfig(enable=True), parse=lambda text: [])
+    template = TurnTemplate(render, tokenizer, [2, *range(70, 101)])
+    runner = AgentRunner(context, "slow", template, {}, {"slow": Slow})
+    samples = {
+        i: PromptSample(i, prompt, tokenizer.decode(prompt) + " ", "toy", None, {},
+                        [{"role": "user", "content": tokenizer.decode(prompt)}])
+        for i, prompt in enumerate(PROMPTS)
+    }  # fmt: skip
+    runs = []
+    for _ in range(2):
+        done = runner.run(engine, samples, SamplingSpec(n=3, max_tokens=40), seed=5)
+        runs.append(
+            {
+                (i, t.number): [(list(s.ids), list(s.mask), list(s.log_probs)) for s in t.sequences]
+                for i, group in done.items()
+                for t in group
+            }
+        )
+    return runs
+
+
+@needs_vllm
+def test_tensor_parallel_ranks_take_the_same_steps(tmp_path: Path) -> None:
+    """The second rank only follows; samples do not depend on which tool was faster."""
+    path = save_tiny("llama", tmp_path)
+    leader, follower = run_ranks(trajectories_body, 2, path, timeout_s=240)
+    assert follower == [{}, {}]
+    first, second = leader
+    assert len(first) == 9
+    assert {k: [s[:2] for s in v] for k, v in first.items()} == {
+        k: [s[:2] for s in v] for k, v in second.items()
+    }
+    assert any(0 in mask for [(_, mask, _)] in first.values())
+    for [(ids, mask, log_probs)] in first.values():
+        assert len(ids) == len(mask) == len(log_probs) <= 40
+        assert mask[-1] == 1
+        assert all((lp == 0) == (not m) for lp, m in zip(log_probs, mask, strict=True))

@@ -1,0 +1,251 @@
+"""Trajectories of several turns in the trainer: masks, branches, rewards of turns, whole jobs."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.trainer.in_process import run_jobs, small_job
+
+pytestmark = pytest.mark.multirank
+
+LOOP = """
+from dataclasses import replace
+
+from hybridengine.agent import ToolCall
+from hybridengine.agent.loops import ToolLoop
+
+def parse(text):  # the tiny model writes no JSON
+    words = text.split()
+    calls = [ToolCall("first", {"word": words[0]}), ToolCall("broken", {})] if words else []
+    return calls
+
+class Loop(ToolLoop):
+    def __init__(self, context):
+        super().__init__(replace(context, parse=parse))
+
+class Environment:
+    async def reset(self, sample):
+        self.left = len(sample.extra_info["interaction_kwargs"]["word"])
+        return sample.extra_info["interaction_kwargs"]["word"]
+
+    def step(self, action):
+        self.left -= 1
+        return "w9", float("w" in action), self.left == 0
+
+class Broken(Environment):
+    def step(self, action):
+        return "w9"
+"""
+TOOLS = '''
+def first(word: str) -> str:
+    """Repeat.
+
+    Args:
+        word: any
+    """
+    return f"{word} w4"
+
+def broken() -> str:
+    """Fail."""
+    raise ValueError("always")
+'''
+# Without the first word of the model's earlier turns.
+REWRITES = (
+    "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split()[1:]|join(' ') }}{% else %}{{ m.content }}{% endif %} {% endfor %}"
+)
+
+
+def write_job(folder: Path) -> list[str]:
+    import json
+
+    base = small_job(folder)
+    (folder / "loop.py").write_text(LOOP)
+    (folder / "tools.py").write_text(TOOLS)
+    (folder / "rewrites.jinja").write_text(REWRITES)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    for k, row in enumerate(rows):
+        row["interaction_kwargs"] = {"word": f"w{5 + k}"}
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *base,
+        "rollout.multi_turn.enable=true",
+        "rollout.multi_turn.max_assistant_turns=3",
+        f"rollout.multi_turn.function_tool_path={folder}/tools.py",
+        f"rollout.agent.default_agent_loop={folder}/loop.py:Loop",
+        f"model.path={folder}/stopping",
+        "data.max_response_length=40",
+    ]
+
+
+def test_jobs_of_several_turns(tmp_path: Path) -> None:
+    base = write_job(tmp_path)
+    environment = [
+        f"rollout.agent.default_agent_loop={tmp_path}/loop.py:Environment",
+        "reward.custom_reward_function.path=turn_rewards",
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        f"data.val_files={tmp_path}/rows.jsonl",
+    ]
+    rewriting = [
+        f"data.chat_template={tmp_path}/rewrites.jinja",
+        "rollout.multi_turn.max_parallel_calls=2",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.top_k=20",
+    ]
+    broken = [f"rollout.agent.default_agent_loop={tmp_path}/loop.py:Broken"]
+    jobs = [base, [*base, *rewriting], [*base, *environment], [*base, *broken]]
+    plain, branched, acted, refused = run_jobs(tmp_path, jobs, 2)
+
+    [rows] = plain.rollouts.values()
+    assert len(rows) == 16
+    for row in rows:
+        assert len(row["sampled"]) == len(row["response_ids"]) == len(row["log_probs"]) <= 40
+        assert row["sampled"][-1] == 1
+        by_role = {
+            role: [t for t in row["turns"] if t["role"] == role] for role in ("assistant", "tool")
+        }
+        assert sum(t["tokens"] for t in by_role["assistant"]) == sum(row["sampled"])
+        for turn, result in zip(by_role["assistant"], by_role["tool"], strict=False):
+            assert result["content"] == f"{turn['content'].split()[0]} w4"
+    assert plain.last["num_turns/max"] > 2
+    assert plain.last["agent_loop/tool_calls"] > 0
+    assert plain.last["agent_loop/tool_errors"] == plain.last["agent_loop/branches"] == 0
+    assert 0 < plain.last["agent_loop/tokens/tool"] < plain.last["response_length/mean"]
+    assert plain.last["training/rollout_probs_diff_max"] < 1e-4  # of the model's tokens alone
+
+    [rows] = branched.rollouts.values()
+    assert len(rows) > 16  # a trajectory has several sequences
+    assert branched.last["agent_loop/branches"] == pytest.approx(len(rows) / 16 - 1)
+    assert branched.last["agent_loop/tool_errors"] > 0
+    assert branched.last["training/rollout_probs_diff_max"] < 1e-4
+    assert branched.last["perf/shared_tokens_saved"] > 0
+
+    [row, *_] = acted.rollouts["step_1"]
+    assert [t["role"] for t in row["turns"]][:3] == ["user", "assistant", "user"]
+    assert row["reward"] == row["turn_rewards"] == sum(t.get("reward", 0) for t in row["turns"])
+    assert acted.last["val/turn_rewards"] == acted.last["val/score"]
+    assert any(row.get("critic/vf_loss", 0) > 0 for row in acted.rows)
+    assert "environment Broken.step returned 'w9', expected (observation" in refused.refused
+
+
+LEARNING = """
+from hybridengine.agent import ToolCall
+from hybridengine.agent.loops import ToolLoop
+from dataclasses import replace
+
+def parse(text):  # a third of the words are calls
+    words = [int(word[1:]) for word in text.split() if word.startswith("w")]
+    return [ToolCall("lookup", {})] if words and words[0] < 36 else []
+
+class Loop(ToolLoop):
+    def __init__(self, context):
+        super().__init__(replace(context, parse=parse))
+
+def lookup() -> str:
+    \"\"\"Look up.\"\"\"
+    return "w50"
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    turns = extra_info["messages"][1:]
+    if not any(turn["role"] == "tool" for turn in turns):
+        return 0.0
+    words = [int(word[1:]) for word in turns[-1]["content"].split() if word.startswith("w")]
+    return sum(word % 2 == 0 for word in words) / max(1, len(words))
+"""
+
+
+def learning_job(folder: Path) -> list[str]:
+    """A score for even words, but only after a call of the tool."""
+    base = small_job(folder)
+    (folder / "learning.py").write_text(LEARNING)
+    return [
+        *base,
+        f"model.path={folder}/stopping",
+        "rollout.multi_turn.enable=true",
+        "rollout.multi_turn.max_assistant_turns=2",
+        f"rollout.multi_turn.function_tool_path={folder}/learning.py:lookup",
+        f"rollout.agent.default_agent_loop={folder}/learning.py:Loop",
+        f"reward.custom_reward_function.path={folder}/learning.py",
+        "data.max_response_length=8",
+        "data.train_batch_size=8",
+        "actor.ppo_max_token_len_per_gpu=1024",
+        "actor.optim.lr=5e-3",
+        "rollout.n=8",
+        "trainer.total_training_steps=20",
+        "trainer.rollout_freq=-1",
+    ]
+
+
+def test_a_model_learns_to_use_a_tool(tmp_path: Path) -> None:
+    """From 39% of the trajectories to nearly all (docs/multi_turn.md)."""
+    [result] = run_jobs(tmp_path, [learning_job(tmp_path)])
+    steps = [row for row in result.rows if "critic/score/mean" in row]
+    scores = [row["critic/score/mean"] for row in steps]
+    calls = [row["agent_loop/tool_calls"] for row in steps]
+    assert scores[0] < 0.4 and calls[0] < 0.6
+    assert sum(scores[-4:]) / 4 > scores[0] + 0.25
+    assert sum(calls[-4:]) / 4 > calls[0] + 0.2
+
+
+def make_trajectories(rank: int, world_size: int) -> Any:
+    """Advantages and tokens of two trajectories, one of which has two sequences."""
+    from hybridengine.config.rl import AlgorithmConfig
+    from hybridengine.data import PromptSample, Subset
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.trainer.advantages import compute_advantages, compute_rewards
+    from hybridengine.trainer.batch import DataParallel
+    from hybridengine.trainer.rollouts import Rollout, Rollouts
+
+    sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
+
+    def rollout(ids: list[int], mask: list[int], score: float, **more: Any) -> Rollout:
+        return Rollout(
+            0, sample, "", array("i", ids), array("f", [-1.0 * m for m in mask]), score, {}, "stop",
+            sampled=array("b", mask), turn_rewards=array("f", [0.25, *[0.0] * (len(ids) - 1)]),
+            turns=[{}], turn_numbers={"num_turns": 3.0}, **more,
+        )  # fmt: skip
+
+    own = [
+        rollout([8, 9, 10, 11], [1, 0, 0, 1], 1.0, is_last=False),
+        rollout([12], [1], 1.0, context_ids=array("i", [5, 6, 7, 9, 10])),
+        rollout([13, 14, 15], [1, 0, 1], 0.0),
+    ]
+    rollouts = Rollouts.gather(Subset([sample], [0]), own, rank)
+    session = Session(PhaseStatus(Path("/nonexistent"), rank))
+    dp = DataParallel(session, 1, shared_prefix=True)
+    batch, [mini_batch] = dp.build_batch(rollouts, 1, 64)
+    found = {}
+    for name in ("grpo", "reinforce_plus_plus"):
+        algorithm = AlgorithmConfig(adv_estimator=name)
+        rewards, _ = compute_rewards(batch, dp, None, algorithm)
+        found[name] = compute_advantages(batch, dp, rewards, algorithm, None)
+    packed = mini_batch.micro_batches[0].packed
+    return batch, rewards, found, packed.target_ids, packed.input_ids
+
+
+def test_statistics_count_trajectories_and_masks_cover_the_model_s_tokens() -> None:
+    [(batch, rewards, found, targets, packed_ids)] = run_ranks(make_trajectories, 1)
+    mask = torch.tensor([1, 0, 0, 1, 1, 1, 0, 1]).bool()
+    assert batch.response_mask.equal(mask)
+    assert targets.tolist() == [8, 9, 10, 11, 12, 13, 14, 15]
+    # The prompt 5 6 7 is there once, and the branch reads its own context 9 10.
+    assert packed_ids.flatten().tolist().count(5) == 1
+    assert packed_ids.flatten().tolist().count(9) == 2
+    # Two trajectories with scores 1 and 0, not three: the deviation is 1 / sqrt(2).
+    want = 0.5 / (0.5**0.5 + 1e-6)
+    advantages, _ = found["grpo"]
+    expected = torch.tensor([want, 0, 0, want, want, -want, 0, -want])
+    torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=1e-5)
+    # The turn's reward is where it was earned, the rest of the score at the last token.
+    per_token = [0.25, 0, 0, 0.75, 1.0, 0.25, 0, -0.25]
+    torch.testing.assert_close(rewards.per_token, torch.tensor(per_token))
+    _, returns = found["reinforce_plus_plus"]
+    torch.testing.assert_close(returns[mask], torch.tensor([1.0, 0.75, 1.0, 0.0, -0.25]))
