@@ -9,11 +9,13 @@ import sys
 
 __all__ = [
     "EXIT_USER_ERROR",
+    "CallbackError",
     "ConfigError",
     "ConfigNote",
     "DataError",
     "ModelError",
     "RewardError",
+    "UsageError",
     "UserError",
     "print_error",
     "print_note",
@@ -56,6 +58,14 @@ class ModelError(UserError):
 
 class RewardError(UserError):
     """A reward function that cannot be loaded, raised, took too long, or returned no number."""
+
+
+class CallbackError(UserError):
+    """A callback of the user that raised; the message names event, step, error and line."""
+
+
+class UsageError(RuntimeError):
+    """A method of the Python interface that was called at the wrong time."""
 
 
 class ConfigNote(UserWarning):

@@ -29,10 +29,11 @@ from hybridengine.rollout.vllm.environment import check_engine_options
 from hybridengine.storage import check_disk_space
 from hybridengine.tracking.metrics import check_loggers
 from hybridengine.trainer.algorithms import NEEDS
-from hybridengine.trainer.build import engine_name, load_data, saved_states
+from hybridengine.trainer.build import engine_name, load_data, load_tokenizer, saved_states
 from hybridengine.trainer.outcomes import SCORE_NAMES
 from hybridengine.trainer.sft import load_sft_data
 from hybridengine.trainer.shared_prefix import no_sharing_reason
+from hybridengine.trainer.trajectories import TURN_REWARDS, with_turns
 
 __all__ = ["check_grpo", "check_launch", "check_sft"]
 
@@ -58,6 +59,8 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
         _check_adapters(config, model)
     with faults:
         _check_value_models(config)
+    with faults:
+        _check_teacher(config)
     with faults:
         _, train, val, reward = load_data(config)
         _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
@@ -272,6 +275,31 @@ def _check_value_models(config: GRPOConfig) -> None:
         check_weights(reward_path, model, trust, classifier=True)
 
 
+def _check_teacher(config: GRPOConfig) -> None:
+    """Check the teacher's files, and that it reads the same tokens as the student."""
+    path, trust = config.algorithm.distill.teacher_path, config.model.trust_remote_code
+    if path is None:
+        return
+    teacher = check_model(path, trust)
+    check_weights(path, teacher, trust)
+    check_sequence_parallel(teacher, config.actor.ulysses_sequence_parallel_size)
+    vocab, own = (load_tokenizer(config, p).get_vocab() for p in (path, config.model.path))
+    if vocab != own:
+        differing = sorted(token for token, _ in vocab.items() ^ own.items())
+        raise ConfigError(
+            f"algorithm.distill.teacher_path {path!r} has another vocabulary than model.path "
+            f"{config.model.path!r}: {len(vocab)} and {len(own)} tokens, {differing[0]!r} differs; "
+            "the divergence compares distributions over the same tokens, so give a teacher with "
+            "the student's tokenizer"
+        )
+    _check_length(
+        teacher,
+        config.max_sequence_length,
+        "for the teacher, the longest sequence",
+        "data.max_prompt_length or data.max_response_length",
+    )
+
+
 def _check_reward(
     config: GRPOConfig, reward: RewardManager, train: PromptDataset, val: PromptDataset | None
 ) -> None:
@@ -280,7 +308,9 @@ def _check_reward(
         if dataset is not None:
             firsts = {sample.data_source: sample for sample in reversed(dataset)}
             probed = [*dataset[:_PROBED_ROWS], *firsts.values()]
-            result = score_checked(reward, probed, [""] * len(probed), [0] * len(probed))
+            if config.rollout.multi_turn.enable:
+                probed = [with_turns(sample) for sample in probed]
+            result = score_checked(reward, probed, [""] * len(probed), [[]] * len(probed))
             _check_reward_names(config, result)
 
 
@@ -288,7 +318,9 @@ def _check_reward_names(config: GRPOConfig, result: RewardResult) -> None:
     """Check that the reward returns the results, besides the score, that the algorithm needs."""
     algorithm = config.algorithm
     model = ["reward_model"] if config.reward.reward_model.enable else []
-    declared, returned = [*result.parts, *model], ["score", *result.extras, *model]
+    turns = [TURN_REWARDS] if config.rollout.multi_turn.enable else []
+    declared = [*result.parts, *turns, *model]
+    returned = ["score", *result.extras, *turns, *model]
     metric = algorithm.filter_groups.metric
     if algorithm.filter_groups.enable and metric not in {*returned, *SCORE_NAMES}:
         raise ConfigError(

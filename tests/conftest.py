@@ -16,8 +16,15 @@ _CACHE = tempfile.TemporaryDirectory(prefix="hybridengine-cache-")
 os.environ["HYBRIDENGINE_CACHE"] = _CACHE.name
 
 
+_LONGEST_FIRST = ("trainer", "checkpoint")  # a long test at the end leaves other workers idle
+
+
 def pytest_collection_modifyitems(config, items):
-    """Deselect GPU tests without a GPU, unless -m names them; skipped ones would clutter."""
+    """Put the folders of the longest tests first; deselect GPU tests without a GPU.
+
+    Unless -m names the GPU tests; skipped ones would clutter.
+    """
+    items.sort(key=lambda item: item.path.parent.name not in _LONGEST_FIRST)
     if torch.cuda.is_available() or "gpu" in config.option.markexpr:
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -14,7 +14,14 @@ one error. Nothing here imports torch.
 """
 
 from hybridengine.config.common import Dtype, JobConfig, OptimConfig, RateConfig, ShardingConfig
-from hybridengine.config.loading import PPO, config_to_yaml, keys_of, load_config, load_sft_config
+from hybridengine.config.loading import (
+    PPO,
+    config_to_yaml,
+    keys_of,
+    load_config,
+    load_sft_config,
+    parse_overrides,
+)
 from hybridengine.config.rl import DataConfig, GRPOConfig, RewardConfig
 from hybridengine.config.sft import SFTConfig, SFTDataConfig
 from hybridengine.errors import ConfigError, ConfigNote
@@ -37,4 +44,5 @@ __all__ = [
     "keys_of",
     "load_config",
     "load_sft_config",
+    "parse_overrides",
 ]

@@ -46,10 +46,13 @@ _AS_ACTOR = "critic and reference are sharded as the actor"
 _RAY = "ranks are started by torchrun, not by Ray"
 _ENGINE = "pass it to the engine in rollout.engine_kwargs.vllm"
 _OWN_CODE = "register your own under a name, see model.external_lib"
-_ONE_TURN = "a rollout is one response, without tools"
+_OWN_LOOP = "name the class in rollout.agent.default_agent_loop"
 _COLOCATED = "engine and trainer always share ranks"
 _TEXT = "only text is supported, no images, video or audio"
-_MANAGER = "set reward.reward_manager.name to package.module.Class"
+_MANAGER = (
+    "set reward.reward_manager.name to package.module.Class, or to a class in the file "
+    "reward.reward_manager.module.path"
+)
 _NOT_FSDP = "training is FSDP2; tensor, pipeline and expert parallelism are the engine's"
 
 _REFUSED = {
@@ -134,6 +137,8 @@ RL_ALIASES = AliasTable(
         "reward_model.model": "reward.reward_model",
         "reward_model": "reward.reward_model",
         "data.seed": "seed",
+        "data.tool_config_path": "rollout.multi_turn.tool_config_path",
+        "data.function_tool_path": "rollout.multi_turn.function_tool_path",
     },
     refused=_REFUSED | {
         "actor.ppo_micro_batch_size": "set actor.ppo_max_token_len_per_gpu, in tokens",
@@ -150,8 +155,8 @@ RL_ALIASES = AliasTable(
         "reward.sandbox_fusion.url": "call the sandbox in your reward function",
         "reward.reward_loop_* reward.reward_model.reward_loop_*": _OWN_CODE,
         "model.torch_dtype": "set actor.fsdp_config.dtype",
-        "rollout.agent.agent_loop_config_path rollout.agent.custom_async_server.* "
-        "rollout.multi_turn.*_path data.*tool*_path": _ONE_TURN,
+        "rollout.agent.agent_loop_config_path rollout.agent.custom_async_server.*": _OWN_LOOP,
+        "rollout.multi_turn.interaction_config_path": _OWN_LOOP,
     },
     fixed=_FIXED | {
         "actor.loss_scale_factor": ((), "it is data.max_response_length"),
@@ -182,8 +187,8 @@ RL_ALIASES = AliasTable(
         "algorithm.rollout_correction.bypass_mode transfer_queue.enable skip.*.enable "
         "algorithm.rollout_correction.rollout_is_batch_normalize": (_OFF, _UNSUPPORTED),
         "rollout.disaggregation.enabled": (_OFF, _COLOCATED),
-        "rollout.multi_turn.enable": (_OFF, _ONE_TURN),
-        "rollout.agent.default_agent_loop": (("single_turn_agent",), _ONE_TURN),
+        "rollout.multi_turn.use_inference_chat_template": (
+            _OFF, "sampled tokens stay as they are, see docs/multi_turn.md"),
         "rollout.nnodes": ((0,), _COLOCATED),
         "rollout.engine_kwargs.sglang.* rollout.engine_kwargs.trtllm.*": (
             (), "the engine is vLLM or plain generate"),
@@ -192,8 +197,8 @@ RL_ALIASES = AliasTable(
         "algorithm.rollout_correction.loss_type": (
             ("ppo_clip",), "set actor.policy_loss.loss_mode"),
         "data.validation_shuffle": (_OFF, "validation keeps the order of its files"),
-        "reward.reward_manager.source": (("register",), _MANAGER),
-        "reward.reward_manager.module.*": (("custom_reward_manager",), _MANAGER),
+        "reward.reward_manager.source": (("register", "importlib"), _MANAGER),
+        "reward.reward_manager.module.name": (("custom_reward_manager",), _MANAGER),
         "reward.reward_model.enable_resource_pool": (_OFF, "all models share the ranks"),
         "trainer.v1.trainer_mode": (("sync",), "rollouts always use the newest weights"),
         "trainer.v1.sampler.custom_sampler.*": ((), _UNSUPPORTED),
@@ -235,7 +240,9 @@ RL_ALIASES = AliasTable(
         "rollout.max_parallel_loading_workers rollout.moe_load_balance_metrics_interval "
         "rollout.disaggregation.*": "the engine runs on the training ranks and gets its weights by "
         "the reshard",
-        "rollout.multi_turn.*": "it belongs to rollout.multi_turn.enable",
+        "rollout.multi_turn.tokenization_sanity_check_mode rollout.multi_turn._target_ "
+        "rollout.multi_turn.num_repeat_rollouts rollout.agent._target_ data.need_tools_kwargs":
+            "turns are always checked against the chat template",
         "data.gen_batch_size": "prompts are generated data.train_batch_size at a time",
         "data.image_* data.video_key data.audio_key data.return_multi_modal_inputs "
         "data.mm_processor_kwargs.*": _TEXT,
@@ -265,6 +272,8 @@ SFT_ALIASES = AliasTable(
         "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
         "model.custom_chat_template": "data.chat_template",
         "data.multiturn.messages_key": "data.messages_key",
+        "data.multiturn.tools_key": "data.tools_key",
+        "data.multiturn.enable_thinking_key": "data.enable_thinking_key",
         "data.micro_batch_size": "data.micro_batch_size_per_gpu",
         "optim.lr_scheduler": "optim.lr_scheduler_type",
         "optim.warmup_style": "optim.lr_scheduler_type",
@@ -276,8 +285,6 @@ SFT_ALIASES = AliasTable(
     refused=_REFUSED | {
         "data.prompt_dict_keys data.response_dict_keys": "write the texts to columns of their own "
         "and name them in data.prompt_key and data.response_key",
-        "data.*tools_key data.*enable_thinking_key": "chats are rendered without tools; "
-        "data.apply_chat_template_kwargs is for every row",
         "model.external_lib": "an SFT run has no registries",
     },
     fixed=_FIXED | {

@@ -46,12 +46,13 @@ _type_adapter = functools.cache(TypeAdapter)
 
 
 def load_config(
-    path: str | Path | None,
-    overrides: Sequence[str] = (),
+    path: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> GRPOConfig:
     """Read a YAML file (None: defaults only), apply `key=value` overrides, check everything.
 
+    path, overrides: may also be mappings, nested or with dotted keys, of Python values.
     defaults: native key → value, replaces the schema's own default. A key of verl without effect
     here is a ConfigNote warning. Raises ConfigError with every fault at once: an unreadable file,
     unknown keys, wrong types or ranges, and settings that contradict each other.
@@ -59,9 +60,20 @@ def load_config(
     return _load(GRPOConfig, path, overrides, defaults)
 
 
-def load_sft_config(path: str | Path | None, overrides: Sequence[str] = ()) -> SFTConfig:
+def load_sft_config(
+    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> SFTConfig:
     """As `load_config`, for `hybridengine sft`."""
     return _load(SFTConfig, path, overrides, {})
+
+
+def parse_overrides(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Return the settings of a list of `key=value`, nested. Raises ConfigError for other texts."""
+    faults: list[str] = []
+    settings = _read_overrides(overrides, faults)
+    if faults:
+        raise ConfigError(*faults)
+    return settings
 
 
 def config_to_yaml(config: JobConfig) -> str:
@@ -79,15 +91,20 @@ def keys_of(group: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{f.name}", hints[f.name]
 
 
-def _load(schema: Any, path: Any, overrides: Sequence[str], defaults: Mapping[str, Any]) -> Any:
+def _load(schema: Any, path: Any, overrides: Any, defaults: Mapping[str, Any]) -> Any:
     kind, aliases = _KINDS[schema]
     types = dict(keys_of(schema))
     free = frozenset(key for key, hint in types.items() if hint == Options)
     given = _Settings(kind, aliases, frozenset(types), free, dict(defaults))
-    if path is not None:
+    if isinstance(path, Mapping):
+        given.add(path, "the configuration")
+    elif path is not None:
         file = Path(path).expanduser()
         given.add(_read(lambda: OmegaConf.load(file), f"config file {file}"), str(path))
-    given.add(_read_overrides(overrides, given.faults), "the command line")
+    if isinstance(overrides, Mapping):
+        given.add(overrides, "overrides")
+    else:
+        given.add(_read_overrides(overrides, given.faults), "the command line")
     for key in _REQUIRED:
         if not given.values.get(key) and key not in given.faulty_keys:
             given.add_fault(f"{key} is required and was not given; set it in the config", key)
@@ -151,7 +168,7 @@ class _Settings:
         """Add the settings of one source; they replace those of earlier sources."""
         here: dict[str, tuple[str, Any]] = {}
         for given, value in _leaves(tree, self.free):
-            key = self.aliases.native(given)
+            key, value = self.aliases.native(given), _as_text(value)
             if key in self.free and isinstance(value, Mapping):
                 merged = OmegaConf.merge(self.values.get(key) or {}, value)
                 self.values[key] = OmegaConf.to_container(merged)
@@ -222,6 +239,13 @@ def _leaves(
             yield from _leaves(value, free, f"{key}.")
         else:
             yield key, value
+
+
+def _as_text(value: Any) -> Any:
+    """Return a path, or each path of a list, as text."""
+    if isinstance(value, list | tuple):
+        return [_as_text(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _match(table: Mapping[str, Any], *keys: str) -> Any:

@@ -55,7 +55,7 @@ class DataConfig:
     train_batch_size: PositiveInt = 64  # prompts per step
     val_batch_size: PositiveInt | None = None  # prompts per generation call; null: all
     max_prompt_length: PositiveInt = 512  # in tokens
-    max_response_length: PositiveInt = 512  # in tokens
+    max_response_length: PositiveInt = 512  # in tokens; multi-turn: of all turns together
     truncation: Truncation = "error"  # of longer prompts: an error, or cut at the left or right
     filter_overlong_prompts: StrictBool = False  # drop prompts above max_prompt_length
     shuffle: StrictBool = True  # a new order every epoch, by seed
@@ -77,6 +77,17 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
+class KLScheduleConfig:
+    """How the coefficient of a KL term changes during a run."""
+
+    type: Literal["fixed", "adaptive", "linear"] = "fixed"  # towards target_kl; to final_kl_coef
+    horizon: PositiveFloat = 10_000.0  # adaptive: responses over which it adapts
+    target_kl: PositiveFloat = 0.1  # adaptive: target, in nats per token
+    final_kl_coef: NonNegativeFloat = 0.0  # linear: the coefficient from step num_steps on
+    num_steps: PositiveInt | None = None  # linear: the last step of the change; null: of the run
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     ppo_mini_batch_size: PositiveInt | None = None  # prompts per optimizer step; null: all
     ppo_epochs: PositiveInt = 1  # passes over each batch of rollouts
@@ -94,6 +105,7 @@ class ActorConfig:
     use_kl_loss: StrictBool = False  # add a KL term against the reference to the loss
     kl_loss_coef: NonNegativeFloat = 0.001  # coefficient of the KL term
     kl_loss_type: KLLossType = "low_var_kl"  # KL estimator; +: k2's gradient (straight-through)
+    kl_loss_ctrl: KLScheduleConfig = KLScheduleConfig()
     grad_clip: PositiveFloat = 1.0  # maximum global gradient norm, the critic's too
     ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
     fsdp_config: FsdpConfig = FsdpConfig()
@@ -118,6 +130,28 @@ class EngineKwargsConfig:
 
 
 @dataclass(frozen=True)
+class MultiTurnConfig:
+    """Trajectories of several turns, with tools or in an environment; see docs/multi_turn.md."""
+
+    enable: StrictBool = False  # responses are trajectories of an agent loop
+    max_assistant_turns: PositiveInt | None = None  # turns of the model; null: no limit
+    max_user_turns: PositiveInt | None = None  # rounds of tool results or observations
+    tool_config_path: PathText | None = None  # YAML file of tools that are classes, as verl's
+    function_tool_path: PathTexts = ()  # Python files of functions as tools, or file.py:function
+    max_parallel_calls: PositiveInt = 1  # tool calls of one turn that are run; further ones are not
+    max_tool_response_length: PositiveInt = 256  # characters of a tool's response; cut beyond
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"  # where it is cut
+    format: str = "hermes"  # of calls: hermes, llama3_json, mistral, deepseek_v3, a parser of vLLM
+    tool_timeout_s: PositiveFloat = 30.0  # limit of one call of a tool or environment
+    max_concurrent_calls: PositiveInt = 64  # calls at once, per engine
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    default_agent_loop: str = "tool_agent"  # a registered name, file.py:Class or package.Class
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     name: Literal["auto", "vllm", "hf"] = "auto"  # auto: vllm where it is installed
     n: PositiveInt = 8  # responses per prompt (group size)
@@ -137,6 +171,8 @@ class RolloutConfig:
     free_cache_engine: StrictBool = True  # free the engine's GPU memory during training
     dtype: Dtype = "auto"  # of the engine; auto: as fsdp_config.dtype
     val_kwargs: SamplingConfig = SamplingConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    agent: AgentConfig = AgentConfig()
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
 
     @property
@@ -165,11 +201,8 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
-class KLControlConfig:
-    type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer towards target_kl
+class KLControlConfig(KLScheduleConfig):
     kl_coef: NonNegativeFloat = 0.001  # coefficient of the KL penalty in the reward
-    horizon: PositiveFloat = 10_000.0  # adaptive: responses over which it adapts
-    target_kl: PositiveFloat = 0.1  # adaptive: target, in nats per token
 
 
 @dataclass(frozen=True)
@@ -217,6 +250,15 @@ def _numbers(text: float | str) -> list[float]:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """On-policy distillation (arXiv 2306.13649): a teacher's distribution in place of a reward."""
+
+    teacher_path: PathText | None = None  # causal LM of the same vocabulary; null: off
+    beta: UnitFloat = 0.5  # of the generalised JSD; 0: forward KL, 1: reverse KL
+    temperature: PositiveFloat = 1.0  # of both distributions in the loss
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"  # advantage estimator, or a registered one of your own
     norm_adv_by_std_in_grpo: StrictBool = True  # false: Dr.GRPO
@@ -231,17 +273,33 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     sampling_replay: Switch = "auto"  # log-probs over what top_p, top_k kept; auto: where they cut
     mask_truncated_completions: StrictBool = False  # do not train on cut responses
+    distill: DistillConfig = DistillConfig()
 
 
 @dataclass(frozen=True)
 class CustomRewardConfig:
-    path: PathTexts = ()  # Python files or built-in rules; none: by data_source
+    path: PathTexts = ()  # Python files, built-in rules or URLs; none: by data_source
     name: Texts = ("compute_score",)  # names of the functions
 
 
 @dataclass(frozen=True)
+class RewardModuleConfig:
+    path: PathText | None = None  # Python file with the class reward_manager.name; null: none
+
+
+@dataclass(frozen=True)
 class RewardManagerConfig:
-    name: str = "naive"  # naive, batch, dapo, a registered name or package.module.Class
+    name: str = "naive"  # naive, batch, dapo, a registered name, package.module.Class
+    module: RewardModuleConfig = RewardModuleConfig()
+
+
+@dataclass(frozen=True)
+class RewardHttpConfig:
+    """Requests to the URLs among `reward.custom_reward_function.path`."""
+
+    batch_size: PositiveInt = 64  # responses in one request
+    retries: NonNegativeInt = 3  # of a request that gets no answer, or status 429 or 5xx
+    backoff_s: PositiveFloat = 1.0  # wait before the first retry; doubled before each further one
 
 
 @dataclass(frozen=True)
@@ -263,8 +321,9 @@ class OverlongBufferConfig:
 class RewardConfig:
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
     weights: Numbers | None = None  # of the functions, then of the model; null: all 1
-    timeout_s: PositiveFloat = 60.0  # limit of one call of a function
-    num_workers: PositiveInt | None = None  # processes per rank; null: cores / ranks
+    timeout_s: PositiveFloat = 60.0  # limit of one call of a function, or of one request
+    num_workers: PositiveInt | None = None  # processes or requests per rank; null: cores / ranks
+    http: RewardHttpConfig = RewardHttpConfig()
     reward_manager: RewardManagerConfig = RewardManagerConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
@@ -338,9 +397,20 @@ class GRPOConfig(JobConfig):
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def distills(self) -> bool:
+        """Whether the loss is the divergence from a teacher."""
+        return self.algorithm.distill.teacher_path is not None
+
+    @property
+    def schedules_kl_loss(self) -> bool:
+        """Whether the coefficient of the KL loss changes, and is part of a checkpoint."""
+        return self.actor.use_kl_loss and self.actor.kl_loss_ctrl.type != "fixed"
+
+    @property
     def replays_sampling(self) -> bool:
         """Whether the trainer's distributions are over the entries that sampling kept."""
-        return self.algorithm.sampling_replay != "off" and self.rollout.truncates
+        replays = self.algorithm.sampling_replay != "off" and self.rollout.truncates
+        return replays and not self.distills
 
     @property
     def clip_ratios(self) -> tuple[float, float]:

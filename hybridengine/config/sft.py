@@ -39,6 +39,8 @@ class SFTDataConfig:
     messages_key: str | None = None  # column of chats; null: prompt_key and response_key
     prompt_key: str = "prompt"  # column of a text or a chat
     response_key: str = "response"  # column of the text that is trained on
+    tools_key: str = "tools"  # column of tool schemas, where a row has it
+    enable_thinking_key: str = "enable_thinking"  # column of that variable, where a row has it
     max_length: PositiveInt = 1024  # of a conversation, in tokens
     truncation: Truncation = "error"  # of longer ones: an error, or cut at the left or right
     train_batch_size: PositiveInt = 256  # conversations per optimizer step, over all ranks

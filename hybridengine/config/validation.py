@@ -33,6 +33,8 @@ def find_faults(config: JobConfig) -> Iterator[str]:
         yield from _lengths(config)
         yield from _rollout(config)
         yield from _rewards(config)
+        yield from _distillation(config)
+        yield from _multi_turn(config)
 
 
 def _resume(config: JobConfig) -> Iterator[str]:
@@ -144,6 +146,59 @@ def _rollout(config: GRPOConfig) -> Iterator[str]:
             f"algorithm.rollout_correction: {error}; rollout_is_threshold is a number or "
             '"lower_upper", rollout_rs_threshold one of these per criterion of rollout_rs, '
             "separated by commas"
+        )
+
+
+# What the loss of a distillation run does not read: the only values that are accepted.
+_WITHOUT_POLICY_LOSS = {
+    "actor.policy_loss.loss_mode": "vanilla",
+    "actor.loss_agg_mode": "token-mean",
+    "actor.entropy_coeff": 0.0,
+    "actor.use_kl_loss": False,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.rollout_correction.rollout_rs": None,
+    "model.use_fused_kernels": True,
+}
+
+
+def _distillation(config: GRPOConfig) -> Iterator[str]:
+    if not config.distills:
+        return
+    key = "algorithm.distill.teacher_path"
+    for name, needed in _WITHOUT_POLICY_LOSS.items():
+        if (value := attrgetter(name)(config)) != needed:
+            yield (
+                f"{name} is {value}, but with {key} the loss is the mean divergence from the "
+                f"teacher, computed from hidden states; leave it {needed}"
+            )
+    if config.algorithm.adv_estimator == "gae":
+        yield f"algorithm.adv_estimator is gae, but with {key} no critic is trained; leave it out"
+    if config.algorithm.sampling_replay == "on":
+        yield (
+            f"algorithm.sampling_replay is on, but with {key} the distributions are over the full "
+            "vocabulary; leave it auto"
+        )
+
+
+def _multi_turn(config: GRPOConfig) -> Iterator[str]:
+    multi_turn = config.rollout.multi_turn
+    if not multi_turn.enable:
+        for key in ("tool_config_path", "function_tool_path"):
+            if getattr(multi_turn, key):
+                yield (
+                    f"rollout.multi_turn.{key} is given, but rollout.multi_turn.enable is false; "
+                    "set it to true, or remove the tools"
+                )
+        return
+    if config.data.truncation != "error":
+        yield (
+            f"data.truncation is {config.data.truncation}, but turns are appended to the full "
+            "prompt (rollout.multi_turn.enable); set data.filter_overlong_prompts=true"
+        )
+    if multi_turn.tool_timeout_s >= config.trainer.timeout_s:
+        yield (
+            f"rollout.multi_turn.tool_timeout_s is {multi_turn.tool_timeout_s}, not below "
+            f"trainer.timeout_s {config.trainer.timeout_s}, for which other ranks wait; lower it"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import threading
 import time
@@ -75,13 +76,25 @@ class ChatTemplate:
     """The chat template of a run, with its variables.
 
     data: chat_template is Jinja text, a file with it, or None for the tokenizer's own;
-    apply_chat_template_kwargs are further variables of the template.
+    apply_chat_template_kwargs are further variables of the template. tools: schemas of the tools
+    that the model may call.
     """
 
-    def __init__(self, tokenizer: Any, data: DataConfig | SFTDataConfig) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        data: DataConfig | SFTDataConfig,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._tokenizer, self.tools = tokenizer, list(tools)
         self.options = dict(data.apply_chat_template_kwargs)
         self.text = _find_template(tokenizer, data.chat_template)
+
+    def of_row(self, tools: Sequence[Mapping[str, Any]], **options: Any) -> ChatTemplate:
+        """Return the template with tools and further variables of one row."""
+        own = copy.copy(self)
+        own.tools, own.options = list(tools), {**self.options, **options}
+        return own
 
     def render(self, where: str, chat: Sequence[Mapping[str, Any]], prompt: bool) -> str:
         """Return the chat as text; prompt: with the generation prompt of the assistant at its end.
@@ -97,6 +110,7 @@ class ChatTemplate:
                     chat_template=self.text,
                     tokenize=False,
                     add_generation_prompt=prompt,
+                    tools=self.tools or None,
                     **self.options,
                 )
                 text.encode()

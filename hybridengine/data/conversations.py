@@ -1,9 +1,10 @@
 """Conversations of SFT → token ids and a loss mask.
 
-A row is a chat under `messages_key`, or a prompt (text or a chat) and a response. The full chat is
-rendered and tokenised at once, as `apply_chat_template` does. The loss mask is 1 for tokens of
-assistant turns, up to and including the special token that ends the turn. Where the template writes
-no such token after the last turn, the tokenizer's EOS is appended.
+A row is a chat under `messages_key`, or a prompt (text or a chat) and a response; it may have tools
+under `tools_key`. The full chat is rendered and tokenised at once, as `apply_chat_template` does.
+The loss mask is 1 for tokens of assistant turns, tool calls included, up to and including the
+special token that ends the turn. Where the template writes no such token after the last turn, the
+tokenizer's EOS is appended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hybridengine.config import SFTDataConfig
 from hybridengine.data.cache import CachedDataset, fingerprint
 from hybridengine.data.chats import ChatTemplate, parse_chat
 from hybridengine.data.files import data_files, read_chunks, require_columns
+from hybridengine.data.tools import check_tools_shown, parse_tools, plain_tool_calls, tool_names
 from hybridengine.errors import DataError, shorten
 
 
@@ -51,6 +53,7 @@ class SFTDataset(CachedDataset[SFTSample]):
         paths, template = data_files(files), ChatTemplate(tokenizer, data)
         settings = (
             *(data.messages_key, data.prompt_key, data.response_key, data.max_length),
+            *(data.tools_key, data.enable_thinking_key),
             *(data.truncation, template.text, sorted(template.options.items())),
         )
         key = fingerprint(tokenizer, paths, "sft", *settings)
@@ -73,28 +76,73 @@ def _samples(
 def _render(
     where: str, row: Mapping[str, Any], template: ChatTemplate, data: SFTDataConfig
 ) -> _Rendered:
-    chat = _chat(where, row, data)
+    chat = [plain_tool_calls(where, message) for message in _chat(where, row, data)]
+    tools, thinking = parse_tools(where, row, data.tools_key), row.get(data.enable_thinking_key)
+    if thinking is not None and not isinstance(thinking, bool):
+        raise DataError(
+            f"{where}: {data.enable_thinking_key} is {shorten(repr(thinking), 80)}, expected true "
+            "or false"
+        )
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    template = template.of_row(tools, **options)
     if chat[0]["role"] == "assistant":
         raise DataError(
             f"{where}: the chat starts with the assistant, and chat templates render no prompt "
             "before the first turn; put a user turn first, or leave the turn out"
         )
-    text, spans = template.render(where, chat, False), []
+    text, spans = template.render(where, chat, False), list[tuple[int, int]]()
+    check_tools_shown(where, tools, text)
     for turn, message in enumerate(chat):
         if message["role"] != "assistant" or not (data.messages_key or turn == len(chat) - 1):
             continue  # solved examples in a prompt are not trained on
-        before = template.render(where, chat[:turn], True)
-        with_turn = template.render(where, chat[: turn + 1], False)
-        if not (with_turn.startswith(before) and text.startswith(with_turn)):
+        span = _span_of_turn(where, text, template, chat, turn)
+        if span is None:
             raise DataError(
                 f"{where}: the chat template changes turn {turn} when other turns are there, so "
                 "its tokens cannot be located; give one row per assistant turn, or another "
                 "data.chat_template"
             )
-        spans.append((len(before), len(with_turn)))
+        missing = [n for n in tool_names(message) if n not in text[slice(*span)]]
+        if missing:
+            raise DataError(
+                f"{where}: the chat template does not write the call of {missing[0]!r} in turn "
+                f"{turn}; give a data.chat_template that knows tool calls"
+            )
+        spans.append(span)
     if not spans:
         raise DataError(f"{where}: no turn has the role assistant, so there is nothing to train on")
     return _Rendered(where, text, spans)
+
+
+def _span_of_turn(
+    where: str, text: str, template: ChatTemplate, chat: list[dict[str, Any]], turn: int
+) -> tuple[int, int] | None:
+    """Return where the assistant's turn is in `text`, the full chat; None where it is changed.
+
+    A turn starts after the generation prompt, and ends where the chat up to it does. Templates of
+    thinking models also write an empty thought, into the generation prompt or into the last turn,
+    but not into earlier turns: without it, the turn is found too.
+    """
+    for variant in (template, template.of_row(template.tools, enable_thinking=True)):
+        prompt = variant.render(where, chat[:turn], True)
+        if text.startswith(prompt):
+            break
+    else:
+        return None
+    start, up_to_turn = len(prompt), template.render(where, chat[: turn + 1], False)
+    if not up_to_turn.startswith(prompt):
+        return None
+    if text.startswith(up_to_turn):
+        return start, len(up_to_turn)
+    own = up_to_turn[start:]
+    thought = next((k for k in range(1, len(own)) if text.startswith(own[k:], start)), len(own))
+    content, names = (chat[turn].get("content") or "").strip(), tool_names(chat[turn])
+    written = [*([content] if content else []), *names]
+    if not written or not all(part in own[thought:] for part in written):
+        return None
+    if any(own[:thought].count(part) for part in (chat[turn].get("reasoning_content"),) if part):
+        return None  # a thought of the data, which the template removes once other turns follow
+    return start, start + len(own) - thought
 
 
 def _chat(where: str, row: Mapping[str, Any], data: SFTDataConfig) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Prompts of RL: rows in verl's schema → token ids by the chat template.
 
 A row has `data_source`, `prompt` (a chat: list of {role, content}), `reward_model.ground_truth` and
-optionally `extra_info`. Other columns are ignored.
+optionally `extra_info`. `tools_kwargs`, `interaction_kwargs` and `agent_name`, of multi-turn
+rollouts, may be columns of their own or keys of `extra_info`. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from hybridengine.data.cache import CachedDataset, fingerprint
 from hybridengine.data.chats import ChatTemplate, parse_chat
 from hybridengine.data.files import data_files, read_chunks, require_columns
 from hybridengine.errors import DataError, shorten
+
+_TURN_COLUMNS = ("tools_kwargs", "interaction_kwargs", "agent_name")  # moved to extra_info
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,26 @@ class PromptSample:
 class PromptDataset(CachedDataset[PromptSample]):
     """All prompts of one or more files, tokenised once per machine.
 
+    tools: schemas of the tools that the template shows to the model.
+
     Attributes:
         dropped: the number of rows that `filter_overlong_prompts` removed.
 
     Raises DataError for any fault of a file, a row or the template.
     """
 
-    def __init__(self, files: str | Sequence[str], tokenizer: Any, data: DataConfig) -> None:
-        paths, template = data_files(files), ChatTemplate(tokenizer, data)
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: Any,
+        data: DataConfig,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        paths, template = data_files(files), ChatTemplate(tokenizer, data, tools)
         settings = (
             *(data.prompt_key, data.reward_fn_key, data.max_prompt_length, data.truncation),
             *(data.filter_overlong_prompts, template.text, sorted(template.options.items())),
+            *(str(tool) for tool in tools),
         )
         key = fingerprint(tokenizer, paths, "prompts", *settings)
         super().__init__(key, lambda: _samples(files, tokenizer, template, data))
@@ -75,7 +87,7 @@ def _samples(
             if not ids:
                 raise DataError(f"{where}: the chat template made an empty prompt")
             source, truth = str(row[data.reward_fn_key]), row["reward_model"]["ground_truth"]
-            yield PromptSample(index, ids, text, source, truth, row.get("extra_info") or {}, chat)
+            yield PromptSample(index, ids, text, source, truth, _extra_info(row), chat)
 
 
 def _chat(where: str, row: Mapping[str, Any], data: DataConfig) -> list[dict[str, Any]]:
@@ -91,7 +103,19 @@ def _chat(where: str, row: Mapping[str, Any], data: DataConfig) -> list[dict[str
         raise DataError(
             f"{where}: extra_info is {shorten(repr(extra_info), 80)}, expected an object"
         )
+    tools_kwargs = _extra_info(row).get("tools_kwargs") or {}
+    if not isinstance(tools_kwargs, Mapping):
+        raise DataError(
+            f"{where}: tools_kwargs is {shorten(repr(tools_kwargs), 80)}, expected an object with "
+            "the names of tools"
+        )
     return parse_chat(where, row, data.prompt_key)
+
+
+def _extra_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    own = {name: row[name] for name in _TURN_COLUMNS if row.get(name) is not None}
+    given = row.get("extra_info") or {}
+    return {**own, **given} if own else given
 
 
 def _truncate(where: str, ids: list[int], data: DataConfig) -> list[int]:

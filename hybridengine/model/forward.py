@@ -314,6 +314,84 @@ def packed_policy_loss(
     return loss, log_probs, entropy, metrics
 
 
+def packed_cross_entropy(
+    model: nn.Module, batch: PackedBatch, num_items: float, grad_scale: float = 1.0
+) -> torch.Tensor:
+    """Return the sum of -log p of the target tokens / num_items, over this rank's rows.
+
+    Its gradients are computed in the forward where `accepts_head_function(model)`. grad_scale: as
+    in `linear_cross_entropy`.
+    """
+    from hybridengine.kernels import linear_cross_entropy, token_log_probs
+
+    if not accepts_head_function(model):
+        logits = packed_logits(model, batch)
+        log_probs, _ = token_log_probs(logits, batch.target_ids, inplace_backward=True)
+        return -log_probs.sum() / num_items
+
+    def head(rows, weight, bias, logit_scale, softcap):  # type: ignore[no-untyped-def]
+        return linear_cross_entropy(
+            rows, weight, batch.target_ids, bias=bias, logit_scale=logit_scale, softcap=softcap,
+            num_items_in_batch=num_items, grad_scale=grad_scale,
+        )  # fmt: skip
+
+    loss, _ = packed_head(model, batch, head)
+    return loss
+
+
+def packed_distillation_loss(
+    student: nn.Module,
+    teacher: nn.Module,
+    batch: PackedBatch,
+    *,
+    response_mask: torch.Tensor,
+    num_items: torch.Tensor,
+    **arguments: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (loss of this rank's rows, divergences [R] of the full batch).
+
+    The student runs inside the module call of the teacher, so that the weights of both heads are
+    gathered for `linear_distillation_loss`; no logits or hidden states are copied. Where one of the
+    vocabularies is padded to more entries than the other, both are those of the smaller one.
+
+    response_mask: bool [R], of the full batch. arguments: of `linear_distillation_loss`.
+    """
+    from hybridengine.kernels import linear_distillation_loss
+
+    mask = response_mask
+    if batch.shard is not None:
+        mask = mask[batch.shard.rows.to(mask.device)]
+    results: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def teacher_head(*teacher_arguments: Any) -> tuple[torch.Tensor]:
+        nonlocal results
+        hidden, weight, bias, logit_scale, softcap = teacher_arguments
+
+        def student_head(*student_arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            rows, own_weight, own_bias, own_scale, own_softcap = student_arguments
+            vocab = min(weight.shape[0], own_weight.shape[0])
+            first = lambda x: x if x is None or len(x) == vocab else x[:vocab]  # noqa: E731
+            return linear_distillation_loss(
+                rows, first(own_weight), hidden, first(weight), student_bias=first(own_bias),
+                teacher_bias=first(bias), student_logit_scale=own_scale,
+                student_softcap=own_softcap, teacher_logit_scale=logit_scale,
+                teacher_softcap=softcap, response_mask=mask, num_items_in_batch=num_items,
+                **arguments,
+            )  # fmt: skip
+
+        with torch.enable_grad():
+            results = packed_head(student, batch, student_head)
+        return (hidden.new_zeros(()),)  # not the loss: FSDP2 would prepare the teacher's backward
+
+    with torch.no_grad():
+        packed_head(teacher, batch, teacher_head)
+    assert results is not None
+    loss, divergences = results
+    if batch.shard is not None:
+        (divergences,) = gather_rows(divergences, shard=batch.shard)
+    return loss, divergences
+
+
 def packed_values(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
     """Return the values at `batch.logit_positions`, float32 [R], of a model with a value head."""
     values = packed_logits(model, batch)[:, 0]

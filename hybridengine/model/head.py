@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -95,15 +96,15 @@ def detect_logit_transform(
     x = torch.tensor([-1e4, -70.0, -3.0, 0.0, 0.5, 2.0, 30.0, 1e4])
     decoder = model.get_decoder()
     outputs = _DecoderOutput(last_hidden_state=torch.zeros(1, 1, head.in_features))  # type: ignore[arg-type]
-    decoder.forward = lambda *_, **__: outputs
-    head.forward = lambda input: x.clone()[None, None]  # type: ignore[method-assign]
+    ids = torch.zeros(1, 1, dtype=torch.int64)
     try:
-        ids = torch.zeros(1, 1, dtype=torch.int64)
-        y = model.forward(input_ids=ids, use_cache=False).logits.flatten().float()
+        with (
+            patch.object(decoder, "forward", lambda *_, **__: outputs),
+            patch.object(head, "forward", lambda input: x.clone()[None, None]),
+        ):
+            y = model.forward(input_ids=ids, use_cache=False).logits.flatten().float()
     except Exception:  # any model's own code; if it fails here, its logits stay as they are
         return None
-    finally:
-        del decoder.forward, head.forward
     if y.shape != x.shape:
         return None
     scale, softcap = (y[4] / x[4]).item(), y[-1].item()

@@ -21,6 +21,7 @@ _RULES = Path(__file__).with_name("rules")
 BUILT_IN = {
     "math_verify": _RULES / "math_rule.py",
     "gsm8k": _RULES / "gsm8k.py",
+    "turn_rewards": _RULES / "turn_rewards.py",  # those of tools and environments alone
     "data_source": _RULES / "by_data_source.py",  # the rule of each row's data_source
 }
 
@@ -57,11 +58,11 @@ def reward_file(path: str | Path) -> Path:
 
 
 def import_reward_function(
-    path: str | Path, name: str = "compute_score", arguments: Sequence[str] = ARGUMENTS
+    path: str | Path, name: str = "compute_score", arguments: Sequence[str] | None = ARGUMENTS
 ) -> tuple[Callable[..., Any], FunctionSource]:
     """Import `name` from the file `path` into this process, and check that it takes `arguments`.
 
-    path: a Python file, or a name in BUILT_IN.
+    path: a Python file, or a name in BUILT_IN. arguments: None does not check the signature.
 
     Raises RewardError for a missing file, a file that fails to import, a missing function, and a
     signature that does not take the arguments by name.
@@ -75,6 +76,16 @@ def import_reward_function(
             f"reward file {file} has no function {name!r}; functions there: "
             f"{', '.join(functions) or 'none'} (reward.custom_reward_function.name)"
         )
+    if arguments is not None:
+        _check_signature(call, name, file, arguments)
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    is_async = inspect.iscoroutinefunction(call)
+    return call, FunctionSource(file, name, code.co_firstlineno if code else 1, is_async)
+
+
+def _check_signature(
+    call: Callable[..., Any], name: str, file: Path, arguments: Sequence[str]
+) -> None:
     signature: inspect.Signature | str = "(?)"
     try:
         signature = inspect.signature(call)
@@ -84,9 +95,6 @@ def import_reward_function(
             f"reward function {name} in {file} must accept {', '.join(arguments)} by name, "
             f"but its signature is {name}{signature}: {error}"
         ) from None
-    code = getattr(inspect.unwrap(call), "__code__", None)
-    is_async = inspect.iscoroutinefunction(call)
-    return call, FunctionSource(file, name, code.co_firstlineno if code else 1, is_async)
 
 
 @cache

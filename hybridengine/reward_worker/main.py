@@ -56,13 +56,18 @@ def main(connection_fd: int, stack_fd: int, parent: int, index: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)
     random.seed(index)
     with suppress(EOFError, ConnectionError):  # closed or reset: the rank has ended
-        _Worker(Connection(connection_fd)).serve()
+        CallServer(Connection(connection_fd), {}).serve()
 
 
-class _Worker:
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._functions: dict[int, tuple[Callable[..., Any], FunctionSource]] = {}
+class CallServer:
+    """Serves the requests that arrive on `connection`; functions: by key, those loaded so far."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        functions: dict[int, tuple[Callable[..., Any], FunctionSource]],
+    ) -> None:
+        self._connection, self._functions = connection, functions
 
     def serve(self) -> None:
         while True:

@@ -12,7 +12,6 @@ the functions that it calls by `score_responses` run in worker processes.
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -20,9 +19,9 @@ from typing import NamedTuple
 
 from hybridengine.config import RewardConfig
 from hybridengine.data import PromptSample
-from hybridengine.errors import ConfigError, RewardError, shorten
+from hybridengine.errors import RewardError, shorten
 from hybridengine.reward_worker.function import ARGUMENTS, BATCH_ARGUMENTS
-from hybridengine.rewards.workers import CallError, RewardFunction, RewardWorkers
+from hybridengine.rewards.workers import CallError, RewardFunction
 
 MANAGERS: dict[str, type[RewardManager]] = {}
 
@@ -65,15 +64,17 @@ def score_responses(
     if not samples:
         return RewardResult([], {})
     values = [
-        (sample.data_source, response, sample.ground_truth, sample.extra_info)
-        for sample, response in zip(samples, responses, strict=True)
+        (s.data_source, response, s.ground_truth, s.extra_info, s.chat)
+        for s, response in zip(samples, responses, strict=True)
     ]
+    names = (*BATCH_ARGUMENTS, "prompts") if batched else (*ARGUMENTS, "prompt")
+    taken = [(i, name) for i, name in enumerate(names) if name in function.arguments]
     try:
         if batched:
-            columns = zip(BATCH_ARGUMENTS, map(list, zip(*values, strict=True)), strict=True)
-            rows = function.workers.call_batch(function, dict(columns), len(samples))
+            columns = {name: [row[i] for row in values] for i, name in taken}
+            rows = function.workers.call_batch(function, columns, len(samples))
         else:
-            calls = [dict(zip(ARGUMENTS, row, strict=True)) for row in values]
+            calls = [{name: row[i] for i, name in taken} for row in values]
             rows = function.workers.call(function, calls)
     except CallError as error:
         first = f"first of {len(samples)}: " if error.index is None else ""
@@ -141,6 +142,15 @@ class RewardManager:
             parts[_unused(label, label, parts)] = RewardPart(weight, result.scores)
         return RewardResult(scores, extras, parts)
 
+    def score_tokens(
+        self,
+        samples: Sequence[PromptSample],
+        responses: Sequence[str],
+        token_ids: Sequence[Sequence[int]],
+    ) -> RewardResult:
+        """As `score`, from the tokens of each response; what a run calls."""
+        return self.score(samples, responses, list(map(len, token_ids)))
+
 
 @register_manager("batch")
 class BatchRewardManager(RewardManager):
@@ -172,33 +182,19 @@ class DapoRewardManager(RewardManager):
         )
 
 
-def build_reward_manager(reward: RewardConfig, max_response_length: int) -> RewardManager:
-    """Build the manager `reward.reward_manager.name` with the reward functions of the run.
-
-    Raises ConfigError for a name that is neither registered nor a class; RewardError for a function
-    that cannot be loaded.
-    """
-    name = reward.reward_manager.name
-    manager = MANAGERS.get(name) or _import_class(name)
-    workers = RewardWorkers(reward.num_workers, reward.timeout_s)
-    arguments = BATCH_ARGUMENTS if manager.batched else ARGUMENTS
-    loaded = [workers.load(path, own, arguments) for path, own in reward.functions]
-    return manager(loaded, reward, max_response_length)
-
-
 def score_checked(
     manager: RewardManager,
     samples: Sequence[PromptSample],
     responses: Sequence[str],
-    lengths: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
 ) -> RewardResult:
-    """Return `manager.score(...)`.
+    """Return `manager.score_tokens(...)`.
 
     Raises RewardError unless there is a finite number for each response, and where a user's manager
     calls sys.exit, which would otherwise end the run without an error.
     """
     try:
-        result = manager.score(samples, responses, lengths)
+        result = manager.score_tokens(samples, responses, token_ids)
     except SystemExit as error:
         raise RewardError(
             f"reward manager {type(manager).__name__} raised SystemExit: {error}"
@@ -221,18 +217,3 @@ def _unused(name: str, label: str, taken: Container[str]) -> str:
     """Return the first of name, label/name, label/name_2, … that is not in `taken`."""
     numbered = (f"{label}/{name}_{k}" for k in count(2))
     return next(n for n in chain((name, f"{label}/{name}"), numbered) if n not in taken)
-
-
-def _import_class(name: str) -> type[RewardManager]:
-    try:
-        manager = pkgutil.resolve_name(name) if "." in name else None
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"reward.reward_manager.name {name!r} cannot be imported: {error}"
-        ) from error
-    if not (isinstance(manager, type) and issubclass(manager, RewardManager)):
-        raise ConfigError(
-            f"reward.reward_manager.name is {name!r}, expected one of {', '.join(MANAGERS)}, or "
-            "package.module.Class of a RewardManager"
-        )
-    return manager

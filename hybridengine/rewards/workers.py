@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hybridengine.errors import RewardError
 from hybridengine.reward_worker.function import ARGUMENTS, FunctionSource, reward_file
@@ -49,11 +49,24 @@ class CallError(RewardError):
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function, loaded in `workers`."""
+    """A reward function, loaded in `workers`, and the names of the arguments it is called with."""
 
     source: FunctionSource
     key: int
-    workers: RewardWorkers = field(repr=False)
+    workers: Caller = field(repr=False)
+    arguments: Sequence[str] = ARGUMENTS
+
+
+class Caller(Protocol):
+    """What calls a function on responses: worker processes, a thread, or a service."""
+
+    def call(
+        self, function: RewardFunction, calls: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, float]]: ...
+
+    def call_batch(
+        self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
+    ) -> list[dict[str, float]]: ...
 
 
 class RewardWorkers:
@@ -70,7 +83,7 @@ class RewardWorkers:
         self._num_workers, self._timeout_s = num_workers or max(1, cores), timeout_s
         self._threads = max(1, cores // self._num_workers)
         self._requests: list[tuple[Any, ...]] = []  # to load in every worker
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, Worker] = {}
         self._finalizer = weakref.finalize(self, _stop, self._workers, os.getpid())
 
     def load(
@@ -78,7 +91,7 @@ class RewardWorkers:
     ) -> RewardFunction:
         """Load `name` from the file `path` and check that it takes `arguments`, as verl calls it.
 
-        path: a Python file, or a built-in rule ("math_verify", "gsm8k", "data_source").
+        path: a Python file, or a built-in rule ("math_verify", "gsm8k", "turn_rewards", …).
 
         Raises RewardError for a missing file, one that fails or hangs while it is imported, a
         missing function, and a signature that does not take the arguments by name.
@@ -91,7 +104,7 @@ class RewardWorkers:
         except RewardError:
             self._requests.pop()
             raise
-        return RewardFunction(self._workers[0].loaded[key], key, self)
+        return RewardFunction(self._workers[0].loaded[key], key, self, arguments)
 
     def call(
         self, function: RewardFunction, calls: Sequence[Mapping[str, Any]]
@@ -128,10 +141,10 @@ class RewardWorkers:
     def _start(self, indices: Collection[int]) -> None:
         """Start those workers of `indices` that do not run; load missing functions."""
         for k in indices:
-            if k in self._workers and self._workers[k].process.poll() is not None:
+            if k in self._workers and self._workers[k].has_ended():
                 self._workers.pop(k).kill()
             if k not in self._workers:
-                self._workers[k] = _Worker(k, self._threads)
+                self._workers[k] = Worker(k, self._threads)
         starting = [self._workers[k] for k in indices]
         limit, file = max(_LOAD_S, self._timeout_s), Path()
         try:
@@ -147,7 +160,7 @@ class RewardWorkers:
                         raise RewardError(source.message)
                     worker.loaded.append(source)
                     worker.set_deadline(limit)
-        except _WorkerError as error:
+        except WorkerError as error:
             what = f"{error.reason} while it was imported"
             if error.timed_out:
                 what = f"takes longer than {limit:g} s to import"
@@ -190,7 +203,7 @@ class RewardWorkers:
                             worker.set_deadline(limit)
                     if not pending[worker]:
                         del pending[worker]
-        except _WorkerError as error:
+        except WorkerError as error:
             assert worker is not None
             what = late if error.timed_out else f"{name} {error.reason} at"
             raise CallError(f"{what} {error.where or line}", pending[worker][0]) from None
@@ -205,7 +218,7 @@ class RewardWorkers:
         self._workers.clear()
 
 
-class _WorkerError(Exception):
+class WorkerError(Exception):
     """A worker ended, or did not reply in time; where: `file:line` of the running call."""
 
     def __init__(self, reason: str, where: str = "", timed_out: bool = False) -> None:
@@ -213,7 +226,7 @@ class _WorkerError(Exception):
         self.reason, self.where, self.timed_out = reason, where, timed_out
 
 
-class _Worker:
+class Worker:
     """One process and the connection to it.
 
     loaded: its functions; deadline: of its next reply.
@@ -234,6 +247,14 @@ class _Worker:
         )
         theirs.close()
 
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, at most so long."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+
     def set_deadline(self, limit_s: float) -> None:
         """Expect the next reply within `limit_s` from now."""
         self.deadline = time.monotonic() + limit_s
@@ -246,18 +267,16 @@ class _Worker:
         try:
             self.connection.send(request)
         except BlockingIOError:
-            raise _WorkerError("does not read its requests", timed_out=True) from None
+            raise WorkerError("does not read its requests", timed_out=True) from None
         except OSError:
             raise self._ended() from None
 
     def poll(self, file: Path) -> Any:
         """Return the next reply, None where there is none yet; file: of the line to report.
 
-        Raises _WorkerError where the process has ended, or has not replied in time.
+        Raises WorkerError where the process has ended, or has not replied in time.
         """
-        ended = (
-            self.process.poll() is not None
-        )  # checked first: it may have replied before it ended
+        ended = self.has_ended()  # checked first: it may have replied before it ended
         try:
             if self.connection.poll():
                 return self.connection.recv()
@@ -266,18 +285,18 @@ class _Worker:
         if ended:
             raise self._ended()
         if time.monotonic() > self.deadline:
-            raise _WorkerError("sent no reply", self._running_line(file), timed_out=True)
+            raise WorkerError("sent no reply", self._running_line(file), timed_out=True)
         return None
 
-    def _ended(self) -> _WorkerError:
+    def _ended(self) -> WorkerError:
         """Return how the process ended."""
         try:
             code = self.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            return _WorkerError("closed the connection of its process")
+            return WorkerError("closed the connection of its process")
         if code < 0:
-            return _WorkerError(f"had its process killed by {signal.Signals(-code).name}")
-        return _WorkerError(f"ended its process with exit code {code}")
+            return WorkerError(f"had its process killed by {signal.Signals(-code).name}")
+        return WorkerError(f"ended its process with exit code {code}")
 
     def _running_line(self, file: Path) -> str:
         """Return `file:line` of the running call, "" where the process does not answer."""
@@ -301,14 +320,13 @@ class _Worker:
         self._stack.close()
 
 
-def _stop(workers: dict[int, _Worker], owner: int) -> None:
+def _stop(workers: dict[int, Worker], owner: int) -> None:
     if os.getpid() != owner:
         return  # a fork of the process that owns them
     for worker in workers.values():
         worker.connection.close()  # on which it ends
     deadline = time.monotonic() + _STOP_S
     for worker in workers.values():
-        with suppress(subprocess.TimeoutExpired):
-            worker.process.wait(max(0.0, deadline - time.monotonic()))
+        worker.wait(max(0.0, deadline - time.monotonic()))
         worker.kill()
     workers.clear()

@@ -89,6 +89,10 @@ class Session:
             dist.all_reduce(number, dist.ReduceOp.MAX)  # gloo, a fraction of a millisecond
         return signal.Signals(int(number)) if number else None
 
+    def take_timing(self, phase: str) -> float:
+        """Return the seconds of one phase and forget them."""
+        return self._timings.pop(phase)
+
     def take_timings(self) -> dict[str, float]:
         timings, self._timings = self._timings, {}
         return timings
@@ -97,13 +101,27 @@ class Session:
 def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: float) -> int:
     """Run `main` as one rank of a torchrun world and return its exit code.
 
+    0: `main` has finished; EXIT_STOPPED: SIGINT or SIGTERM stopped it after a checkpoint;
+    EXIT_USER_ERROR: a UserError. Other exceptions are raised on, see `rank_session`.
+    """
+    try:
+        with rank_session(run_dir, timeout_s) as session:
+            _call(main, session)
+    except UserError:  # its message is printed; a traceback would hide it
+        return EXIT_USER_ERROR
+    return EXIT_STOPPED if session.was_stopped else 0
+
+
+@contextmanager
+def rank_session(run_dir: str | Path, timeout_s: float) -> Iterator[Session]:
+    """Open the process group and the session of one rank of a torchrun world.
+
     timeout_s: how long a collective may wait for the other ranks.
 
-    0: `main` has finished; EXIT_STOPPED: SIGINT or SIGTERM stopped it after a checkpoint;
-    EXIT_USER_ERROR: a UserError. A failure ends in one line on stderr that names the rank at fault
-    and the phase; other exceptions are raised on. A rank that gets SIGTERM because another one
-    failed ends with it. After a timeout or a fatal signal (as of NCCL's watchdog) stacks are on
-    stderr too.
+    A failure inside ends in one line on stderr that names the rank at fault and the phase, and is
+    raised on. A rank that fails because another one did ends its process. A rank that gets SIGTERM
+    because another one failed ends with it. After a timeout or a fatal signal (as of NCCL's
+    watchdog) stacks are on stderr too.
     """
     faulthandler.enable()
     device = _device()
@@ -115,11 +133,10 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
     signals, status = StopSignals(), PhaseStatus(run_dir, rank)
     guard = connect_guard(rank, world_size)
     monitor = RankMonitor(guard, timeout_s, lambda: signals.requested == signal.SIGTERM)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
         session = Session(status, guard, signals)
-        _call(main, session)
+        yield session
         signals.close(signal.SIG_IGN)
         status.end("stopped" if session.was_stopped else "finished")
         guard.finish()
@@ -127,14 +144,47 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
         signals.close(signal.SIG_DFL)
         if _report(error, guard):  # connections to the failed rank would delay an orderly exit
             os._exit(EXIT_RANK_FAILED)
-        if isinstance(error, UserError):  # its message is printed; a traceback would hide it
-            return EXIT_USER_ERROR
         raise
     finally:
         monitor.close()
     if dist.is_initialized():  # vLLM's own shutdown ends it too
         dist.destroy_process_group()
-    return EXIT_STOPPED if session.was_stopped else 0
+
+
+@contextmanager
+def script_session(run_dir: str | Path) -> Iterator[Session]:
+    """Open a process group of this process alone, such as a notebook's, and its session.
+
+    Signals keep their meaning: Ctrl-C raises KeyboardInterrupt. Torchrun's variables are set as
+    long as it is open. A process group that exists already is used instead, and left open.
+    """
+    device = _device()
+    if dist.is_initialized():
+        yield Session(PhaseStatus(run_dir, dist.get_rank()))
+        return
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    alone = {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    before = {name: os.environ.get(name) for name in alone}
+    os.environ.update(alone)
+    try:
+        dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+        status = PhaseStatus(run_dir, 0)
+        yield Session(status)
+        status.end("finished")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _report(error: BaseException, guard: CollectiveGuard) -> bool:
@@ -167,7 +217,7 @@ def _call(main: Callable[[Session], None], session: Session) -> None:
 
 def _device() -> torch.device:
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 

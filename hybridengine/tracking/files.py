@@ -22,9 +22,10 @@ def rollout_line(rollout: Any) -> str:
         "reward": r.score,
         **r.extras,
         **({} if r.pred is None else {"pred": r.pred}),
-        "prompt_ids": list(r.sample.prompt_ids),
+        "prompt_ids": list(r.prompt_ids),
         "response_ids": list(r.response_ids),
         "log_probs": list(map(float, r.log_probs)),
+        **({"sampled": list(r.sampled), "turns": list(r.turns)} if r.turns else {}),
     }
     return json.dumps(row, ensure_ascii=False) + "\n"
 

@@ -38,13 +38,21 @@ def compute_rewards(
     """
     scores = batch.outcomes.scores.float().to(batch.index.device)
     per_token, metrics = torch.zeros_like(batch.rollout_log_probs), dict[str, float]()
-    per_token[batch.cu_seqlens[1:].long() - 1] = batch.per_response(scores)
+    at_end = batch.per_response(scores)
+    if batch.turn_rewards is not None:
+        at_end = at_end - batch.sequence_sums(batch.turn_rewards)
+        per_token += batch.turn_rewards
+    per_token[batch.cu_seqlens[1:].long() - 1] += at_end
     rewards = Rewards(scores, per_token)
     if kl is not None:
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         kl_R = token_kl(algorithm.kl_penalty, batch.old_log_probs, batch.ref_log_probs)
+        num_tokens = batch.cu_seqlens.diff()
+        if batch.sampled is not None:
+            kl_R = kl_R.where(batch.sampled, 0)
+            num_tokens = batch.sequence_sums(batch.sampled.float())
         per_token -= kl.coef * kl_R
-        kl_means = batch.sequence_sums(kl_R) / batch.cu_seqlens.diff()
+        kl_means = batch.sequence_sums(kl_R) / num_tokens
         mean_kl = float(dp.gather_responses(batch, kl_means).mean())
         metrics["actor/reward_kl_penalty"] = mean_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl.coef
@@ -64,7 +72,14 @@ def compute_advantages(
 
     baselines: [N], the reward of the greedy response to the prompt, for estimators that need it.
     """
-    outcomes, scores = batch.outcomes, rewards.per_response
+    # A trajectory of several responses is one entry of the group's statistics.
+    outcomes, scores, local = batch.outcomes, rewards.per_response, batch.index
+    if outcomes.is_last is not None:
+        scores = scores[outcomes.is_last.to(scores.device)]
+        local = batch.per_response(outcomes.trajectories)
+        outcomes = outcomes.last
+        if baselines is not None:
+            baselines = baselines[batch.outcomes.is_last]
     parts, weights = None, None
     if "reward_parts" in NEEDS[algorithm.adv_estimator]:
         names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
@@ -76,7 +91,7 @@ def compute_advantages(
         response_mask=batch.response_mask,
         token_rewards=rewards.per_token,
         lengths=outcomes.response_lengths.to(scores.device),
-        local=batch.index,
+        local=local,
         values=batch.values,
         reward_baselines=None if baselines is None else baselines.to(scores),
         reward_parts=None if parts is None else parts.to(scores),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.config.rl import KLControlConfig
+from hybridengine.config.rl import KLScheduleConfig
 from hybridengine.kernels import gae, group_advantage, whiten
 
 __all__ = [
@@ -257,28 +257,37 @@ def _gdpo(responses: Responses, options: AdvantageOptions) -> tuple[Tensor, Tens
 
 
 class KLController:
-    """Holds `coef`, the factor of every token's KL in the reward; coef is its only state.
+    """Holds `coef`, the factor of a KL term in this step: of the reward's, or of the loss's.
 
     Adaptive (Ziegler et al. 2019, arXiv 1909.08593, section 2.2): the coefficient moves in
     proportion to the relative distance from the target, which is clipped to 20%, and acts fully
-    over `horizon` responses.
+    over `horizon` responses. Linear: from `coef` in the first step to `final_kl_coef` in step
+    `num_steps`, by default the last one of the run, `total_steps`.
     """
 
-    def __init__(self, config: KLControlConfig) -> None:
-        self.coef, self._config = config.kl_coef, config
+    def __init__(self, schedule: KLScheduleConfig, coef: float, total_steps: int = 1) -> None:
+        self.coef, self._initial, self._schedule = coef, coef, schedule
+        self._num_steps, self._updates = schedule.num_steps or total_steps, 0
 
     def update(self, kl: float, responses: int) -> None:
-        """Adapt coef to a batch; a KL that is not finite changes nothing.
+        """Set coef for the next step; a KL that is not finite does not change an adaptive one.
 
         kl: mean over `responses` responses of their mean KL per token, in nats.
         """
-        if self._config.type == "adaptive" and math.isfinite(kl):
-            error = kl / self._config.target_kl - 1
+        self._updates += 1
+        schedule = self._schedule
+        if schedule.type == "adaptive" and math.isfinite(kl):
+            error = kl / schedule.target_kl - 1
             error = min(max(error, -_MAX_KL_ERROR), _MAX_KL_ERROR)
-            self.coef *= 1 + error * responses / self._config.horizon
+            self.coef *= 1 + error * responses / schedule.horizon
+        elif schedule.type == "linear":
+            done = min(1.0, self._updates / max(1, self._num_steps - 1))
+            self.coef = self._initial + done * (schedule.final_kl_coef - self._initial)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"coef": self.coef}
+        return {"coef": self.coef, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coef = state["coef"]
+        """Continue after `state`; a fixed coefficient is that of the configuration, as set now."""
+        if self._schedule.type != "fixed":
+            self.coef, self._updates = state["coef"], state.get("updates", 0)

@@ -1,4 +1,8 @@
-"""The training loop that RL and SFT share: resume, validate, step, save, finish or stop."""
+"""The training loop that RL and SFT share: resume, validate, step, save, finish or stop.
+
+`Trainer.train` is the loop of the command line. `hybridengine.Trainer` calls the same methods in
+the same order, with the user's code between them.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from hybridengine.model import Optimizer, SavedWork, on_device
 from hybridengine.runtime.all_ranks import broadcast_from_rank0, run_on_rank0
 from hybridengine.runtime.session import Session, run_rank
 from hybridengine.tracking.performance import FlopCounter, performance_metrics
+from hybridengine.trainer.callbacks import Callbacks
 from hybridengine.trainer.report import Reporter
 
 MAX_SKIPPED_UPDATES = 10  # in a row, for a gradient norm that is not finite; then the run fails
@@ -34,11 +39,12 @@ ConfigT = TypeVar("ConfigT", bound=JobConfig)
 
 
 class Trainer(ABC, Generic[ConfigT]):
-    """One rank of a run. A subclass sets these attributes and implements step and validate.
+    """One rank of a run. A subclass sets these attributes and implements the abstract methods.
 
-    val: the validation data, or None. epochs_per_step: how often a step trains on each token.
-    optimizers: by the prefix of their metrics. rollout_dir: the folder of rollouts, if any.
-    saved: what shared prefixes saved in one pass over the last step's tokens, over all ranks.
+    callbacks: called at the events of the run. val: the validation data, or None. epochs_per_step:
+    how often a step trains on each token. optimizers: by the prefix of their metrics. rollout_dir:
+    the folder of rollouts, if any. saved: what shared prefixes saved in one pass over the last
+    step's tokens, over all ranks.
     """
 
     tokenizer: Any
@@ -47,6 +53,7 @@ class Trainer(ABC, Generic[ConfigT]):
     model: Any
     checkpoints: Checkpointer
     optimizers: Mapping[str, Optimizer]
+    callbacks = Callbacks()
     epochs_per_step = 1
     saved = SavedWork()
 
@@ -55,6 +62,7 @@ class Trainer(ABC, Generic[ConfigT]):
         self.session, self.config = session, config
         self.dir = Path(config.trainer.default_local_dir)
         self.rollout_dir = self.dir / "rollouts"
+        self._first = self.steps_done = 0  # before this start of the run, and up to now
 
     @classmethod
     def run(cls, config: ConfigT) -> int:
@@ -70,12 +78,23 @@ class Trainer(ABC, Generic[ConfigT]):
     def plan(self) -> Table:
         """Describe the run before it starts."""
 
-    def begin(self, step: int) -> None:
-        """Prepare the first step after `step`, the one resumed from or 0."""
+    def sync(self, step: int) -> Any:
+        """Bring the weights after `step` to where the next data is generated, if any is."""
 
     @abstractmethod
+    def collect(self, step: int) -> Any:
+        """Return the data of one step: scored rollouts, or conversations. Collective."""
+
+    @abstractmethod
+    def update(self, step: int, data: Any) -> tuple[dict[str, float], list[int]]:
+        """Train on what `collect` returned; return (metrics, length of every sequence)."""
+
     def step(self, step: int) -> tuple[dict[str, float], list[int]]:
         """Run one training step; return (metrics, length of every sequence)."""
+        return self.update(step, self.collect(step))
+
+    def close(self) -> None:
+        """Release what outlives the run. The trainer cannot be used afterwards."""
 
     @abstractmethod
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
@@ -112,41 +131,70 @@ class Trainer(ABC, Generic[ConfigT]):
     def train(self) -> None:
         """Run to the last step, or until a signal stops the run after a checkpoint
         (`Session.was_stopped`)."""
+        if self.resume():
+            with self.start_report():
+                self.begin()
+                while (step := self.next_step()) is not None:
+                    self.end_step(*self.step(step))
+                self.finish()
+        dist.barrier()
+        self.close()
+
+    def resume(self) -> bool:
+        """Load a checkpoint, as configured; return whether there are steps left to run."""
         trainer, session = self.config.trainer, self.session
         self.flops = FlopCounter(self.model, session.device, session.world_size)
         with session.phase("resume"):
-            resumed = self.checkpoints.resume(trainer.resume_mode, trainer.resume_from_path)
-            self._first = first = resumed.step if resumed else 0
-            if self._was_finished(resumed):
-                return
+            self._resumed = self.checkpoints.resume(trainer.resume_mode, trainer.resume_from_path)
+            self._first = self.steps_done = self._resumed.step if self._resumed else 0
+            return not self._was_finished(self._resumed)
+
+    def start_report(self) -> Reporter:
+        """Move the files of an earlier run away; return the reports of this one, a context."""
+        with self.session.phase("resume"):
             moved_to = run_on_rank0(
-                lambda: archive_earlier_run(self.dir, self.rollout_dir, resumed),
+                lambda: archive_earlier_run(self.dir, self.rollout_dir, self._resumed),
                 "moving the files of an earlier run",
             )
-        with Reporter(self.config, session, self.steps, first) as self.report:
-            self._print_start(resumed, moved_to)
-            self.report.print(self.plan())
-            self.begin(first)
-            session.let_steps_finish()
-            if trainer.val_before_train and not first:
-                self._run_validation(0)
-            for step in range(first + 1, self.steps + 1):
-                session.step = step
-                self._run_step(step)
-                score = (
-                    self._run_validation(step) if self._is_due(step, trainer.test_freq) else None
-                )
-                stopping = session.stop_signal() if step < self.steps else None
-                save_due = trainer.save_freq > 0 and self._is_due(step, trainer.save_freq)
-                if save_due or stopping:
-                    self._save(step, score)
-                if stopping or self._is_due(step, max(1, self.steps // _NUM_PLOTS)):
-                    self.report.draw()
-                self.checkpoints.check()
-                if stopping:
-                    return self._stop(stopping, step)
-            self._finish()
-        dist.barrier()
+        self.report = Reporter(self.config, self.session, self.steps, self._first)
+        self._print_start(self._resumed, moved_to)
+        return self.report
+
+    def begin(self) -> None:
+        """Print the plan, synchronize the weights, and validate before the first step."""
+        self.report.print(self.plan())
+        self.sync(self.steps_done)
+        self.session.let_steps_finish()
+        if self.config.trainer.val_before_train and not self._first:
+            self.run_validation(0)
+
+    def next_step(self) -> int | None:
+        """Begin the next step; return its number, or None after the last one or a stop signal."""
+        session = self.session
+        if session.was_stopped or self.steps_done >= self.steps:
+            return None
+        session.step = self.steps_done + 1
+        session.take_timings()
+        self._step_started, self._epoch = time.perf_counter(), self.loader.epoch
+        return session.step
+
+    def end_step(self, metrics: dict[str, float], lengths: Sequence[int]) -> dict[str, float]:
+        """Log the step, validate and save where that is due; return all metrics of the step."""
+        trainer, session = self.config.trainer, self.session
+        step = self.steps_done = session.step
+        metrics = self._log_step(step, metrics, lengths)
+        is_due = self._is_due(step, trainer.test_freq)
+        score, _ = self.run_validation(step) if is_due else (None, {})
+        stopping = session.stop_signal() if step < self.steps else None
+        save_due = trainer.save_freq > 0 and self._is_due(step, trainer.save_freq)
+        if save_due or stopping:
+            self.save(step, score)
+        if stopping or self._is_due(step, max(1, self.steps // _NUM_PLOTS)):
+            self.report.draw()
+        self.checkpoints.check()
+        if stopping:
+            self._stop(stopping, step)
+        return metrics
 
     def _was_finished(self, resumed: SavedCheckpoint | None) -> bool:
         """Return, and print, whether an earlier run in this folder took the last step."""
@@ -175,19 +223,20 @@ class Trainer(ABC, Generic[ConfigT]):
                 for change in changed_settings(resumed, self.config):
                     self.report.print(f"  changed since: {change}")
 
-    def _run_step(self, step: int) -> None:
-        """Run one step; log its metrics, timings and skipped updates."""
-        session, started, epoch = self.session, time.perf_counter(), self.loader.epoch
-        session.take_timings()
-        metrics, lengths = self.step(step)
+    def _log_step(
+        self, step: int, metrics: dict[str, float], lengths: Sequence[int]
+    ) -> dict[str, float]:
+        """Log a step's metrics, timings and skipped updates; return all metrics."""
+        session = self.session
         check_labels(session.device)  # the metrics have waited for the device
-        seconds, timings = time.perf_counter() - started, session.take_timings()
+        seconds, timings = time.perf_counter() - self._step_started, session.take_timings()
         if update_seconds := timings.get("update_actor"):
-            trained = lengths * self.epochs_per_step
+            trained = [*lengths] * self.epochs_per_step
             saved = SavedWork(*(self.epochs_per_step * number for number in self.saved))
             metrics["perf/mfu/actor"] = self.flops.utilisation(trained, update_seconds, saved)
         metrics |= {f"timing_s/{name}": value for name, value in timings.items()}
-        metrics |= {"training/global_step": step, "training/epoch": epoch, "timing_s/step": seconds}
+        metrics |= {"training/global_step": step, "training/epoch": self._epoch}
+        metrics["timing_s/step"] = seconds
         metrics["perf/shared_tokens_saved"] = self.saved.tokens
         metrics |= performance_metrics(sum(lengths), seconds, session.world_size, session.device)
         skipped = {
@@ -197,6 +246,8 @@ class Trainer(ABC, Generic[ConfigT]):
         self.report.log(step, metrics)
         for name, norms in skipped.items():
             self._report_skipped(step, name, norms)
+        self.callbacks.call("on_step_end", step, metrics)
+        return metrics
 
     def _report_skipped(self, step: int, name: str, norms: Sequence[float]) -> None:
         """Warn of skipped updates; raise ModelError, on every rank, after too many in a row."""
@@ -213,15 +264,19 @@ class Trainer(ABC, Generic[ConfigT]):
                 "or check rewards and data, and resume from the newest checkpoint"
             )
 
-    def _run_validation(self, step: int) -> float | None:
+    def run_validation(self, step: int) -> tuple[float | None, dict[str, float]]:
+        """Validate and log; return (score, metrics), (None, {}) without validation data."""
         if self.val is None:
-            return None
+            return None, {}
         with self.session.phase("testing"):
             score, metrics = self.validate(step)
-        self._log_with_time(step, "testing", metrics)
-        return score
+        metrics = self._log_with_time(step, "testing", metrics)
+        self.callbacks.call("on_validation", step, metrics)
+        return score, metrics
 
-    def _save(self, step: int, score: float | None) -> None:
+    def save(self, step: int, score: float | None) -> None:
+        """Start to save a checkpoint; wait for it only where a callback is told of it."""
+
         def describe(folder: Path) -> None:
             save_hf = self.config.trainer.save_hf_model
             save_model_files(self.model, self.tokenizer, folder, save_hf)
@@ -229,27 +284,38 @@ class Trainer(ABC, Generic[ConfigT]):
         with self.session.phase("save_checkpoint"):
             self.checkpoints.save(step, score, describe)
         self._log_with_time(step, "save_checkpoint", {})
+        if self.callbacks.on_save is not None:
+            self.callbacks.call("on_save", step, self.wait_for_save(step))
 
-    def _log_with_time(self, step: int, phase: str, metrics: dict[str, float]) -> None:
-        seconds = self.session.take_timings()[phase]
-        self.report.log(step, metrics | {f"timing_s/{phase}": seconds})
+    def wait_for_save(self, step: int) -> Path:
+        """Wait until the checkpoint of `step` is on the disk; return its folder. Collective."""
+        with self.session.phase("wait_for_save"):
+            self.checkpoints.wait()
+            dist.barrier()  # rank 0 has given the checkpoint its name
+        self.session.take_timing("wait_for_save")
+        return self.dir / f"global_step_{step}"
+
+    def _log_with_time(self, step: int, phase: str, metrics: dict[str, float]) -> dict[str, float]:
+        metrics = metrics | {f"timing_s/{phase}": self.session.take_timing(phase)}
+        self.report.log(step, metrics)
+        return metrics
 
     def _stop(self, stopping: signal.Signals, step: int) -> None:
         """Wait for the checkpoint of `step` and print how to resume from it."""
-        with self.session.phase("save_checkpoint"):
-            self.checkpoints.wait()
-        dist.barrier()  # rank 0 has given the checkpoint its name
+        saved = self.wait_for_save(step)
         self.session.was_stopped = True
         mode = self.config.trainer.resume_mode
         option = "" if mode == "auto" else " with trainer.resume_mode=auto"
         self.report.print(
             f"stopped by {stopping.name} after step {step} of {self.steps}; saved "
-            f"{self.dir / f'global_step_{step}'}; the same command{option} resumes from it"
+            f"{saved}; the same command{option} resumes from it"
         )
 
-    def _finish(self) -> None:
-        """Save the trained model and write the summary."""
+    def finish(self) -> None:
+        """Save the trained model and write the summary, unless the run was stopped."""
         session = self.session
+        if session.was_stopped:
+            return
         with session.phase("save_checkpoint"), on_device(self.model):
             save_pretrained(self.model, self.tokenizer, self.dir / "final")
             if self.config.model.lora_rank:
@@ -259,7 +325,7 @@ class Trainer(ABC, Generic[ConfigT]):
             self.report.draw()
             summary = {
                 "seconds": round(time.perf_counter() - self.started, 1),
-                "steps": self.steps,
+                "steps": self.steps_done,
                 "resumed_after_step": self._first or None,
                 "world_size": session.world_size,
                 "seed": self.config.seed,

@@ -8,7 +8,7 @@ on them; what a step computes per token stays there, and statistics come from re
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, compress
 
 import torch
@@ -44,6 +44,8 @@ class RolloutBatch:
     rollout_log_probs: Tensor  # of the rollout engine
     is_dummy: bool = False
     num_kept: Tensor | None = None  # int32 [R], vocabulary entries it was sampled from; 0: all
+    sampled: Tensor | None = None  # bool [R], tokens of the model, not of tools or users; None: all
+    turn_rewards: Tensor | None = None  # of multi-turn trajectories, at the last token of a turn
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
@@ -178,12 +180,20 @@ class DataParallel:
             columns["log_probs"],
             is_dummy,
             columns.get("num_kept"),
+            columns["sampled"].bool() if "sampled" in columns else None,
+            columns.get("turn_rewards"),
         )
+        if batch.sampled is not None:
+            batch = replace(batch, response_mask=batch.response_mask & batch.sampled)
         kept = None
         if "kept_ids" in columns:
             kept = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"].cpu())
         response_ids = columns["response_ids"].cpu()
-        packing = _Packing(self, rollouts.prompts, outcomes, index, ends, response_ids, kept)
+        contexts = columns["context_ids"].cpu() if "context_ids" in columns else response_ids[:0]
+        own_prompts = contexts.split(outcomes.sizes["context_ids"][index].tolist())
+        packing = _Packing(
+            self, rollouts.prompts, outcomes, index, ends, response_ids, own_prompts, kept
+        )
         return batch, [packing.mini_batch(rows, replicas[self.replica]) for rows, replicas in split]
 
     def _split(
@@ -191,7 +201,7 @@ class DataParallel:
     ) -> list[tuple[list[int], list[list[MicroBatchIndices]]]]:
         """Split into mini-batches: (rows of all replicas, micro-batches of each replica)."""
         groups, lengths = outcomes.groups.tolist(), outcomes.lengths.tolist()
-        prompts = list(zip(groups, outcomes.prompt_lengths.tolist(), strict=True))
+        prompts = list(zip(groups, self._shared_lengths(outcomes), strict=True))
         numbers = {group: i for i, group in enumerate(sorted(set(groups)))}
         split = []
         for k in range(num_mini_batches):
@@ -208,6 +218,18 @@ class DataParallel:
             ]
             split.append((rows, replicas))
         return split
+
+    @staticmethod
+    def _shared_lengths(outcomes: Outcomes) -> list[int]:
+        """Return how many tokens the responses of each one's group begin with.
+
+        A response with a prompt of its own begins with its group's in general.
+        """
+        lengths = outcomes.prompt_lengths
+        shortest: dict[int, int] = {}
+        for group, length in zip(outcomes.groups.tolist(), lengths.tolist(), strict=True):
+            shortest[group] = min(length, shortest.get(group, length))
+        return [shortest[group] for group in outcomes.groups.tolist()]
 
     @torch.no_grad()
     def per_token(
@@ -312,6 +334,7 @@ class _Packing:
     index: Tensor  # int64 [n]
     ends: list[int]  # [n + 1]
     response_ids: Tensor  # int32 [R], on the CPU
+    own_prompts: Sequence[Tensor]  # int32, of each response; empty: that of its group
     kept: KeptIds | None
 
     def mini_batch(self, rows: list[int], micro_batches: list[MicroBatchIndices]) -> MiniBatch:
@@ -333,8 +356,9 @@ class _Packing:
         groups = self.outcomes.groups[self.index[chosen]].tolist()
         prompt_of = {group: torch.tensor(self.prompts[group].prompt_ids) for group in set(groups)}
         ends, ids = self.ends, self.response_ids
+        own = self.own_prompts
         pairs = [
-            (prompt_of[group], ids[ends[k] : ends[k + 1]])
+            (own[k] if own[k].numel() else prompt_of[group], ids[ends[k] : ends[k + 1]])
             for group, k in zip(groups, chosen, strict=True)
         ]
         response_ends = [0, *accumulate(len(response) for _, response in pairs)]

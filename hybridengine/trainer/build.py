@@ -11,11 +11,21 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from hybridengine.agent import (
+    AgentRunner,
+    LoopContext,
+    TurnTemplate,
+    find_loop,
+    find_parser,
+    load_tools,
+)
 from hybridengine.config import ConfigError, GRPOConfig, JobConfig, OptimConfig, RateConfig
 from hybridengine.data import PromptDataset
+from hybridengine.data.chats import ChatTemplate
 from hybridengine.errors import ModelError, UserError
 from hybridengine.model import (
     Optimizer,
+    accepts_head_function,
     adapter_shards,
     adapters_disabled,
     apply_lora,
@@ -35,6 +45,7 @@ from hybridengine.sharding import CheckpointLayout
 from hybridengine.sharding.dim1 import dim1_parameters
 from hybridengine.trainer.algorithms import NEEDS, check_estimator
 from hybridengine.trainer.batch import DataParallel
+from hybridengine.trainer.distill import Student
 from hybridengine.trainer.models import Actor, Critic
 from hybridengine.trainer.reward_model import RewardModel
 
@@ -68,11 +79,35 @@ def load_data(
         check_estimator(config.algorithm.adv_estimator)
     except ValueError as error:
         raise ConfigError(f"algorithm.adv_estimator: {error}") from None
-    tokenizer, data = load_tokenizer(config), config.data
-    train = PromptDataset(data.train_files, tokenizer, data)
-    val = PromptDataset(data.val_files, tokenizer, data) if data.val_files else None
-    reward = build_reward_manager(config.reward, data.max_response_length)
+    tokenizer, data, tools = load_tokenizer(config), config.data, _tool_schemas(config)
+    train = PromptDataset(data.train_files, tokenizer, data, tools)
+    val = PromptDataset(data.val_files, tokenizer, data, tools) if data.val_files else None
+    build_agents(config, tokenizer)  # its errors, before a model is loaded
+    reward = build_reward_manager(config.reward, data.max_response_length, tokenizer)
     return tokenizer, train, val, reward
+
+
+def _tool_schemas(config: GRPOConfig) -> list[dict[str, Any]]:
+    """Return the tools that the chat template shows to the model."""
+    turns = config.rollout.multi_turn
+    return [tool.schema for tool in load_tools(turns).values()] if turns.enable else []
+
+
+def build_agents(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> AgentRunner | None:
+    """Build what runs trajectories of several turns, None where responses are single turns.
+
+    Raises ConfigError for tools, a format or an agent loop that do not exist.
+    """
+    turns, name = config.rollout.multi_turn, config.rollout.agent.default_agent_loop
+    if not turns.enable:
+        return None
+    find_loop(name)
+    tools = load_tools(turns)
+    chats = ChatTemplate(tokenizer, config.data, [tool.schema for tool in tools.values()])
+    render = partial(chats.render, "a trajectory")
+    template = TurnTemplate(render, tokenizer, _stop_token_ids(config.model.path, tokenizer))
+    context = LoopContext(turns, find_parser(turns.format, tokenizer))
+    return AgentRunner(context, name, template, tools)
 
 
 @cache
@@ -155,10 +190,10 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         ) from error
 
 
-def checkpoint_layout(config: JobConfig) -> CheckpointLayout:
-    """Return the layout of the trained model's checkpoint, from its configuration file."""
+def checkpoint_layout(config: JobConfig, path: str = "") -> CheckpointLayout:
+    """Return the layout of the checkpoint at `path`, by default model.path, from its config."""
     trust = config.model.trust_remote_code
-    return checkpoint_layout_from_config(check_model(config.model.path, trust), trust)
+    return checkpoint_layout_from_config(check_model(path or config.model.path, trust), trust)
 
 
 def _stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -228,11 +263,13 @@ def num_shards(config: JobConfig) -> int:
     return config.world_size if size == -1 else size
 
 
-def build_actor(config: GRPOConfig, engine: RolloutEngine, dp: DataParallel, steps: int) -> Actor:
-    """Build the policy under FSDP2 over all ranks.
+def build_actor(
+    config: GRPOConfig, engine: RolloutEngine, dp: DataParallel, updates: int, steps: int
+) -> Actor:
+    """Build the policy under FSDP2 over all ranks; updates: optimizer steps in all its steps.
 
     `dim1_parameters` are sharded in dim 1, so that a weight sync moves less. The reference is a
-    copy of the policy, or under LoRA the policy without its adapters.
+    copy of the policy, or under LoRA the policy without its adapters; a teacher is another model.
     """
     shapes, optim = checkpoint_layout(config).parameters, config.actor.optim
     columns = dim1_parameters(shapes, engine.layout.sliced_dims(shapes), num_shards(config))
@@ -249,8 +286,18 @@ def build_actor(config: GRPOConfig, engine: RolloutEngine, dp: DataParallel, ste
     model = load(adapters=True)
     if config.uses_reference and config.model.lora_rank:
         reference = partial(adapters_disabled, model)
-    optimizer = build_optimizer(config, model, optim, optim, steps)
-    return Actor(config, model, reference, optimizer, dp)
+    optimizer = build_optimizer(config, model, optim, optim, updates)
+    if path := config.algorithm.distill.teacher_path:
+        offload = config.actor.fsdp_config.param_offload
+        teacher = load_model(config, dp.session, path, param_offload=offload).requires_grad_(False)
+        for one, name in ((model, config.model.path), (teacher, path)):
+            if not accepts_head_function(one):
+                raise ModelError(
+                    f"model {name!r} does more to its logits than scale or soft-cap them, and "
+                    "distillation computes them from hidden states; it needs another model"
+                )
+        return Student(config, model, partial(on_device, teacher), optimizer, dp)
+    return Actor(config, model, reference, optimizer, dp, steps)
 
 
 def build_resharder(config: GRPOConfig, model: Any, engine: RolloutEngine) -> Resharder:
@@ -278,6 +325,7 @@ def saved_states(config: JobConfig) -> list[str]:
     names = ["actor.optimizer"]
     if isinstance(config, GRPOConfig):
         names += ["kl"] if config.algorithm.use_kl_in_reward else []
+        names += ["kl_loss"] if config.schedules_kl_loss else []
         names += ["critic.optimizer"] if uses_critic(config) else []
     return names
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.trainer.batch import RolloutBatch
+from hybridengine.trainer.outcomes import Outcomes
 
 
 def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[str, float]:
@@ -17,7 +18,7 @@ def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[
 
     group: one rank of every replica (`DataParallel.group`). Collective.
     """
-    outcomes = batch.outcomes
+    outcomes = batch.outcomes.last
     scores_by_group: dict[int, set[float]] = {}
     for number, score in zip(outcomes.groups.tolist(), outcomes.scores.tolist(), strict=True):
         scores_by_group.setdefault(number, set()).add(score)
@@ -37,7 +38,19 @@ def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[
         "response_length/clip_ratio": float(outcomes.is_truncated.double().mean()),
         "frac_reward_zero_std": fmean(len(scores) == 1 for scores in scores_by_group.values()),
         **{f"reward/{name}": float(values.mean()) for name, values in outcomes.extras.items()},
+        **turn_metrics(outcomes),
     }
+
+
+def turn_metrics(outcomes: Outcomes) -> dict[str, float]:
+    """Summarize the numbers of trajectories of several turns; verl's names where it has them."""
+    metrics: dict[str, float] = {}
+    for name, values in outcomes.turns.items():
+        if name in ("num_turns", "timing_s/agent_loop/tool_calls"):
+            metrics |= mean_max_min(name, values)
+        else:
+            metrics[f"agent_loop/{name}"] = float(values.mean())
+    return metrics
 
 
 def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
@@ -89,7 +102,9 @@ def explained_variance(batch: RolloutBatch, group: dist.ProcessGroup | None) -> 
 
 def _counted(batch: RolloutBatch, per_token: Tensor) -> Tensor:
     """Return what this replica adds to a statistic over all tokens: nothing if it is a dummy."""
-    return per_token[:0] if batch.is_dummy else per_token
+    if batch.is_dummy:
+        return per_token[:0]
+    return per_token if batch.sampled is None else per_token[batch.sampled]
 
 
 def _sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

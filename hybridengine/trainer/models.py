@@ -32,6 +32,7 @@ from hybridengine.model import (
     packed_policy_loss,
     packed_values,
 )
+from hybridengine.trainer.algorithms import KLController
 from hybridengine.trainer.batch import (
     DataParallel,
     MicroBatch,
@@ -55,8 +56,11 @@ def needs_old_log_probs(config: GRPOConfig, num_mini_batches: int) -> bool:
     """Return whether the update needs old log-probs from a forward pass of their own.
 
     It does not where a batch is used for one optimizer step and nothing before that step reads
-    them: the policy is then still the one of the old log-probs (`Actor.update_once`).
+    them: the policy is then still the one of the old log-probs (`Actor.update_once`). Distillation
+    reads none.
     """
+    if config.distills:
+        return False
     return (
         config.actor.ppo_epochs * num_mini_batches > 1
         or config.algorithm.use_kl_in_reward
@@ -68,7 +72,7 @@ def needs_old_log_probs(config: GRPOConfig, num_mini_batches: int) -> bool:
 class _Learner(ABC):
     """A model with an FSDP2 group and an optimizer of its own.
 
-    name: prefix of its metrics. constant_metrics: those that no step changes.
+    name: prefix of its metrics.
     """
 
     name: str
@@ -78,7 +82,6 @@ class _Learner(ABC):
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._config, self._dp = config, dp
-        self.constant_metrics: dict[str, Tensor] = {}
 
     def _step(
         self, batch: RolloutBatch, mini_batch: MiniBatch
@@ -94,7 +97,7 @@ class _Learner(ABC):
         metrics = self._dp.reduce_metrics(parts)
         metrics[f"{self.name}/grad_norm"] = self.optimizer.step(self._config.actor.grad_clip)
         metrics[f"{self.name}/lr"] = torch.tensor(self.optimizer.last_lr)
-        return metrics | self.constant_metrics, outputs
+        return metrics, outputs
 
     def _epochs(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch; return their mean metrics."""
@@ -115,7 +118,7 @@ class Actor(_Learner):
     """Policy model, optimizer and, where a KL needs one, the frozen reference.
 
     reference: enters a context and returns the reference model: a copy of its own, or the policy
-    with its adapters disabled.
+    with its adapters disabled. total_steps: of the run, for the schedule of the KL coefficient.
     """
 
     name = "actor"
@@ -127,11 +130,17 @@ class Actor(_Learner):
         reference: Callable[[], AbstractContextManager[nn.Module]] | None,
         optimizer: Optimizer,
         dp: DataParallel,
+        total_steps: int = 1,
     ) -> None:
         super().__init__(config, model, optimizer, dp)
         self._reference, self._temperature = reference, config.rollout.temperature
-        if config.actor.use_kl_loss:
-            self.constant_metrics = {"actor/kl_coef": torch.tensor(config.actor.kl_loss_coef)}
+        self.kl: KLController | None = None
+        if (actor := config.actor).use_kl_loss:
+            self.kl = KLController(actor.kl_loss_ctrl, actor.kl_loss_coef, total_steps)
+
+    @property
+    def _kl_coef(self) -> float:
+        return self.kl.coef if self.kl is not None else 0.0
 
     def ref_log_probs(self, mini_batches: list[MiniBatch]) -> Tensor | None:
         """Compute the reference's log-probs, [R]; None without a reference."""
@@ -173,7 +182,8 @@ class Actor(_Learner):
         with self._dp.session.phase("update_actor"):
             if self._config.actor.policy_loss.loss_mode in _COV_MODES:
                 batch = replace(batch, selected=self._select(batch, mini_batches))
-            return self._epochs(batch, [self._with_active_rows(batch, m) for m in mini_batches])
+            metrics = self._epochs(batch, self._with_active_rows(batch, mini_batches))
+            return metrics | self._next_kl_coef(batch, metrics)
 
     def update_once(
         self, batch: RolloutBatch, mini_batches: list[MiniBatch]
@@ -185,29 +195,46 @@ class Actor(_Learner):
         Returns (old log-probs [R], metrics).
         """
         assert batch.old_log_probs is None
-        [mini_batch] = mini_batches
         with self._dp.session.phase("update_actor"):
-            metrics, log_probs = self._step(batch, self._with_active_rows(batch, mini_batch))
-            return self._dp.join_tokens(mini_batches, log_probs), mean_metrics([metrics])
+            [mini_batch] = self._with_active_rows(batch, mini_batches)
+            tensors, log_probs = self._step(batch, mini_batch)
+            metrics = mean_metrics([tensors])
+            metrics |= self._next_kl_coef(batch, metrics)
+            return self._dp.join_tokens(mini_batches, log_probs), metrics
 
-    def _with_active_rows(self, batch: RolloutBatch, mini_batch: MiniBatch) -> MiniBatch:
+    def _next_kl_coef(self, batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the KL coefficient of this update as a metric; set that of the next one."""
+        if self.kl is None:
+            return {}
+        used = self.kl.coef
+        self.kl.update(metrics["actor/kl_loss"], len(batch.outcomes))
+        return {"actor/kl_coef": used}
+
+    def _with_active_rows(
+        self, batch: RolloutBatch, mini_batches: list[MiniBatch]
+    ) -> list[MiniBatch]:
         """Find the tokens that may have a gradient: unmasked, with an advantage other than 0.
 
-        Their number sets the size of the head's gradient products, so the host waits for it, here
-        once per update rather than in every micro-batch. A KL or entropy term has a gradient at
+        Their numbers set the sizes of the head's gradient products, so the host waits for them,
+        once per update: one copy for all micro-batches. A KL or entropy term has a gradient at
         every token, and in two modes the gradient is no multiple of the token's own advantage.
         """
         actor = self._config.actor
-        every_token = actor.entropy_coeff or (actor.use_kl_loss and actor.kl_loss_coef)
+        every_token = actor.entropy_coeff or self._kl_coef
         if every_token or actor.policy_loss.loss_mode in ("kl_cov", "geo_mean"):
-            return mini_batch
+            return mini_batches
         assert batch.advantages is not None
         active = batch.response_mask & (batch.advantages != 0)
-        micro_batches = [
-            replace(m, active_rows=(active[m.token_index] & (not m.is_dummy)).nonzero().squeeze(1))
-            for m in mini_batch.micro_batches
+        micro_batches = [m for mini_batch in mini_batches for m in mini_batch.micro_batches]
+        flags = torch.cat([active[m.token_index] & (not m.is_dummy) for m in micro_batches]).cpu()
+        parts = flags.split([m.token_index.numel() for m in micro_batches])
+        rows = iter([part.nonzero().squeeze(1).to(active.device) for part in parts])
+        return [
+            replace(
+                mini, micro_batches=[replace(m, active_rows=next(rows)) for m in mini.micro_batches]
+            )
+            for mini in mini_batches
         ]
-        return replace(mini_batch, micro_batches=micro_batches)
 
     def micro_batch_loss(
         self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
@@ -230,7 +257,7 @@ class Actor(_Learner):
             "global_num_tokens": num_tokens,
             "global_num_seqs": num_seqs,
             "ref_log_probs": take(batch.ref_log_probs) if actor.use_kl_loss else None,
-            "kl_coef": actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            "kl_coef": self._kl_coef,
             "kl_type": actor.kl_loss_type,
             "entropy_coeff": actor.entropy_coeff,
             "rollout_is_weights": take(batch.is_weights),

@@ -33,7 +33,9 @@ class _Header(TypedDict):
     sizes: list[str]
     extras: list[str]
     parts: dict[str, float]
+    turns: list[str]
     preds: list[str]
+    is_last: list[str]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Outcomes:
     extras: further results of the reward, by name. parts: the declared rewards, whose weighted sum
     is the score. preds: a number that stands for the answer in majority votes, where the reward
     returns one. sizes: elements of each per-token column of a rollout, by the column's name.
+
+    A trajectory of several turns is one response, or several in a row where the chat template
+    rewrote its history; they have its score, and statistics count the last one. turns: numbers of
+    the trajectory, by name.
     """
 
     groups: Tensor  # int64, position of the prompt; responses to one prompt share it
@@ -53,7 +59,9 @@ class Outcomes:
     sizes: Mapping[str, Tensor]  # int64
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # float64
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
+    turns: Mapping[str, Tensor] = field(default_factory=dict)  # float64
     preds: Tensor | None = None  # float64
+    is_last: Tensor | None = None  # bool, whether it is the last of its trajectory; None: all are
 
     def __len__(self) -> int:
         return self.groups.numel()
@@ -66,6 +74,18 @@ class Outcomes:
     def lengths(self) -> Tensor:
         """Of prompt and response, int64 [N]."""
         return self.prompt_lengths + self.response_lengths
+
+    @property
+    def trajectories(self) -> Tensor:
+        """The trajectory that each response belongs to, int64 [N], counted from 0."""
+        if self.is_last is None:
+            return torch.arange(len(self))
+        return self.is_last.cumsum(0) - self.is_last.long()
+
+    @property
+    def last(self) -> Outcomes:
+        """One response of each trajectory."""
+        return self if self.is_last is None else self.take(self.is_last.nonzero().flatten())
 
     @property
     def results(self) -> dict[str, Tensor]:
@@ -124,7 +144,9 @@ class Outcomes:
             "sizes": list(self.sizes),
             "extras": list(self.extras),
             "parts": {name: part.weight for name, part in self.parts.items()},
+            "turns": list(self.turns),
             "preds": [] if self.preds is None else ["pred"],
+            "is_last": [] if self.is_last is None else ["is_last"],
         }
 
     def _matrix(self) -> Tensor:
@@ -134,7 +156,9 @@ class Outcomes:
             *self.sizes.values(),
             *self.extras.values(),
             *(part.scores for part in self.parts.values()),
+            *self.turns.values(),
             *([] if self.preds is None else [self.preds]),
+            *([] if self.is_last is None else [self.is_last]),
         ]
         return torch.stack([column.double() for column in columns], dim=1)
 
@@ -154,5 +178,7 @@ def _from_matrix(matrix: Tensor, header: _Header) -> Outcomes:
         sizes={name: next(columns).long() for name in header["sizes"]},
         extras={name: next(columns) for name in header["extras"]},
         parts={name: RewardPart(weight, next(columns)) for name, weight in header["parts"].items()},
+        turns={name: next(columns) for name in header["turns"]},
         preds=next(columns) if header["preds"] else None,
+        is_last=next(columns).bool() if header["is_last"] else None,
     )

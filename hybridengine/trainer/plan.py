@@ -41,8 +41,7 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
     return _table(
         {
             "model": config.model.path,
-            "algorithm": f"{config.algorithm.adv_estimator}, {config.actor.policy_loss.loss_mode}, "
-            f"{config.actor.loss_agg_mode}",
+            "algorithm": _algorithm(config),
             "ranks": f"{config.world_size}; engine: {config.world_size // tp_size} replicas, "
             f"tensor parallel over {tp_size}",
             "precision": describe_precision(
@@ -133,6 +132,16 @@ def _table(rows: dict[str, str]) -> Table:
     return table
 
 
+def _algorithm(config: GRPOConfig) -> str:
+    algorithm, distill = config.algorithm, config.algorithm.distill
+    if config.distills:
+        return f"distillation, beta {distill.beta:g}, from {distill.teacher_path}"
+    return (
+        f"{algorithm.adv_estimator}, {config.actor.policy_loss.loss_mode}, "
+        f"{config.actor.loss_agg_mode}"
+    )
+
+
 def _mesh(config: GRPOConfig) -> str:
     shards, sp_size = num_shards(config), config.sequence_parallel_size
     copies = f"{config.world_size // shards} x " if shards < config.world_size else ""
@@ -140,8 +149,8 @@ def _mesh(config: GRPOConfig) -> str:
     return f"weights sharded over {copies}{shards}{sequences}"
 
 
-def _num_parameters(config: GRPOConfig) -> int:
-    return sum(map(math.prod, checkpoint_layout(config).parameters.values()))
+def _num_parameters(config: GRPOConfig, path: str = "") -> int:
+    return sum(map(math.prod, checkpoint_layout(config, path).parameters.values()))
 
 
 def _itemsize(dtype: str) -> int:
@@ -167,6 +176,8 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
     parts = {"policy": (4.0 if lora else 16.0) * numel / num_shards(config)}
     if config.uses_reference and not lora:
         parts["reference"] = 4.0 * numel / num_shards(config)
+    if path := config.algorithm.distill.teacher_path:
+        parts["teacher"] = 4.0 * _num_parameters(config, path) / num_shards(config)
     if uses_critic(config):
         parts["critic"] = 16.0 * numel / num_shards(config)
     parts["activations"] = per_token * tokens * text.hidden_size * text.num_hidden_layers

@@ -60,7 +60,7 @@ class RewardModel:
 
     def _ids(self, rollout: Rollout) -> list[int]:
         if self.tokenizer is None:
-            return [*rollout.sample.prompt_ids, *rollout.response_ids]
+            return [*rollout.prompt_ids, *rollout.response_ids]
         answer = {"role": "assistant", "content": rollout.response_text}
         ids = self.tokenizer.apply_chat_template(
             [*map(dict, rollout.sample.chat), answer], tokenize=True, return_dict=False

@@ -1,8 +1,8 @@
 """GRPO (arXiv 2402.03300), PPO (arXiv 1707.06347) and related methods, as one line per step:
 
 prompts → generate → score → exchange and pack → reference and old log-probs, values → rewards,
-advantages → update critic → update policy → sync weights into the engine. `GRPOTrainer.step` is
-that line.
+advantages → update critic → update policy → sync weights into the engine. `GRPOTrainer.collect`
+and `update` are that line.
 
 Deviations: the loss is averaged over tokens by default (DAPO, arXiv 2503.14476, eq. 12); where a
 batch is used for one optimizer step only, the old log-probs are those of the step itself; the gap
@@ -34,6 +34,7 @@ from hybridengine.trainer.base import Trainer
 from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.build import (
     build_actor,
+    build_agents,
     build_critic,
     build_engine,
     build_resharder,
@@ -80,7 +81,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
             self.engine.sleep()
             updates = self.steps * self.num_mini_batches * self.epochs_per_step
             self.dp = build_data_parallel(config, session)
-            self.actor = build_actor(config, self.engine, self.dp, updates)
+            self.actor = build_actor(config, self.engine, self.dp, updates, self.steps)
             self.model = self.actor.model
             trained: dict[str, Actor | Critic] = {"actor": self.actor}
             if uses_critic(config):
@@ -91,14 +92,19 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         with session.phase("plan_reshard"):
             self.resharder = build_resharder(config, self.model, self.engine)
         scoring = (self.tokenizer, reward, session, reward_model)
-        self.generator = RolloutGenerator(self.engine, *scoring)
-        self.kl = KLController(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
+        agents = build_agents(config, self.tokenizer)
+        self.generator = RolloutGenerator(self.engine, *scoring, agents)
+        schedule, states = algorithm.kl_ctrl, dict[str, Any](held_out=ValidationHistory())
+        self.kl = None
+        if algorithm.use_kl_in_reward:
+            self.kl = states["kl"] = KLController(schedule, schedule.kl_coef, self.steps)
+        if config.schedules_kl_loss:
+            states["kl_loss"] = self.actor.kl
         self.optimizers = {name: part.optimizer for name, part in trained.items()}
-        self.validations, self.syncs = ValidationHistory(), list[SyncReport]()
+        self.validations, self.syncs = states["held_out"], list[SyncReport]()
         self.probs_diffs = list[float]()  # mean difference: [of the first step, the largest]
         self.checkpoints = self.build_checkpoints(
-            {name: (part.model, part.optimizer) for name, part in trained.items()},
-            {"held_out": self.validations} | ({"kl": self.kl} if self.kl else {}),
+            {name: (part.model, part.optimizer) for name, part in trained.items()}, states
         )
         self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
         self.printed_samples = False
@@ -110,15 +116,18 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         val_temperature = v.temperature if v.do_sample else 0.0
         self.val_sampling = SamplingSpec(v.n, val_temperature, v.top_p, v.top_k, limit, r.stop)
 
-    def begin(self, step: int) -> None:
-        self._sync_weights(step)
+    def collect(self, step: int) -> Rollouts:
+        """Generate and score responses to the prompts of one step."""
+        rollouts, self._generation_metrics = self._generate_and_score(step)
+        needs_greedy = "reward_baselines" in self.needs
+        self._baselines = self._greedy_scores(rollouts) if needs_greedy else None
+        return replace(rollouts, step=step)
 
-    def step(self, step: int) -> tuple[dict[str, float], list[int]]:
-        """Run one RL step; return its metrics and the length of every sequence."""
+    def update(self, step: int, data: Rollouts) -> tuple[dict[str, float], list[int]]:
+        """Train on scored rollouts and sync the weights; return metrics and sequence lengths."""
+        rollouts, metrics, baselines = data, self._generation_metrics, self._baselines
         config, actor, critic = self.config, self.actor, self.critic
         algorithm = config.algorithm
-        rollouts, metrics = self._generate_and_score(step)
-        baselines = self._greedy_scores(rollouts) if "reward_baselines" in self.needs else None
         self.engine.sleep()
         with on_device(self.model):
             max_tokens = config.actor.ppo_max_token_len_per_gpu
@@ -147,13 +156,15 @@ class GRPOTrainer(Trainer[GRPOConfig]):
 
             if critic is not None:
                 metrics |= critic.update(batch, mini_batches)
-            if batch.old_log_probs is None:  # used for one optimizer step only
+            if config.distills:
+                metrics |= actor.update(batch, mini_batches)
+            elif batch.old_log_probs is None:  # used for one optimizer step only
                 old_log_probs, update_metrics = actor.update_once(batch, mini_batches)
                 batch = replace(batch, old_log_probs=old_log_probs)
                 metrics |= update_metrics | probs_diff(batch, self.dp.group)
             elif not warming_up:
                 metrics |= actor.update(batch, mini_batches)
-            sync = self._sync_weights(step)
+            sync = self.sync(step)
         metrics |= reward_metrics | batch_metrics(batch, self.dp.group)
         metrics |= {"reshard/bytes_received": sync.bytes_received, "reshard/ms": sync.milliseconds}
         self._record(step, rollouts, metrics)
@@ -182,7 +193,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
     def _greedy_scores(self, rollouts: Rollouts) -> Tensor:
         """Generate a greedy response to each prompt (ReMax); return its score per response, [N]."""
         greedy = self.generator.generate(rollouts.prompts, self.greedy, self.config.seed)
-        return greedy.outcomes.scores[rollouts.outcomes.groups]
+        return greedy.outcomes.last.scores[rollouts.outcomes.groups]
 
     def _trained_tokens(self, batch: RolloutBatch) -> Tensor:
         """Return the response mask, bool [R], without truncated responses if so configured."""
@@ -191,9 +202,10 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         is_complete = batch.per_response(~batch.outcomes.is_truncated)
         return batch.response_mask & is_complete[batch.sequence_ids]
 
-    def _sync_weights(self, version: int) -> SyncReport:
+    def sync(self, step: int) -> SyncReport:
+        """Write the policy's weights, as version `step`, into the engine."""
         with self.session.phase("update_weights"), on_device(self.model):
-            self.syncs.append(self.resharder.sync(version))
+            self.syncs.append(self.resharder.sync(step))
         return self.syncs[-1]
 
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
@@ -212,9 +224,10 @@ class GRPOTrainer(Trainer[GRPOConfig]):
 
     def _record(self, step: int, rollouts: Rollouts, metrics: dict[str, float]) -> None:
         """Keep what the summary reports of this step, and write its rollouts if they are due."""
-        diff = metrics["training/rollout_probs_diff_mean"]
-        first, largest = self.probs_diffs or (diff, diff)
-        self.probs_diffs = [first, max(largest, diff)]
+        diff = metrics.get("training/rollout_probs_diff_mean")
+        if diff is not None:
+            first, largest = self.probs_diffs or (diff, diff)
+            self.probs_diffs = [first, max(largest, diff)]
         freq = self.config.trainer.rollout_freq
         path = self._rollout_path(f"step_{step}", freq > 0 and self._is_due(step, freq))
         with (
@@ -237,8 +250,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         lines = b"".join(texts_on_rank0(rollouts, lambda r: format_rollout(r) + "\n", chosen))
         self.report.print(lines.decode().removesuffix("\n"))
 
-    def train(self) -> None:
-        super().train()
+    def close(self) -> None:
         self.engine.shutdown()
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from hybridengine.runtime.session import Session
 from hybridengine.trainer.outcomes import Outcomes, RewardPart
 
 if TYPE_CHECKING:
+    from hybridengine.agent import AgentRunner
     from hybridengine.trainer.reward_model import RewardModel
 
 TOKEN_COLUMNS = {  # fields of Rollout
@@ -26,6 +27,9 @@ TOKEN_COLUMNS = {  # fields of Rollout
     "log_probs": torch.float32,
     "num_kept": torch.int32,
     "kept_ids": torch.int32,
+    "sampled": torch.int8,
+    "turn_rewards": torch.float32,
+    "context_ids": torch.int32,
 }
 
 
@@ -37,6 +41,11 @@ class Rollout:
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
     pred: a number that stands for the answer in majority votes, where the reward returns one.
     num_kept, kept_ids: as of `Completion`; empty where the engine recorded none.
+
+    Of trajectories of several turns: sampled: 1 for each token of the model, 0 for those of tools
+    and users; empty: all are the model's. turn_rewards: per token, rewards of turns; empty: none.
+    context_ids: the prompt; empty: the sample's. is_last: see `Outcomes`. turns: all turns, as
+    rollout files have them. turn_numbers: numbers of the trajectory, by name.
     """
 
     group: int
@@ -51,6 +60,16 @@ class Rollout:
     pred: float | None = None
     num_kept: Sequence[int] = ()
     kept_ids: Sequence[int] = ()
+    sampled: Sequence[int] = ()
+    turn_rewards: Sequence[float] = ()
+    context_ids: Sequence[int] = ()
+    is_last: bool = True
+    turns: Sequence[Mapping[str, Any]] = ()
+    turn_numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        return self.context_ids or self.sample.prompt_ids
 
     @property
     def results(self) -> dict[str, float]:
@@ -63,13 +82,14 @@ class Rollouts:
     """N scored responses of all ranks: the numbers of all, tokens and texts of this rank's own.
 
     prompts: prompts[g] is that of group g; every rank reads those that it needs from the dataset.
-    own: what `rank` generated, in the order of `outcomes`.
+    own: what `rank` generated, in the order of `outcomes`. step: of the run, 0 outside a run.
     """
 
     prompts: Subset[PromptSample]
     outcomes: Outcomes
     own: Sequence[Rollout]
     rank: int = 0
+    step: int = 0
 
     @staticmethod
     def gather(prompts: Subset[PromptSample], own: Sequence[Rollout], rank: int) -> Rollouts:
@@ -116,7 +136,7 @@ class Rollouts:
         selected = zip(rows.tolist(), numbers.tolist(), is_own[rows].tolist(), strict=True)
         position = (is_own.cumsum(0) - 1).tolist()
         own = [replace(self.own[position[row]], group=k) for row, k, mine in selected if mine]
-        return Rollouts(self.prompts.take(groups), outcomes, own, self.rank)
+        return replace(self, prompts=self.prompts.take(groups), outcomes=outcomes, own=own)
 
     @staticmethod
     def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
@@ -140,11 +160,12 @@ def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
     names = sorted(first.extras) if first else []
     parts = first.parts if first else {}
     has_preds = first is not None and first.pred is not None
+    turn_names = first.turn_numbers if first else {}
     groups = torch.tensor([r.group for r in rollouts], dtype=torch.int64)
     return Outcomes(
         groups=groups,
         ranks=torch.full_like(groups, rank),
-        prompt_lengths=groups.new_tensor([len(r.sample.prompt_ids) for r in rollouts]),
+        prompt_lengths=groups.new_tensor([len(r.prompt_ids) for r in rollouts]),
         is_truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]).bool(),
         scores=column([r.score for r in rollouts]),
         sizes={
@@ -156,33 +177,32 @@ def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
             name: RewardPart(weight, column([r.parts[name][1] for r in rollouts]))
             for name, (weight, _) in parts.items()
         },
+        turns={name: column([r.turn_numbers[name] for r in rollouts]) for name in turn_names},
         preds=column([r.pred or 0.0 for r in rollouts]) if has_preds else None,
+        is_last=torch.tensor([r.is_last for r in rollouts]) if turn_names else None,
     )
 
 
 @dataclass(frozen=True)
 class RolloutGenerator:
-    """Spreads a batch of prompts over the engine's replicas and scores the responses."""
+    """Spreads a batch of prompts over the engine's replicas and scores the responses.
+
+    agents: runs trajectories of several turns; None: a response is one completion.
+    """
 
     engine: RolloutEngine
     tokenizer: Any
     reward: RewardManager
     session: Session
     reward_model: RewardModel | None
+    agents: AgentRunner | None = None
 
     def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
         """Generate and score spec.n responses per prompt, in the prompts' order. Collective."""
         replica, replicas = self.engine.replica, self.engine.replicas
         samples = {i: prompts[i] for i in range(replica, len(prompts), replicas)}
-        with self.session.phase("gen"):
-            completions = self.engine.generate(
-                [sample.prompt_ids for sample in samples.values()], spec, seed
-            )
-        own: list[Rollout] = []
-        if samples and self.engine.tp_rank == 0:  # the replica's other ranks have the same
-            with self.session.phase("reward"):
-                groups = [i for i in samples for _ in range(spec.n)]
-                own = self._score(samples, groups, [c for part in completions for c in part])
+        responses = self._respond if self.agents is None else self._act
+        own = responses(samples, spec, seed)
         with self.session.phase("gather_rollouts"):
             rollouts = Rollouts.gather(prompts, own, self.session.rank)
         if self.reward_model is not None:
@@ -191,12 +211,36 @@ class RolloutGenerator:
                 rollouts = rollouts.add_reward("reward_model", self.reward_model.weight, scores)
         return rollouts
 
+    def _respond(
+        self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
+    ) -> list[Rollout]:
+        with self.session.phase("gen"):
+            completions = self.engine.generate(
+                [sample.prompt_ids for sample in samples.values()], spec, seed
+            )
+        if not samples or self.engine.tp_rank != 0:  # the replica's other ranks have the same
+            return []
+        with self.session.phase("reward"):
+            groups = [i for i in samples for _ in range(spec.n)]
+            return self._score(samples, groups, [c for part in completions for c in part])
+
+    def _act(
+        self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
+    ) -> list[Rollout]:
+        from hybridengine.trainer.trajectories import score_trajectories
+
+        assert self.agents is not None
+        with self.session.phase("gen"):
+            trajectories = self.agents.run(self.engine, samples, spec, seed)
+        with self.session.phase("reward"):
+            return score_trajectories(trajectories, self.tokenizer, self.reward)
+
     def _score(
         self, samples: Mapping[int, PromptSample], groups: list[int], completions: list[Completion]
     ) -> list[Rollout]:
         ids, scored = [c.token_ids for c in completions], [samples[i] for i in groups]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        result = score_checked(self.reward, scored, texts, list(map(len, ids)))
+        result = score_checked(self.reward, scored, texts, ids)
         return [
             Rollout(
                 group=i,
@@ -238,9 +282,8 @@ def select_groups(
     rollouts = Rollouts.concatenate(batches)
     values_of: dict[int, list[float]] = {}
     outcomes = rollouts.outcomes
-    for group, value in zip(
-        outcomes.groups.tolist(), outcomes.result(metric).tolist(), strict=True
-    ):
+    last = outcomes.last
+    for group, value in zip(last.groups.tolist(), last.result(metric).tolist(), strict=True):
         values_of.setdefault(group, []).append(value)
     has_signal = {g: len(v) == 1 or len(set(v)) > 1 for g, v in values_of.items()}
     selected = sorted(has_signal, key=lambda group: not has_signal[group])[:num_groups]

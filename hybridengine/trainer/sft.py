@@ -1,6 +1,6 @@
 """Supervised fine-tuning on the assistant tokens of conversations.
 
-conversations → packed micro-batches → log-probs of the assistant tokens → loss → optimizer step.
+conversations → packed micro-batches → cross-entropy of the assistant tokens → optimizer step.
 
 The loss is the mean of -log p over all assistant tokens of the global batch (arXiv 2203.02155,
 section 3.5), whatever the number of ranks and the split into micro-batches.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridengine.config import SFTConfig
 from hybridengine.data import PromptLoader, SFTDataset, SFTSample
-from hybridengine.model import PackedBatch, SavedWork, pack_batch, packed_log_probs
+from hybridengine.model import PackedBatch, SavedWork, pack_batch, packed_cross_entropy
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.base import Trainer
 from hybridengine.trainer.build import build_optimizer, load_model, load_tokenizer
@@ -58,16 +58,21 @@ class SFTTrainer(Trainer[SFTConfig]):
     def plan(self) -> Table:
         return sft_plan(self.config, self.data, self.val)
 
-    def step(self, step: int) -> tuple[dict[str, float], list[int]]:
+    def collect(self, step: int) -> list[SFTSample]:
+        """Return the conversations of one optimizer step, of all ranks."""
+        return list(self.loader.next_batch())
+
+    def update(self, step: int, data: Sequence[SFTSample]) -> tuple[dict[str, float], list[int]]:
         """Run one optimizer step; return its metrics and the length of every conversation."""
-        samples = list(self.loader.next_batch())
-        num_tokens = sum(sample.num_loss_tokens for sample in samples)
+        num_tokens = sum(sample.num_loss_tokens for sample in data)
         loss, saved = torch.zeros((), device=self.session.device), list[SavedWork]()
+        grad_scale = self.dp.grad_scale(self.optimizer)
         with self.session.phase("update_actor"):
             self.model.train()
-            for batch, is_dummy in self._micro_batches(samples):
+            for batch, is_dummy in self._micro_batches(data):
                 saved += [] if is_dummy else [batch.saved]
-                part = self._sum_of_losses(batch) * (not is_dummy) / num_tokens
+                part = packed_cross_entropy(self.model, batch, num_tokens, grad_scale)
+                part = part * (not is_dummy)
                 self.dp.backward(part, self.optimizer)
                 loss += part.detach()
             norm = self.optimizer.step(self.config.optim.clip_grad)
@@ -78,7 +83,7 @@ class SFTTrainer(Trainer[SFTConfig]):
             "train/grad_norm": float(norm),
             "train/lr": self.optimizer.last_lr,
             "train/num_targets": num_tokens,
-        }, [len(sample.ids) for sample in samples]
+        }, [len(sample.ids) for sample in data]
 
     @torch.no_grad()
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
@@ -94,7 +99,7 @@ class SFTTrainer(Trainer[SFTConfig]):
         for start in range(0, len(data), size):
             loss = torch.zeros((), device=self.session.device)
             for batch, is_dummy in self._micro_batches(data[start : start + size]):
-                loss += self._sum_of_losses(batch) * (not is_dummy)
+                loss += packed_cross_entropy(self.model, batch, 1) * (not is_dummy)
             total += self._sum_over_ranks(loss)
         return total / sum(sample.num_loss_tokens for sample in data)
 
@@ -119,9 +124,6 @@ class SFTTrainer(Trainer[SFTConfig]):
             )
             yield packed, micro.is_dummy
 
-    def _sum_of_losses(self, batch: PackedBatch) -> Tensor:
-        return -packed_log_probs(self.model, batch)[0].sum()
-
     def _sum_over_ranks(self, value: Tensor) -> float:
         dist.all_reduce(value)
-        return float(value) / self.dp.sp_size  # each rank of a sequence-parallel group has the sum
+        return float(value)

@@ -49,6 +49,8 @@ def _obstacle(config: GRPOConfig | SFTConfig) -> str | None:
     paths = [config.model.path]
     if isinstance(config, GRPOConfig) and uses_critic(config) and config.critic.model.path:
         paths.append(config.critic.model.path)
+    if isinstance(config, GRPOConfig) and config.algorithm.distill.teacher_path:
+        paths.append(config.algorithm.distill.teacher_path)
     for path in paths:
         model = check_model(path, config.model.trust_remote_code)
         if reason := shared_prefix_obstacle(model):

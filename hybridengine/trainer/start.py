@@ -10,12 +10,16 @@ import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridengine.checkpoint.folders import find_checkpoints
 from hybridengine.config import JobConfig, SFTConfig, config_to_yaml, load_config, load_sft_config
 from hybridengine.runtime.launch import launch_ranks
 from hybridengine.runtime.status import clear_status, run_lock
 from hybridengine.storage import atomic_file
+
+if TYPE_CHECKING:
+    from hybridengine.trainer.base import Trainer
 
 
 def launch(config: JobConfig) -> int:
@@ -42,7 +46,7 @@ def start_rank(config: JobConfig) -> int:
     """
     is_main = os.environ["RANK"] == "0"
     with run_lock(config.trainer.default_local_dir) if is_main else nullcontext():
-        return _train(config)
+        return trainer_of(config).run(config)
 
 
 def _how_to_resume(dir: Path) -> str:
@@ -53,19 +57,19 @@ def _how_to_resume(dir: Path) -> str:
     return f"the same command resumes after step {saved[-1].step} (trainer.resume_mode=auto)"
 
 
-def _train(config: JobConfig) -> int:
+def trainer_of(config: JobConfig) -> type[Trainer]:
+    """Return the class that runs `config`, with the messages of its libraries silenced."""
     from transformers.utils.logging import disable_progress_bar
 
-    from hybridengine.trainer.base import Trainer
     from hybridengine.trainer.rl import GRPOTrainer
     from hybridengine.trainer.sft import SFTTrainer
 
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    trainer: type[Trainer] = SFTTrainer if isinstance(config, SFTConfig) else GRPOTrainer
-    return trainer.run(config)
+    return SFTTrainer if isinstance(config, SFTConfig) else GRPOTrainer
 
 
 if __name__ == "__main__":
     load = load_sft_config if sys.argv[1] == SFTConfig.__name__ else load_config
-    sys.exit(_train(load(sys.argv[2])))  # the launcher holds the lock
+    config = load(sys.argv[2])
+    sys.exit(trainer_of(config).run(config))  # the launcher holds the lock

@@ -92,7 +92,7 @@ class ValidationHistory:
 
 def problems_of(rollouts: Rollouts) -> list[Problem]:
     """Return the results of each prompt's responses, from the outcomes alone."""
-    outcomes = rollouts.outcomes
+    outcomes = rollouts.outcomes.last
     counts = outcomes.groups.bincount(minlength=len(rollouts.prompts))
     rows_of = torch.arange(len(outcomes)).split(counts.tolist())
     return [

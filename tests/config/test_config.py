@@ -141,14 +141,33 @@ def test_null_falls_back_to_other_keys():
         ("algorithm.rollout_correction.rollout_is=tokens", "input should be 'token' or 'sequence'"),
         ("algorithm.sampling_replay=on", "top_k is -1, which keep the full vocabulary"),
         ("algorithm.sampling_replay=yes!", "input should be 'auto', 'on' or 'off'"),
-        ("algorithm.kl_ctrl.type=adaptiv", "input should be 'fixed' or 'adaptive'"),
+        ("algorithm.kl_ctrl.type=adaptiv", "input should be 'fixed', 'adaptive' or 'linear'"),
         ("actor.policy_loss.loss_mode=gpso", "input should be 'vanilla', 'gspo'"),
+        ("algorithm.distill.beta=1.5", "input should be less than or equal to 1"),
     ],
 )
 def test_refusals(override, message):
     with pytest.raises(ConfigError, match=message) as error:
         load(override)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.policy_loss.loss_mode=gspo", "loss_mode is gspo, but with algorithm.distill.teach"),
+        ("actor.loss_agg_mode=token-sum", "loss_agg_mode is token-sum, .* leave it token-mean"),
+        ("actor.entropy_coeff=0.1", "entropy_coeff is 0.1, .* leave it 0.0"),
+        ("actor.use_kl_loss=true", "use_kl_loss is True"),
+        ("algorithm.use_kl_in_reward=true", "use_kl_in_reward is True"),
+        ("model.use_fused_kernels=false", "use_fused_kernels is False, .* leave it True"),
+        ("algorithm.adv_estimator=gae", "no critic is trained"),
+    ],
+)
+def test_distillation_refuses_what_its_loss_does_not_read(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load("algorithm.distill.teacher_path=teacher", override)
+    load(override)
 
 
 def test_compiled_layers_are_one_fsdp_group():

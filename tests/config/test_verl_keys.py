@@ -160,7 +160,7 @@ def test_one_note_per_reason():
     [
         ("actor_rollout_ref.actor.strategy=megatron", "training is FSDP2"),
         ("actor_rollout_ref.actor.megatron.param_offload=True", "training is FSDP2"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "one response, without tools"),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path=a.yaml", "default_agent_loop"),
         ("actor_rollout_ref.rollout.do_sample=False", "rollout.temperature"),
         ("actor_rollout_ref.rollout.ignore_eos=True", "end-of-sequence"),
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "tensor parallel"),

@@ -170,4 +170,4 @@ def test_the_result_of_a_users_manager_is_checked(body, message):
     space = {"RewardManager": RewardManager, "RewardResult": RewardResult, "sys": sys}
     exec(f"class Own(RewardManager):\n  def score(self, *given):\n    {body}", space)
     with pytest.raises(RewardError, match=message):
-        score_checked(space["Own"]([], RewardConfig(), 10), SAMPLES, ["0", "5", "2"], [1, 1, 1])
+        score_checked(space["Own"]([], RewardConfig(), 10), SAMPLES, ["0", "5", "2"], [[1]] * 3)

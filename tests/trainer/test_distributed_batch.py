@@ -67,7 +67,7 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
     baselines = torch.arange(count) / count
     results: dict[str, Any] = {}
     for name in ESTIMATORS:
-        for kl in (None, KLController(KLControlConfig(kl_coef=KL_COEF))):
+        for kl in (None, KLController(KLControlConfig(), KL_COEF)):
             algorithm = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8)
             rewards, metrics = compute_rewards(batch, dp, kl, algorithm)
             results[f"{name}/{kl is not None}"] = compute_advantages(

@@ -30,11 +30,27 @@ CRITIC = ("algorithm.adv_estimator=gae", TWO_STEPS)
 KL_LOSS = ("actor.use_kl_loss=true", "actor.ppo_epochs=2")
 KL_REWARD = ("algorithm.use_kl_in_reward=true", TWO_STEPS)
 ADAPTIVE = (*KL_REWARD, "algorithm.kl_ctrl.type=adaptive")
+LINEAR = (*KL_REWARD, "algorithm.kl_ctrl.type=linear")
+LOSS_TWICE = ("actor.use_kl_loss=true", TWO_STEPS)
+LOSS_LINEAR = (*LOSS_TWICE, "actor.kl_loss_ctrl.type=linear")
+LOSS_ADAPTIVE = (*LOSS_TWICE, "actor.kl_loss_ctrl.type=adaptive", "actor.optim.lr=0.1")
+UNREACHABLE = (  # port 9 of this machine, where nothing listens
+    "reward.custom_reward_function.path=http://127.0.0.1:9/score",
+    "reward.http.retries=1",
+    "reward.http.backoff_s=0.01",
+)
 FAR_KL = (  # far above the default target: low_var_kl is never negative, and the step is huge
     *ADAPTIVE,
     "algorithm.kl_penalty=low_var_kl",
     "actor.optim.lr=0.1",
     "trainer.total_training_steps=3",
+)
+TURNS = (
+    "rollout.multi_turn.enable=true",
+    "rollout.multi_turn.max_assistant_turns=4",
+    "rollout.agent.default_agent_loop={dir}/turn_loop.py:Loop",
+    "model.path={dir}/stopping",
+    "data.max_response_length=40",
 )
 TWO_REWARDS = (
     "reward.custom_reward_function.path=[{dir}/reward.py,{dir}/reward.py]",
@@ -67,6 +83,7 @@ OVERLONG = (
     "reward.overlong_buffer.len=2",
 )
 CLASSIFIER = ("reward.reward_model.enable=true", "reward.reward_model.model_path={dir}/classifier")
+DISTILLED = ("algorithm.distill.teacher_path={dir}/other", TWO_STEPS)
 LONG = ("data.max_prompt_length=2", "data.train_batch_size=2")
 LORA = ("model.lora_rank=4",)
 SAVED = (TWO_STEPS, "trainer.save_freq=1")
@@ -122,6 +139,26 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "rollout.val_kwargs.top_p": ("0.5", SAMPLED),
     "rollout.val_kwargs.top_k": ("5", SAMPLED),
     "rollout.val_kwargs.do_sample": ("true", (*VALIDATED, "rollout.val_kwargs.temperature=1.0")),
+    "rollout.multi_turn.enable": ("false", ()),
+    "rollout.multi_turn.max_assistant_turns": ("2", ()),
+    "rollout.multi_turn.max_user_turns": ("1", ()),
+    "rollout.multi_turn.tool_config_path": ("{dir}/nothing.yaml", ()),
+    "rollout.multi_turn.function_tool_path": ("{dir}/turn_tools.py", ()),
+    "rollout.multi_turn.max_tool_response_length": ("4", ()),
+    "rollout.multi_turn.tool_response_truncate_side": (
+        "left",
+        ("rollout.multi_turn.max_tool_response_length=4",),
+    ),
+    "rollout.multi_turn.format": ("nothing", ()),
+    "rollout.multi_turn.tool_timeout_s": (
+        "0.05",
+        ("rollout.multi_turn.function_tool_path={dir}/slow_tools.py",),
+    ),
+    "rollout.multi_turn.max_concurrent_calls": (
+        "1",
+        ("rollout.multi_turn.function_tool_path={dir}/busy_tools.py",),
+    ),
+    "rollout.agent.default_agent_loop": ("single_turn_agent", ()),
     "critic.model.path": ("{dir}/other", CRITIC),
     "critic.cliprange_value": ("1e-4", (*CRITIC, "actor.ppo_epochs=2")),
     "algorithm.adv_estimator": ("rloo", ()),
@@ -137,6 +174,13 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "algorithm.kl_ctrl.kl_coef": ("0.5", KL_REWARD),
     "algorithm.kl_ctrl.horizon": ("100", ADAPTIVE),
     "algorithm.kl_ctrl.target_kl": ("1e9", FAR_KL),
+    "algorithm.kl_ctrl.final_kl_coef": ("0.5", LINEAR),
+    "algorithm.kl_ctrl.num_steps": ("9", LINEAR),
+    "actor.kl_loss_ctrl.type": ("linear", LOSS_TWICE),
+    "actor.kl_loss_ctrl.horizon": ("100", LOSS_ADAPTIVE),
+    "actor.kl_loss_ctrl.target_kl": ("1e9", (*LOSS_ADAPTIVE, "trainer.total_training_steps=3")),
+    "actor.kl_loss_ctrl.final_kl_coef": ("0.5", LOSS_LINEAR),
+    "actor.kl_loss_ctrl.num_steps": ("9", LOSS_LINEAR),
     "algorithm.filter_groups.metric": ("never", FILTERED),
     "algorithm.filter_groups.max_num_gen_batches": ("1", FILTERED),
     "algorithm.rollout_correction.rollout_is": ("null", ("rollout.dtype=bfloat16",)),
@@ -144,6 +188,9 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "algorithm.rollout_correction.rollout_rs": ("seq_max_k2", REJECTED),
     "algorithm.rollout_correction.rollout_rs_threshold": ("1e-3", REJECTED),
     "algorithm.sampling_replay": ("off", ("rollout.top_p=0.5",)),
+    "algorithm.distill.teacher_path": ("{dir}/other", ()),
+    "algorithm.distill.beta": ("0.9", DISTILLED),
+    "algorithm.distill.temperature": ("2.0", DISTILLED),
     "algorithm.mask_truncated_completions": (
         "true",
         ("model.path={dir}/stopping", "data.max_response_length=1"),
@@ -160,6 +207,13 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
         "dapo",
         ("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2"),
     ),
+    "reward.reward_manager.module.path": (
+        "{dir}/other_reward.py",
+        ("reward.reward_manager.name=naive",),
+    ),
+    "reward.http.batch_size": ("1", UNREACHABLE),
+    "reward.http.retries": ("2", UNREACHABLE),
+    "reward.http.backoff_s": ("0.02", UNREACHABLE),
     "reward.reward_model.enable": ("true", ()),
     "reward.reward_model.model_path": ("{dir}/other_classifier", CLASSIFIER),
     "reward.overlong_buffer.enable": ("false", OVERLONG),
@@ -186,11 +240,57 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "trainer.critic_warmup": ("1", CRITIC),
 }
 # The job without the flip of these is refused already.
-REFUSED_WITHOUT = {"data.truncation", "data.filter_overlong_prompts", "trainer.resume_from_path"}
+REFUSED_WITHOUT = {
+    "data.truncation", "data.filter_overlong_prompts", "trainer.resume_from_path",
+    "reward.http.batch_size", "reward.http.retries", "reward.http.backoff_s",
+}  # fmt: skip
 NEED_VLLM = (
     "rollout.kv_cache_gib", "rollout.max_num_batched_tokens", "rollout.enforce_eager",
     "rollout.enable_prefix_caching", "rollout.enable_chunked_prefill", "rollout.free_cache_engine",
 )  # fmt: skip
+
+
+# The tiny model writes no JSON: here every turn that is not empty calls both tools.
+TURN_LOOP = """
+from dataclasses import replace
+
+from hybridengine.agent import ToolCall
+from hybridengine.agent.loops import ToolLoop
+
+def parse(text):
+    return [ToolCall(name, {"k": k}) for k, name in enumerate(("count", "more"))] if text else []
+
+class Loop(ToolLoop):
+    def __init__(self, context):
+        super().__init__(replace(context, parse=parse))
+"""
+TURN_TOOLS = '''
+from time import sleep
+
+active, most = 0, 1
+
+def count(k: int) -> str:
+    """Count.
+
+    Args:
+        k: any
+    """
+    return f"w{60 + most} w4 w5 w6"
+
+def more(k: int) -> str:
+    """Count.
+
+    Args:
+        k: any
+    """
+    return f"w{60 + most} w8 w9"
+'''
+BUSY = """    global active, most
+    active += 1
+    most = max(most, active)
+    sleep(0.05)
+    active -= 1
+    return"""
 
 
 def prepare(folder: Path) -> list[str]:
@@ -204,6 +304,12 @@ def prepare(folder: Path) -> list[str]:
             save_head(folder / name)
     rows = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "others.jsonl").write_text("\n".join(rows[4:] + rows[:3]))
+    (folder / "turn_loop.py").write_text(TURN_LOOP)
+    (folder / "turn_tools.py").write_text(TURN_TOOLS)
+    (folder / "slow_tools.py").write_text(
+        TURN_TOOLS.replace("    return", "    sleep(0.3)\n    return")
+    )
+    (folder / "busy_tools.py").write_text(TURN_TOOLS.replace("    return", BUSY))
     (folder / "template.jinja").write_text(
         "{% for m in messages %}{{ word or 'w50' }} {% endfor %}"
     )
@@ -295,6 +401,8 @@ SFT_FLIPS = {key: FLIPS[key] for key in (
     "model.fsdp_config.dtype": ("bfloat16", ()),
     "model.fsdp_config.fsdp_size": ("2", ()),
     "data.messages_key": ("chat", ()),
+    "data.tools_key": ("prompt", ()),
+    "data.enable_thinking_key": ("prompt", ()),
     "data.max_length": ("6", CUT),
     "data.truncation": ("left", CUT),
     "data.micro_batch_size_per_gpu": ("1", ()),
@@ -305,9 +413,13 @@ SFT_FLIPS = {key: FLIPS[key] for key in (
     "ulysses_sequence_parallel_size": ("2", ()),
 }  # fmt: skip
 
-GRPO = JobKind(
-    GRPOConfig, FLIPS, prepare, load_grpo, {"critic.": CRITIC} | dict.fromkeys(NEED_VLLM, VLLM)
-)
+GRPO_CONTEXTS = {
+    "critic.": CRITIC,
+    "rollout.multi_turn.": TURNS,
+    "rollout.agent.": TURNS,
+    **dict.fromkeys(NEED_VLLM, VLLM),
+}
+GRPO = JobKind(GRPOConfig, FLIPS, prepare, load_grpo, GRPO_CONTEXTS)
 SFT = JobKind(SFTConfig, SFT_FLIPS, prepare_sft, load_sft)
 
 

@@ -104,7 +104,7 @@ class Setup:
         else:
             weights, mask, _ = actor.rollout_correction(batch)
             batch = replace(batch, is_weights=weights, response_mask=mask)
-        mini_batch = actor._with_active_rows(batch, self.mini_batches[0])
+        [mini_batch] = actor._with_active_rows(batch, self.mini_batches)
         [micro_batch] = mini_batch.micro_batches
         self.model.zero_grad()  # before the forward, which gathers the parameters
         loss, metrics, log_probs = actor.micro_batch_loss(

@@ -31,9 +31,10 @@ def test_splits_and_ranks_change_nothing(tmp_path: Path) -> None:
     splits = (
         (1, {"data.micro_batch_size_per_gpu": 1}),
         (2, {"data.max_token_len_per_gpu": 32}),
-        (2, {"data.micro_batch_size_per_gpu": 3}),
+        (2, {"data.micro_batch_size_per_gpu": 3, "model.use_fused_kernels": "false"}),
         (3, {"model.enable_gradient_checkpointing": "true"}),
         (4, {"ulysses_sequence_parallel_size": 2, "model.fsdp_config.fsdp_size": 2}),
+        (2, {"ulysses_sequence_parallel_size": 2, "model.use_fused_kernels": "false"}),
     )
     for world_size, split in splits:
         for metrics, val_after in run_ranks(one_step, world_size, folder, split):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -91,16 +92,11 @@ class PullBuilder(ExchangeBuilder):
     buffer_bytes: of the largest send buffer of any rank, in the buckets built so far.
     """
 
-    def __init__(
-        self,
-        plan: ReshardPlan,
-        rank: int,
-        strides: Mapping[str, tuple[int, ...]],
-        device: torch.device,
-    ) -> None:
-        super().__init__(plan, rank, strides, device)
-        self._send_buffers = SendBuffers(plan)
-        self.buffer_bytes = 0
+    buffer_bytes = 0
+
+    @cached_property
+    def _send_buffers(self) -> SendBuffers:
+        return SendBuffers(self._plan)
 
     def _place(
         self, bucket: Bucket, pack: SliceRows, unpack: SliceRows

@@ -1,0 +1,52 @@
+"""On-policy distillation (arXiv 2306.13649, algorithm 1 with lambda 1).
+
+The loss of a token of the student's own responses is the divergence of its distribution from the
+teacher's. No gradient flows through the sampling; advantages are not used, rewards are reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
+from hybridengine.config import GRPOConfig
+from hybridengine.model import Optimizer, packed_distillation_loss
+from hybridengine.trainer.batch import DataParallel, MicroBatch, MiniBatch, RolloutBatch
+from hybridengine.trainer.models import Actor
+
+
+class Student(Actor):
+    """A policy that learns the distribution of a frozen teacher.
+
+    teacher: enters a context and returns the teacher.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        model: nn.Module,
+        teacher: Callable[[], AbstractContextManager[nn.Module]],
+        optimizer: Optimizer,
+        dp: DataParallel,
+    ) -> None:
+        super().__init__(config, model, None, optimizer, dp)
+        self._teacher = teacher
+
+    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+        """Run ppo_epochs optimizer steps per mini-batch towards the teacher; return metrics."""
+        with self._dp.session.phase("update_actor"), self._teacher() as self._frozen:
+            return self._epochs(batch, mini_batches)
+
+    def micro_batch_loss(
+        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        distill = self._config.algorithm.distill
+        loss, divergences = packed_distillation_loss(
+            self.model, self._frozen, micro_batch.packed,
+            beta=distill.beta, temperature=distill.temperature,
+            response_mask=micro_batch.response_mask(batch), num_items=num_tokens,
+            grad_scale=self._dp.grad_scale(self.optimizer),
+        )  # fmt: skip
+        return loss, {"actor/distill_loss": divergences.sum() / num_tokens}, divergences

@@ -1,0 +1,133 @@
+"""From trajectories of several turns to scored rollouts."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hybridengine.agent import TokenSequence, Trajectory, Turn
+from hybridengine.data import PromptSample
+from hybridengine.rewards import RewardManager, score_checked
+from hybridengine.trainer.rollouts import Rollout
+
+__all__ = ["TURN_REWARDS", "score_trajectories", "with_turns"]
+
+TURN_REWARDS = "turn_rewards"  # the result that holds the sum of a trajectory's turn rewards
+
+
+def score_trajectories(
+    trajectories: Mapping[int, Sequence[Trajectory]], tokenizer: Any, reward: RewardManager
+) -> list[Rollout]:
+    """Return the rollouts of trajectories, given by the position of their prompt.
+
+    The score is the reward functions' plus the rewards of the turns. The functions get the text of
+    all turns after the prompt, and in extra_info `num_turns`, `turn_scores`, `tool_rewards`,
+    `rollout_reward_scores` (verl's names) and `messages`.
+    """
+    if not trajectories:
+        return []
+    rows = [(position, t) for position, group in trajectories.items() for t in group]
+    texts = [_text(t, tokenizer) for _, t in rows]
+    ids = [[token for s in t.sequences for token in s.ids] for _, t in rows]
+    samples = [with_turns(t.sample, t.turns, t.turn_rewards, t.tool_rewards) for _, t in rows]
+    result = score_checked(reward, samples, texts, ids)
+    rollouts: list[Rollout] = []
+    for k, (position, trajectory) in enumerate(rows):
+        earned = sum(trajectory.turn_rewards)
+        shared = Rollout(
+            group=position,
+            sample=trajectory.sample,
+            response_text=texts[k],
+            response_ids=(),
+            log_probs=(),
+            score=result.scores[k] + earned,
+            extras={
+                **{name: x[k] for name, x in result.extras.items() if name != "pred"},
+                TURN_REWARDS: earned,
+            },
+            finish_reason="length" if trajectory.is_truncated else "stop",
+            parts={
+                **{name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
+                TURN_REWARDS: (1.0, earned),
+            },
+            pred=result.extras["pred"][k] if "pred" in result.extras else None,
+            turns=[_turn_row(turn) for turn in trajectory.turns],
+            turn_numbers=_numbers(trajectory),
+        )
+        *others, last = trajectory.sequences
+        rollouts += [_with_tokens(shared, s, is_last=False) for s in others]
+        rollouts.append(_with_tokens(shared, last, is_last=True))
+    return rollouts
+
+
+def _with_tokens(shared: Rollout, sequence: TokenSequence, is_last: bool) -> Rollout:
+    rewards = array("f", bytes(4 * len(sequence.ids)))
+    for end, turn in sequence.turn_ends:
+        rewards[end] += turn.reward
+    return replace(
+        shared,
+        response_ids=sequence.ids,
+        log_probs=sequence.log_probs,
+        num_kept=sequence.num_kept if any(sequence.num_kept) else (),
+        kept_ids=sequence.kept_ids,
+        sampled=sequence.mask,
+        turn_rewards=rewards,
+        context_ids=array("i", sequence.context_ids or ()),
+        is_last=is_last,
+    )
+
+
+def with_turns(
+    sample: PromptSample,
+    turns: Sequence[Turn] = (),
+    turn_rewards: Sequence[float] = (),
+    tool_rewards: Mapping[str, float] | None = None,
+) -> PromptSample:
+    """Return the sample with what reward functions may read about a trajectory in extra_info."""
+    about = {
+        "num_turns": len(turns) + 1,  # with the prompt, as in verl
+        "turn_scores": list(turn_rewards),
+        "tool_rewards": list(turn_rewards),
+        "rollout_reward_scores": dict(tool_rewards or {}),
+        "messages": [
+            *(dict(message) for message in sample.chat),
+            *({"role": turn.role, "content": turn.text} for turn in turns),
+        ],
+    }
+    return replace(sample, extra_info={**sample.extra_info, **about})
+
+
+def _text(trajectory: Trajectory, tokenizer: Any) -> str:
+    """Decode all tokens after the prompt, each once."""
+    ids = [token for sequence in trajectory.sequences for token in sequence.ids]
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _numbers(trajectory: Trajectory) -> dict[str, float]:
+    box = trajectory.toolbox
+    tokens = {"assistant": 0, "tool": 0, "user": 0}
+    for turn in trajectory.turns:
+        tokens[turn.role] = tokens.get(turn.role, 0) + turn.num_tokens
+    return {
+        "num_turns": len(trajectory.turns) + 1,
+        "tool_calls": box.num_calls,
+        "tool_errors": box.num_errors,
+        "truncated": float(trajectory.is_truncated),
+        "branches": trajectory.num_branches,
+        **{f"tokens/{role}": tokens[role] for role in ("assistant", "tool", "user")},
+        "timing_s/agent_loop/tool_calls": box.seconds,
+    }
+
+
+def _turn_row(turn: Turn) -> dict[str, Any]:
+    """Return a turn as rollout files have it."""
+    row: dict[str, Any] = {"role": turn.role, "content": turn.text, "tokens": turn.num_tokens}
+    if turn.role == "assistant":
+        row |= {"reward": turn.reward, "finish_reason": turn.finish_reason}
+    if turn.calls:
+        row["tool_calls"] = [
+            {"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls
+        ]
+    return row
