@@ -4,8 +4,8 @@
     python examples/multi_turn/prepare.py --gsm8k data/gsm8k      # of examples/gsm8k.py
 
 The numbers are too large for a small model to compute with by itself; every prompt shows three
-questions that the calculator solved. guess.parquet is for guess.yaml. The model is made by
-`python examples/demo/prepare.py`.
+questions that the calculator solved, in other words than the one that is asked. guess.parquet is
+for guess.yaml. The model is made by `python examples/demo/prepare.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from typing import Any
 
 HELD_OUT = 64
 TRAINED_ON = 2048
-OPERATIONS = {"times": "*", "plus": "+", "minus": "-"}
+ASKED = (  # words, expression
+    ("the sum of {a} and {b}", "{a} + {b}"),
+    ("the product of {a} and {b}", "{a} * {b}"),
+    ("the difference between {a} and {b}", "{a} - {b}"),
+    ("{b} more than {a}", "{a} + {b}"),
+    ("{b} less than {a}", "{a} - {b}"),
+    ("twice {a}", "2 * {a}"),
+)
 SOLVED = (("12 times 345", "12 * 345"), ("908 minus 77", "908 - 77"), ("451 plus 38", "451 + 38"))
 GUESS = "Guess my number from 1 to 64. I answer higher or lower. Write the number only."
 GSM8K_SYSTEM = (
@@ -40,8 +47,9 @@ def main() -> None:
     rng = random.Random(arguments.seed)
     asked: dict[str, str] = {}
     while len(asked) < HELD_OUT + TRAINED_ON:
-        word, a, b = rng.choice(list(OPERATIONS)), rng.randint(100, 999), rng.randint(11, 99)
-        asked[f"What is {a} {word} {b}?"] = f"{a} {OPERATIONS[word]} {b}"
+        words, expression = rng.choice(ASKED)
+        numbers = {"a": rng.randint(100, 999), "b": rng.randint(11, 99)}
+        asked[f"What is {words.format(**numbers)}?"] = expression.format(**numbers)
     rows = [row(i, *pair) for i, pair in enumerate(asked.items())]
     write(arguments.out / "val.parquet", rows[:HELD_OUT])
     write(arguments.out / "train.parquet", rows[HELD_OUT:])
