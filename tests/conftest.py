@@ -20,9 +20,9 @@ _LONGEST_FIRST = ("trainer", "checkpoint")  # a long test at the end leaves othe
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the folders of the longest tests first; deselect GPU tests without a GPU.
+    """Put the folders of the longest tests first.
 
-    Unless -m names the GPU tests; skipped ones would clutter.
+    Deselect GPU tests without a GPU, unless -m names them; skipped ones would clutter.
     """
     items.sort(key=lambda item: item.path.parent.name not in _LONGEST_FIRST)
     if torch.cuda.is_available() or "gpu" in config.option.markexpr:

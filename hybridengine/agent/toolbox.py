@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +85,10 @@ class Toolbox:
         )
 
     async def close(self) -> dict[str, float]:
-        """Release all instances; return calc_reward of each tool that was called."""
+        """Release all instances; return calc_reward of each tool that was called.
+
+        One that fails is counted and left out, with a warning that says why.
+        """
         rewards: dict[str, float] = {}
         for name, instance in self._instances.items():
             tool = self.tools[name]
@@ -95,8 +99,10 @@ class Toolbox:
                     value = await self._call(function, instance, **options)
                     if method == "calc_reward":
                         rewards[name] = float(value or 0.0)
-                except Exception:
+                except Exception as error:
                     self.num_errors += 1
+                    reason = shorten(repr(error), 500)
+                    warnings.warn(f"{method} of tool {name!r} failed: {reason}", stacklevel=2)
         self._instances.clear()
         return rewards
 

@@ -191,6 +191,24 @@ def test_a_tool_with_state_lives_as_long_as_its_trajectory() -> None:
     assert Counter.log == [("create", {"create_kwargs": {"x": 1}}), ("release", "mine")]
 
 
+def test_a_reward_that_fails_is_counted_and_reported() -> None:
+    class Failing(Counter):
+        def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+            raise KeyError("no score")
+
+    Counter.log.clear()
+    toolbox = box(Failing({}, SCHEMA))
+
+    async def call_and_close() -> Any:
+        await toolbox.run(ToolCall("counter", {"by": 2}))
+        return await toolbox.close()
+
+    with pytest.warns(UserWarning, match="calc_reward of tool 'counter' failed.*no score"):
+        assert asyncio.run(call_and_close()) == {}
+    assert toolbox.num_errors == 1
+    assert Counter.log[-1][0] == "release", "it is released all the same"
+
+
 def test_tools_are_loaded_as_verl_s_files_declare_them(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(
         'from hybridengine.agent import BaseTool\n\n'
