@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .._backend import choose_backend, register_backends
-from .._per_token import zero_masked
+from .._per_token import compute_dtype, zero_masked
 
 register_backends("whiten", cpu=("reference",), cuda=("triton", "reference"))
 
@@ -38,7 +38,7 @@ def whiten(
         backend: `triton` or `reference`; None takes the best one.
 
     Returns:
-        The shape and dtype of values, contiguous; the arithmetic is float64.
+        The shape and dtype of values, contiguous; the statistics are float64.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not match, an epsilon that is not above 0.
@@ -77,12 +77,17 @@ def _moments(values: Tensor, mask: Tensor | None, backend: str) -> Tensor:
         from .whiten_triton import moments_triton
 
         return moments_triton(values, mask)
-    wide, count = values.double(), values.new_full((), values.numel(), dtype=torch.float64)
+    wide = values.to(compute_dtype(values))
+    count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
     if mask is not None:
         wide, count = zero_masked(wide, mask), mask.sum().double()
-    mean = wide.sum() / count.clamp(min=1)
-    deviations = wide - mean if mask is None else zero_masked(wide - mean, mask)
-    return torch.stack([count, mean, deviations.square().sum()])
+    mean = wide.sum(dtype=torch.float64) / count.clamp(min=1)
+    # Deviations from the rounded mean are exact to rounding; its error is corrected after them.
+    center = mean.to(wide.dtype)
+    deviations = wide - center if mask is None else wide.sub_(center).mul_(mask)
+    squares = torch.linalg.vector_norm(deviations, dtype=torch.float64).square()
+    squares = (squares - count * (mean - center).square()).clamp(min=0)
+    return torch.stack([count, mean, squares])
 
 
 @_moments.register_fake
@@ -109,8 +114,13 @@ def _apply(
     mean = (counts * means).sum() / count.clamp(min=1)
     squares = (squares + counts * (means - mean).square()).sum()
     scale = (squares / (count - 1).clamp(min=1) + epsilon).rsqrt()
-    whitened = (values.double() - mean) * scale + (0 if shift_mean else mean)
-    return (whitened if mask is None else zero_masked(whitened, mask)).to(values.dtype)
+    dtype = compute_dtype(values)
+    center = mean.to(dtype)
+    offset = (center - mean) * scale + (0 if shift_mean else mean)
+    whitened = (values.to(dtype) - center).mul_(scale.to(dtype)).add_(offset.to(dtype))
+    if mask is not None:
+        whitened.masked_fill_(mask.logical_not(), 0)
+    return whitened.to(values.dtype)
 
 
 @_apply.register_fake
