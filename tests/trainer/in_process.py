@@ -88,6 +88,7 @@ def small_job(folder: Path) -> list[str]:
         "rollout.dtype": "float32",
         "rollout.n": 4,
         "reward.custom_reward_function.path": folder / "reward.py",
+        "reward.num_workers": 1,
         "trainer.total_training_steps": 1,
         "trainer.logger": "[jsonl]",
         "trainer.resume_mode": "disable",
