@@ -5,9 +5,12 @@
 
 namespace hybridengine {
 
+void register_adamw(pybind11::module_& m);
 void register_advantage(pybind11::module_& m);
 void register_attention(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
+void register_changes(pybind11::module_& m);
+void register_delta(pybind11::module_& m);
 void register_distillation(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
 void register_memory_pool(pybind11::module_& m);
@@ -28,9 +31,12 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("with_cuda") = false;
 #endif
+  register_adamw(m);
   register_advantage(m);
   register_attention(m);
   register_balance(m);
+  register_changes(m);
+  register_delta(m);
   register_distillation(m);
   register_logprob(m);
   register_memory_pool(m);

@@ -7,6 +7,7 @@ from torch import Tensor
 
 cpu_isa: str
 with_cuda: bool
+tensor_chunk: int
 
 class LogProbOptions:
     def __init__(
@@ -20,6 +21,21 @@ class LogProbOptions:
         vocab_range: Tensor | None,
     ) -> None: ...
 
+def adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    changed: Sequence[Tensor],
+    engine_dtype: torch.dtype | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_factor: Tensor | None,
+) -> None: ...
 def attention_forward(
     query: Tensor,
     key: Tensor,
@@ -88,6 +104,7 @@ def log_prob_backward(
     grad_logits: Tensor,
     row_index: Tensor | None,
 ) -> None: ...
+def count_changed(masks: Sequence[Tensor], numels: Sequence[int]) -> Tensor: ...
 def distillation(
     student: Tensor,
     teacher: Tensor,
@@ -161,3 +178,24 @@ def sparse_weight_grad(
 def strided_copy(
     sources: Sequence[Tensor], destinations: Sequence[Tensor], table: Tensor
 ) -> None: ...
+def changed_elements(
+    current: Tensor, sent: Tensor, capacity: int, wide: bool
+) -> tuple[Tensor, Tensor, int]: ...
+def mark_changed(current: Tensor, sent: Tensor, mask: Tensor) -> None: ...
+def encode_gaps(positions: Tensor, start: int) -> tuple[Tensor, int]: ...
+def decode_gaps(gaps: Tensor, width: int, start: int, end: int, count: int) -> Tensor: ...
+
+class ChangeTable:
+    def __init__(self, table: Tensor) -> None: ...
+    def map(self, indices: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]: ...
+    def scatter(
+        self, indices: Sequence[Tensor], values: Sequence[Tensor], destinations: Sequence[Tensor]
+    ) -> None: ...
+
+def take_changed(
+    masks: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    ends: Tensor,
+    num_changed: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]: ...

@@ -7,10 +7,12 @@ what operators share.
 
 from ._aggregation import LOSS_AGG_MODES
 from ._backend import backend_table, choose_backend
+from .adamw import adamw_
 from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from .aggregate import aggregate_loss
 from .attention import tree_attention
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
+from .changes import change_mask, take_changed
 from .linear import (
     LinearStats,
     has_fast_products,
@@ -50,10 +52,12 @@ __all__ = [
     "RolloutCorrection",
     "RowStats",
     "TokenLosses",
+    "adamw_",
     "aggregate_loss",
     "backend_table",
     "balance",
     "balance_by_tokens",
+    "change_mask",
     "check_labels",
     "choose_backend",
     "cross_entropy",
@@ -76,6 +80,7 @@ __all__ = [
     "select_by_covariance",
     "sparse_linear_token_log_probs",
     "strided_copy",
+    "take_changed",
     "token_entropy",
     "token_kl",
     "token_log_probs",

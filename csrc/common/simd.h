@@ -143,6 +143,34 @@ HE_SIMD VecF at_most(float most, VecF x) {
 #endif
 }
 
+HE_SIMD VecF sqrt(VecF x) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+  return (VecF)_mm256_sqrt_ps((__m256)x);
+#elif defined(__x86_64__)
+  return (VecF)_mm_sqrt_ps((__m128)x);
+#else
+  for (int i = 0; i < kWidth; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+#endif
+}
+
+// Bit i: whether lane i of a comparison's result is true.
+HE_SIMD uint32_t lane_bits(VecI mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)mask));
+#elif defined(__x86_64__)
+  return static_cast<uint32_t>(_mm_movemask_ps((__m128)mask));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kWidth; ++i) bits |= (static_cast<uint32_t>(mask[i]) & 1u) << i;
+  return bits;
+#endif
+}
+
 // The largest integer no larger than x, |x| < 2^22.
 HE_SIMD VecF floor(VecF x) {
 #if defined(__AVX512F__)

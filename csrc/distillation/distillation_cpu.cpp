@@ -47,7 +47,7 @@ struct Row {
   Row(float* x, int64_t vocab, const LogitTransform& transform)
       : x(x), vocab(vocab), softcap(transform.softcap) {
     factor = (softcap == 0 ? transform.scale : 1.0f) / transform.temperature;
-    slope = transform.scale / transform.temperature;
+    grad_factor = transform.scale / transform.temperature;
     cap_scale = softcap == 0 ? 0.0f : transform.scale / softcap;
   }
 
@@ -79,16 +79,16 @@ struct Row {
   // z - maximum.
   VecF distance(int64_t i, int64_t count) const { return load_row(x + i, count) * factor - max_z; }
 
-  // dz / dx.
+  // dz / dx; `grad_factor` without a soft-cap.
   VecF derivative(int64_t i, int64_t count) const {
-    if (softcap == 0) return splat(slope);
+    if (softcap == 0) return splat(grad_factor);
     const VecF tanh_x = load_row(x + i, count) / softcap;
-    return slope * (1.0f - tanh_x * tanh_x);
+    return grad_factor * (1.0f - tanh_x * tanh_x);
   }
 
   float* x;
   int64_t vocab;
-  float softcap, factor, slope, cap_scale;
+  float softcap, factor, grad_factor, cap_scale;
   float max_z, log_sum;
 };
 

@@ -100,13 +100,37 @@ VecI unmasked_lanes(const PolicyLossParams& p, int64_t t, int64_t count) {
 }
 
 template <bool full>
-KlTerms<VectorOps> load_kl(const PolicyLossParams& p, int64_t t, int64_t count, VecI unmasked,
-                           const Token<VectorOps>& token) {
+HE_SIMD KlTerms<VectorOps> load_kl(const PolicyLossParams& p, int64_t t, int64_t count,
+                                   VecI unmasked, const Token<VectorOps>& token,
+                                   const KlOptions& options) {
   const VecF ref = select(unmasked, load_some<full>(p.ref_log_probs + t, count), splat(0));
-  return token_kl<VectorOps>(p.kl, token.log_prob, ref);
+  return token_kl<VectorOps>(options, token.log_prob, ref);
 }
 
-template <LossMode mode, bool full>
+// What of a token is computed: run-time options in the loop over tokens take time. In `pg_and_kl`
+// the clamps of the KL are the usual ones.
+enum class Parts { pg, pg_and_kl, all };
+
+constexpr float kInputClamp = 20, kOutputClamp = 10;
+
+Parts wanted_parts(const PolicyLossParams& p) {
+  if (p.token_terms) return Parts::all;
+  if (!p.ref_log_probs) return Parts::pg;
+  const bool usual = p.kl.input_clamp == kInputClamp && p.kl.output_clamp == kOutputClamp;
+  return usual && !p.kl.times_ratio ? Parts::pg_and_kl : Parts::all;
+}
+
+template <Parts parts>
+KlOptions kl_options(const PolicyLossParams& p) {
+  KlOptions options = p.kl;
+  if (parts == Parts::pg_and_kl) {  // constants to the compiler
+    options.input_clamp = kInputClamp;
+    options.output_clamp = kOutputClamp;
+  }
+  return options;
+}
+
+template <LossMode mode, Parts parts, bool full>
 void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run& run, int64_t t,
            int64_t count, Lanes& lanes, VecF& ratio_max) {
   const VecF zero = splat(0), one = splat(1);
@@ -127,9 +151,9 @@ void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run
   lanes.ratio += ratio;
   ratio_max = max(ratio, ratio_max);
   VecF gradient = terms.gradient * is_weight, kl_value = zero, entropy = zero;
-  if (p.ref_log_probs) {
-    KlTerms<VectorOps> kl = load_kl<full>(p, t, count, unmasked, token);
-    if (p.kl.times_ratio) {
+  if (parts != Parts::pg && p.ref_log_probs) {
+    KlTerms<VectorOps> kl = load_kl<full>(p, t, count, unmasked, token, kl_options<parts>(p));
+    if (parts == Parts::all && p.kl.times_ratio) {
       const VecF mean = has_sequence_ratio(mode) ? splat(run.sequence.kl) : kl.value;
       kl = times_ratio<VectorOps>(kl, mean, terms);
     }
@@ -137,14 +161,16 @@ void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run
     lanes.kl += kl_value;
     gradient += p.kl_coef * kl.gradient;
   }
-  if (p.entropy) entropy = select(unmasked, load_some<full>(p.entropy + t, count), zero);
-  lanes.entropy += entropy;
+  if (p.entropy) {
+    entropy = select(unmasked, load_some<full>(p.entropy + t, count), zero);
+    lanes.entropy += entropy;
+  }
   if (p.gradient)
     store_some<full>(p.gradient + t, select(unmasked, gradient * run.weight, zero), count);
   if (p.entropy_gradient)
     store_some<full>(p.entropy_gradient + t,
                      select(unmasked, splat(-p.entropy_coeff * run.weight), zero), count);
-  if (!p.token_terms) return;
+  if (parts != Parts::all || !p.token_terms) return;
   const VecF loss = pg + p.kl_coef * kl_value - p.entropy_coeff * entropy;
   store_some<full>(p.token_terms + kTokenLoss * p.num_tokens + t, loss, count);
   store_some<full>(p.token_terms + kTokenKl * p.num_tokens + t, kl_value, count);
@@ -153,7 +179,7 @@ void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run
   store_mask<full>(p.token_clips + p.num_tokens + t, unmasked & terms.clipped_lower, count);
 }
 
-template <LossMode mode>
+template <LossMode mode, Parts parts>
 void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
   const TokenLossOptions options = p.options;  // a copy, which does not alias the gradients
   VecF ratio_max{};
@@ -162,8 +188,8 @@ void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
     Lanes lanes{};
     int64_t t = block;
     for (; t + kWidth <= end; t += kWidth)
-      visit<mode, true>(p, options, run, t, kWidth, lanes, ratio_max);
-    if (t < end) visit<mode, false>(p, options, run, t, end - t, lanes, ratio_max);
+      visit<mode, parts, true>(p, options, run, t, kWidth, lanes, ratio_max);
+    if (t < end) visit<mode, parts, false>(p, options, run, t, end - t, lanes, ratio_max);
     totals[kPgLoss] += run.weight * sum(lanes.pg);
     totals[kKlLoss] += run.weight * sum(lanes.kl);
     totals[kEntropy] += run.weight * sum(lanes.entropy);
@@ -178,13 +204,13 @@ void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
   if (std::isnan(totals[kRatio])) totals[kRatioMax] = NAN;
 }
 
-template <LossMode mode>
+template <LossMode mode, Parts parts>
 void visit_chunk(const PolicyLossParams& p, const Denominators& counts, int64_t begin, int64_t end,
                  double* totals) {
   for (int i = 0; i < kNumSums; ++i) totals[i] = 0;
   totals[kRatioMax] = -INFINITY;
   if (!needs_sequence_stats(p)) {
-    visit_run<mode>(p, Run{begin, end, token_weight(p, counts, 1), SequenceStats{}}, totals);
+    visit_run<mode, parts>(p, Run{begin, end, token_weight(p, counts, 1), SequenceStats{}}, totals);
     return;
   }
   for (int64_t n = find_sequence(p, begin); begin < end; ++n) {
@@ -192,7 +218,7 @@ void visit_chunk(const PolicyLossParams& p, const Denominators& counts, int64_t 
     const int64_t stop = past_end || p.cu_seqlens[n + 1] > end ? end : p.cu_seqlens[n + 1];
     const SequenceStats sequence = past_end ? SequenceStats{} : p.sequence_stats[n];
     const float weight = past_end ? 0 : token_weight(p, counts, divisor(p, n, sequence.length));
-    visit_run<mode>(p, Run{begin, stop, weight, sequence}, totals);
+    visit_run<mode, parts>(p, Run{begin, stop, weight, sequence}, totals);
     begin = stop;
   }
 }
@@ -203,7 +229,7 @@ struct SequenceLanes {
 };
 
 template <LossMode mode, bool full>
-void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SequenceLanes& lanes) {
+HE_SIMD void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SequenceLanes& lanes) {
   const VecI unmasked = unmasked_lanes<full>(p, t, left);
   lanes.minus_count += unmasked;
   if (!has_sequence_ratio(mode) && mode != LossMode::gmpo) return;
@@ -212,7 +238,7 @@ void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SequenceLane
       mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
   lanes.log_ratio += select(unmasked, x, splat(0));
   if (has_sequence_ratio(mode) && p.ref_log_probs && p.kl.times_ratio)
-    lanes.kl += select(unmasked, load_kl<full>(p, t, left, unmasked, token).value, splat(0));
+    lanes.kl += select(unmasked, load_kl<full>(p, t, left, unmasked, token, p.kl).value, splat(0));
   if (mode != LossMode::gmpo) return;
   lanes.advantage += token.advantage;
   if (!p.is_weights) return;
@@ -256,6 +282,17 @@ Denominators counted(const PolicyLossParams& p) {
   return counts;
 }
 
+template <LossMode mode, Parts parts>
+void run_parts(const PolicyLossParams& p, const Denominators& counts, int64_t chunks) {
+  parallel_for(chunks, 1, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t first = chunk * kCpuChunk, last = first + kCpuChunk;
+      visit_chunk<mode, parts>(p, counts, first, last < p.num_tokens ? last : p.num_tokens,
+                               p.partials + chunk * kNumSums);
+    }
+  });
+}
+
 template <LossMode mode>
 void run(const PolicyLossParams& p) {
   if (needs_sequence_pass(p)) {
@@ -267,13 +304,16 @@ void run(const PolicyLossParams& p) {
   }
   const Denominators counts = denominators(p, counted(p));
   const int64_t chunks = (p.num_tokens + kCpuChunk - 1) / kCpuChunk;
-  parallel_for(chunks, 1, p.num_threads, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t first = chunk * kCpuChunk, last = first + kCpuChunk;
-      visit_chunk<mode>(p, counts, first, last < p.num_tokens ? last : p.num_tokens,
-                        p.partials + chunk * kNumSums);
-    }
-  });
+  switch (wanted_parts(p)) {
+    case Parts::pg:
+      run_parts<mode, Parts::pg>(p, counts, chunks);
+      break;
+    case Parts::pg_and_kl:
+      run_parts<mode, Parts::pg_and_kl>(p, counts, chunks);
+      break;
+    case Parts::all:
+      run_parts<mode, Parts::all>(p, counts, chunks);
+  }
   double totals[kNumSums] = {};
   totals[kRatioMax] = -INFINITY;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {

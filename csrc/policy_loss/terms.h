@@ -195,10 +195,12 @@ HE_HOST_DEVICE TokenTerms<Ops> token_loss(const Token<Ops>& t, const TokenLossOp
     terms.ratio = Ops::exp(Ops::clamp(t.seq_log_ratio, -20.0f, 10.0f));
     const F unclipped = Ops::select(t.seq_log_ratio <= Ops::set(10), one, zero);
     terms.grad_log_ratio = Ops::select(impossible, zero, unclipped);
-    if constexpr (mode == LossMode::gspo)
+    if constexpr (mode == LossMode::seq_sapo)
+      sapo_terms<Ops>(terms, advantage, terms.grad_log_ratio, o);
+    else if (o.clip_ratio_c < INFINITY)
       dual_clip_terms<Ops>(terms, advantage, terms.grad_log_ratio, o);
     else
-      sapo_terms<Ops>(terms, advantage, terms.grad_log_ratio, o);
+      clip_terms<Ops>(terms, advantage, terms.grad_log_ratio, o);
     return terms;
   } else if constexpr (mode == LossMode::gmpo) {
     terms.ratio = Ops::exp(t.seq_log_ratio);

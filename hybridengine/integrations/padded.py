@@ -232,8 +232,10 @@ def group_advantage(
     return kernels.group_advantage(rewards, group_ids, response_mask=response_mask, **options)
 
 
-def group_ids(prompt_ids: Sequence[Hashable]) -> Tensor:
-    """Number prompt ids (strings, uuids, entries of a NumPy array) by first occurrence: int64 [B].
+def group_ids(prompt_ids: Any) -> Tensor:
+    """Number prompt ids by first occurrence: int64 [B].
+
+    prompt_ids: B strings, uuids or other hashable values; or a tensor or NumPy array [B].
 
     Example:
         >>> group_ids(["b", "a", "b"]).tolist()
@@ -264,9 +266,10 @@ def aggregate(
     )
 
 
-def _numbered(prompt_ids: Sequence[Hashable]) -> Tensor:
+def _numbered(prompt_ids: Any) -> Tensor:
     numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in prompt_ids]).long()
+    ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
+    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in ids]).long()
 
 
 def _masked_ids(

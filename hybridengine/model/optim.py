@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from hybridengine.errors import ModelError
+from hybridengine.model.adamw import AdamW
 from hybridengine.model.offload import Offloader
-from hybridengine.sharding.shards import full_tensor, local_shard
+from hybridengine.sharding.changes import ChangedElements
+from hybridengine.sharding.shards import full_tensor
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -22,7 +24,7 @@ _GROWTH_INTERVAL = 400
 
 
 class Optimizer:
-    """Fused AdamW with a learning-rate schedule; as in verl, all parameters have weight decay.
+    """AdamW with a learning-rate schedule; as in verl, all parameters have weight decay.
 
     schedule: linear warm-up from 0 over `warmup_steps`, then constant, or linear or cosine decay to
     0 at `total_steps`.
@@ -55,9 +57,7 @@ class Optimizer:
             raise ModelError(f"schedule {schedule!r} is unknown; choose from {sorted(_SCHEDULES)}")
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self._named.values())
-        self.adamw = torch.optim.AdamW(
-            self.parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
-        )
+        self.adamw = AdamW(self.parameters, lr, betas, eps, weight_decay)
         scheduler: Any = get_scheduler(
             _SCHEDULES[schedule],
             self.adamw,
@@ -86,14 +86,14 @@ class Optimizer:
 
         An update whose gradient norm is not finite is skipped: weights and moments stay unchanged.
         """
-        norm = clip_grad_norm_(self.parameters, max_norm, self.loss_scale)
+        norm, factor = clip_factor(self.parameters, max_norm, self.loss_scale)
         self.last_lr = self._lr * self._lr_factor(self._num_steps)
         for group in self.adamw.param_groups:
             group["lr"] = self.last_lr
         finite = bool(norm.isfinite())
         if finite:
             with self.offloader.on_device():
-                self.adamw.step()
+                self.adamw.step(grad_factor=factor)
             self.skipped_in_a_row = 0
         else:
             self._skipped_norms.append(float(norm))
@@ -113,6 +113,21 @@ class Optimizer:
         norms, self._skipped_norms = self._skipped_norms, []
         return norms
 
+    def track_changes(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Begin to mark what changes of the named parameters, each in its engine's dtype."""
+        self.adamw.track_changes({self._named[name]: dtype for name, dtype in dtypes.items()})
+
+    def take_changes(self, max_share: float = 1 / 3) -> dict[str, ChangedElements] | None:
+        """Return what this rank's updates changed since the last call, by tracked parameter.
+
+        None: unknown (the first time, after a checkpoint was loaded or another write), or more than
+        `max_share` of the elements, which are sent in fewer bytes as a whole.
+        """
+        changes = self.adamw.take_changes(max_share)
+        if changes is None:
+            return None
+        return {name: changes[p] for name, p in self._named.items() if p in changes}
+
     @torch.no_grad()
     def moments(self) -> dict[str, torch.Tensor]:
         """Return Adam's state as `<parameter>/<key>`, not copied, to save or to load into.
@@ -121,11 +136,7 @@ class Optimizer:
         """
         moments: dict[str, torch.Tensor] = {}
         for name, parameter in self._named.items():
-            state = self.adamw.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=local_shard(parameter).device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state = self.adamw.state_of(parameter)
             moments |= {f"{name}/{key}": tensor for key, tensor in state.items()}
         return moments
 
@@ -143,23 +154,21 @@ class Optimizer:
             self.loss_scale = state["loss_scale"]
             self._steps_at_scale = int(state["steps_at_scale"])
         self._num_steps = int(state["schedule_step"])
+        self.adamw.forget_changes()
 
 
 @torch.no_grad()
-def clip_grad_norm_(
+def clip_factor(
     parameters: Iterable[nn.Parameter], max_norm: float, loss_scale: float = 1.0
-) -> torch.Tensor:
-    """Clip the gradients to a global L2 norm of `max_norm`; return the norm before, float32 [].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the global L2 norm of the gradients and the factor that clips them, float32 [] each.
 
-    Gradients are divided by `loss_scale` first. The norm is that of the full model's gradient and
-    the same on all ranks. If it is not finite, the gradients are left unchanged.
+    Gradients are divided by `loss_scale` first, by the factor too; they are not written. The
+    norm, before clipping, is that of the full model's gradient and the same on all ranks.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     groups = ([g for g in grads if isinstance(g, DTensor) == sharded] for sharded in (True, False))
     norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in groups if group]
     norm = torch.nn.utils.get_total_norm(norms) / loss_scale
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale = torch.where(norm.isfinite(), clip, 1.0) / loss_scale
-    if grads:
-        torch._foreach_mul_([local_shard(grad) for grad in grads], scale)
-    return norm
+    return norm, torch.where(norm.isfinite(), clip, 1.0) / loss_scale

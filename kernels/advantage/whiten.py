@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .._backend import choose_backend, register_backends
-from .._per_token import compute_dtype, zero_masked
+from .._per_token import compute_dtype
 
 register_backends("whiten", cpu=("reference",), cuda=("triton", "reference"))
 
@@ -70,6 +70,16 @@ def _gather(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return moments
 
 
+def _zero_masked_(values: Tensor, mask: Tensor) -> Tensor:
+    """Set masked values to 0 in place, NaN included.
+
+    By their bits: `torch.where` and `masked_fill_` take eight times as long on a CPU.
+    """
+    bits = torch.int64 if values.dtype == torch.float64 else torch.int32
+    values.view(bits).bitwise_and_(mask.to(bits).neg_())
+    return values
+
+
 @torch.library.custom_op("hybridengine::whiten_moments", mutates_args=())
 def _moments(values: Tensor, mask: Tensor | None, backend: str) -> Tensor:
     """Compute (count, mean, sum of squared deviations) of the unmasked entries, float64 [3]."""
@@ -77,14 +87,14 @@ def _moments(values: Tensor, mask: Tensor | None, backend: str) -> Tensor:
         from .whiten_triton import moments_triton
 
         return moments_triton(values, mask)
-    wide = values.to(compute_dtype(values))
+    wide = values.to(compute_dtype(values), copy=mask is not None)
     count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
     if mask is not None:
-        wide, count = zero_masked(wide, mask), mask.sum().double()
+        wide, count = _zero_masked_(wide, mask), mask.count_nonzero().double()
     mean = wide.sum(dtype=torch.float64) / count.clamp(min=1)
     # Deviations from the rounded mean are exact to rounding; its error is corrected after them.
     center = mean.to(wide.dtype)
-    deviations = wide - center if mask is None else wide.sub_(center).mul_(mask)
+    deviations = wide - center if mask is None else _zero_masked_(wide.sub_(center), mask)
     squares = torch.linalg.vector_norm(deviations, dtype=torch.float64).square()
     squares = (squares - count * (mean - center).square()).clamp(min=0)
     return torch.stack([count, mean, squares])
@@ -119,7 +129,7 @@ def _apply(
     offset = (center - mean) * scale + (0 if shift_mean else mean)
     whitened = (values.to(dtype) - center).mul_(scale.to(dtype)).add_(offset.to(dtype))
     if mask is not None:
-        whitened.masked_fill_(mask.logical_not(), 0)
+        _zero_masked_(whitened, mask)
     return whitened.to(values.dtype)
 
 

@@ -78,19 +78,19 @@ def _entry(log_q, log_p, beta, FORM: tl.constexpr):
 
 
 @triton.jit
-def _write(out, columns, vocab, gradient, z, factor, slope, softcap, HAS_CAP: tl.constexpr):
-    """Store the gradient of z times dz / dx."""
+def _write(out, columns, vocab, grad, z, factor, grad_factor, softcap, HAS_CAP: tl.constexpr):
+    """Store grad, the gradient of z, times dz / dx; grad_factor: dz / dx without a soft-cap."""
     if HAS_CAP:
         tanh_x = z / (factor * softcap)
-        gradient = gradient * (1.0 - tanh_x * tanh_x)
-    tl.store(out + columns, (gradient * slope).to(out.dtype.element_ty), mask=columns < vocab)
+        grad = grad * (1.0 - tanh_x * tanh_x)
+    tl.store(out + columns, (grad * grad_factor).to(out.dtype.element_ty), mask=columns < vocab)
 
 
 @triton.jit
 def distillation_kernel(
     student, teacher, out, losses, incoming, student_stride, teacher_stride, out_stride, vocab,
-    factor, slope, cap_scale, softcap, teacher_factor, teacher_cap_scale, teacher_softcap, beta,
-    FORM: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_HAS_CAP: tl.constexpr,
+    factor, grad_factor, cap_scale, softcap, teacher_factor, teacher_cap_scale, teacher_softcap,
+    beta, FORM: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_HAS_CAP: tl.constexpr,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -100,10 +100,10 @@ def distillation_kernel(
     top_p, sum_p = _log_sum_exp(
         teacher, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, TEACHER_HAS_CAP, BLOCK
     )
-    weight = slope
+    weight = grad_factor
     if GRADIENT:
         out += row * out_stride
-        weight = slope * tl.load(incoming + row)
+        weight = grad_factor * tl.load(incoming + row)
     total = tl.zeros((), tl.float64)
     share = tl.zeros((), tl.float64)
     for begin in range(0, vocab, BLOCK):
@@ -115,11 +115,11 @@ def distillation_kernel(
             teacher, columns, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, top_p,
             sum_p, TEACHER_HAS_CAP,
         )  # fmt: skip
-        loss, own, gradient, _ = _entry(log_q, log_p, beta, FORM)
+        loss, own, grad, _ = _entry(log_q, log_p, beta, FORM)
         total += tl.sum(loss, 0)
         share += tl.sum(own, 0)
         if GRADIENT and FORM == 0:
-            _write(out, columns, vocab, gradient, z, factor, weight, softcap, HAS_CAP)
+            _write(out, columns, vocab, grad, z, factor, weight, softcap, HAS_CAP)
     tl.store(losses + row, total.to(tl.float32))
     if GRADIENT and FORM != 0:
         of_row = share.to(tl.float32)
@@ -132,9 +132,9 @@ def distillation_kernel(
                 teacher, columns, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, top_p,
                 sum_p, TEACHER_HAS_CAP,
             )  # fmt: skip
-            _, _, gradient, q = _entry(log_q, log_p, beta, FORM)
-            gradient -= of_row * q
-            _write(out, columns, vocab, gradient, z, factor, weight, softcap, HAS_CAP)
+            _, _, grad, q = _entry(log_q, log_p, beta, FORM)
+            grad -= of_row * q
+            _write(out, columns, vocab, grad, z, factor, weight, softcap, HAS_CAP)
 
 
 def distillation(
@@ -156,11 +156,11 @@ def distillation(
     for scale, softcap, temperature in transforms:
         factor = (1.0 if softcap else scale) / temperature
         numbers.append((factor, scale / temperature, scale / softcap if softcap else 0.0, softcap))
-    (factor, slope, cap_scale, softcap), (teacher_factor, _, *teacher_cap) = numbers
+    (factor, grad_factor, cap_scale, softcap), (teacher_factor, _, *teacher_cap) = numbers
     target = student if out is None else out
     distillation_kernel[(student.shape[0],)](
         student, teacher, target, losses, incoming, student.stride(0), teacher.stride(0),
-        target.stride(0), student.shape[1], factor, slope, cap_scale, softcap, teacher_factor,
-        *teacher_cap, beta, {0.0: 0, 1.0: 1}.get(beta, 2), softcap != 0, transforms[1][1] != 0,
-        out is not None, BLOCK, num_warps=8,
+        target.stride(0), student.shape[1], factor, grad_factor, cap_scale, softcap,
+        teacher_factor, *teacher_cap, beta, {0.0: 0, 1.0: 1}.get(beta, 2), softcap != 0,
+        transforms[1][1] != 0, out is not None, BLOCK, num_warps=8,
     )  # fmt: skip

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.isa import LIMITS
+from hybridengine._C import cpu_isa
 
 ROOT = Path(__file__).parent.parent.parent
 # Tests of kernels that depend on the instruction set, by module of tests/kernels; []: all of it.
 CASES = {
+    "test_adamw.py": [],
+    "test_changes.py": ["test_what_is_marked_is_taken_in_order", "test_any_sizes"],
+    "test_delta_ops.py": [
+        "test_changed_elements_are_those_whose_bits_differ",
+        "test_a_table_moves_changes_as_strided_copy_moves_all",
+    ],
     "policy_loss/test_policy_loss.py": ["test_every_mode_and_aggregation", "test_random_batches"],
     "packing/test_packing.py": [
         "test_every_dtype_survives_both_ways",
@@ -75,8 +82,13 @@ TESTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(
+    "limit", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n == "portable")) for n in LIMITS]
+)
 def test_kernels_on_a_narrower_instruction_set(limit):
+    narrower = list(LIMITS)[: next((i for i, n in enumerate(LIMITS) if n == cpu_isa), None)]
+    if limit not in narrower:
+        pytest.skip(f"this CPU has {cpu_isa}: all tests run on it")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS],
         cwd=ROOT,

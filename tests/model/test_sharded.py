@@ -34,6 +34,7 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
     from torch.distributed.tensor import Shard
 
     from hybridengine.model import Optimizer, parameter_shards
+    from hybridengine.sharding.shards import local_shard
 
     model, reference, pairs = load(path, world_size), single_process_model(path), rollouts(SIZES)
     for name, parameter in model.named_parameters():
@@ -54,7 +55,14 @@ def step_body(rank: int, world_size: int, path: str) -> dict:
     )
 
     optimizer = Optimizer(model, lr=LR, eps=EPS, weight_decay=0.1, total_steps=5)
+    sent = {name: local_shard(p.detach()).bfloat16() for name, p in model.named_parameters()}
+    optimizer.track_changes(dict.fromkeys(sent, torch.bfloat16))
+    assert optimizer.take_changes() is None
     norm = optimizer.step(MAX_NORM)
+    changes = optimizer.take_changes(max_share=1)
+    for name, parameter in model.named_parameters():
+        sent[name].view(-1)[changes[name].indices.long()] = changes[name].values
+        assert torch.equal(sent[name], local_shard(parameter.detach()).bfloat16()), name
     expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
     assert norm.dtype == torch.float32 and norm.shape == ()
     torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
@@ -189,7 +197,7 @@ def norm_body(rank: int, world_size: int) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from hybridengine.model.optim import clip_grad_norm_
+    from hybridengine.model.optim import clip_factor
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     norms = []
@@ -206,16 +214,15 @@ def norm_body(rank: int, world_size: int) -> list[float]:
         plain_parameter = torch.nn.Parameter(torch.zeros(3))
         plain_parameter.grad = torch.full((3,), 2.0)
         parameters.append(plain_parameter)
-        norms.append(clip_grad_norm_(parameters, 1.0).item())
-        clipped = [*(p.grad.full_tensor() for p in parameters[:3]), plain_parameter.grad]
-        norms.append(sum(g.double().square().sum() for g in clipped).sqrt().item())
-        norms.append(plain_parameter.grad[0].item())
+        norm, factor = clip_factor(parameters, 1.0)
+        assert plain_parameter.grad[0] == 2.0  # not written
+        norms += [norm.item(), factor.item()]
     return norms
 
 
-def test_norm_counts_every_element_once_and_keeps_infinite_gradients() -> None:
+def test_norm_counts_every_element_once_and_an_infinite_one_clips_nothing() -> None:
     squares = 2 * sum(i * i for i in range(16)) + sum(i * i for i in range(15)) + 12
     for norms in run_ranks(norm_body, 4):
         assert norms[0] == pytest.approx(squares**0.5, rel=1e-6)
-        assert norms[1] == pytest.approx(1.0, rel=1e-5)
-        assert not norms[3] < float("inf") and norms[5] == 2.0
+        assert norms[1] == pytest.approx(squares**-0.5, rel=1e-5)
+        assert not norms[2] < float("inf") and norms[3] == 1.0

@@ -75,7 +75,9 @@ def body(rank: int, world_size: int, paths: list[str], sp_size: int) -> list[int
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("world_size", "sp_size"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "sp_size"), [(2, 2), pytest.param(4, 4, marks=pytest.mark.exhaustive), (4, 2)]
+)
 def test_split_sequences_equal_one_process(tmp_path: Path, world_size: int, sp_size: int) -> None:
     """Every kind: query groups split or repeated, windows, soft-caps, biases; one is compiled."""
     kinds = TINY if (world_size, sp_size) != (4, 2) else ["llama"]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridengine.integrations.padded import group_ids
 from hybridengine.kernels import gae, group_advantage
 
 __all__ = [
@@ -79,7 +80,7 @@ def compute_grpo_passk_outcome_advantage(
     config: its `norm_adv_by_std_in_grpo` (True where it has none) counts, not the argument.
     """
     assert config is not None
-    counts = _group_ids(index, token_level_rewards.device).bincount()
+    counts = group_ids(index).to(token_level_rewards.device).bincount()
     if counts.numel() and int(counts.min()) < 2:
         raise ValueError(
             f"Pass@k requires at least 2 samples per group. Got a group of {int(counts.min())}."
@@ -112,7 +113,7 @@ def compute_rloo_vectorized_outcome_advantage(
     **kwargs: Any,
 ) -> Advantages:
     """r - the mean of the others in the group; 0 in a group of one."""
-    ids = _group_ids(index, token_level_rewards.device)
+    ids = group_ids(index).to(token_level_rewards.device)
     alone = ids.bincount()[ids] == 1
     rewards = token_level_rewards.sum(dim=-1).masked_fill(alone, 0)
     advantages = group_advantage(rewards, ids, estimator="rloo", response_mask=response_mask)
@@ -210,20 +211,12 @@ def _group(
 ) -> Advantages:
     advantages = group_advantage(
         token_level_rewards.sum(dim=-1),
-        _group_ids(index, token_level_rewards.device),
+        group_ids(index).to(token_level_rewards.device),
         estimator=estimator,
         response_mask=response_mask,
         **options,
     )
     return advantages, advantages
-
-
-def _group_ids(index: Any, device: torch.device) -> Tensor:
-    """Number the prompts in the order in which they appear: int64 [B]."""
-    numbers: dict[Hashable, int] = {}
-    labels = index.tolist() if hasattr(index, "tolist") else index
-    ids = [numbers.setdefault(label, len(numbers)) for label in labels]
-    return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
 def _whiten(values: Tensor, mask: Tensor) -> Tensor:

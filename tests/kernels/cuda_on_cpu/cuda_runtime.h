@@ -124,6 +124,8 @@ inline void emulate(const std::function<void()>& kernel, dim3 grid, dim3 block, 
   }
 }
 
+inline float __fmul_rn(float a, float b) { return a * b; }
+
 inline void __syncthreads() { emulation::wait(emulation::block_barrier); }
 
 // The value of lane `source` of the warp.

@@ -1,0 +1,130 @@
+#include <ATen/ops/empty.h>
+
+#include <tuple>
+#include <vector>
+
+#include "changes/params.h"
+#include "common/binding.h"
+
+namespace hybridengine {
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+constexpr const char* kOp = "take_changed";
+constexpr int64_t kMaxNarrow = int64_t{1} << 31;  // elements that int32 can index
+
+// The table of masks and, unless they are counted only, sources; `p` is set up for it.
+std::vector<ChangedTensor> table_of(Tensors& masks, const std::vector<int64_t>& numels,
+                                    ChangesParams& p) {
+  TORCH_CHECK_VALUE(masks.size() == numels.size(), kOp, ": there are ", masks.size(), " masks and ",
+                    numels.size(), " sources; expected one each");
+  std::vector<ChangedTensor> tensors;
+  for (size_t i = 0; i < masks.size(); ++i) {
+    at::Tensor& mask = masks[i];
+    const int64_t words = num_mask_words(numels[i]);
+    TORCH_CHECK_VALUE(mask.scalar_type() == at::kInt && mask.numel() == words &&
+                          mask.is_contiguous() && mask.device() == masks[0].device(),
+                      kOp, ": masks[", i, "] has ", mask.numel(), " elements and dtype ",
+                      mask.scalar_type(), " on ", mask.device(), "; expected ", words, " int32 on ",
+                      masks[0].device(), ": make it with change_mask()");
+    ChangedTensor tensor{};
+    tensor.mask = static_cast<uint32_t*>(mask.mutable_data_ptr());
+    tensor.numel = numels[i];
+    tensor.first_chunk = p.num_chunks;
+    tensors.push_back(tensor);
+    p.num_chunks += num_chunks_of(tensor.numel);
+  }
+  p.tensors = tensors.data();
+  p.num_tensors = static_cast<int64_t>(tensors.size());
+  p.num_threads = at::get_num_threads();
+  return tensors;
+}
+
+void run(const at::Device& device, const ChangesParams& p, void (*on_cpu)(const ChangesParams&),
+         [[maybe_unused]] int (*on_cuda)(const ChangesParams&, void*)) {
+  if (device.is_cpu()) {
+    py::gil_scoped_release no_gil;
+    on_cpu(p);
+    return;
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::DeviceGuard guard(device);
+    check_cuda(on_cuda(p, current_stream(device)), kOp);
+    return;
+  }
+#endif
+  no_kernel_for(device, kOp);
+}
+
+#ifdef HYBRIDENGINE_WITH_CUDA
+constexpr auto kCountOnCuda = &count_changed_cuda;
+constexpr auto kTakeOnCuda = &take_changed_cuda;
+#else
+constexpr int (*kCountOnCuda)(const ChangesParams&, void*) = nullptr;
+constexpr int (*kTakeOnCuda)(const ChangesParams&, void*) = nullptr;
+#endif
+
+// The number of changed elements of every chunk: int32 [num_chunks].
+at::Tensor count_changed(Tensors masks, const std::vector<int64_t>& numels) {
+  ChangesParams p{};
+  const std::vector<ChangedTensor> tensors = table_of(masks, numels, p);
+  const at::Device device = masks.empty() ? at::Device(at::kCPU) : masks[0].device();
+  at::Tensor counts = at::empty({p.num_chunks}, at::TensorOptions(at::kInt).device(device));
+  p.counts = counts.mutable_data_ptr<int32_t>();
+  if (p.num_chunks)
+    run(device, p, [](const ChangesParams& q) { count_changed_cpu(q); }, kCountOnCuda);
+  return counts;
+}
+
+// ends: int64 [num_chunks], the inclusive sums of count_changed; num_changed: the last one.
+std::tuple<at::Tensor, at::Tensor> take_changed(Tensors masks, const Tensors& sources,
+                                                const at::Tensor& ends, int64_t num_changed,
+                                                at::ScalarType dtype) {
+  std::vector<int64_t> numels;
+  for (const at::Tensor& source : sources) numels.push_back(source.numel());
+  ChangesParams p{};
+  std::vector<ChangedTensor> tensors = table_of(masks, numels, p);
+  const at::Device device = masks.empty() ? at::Device(at::kCPU) : masks[0].device();
+  check_vector(ends, "ends", at::kLong, p.num_chunks);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const at::Tensor& source = sources[i];
+    TORCH_CHECK_VALUE(source.scalar_type() == sources[0].scalar_type() && source.is_contiguous() &&
+                          source.device() == device,
+                      kOp, ": sources[", i, "] has dtype ", source.scalar_type(), " and strides ",
+                      source.strides(), " on ", source.device(), "; expected contiguous ",
+                      sources[0].scalar_type(), " on ", device);
+    tensors[i].source = source.const_data_ptr();
+    p.wide_indices |= source.numel() > kMaxNarrow;
+  }
+  const auto options = at::TensorOptions().device(device);
+  at::Tensor indices =
+      at::empty({num_changed}, options.dtype(p.wide_indices ? at::kLong : at::kInt));
+  at::Tensor values = at::empty({num_changed}, options.dtype(dtype));
+  if (sources.empty()) return {indices, values};
+  p.source_dtype = float_dtype(sources[0], "sources[0]");
+  p.value_dtype = float_dtype(values, "dtype");
+  TORCH_CHECK_VALUE((p.source_dtype == p.value_dtype || p.source_dtype == DType::f32) &&
+                        p.value_dtype != DType::f64,
+                    kOp, ": no cast from ", sources[0].scalar_type(), " to ", dtype,
+                    "; float32 casts to bfloat16 and float16, each of them copies to itself");
+  p.ends = ends.const_data_ptr<int64_t>();
+  p.indices = indices.mutable_data_ptr();
+  p.values = values.mutable_data_ptr();
+  if (p.num_chunks)
+    run(device, p, [](const ChangesParams& q) { take_changed_cpu(q); }, kTakeOnCuda);
+  return {indices, values};
+}
+
+}  // namespace
+
+void register_changes(py::module_& m) {
+  m.attr("tensor_chunk") = kTensorChunk;
+  m.def("count_changed", &count_changed, py::arg("masks"), py::arg("numels"));
+  m.def("take_changed", &take_changed, py::arg("masks"), py::arg("sources"), py::arg("ends"),
+        py::arg("num_changed"), py::arg("dtype"));
+}
+
+}  // namespace hybridengine

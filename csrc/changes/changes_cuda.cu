@@ -1,0 +1,142 @@
+// count_changed and take_changed on CUDA: a block per chunk. The table of tensors is an argument of
+// the launch, so nothing is uploaded.
+#include <cuda_runtime.h>
+
+#include "changes/dispatch.h"
+#include "changes/params.h"
+
+namespace hybridengine {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kWords = kWordsPerChunk / kThreads;  // of a thread, adjacent
+constexpr int kMaxTensors = 100;                   // of a launch, whose arguments have 4 KiB
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+
+struct ChangesLaunch {
+  ChangedTensor tensors[kMaxTensors];
+  int32_t num_tensors;
+  int32_t* counts;      // those of the first chunk of the launch, and the next ones
+  const int64_t* ends;  // of all chunks
+  int64_t first_chunk;  // of the launch
+  void* indices;
+  void* values;
+};
+static_assert(sizeof(ChangesLaunch) <= 4096);
+
+// The mask words of one thread, and the elements of its first word; 0 past the end of the tensor.
+struct Words {
+  uint32_t bits[kWords];
+  int64_t first;
+  int count;
+};
+
+__device__ Words load_words(const ChangedTensor& tensor, const TensorChunk& in) {
+  Words words;
+  words.first = in.begin + int64_t{threadIdx.x} * kWords * kMaskBits;
+  words.count = 0;
+  HE_UNROLL
+  for (int w = 0; w < kWords; ++w) {
+    const int64_t i = words.first + w * kMaskBits;
+    words.bits[w] = i < in.end ? tensor.mask[i / kMaskBits] : 0;
+    words.count += num_set_bits(words.bits[w]);
+  }
+  return words;
+}
+
+// The sum of `count` over lower threads of the block; `total` is set to that over all of them.
+__device__ int block_offset(int count, int& total) {
+  __shared__ int warp_totals[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int inclusive = count;
+  HE_UNROLL
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int lower = __shfl_sync(kFullWarp, inclusive, lane < offset ? lane : lane - offset);
+    if (lane >= offset) inclusive += lower;
+  }
+  if (lane == 31) warp_totals[warp] = inclusive;
+  __syncthreads();
+  int before = inclusive - count;
+  total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += warp_totals[w];
+    total += warp_totals[w];
+  }
+  return before;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const __grid_constant__ ChangesLaunch launch) {
+  const TensorChunk in = locate_chunk(launch.tensors, launch.num_tensors, blockIdx.x);
+  int total;
+  block_offset(load_words(launch.tensors[in.tensor], in).count, total);
+  if (threadIdx.x == 0) launch.counts[blockIdx.x] = total;
+}
+
+template <typename S, typename D, typename Index>
+__global__ void __launch_bounds__(kThreads)
+    take_kernel(const __grid_constant__ ChangesLaunch launch) {
+  const TensorChunk in = locate_chunk(launch.tensors, launch.num_tensors, blockIdx.x);
+  const ChangedTensor& tensor = launch.tensors[in.tensor];
+  const Words words = load_words(tensor, in);
+  int total;
+  const int64_t chunk = launch.first_chunk + blockIdx.x;
+  int64_t at = (chunk ? launch.ends[chunk - 1] : 0) + block_offset(words.count, total);
+  HE_UNROLL
+  for (int w = 0; w < kWords; ++w) {
+    if (!words.bits[w]) continue;
+    const int64_t first = words.first + w * kMaskBits;
+    take_word(words.bits[w], first, static_cast<const S*>(tensor.source), at,
+              static_cast<Index*>(launch.indices), static_cast<D*>(launch.values));
+    at += num_set_bits(words.bits[w]);
+    tensor.mask[first / kMaskBits] = 0;
+  }
+}
+
+// Calls body(table, chunks) for every launch.
+template <typename Body>
+int for_each_launch(const ChangesParams& params, const Body& body) {
+  for (int64_t first = 0; first < params.num_tensors; first += kMaxTensors) {
+    ChangesLaunch table;
+    const int64_t left = params.num_tensors - first;
+    table.num_tensors = static_cast<int32_t>(left < kMaxTensors ? left : kMaxTensors);
+    table.first_chunk = params.tensors[first].first_chunk;
+    table.counts = params.counts + table.first_chunk;
+    table.ends = params.ends;
+    table.indices = params.indices;
+    table.values = params.values;
+    for (int32_t i = 0; i < table.num_tensors; ++i) {
+      table.tensors[i] = params.tensors[first + i];
+      table.tensors[i].first_chunk -= table.first_chunk;
+    }
+    const int64_t end =
+        left > kMaxTensors ? params.tensors[first + kMaxTensors].first_chunk : params.num_chunks;
+    if (end == table.first_chunk) continue;
+    body(table, static_cast<unsigned>(end - table.first_chunk));
+    if (const int error = cudaGetLastError()) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+int count_changed_cuda(const ChangesParams& params, void* stream) {
+  const auto s = static_cast<cudaStream_t>(stream);
+  return for_each_launch(params, [&](const ChangesLaunch& table, unsigned chunks) {
+    count_kernel<<<chunks, kThreads, 0, s>>>(table);
+  });
+}
+
+int take_changed_cuda(const ChangesParams& params, void* stream) {
+  const auto s = static_cast<cudaStream_t>(stream);
+  return for_each_launch(params, [&](const ChangesLaunch& table, unsigned chunks) {
+    by_dtypes(params, [&](auto source, auto value, auto index) {
+      take_kernel<decltype(source), decltype(value), decltype(index)>
+          <<<chunks, kThreads, 0, s>>>(table);
+    });
+  });
+}
+
+}  // namespace hybridengine

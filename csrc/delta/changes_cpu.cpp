@@ -1,0 +1,85 @@
+// map_changes and scatter_changes on the CPU. Threads take equal parts of all (row, change) pairs,
+// in order, whatever the sizes of the rows.
+#include "common/parallel.h"
+#include "delta/params.h"
+
+namespace hybridengine::HYBRIDENGINE_ISA {
+
+namespace {
+
+constexpr int64_t kGrain = 4096;  // pairs, or rows
+
+template <typename Body>
+void with_indices(const ChangeList& list, const Body& body) {
+  if (list.wide) return body(static_cast<const int64_t*>(list.indices));
+  body(static_cast<const int32_t*>(list.indices));
+}
+
+// Calls visit(row, destination element, value) for the changes numbered [begin, end) of all rows.
+template <typename Visit>
+void visit_range(const MapChangesParams& params, int64_t begin, int64_t end, const Visit& visit) {
+  int64_t i = lower_bound(params.work, params.num_rows + 1, begin + 1) - 1;
+  for (; begin < end; ++i) {
+    const ChangeRow& row = params.rows[i];
+    const ChangeList& list = params.sources[row.src];
+    const int64_t low = params.first[i] + begin - params.work[i];
+    const int64_t stop = end < params.work[i + 1] ? end : params.work[i + 1];
+    const int64_t step = row.dst_stride[kChangeDims - 1];
+    with_indices(list, [&](const auto* indices) {
+      ChangeRun run;
+      for (int64_t at = low; at < low + stop - begin; ++at) {
+        const int64_t index = indices[at];
+        if (index >= run.end) run = find_run(row, index);
+        if (run.end) visit(row, run.dst + (index - run.begin) * step, list.values[at]);
+      }
+    });
+    begin = stop;
+  }
+}
+
+}  // namespace
+
+void find_change_ranges_cpu(const MapChangesParams& params) {
+  parallel_for(params.num_rows, kGrain, params.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const ChangeRow& row = params.rows[i];
+      const ChangeList& list = params.sources[row.src];
+      with_indices(list, [&](const auto* indices) {
+        const int64_t low = lower_bound(indices, list.count, row.src_offset);
+        params.first[i] = low;
+        params.work[i + 1] = lower_bound(indices + low, list.count - low, row.src_end);
+      });
+    }
+  });
+  params.work[0] = 0;
+  for (int64_t i = 0; i < params.num_rows; ++i) params.work[i + 1] += params.work[i];
+}
+
+void map_changes_cpu(const MapChangesParams& params) {
+  const int64_t total = params.work[params.num_rows], parts = params.num_threads;
+  parallel_for(parts, 1, params.num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t begin = total * part / parts, end = total * (part + 1) / parts;
+      int64_t* positions = params.positions + begin;
+      uint16_t* values = params.values + begin;
+      int64_t found = 0;
+      visit_range(params, begin, end, [&](const ChangeRow&, int64_t position, uint16_t value) {
+        positions[found] = position;
+        values[found++] = value;
+      });
+      params.part_counts[part] = found;
+    }
+  });
+}
+
+void scatter_changes_cpu(const MapChangesParams& params) {
+  parallel_for(params.work[params.num_rows], kGrain, params.num_threads,
+               [&](int64_t begin, int64_t end) {
+                 visit_range(params, begin, end,
+                             [&](const ChangeRow& row, int64_t position, uint16_t value) {
+                               params.destinations[row.dst][position] = value;
+                             });
+               });
+}
+
+}  // namespace hybridengine::HYBRIDENGINE_ISA

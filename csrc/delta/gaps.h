@@ -1,0 +1,63 @@
+// Ascending positions as gaps: each position is the number of positions skipped since the one
+// before, in fields of 1, 2 or 3 bytes (little endian). A field of all ones skips as many positions
+// as it counts and names none, so that the number of fields is at most count + positions / 255.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace hybridengine {
+
+constexpr int kMaxGapWidth = 3;  // bytes
+
+HE_HOST_DEVICE int64_t gap_escape(int width) { return (int64_t{1} << (8 * width)) - 1; }
+
+// The bytes that gaps take with fields of 1, 2 and 3 bytes, in bytes[0..2].
+inline void gap_sizes(const int64_t* positions, int64_t count, int64_t start, int64_t* bytes) {
+  int64_t escapes[kMaxGapWidth] = {0, 0, 0};
+  int64_t next = start;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t gap = positions[i] - next;
+    next = positions[i] + 1;
+    if (gap < 255) continue;
+    escapes[0] += gap / 255;
+    escapes[1] += gap / 65535;
+    escapes[2] += gap / 16777215;
+  }
+  for (int width = 1; width <= kMaxGapWidth; ++width)
+    bytes[width - 1] = width * (count + escapes[width - 1]);
+}
+
+template <int width>
+void write_gaps(const int64_t* positions, int64_t count, int64_t start, uint8_t* out) {
+  const int64_t escape = gap_escape(width);
+  int64_t next = start;
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t gap = positions[i] - next;
+    next = positions[i] + 1;
+    for (; gap >= escape; gap -= escape)
+      for (int byte = 0; byte < width; ++byte) *out++ = 0xFF;
+    for (int byte = 0; byte < width; ++byte) *out++ = static_cast<uint8_t>(gap >> (8 * byte));
+  }
+}
+
+// Reads `bytes` bytes; returns the number of positions, or -1 where it is not `count` or a position
+// is not below `end`.
+template <int width>
+int64_t read_gaps(const uint8_t* in, int64_t bytes, int64_t start, int64_t end, int64_t count,
+                  int64_t* positions) {
+  const int64_t escape = gap_escape(width);
+  int64_t next = start, found = 0;
+  for (const uint8_t* last = in + bytes / width * width; in < last; in += width) {
+    int64_t gap = 0;
+    for (int byte = 0; byte < width; ++byte) gap |= int64_t{in[byte]} << (8 * byte);
+    next += gap;
+    if (gap == escape) continue;
+    if (found == count || next >= end) return -1;
+    positions[found++] = next++;
+  }
+  return found == count ? found : -1;
+}
+
+}  // namespace hybridengine

@@ -1,0 +1,155 @@
+"""Masks of changed elements, and the (index, value) of the elements that they mark.
+
+A mask has one bit per element, int32 [ceil(numel / 32)]: element i is bit i % 32 of entry i // 32.
+Marking adds to it, so one mask covers several updates without any merging, and its size does not
+depend on what changes: no capacity to choose, and no host synchronization to learn a count while
+marking. `adamw_` marks changes in the pass that makes them; `take_changed` reads the masks once and
+of the marked tensors the changed elements only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import _check as check
+from ._backend import choose_backend, native, register_backends
+
+register_backends("take_changed", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+
+ENGINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OP = "take_changed"
+_MAX_INT32_NUMEL = 2**31
+
+# Indices and values, [K] each.
+Changed = tuple[Tensor, Tensor]
+
+
+def change_mask(tensor: Tensor) -> Tensor:
+    """Return a mask for `tensor` on its device that marks no element."""
+    return torch.zeros(-(-tensor.numel() // 32), dtype=torch.int32, device=tensor.device)
+
+
+def take_changed(
+    masks: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+    max_share: float = 1.0,
+    backend: str | None = None,
+) -> list[Changed] | None:
+    """Return (indices, values) of the elements that each mask marks, and clear the masks.
+
+    The result is in ascending order and does not depend on the number of threads. The number of
+    marked elements is read by the host, once for all tensors; nothing larger than the result is
+    allocated.
+
+    Args:
+        masks: one per source, from `change_mask`.
+        sources: contiguous tensors of one dtype on one device: float32, or `dtype`.
+        dtype: of the values, bfloat16, float16 or float32; rounded as by `tensor.to()`.
+        max_share: if a larger share of all elements is marked, None is returned, so that the result
+            takes at most `max_share` times 6 (int32 and 16 bits) bytes of an element.
+        backend: `cpp`, `cuda` or `reference`; None takes the best one.
+
+    Returns:
+        For each source the positions in its contiguous order, [K] int32 (int64 if a source has more
+        than 2^31 elements), and the present values, [K]; views of two tensors.
+
+    Raises:
+        ValueError: wrong dtypes, sizes, strides or devices.
+
+    Example:
+        >>> weight = torch.arange(40.0)
+        >>> mask = change_mask(weight)
+        >>> mask[0] = 0b110
+        >>> take_changed([mask], [weight], dtype=torch.bfloat16)[0][1].tolist()
+        [1.0, 2.0]
+    """
+    masks, sources = list(masks), list(sources)
+    check.number(_OP, "max_share", max_share, at_least=0, at_most=1)
+    check_engine_dtype(_OP, "dtype", dtype)
+    named = {f"sources[{i}]": tensor for i, tensor in enumerate(sources)}
+    check.same_device(_OP, **named, **{f"masks[{i}]": mask for i, mask in enumerate(masks)})
+    if len(masks) != len(sources):
+        raise ValueError(
+            f"{_OP}: there are {len(masks)} masks and {len(sources)} sources; expected one each."
+        )
+    if not sources:
+        return []
+    limit = max_share * sum(source.numel() for source in sources)
+    if choose_backend(_OP, sources[0].device, backend) == "reference":
+        taken = _reference(masks, sources, dtype, limit)
+    else:
+        taken = _take(masks, sources, dtype, limit)
+    return taken
+
+
+def check_engine_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    """Check for a dtype in which an engine holds weights."""
+    if dtype not in ENGINE_DTYPES:
+        raise ValueError(f"{op}: {name} is {dtype}; expected bfloat16, float16 or float32.")
+
+
+def _take(
+    masks: list[Tensor], sources: list[Tensor], dtype: torch.dtype, limit: float
+) -> list[Changed] | None:
+    ends, counts = _count(masks, [source.numel() for source in sources])
+    if sum(counts) > limit:
+        for mask in masks:
+            mask.zero_()
+        return None
+    indices, values = native().take_changed(masks, sources, ends, sum(counts), dtype)
+    return list(zip(indices.split(counts), values.split(counts), strict=True))
+
+
+def _count(masks: list[Tensor], numels: list[int]) -> tuple[Tensor, list[int]]:
+    """Return where each chunk's changes end among those of all chunks, and counts per tensor."""
+    extension = native()
+    ends = extension.count_changed(masks, numels).cumsum(0)
+    last_chunks = list(accumulate(-(-n // extension.tensor_chunk) for n in numels))
+    totals = np.append(0, ends.cpu().numpy())[last_chunks]
+    return ends, np.diff(totals, prepend=0).tolist()
+
+
+def marks(mask: Tensor, numel: int) -> Tensor:
+    """Return bool [numel]: the elements that `mask` marks."""
+    bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=mask.device)
+    return (mask.view(torch.uint8)[:, None] & bit).flatten()[:numel] != 0
+
+
+def mark_(mask: Tensor, changed: Tensor) -> None:
+    """Add the elements that are True in `changed` (bool, any shape) to `mask`."""
+    flat = changed.flatten().to(torch.uint8)
+    padded = torch.nn.functional.pad(flat, (0, 32 * mask.numel() - flat.numel())).view(-1, 8)
+    bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=mask.device)
+    mask |= (padded * bit).sum(1, dtype=torch.uint8).view(torch.int32)
+
+
+def _reference(
+    masks: list[Tensor], sources: list[Tensor], dtype: torch.dtype, limit: float
+) -> list[Changed] | None:
+    """Find the set bits with `nonzero`: the specification."""
+    wide = any(source.numel() > _MAX_INT32_NUMEL for source in sources)
+    found = []
+    for mask, source in zip(masks, sources, strict=True):
+        check.dtype(_OP, "masks", mask, (torch.int32,))
+        check.dtype(_OP, "sources", source, (torch.float32, dtype))
+        if mask.numel() != -(-source.numel() // 32) or not source.is_contiguous():
+            raise ValueError(
+                f"{_OP}: a mask of {mask.numel()} entries for a source of {source.numel()} "
+                f"elements with strides {source.stride()}; expected {-(-source.numel() // 32)} "
+                "and a contiguous tensor."
+            )
+        found.append(marks(mask, source.numel()).nonzero().flatten())
+        mask.zero_()
+    if sum(map(len, found)) > limit:
+        return None
+    return [
+        (indices.to(torch.int64 if wide else torch.int32), source.flatten()[indices].to(dtype))
+        for indices, source in zip(found, sources, strict=True)
+    ]

@@ -1,0 +1,130 @@
+"""The CUDA kernels of adamw_ and take_changed, compiled for the CPU, and their index arithmetic."""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hybridengine.kernels import adamw_, change_mask, take_changed
+from hybridengine.kernels.changes import marks
+
+from tests.kernels.cuda_on_cpu import compile_for_cpu
+from tests.kernels.test_adamw import bits, clones, lists
+from tests.kernels.test_changes import drawn, masks_of
+from tests.tolerances import ADAMW
+
+# Numbers of dtypes in csrc/common/dtype.h.
+NUMBERS = {None: -1, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+CHUNK = 16384
+
+
+def compiled(name, tmp_path_factory):
+    check = Path(__file__).parent / f"{name}_cuda_check.cpp"
+    return compile_for_cpu(f"{name}/{name}_cuda.cu", check, tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def adamw_library(tmp_path_factory):
+    library = compiled("adamw", tmp_path_factory)
+    library.power.restype = ctypes.c_double
+    return library
+
+
+@pytest.fixture(scope="module")
+def changes_library(tmp_path_factory):
+    library = compiled("changes", tmp_path_factory)
+    library.take_on_cpu.restype = library.index_of.restype = ctypes.c_int64
+    return library
+
+
+def address(array):
+    return ctypes.c_void_p(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())
+
+
+@pytest.mark.parametrize("offset", (0, 1))
+@pytest.mark.parametrize("engine_dtype", NUMBERS)
+@pytest.mark.parametrize("grad_dtype", (torch.float32, torch.bfloat16))
+def test_update(adamw_library, grad_dtype, engine_dtype, offset):
+    # More tensors than one launch takes; ends of words, groups and chunks.
+    sizes = [5] * 60 + [0, 1, 35, 1023, 1029, CHUNK, CHUNK + 3, 0]
+    ours = lists(sizes, "cpu", grad_dtype, offset)
+    before, expected = clones(ours)[0], clones(ours)
+    masks = [change_mask(p) for p in ours[0]]
+    arrays = np.array(
+        [[t.data_ptr() for t in one] for one in zip(*ours, masks, strict=True)], dtype=np.uint64
+    )
+    numbers = np.array([1e-3, 0.9, 0.95, 1e-8, 0.1])
+    factor = torch.tensor(0.37)
+    error = adamw_library.update_on_cpu(
+        *(address(arrays), address(np.array(sizes)), ctypes.c_int64(len(sizes))),
+        *(address(numbers), address(factor), NUMBERS[grad_dtype], NUMBERS[engine_dtype]),
+    )
+    assert error == 0
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "grad_factor": factor}
+    adamw_(*expected, **options)
+    for tensors, others in zip(ours, expected, strict=True):
+        for tensor, other in zip(tensors, others, strict=True):
+            torch.testing.assert_close(tensor, other, **ADAMW)
+    for mask, old, new in zip(masks, before, ours[0], strict=True):
+        changed = torch.zeros(len(new), dtype=torch.bool)
+        if engine_dtype:
+            changed = bits(old, engine_dtype) != bits(new, engine_dtype)
+        assert torch.equal(marks(mask, 32 * len(mask))[: len(new)], changed)
+        assert not marks(mask, 32 * len(mask))[len(new) :].any()
+
+
+@pytest.mark.parametrize("wide", (False, True))
+@pytest.mark.parametrize("share", (0, 0.01, 1))
+@pytest.mark.parametrize(
+    ("source_dtype", "dtype"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float16,) * 2],
+)
+def test_take(changes_library, source_dtype, dtype, share, wide):
+    sizes = [3] * 110 + [0, 1, 33, 3 * CHUNK + 7, 0]
+    sources, changed = drawn(sizes, share, dtype=source_dtype)
+    masks = masks_of(changed)
+    expected = take_changed([m.clone() for m in masks], sources, dtype=dtype)
+    arrays = np.array(
+        [[t.data_ptr() for t in one] for one in zip(masks, sources, strict=True)], dtype=np.uint64
+    )
+    ends = np.zeros(sum(-(-n // CHUNK) for n in sizes), dtype=np.int64)
+    table = (address(arrays), address(np.array(sizes)), ctypes.c_int64(len(sizes)), address(ends))
+    numbers = (int(wide), NUMBERS[source_dtype], NUMBERS[dtype])
+    total = changes_library.take_on_cpu(*table, None, None, *numbers)
+    assert total == sum(len(indices) for indices, _ in expected)
+    indices = torch.zeros(total + 1, dtype=torch.int64 if wide else torch.int32)
+    values = torch.zeros(total + 1, dtype=dtype)
+    changes_library.take_on_cpu(*table, address(indices), address(values), *numbers)
+    assert torch.equal(indices[:-1].int(), torch.cat([i for i, _ in expected]))
+    assert torch.equal(values[:-1], torch.cat([v for _, v in expected]))
+    assert not any(mask.any() for mask in masks)
+
+
+def test_chunks_of_tensors_with_more_than_2_to_the_31_elements(adamw_library):
+    sizes = np.array([3, 0, 2**40 + 5, 7])
+    found = np.zeros(3, dtype=np.int64)
+
+    def located(chunk):
+        adamw_library.locate(
+            address(sizes), ctypes.c_int64(4), ctypes.c_int64(chunk), address(found)
+        )
+        return found.tolist()
+
+    assert located(0) == [0, 0, 3]
+    assert located(1) == [2, 0, CHUNK]
+    assert located(1 + 2**31 // CHUNK) == [2, 2**31, 2**31 + CHUNK]
+    assert located(1 + 2**40 // CHUNK) == [2, 2**40, 2**40 + 5]
+    assert located(2 + 2**40 // CHUNK) == [3, 0, 7]
+
+
+def test_indices_of_tensors_with_more_than_2_to_the_31_elements(changes_library):
+    for first in (0, 2**31 - 32, 2**33):
+        assert changes_library.index_of(ctypes.c_int64(first), 31) == first + 31
+
+
+def test_powers_are_those_of_pow(adamw_library):
+    for base in (0.0, 0.9, 0.95, 0.999):
+        for exponent in (1, 2, 3, 1000, 123_457, 2**24):
+            got = adamw_library.power(ctypes.c_double(base), ctypes.c_int64(exponent))
+            assert got == pytest.approx(base**exponent, rel=0, abs=1e-13)  # it is subtracted from 1

@@ -1,0 +1,118 @@
+"""take_changed: masks of changed elements to (index, value)."""
+
+import pytest
+import torch
+from hybridengine.kernels import change_mask, take_changed
+from hybridengine.kernels.changes import mark_, marks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def drawn(sizes, share, device="cpu", dtype=torch.float32):
+    """Sources, and for each one which elements changed."""
+    generator = torch.Generator().manual_seed(sum(sizes))
+    sources = [torch.randn(n, generator=generator).to(dtype).to(device) for n in sizes]
+    changed = [(torch.rand(n, generator=generator) < share).to(device) for n in sizes]
+    return sources, changed
+
+
+def masks_of(changed):
+    masks = [change_mask(one) for one in changed]
+    for mask, one in zip(masks, changed, strict=True):
+        mark_(mask, one)
+    return masks
+
+
+def assert_taken(sources, changed, dtype, backend=None):
+    masks = masks_of(changed)
+    taken = take_changed(masks, sources, dtype=dtype, backend=backend)
+    for source, one, (indices, values) in zip(sources, changed, taken, strict=True):
+        assert torch.equal(indices, one.nonzero().flatten().int())
+        assert torch.equal(values, source[one].to(dtype)) and values.dtype == dtype
+    assert not any(mask.any() for mask in masks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("share", (0, 0.001, 0.1, 1))
+def test_what_is_marked_is_taken_in_order(share, dtype, device):
+    sizes = [1, 0, 31, 32, 33, 16384, 16385, 100_001]
+    assert_taken(*drawn(sizes, share, device), dtype)
+    assert_taken(*drawn(sizes[:4], share, device), dtype, "reference")
+    if dtype != torch.float32:
+        assert_taken(*drawn(sizes, share, device, dtype), dtype)  # copied, not cast
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 200), max_size=6), st.floats(0, 1), st.sampled_from(DTYPES))
+def test_any_sizes(sizes, share, dtype):
+    assert_taken(*drawn(sizes, share), dtype)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.booleans(), max_size=100), st.lists(st.booleans(), max_size=100))
+def test_masks_add_up(first, second):
+    size = min(len(first), len(second))
+    one, other = (torch.tensor(x[:size], dtype=torch.bool) for x in (first, second))
+    mask = change_mask(one)
+    mark_(mask, one)
+    mark_(mask, other)
+    assert torch.equal(marks(mask, size), one | other)
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+def test_more_than_max_share_is_not_taken(backend):
+    sources = [torch.randn(n) for n in (64, 100, 0)]
+    changed = [torch.zeros(len(s), dtype=torch.bool) for s in sources]
+    changed[0][:41] = True  # a quarter of all
+    options = {"dtype": torch.bfloat16, "max_share": 0.25, "backend": backend}
+    taken = take_changed(masks_of(changed), sources, **options)
+    assert [len(indices) for indices, _ in taken] == [41, 0, 0]
+    changed[1][99] = True
+    masks = masks_of(changed)
+    assert take_changed(masks, sources, **options) is None
+    assert not any(mask.any() for mask in masks)
+    assert take_changed([], [], dtype=torch.bfloat16) == []
+
+
+def test_more_than_2_to_the_31_elements():
+    """Pages that nothing writes to take no memory."""
+    size = 2**31 + 40
+    source = torch.empty(size, dtype=torch.bfloat16)
+    mask = change_mask(source)
+    at = [5, 2**31 - 1, 2**31, size - 1]
+    for value, i in enumerate(at):
+        source[i] = value
+        mask.view(torch.uint8)[i // 8] |= 1 << i % 8
+    [(indices, values)] = take_changed([mask], [source], dtype=torch.bfloat16)
+    assert indices.dtype == torch.int64 and indices.tolist() == at
+    assert values.tolist() == [0.0, 1.0, 2.0, 3.0] and not mask[0] and not mask[-1]
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+def test_wrong_arguments_are_named(backend):
+    def call(mask=None, source=None, **options):
+        source = torch.ones(64) if source is None else source
+        masks = [change_mask(source) if mask is None else mask]
+        take_changed(masks, [source], **{"dtype": torch.bfloat16, **options}, backend=backend)
+
+    call()
+    with pytest.raises(ValueError, match=r"dtype is torch\.float64; expected bfloat16, float16 or"):
+        call(dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"max_share is 2\.0; expected"):
+        call(max_share=2.0)
+    with pytest.raises(ValueError, match=r"(has|of) 1 e.*expected 2"):
+        call(mask=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"dtype (Long|int64).*expected .*int32"):
+        call(mask=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"strides.*contiguous"):
+        call(source=torch.ones(8, 8).t())
+    with pytest.raises(ValueError, match=r"Half|float16"):
+        call(source=torch.ones(64, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"masks\[0\] is on meta"):
+        call(mask=torch.zeros(2, dtype=torch.int32, device="meta"))
+    with pytest.raises(ValueError, match="there are 0 masks and 1 sources"):
+        take_changed([], [torch.ones(3)], dtype=torch.bfloat16)

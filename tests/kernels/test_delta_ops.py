@@ -1,0 +1,211 @@
+"""What changed, where it goes and how positions are coded: against plain PyTorch, and the bound."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hybridengine.kernels import strided_copy
+from hybridengine.kernels.delta import ChangeTable, changed_elements, decode_gaps, encode_gaps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.test_strided_copy import row, slices
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HOSTILE = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-41, -1e-41, 3e38])
+
+
+def tensors(size: int, dtype: torch.dtype, sent_dtype: torch.dtype, share: float):
+    """A tensor, what was sent of it, and which elements of that are out of date."""
+    generator = torch.Generator().manual_seed(size)
+    current = torch.randn(size, generator=generator).to(dtype)
+    current[: len(HOSTILE)] = HOSTILE[:size].to(dtype)
+    sent = current.to(sent_dtype, copy=True)
+    changed = torch.rand(size, generator=generator) < share
+    sent.view(torch.int16)[changed] ^= 1
+    return current, sent, changed.nonzero()[:, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("sent_dtype", [torch.bfloat16, torch.float16])
+def test_changed_elements_are_those_whose_bits_differ(device, dtype, sent_dtype) -> None:
+    for size in (0, 1, 31, 32, 33, 2047, 40_001):
+        for share in (0.0, 0.01, 1.0):
+            current, sent, expected = tensors(size, dtype, sent_dtype, share)
+            now = current.to(sent_dtype)
+            number = ~now.isnan()  # payloads of NaN have no meaning, and casts do not keep them
+            kept = sent.to(device, copy=True)
+            found = changed_elements(current.to(device), kept)
+            bits = (t.cpu().view(torch.int16)[number] for t in (kept, now))
+            assert torch.equal(*bits), "sent is the cast of current"
+            indices = found.indices.cpu().long()
+            assert torch.equal(indices[number[indices]], expected[number[expected]])
+            assert torch.equal(kept[found.indices.long()].view(torch.int16),
+                               found.values.view(torch.int16))  # fmt: skip
+            assert found.count == len(indices) and found.indices.dtype == torch.int32
+            again = changed_elements(current.to(device), kept)
+            assert again.count == 0 and len(again.indices) == 0
+
+
+def test_a_changed_element_equals_that_of_a_dense_copy() -> None:
+    """Also NaN: the engine must hold the same bits, whichever way they came."""
+    patterns = torch.arange(-(1 << 31), 1 << 31, 65_521, dtype=torch.int64).to(torch.int32)
+    current = patterns.view(torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        sent, dense = torch.zeros(2, len(current), dtype=dtype).unbind()
+        changed_elements(current, sent)
+        table = torch.tensor([row(0, 0, 0, 0, [len(current)], [1], [1])])
+        strided_copy([current], [dense], table)
+        assert torch.equal(sent.view(torch.int16), dense.view(torch.int16))
+
+
+def test_beyond_the_capacity_changes_are_only_counted() -> None:
+    current, sent, _ = tensors(5000, torch.float32, torch.bfloat16, 0.3)
+    count = changed_elements(current, sent.clone()).count
+    assert len(changed_elements(current, sent.clone(), capacity=count).indices) == count
+    kept = sent.clone()
+    found = changed_elements(current, kept, capacity=count - 1)
+    assert found.count == count and not len(found.indices) and not len(found.values)
+    assert changed_elements(current, kept).count == 0, "they are in the copy all the same"
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_wrong_arguments_are_named(backend) -> None:
+    values = torch.zeros(4)
+    for current, sent in (
+        (values, torch.zeros(4)),
+        (values, torch.zeros(3).bfloat16()),
+        (values.view(2, 2), torch.zeros(2, 2).bfloat16()),
+    ):
+        with pytest.raises(ValueError, match=r"changed_elements: (current|sent) has"):
+            changed_elements(current, sent, backend=backend)
+    gaps, width = encode_gaps(torch.tensor([5, 900]))
+    for count, end in ((1, 901), (3, 901), (2, 900)):
+        with pytest.raises(ValueError, match="decode_gaps"):
+            decode_gaps(gaps, width, 0, end, count, backend=backend)
+    with pytest.raises(ValueError, match="decode_gaps: got 3 bytes of width 4"):
+        decode_gaps(gaps[:3], 4, 0, 901, 0, backend=backend)
+
+
+def entropy_bits(size: int, count: int) -> float:
+    """log2(size over count)"""
+    lgamma = math.lgamma
+    return (lgamma(size + 1) - lgamma(count + 1) - lgamma(size - count + 1)) / math.log(2)
+
+
+def positions_of(kind: str, size: int, share: float) -> torch.Tensor:
+    generator = np.random.default_rng(3)
+    count = max(1, round(size * share))
+    if kind == "uniform":
+        return torch.from_numpy(np.sort(generator.choice(size, count, replace=False)))
+    if kind == "regular":
+        return torch.arange(count) * (size // count)
+    start = size - 3 * count  # crowded at the end, after one long gap
+    return torch.from_numpy(start + np.sort(generator.choice(3 * count, count, replace=False)))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "regular", "crowded"])
+@pytest.mark.parametrize("share", [3e-6, 1e-5, 1e-4, 1e-3, 2.7e-3, 3.9e-3, 1e-2, 0.1, 0.33])
+def test_gaps_with_raw_values_are_within_1_3_of_the_entropy(kind: str, share: float) -> None:
+    size = 20_000_000 if share < 1e-3 else 1_000_000
+    positions = positions_of(kind, size, share)
+    gaps, width = encode_gaps(positions)
+    bound = entropy_bits(size, len(positions)) + 16 * len(positions)
+    assert 8 * len(gaps) + 16 * len(positions) <= 1.3 * bound
+    assert torch.equal(decode_gaps(gaps, width, 0, size, len(positions)), positions)
+    reference = encode_gaps(positions, backend="reference")
+    assert torch.equal(reference[0], gaps) and reference[1] == width
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(0, 70_000), max_size=20),
+    st.lists(st.sampled_from([0, 1, 254, 255, 256, 510, 65_535, 65_536, 1 << 24, 1 << 33])),
+    st.sampled_from([0, 7, 1 << 40]),
+)
+def test_gaps_come_back(small, special, start) -> None:
+    positions = start + torch.tensor([*small, *special], dtype=torch.int64).add(1).cumsum(0) - 1
+    end = start + 1 if not len(positions) else int(positions[-1]) + 1
+    gaps, width = encode_gaps(positions, start)
+    for backend in (None, "reference"):
+        again = decode_gaps(gaps, width, start, end, len(positions), backend=backend)
+        assert torch.equal(again, positions)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(slices(), min_size=0, max_size=6), st.floats(0, 1), st.booleans())
+def test_a_table_moves_changes_as_strided_copy_moves_all(drawn, share, wide) -> None:
+    """Copy everything before and after some elements change, or the changes alone."""
+    rows, place = [], 0
+    for i, (size, src_stride, dst_stride, offset, gap) in enumerate(drawn):
+        rows.append(row(i % 2, 0, offset, place + gap, size, src_stride, dst_stride))
+        if i % 3 == 2 and len(size) < 4:  # repeats its elements
+            rows[-1] = row(i % 2, 0, offset, place + gap, [2, *size], [0, *src_stride],
+                           [torch.Size(size).numel(), *dst_stride])  # fmt: skip
+            place += torch.Size(size).numel()
+        place += gap + torch.Size(size).numel()
+    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 16)
+    generator = torch.Generator().manual_seed(place)
+    before = [torch.randn(20_000, generator=generator).bfloat16() for _ in range(2)]
+    after = [t.clone() for t in before]
+    indices, values = [], []
+    for tensor in after:
+        chosen = (torch.rand(len(tensor), generator=generator) < share).nonzero()[:, 0]
+        tensor[chosen] += 1
+        indices.append(chosen if wide else chosen.int())
+        values.append(tensor[chosen])
+    got, expected = torch.zeros(2, 80_000, dtype=torch.bfloat16).unbind()
+    strided_copy(before, [got], table)
+    strided_copy(after, [expected], table)
+    by_reference = got.clone()
+    changes = ChangeTable(table, torch.device("cpu"))
+    positions, mapped = changes.map(indices, values)
+    changes.scatter(indices, values, [got])
+    assert torch.equal(got, expected)
+    assert bool((positions.diff() > 0).all()), "ascending, each once"
+    assert torch.equal(mapped, expected[positions])
+    assert set((by_reference != expected).nonzero()[:, 0].tolist()) <= set(positions.tolist())
+    reference = reference_table(table)
+    reference.scatter(indices, values, [by_reference])
+    assert torch.equal(by_reference, expected)
+    for ours, theirs in zip((positions, mapped), reference.map(indices, values), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def reference_table(table: torch.Tensor) -> ChangeTable:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYBRIDENGINE_BACKEND", "reference")
+        return ChangeTable(table, torch.device("cpu"))
+
+
+def test_addresses_beyond_32_bits() -> None:
+    """A slice of a source and a destination with more than 2^32 elements, none of which exist."""
+    table = torch.tensor([row(0, 0, 5, 9, [3, 1 << 33], [1 << 34, 1], [1 << 33, 1])])
+    near = torch.tensor([4, 5, (1 << 33) + 4, (1 << 33) + 5, (1 << 34) + 6, (1 << 35) + 7])
+    values = torch.arange(6).bfloat16()
+    expected = torch.tensor([9, (1 << 33) + 8, (1 << 33) + 10, (1 << 34) + 11])
+    for changes in (ChangeTable(table, torch.device("cpu")), reference_table(table)):
+        positions, mapped = changes.map([near], [values])
+        assert torch.equal(positions, expected)
+        assert mapped.tolist() == [1, 2, 4, 5]
+
+
+def test_a_table_does_not_write_outside_its_destination() -> None:
+    table = torch.tensor([row(0, 0, 0, 2, [4], [1], [1])])
+    changes = ChangeTable(table, torch.device("cpu"))
+    one = [torch.tensor([0])], [torch.ones(1).bfloat16()]
+    changes.scatter(*one, [torch.zeros(6).bfloat16()])
+    if changes._native is None:
+        pytest.skip("the extension is not built")
+    with pytest.raises(IndexError, match="ends at element 6 of destination 0, which has 5"):
+        changes.scatter(*one, [torch.zeros(5).bfloat16()])
+    with pytest.raises(IndexError, match="got 0 destinations; expected 1"):
+        changes.scatter(*one, [])
+    with pytest.raises(ValueError, match="expected 1 of each"):
+        changes.map([], [])
+    with pytest.raises(ValueError, match="source 0 has indices"):
+        changes.map([torch.zeros(1)], [torch.ones(1).bfloat16()])
