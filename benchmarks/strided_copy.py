@@ -38,7 +38,9 @@ def run(bench: Bench) -> None:
     shapes, layouts = llama(hidden, inner, vocab, count)
     holders = tuple((rank,) for rank in range(RANKS))
     rows = {n for n in shapes if n.endswith(("o", "down"))}
-    sources = {n: ShardSpec(s, torch.float32, int(n in rows), holders) for n, s in shapes.items()}
+    sources = {
+        n: ShardSpec.along(s, torch.float32, int(n in rows), holders) for n, s in shapes.items()
+    }
     plan = build_plan(sources, [layouts[rank * TP // RANKS] for rank in range(RANKS)])
     local = {n: local_shape(spec) for n, spec in sources.items()}
     strides = {n: contiguous_strides(shape) for n, shape in local.items()}
@@ -91,10 +93,7 @@ def measure(
 
 
 def local_shape(spec: ShardSpec) -> tuple[int, ...]:
-    shape = list(spec.shape)
-    low, high = spec.row_range(RANK)
-    shape[spec.dim] = high - low
-    return tuple(shape)
+    return tuple(high - low for low, high in spec.box(RANK))
 
 
 def llama(

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailure", "message_of", "run_ranks"]
+__all__ = ["RankFailure", "Ranks", "message_of", "run_ranks"]
 
 _PRELOAD = ["hybridengine.model", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
@@ -63,28 +63,57 @@ def run_ranks(
     Raises RankFailure with the traceback of the first rank that failed, or its exit code, or the
     ranks that are late after `timeout_s`, whose stacks go to stderr. All ranks are ended.
     """
-    store = dist.TCPStore(
-        "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=True
-    )
-    payload = pickle.dumps((fn, args))
-    processes: list[BaseProcess] = []
-    pipes: dict[Connection, int] = {}
-    for rank in range(world_size):
-        environment = {**os.environ, **_rank_env(rank, world_size, store.port), **(env or {})}
-        if device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        process, pipe = _start_rank(rank, environment, payload, timeout_s)
-        processes.append(process)
-        pipes[pipe] = rank
-    try:
-        results = _collect(processes, dict(pipes), timeout_s)
-        for pipe in pipes:
+    with Ranks(fn, world_size, *args, timeout_s=timeout_s, env=env, device=device) as ranks:
+        return ranks.results()
+
+
+class Ranks:
+    """The ranks of `run_ranks` while they run; several may run at a time, each world by itself."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout_s: float = 120.0,
+        env: dict[str, str] | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=True
+        )
+        payload = pickle.dumps((fn, args))
+        self._timeout_s = timeout_s
+        self.processes: list[BaseProcess] = []
+        self._pipes: dict[Connection, int] = {}
+        for rank in range(world_size):
+            place = _rank_env(rank, world_size, self._store.port)
+            environment = {**os.environ, **place, **(env or {})}
+            if device == "cpu":
+                environment["CUDA_VISIBLE_DEVICES"] = ""
+            process, pipe = _start_rank(rank, environment, payload, timeout_s)
+            self.processes.append(process)
+            self._pipes[pipe] = rank
+
+    def results(self) -> list[Any]:
+        """Wait for the ranks and return their results. Raises RankFailure."""
+        return self.results_without()
+
+    def results_without(self, *killed: int) -> list[Any]:
+        """As `results` for ranks of which some end by a signal; their result is None."""
+        waiting = {pipe: rank for pipe, rank in self._pipes.items() if rank not in killed}
+        results = _collect(self.processes, waiting, self._timeout_s)
+        for pipe in self._pipes:
             pipe.close()
-        for process in processes:
+        for process in self.processes:
             process.join(5)
         return results
-    finally:
-        for process in processes:
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
             process.kill()
             process.join()
 

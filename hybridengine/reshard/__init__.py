@@ -2,7 +2,7 @@
 
     record   Copy          strided copy: trained parameter → engine tensor, as the engine loads it
              EngineLayout  all copies of one engine rank
-    plan     ShardSpec     which ranks hold which rows (RowRange) of a parameter
+    plan     ShardSpec     which ranks hold which box of a parameter
              Block         a Copy in the coordinates of the parameter, so that it can be cut
              SourceClass   parameters with equal ShardSpec and Blocks (equal layers): planned once
              Chunk         what of a parameter travels together, small against a bucket
@@ -11,16 +11,17 @@
              ReshardPlan   all Buckets; the same on every rank
     execute  Exchange      a Bucket on one rank: tables of strided copies (pack, local, unpack)
              Resharder     sync(): every Exchange, by pull or by all-to-all, then commit
+    delta    DeltaSync     the same for only those elements whose bits changed
 
 `record` and `plan` run once, `execute` at every step. The advisor plans without running anything.
 """
 
+from hybridengine.reshard.execute.report import SyncReport
 from hybridengine.reshard.execute.resharder import (
     PlanOutdatedError,
     RankFailedError,
     Resharder,
     ReshardError,
-    SyncReport,
 )
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
 from hybridengine.reshard.record.loader import record_checkpoint, record_layout

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine.reshard.plan.planner import Planner, ReshardPlan
+from hybridengine.reshard.trainer_layout import TrainerLayout
 from hybridengine.sharding.dim1 import dim1_parameters
 from hybridengine.sharding.layout import EngineLayout
-from hybridengine.sharding.shards import ShardSpec
 from hybridengine.sharding.tp_groups import tp_groups
 
 if TYPE_CHECKING:
@@ -67,16 +67,18 @@ class Advice:
     """All options, best first, and baselines for the same case; bytes are per rank.
 
     An option with TP groups inside nodes always precedes one whose groups cross nodes: generation
-    reduces over a group twice per layer and token, a sync runs once per step. fallback: parameter →
-    why it is gathered in full.
+    reduces over a group twice per layer and token, a sync runs once per step. hybridflow_bytes:
+    None for engines with DP ranks, which the formula does not know. fallback: parameter → why it is
+    gathered in full.
     """
 
     num_parameters: int
     world_size: int
     tp_size: int
+    dp_size: int
     nodes: int
     options: list[Option]
-    hybridflow_bytes: int
+    hybridflow_bytes: int | None
     verl_bytes: int
     fallback: dict[str, str]
 
@@ -87,7 +89,10 @@ def advise(
     world_size: int,
     *,
     nodes: int = 1,
+    dp_size: int = 1,
     fsdp_size: int | None = None,
+    train_tp: int = 1,
+    train_ep: int = 1,
     intra_gb_per_s: float = 450.0,
     inter_gb_per_s: float = 50.0,
     latency_us: float = 100.0,
@@ -95,28 +100,37 @@ def advise(
 ) -> Advice:
     """Plan every option for `world_size` ranks.
 
-    shapes: trained parameter → global shape. layouts: one engine layout per TP rank. fsdp_size:
-    ranks per HSDP replica, contiguous; None for all ranks. intra_gb_per_s, inter_gb_per_s: what one
-    rank can send, and at the same time receive, inside a node and across nodes, in 10^9 bytes per
-    second. latency_us: of one all-to-all, in addition to the time of its bytes.
+    shapes: trained parameter → global shape. layouts: of every rank of an engine, in vLLM's order:
+    TP rank fastest, then DP rank. dp_size: DP ranks of an engine. fsdp_size: ranks per HSDP
+    replica, contiguous; None for all ranks. train_tp: the trainer runs FSDP2 over tensor
+    parallelism of this size, which divides the weights on the dimension that the engine slices.
+    train_ep: FSDP2 over expert parallelism, which divides fused experts. intra_gb_per_s,
+    inter_gb_per_s: what one rank can send, and at the same time receive, inside a node and across
+    nodes, in 10^9 bytes per second. latency_us: of one all-to-all, in addition to the time of its
+    bytes.
 
     The estimated time of a sync is the sum over buckets of the bytes that the busiest rank sends or
     receives inside its node and across nodes, at these speeds, and the latency.
     """
-    tp_size, fsdp_size = len(layouts), fsdp_size or world_size
-    for name, size in (("tp", tp_size), ("nodes", nodes), ("fsdp_size", fsdp_size)):
+    engine_size, fsdp_size = len(layouts), fsdp_size or world_size
+    tp_size = engine_size // dp_size
+    sizes = {"nodes": nodes, "fsdp_size": fsdp_size, "tp": tp_size, "tp times dp": engine_size}
+    for name, size in sizes.items():
         if size < 1 or world_size % size:
             raise ValueError(f"{name}: got {size}, expected a divisor of the {world_size} ranks")
     node = [rank * nodes // world_size for rank in range(world_size)]
-    shardings = _shardings(shapes, layouts, fsdp_size)
+    sliced = layouts[0].sliced_dims(shapes)
+    trainer = TrainerLayout.of(shapes, sliced, world_size, fsdp_size, train_tp, train_ep)
+    shardings = _shardings(shapes, sliced, engine_size, fsdp_size)
     options = []
-    for grouping, groups in _groupings(world_size, tp_size, nodes).items():
-        in_node = all(len({node[rank] for rank in group}) == 1 for group in groups)
-        tp_rank = {rank: i for group in groups for i, rank in enumerate(group)}
-        layout_of_rank = [layouts[tp_rank[rank]] for rank in range(world_size)]
+    for grouping, groups in _groupings(world_size, engine_size, nodes).items():
+        tp_groups_of = [g[i : i + tp_size] for g in groups for i in range(0, engine_size, tp_size)]
+        in_node = all(len({node[rank] for rank in group}) == 1 for group in tp_groups_of)
+        engine_rank = {rank: i for group in groups for i, rank in enumerate(group)}
+        layout_of_rank = [layouts[engine_rank[rank]] for rank in range(world_size)]
         planner = Planner(layout_of_rank, bucket_bytes, node)
         for dims, on_dim1 in shardings.items():
-            plan = planner.plan(_sources(shapes, on_dim1, world_size, fsdp_size))
+            plan = planner.plan(trainer.sources(shapes, on_dim1))
             seconds = sum(
                 bucket.intra_bytes / (intra_gb_per_s * 1e9)
                 + bucket.inter_bytes / (inter_gb_per_s * 1e9)
@@ -132,33 +146,41 @@ def advise(
         num_parameters=numel,
         world_size=world_size,
         tp_size=tp_size,
+        dp_size=dp_size,
         nodes=nodes,
         options=options,
-        hybridflow_bytes=round(engine_bytes * (1 / tp_size - 1 / world_size)),
+        hybridflow_bytes=(
+            round(engine_bytes * (1 / tp_size - 1 / world_size)) if dp_size == 1 else None
+        ),
         verl_bytes=round(numel * torch.float32.itemsize * (1 - 1 / world_size)),
         fallback={n: why for layout in layouts for n, why in layout.fallback.items()},
     )
 
 
-def _groupings(world_size: int, tp_size: int, nodes: int) -> dict[str, list[list[int]]]:
-    """Return TP groups by the name of the grouping; equal groupings once, under the first name."""
+def _groupings(world_size: int, size: int, nodes: int) -> dict[str, list[list[int]]]:
+    """Return the ranks of each engine by the name of the grouping; equal ones once, by the first.
+
+    size: of an engine.
+    """
     ranks = list(range(world_size))
     groupings = {
-        "strided": tp_groups(world_size, tp_size),
-        "strided in nodes": tp_groups(world_size, tp_size, world_size // nodes),
-        "contiguous": [ranks[first : first + tp_size] for first in ranks[::tp_size]],
+        "strided": tp_groups(world_size, size),
+        "strided in nodes": tp_groups(world_size, size, world_size // nodes),
+        "contiguous": [ranks[first : first + size] for first in ranks[::size]],
     }
     first = {repr(groups): name for name, groups in reversed(groupings.items())}
     return {name: groups for name, groups in groupings.items() if first[repr(groups)] == name}
 
 
 def _shardings(
-    shapes: Mapping[str, tuple[int, ...]], layouts: Sequence[EngineLayout], num_shards: int
+    shapes: Mapping[str, tuple[int, ...]],
+    sliced: Mapping[str, int],
+    engine_size: int,
+    num_shards: int,
 ) -> dict[tuple[int, int], set[str]]:
     """Return (row_dim, expert_dim) → parameters sharded on dim 1, without repetitions."""
-    sliced = layouts[0].sliced_dims(shapes)
     shardings: dict[tuple[int, int], set[str]] = {}
-    for row_dim, expert_dim in ((0, 0), (1, 0), (1, 1)) if len(layouts) > 1 else ((0, 0), (0, 1)):
+    for row_dim, expert_dim in ((0, 0), (1, 0), (1, 1)) if engine_size > 1 else ((0, 0), (0, 1)):
         on_dim1 = dim1_parameters(
             shapes, sliced, num_shards, row_parallel=row_dim == 1, experts=expert_dim == 1
         )
@@ -167,35 +189,29 @@ def _shardings(
     return shardings
 
 
-def _sources(
-    shapes: Mapping[str, tuple[int, ...]], on_dim1: set[str], world_size: int, fsdp_size: int
-) -> dict[str, ShardSpec]:
-    """Return the placement of every parameter on groups of `fsdp_size` contiguous ranks."""
-    holders = tuple(tuple(range(rank, world_size, fsdp_size)) for rank in range(fsdp_size))
-    return {
-        name: ShardSpec(shape or (1,), torch.float32, int(name in on_dim1), holders)
-        for name, shape in shapes.items()
-    }
-
-
 def print_advice(advice: Advice, console: Console) -> None:
     """Print the options, best first, the baselines and a recommendation."""
-    n, t = advice.world_size, advice.tp_size
+    n, t, d = advice.world_size, advice.tp_size, advice.dp_size
+    engine = f"DP {d}, TP {t}" if d > 1 else f"TP {t}"
     console.print(
         f"[bold]{advice.num_parameters / 1e9:.2f}B parameters, {n} ranks on {advice.nodes} "
-        f"node{'s' if advice.nodes > 1 else ''}, {n // t} engines of TP {t}; per rank and sync:"
+        f"node{'s' if advice.nodes > 1 else ''}, {n // (t * d)} engines of {engine}; per rank and "
+        "sync:"
     )
     shown = advice.options[:6]  # as many as fit a terminal
     rows = [_row(option) for option in shown]
     names = [_name(option).replace(", ", ",\n") for option in shown]
+    hybridflow = ""
+    if advice.hybridflow_bytes is not None:
+        hybridflow = f"{_size(advice.hybridflow_bytes)} received (HybridFlow's formula), "
     # One option per column, at most 80 characters in all.
     table = Table("TP groups,\nrow-parallel", *names, box=None, pad_edge=False)
     for key in rows[0]:
         table.add_row(f"[bold]{key}", *(row[key] for row in rows))
     console.print(table)
     console.print(
-        f"Baselines: {_size(advice.hybridflow_bytes)} received (HybridFlow's formula), "
-        f"{_size(advice.verl_bytes)} (verl: gathers all parameters in float32)."
+        f"Baselines: {hybridflow}{_size(advice.verl_bytes)} received (verl: gathers all parameters "
+        "in float32)."
     )
     best, others = advice.options[0], advice.options[1:]
     reasons = f"{_reason(best, others)}{_uneven_sending(best)}"
@@ -294,10 +310,9 @@ def _draw_volumes(axes: Axes, advice: Advice) -> None:
     for option in advice.options:
         name = _name(option).replace(", dim", ",\nrow-parallel on dim")
         named.append((name, option.received_bytes, "#2563eb"))
-    named += [
-        ("HybridFlow's formula", advice.hybridflow_bytes, "#7048e8"),
-        ("verl: gather all,\nfloat32", advice.verl_bytes, "#d9480f"),
-    ]
+    if advice.hybridflow_bytes is not None:
+        named.append(("HybridFlow's formula", advice.hybridflow_bytes, "#7048e8"))
+    named.append(("verl: gather all,\nfloat32", advice.verl_bytes, "#d9480f"))
     labels, sizes, colours = zip(*named, strict=True)
     unit, unit_name = (_MIB * 1024, "GiB") if max(sizes) >= _MIB * 1024 else (_MIB, "MiB")
     drawn = axes.barh(range(len(named)), np.array(sizes) / unit, color=colours)

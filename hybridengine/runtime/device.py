@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-
-from hybridengine.runtime.failures import CollectiveGuard
 
 _LOOK_S = 2.0  # between two looks for a lost rank
 _LIMIT_SHARE = 0.8  # of the group's timeout, at which NCCL's watchdog ends the process
@@ -24,6 +23,16 @@ class Completion(Protocol):
 
     def query(self) -> bool:
         """Return whether the device has reached it."""
+
+
+class Guard(Protocol):
+    """What is asked about the other ranks, as `CollectiveGuard`."""
+
+    def collective(self, phase: str) -> AbstractContextManager[None]:
+        """Raise CollectiveError if what runs inside fails because of another rank."""
+
+    def lost_rank(self) -> object | None:
+        """Return who has failed or ended, None if nobody is known to."""
 
 
 class DeviceProgress:
@@ -42,7 +51,7 @@ class DeviceProgress:
 
     def __init__(
         self,
-        guard: CollectiveGuard,
+        guard: Guard,
         device: torch.device,
         record: Callable[[], Completion | None] | None = None,
         limit_s: float | None = None,

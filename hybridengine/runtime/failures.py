@@ -81,7 +81,7 @@ class CollectiveGuard:
         self._operation, self._count = "", 0
         self._answered: set[str] = set()
         self._lock = threading.Lock()
-        self.set(f"process/{rank}", f"{machine_id()}|{os.getpid()}")
+        self.set(f"process/{rank}", this_process())
 
     @property
     def place(self) -> str:
@@ -195,8 +195,7 @@ class CollectiveGuard:
 
     def process_state(self, rank: int) -> str:
         """Return "running", "stopped" or "ended"; "remote" for a process on another machine."""
-        machine, _, pid = self.get(f"process/{rank}").rpartition("|")
-        return _state_of(int(pid)) if machine == machine_id() else "remote"
+        return process_state(self.get(f"process/{rank}"))
 
     def _report_of(self, rank: int) -> RankReport:
         if answer := self.get(self._key("answer", rank)):
@@ -273,9 +272,18 @@ def machine_id() -> str:
         return f"unknown/{os.getpid()}"
 
 
-def _state_of(pid: int) -> str:
+def this_process() -> str:
+    """Return an identifier of this process, for `process_state`."""
+    return f"{machine_id()}|{os.getpid()}"
+
+
+def process_state(process: str) -> str:
+    """Return "running", "stopped" or "ended"; "remote" for a process on another machine."""
+    machine, _, pid = process.rpartition("|")
+    if machine != machine_id():
+        return "remote"
     try:
-        status = psutil.Process(pid).status()
+        status = psutil.Process(int(pid)).status()
     except psutil.NoSuchProcess:
         return "ended"
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):

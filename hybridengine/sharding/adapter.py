@@ -5,13 +5,13 @@ LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1): W + (alpha / r) B A.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from hybridengine.sharding.shards import full_tensor, local_shard
+from hybridengine.sharding.shards import Box, RowRange, full_tensor, local_shard
 
 _CHUNK = 1 << 18  # elements computed in float64 at a time
 
@@ -29,47 +29,48 @@ class Adapter:
     scale: float
 
     @torch.no_grad()
-    def merge(
-        self, base: torch.Tensor, dim: int, shard_start: int, low: int, high: int
-    ) -> torch.Tensor:
-        """Return positions [low, high) on `dim` of the merged weight; collective.
+    def merge(self, base: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
+        """Return a box of the merged weight; collective.
 
-        base: the frozen weight; this rank holds positions of `dim` from `shard_start` on. The
-        result is contiguous, in base's dtype. Each element is summed in float64 and rounded once,
-        so it is the same for every sharding.
+        base: the frozen weight; this rank's shard of it begins at position `origin` and contains
+        `box`. The result is contiguous, in base's dtype. Each element is summed in float64 and
+        rounded once, so it is the same for every sharding.
         """
-        rows_of_base = local_shard(base).narrow(dim, low - shard_start, high - low)
+        part = local_shard(base)
+        for dim, (low, high) in enumerate(box):
+            part = part.narrow(dim, low - origin[dim], high - low)
         left, right = (
-            local_shard(factor).narrow(dim, low - shard_start, high - low)
-            if _sharded_alike(factor, base, axis, dim)
-            else full_tensor(factor).narrow(
-                axis, *((low, high - low) if axis == dim else (0, factor.shape[axis]))
+            local_shard(factor).narrow(axis, low - origin[axis], high - low)
+            if _sharded_alike(factor, base, axis)
+            else full_tensor(factor).narrow(axis, low, high - low)
+            for axis, (factor, (low, high)) in enumerate(
+                zip((self.left, self.right), box, strict=True)
             )
-            for axis, factor in enumerate((self.left, self.right))
         )
-        merged = torch.empty_like(rows_of_base, memory_format=torch.contiguous_format)
-        step = max(1, _CHUNK // max(rows_of_base.shape[1], 1))
+        merged = torch.empty_like(part, memory_format=torch.contiguous_format)
+        step = max(1, _CHUNK // max(part.shape[1], 1))
         right = right.double() * self.scale
-        for i in range(0, rows_of_base.shape[0], step):
+        for i in range(0, part.shape[0], step):
             delta = left[i : i + step].double() @ right
-            merged[i : i + step] = delta.add_(rows_of_base[i : i + step])
+            merged[i : i + step] = delta.add_(part[i : i + step])
         return merged
 
     def merge_full(self, base: torch.Tensor) -> torch.Tensor:
         """Return the full merged weight on every rank; collective."""
         full = full_tensor(base)
-        return self.full().merge(full, 0, 0, 0, full.shape[0])
+        box = tuple(RowRange(0, size) for size in full.shape)
+        return self.full().merge(full, (0, 0), box)
 
     def full(self) -> Adapter:
         """Return the same adapter with full factors on every rank; collective."""
         return Adapter(full_tensor(self.left), full_tensor(self.right), self.scale)
 
-    def bytes_gathered(self, base: torch.Tensor, dim: int) -> int:
+    def bytes_gathered(self, base: torch.Tensor) -> int:
         """Return how many bytes `merge` receives from other ranks."""
         return sum(
             (factor.numel() - local_shard(factor).numel()) * factor.element_size()
             for axis, factor in enumerate((self.left, self.right))
-            if not _sharded_alike(factor, base, axis, dim)
+            if not _sharded_alike(factor, base, axis)
         )
 
 
@@ -94,12 +95,12 @@ def adapters_of_factors(
         yield name, Adapter(left, right, adapter.scale)
 
 
-def _sharded_alike(factor: torch.Tensor, base: torch.Tensor, axis: int, dim: int) -> bool:
-    """Whether each rank's shard of `factor` covers the same positions as its shard of `base`."""
+def _sharded_alike(factor: torch.Tensor, base: torch.Tensor, axis: int) -> bool:
+    """Whether both are sharded on `axis` alone, so that shards cover the same positions of it."""
     return (
-        axis == dim
-        and isinstance(factor, DTensor)
+        isinstance(factor, DTensor)
         and isinstance(base, DTensor)
         and factor.placements == base.placements
         and factor.device_mesh == base.device_mesh
+        and {getattr(p, "dim", None) for p in base.placements} - {None} == {axis}
     )

@@ -150,15 +150,18 @@ def _positions(start: int, axes: list[Axis]) -> np.ndarray:
 
 
 def count_below(block: Block, dim: int, edges: np.ndarray) -> np.ndarray:
-    """For each of `edges`, count the elements with source coordinates below it on `dim`."""
+    """For each of `edges`, count the block's positions on `dim` that are below it: int64.
+
+    Times the numbers of positions on all other dimensions, and of repetitions, these are elements.
+    """
     along = block.along(dim)
     if not along:
-        return np.where(block.start[dim] < edges, block.numel, 0)
+        return (block.start[dim] < edges).astype(np.int64)
     longest, *others = sorted(along, key=lambda axis: -axis.size)
-    starts = _positions(block.start[dim], others)[:, None]
+    starts = _positions(block.start[dim], others).reshape(-1, *[1] * edges.ndim)
     # ceil((edge - start) / step)
     below = np.clip(-((starts - edges) // longest.step), 0, longest.size)
-    return below.sum(0) * (block.numel // math.prod(axis.size for axis in along))
+    return below.sum(0)
 
 
 def cut(block: Block, dim: int, low: int, high: int) -> Iterator[Block]:

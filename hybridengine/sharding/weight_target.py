@@ -23,7 +23,9 @@ class WeightTarget(ABC):
     parameters. optional_parameters: trained parameters that the engine need not read (persistent
     buffers). config_differences: a sentence for error messages about how the engine's configuration
     differs from the trained model's. weight_version: of the last complete update, None before the
-    first. discarded: whether the weights were freed without a copy since.
+    first. discarded: whether the weights were freed without a copy since. updates_begun: number of
+    updates so far, those that failed included. discards_weights: whether the weights are discarded
+    between any two updates, so that each has to write all of them.
     """
 
     tp_rank: int
@@ -32,6 +34,8 @@ class WeightTarget(ABC):
     config_differences: str = ""
     weight_version: int | None = None
     discarded: bool = False
+    updates_begun: int = 0
+    discards_weights: bool = False
     _updating_to: int | None = None
 
     @abstractmethod
@@ -73,6 +77,7 @@ class WeightTarget(ABC):
     def weight_update(self, version: int) -> Iterator[None]:
         """Mark the weights as partially updated until the body has finished without an error."""
         self._updating_to = version
+        self.updates_begun += 1
         self._prepare_update()
         yield
         self._finish_update()

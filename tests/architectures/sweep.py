@@ -1,9 +1,9 @@
 """One architecture on this world of ranks: reshard into vLLM's model, then vLLM's own loader.
 
 Every rank builds vLLM's model (real tensors on the CPU, no engine around it), shards random float32
-parameters as FSDP2 does, and syncs twice, with different weights. Each time every tensor that the
-model's objects hold is compared, bit for bit, with a model that vLLM's own loader has filled from
-the full checkpoint, converted by transformers itself.
+parameters as FSDP2 does, and syncs three times: different weights twice, then a delta. Each time
+every tensor that the model's objects hold is compared, bit for bit, with a model that vLLM's own
+loader has filled from the full checkpoint, converted by transformers itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Outcome:
 
     stage, error: where it failed and why; empty if it passed. tensors: engine tensors that a sync
     writes. unequal: tensors of the model that differ after a sync. fallback: parameter → why it
-    is gathered in full. received, lower_bound: bytes of one sync.
+    is gathered in full. received, lower_bound: bytes of one sync. delta: whether the third
+    sync was a delta.
     """
 
     architecture: str
@@ -54,6 +55,7 @@ class Outcome:
     fallback: dict[str, str] = field(default_factory=dict)
     received: int = 0
     lower_bound: int = 0
+    delta: bool = False
 
 
 class BareEngine(WeightTarget):
@@ -207,7 +209,7 @@ class _Case:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
         shards = self._shards(seed=1)
-        resharder = Resharder(lambda: shards, self.engine, BUCKET_BYTES)
+        resharder = Resharder(lambda: shards, self.engine, BUCKET_BYTES, delta="on")
         self.outcome.received = resharder.sync(1).bytes_received
         self.outcome.lower_bound = resharder.plan.lower_bound[self.rank]
         self._compare(seed=1)
@@ -215,10 +217,14 @@ class _Case:
             local_shard(shards[name]).copy_(local_shard(shard))
         resharder.sync(2)
         self._compare(seed=2)
+        for name, shard in self._shards(seed=2, changed=0.02).items():
+            local_shard(shards[name]).copy_(local_shard(shard))
+        self.outcome.delta = resharder.sync(3).delta
+        self._compare(seed=2, changed=0.02)
 
-    def _compare(self, seed: int) -> None:
+    def _compare(self, seed: int, changed: float = 0.0) -> None:
         """The engine's model against a new one that vLLM's own loader has filled."""
-        expected = _reachable(self._loaded(seed)[0])
+        expected = _reachable(self._loaded(seed, changed)[0])
         arrived = _reachable(self.model)
         self.outcome.unequal += [
             name
@@ -228,19 +234,23 @@ class _Case:
             or not _same_bits(expected[name], arrived[name])
         ]
 
-    def _full(self, seed: int) -> dict[str, torch.Tensor]:
+    def _full(self, seed: int, changed: float = 0.0) -> dict[str, torch.Tensor]:
+        """Random parameters; changed: the share of elements that differ from those of `seed`."""
         generator = torch.Generator().manual_seed(seed)
-        return {
+        full = {
             name: torch.randn(shape, generator=generator)
             for name, shape in self.checkpoint.parameters.items()
         }
+        for tensor in full.values() if changed else ():
+            tensor[torch.rand(tensor.shape, generator=generator) < changed] += 1
+        return full
 
-    def _shards(self, seed: int) -> dict[str, torch.Tensor]:
+    def _shards(self, seed: int, changed: float = 0.0) -> dict[str, torch.Tensor]:
         buffers = {name for name, _ in self.hf.named_buffers()}
         sliced = self.engine.layout.sliced_dims(self.checkpoint.parameters)
         return {
             name: tensor if name in buffers else self._distribute(tensor, sliced.get(name, 0))
-            for name, tensor in self._full(seed).items()
+            for name, tensor in self._full(seed, changed).items()
         }
 
     def _distribute(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -249,7 +259,7 @@ class _Case:
             dim = 0
         return distribute_tensor(tensor, self.mesh, [Shard(dim)], src_data_rank=None)
 
-    def _loaded(self, seed: int) -> tuple[torch.nn.Module, Any]:
+    def _loaded(self, seed: int, changed: float = 0.0) -> tuple[torch.nn.Module, Any]:
         """vLLM's model as its own loader leaves it, and the processing that kept its weights."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import base_loader
@@ -258,7 +268,7 @@ class _Case:
 
         from hybridengine.rollout.vllm.post_load import writable_weights
 
-        stored = revert_weight_conversion(self.hf, self._full(seed))
+        stored = revert_weight_conversion(self.hf, self._full(seed, changed))
         config = copy.copy(self.vllm_config)
         config.compilation_config = copy.copy(config.compilation_config)
         config.compilation_config.static_forward_context = {}

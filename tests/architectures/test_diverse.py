@@ -26,7 +26,7 @@ def test_diverse_architectures_equal_vllms_own_loader(tmp_path: Path) -> None:
         expected = {"phi": {"lm_head.bias"}} | FALLBACK
         for o in outcomes:
             assert set(o.fallback) == expected.get(name, set())
-            assert o.received == o.lower_bound
+            assert o.received == o.lower_bound and o.delta
 
 
 def test_the_table_shows_errors_and_unequal_tensors() -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "assert_both_sides_agree",
     "assert_delivers",
     "brute_force_bound",
+    "brute_force_entering",
     "fused_layout",
     "walk",
 ]
@@ -64,25 +65,44 @@ def fused_layout(shapes, tp_rank: int, tp_size: int) -> EngineLayout:
 
 
 def brute_force_bound(sources, layouts) -> list[int]:
-    bounds = []
-    for rank, layout in enumerate(layouts):
-        missing = 0
-        for name, spec in sources.items():
-            shard = spec.shard_of(rank)
-            low, high = spec.row_range(shard) if shard is not None else (0, 0)
-            wanted = np.concatenate(
-                [np.empty(0, np.int64)]
-                + [
-                    walk(c.source_offset, c.sizes, c.source_strides)
-                    for c in layout.copies
-                    if c.source == name
-                ]
-            )
-            stride = contiguous_strides(spec.shape)[spec.dim]
-            x = np.unique(wanted) // stride % spec.shape[spec.dim]
-            missing += int(((x < low) | (x >= high)).sum())
-        bounds.append(missing * 2)
-    return bounds
+    """Bytes (bfloat16) that each rank needs and does not hold."""
+    ranks = range(len(layouts))
+    return [
+        2 * sum(len(_missing(name, spec, layouts, [rank])) for name, spec in sources.items())
+        for rank in ranks
+    ]
+
+
+def brute_force_entering(sources, layouts, nodes) -> list[int]:
+    """Elements that the ranks of each node need and none of them holds."""
+    members = [[r for r, n in enumerate(nodes) if n == node] for node in sorted(set(nodes))]
+    return [
+        sum(len(_missing(name, spec, layouts, ranks)) for name, spec in sources.items())
+        for ranks in members
+    ]
+
+
+def _missing(name: str, spec, layouts, ranks) -> np.ndarray:
+    """Linear addresses of a parameter that `ranks` need and none of them holds."""
+    wanted = [
+        walk(c.source_offset, c.sizes, c.source_strides)
+        for rank in ranks
+        for c in layouts[rank].copies
+        if c.source == name
+    ]
+    addresses = np.unique(np.concatenate([np.empty(0, np.int64), *wanted]))
+    for rank in ranks:
+        if (shard := spec.shard_of(rank)) is not None:
+            addresses = addresses[~_inside(addresses, spec.shape, spec.box(shard))]
+    return addresses
+
+
+def _inside(addresses: np.ndarray, shape, box) -> np.ndarray:
+    """Which linear addresses of a contiguous tensor lie in a box of it."""
+    inside = np.ones(len(addresses), bool)
+    for position, (low, high) in zip(np.unravel_index(addresses, shape), box, strict=True):
+        inside &= (low <= position) & (position < high)
+    return inside
 
 
 def assert_delivers(plan, rank: int, layout: EngineLayout, sources) -> None:
@@ -99,14 +119,12 @@ def assert_delivers(plan, rank: int, layout: EngineLayout, sources) -> None:
         assert copy.receiver == rank
         spec = sources[name]
         assert copy.sender in spec.holders[copy.shard]
-        low, high = spec.row_range(copy.shard)
         for index, block in copy.writes:
             destination = plan.destinations(name, dtype, rank)[index]
             origin = (0,) * len(spec.shape)
             offset, steps = block.address(contiguous_strides(spec.shape), origin)
             read = walk(offset, block.sizes, steps)
-            x = read // contiguous_strides(spec.shape)[spec.dim] % spec.shape[spec.dim]
-            assert ((low <= x) & (x < high)).all(), "a sender would read outside its own shard"
+            assert _inside(read, spec.shape, spec.box(copy.shard)).all(), "read outside the shard"
             written = walk(block.offset, block.sizes, block.strides)
             assert (got[destination][written] == -1).all(), "an element arrives twice"
             got[destination][written] = ids[name] + read

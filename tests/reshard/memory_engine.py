@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -67,10 +68,12 @@ def build(
     by_loader: tuple[str, ...] = (),
     transport: str = "pull",
     device: str = "cpu",
+    **options: Any,
 ) -> tuple[MemoryEngine, dict[str, torch.Tensor], Resharder]:
     """This rank's engine, its shards (HSDP where replicas > 1), and the reshard between them.
 
-    transport: "pull", which is chosen where the ranks share memory, or "all-to-all".
+    transport: "pull", which is chosen where the ranks share memory, or "all-to-all". options: more
+    of Resharder's.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     groups = tp_groups(world_size, tp_size)
@@ -86,7 +89,7 @@ def build(
         for name, (kind, _) in shapes.items()
     }
     with pulling(transport == "pull"):
-        resharder = Resharder(lambda: shards, engine, bucket_bytes)
+        resharder = Resharder(lambda: shards, engine, bucket_bytes, **options)
     assert world_size == 1 or resharder._pipeline.transport == transport
     return engine, shards, resharder
 

@@ -14,6 +14,7 @@ from hybridengine.reshard.execute.exchange import Exchange, ExchangeBuilder
 from hybridengine.reshard.execute.pull import PullBuilder
 from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
 from hybridengine.sharding.geometry import Axis, Block, contiguous_strides
+from hybridengine.sharding.shards import Box, Split
 
 __all__ = [
     "Case",
@@ -58,6 +59,19 @@ def boxes(draw, shape: tuple[int, ...]) -> Block:
 
 
 @st.composite
+def grids(draw, num_dims: int, shards: int) -> tuple[Split, ...]:
+    """Divide one dimension, one dimension twice, or two dimensions, into `shards` in all."""
+    first = draw(st.integers(0, num_dims - 1))
+    count = draw(st.sampled_from([n for n in range(1, shards + 1) if shards % n == 0]))
+    if count == shards:
+        return (Split(first, (shards,)),)
+    second = draw(st.integers(0, num_dims - 1))
+    if second == first:
+        return (Split(first, (count, shards // count)),)
+    return Split(first, (count,)), Split(second, (shards // count,))
+
+
+@st.composite
 def random_cases(draw) -> Case:
     world, replicas = draw(
         st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (8, 4)])
@@ -68,9 +82,9 @@ def random_cases(draw) -> Case:
     for i in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
         holders = tuple(tuple(range(s, world, shards)) for s in range(shards))
-        dim = draw(st.integers(0, len(shape) - 1))
         frozen, merged = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
-        sources[f"w{i}"] = ShardSpec(shape, torch.float32, dim, holders, frozen, merged)
+        splits = draw(grids(len(shape), shards))
+        sources[f"w{i}"] = ShardSpec(shape, torch.float32, splits, holders, frozen, merged)
         for layout in by_tp:
             for j in range(draw(st.integers(0, 3))):
                 block, to = draw(boxes(shape)), f"e{i}.{j}"
@@ -129,7 +143,7 @@ class _Ranks:
 
     def pack(self, rank: int, step: Exchange, size: int) -> torch.Tensor:
         """Return the send buffer of a rank, of `size` elements; copy what the rank keeps."""
-        packed = [self._rows(name, rows, rank) for name, rows in step.sources]
+        packed = [self._part(name, box, rank) for name, box in step.sources]
         buffer = torch.full((size,), torch.nan)
         step.pack.copy(packed, [buffer])
         step.local.copy(packed, self.targets(rank, step))
@@ -138,18 +152,19 @@ class _Ranks:
     def targets(self, rank: int, step: Exchange) -> list[torch.Tensor]:
         return [self.engines[rank][name] for name in step.destinations]
 
-    def _rows(self, name: str, rows, rank: int) -> torch.Tensor:
+    def _part(self, name: str, box: Box, rank: int) -> torch.Tensor:
         spec, held = self._sources[name], self._shards[rank][name]
         if not spec.merged or (shard := spec.shard_of(rank)) is None:
             return held
-        start = rows.start - spec.row_range(shard).start
-        return held.narrow(spec.dim, start, rows.stop - rows.start).contiguous()
+        origin = [low for low, _ in spec.box(shard)]
+        ranges = zip(origin, box, strict=True)
+        return held[*(slice(low - o, high - o) for o, (low, high) in ranges)].contiguous()
 
 
 def _held(tensor: torch.Tensor, spec: ShardSpec, rank: int) -> torch.Tensor:
     shard = spec.shard_of(rank)
-    low, high = (0, 0) if shard is None else spec.row_range(shard)
-    return tensor.narrow(spec.dim, low, high - low).contiguous()
+    box = [(0, 0)] * tensor.ndim if shard is None else spec.box(shard)
+    return tensor[*(slice(*r) for r in box)].contiguous()
 
 
 def exchange_all(

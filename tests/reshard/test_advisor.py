@@ -91,6 +91,16 @@ def test_experts_fewer_than_ranks_are_sharded_on_dim_1() -> None:
     assert best.seconds < other.seconds
 
 
+def test_a_tensor_parallel_trainer_matches_contiguous_groups() -> None:
+    """Its TP ranks are adjacent; in strided groups an engine slice lies on other ranks."""
+    layouts = [fused_layout(SHAPES, rank, 2) for rank in range(2)]
+    shapes = {n: s for n, (_, s) in SHAPES.items()}
+    options = advise(shapes, layouts, 8, train_tp=2).options
+    best, strided = options[0], next(o for o in options if o.grouping == "strided")
+    assert best.grouping == "contiguous" and best.received_bytes < strided.received_bytes
+    assert best.received_bytes == best.lower_bound_bytes == 64 * 32 * 2 * 2 * (4 - 1) // 8
+
+
 def test_what_few_ranks_would_send_is_reported_with_a_remedy() -> None:
     shapes = {"experts": (4, 9, 16)}
     strides = contiguous_strides((4, 9, 16))

@@ -72,7 +72,7 @@ def plan_of(
     columns = dim1_parameters(shapes, by_tp[0].sliced_dims(shapes), shards) if dim1 else set()
     holders = tuple(tuple(range(rank, world, shards)) for rank in range(shards))
     sources = {
-        name: ShardSpec(shape, torch.float32, int(name in columns), holders)
+        name: ShardSpec.along(shape, torch.float32, int(name in columns), holders)
         for name, shape in shapes.items()
     }
     tp_rank = {rank: i for group in groups_of(world, tp, grouping) for i, rank in enumerate(group)}

@@ -34,7 +34,7 @@ def plan_one(folder: str, config, world_size: int, tp_size: int) -> dict[str, ob
     finally:
         loader.record_layout = record
     holders = tuple((rank,) for rank in range(world_size))
-    sources = {n: ShardSpec(s, torch.float32, 0, holders) for n, s in shapes.items()}
+    sources = {n: ShardSpec.along(s, torch.float32, 0, holders) for n, s in shapes.items()}
     plan = build_plan(sources, [layouts[r * tp_size // world_size] for r in range(world_size)])
     return {
         "loaded": loaded,

@@ -123,6 +123,7 @@ def test_rollouts_follow_every_step_of_the_adapters(tmp_path: Path, as_adapters:
     assert_follows(run_ranks(rollout_body, 2, path, as_adapters, -1, timeout_s=400))
 
 
+@pytest.mark.exhaustive
 def test_experts_and_replicated_shards(tmp_path: Path) -> None:
     """Attention adapters of a mixture of experts on two replicas of two shards each (HSDP)."""
     path = save_tiny("qwen3_moe", tmp_path)

@@ -35,7 +35,7 @@ def test_plan_moves_every_element_once(case, rows, width, row_on_dim1, replicas)
     shards = world // replicas
     holders = tuple(tuple(range(s, world, shards)) for s in range(shards))  # HSDP when replicas > 1
     sources = {
-        n: ShardSpec(s, torch.float32, 1 if k == "row" and row_on_dim1 else 0, holders)
+        n: ShardSpec.along(s, torch.float32, 1 if k == "row" and row_on_dim1 else 0, holders)
         for n, (k, s) in shapes.items()
     }
     by_tp = [fused_layout(shapes, r, tp) for r in range(tp)]
@@ -51,7 +51,7 @@ def test_plan_moves_every_element_once(case, rows, width, row_on_dim1, replicas)
 
 
 def one_tensor(copies: list[Copy]) -> tuple[dict[str, ShardSpec], list[EngineLayout]]:
-    sources = {"w": ShardSpec((4, 2), torch.float32, 0, ((0,),))}
+    sources = {"w": ShardSpec.along((4, 2), torch.float32, 0, ((0,),))}
     return sources, [EngineLayout({"e": TensorSpec((4, 2), (2, 1), torch.bfloat16)}, copies)]
 
 
@@ -84,7 +84,7 @@ def experts(world: int, tp: int) -> tuple[dict[str, ShardSpec], list[EngineLayou
     layouts = [EngineLayout({"w13": spec}, c) for c in copies]
     holders = tuple((rank,) for rank in range(world))
     by_rank = [layouts[rank * tp // world] for rank in range(world)]
-    return {"w": ShardSpec(shape, torch.float32, 0, holders)}, by_rank
+    return {"w": ShardSpec.along(shape, torch.float32, 0, holders)}, by_rank
 
 
 @pytest.mark.parametrize(("world", "tp"), [(8, 2), (8, 4), (16, 2)])
@@ -112,7 +112,7 @@ def test_a_bucket_that_holds_no_row_is_an_error_that_names_the_parameter() -> No
         {"e": TensorSpec((64, 3000), (3000, 1), torch.float64)},
         [Copy("wide", "e", 0, 0, (64, 3000), (3000, 1), (3000, 1))],
     )
-    merged = ShardSpec((64, 3000), torch.float32, 0, holders, merged=True)
+    merged = ShardSpec.along((64, 3000), torch.float32, 0, holders, merged=True)
     with pytest.raises(LayoutError, match=r"bucket_bytes: parameter 'wide' of shape \(64, 3000\)"):
         build_plan({"wide": merged}, [layout] * 64, 4096)
 
@@ -138,7 +138,7 @@ def test_structurally_equal_layers_share_their_slices() -> None:
                 )
         layouts.append(layout)
     holders = ((0,), (1,), (2,), (3,))
-    sources = {n: ShardSpec(s, torch.float32, 0, holders) for n, (_, s) in shapes.items()}
+    sources = {n: ShardSpec.along(s, torch.float32, 0, holders) for n, (_, s) in shapes.items()}
     plan = build_plan(sources, layouts, 4096)
     assert len(set(plan.source_classes.values())) == 2
     lists = {
@@ -149,3 +149,23 @@ def test_structurally_equal_layers_share_their_slices() -> None:
     assert len(lists) == 2
     for rank, layout in enumerate(layouts):
         assert_delivers(plan, rank, layout, sources)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nodes_with_one_engine_receive_each_byte_once(replicas: int) -> None:
+    """Two nodes of four ranks, an engine of TP 4 in each; with HSDP a replica in each."""
+    shapes = {"c": ("column", (24, 5)), "r": ("row", (8, 32))}
+    shards = 8 // replicas
+    holders = tuple(tuple(range(s, 8, shards)) for s in range(shards))
+    sources = {n: ShardSpec.along(s, torch.float32, 0, holders) for n, (_, s) in shapes.items()}
+    layouts = [fused_layout(shapes, rank % 4, 4) for rank in range(8)]
+    nodes = [rank // 4 for rank in range(8)]
+    plan = build_plan(sources, layouts, nodes=nodes)
+    crossing = [sum(plan.bytes_crossing[:4]), sum(plan.bytes_crossing[4:])]
+    assert crossing == plan.crossing_bound() == [(24 * 5 + 8 * 32) * 2 * (2 - replicas) // 2] * 2
+    full = [fused_layout({"norm": ("replicated", (16, 1))} | shapes, r % 4, 4) for r in range(8)]
+    norm = {"norm": ShardSpec.along((16, 1), torch.float32, 0, holders)}
+    plan = build_plan(sources | norm, full, nodes=nodes)
+    once = (16 * 2 // 2) * (2 - replicas)
+    assert sum(plan.bytes_crossing[:4]) - crossing[0] == 4 * once, "each rank of a node needs it"
+    assert plan.crossing_bound()[0] - crossing[0] == once

@@ -37,7 +37,7 @@ def test_a_slice_for_several_ranks_is_packed_once() -> None:
     weight by all three others, of both layouts."""
     shape, world = (16, 6), 4
     holders = tuple((rank,) for rank in range(world))
-    sources = {n: ShardSpec(shape, torch.float32, 0, holders) for n in ("split", "norm")}
+    sources = {n: ShardSpec.along(shape, torch.float32, 0, holders) for n in ("split", "norm")}
     half = TensorSpec((8, 6), (6, 1), torch.float32)
     layouts = [
         EngineLayout(

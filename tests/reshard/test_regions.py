@@ -15,6 +15,7 @@ from tests.reshard.brute_force import (
     assert_both_sides_agree,
     assert_delivers,
     brute_force_bound,
+    brute_force_entering,
     walk,
 )
 from tests.reshard.random_plans import (
@@ -61,10 +62,15 @@ def test_regions_are_disjoint_and_lose_nothing(data, shape) -> None:
 @settings(max_examples=80, deadline=None)
 @given(random_cases())
 def test_any_plan_sends_each_element_once(case: Case) -> None:
-    """Random sources on 1-D meshes and HSDP, over nodes, uneven; frozen, merged; any reads."""
+    """Random sources on 1-D and 2-D meshes, HSDP, over nodes, uneven; frozen, merged; any reads."""
     plan = build_plan(case.sources, case.layouts, 4096, case.nodes)
     bound = [2 * b for b in brute_force_bound(case.sources, case.layouts)]  # float32, not bfloat16
     assert plan.bytes_received == plan.lower_bound == bound
+    crossing = [4 * n for n in brute_force_entering(case.sources, case.layouts, case.nodes)]
+    assert plan.crossing_bound() == crossing
+    for number, least in zip(sorted(set(case.nodes)), crossing, strict=True):
+        of_node = [b for b, n in zip(plan.bytes_crossing, case.nodes, strict=True) if n == number]
+        assert max(of_node) <= least <= sum(of_node)
     for rank, layout in enumerate(case.layouts):
         assert_delivers(plan, rank, layout, case.sources)
         for _, name, copy in arrivals(plan, rank):
@@ -86,7 +92,7 @@ def test_keys_that_are_the_values_too_travel_once() -> None:
     table = TensorSpec(shape, strides, torch.bfloat16)
     layout = EngineLayout({"qkv": qkv, "embed": table, "head": table}, copies + tied)
     holders = tuple((rank,) for rank in range(world))
-    sources = {n: ShardSpec(shape, torch.float32, 0, holders) for n in ("k", "e")}
+    sources = {n: ShardSpec.along(shape, torch.float32, 0, holders) for n in ("k", "e")}
     plan = build_plan(sources, [layout] * world)
     once = 2 * 64 * 16 * 2
     assert plan.bytes_received == plan.lower_bound == [once * 3 // 4] * world
@@ -100,7 +106,7 @@ def test_a_view_that_repeats_an_element_receives_it_once() -> None:
         {"scales": TensorSpec((6, 5), (5, 1), torch.bfloat16)},
         [Copy("w", "scales", 0, 0, (6, 5), (1, 0), (5, 1))],
     )
-    sources = {"w": ShardSpec((6,), torch.float32, 0, ((0,), (1,), (2,)))}
+    sources = {"w": ShardSpec.along((6,), torch.float32, 0, ((0,), (1,), (2,)))}
     plan = build_plan(sources, [layout] * 3)
     assert plan.bytes_received == [8] * 3
     engines = exchange_all(plan, sources, [layout] * 3, {"w": torch.arange(6.0)})

@@ -119,6 +119,7 @@ def standalone_body(rank: int, world_size: int, path: str) -> dict:
     }
 
 
+@pytest.mark.exhaustive
 def test_plain_model_and_plain_vllm(tmp_path: Path) -> None:
     path = save_tiny("qwen2", tmp_path)
     for result in run_ranks(standalone_body, 2, path, timeout_s=400):

@@ -106,7 +106,10 @@ def generate_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     }
 
 
-@pytest.mark.parametrize(("architecture", "world_size"), [("llama", 2), ("qwen2", 4)])
+@pytest.mark.parametrize(
+    ("architecture", "world_size"),
+    [("llama", 2), pytest.param("qwen2", 4, marks=pytest.mark.exhaustive)],
+)
 def test_greedy_generations_agree_with_hugging_face(
     tmp_path: Path, architecture: str, world_size: int
 ) -> None:

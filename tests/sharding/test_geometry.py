@@ -66,7 +66,8 @@ def test_cut_keeps_exactly_the_interval(case, data) -> None:
     expected = [(v, i) for i, v in enumerate(values) if low <= coordinate[i] < high]
     assert sorted(got) == sorted(expected)
     below = count_below(block, dim, np.array([low, high]))
-    assert below[1] - below[0] == len(expected)
+    per_position = np.prod([axis.size for axis in block.axes if axis.dim != dim], dtype=int)
+    assert (below[1] - below[0]) * per_position == len(expected)
     assert reach(block, dim) == (min(coordinate), max(coordinate) + 1)
 
 

@@ -9,7 +9,7 @@ own tensor indices and offsets in the buffers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -25,7 +25,7 @@ from hybridengine.reshard.plan.source_class import Chunk, SliceCopy
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.sharding.geometry import Block, contiguous_strides
-from hybridengine.sharding.shards import RowRange
+from hybridengine.sharding.shards import Box, RowRange
 
 _ALIGNMENT = 16  # bytes
 _MAX_AXES = 4  # axes of one row of the strided_copy table
@@ -37,12 +37,12 @@ class Exchange:
     """The copies of one bucket on one rank.
 
     pack: sources → send buffer. local: sources → engine tensors. unpack: receive buffer → engine
-    tensors. sources: (parameter, rows) that pack and local read. destinations: engine tensors that
-    local and unpack write. send_counts, receive_counts: elements per rank.
+    tensors. sources: (parameter, box of it) that pack and local read. destinations: engine tensors
+    that local and unpack write. send_counts, receive_counts: elements per rank.
     """
 
     bucket: Bucket
-    sources: list[tuple[str, RowRange]]
+    sources: list[tuple[str, Box]]
     destinations: list[str]
     pack: CopyTable
     local: CopyTable
@@ -62,6 +62,18 @@ class Exchange:
         if start + received > limit:
             start = sent
         return sent, start, start + received
+
+
+class ExchangeRows(NamedTuple):
+    """The tables of an `Exchange` as arrays, int64 [R, 16]; the rest as there."""
+
+    sources: list[tuple[str, Box]]
+    destinations: list[str]
+    pack: np.ndarray
+    local: np.ndarray
+    unpack: np.ndarray
+    send_counts: list[int]
+    receive_counts: list[int]
 
 
 class SliceRows(NamedTuple):
@@ -95,7 +107,13 @@ class ExchangeBuilder:
         self._known: dict[tuple, dict[str, SliceRows]] = {}
 
     def build(self, bucket: Bucket) -> Exchange:
-        sources: list[tuple[str, RowRange]] = []
+        rows = self.rows(bucket)
+        tables = (rows.pack, rows.local, rows.unpack)
+        pack, local, unpack = (CopyTable(torch.from_numpy(t), self._device) for t in tables)
+        return Exchange(bucket, **rows._asdict() | dict(pack=pack, local=local, unpack=unpack))
+
+    def rows(self, bucket: Bucket) -> ExchangeRows:
+        sources: list[tuple[str, Box]] = []
         source_index: dict[tuple, int] = {}  # chunks read one shard, but each its own merged rows
         destination_index: dict[str, int] = {}
         parts: dict[str, list[SliceRows]] = {"pack": [], "local": [], "unpack": []}
@@ -103,7 +121,7 @@ class ExchangeBuilder:
             key = (name, chunk if bucket.merged else None)
             if key not in source_index:
                 source_index[key] = len(sources)
-                sources.append((name, self._rows_read(bucket, name, chunk)))
+                sources.append((name, self._box_read(bucket, name, chunk)))
             names = self._plan.destinations(name, bucket.engine_dtype, self._rank)
             indices = [destination_index.setdefault(n, len(destination_index)) for n in names]
             to = np.array(indices, np.int64)
@@ -115,9 +133,9 @@ class ExchangeBuilder:
         pack, local, unpack = (_joined(parts[way]) for way in ("pack", "local", "unpack"))
         counts = [rows.elements_by_rank(self._plan.world_size) for rows in (pack, unpack)]
         packing, unpacking = self._place(bucket, pack, unpack)
-        rows_of_tables = (packing, local.table, unpacking)
-        tables = [CopyTable(torch.from_numpy(t), self._device) for t in rows_of_tables]
-        return Exchange(bucket, sources, list(destination_index), *tables, *counts)
+        return ExchangeRows(
+            sources, list(destination_index), packing, local.table, unpacking, *counts
+        )
 
     def _place(
         self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
@@ -130,25 +148,22 @@ class ExchangeBuilder:
         unpack.table[:, 2] += _offsets_by_rank(unpack)[unpack.slice_of]
         return pack.table, unpack.table
 
-    def _rows_read(self, bucket: Bucket, name: str, chunk: Chunk) -> RowRange:
-        """Return the rows of this rank's full shard, or those that are merged for the chunk."""
+    def _box_read(self, bucket: Bucket, name: str, chunk: Chunk) -> Box:
+        """Return the box of this rank's full shard, or what of it is merged for the chunk."""
         source_class = self._plan.source_classes[name, bucket.engine_dtype]
         shard = int(source_class.senders.shard_of[self._rank])
         if shard < 0:
-            return RowRange(0, 0)
-        return source_class.spec.row_range(shard, *(chunk.row_part if bucket.merged else ()))
+            return (RowRange(0, 0),) * len(source_class.spec.shape)
+        return source_class.spec.box(shard, *(chunk.row_part if bucket.merged else ()))
 
     def _table_rows(self, bucket: Bucket, name: str, chunk: Chunk) -> dict[str, SliceRows]:
         """Return the rows of pack, local and unpack, the same for all sources of a class."""
         source_class = self._plan.source_classes[name, bucket.engine_dtype]
-        spec, rows = source_class.spec, self._rows_read(bucket, name, chunk)
-        origin, strides = [0] * len(spec.shape), self._strides[name]
-        origin[spec.dim] = rows.start
+        box, strides = self._box_read(bucket, name, chunk), self._strides[name]
+        origin = tuple(low for low, _ in box)
         if bucket.merged:
-            shape = list(spec.shape)
-            shape[spec.dim] = rows.stop - rows.start
-            strides = contiguous_strides(tuple(shape))
-        key = (source_class, chunk, strides, rows.start)
+            strides = contiguous_strides(tuple(high - low for low, high in box))
+        key = (source_class, chunk, strides, origin)
         if key not in self._known:
             incoming = source_class.incoming(chunk, self._rank)
             slices = {
@@ -157,7 +172,7 @@ class ExchangeBuilder:
                 "unpack": [s for s in incoming if s.sender != self._rank],
             }
             self._known[key] = {
-                way: _rows_of(chosen, way, strides, tuple(origin)) for way, chosen in slices.items()
+                way: _rows_of(chosen, way, strides, origin) for way, chosen in slices.items()
             }
         return self._known[key]
 
@@ -258,26 +273,28 @@ class BucketPipeline(ABC):
         self.exchanges = [self._builder.build(bucket) for bucket in plan.buckets]
 
     @abstractmethod
-    def run(self, weights: Mapping[str, torch.Tensor], skip_frozen: bool) -> tuple[int, int]:
-        """Move all trained parameters into `weights`. Return (bytes received, bytes sent).
+    def run(
+        self, weights: Mapping[str, torch.Tensor], moves: Callable[[Bucket], bool]
+    ) -> tuple[int, int]:
+        """Move trained parameters into `weights`. Return (bytes received, bytes sent).
 
-        weights: the engine's tensors. skip_frozen: leave out parameters that do not change.
+        weights: the engine's tensors. moves: which buckets.
         """
 
-    def _exchanges(self, skip_frozen: bool) -> list[tuple[str, Exchange]]:
+    def _exchanges(self, moves: Callable[[Bucket], bool]) -> list[tuple[str, Exchange]]:
         """Return (name for error messages, exchange) of the buckets of a sync; reset the bytes."""
         self._bytes_received = self._bytes_sent = 0
-        moving = [e for e in self.exchanges if not (e.bucket.frozen and skip_frozen)]
+        moving = [e for e in self.exchanges if moves(e.bucket)]
         return [(f"bucket {i} of {len(moving)}", e) for i, e in enumerate(moving, 1)]
 
-    def _source(self, name: str, rows: RowRange) -> torch.Tensor:
-        """Return the tensor to pack from: this rank's shard, or some of its rows, merged."""
+    def _source(self, name: str, box: Box) -> torch.Tensor:
+        """Return the tensor to pack from: this rank's shard, or a box of it, merged."""
         trained, spec = self._trained, self._plan.sources[name]
         if name not in trained.merged:
             return trained.shards[name]
         with self._guard.collective(f"gathering the adapter of {name!r}"):
-            self._bytes_received += trained.bytes_gathered(name, spec)
-            return trained.merge(name, spec, self._rank, rows)
+            self._bytes_received += trained.bytes_gathered(name)
+            return trained.merge(name, spec, self._rank, box)
 
 
 class AllToAllPipeline(BucketPipeline):
@@ -290,12 +307,14 @@ class AllToAllPipeline(BucketPipeline):
     transport = "all-to-all"
     _builder_type = ExchangeBuilder
 
-    def run(self, weights: Mapping[str, torch.Tensor], skip_frozen: bool) -> tuple[int, int]:
+    def run(
+        self, weights: Mapping[str, torch.Tensor], moves: Callable[[Bucket], bool]
+    ) -> tuple[int, int]:
         ends = (e.buffer_ranges(self._plan.staging_bytes)[2] for e in self.exchanges)
         self._max_buffer_bytes = max(ends, default=0)
         self._free_buffers: list[torch.Tensor] = []
         previous: Iterator[None] = iter(())
-        for where, exchange in self._exchanges(skip_frozen):
+        for where, exchange in self._exchanges(moves):
             transfer = self._transfer(exchange, where, weights)
             next(transfer)  # start it
             next(previous, None)  # finish the bucket before
@@ -313,7 +332,7 @@ class AllToAllPipeline(BucketPipeline):
         where: which bucket it is, for error messages.
         """
         self._guard.phase = f"packing {where}"
-        sources = [self._source(name, rows) for name, rows in exchange.sources]
+        sources = [self._source(name, box) for name, box in exchange.sources]
         buffer, outgoing, received = self._stage(exchange)
         exchange.pack.copy(sources, [outgoing])
         with self._guard.collective(f"exchanging {where}"):

@@ -8,7 +8,7 @@ every rank maps (`shared_memory`), so one machine.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -131,14 +131,16 @@ class PullPipeline(BucketPipeline):
         """How much memory of every rank it needs."""
         return 2 * max(_ALIGNMENT, self._builder.buffer_bytes)
 
-    def run(self, weights: Mapping[str, torch.Tensor], skip_frozen: bool) -> tuple[int, int]:
+    def run(
+        self, weights: Mapping[str, torch.Tensor], moves: Callable[[Bucket], bool]
+    ) -> tuple[int, int]:
         halves = list(zip(*(buffer.chunk(2) for buffer in self.memory.buffers), strict=True))
         packed = torch.zeros(1, dtype=torch.int32, device=self._device)
-        for i, (where, exchange) in enumerate(self._exchanges(skip_frozen)):
+        for i, (where, exchange) in enumerate(self._exchanges(moves)):
             self._guard.phase = f"packing {where}"
             dtype = exchange.bucket.engine_dtype
             buffers = [buffer.view(dtype) for buffer in halves[i % 2]]
-            sources = [self._source(name, rows) for name, rows in exchange.sources]
+            sources = [self._source(name, box) for name, box in exchange.sources]
             exchange.pack.copy(sources, [buffers[self._rank]])
             with self._guard.collective(f"exchanging {where}"):
                 work = dist.all_reduce(packed, async_op=True)

@@ -8,18 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
 
+from hybridengine.reshard.delta.find import Found, ReadChanges
+from hybridengine.reshard.delta.sync import DeltaMode, DeltaSync
+from hybridengine.reshard.execute.holders import unite_holders
 from hybridengine.reshard.execute.memory import default_bucket_bytes
 from hybridengine.reshard.execute.pull import make_pipeline
+from hybridengine.reshard.execute.report import SyncReport
+from hybridengine.reshard.execute.target import engine_weights, write_constants
 from hybridengine.reshard.execute.trained import Parameters, TrainedTensors
 from hybridengine.reshard.execute.verify import find_mismatches, find_unstable, warn_of_nan
-from hybridengine.reshard.plan.coverage import check_sources
+from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
 from hybridengine.reshard.plan.senders import ranks_per_node
 from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks, run_on_all_ranks
@@ -28,7 +33,7 @@ from hybridengine.runtime.failures import CollectiveError, CollectiveGuard
 from hybridengine.sharding.adapter import Adapter, adapters_of_factors
 from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.geometry import Block
-from hybridengine.sharding.layout import EngineLayout, LayoutError, TensorSpec
+from hybridengine.sharding.layout import EngineLayout, LayoutError
 from hybridengine.sharding.shards import ShardSpec
 
 if TYPE_CHECKING:
@@ -47,19 +52,6 @@ class PlanOutdatedError(LayoutError):
     """The trained parameters differ from those the reshard was planned for: plan it again."""
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """What one sync moved on this rank: bytes from and to other ranks, including adapters.
-
-    milliseconds: from the call until all ranks' devices had finished.
-    """
-
-    version: int
-    bytes_received: int
-    bytes_sent: int
-    milliseconds: float
-
-
 class Resharder:
     """Moves trained FSDP2 parameters into a rollout engine's weights, in place.
 
@@ -72,6 +64,13 @@ class Resharder:
     adapters: function that returns parameter → LoRA adapter. With `merge`, adapters are merged when
       the parameter is packed, else the engine receives them in addition to its weights. All other
       parameters are frozen: they travel again only if their bits change.
+    delta: whether a sync moves only the elements whose bits changed since the last one, where its
+      changes are few and the engine still holds what that sync wrote. on: also where finding them
+      takes a comparison with a copy of what was sent, 16 bits per element of the shards. auto:
+      with `changes`, or across nodes.
+    changes: function that returns, for the parameters that the optimizer keeps track of, what
+      changed since its last call; None where that is not known. Only the optimizer may write to
+      these parameters.
 
     The plan is computed once, verified to be equal on all ranks by its digest, and reused by every
     `sync()`. Raises LayoutError on every rank if any rank detects a problem.
@@ -84,12 +83,17 @@ class Resharder:
         bucket_bytes: int | None = None,
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         merge: bool = True,
+        delta: DeltaMode = "auto",
+        changes: ReadChanges | None = None,
     ) -> None:
+        if delta not in get_args(DeltaMode):
+            raise ValueError(f"delta: got {delta!r}, expected one of {get_args(DeltaMode)}")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = engine
         self._trained = TrainedTensors(parameters, adapters, merge)
         self._guard = CollectiveGuard(self.rank, self.world_size)
         specs = run_on_all_ranks(partial(self._trained.read_specs, self.world_size), LayoutError)
+        specs = unite_holders(specs)
         shards = self._trained.shards.values()
         self._device = next((t.device for t in shards), torch.device("cpu"))
         self._progress = DeviceProgress(self._guard, self._device)
@@ -101,7 +105,7 @@ class Resharder:
         self.plan: ReshardPlan = run_on_all_ranks(
             lambda: self._plan(specs, layouts, size, nodes), LayoutError
         )
-        digests = self._all_gather(self.plan.digest)
+        digests = self._all_gather((self.plan.digest, delta, changes is None))
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise LayoutError(
                 f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
@@ -113,6 +117,11 @@ class Resharder:
             self.plan, self.rank, self._trained, self._device, self._guard, self._progress
         )
         self._frozen_in_engine: list[int] | None = None  # checksums of the frozen parameters
+        wanted = delta == "on" or (delta == "auto" and (changes is not None or len(set(nodes)) > 1))
+        self._delta: DeltaSync | None = None
+        if wanted and not self._trained.unmerged and not engine.discards_weights:
+            parts = (self.plan, self.rank, self._trained, self._device, self._guard, self._progress)
+            self._delta = DeltaSync(*parts, engine, delta, changes)
 
     # Planning
 
@@ -154,15 +163,7 @@ class Resharder:
         except LayoutError as error:
             raise LayoutError(f"{error}{self.engine.config_differences}") from None
         plan = build_plan(specs, layouts, bucket_bytes, nodes)
-        for bucket in plan.buckets:
-            source, engine = bucket.source_dtype, bucket.engine_dtype
-            if source != engine and not source.is_floating_point:
-                name, _ = bucket.chunks[0]
-                raise LayoutError(
-                    f"parameter {name!r} is {source}, which cannot be cast to the engine's "
-                    f"{engine}: a quantized model cannot be synced. Train in a floating-point "
-                    "dtype."
-                )
+        check_casts(plan.buckets)
         return plan
 
     # Sync
@@ -184,11 +185,11 @@ class Resharder:
         if version is None:
             version = (self.engine.weight_version or 0) + 1
         with _sync_operation(self._guard, version), torch.no_grad():
-            skip_frozen, checksums = self._start(version)
+            skip_frozen, chain_is_intact, checksums = self._start(version)
+            found = self._delta.find(chain_is_intact) if self._delta else None
             with self.engine.weight_update(version):
                 self._frozen_in_engine = None
-                self._write_constants()  # before the copies, which may overwrite them
-                received, sent = self._pipeline.run(self._weights, skip_frozen)
+                received, sent = self._move(version, skip_frozen, found)
                 self._load_fallback(skip_frozen)
                 if verify:
                     self._finish_on_device("before verifying")
@@ -200,18 +201,48 @@ class Resharder:
                 with self._guard.collective("committing"):
                     dist.barrier()  # the version changes only after all ranks have finished
                 self._frozen_in_engine = checksums
+        changed = None
+        if self._delta:
+            self._delta.commit(version)
+            changed = self._delta.changed
         elapsed = (time.perf_counter() - started) * 1e3
-        return SyncReport(version, received, sent, elapsed)
+        return SyncReport(version, received, sent, elapsed, found is not None, changed)
+
+    def _move(self, version: int, skip_frozen: bool, found: Found | None) -> tuple[int, int]:
+        """Write the trained parameters, or what changed of them, into the engine.
+
+        Return (bytes received, bytes sent).
+        """
+
+        def moves(bucket: Bucket) -> bool:
+            if found is not None and DeltaSync.covers(bucket):
+                return False
+            return not (bucket.frozen and skip_frozen)
+
+        if found is None:
+            write_constants(self.engine.layout, self._weights)
+            return self._pipeline.run(self._weights, moves)
+        assert self._delta is not None
+        by_delta = self._delta.apply(found, self._weights, version)
+        problem = self._delta.problem
+        failed = torch.tensor(int(problem is not None), device=host_device())
+        with self._guard.collective("checking the delta"):
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+            if failed.item():
+                raise_on_all_ranks(problem, ReshardError)
+        densely = self._pipeline.run(self._weights, moves)
+        return by_delta[0] + densely[0], by_delta[1] + densely[1]
 
     def _finish_on_device(self, phase: str) -> None:
         """Return when this rank's device has done all that the sync has enqueued."""
         self._progress.mark(f"waiting for the device {phase}")
         self._progress.wait()
 
-    def _start(self, version: int) -> tuple[bool, list[int]]:
+    def _start(self, version: int) -> tuple[bool, bool, list[int]]:
         """Check model, engine and world; continue only if no rank has a problem.
 
-        Return (whether all engines have the current frozen parameters, checksums of these).
+        Return (whether all engines have the current frozen parameters, whether they can also take a
+        delta, checksums of the frozen parameters).
         """
         changed: str | None = None
         problem: Exception | None = None
@@ -222,11 +253,12 @@ class Resharder:
         checksums = [] if changed or problem else self._frozen_checksums()
         lost = self.engine.weight_version is None or self.engine.discarded
         stale = lost or checksums != self._frozen_in_engine
-        state = [problem is not None, changed is not None, version, -version, stale]
+        broken = stale or (self._delta is not None and self._delta.chain_is_broken)
+        state = [problem is not None, changed is not None, version, -version, stale, broken]
         flags = torch.tensor(state, device=host_device())
         with self._guard.collective("agreeing to start"):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-            failed, outdated, highest, lowest, stale = flags.tolist()
+            failed, outdated, highest, lowest, stale, broken = flags.tolist()
             if failed or outdated:
                 raise_on_all_ranks(
                     problem or changed, PlanOutdatedError if outdated else LayoutError
@@ -236,7 +268,7 @@ class Resharder:
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "
                 f"{-lowest} and {highest}: every rank must call sync() with the same version"
             )
-        return not stale, checksums
+        return not stale, not broken, checksums
 
     def _check_against_plan(self) -> str | None:
         """Return how the parameters differ from the plan. LayoutError if the engine is not ready.
@@ -260,21 +292,7 @@ class Resharder:
 
     def _engine_weights(self) -> dict[str, torch.Tensor]:
         """Return the engine's tensors, and new memory for the factors of unmerged adapters."""
-        weights = self.engine.weights()
-        for name, spec in self.engine.layout.destinations.items():
-            weight = weights.get(name)
-            if weight is None or TensorSpec.of(weight) != spec:
-                actual = "missing" if weight is None else str(TensorSpec.of(weight))
-                raise LayoutError(
-                    f"engine tensor {name!r} was recorded as {spec} but is {actual}. The engine "
-                    "changed it after loading, so it cannot be written in place."
-                )
-            if weight.device.type != self._device.type:
-                raise LayoutError(
-                    f"engine tensor {name!r} is on {weight.device}, the trained parameters are on "
-                    f"{self._device}: build the engine without weight offload (cpu_offload_gb)"
-                )
-        return weights | {
+        return engine_weights(self.engine, self._device) | {
             name: torch.empty(t.shape, dtype=t.dtype, device=self._device)
             for name, t in self._trained.factors.items()
         }
@@ -282,11 +300,6 @@ class Resharder:
     def _frozen_checksums(self) -> list[int]:
         frozen = [name for name, spec in self.plan.sources.items() if spec.frozen]
         return bit_checksums([self._trained.shards[name] for name in frozen])
-
-    def _write_constants(self) -> None:
-        for name, offset, sizes, strides, value in self.engine.layout.constants:
-            weight = self._weights[name]
-            weight.as_strided(sizes, strides, weight.storage_offset() + offset).fill_(value)
 
     def _load_fallback(self, skip_frozen: bool) -> None:
         """Gather the parameters that are no pure copies, one at a time, for the engine's loader.

@@ -14,7 +14,7 @@ import torch
 
 from hybridengine.sharding.adapter import Adapter, adapter_factors
 from hybridengine.sharding.geometry import Block, reach
-from hybridengine.sharding.shards import RowRange, ShardSpec, full_tensor, local_shard
+from hybridengine.sharding.shards import Box, RowRange, ShardSpec, full_tensor, local_shard
 
 Parameters = Mapping[str, torch.Tensor]
 
@@ -97,15 +97,15 @@ class TrainedTensors:
                     return f"parameter {name!r} changed its {what} from {then} to {now}"
         return None
 
-    def merge(self, name: str, spec: ShardSpec, rank: int, rows: RowRange) -> torch.Tensor:
-        """Return rows of this rank's shard with its adapter merged; collective."""
+    def merge(self, name: str, spec: ShardSpec, rank: int, box: Box) -> torch.Tensor:
+        """Return a box of this rank's shard with its adapter merged; collective."""
         base, shard = self.parameters[name].detach(), spec.shard_of(rank)
-        shard_start = 0 if shard is None else spec.row_range(shard).start
-        return self.merged[name].merge(base, spec.dim, shard_start, *rows)
+        held = box if shard is None else spec.box(shard)
+        return self.merged[name].merge(base, [r.start for r in held], box)
 
-    def bytes_gathered(self, name: str, spec: ShardSpec) -> int:
+    def bytes_gathered(self, name: str) -> int:
         """Return how many bytes `merge` receives from other ranks."""
-        return self.merged[name].bytes_gathered(self.parameters[name].detach(), spec.dim)
+        return self.merged[name].bytes_gathered(self.parameters[name].detach())
 
     def slice(
         self, name: str, spec: ShardSpec, shard: int, block: Block, adapter: Adapter | None
@@ -114,14 +114,14 @@ class TrainedTensors:
 
         adapter: the full adapter of a merged parameter.
         """
-        held, origin = self.shards[name], [0] * len(spec.shape)
-        origin[spec.dim] = spec.row_range(shard).start
+        held, origin = self.shards[name], [r.start for r in spec.box(shard)]
         strides = self.placements[name].local_stride
         if adapter is not None:
-            low, high = reach(block, spec.dim)
-            base = self.parameters[name].detach()
-            held = adapter.merge(base, spec.dim, origin[spec.dim], low, high)
-            origin[spec.dim], strides = low, held.stride()
+            box = list(spec.box(shard))
+            for dim in spec.split_dims:
+                box[dim] = RowRange(*reach(block, dim))
+            held = adapter.merge(self.parameters[name].detach(), origin, tuple(box))
+            origin, strides = [r.start for r in box], held.stride()
         offset, steps = block.address(strides, tuple(origin))
         return held.as_strided(block.sizes, steps, held.storage_offset() + offset)
 

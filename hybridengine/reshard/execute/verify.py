@@ -39,12 +39,14 @@ def find_mismatches(
     for bucket in plan.buckets:
         dtype = bucket.engine_dtype
         arrivals = sorted(plan.arrivals(bucket, rank), key=lambda a: a[1].sender)
-        received = list(_writes(plan, bucket, arrivals))
+        received = list(slice_writes(plan, bucket, arrivals))
         kept = [a for a in arrivals if a[1].sender == rank]
         leaving = sorted([*plan.departures(bucket, rank), *kept], key=lambda d: d[1].receiver)
-        sent = list(_writes(plan, bucket, leaving))
+        sent = list(slice_writes(plan, bucket, leaving))
         device = read_engine(*received[0][2:]).device if received else torch.device("cpu")
-        ours = _checksums((read_shard(name, s.shard, b) for name, s, _, b in sent), dtype, device)
+        ours = slice_checksums(
+            (read_shard(name, s.shard, b) for name, s, _, b in sent), dtype, device
+        )
         expected = torch.empty(len(received), dtype=torch.int64, device=device)
         dist.all_to_all_single(
             expected,
@@ -52,14 +54,14 @@ def find_mismatches(
             np.bincount([s.sender for _, s, _, _ in received], minlength=plan.world_size).tolist(),
             np.bincount([s.receiver for _, s, _, _ in sent], minlength=plan.world_size).tolist(),
         )
-        actual = _checksums((read_engine(to, b) for _, _, to, b in received), dtype, device)
+        actual = slice_checksums((read_engine(to, b) for _, _, to, b in received), dtype, device)
         for i in (expected != actual).nonzero().flatten().tolist():
             name, _, destination, _ = received[i]
             mismatches.append((rank, destination, name))
     return _from_all_ranks(mismatches)
 
 
-def _writes(
+def slice_writes(
     plan: ReshardPlan, bucket: Bucket, slices: Iterable[tuple[str, SliceCopy]]
 ) -> Iterator[tuple[str, SliceCopy, str, Block]]:
     """Yield (parameter, slice, engine tensor, block) of each write of each slice."""
@@ -113,7 +115,7 @@ def _from_all_ranks(entries: list) -> list:
     return [entry for part in parts for entry in dict.fromkeys(part)]
 
 
-def _checksums(
+def slice_checksums(
     slices: Iterable[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return the checksum of each slice as `dtype`, int64 [number of slices]."""

@@ -84,7 +84,7 @@ def divide(name: str, source_class: SourceClass, itemsize: int, limit: int) -> C
     if total <= small:
         return all_at_once
     spec = source_class.spec
-    num_rows = spec.row_range(0).stop
+    num_rows = spec.num_rows
     if spec.merged:  # merged rows are computed once and sent to all receivers at once
         wanted, max_rounds, ways = -(-total // small), 1, [(True, num_rows)]
     else:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hybridengine.sharding.copies import Copy, Region
 from hybridengine.sharding.geometry import contiguous_strides, reach
 from hybridengine.sharding.layout import EngineLayout, LayoutError, TensorSpec
+
+if TYPE_CHECKING:
+    from hybridengine.reshard.plan.buckets import Bucket
 
 
 def check_coverage(layout: EngineLayout) -> None:
@@ -111,6 +114,19 @@ def _describe_reach(shape: tuple[int, ...], copies: Sequence[Copy]) -> Iterator[
     for dim, size in enumerate(shape):
         if blocks and (end := max(reach(block, dim)[1] for block in blocks)) < size:
             yield f"the first {end} of {size} positions on dimension {dim}"
+
+
+def check_casts(buckets: Iterable[Bucket]) -> None:
+    """Raise LayoutError for a parameter that cannot be cast to the engine's dtype."""
+    for bucket in buckets:
+        source, engine = bucket.source_dtype, bucket.engine_dtype
+        if source != engine and not source.is_floating_point:
+            name, _ = bucket.chunks[0]
+            raise LayoutError(
+                f"parameter {name!r} is {source}, which cannot be cast to the engine's "
+                f"{engine}: a quantized model cannot be synced. Train in a floating-point "
+                "dtype."
+            )
 
 
 _INCIDENTAL = ("_token_id", "dtype", "version", "name_or_path", "use_cache", "architectures")

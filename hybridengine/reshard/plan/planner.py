@@ -45,6 +45,7 @@ class ReshardPlan:
     sources: Mapping[str, ShardSpec]
     source_classes: Mapping[Source, SourceClass]
     layout_of: Sequence[int]
+    num_nodes: int
     buckets: list[Bucket]
     bytes_received: list[int]
     bytes_sent: list[int]
@@ -92,6 +93,19 @@ class ReshardPlan:
                 matrix[source_class.senders.sender_of[shard], ranks] += moved
         np.fill_diagonal(matrix, 0)
         return matrix
+
+    def crossing_bound(self) -> list[int]:
+        """Return the bytes that each node must receive from others, at the least.
+
+        What its ranks need and none of them holds, each element once however many of them need it.
+        Nodes are in the order of their numbers. A plan reaches it where every element comes from
+        the node (HSDP with a replica in each), or is needed by one rank of it; else an element
+        crosses once for each rank.
+        """
+        classes = [(cls, dtype.itemsize) for (_, dtype), cls in self.source_classes.items()]
+        entering = {cls: cls.num_entering() for cls in dict(classes)}
+        zeros = np.zeros(self.num_nodes, np.int64)
+        return sum((entering[cls] * size for cls, size in classes), zeros).tolist()
 
 
 def build_plan(
@@ -162,6 +176,7 @@ class Planner:
             sources=sources,
             source_classes=classes,
             layout_of=self._layout_of,
+            num_nodes=self._topology.num_nodes,
             buckets=buckets,
             bytes_received=moved[:2].sum(0).tolist(),
             bytes_sent=moved[2:].sum(0).tolist(),
@@ -189,7 +204,7 @@ class Planner:
             spec = sources[name]
             sent_by = senders[id(spec.holders)]
             blocks = [tuple(block for _, block in group) for group in copies[name, dtype]]
-            treatment = (spec.shape, spec.dtype, spec.dim, spec.frozen, spec.merged, dtype)
+            treatment = (spec.shape, spec.dtype, spec.splits, spec.frozen, spec.merged, dtype)
             key = (sent_by, *treatment, *blocks)
             if key not in self._classes:
                 self._classes[key] = SourceClass(spec, sent_by, blocks)
@@ -221,7 +236,7 @@ class Planner:
         holders = {id(spec.holders): spec.holders for spec in sources.values()}
         hashed = {i: hashlib.sha256(repr(h).encode()).hexdigest() for i, h in holders.items()}
         placed = [
-            (name, s.shape, s.dtype, s.dim, hashed[id(s.holders)], s.frozen, s.merged)
+            (name, s.shape, s.dtype, s.splits, hashed[id(s.holders)], s.frozen, s.merged)
             for name, s in sources.items()
         ]
         layouts = [layout.digest() for layout in self._layouts]

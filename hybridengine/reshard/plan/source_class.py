@@ -24,7 +24,7 @@ import numpy as np
 from hybridengine.reshard.plan.regions import Writes, disjoint_regions
 from hybridengine.reshard.plan.senders import Senders
 from hybridengine.sharding.geometry import Axis, Block, count_below, cut, narrow
-from hybridengine.sharding.shards import ShardSpec
+from hybridengine.sharding.shards import Box, ShardSpec, grid_product
 
 _Pair = tuple[int, int]  # shard, receiver
 
@@ -92,15 +92,35 @@ class SourceClass:
 
     def count_needed(self, chunk: Chunk) -> np.ndarray:
         """As `num_needed`, for the part of a chunk, in all rounds together."""
-        starts, stops = self.spec.row_ranges(*chunk.row_part)
-        total = np.zeros((len(self.regions), len(starts)), np.int64)
+        total = np.zeros((len(self.regions), len(self.spec.holders)), np.int64)
         for row, regions in zip(total, self.regions, strict=True):
-            for writes in (self._part_of(region, chunk) for region in regions):
-                if writes:
-                    block = writes[0][1].read
-                    row += count_below(block, self.spec.dim, stops)
-                    row -= count_below(block, self.spec.dim, starts)
+            parts = (self._part_of(region, chunk) for region in regions)
+            self._count(row, (part[0][1].read for part in parts if part), *chunk.row_part)
         return total
+
+    def _count(self, total: np.ndarray, blocks: Iterable[Block], *part: int) -> None:
+        """Add to `total` [S] how many elements the blocks read of (a part of) each shard."""
+        spec = self.spec
+        ranges = [(split.dim, spec.chunk_ranges(split, *part)) for split in spec.splits]
+        for block in blocks:
+            counts = [np.diff(count_below(block, dim, r), axis=0)[0] for dim, r in ranges]
+            rest = (axis.size for axis in block.axes if axis.dim not in spec.split_dims)
+            total += grid_product(counts) * math.prod(rest)
+
+    def num_entering(self) -> np.ndarray:
+        """Elements that ranks of a node need and none of them holds, each once: int64 [nodes]."""
+        topology = self.senders.topology
+        known: dict[tuple[int, ...], np.ndarray] = {}
+        entering = np.zeros(topology.num_nodes, np.int64)
+        for node in range(topology.num_nodes):
+            layouts = tuple(np.unique(topology.layout_of[topology.node_of == node]).tolist())
+            if layouts not in known:
+                reads = [region[0][1].read for i in layouts for region in self.regions[i]]
+                known[layouts] = np.zeros(len(self.spec.holders), np.int64)
+                disjoint = (region[0][1] for region in disjoint_regions(reads))
+                self._count(known[layouts], disjoint)
+            entering[node] = known[layouts][~self.senders.held_in_node[:, node]].sum()
+        return entering
 
     @property
     def num_missing(self) -> np.ndarray:
@@ -163,9 +183,8 @@ class SourceClass:
         spec, shard_of = self.spec, self.senders.shard_of
         if not spec.merged:
             return 0
-        starts, stops = spec.row_ranges(*chunk.row_part)
-        row_bytes = math.prod(spec.shape) // max(1, spec.num_rows) * spec.dtype.itemsize
-        return np.where(shard_of >= 0, (stops - starts)[shard_of], 0) * row_bytes
+        sizes = spec.num_elements(*chunk.row_part)
+        return np.where(shard_of >= 0, sizes[shard_of], 0) * spec.dtype.itemsize
 
     # Slices
 
@@ -199,12 +218,16 @@ class SourceClass:
 
     def _cut_shard(self, layout: int, shard: int, chunk: Chunk) -> Iterator[Writes]:
         """Yield what a shard sends to any rank of `layout` in the part of a chunk."""
-        rows = self.spec.row_range(shard, *chunk.row_part)
-        if rows.start == rows.stop:
+        box = self.spec.box(shard, *chunk.row_part)
+        if any(low == high for low, high in box):
             return
         for region in self.regions[layout]:
             writes = self._part_of(region, chunk)
-            cuts = [cut(block, self.spec.dim, *rows) for _, block in writes]
+            cuts = [[block] for _, block in writes]
+            for dim in self.spec.split_dims:
+                cuts = [
+                    [part for b in blocks for part in cut(b, dim, *box[dim])] for blocks in cuts
+                ]
             for blocks in zip(*cuts, strict=True):
                 yield tuple((index, b) for (index, _), b in zip(writes, blocks, strict=True))
 
@@ -232,7 +255,7 @@ class SourceClass:
 
     def _axis_to_cut(self, block: Block, num_parts: int) -> Axis | None:
         """Of the axes that are not sharded, the outermost that is long enough, else the longest."""
-        free = [axis for axis in block.axes if axis.dim not in (-1, self.spec.dim)]
+        free = [axis for axis in block.axes if axis.dim not in (-1, *self.spec.split_dims)]
         long = (a for a in free if a.size >= 4 * num_parts or a.size % num_parts == 0)
         return next(long, max(free, key=lambda axis: axis.size, default=None))
 
@@ -311,6 +334,14 @@ class SourceClass:
                 first[others] = _spread(taken or [shift], total, len(others), bool(taken))
             starts[:, members] = first, held[members]
         return starts
+
+
+def _cut_box(block: Block, box: Box, dims: Sequence[int]) -> list[Block]:
+    """Return the parts of a block whose source coordinates on `dims` lie in the box."""
+    parts = [block]
+    for dim in dims:
+        parts = [part for b in parts for part in cut(b, dim, *box[dim])]
+    return parts
 
 
 def _spread(taken: Sequence[int], total: int, count: int, skip_taken: bool) -> list[int]:

@@ -30,6 +30,7 @@ from hybridengine.rollout.kept import pack_kept
 from hybridengine.rollout.vllm.environment import (
     prepare_environment,
     strided_groups,
+    unchanged_local_world_size,
     unique_shared_memory,
 )
 from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
@@ -83,7 +84,12 @@ class VllmEngine(VllmWeights, RolloutEngine):
         self.tp_size, self.replicas = tp_size, len(groups)
         self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
         self._stop_token_ids, self.free_cache = list(stop_token_ids), free_cache
-        with strided_groups(groups), writable_weights() as post_load, unique_shared_memory():
+        with (
+            unchanged_local_world_size(),
+            strided_groups(groups),
+            writable_weights() as post_load,
+            unique_shared_memory(),
+        ):
             self._llm = LLM(
                 model=str(model_path),
                 load_format="dummy",
@@ -105,6 +111,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
         self._slot = LoraSlot(self._runner) if lora_rank else None
         sleeps = free_cache and torch.cuda.is_available()
         self._level2_sleep = Level2Sleep.of(self._llm) if sleeps else None
+        self.discards_weights = self._level2_sleep is not None
         if not torch.cuda.is_available():
             multiply_head_in_16_bits(self._model)
 

@@ -39,6 +39,20 @@ def prepare_environment() -> None:
 
 
 @contextmanager
+def unchanged_local_world_size() -> Iterator[None]:
+    """Set LOCAL_WORLD_SIZE, which says how many ranks a node has, back at the end.
+
+    vLLM's CPU platform sets it to the tensor-parallel size.
+    """
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+@contextmanager
 def strided_groups(groups: list[list[int]]) -> Iterator[None]:
     """While open, vLLM builds `groups` as tensor- and expert-parallel groups.
 

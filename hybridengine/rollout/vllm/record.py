@@ -6,6 +6,8 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+from hybridengine.reshard.record.dp_ranks import record_dp_ranks
 from hybridengine.reshard.record.loader import record_layout_by_layer
 from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
 from hybridengine.sharding.layout import CheckpointLayout, EngineLayout
@@ -39,11 +42,20 @@ def record_engine_layout(
 
 
 def record_engine_layouts(
-    model_path: str, tp_size: int, trust_remote_code: bool = False
+    model_path: str,
+    tp_size: int,
+    trust_remote_code: bool = False,
+    *,
+    dp_size: int = 1,
+    expert_parallel: bool = False,
 ) -> tuple[dict[str, tuple[int, ...]], list[EngineLayout]]:
-    """Return trained parameter shapes and vLLM's layout of every TP rank, from config.json alone.
+    """Return trained parameter shapes and vLLM's layout of every engine rank, from config.json.
 
-    One process takes the place of each TP rank in turn; no weight memory is allocated.
+    The ranks are in vLLM's order, TP rank fastest: one per TP rank, of each DP rank. One process
+    takes the place of each in turn; no weight memory is allocated.
+
+    dp_size: vLLM's data_parallel_size: each DP rank holds all weights but experts, which all
+    engine ranks divide. expert_parallel: they divide them by experts, else like TP ranks.
     """
     if not vllm_available():
         raise ImportError("the reshard advisor records vLLM's own loader; install vllm first")
@@ -62,19 +74,45 @@ def record_engine_layouts(
             load_format="dummy",
             dtype="bfloat16",
             tensor_parallel_size=tp_size,
+            data_parallel_size=dp_size,
+            enable_expert_parallel=expert_parallel,
             distributed_executor_backend="external_launcher",
             enforce_eager=True,
             trust_remote_code=trust_remote_code,
         ).create_engine_config()
-        with set_current_vllm_config(config):
+        parallel = config.parallel_config
+        with (
+            set_current_vllm_config(config),
+            patch.object(parallel, "data_parallel_size", 1),  # vLLM's groups of a world of one
+        ):
             parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
             parallel_state.initialize_model_parallel(1)
-        group = parallel_state.get_tp_group()
-        group.world_size = tp_size
-        layouts = []
-        for group.rank_in_group in range(tp_size):
-            layouts.append(record_engine_layout(config, checkpoint, torch.bfloat16))
-    return checkpoint.parameters, layouts
+
+        def record(dp_rank: int, tp_rank: int) -> EngineLayout:
+            parallel.data_parallel_rank = parallel.data_parallel_index = dp_rank
+            with (
+                _as_rank(parallel_state._TP, tp_size, tp_rank),
+                _as_rank(parallel_state._DP, dp_size, dp_rank),
+                _as_rank(parallel_state._EP, dp_size * tp_size, dp_rank * tp_size + tp_rank),
+            ):
+                return record_engine_layout(config, checkpoint, torch.bfloat16)
+
+        by_tp = [record_dp_ranks(partial(record, tp_rank=t), dp_size) for t in range(tp_size)]
+    return checkpoint.parameters, [layouts[d] for d in range(dp_size) for layouts in by_tp]
+
+
+@contextmanager
+def _as_rank(group: Any, size: int, rank: int) -> Iterator[None]:
+    """While open, one of vLLM's groups tells a model that it has `size` ranks and this is `rank`.
+
+    group: None for a group that the model has not (dense models: expert parallelism).
+    """
+    if group is None:
+        yield
+        return
+    told = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    with patch.multiple(group, world_size=size, rank_in_group=rank, device_group=told):
+        yield
 
 
 class _UninitializedOnMeta(TorchFunctionMode):

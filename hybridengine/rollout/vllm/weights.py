@@ -75,7 +75,9 @@ class VllmWeights(WeightTarget):
             if (size := getattr(parallel, key)) > 1:
                 raise LayoutError(
                     f"{key}: got {size}, expected 1. The reshard supports tensor and expert "
-                    "parallel engines; for data parallelism build one engine per group of ranks"
+                    "parallel engines; for data parallelism build one engine per group of ranks. "
+                    "What a sync into data-parallel ranks that share experts would move: "
+                    "hybridengine reshard plan --dp --ep"
                 )
         if parallel.enable_eplb or getattr(self._runner, "eplb_state", None) is not None:
             raise LayoutError(

@@ -1,0 +1,160 @@
+"""Delta syncs against dense ones: a Llama of 0.5B parameters, (N, t) = (4, 2) on gloo ranks.
+
+Between two syncs a share of the elements moves to the next or back to the former bfloat16 value.
+Rows, at each share of changed elements:
+  hybridengine   a delta of change sets, taken from masks as AdamW keeps them
+  compared       a delta found by comparison with the bits that were sent last
+and once, since they move everything:
+  dense, dense_all_to_all   by a pull from shared memory, and by the transport between machines
+
+The received bytes are compared with log2(elements over changes) + 16 bits per change. GB/s are
+those of the link; the last lines name the largest share at which a delta is faster.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from hybridengine.kernels.changes import change_mask, mark_, take_changed
+
+from benchmarks._bench import OURS, Bench
+from benchmarks.strided_copy import llama
+from benchmarks.sync import _Tensors
+from hybridengine.reshard import Resharder
+from hybridengine.reshard.delta import sync as delta_sync
+from hybridengine.reshard.execute import pull
+from hybridengine.sharding.changes import ChangedElements
+from tests.ranks import run_ranks
+
+RANKS, TP_SIZE = 4, 2
+SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+ROUNDS = 5
+
+
+class Result(NamedTuple):
+    """milliseconds: sorted, of the slowest rank. received: bytes of this rank. bound: entropy."""
+
+    milliseconds: list[float]
+    received: int
+    bound: float
+
+
+def run(bench: Bench) -> None:
+    if bench.device.type == "cuda":
+        print("# delta: gloo ranks on a CPU", flush=True)
+        return
+    sizes = (256, 512, 1000, 2) if bench.quick else (1024, 4096, 65536, 24)
+    shares = SHARES[2:4] if bench.quick else SHARES
+    numel, results = run_ranks(_rank, RANKS, sizes, shares, timeout_s=580)[0]
+    shape = f"{numel / 1e9:.2f}B N={RANKS} tp={TP_SIZE}"
+    medians = {key: r.milliseconds[len(r.milliseconds) // 2] for key, r in results.items()}
+    for (way, share), result in results.items():
+        times, p50 = result.milliseconds, medians[way, share]
+        dense = medians["dense", 1.0] / p50
+        notes = f"  {result.received / 2**20:.2f} MiB received"
+        if share < 1:
+            notes += f", {result.received / result.bound:.2f}x the entropy; {dense:.1f}x vs dense,"
+            notes += f" {medians['dense_all_to_all', 1.0] / p50:.1f}x vs its all-to-all"
+        bench.add(
+            "delta", "sync", way, f"{shape} {share:.1%} changed", dtype="float32→bf16",
+            device=f"{RANKS} gloo ranks, 1 thread each", isa=None, ms_p20=times[len(times) // 5],
+            ms_p50=p50, ms_p80=times[len(times) * 4 // 5], gb_per_s=result.received / p50 / 1e6,
+            ratio_to_best_peer=dense if way == OURS else None, note=notes,
+        )  # fmt: skip
+    for way in (OURS, "compared"):
+        for dense in ("dense", "dense_all_to_all"):
+            faster = [s for s in shares if medians[way, s] < medians[dense, 1.0]]
+            print(f"# {way} is faster than {dense} up to {max(faster, default=0):.1%}", flush=True)
+
+
+class _Model:
+    """The shards of this rank, which `train` changes, and their masks of what changed."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], rank: int, world_size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = init_device_mesh("cpu", (world_size,))
+        generator = torch.Generator().manual_seed(rank)
+        self.shards: dict[str, DTensor] = {}
+        for name, shape in shapes.items():
+            dim = int(name.endswith(("o", "down")))
+            local = [s // (world_size if i == dim else 1) for i, s in enumerate(shape)]
+            values = torch.randn(local, generator=generator).bfloat16().float()
+            self.shards[name] = DTensor.from_local(values, mesh, [Shard(dim)], run_check=False)
+        self._locals = {name: tensor.to_local() for name, tensor in self.shards.items()}
+        self._masks = {name: change_mask(tensor) for name, tensor in self._locals.items()}
+
+    def choose(self, share: float) -> None:
+        """Choose the elements that `train` changes."""
+        self._chosen = {n: torch.rand_like(t) < share for n, t in self._locals.items()}
+
+    def train(self) -> None:
+        for name, tensor in self._locals.items():
+            bits = tensor.view(torch.int32)
+            bits ^= self._chosen[name].int() << 16  # the last bit of bfloat16
+            mark_(self._masks[name], self._chosen[name])
+
+    def take_changes(self) -> dict[str, ChangedElements]:
+        tensors = list(self._locals.values())
+        taken = take_changed(list(self._masks.values()), tensors, dtype=torch.bfloat16)
+        assert taken is not None
+        return {n: ChangedElements(*t) for n, t in zip(self._locals, taken, strict=True)}
+
+
+def _rank(
+    rank: int, world_size: int, sizes: tuple[int, int, int, int], shares: tuple[float, ...]
+) -> tuple[int, dict[tuple[str, float], Result]]:
+    """Return the number of parameters, and the results by (row, share of changed elements)."""
+    shapes, layouts = llama(*sizes, tp=TP_SIZE)
+    model = _Model(shapes, rank, world_size)
+    tp_rank = rank * TP_SIZE // world_size
+    engine = _Tensors(layouts[tp_rank], tp_rank, "cpu")
+    results: dict[tuple[str, float], Result] = {}
+
+    def measure(way: str, share: float, resharder: Resharder) -> None:
+        model.choose(share)
+        times, report = [], None
+        for _ in range(ROUNDS + 1):
+            model.train()
+            dist.barrier()
+            started = time.perf_counter()
+            report = resharder.sync()
+            seconds = torch.tensor(time.perf_counter() - started)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            times.append(float(seconds) * 1e3)
+        assert report is not None and report.delta == (share < 1)
+        elements = resharder.plan.bytes_received[rank] // 2
+        bound = _entropy_bytes(elements, round(elements * (report.changed or 1.0)))
+        results[way, share] = Result(sorted(times[1:]), report.bytes_received, bound)
+
+    def make(**options: object) -> Resharder:
+        return Resharder(lambda: model.shards, engine, **options)  # type: ignore[arg-type]
+
+    measure("dense", 1.0, make(delta="off"))
+    with mock.patch.object(pull, "share_memory", lambda *args: None):
+        measure("dense_all_to_all", 1.0, make(delta="off"))
+    ways: dict[str, Callable[[], Resharder]] = {
+        OURS: lambda: make(delta="on", changes=model.take_changes),
+        "compared": lambda: make(delta="on"),
+    }
+    for way, build in ways.items():
+        resharder = build()
+        resharder.sync()
+        with mock.patch.dict(delta_sync._MAX_CHANGED, on=1.0):
+            for share in shares:
+                measure(way, share, resharder)
+    return sum(tensor.numel() for tensor in model.shards.values()), results
+
+
+def _entropy_bytes(size: int, count: int) -> float:
+    """log2(size over count) bits and 16 for each value, in bytes."""
+    lgamma = math.lgamma
+    positions = (lgamma(size + 1) - lgamma(count + 1) - lgamma(size - count + 1)) / math.log(2)
+    return (positions + 16 * count) / 8

@@ -1,0 +1,250 @@
+"""Trainer rank 0's view of the engines: who takes part in a sync, and who has committed it.
+
+An engine is dropped when it comes late to a sync, when one of its processes ends, or when it fails.
+It is invited again when it shows itself again, or when new processes have joined under its number.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridengine.reshard.disaggregated.records import (
+    EngineInfo,
+    SyncState,
+    SyncStore,
+    Transfer,
+    wait_for,
+)
+from hybridengine.reshard.execute.resharder import ReshardError
+
+BEAT_S = 1.0
+
+
+@dataclass
+class EngineStatus:
+    """What the trainers know of one engine.
+
+    state: "absent" until it joins, "live", or "dropped". version: of its last commit. reason: why
+    it was dropped.
+    """
+
+    state: str = "absent"
+    version: int | None = None
+    reason: str = ""
+    incarnation: int = 0
+    dropped_in: int = 0  # number of the sync
+    frozen: int = 0  # generation of the frozen parameters that it has; 0: none
+
+
+class Coordinator:
+    """Invites the engines to a sync and waits for them.
+
+    engines: status by number. trainers: processes of the trainer ranks, as `this_process`.
+    timeout_s: how long an engine may take to come to a sync, and to finish one.
+    """
+
+    def __init__(
+        self, store: SyncStore, num_engines: int, trainers: Sequence[str], timeout_s: float
+    ) -> None:
+        self._store, self._timeout_s = store, timeout_s
+        self.engines = {index: EngineStatus() for index in range(num_engines)}
+        number = store.add("trainers")
+        store.set(f"trainers/{number}", list(trainers))
+        last = store.get("sync")  # of trainers that ran before on this store
+        self._state = last or SyncState(0, 0, number, {})
+        self._publish(trainers=number, is_open=False, invited={})
+        self._beats = threading.Event()
+
+    def _publish(self, **changes: Any) -> None:
+        self._state = replace(self._state, **changes)
+        self._store.set("sync", self._state)
+
+    # Who takes part
+
+    def open(self, version: int) -> list[EngineInfo]:
+        """Invite every engine that is not at `version`; return those that have come.
+
+        The first sync waits for all engines to join. Raises ReshardError if no engine is left.
+        """
+        self._forget_keys()
+        self._beats = threading.Event()
+        threading.Thread(target=self._beat, args=(self._beats,), daemon=True).start()
+        self._publish(version=version)
+        deadline = time.monotonic() + self._timeout_s
+        if not self._state.number or all(e.state == "absent" for e in self.engines.values()):
+            self._wait_for_all(deadline)
+        joined = {index: self._look_at(index) for index in self.engines}
+        infos = {
+            index: info
+            for index, info in joined.items()
+            if info and self.engines[index].state == "live"
+        }
+        behind = {i: info for i, info in infos.items() if self.engines[i].version != version}
+        self._publish(
+            number=self._state.number + 1,
+            version=version,
+            invited={index: info.incarnation for index, info in behind.items()},
+            is_open=True,
+            failure="",
+            attempt=0,
+            transfer=None,
+        )
+        came = [info for info in behind.values() if self._came(info, deadline)]
+        if not any(e.state == "live" for e in self.engines.values()):
+            reasons = "; ".join(f"engine {i}: {e.reason}" for i, e in self.engines.items())
+            raise ReshardError(f"no engine is left to sync to version {version} ({reasons})")
+        return came
+
+    def _wait_for_all(self, deadline: float) -> None:
+        def missing() -> bool | None:
+            late = time.monotonic() > deadline
+            joined = all(self._store.has(f"engine/{i}") for i in self.engines)
+            return True if late or joined else None
+
+        wait_for(missing, lambda: None)
+        for index in self.engines:
+            if not self._store.has(f"engine/{index}"):
+                self._drop(index, f"it has not joined within {self._timeout_s:g} s")
+
+    def _look_at(self, index: int) -> EngineInfo | None:
+        """Return an engine that has joined; update its status if it is new or back."""
+        status, info = self.engines[index], self._store.get(f"engine/{index}")
+        if info is None:
+            return None
+        if info.incarnation != status.incarnation:
+            self.engines[index] = EngineStatus("live", incarnation=info.incarnation)
+        elif status.state == "dropped":
+            incarnation, number = self._store.get(f"engine/{index}/back") or (0, 0)
+            if incarnation == info.incarnation and number >= status.dropped_in:
+                status.state, status.version = "live", None
+        return info
+
+    def _came(self, info: EngineInfo, deadline: float) -> bool:
+        reason = self._wait(info, lambda: self._ready(info, 0) or None, deadline)
+        if reason is not True:
+            self._drop(info.index, str(reason))
+        return reason is True
+
+    def _ready(self, info: EngineInfo, attempt: int) -> bool:
+        key = f"{self._state.number}/{attempt}/ready/{info.key}"
+        return self._store.count(key) == len(info.processes)
+
+    def _wait(self, info: EngineInfo, read: Callable, deadline: float) -> object:
+        """Return what `read` returns, or why there is nothing to wait for."""
+        state_key = f"{self._state.number}/state/{info.key}"
+
+        def look() -> object:
+            if (result := read()) is not None:
+                return result
+            if isinstance(text := self._store.get(state_key), str):
+                return text
+            if (rank := info.ended_rank()) is not None:
+                return f"rank {rank} has ended"
+            late = time.monotonic() > deadline
+            return f"it has not answered within {self._timeout_s:g} s" if late else None
+
+        return wait_for(look, lambda: None)
+
+    def select(self, infos: Sequence[EngineInfo], layouts: dict[int, str]) -> list[EngineInfo]:
+        """Return the engines with these layouts (by TP rank); drop the others."""
+        for info in infos:
+            if info.layout_of_tp_rank != layouts:
+                self._drop(
+                    info.index,
+                    f"its weights are laid out differently (TP size {max(info.tp_ranks) + 1}, "
+                    f"others {max(layouts) + 1}). Build every engine from one model with the "
+                    "same options",
+                )
+        return [info for info in infos if self.engines[info.index].state == "live"]
+
+    # Transfer
+
+    def has_frozen(self, infos: Sequence[EngineInfo], generation: int) -> bool:
+        """Return whether all engines have this generation of the frozen parameters."""
+        number = self._state.number
+        return all(
+            self.engines[i.index].frozen == generation
+            and self._store.get(f"{number}/state/{i.key}") is False
+            for i in infos
+        )
+
+    def begin(self, transfer: Transfer) -> None:
+        """Let the engines that are members start to receive."""
+        self._publish(transfer=transfer)
+
+    def settle(self, infos: Sequence[EngineInfo], generation: int) -> tuple[list[EngineInfo], bool]:
+        """Wait until each engine has committed, failed or asks for another attempt.
+
+        Return (those that ask for another attempt, which is open now; whether all have committed).
+        generation: of the frozen parameters.
+        """
+        number, attempt = self._state.number, self._state.attempt
+        # An engine may have begun to wait for another one just now: until it has noticed, and more.
+        deadline = time.monotonic() + 1.25 * self._timeout_s + 2
+        again = []
+        for info in infos:
+
+            def outcome(info: EngineInfo = info) -> object:
+                if self._store.count(f"{number}/committed/{info.key}") == len(info.processes):
+                    return "committed", ""
+                return ("again", "") if self._ready(info, attempt + 1) else None
+
+            result = self._wait(info, outcome, deadline)
+            status = self.engines[info.index]
+            if result == ("committed", ""):
+                status.version, status.frozen = self._state.version, generation
+            elif result == ("again", ""):
+                again.append(info)
+            else:
+                self._drop(info.index, str(result))
+        if again and attempt > len(self.engines):
+            raise ReshardError(
+                f"the sync to version {self._state.version} failed {attempt + 1} times although "
+                "trainers and engines are running: check the network between them"
+            )
+        self._publish(attempt=attempt + 1, transfer=None)
+        version = self._state.version
+        return again, all(self.engines[info.index].version == version for info in infos)
+
+    # End
+
+    def close(self, failure: str = "") -> dict[int, EngineStatus]:
+        """End the sync and return the engines. failure: why it did not complete, they raise it."""
+        self._beats.set()
+        self._publish(is_open=False, failure=failure)
+        return self.engines
+
+    def _drop(self, index: int, reason: str) -> None:
+        status = self.engines[index]
+        status.state, status.reason, status.frozen = "dropped", reason, 0
+        status.version, status.dropped_in = None, self._state.number
+        invited = {i: n for i, n in self._state.invited.items() if i != index}
+        self._publish(invited=invited)
+        warnings.warn(
+            f"engine {index} was dropped from the sync to version {self._state.version}: {reason}. "
+            "It is brought up to date with the first sync after it is back.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _beat(self, done: threading.Event) -> None:
+        """Tell the engines, until the sync is over, that this process runs."""
+        with suppress(ReshardError):  # the store is gone
+            store = self._store.own_connection()
+            while not done.wait(BEAT_S):
+                store.add("beat")
+
+    def _forget_keys(self) -> None:
+        """Delete the keys of the last sync."""
+        number, attempts = self._state.number, self._state.attempt + 2
+        for index, status in self.engines.items():
+            key = f"{index}.{status.incarnation}"
+            self._store.delete([f"{number}/state/{key}", f"{number}/committed/{key}"])
+            for attempt in range(attempts):
+                self._store.delete([f"{number}/{attempt}/{k}/{key}" for k in ("ready", "done")])

@@ -1,0 +1,238 @@
+"""One rank of an engine in the protocol of a sync: what it tells, and what it waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from hybridengine.reshard.disaggregated.records import (
+    EngineInfo,
+    SyncState,
+    SyncStore,
+    Transfer,
+    wait_for,
+)
+from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
+from hybridengine.runtime.all_ranks import run_on_all_ranks
+from hybridengine.runtime.failures import (
+    CollectiveError,
+    CollectiveGuard,
+    process_state,
+    this_process,
+)
+from hybridengine.sharding.layout import LayoutError
+from hybridengine.sharding.weight_target import WeightTarget
+
+T = TypeVar("T")
+
+
+class EngineRank:
+    """This process as a rank of engine number `index`. Making it joins; collective.
+
+    bucket_bytes: this rank's default. device: type of the weights' device.
+
+    Attributes:
+        phase: what this rank does now, for messages.
+        name: of this rank, for messages.
+        info: what the engine has told the trainers.
+    """
+
+    def __init__(
+        self,
+        engine: WeightTarget,
+        store: SyncStore,
+        index: int,
+        timeout_s: float,
+        bucket_bytes: int,
+        device: str,
+    ) -> None:
+        has_world = dist.is_initialized()
+        self.rank = dist.get_rank() if has_world else 0
+        self.world_size = dist.get_world_size() if has_world else 1
+        self._store, self._index, self._timeout_s = store, index, timeout_s
+        self.name = f"rank {self.rank} of engine {index}"
+        self.phase = "joining"
+        self._guard = CollectiveGuard(self.rank, self.world_size)
+        self._known_trainers: tuple[int, list[str]] = (0, [])
+        self.last = 0  # number of the last sync that it took part in
+        self.info = self._join(engine, bucket_bytes, device)
+
+    # Engine's world
+
+    def all_gather(self, value: Any) -> list:
+        """Return the value of every rank of the engine."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            with self._collective():
+                dist.all_gather_object(values, value)
+        return values
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        try:
+            with self._guard.collective(self.phase):
+                yield
+        except CollectiveError as error:
+            raise RankFailedError(f"{self.name}: {error}") from error
+
+    def on_rank0(self, fn: Callable[[], T]) -> T:
+        """Return on every rank of the engine what `fn` returns on rank 0, or raise its error."""
+        if self.world_size == 1:
+            return fn()
+        value = self.on_all_ranks(lambda: fn() if self.rank == 0 else None, ReshardError)
+        return self.all_gather(value)[0]
+
+    def on_all_ranks(self, fn: Callable[[], T], error_type: type[Exception]) -> T:
+        """Return `fn()`; if it fails on a rank of the engine, raise on all."""
+        if self.world_size == 1:
+            return fn()
+        with self._collective():
+            return run_on_all_ranks(fn, error_type)
+
+    def _join(self, engine: WeightTarget, bucket_bytes: int, device: str) -> EngineInfo:
+        digest = engine.layout.digest()
+        if not self._store.has(f"layout/{digest}"):
+            self._store.set(f"layout/{digest}", engine.layout)
+        incarnation = self.on_rank0(lambda: self._store.add(f"engine/{self._index}/incarnations"))
+        ranks = self.all_gather((this_process(), engine.tp_rank, digest, bucket_bytes))
+        processes, tp_ranks, layouts, sizes = zip(*ranks, strict=True)
+        info = EngineInfo(
+            self._index, incarnation, processes, tp_ranks, layouts,
+            frozenset(engine.optional_parameters), engine.config_differences,
+            device, min(sizes),
+        )  # fmt: skip
+        odd = {
+            tp for tp, d in zip(tp_ranks, layouts, strict=True) if info.layout_of_tp_rank[tp] != d
+        }
+        if odd or sorted(info.layout_of_tp_rank) != list(range(max(tp_ranks) + 1)):
+            raise LayoutError(
+                f"engine {self._index} consists of TP ranks {list(tp_ranks)}: none may be missing, "
+                "and the weights of equal ones must be laid out alike"
+            )
+        if self.rank == 0:
+            self._store.set(f"engine/{self._index}", info)
+        return info
+
+    # Syncs
+
+    def invitation(self) -> SyncState | None:
+        """Return the sync that waits for this engine; a dropped engine shows that it is back."""
+        state: SyncState | None = self._store.get("sync")
+        if state is None or (state.number == self.last and self._is_invited(state)):
+            return None
+        if self._is_invited(state) and state.is_open:
+            return state
+        if state.number:
+            self._store.set(f"engine/{self._index}/back", (self.info.incarnation, state.number))
+        return None
+
+    def _is_invited(self, state: SyncState) -> bool:
+        return state.invited.get(self._index) == self.info.incarnation
+
+    def wait_for_invitation(self) -> SyncState:
+        """Return the sync that waits for this engine, once one does."""
+        self.phase = "waiting for a sync"
+        deadline = time.monotonic() + self._timeout_s
+
+        def check() -> None:
+            state: SyncState | None = self._store.get("sync")
+            if state is not None:
+                self._check_trainers(state)
+            if time.monotonic() > deadline:
+                raise ReshardError(
+                    f"{self.name}: no sync to this engine began within {self._timeout_s:g} s. "
+                    "Call pending() to see whether one waits, or use a larger timeout_s"
+                )
+
+        return wait_for(self.invitation, check)
+
+    def _check_trainers(self, state: SyncState) -> None:
+        """Raise RankFailedError if the process of a trainer, on this machine, has ended."""
+        for rank, process in enumerate(self.trainers(state)):
+            if process_state(process) == "ended":
+                self._fail(f"trainer rank {rank} has ended")
+
+    def trainers(self, state: SyncState) -> list[str]:
+        """Return the processes of the trainer ranks."""
+        if self._known_trainers[0] != state.trainers:
+            self._known_trainers = state.trainers, self._store.get(f"trainers/{state.trainers}")
+        return self._known_trainers[1]
+
+    def _fail(self, cause: str) -> NoReturn:
+        raise RankFailedError(f"{self.name} stopped while {self.phase}: {cause}")
+
+    def tell_ready(self, state: SyncState, attempt: int) -> None:
+        """Tell the trainers that this rank waits for an attempt to begin."""
+        self._store.add(f"{state.number}/{attempt}/ready/{self.info.key}")
+
+    def wait_for_transfer(self, state: SyncState, attempt: int) -> tuple[SyncState, Transfer]:
+        """Return once the trainers begin the attempt; raise if they go on without this engine."""
+        phase, beat, heard = self.phase, -1, time.monotonic()
+
+        def read() -> SyncState | None:
+            now: SyncState = self._store.get("sync")
+            begun = now.number == state.number and now.attempt >= attempt and now.transfer
+            return now if begun and self._is_invited(now) else None
+
+        def check() -> None:
+            nonlocal beat, heard
+            now: SyncState = self._store.get("sync")
+            if now.number != state.number or not self._is_invited(now) or not now.is_open:
+                if now.failure and now.number == state.number:
+                    raise RankFailedError(f"{self.name}, while {phase}: {now.failure}")
+                raise ReshardError(
+                    f"{self.name} was dropped from the sync to version {state.version} while "
+                    f"{phase}; it takes part in the next one"
+                )
+            self._check_trainers(now)
+            self._check_own_engine(state)
+            if (count := self._store.count("beat")) != beat:
+                beat, heard = count, time.monotonic()
+            if time.monotonic() - heard > self._timeout_s:
+                self._fail(f"trainer rank 0 was not heard of for {self._timeout_s:g} s")
+
+        now = wait_for(read, check)
+        assert now.transfer is not None
+        return now, now.transfer
+
+    def _check_own_engine(self, state: SyncState) -> None:
+        """Raise if another rank of this engine has failed or ended."""
+        if isinstance(text := self._store.get(f"{state.number}/state/{self.info.key}"), str):
+            self._fail(f"its {text}")
+        if (rank := self.info.ended_rank()) is not None:
+            self._fail(f"its rank {rank} has ended")
+
+    def tell_state(self, state: SyncState, lost_or_failure: bool | str) -> None:
+        """Tell the trainers whether the engine has lost its weights, or why it failed."""
+        self._store.set(f"{state.number}/state/{self.info.key}", lost_or_failure)
+
+    def tell_committed(self, state: SyncState) -> None:
+        """Tell the trainers that the weight version of this rank has moved."""
+        self._store.add(f"{state.number}/committed/{self.info.key}")
+
+    def all_finish(self, state: SyncState) -> bool:
+        """Return True when all ranks of the engine have received everything.
+
+        False if another one asks for another attempt.
+        """
+        self.phase = "waiting for the other ranks of the engine"
+        done = f"{state.number}/{state.attempt}/done/{self.info.key}"
+        again = f"{state.number}/{state.attempt + 1}/ready/{self.info.key}"
+        deadline = time.monotonic() + self._timeout_s
+        self._store.add(done)
+
+        def read() -> bool | None:
+            if self._store.count(done) == self.world_size:
+                return True
+            return False if self._store.count(again) else None
+
+        def check() -> None:
+            self._check_own_engine(state)
+            if time.monotonic() > deadline:
+                self._fail(f"they have not finished within {self._timeout_s:g} s")
+
+        return wait_for(read, check)

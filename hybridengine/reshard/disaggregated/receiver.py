@@ -1,0 +1,230 @@
+"""The engines' side of a weight sync from trainers in other processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.disaggregated.engine_rank import EngineRank
+from hybridengine.reshard.disaggregated.link import Link, LinkError
+from hybridengine.reshard.disaggregated.planning import make_plan
+from hybridengine.reshard.disaggregated.records import (
+    EngineInfo,
+    PlanInputs,
+    SyncState,
+    SyncStore,
+    Transfer,
+)
+from hybridengine.reshard.disaggregated.transfer import ReceivePipeline, receive_full
+from hybridengine.reshard.disaggregated.verify import find_mismatches
+from hybridengine.reshard.execute.memory import default_bucket_bytes
+from hybridengine.reshard.execute.report import SyncReport
+from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
+from hybridengine.reshard.execute.target import engine_weights, write_constants
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.failures import one_line
+from hybridengine.sharding.adapter import Adapter, adapters_of_factors
+from hybridengine.sharding.geometry import Block
+from hybridengine.sharding.layout import LayoutError
+
+if TYPE_CHECKING:
+    from hybridengine.sharding.weight_target import WeightTarget
+
+
+class WeightReceiver:
+    """Receives the weights of one engine from a `WeightSender`. On every rank of the engine.
+
+    engine: the weights of this rank. store: the sender's. index: number of this engine. timeout_s:
+    as the sender's; `receive` also waits so long for a sync to begin.
+
+    The ranks of the engine are those of its default process group, without one this process alone.
+    New processes may take the index of an engine that has ended.
+    """
+
+    def __init__(
+        self, engine: WeightTarget, store: dist.Store, *, index: int, timeout_s: float = 300.0
+    ) -> None:
+        self.engine, self.index = engine, index
+        self._store, self._timeout_s = SyncStore(store), timeout_s
+        self._device = next((t.device for t in engine.weights().values()), torch.device("cpu"))
+        size = default_bucket_bytes(self._device)
+        self._rank = EngineRank(engine, self._store, index, timeout_s, size, self._device.type)
+        self._link: Link | None = None
+        self._group_number = self._plan_number = 0
+
+    def pending(self) -> bool:
+        """Return whether a sync waits for this engine, the same on every rank. Collective.
+
+        The engine may go on generating; the sync waits for `receive` until its timeout.
+        """
+        return self._rank.on_rank0(lambda: self._rank.invitation() is not None)
+
+    def receive(self) -> SyncReport:
+        """Take part in a sync: write the weights in place and set the weight version. Collective.
+
+        Waits until a sync begins. The report counts bytes from trainers and from replicas in other
+        processes, and bytes to replicas.
+
+        Raises LayoutError, before anything moves, if the engine cannot take weights now (running
+        requests, sleep) or does not fit the trainers' model; RankFailedError if a trainer or a rank
+        of this engine is lost; ReshardError if no sync begins within the timeout, if the engine was
+        dropped, or if a checksum differs. After an error during the transfer the engine refuses to
+        generate until the next complete sync.
+        """
+        rank = self._rank
+        state = rank.on_rank0(rank.wait_for_invitation)
+        started = time.perf_counter()
+        rank.phase = "starting"
+        self._check_engine()
+        rank.last = state.number
+        with self._operation(state):
+            if rank.rank == 0:
+                lost = self.engine.weight_version is None or self.engine.discarded
+                rank.tell_state(state, lost)
+            rank.tell_ready(state, 0)
+            state, transfer = rank.wait_for_transfer(state, 0)
+            plan = self._plan_for(transfer)
+            with self.engine.weight_update(state.version), torch.no_grad():
+                while (moved := self._try(plan, transfer, state)) is None:
+                    rank.tell_ready(state, state.attempt + 1)
+                    state, transfer = rank.wait_for_transfer(state, state.attempt + 1)
+            rank.tell_committed(state)
+        return SyncReport(state.version, *moved, (time.perf_counter() - started) * 1e3)
+
+    def _check_engine(self) -> None:
+        def check() -> None:
+            self.engine.check_ready()
+            engine_weights(self.engine, self._device)
+
+        self._rank.on_all_ranks(check, LayoutError)
+
+    @contextmanager
+    def _operation(self, state: SyncState) -> Iterator[None]:
+        """Name this rank and its phase in errors, and tell the trainers of them."""
+        try:
+            yield
+        except BaseException as error:
+            self._close_link()
+            rank = self._rank
+            with suppress(RankFailedError):  # the store is gone
+                failure = f"rank {rank.rank} failed while {rank.phase}: {one_line(error)}"
+                rank.tell_state(state, failure)
+            error.add_note(f"{rank.name} was {rank.phase} in the sync to {state.version}")
+            raise
+
+    # Transfer
+
+    def _plan_for(self, transfer: Transfer) -> ReshardPlan:
+        if transfer.plan != self._plan_number:
+            self._rank.phase = "planning"
+            inputs: PlanInputs = self._store.get(f"plan/{transfer.plan}")
+            plan = make_plan(
+                inputs, self._store, self.engine.optional_parameters, self.engine.config_differences
+            )
+            self._inputs, self._plan, self._plan_number = inputs, plan, transfer.plan
+            num_trainers, tp_rank = len(inputs.nodes), self.engine.tp_rank
+            self._pipeline = ReceivePipeline(plan, num_trainers, tp_rank, self._device)
+        if self._plan.digest != transfer.digest:
+            raise LayoutError(
+                f"{self._rank.name} made another reshard plan than the trainers: run the same "
+                "version of this package on both sides"
+            )
+        return self._plan
+
+    def _try(
+        self, plan: ReshardPlan, transfer: Transfer, state: SyncState
+    ) -> tuple[int, int] | None:
+        """Return (bytes received, bytes sent) when all ranks of the engine have everything.
+
+        None if a connection has failed, here or for another rank of the engine.
+        """
+        self._rank.phase = "connecting to the trainers"
+        try:
+            link = self._connect(transfer, state)
+            try:
+                moved = self._transfer(plan, transfer, state, link)
+            finally:
+                self._rank.phase = link.phase
+        except LinkError:
+            self._close_link()
+            return None
+        if self._rank.all_finish(state):
+            return moved
+        self._close_link()
+        return None
+
+    def _transfer(
+        self, plan: ReshardPlan, transfer: Transfer, state: SyncState, link: Link
+    ) -> tuple[int, int]:
+        """Receive everything. Return (bytes received, bytes sent)."""
+        progress = DeviceProgress(link, self._device, limit_s=0.8 * self._timeout_s)
+        weights = engine_weights(self.engine, self._device) | {
+            f"{name}.{side}": torch.empty(shape, dtype=dtype, device=self._device)
+            for name, f in self._inputs.factors.items()
+            for side, shape, dtype in zip(("left", "right"), f[:2], f.dtypes, strict=True)
+        }
+        write_constants(self.engine.layout, weights)
+        moved = self._pipeline.run(link, progress, weights, transfer.skip_frozen)
+        specs = self._inputs.specs
+        names = [n for n in plan.fallback if not (specs[n].frozen and transfer.skip_frozen)]
+        if names:
+            full = ((name, receive_full(name, specs[name], link, progress)) for name in names)
+            self.engine.load_full(full)
+        if transfer.verify:
+            progress.wait()
+            self._verify(plan, link, weights)
+        if self._inputs.factors:
+            adapters = {
+                n: Adapter(weights[f"{n}.left"], weights[f"{n}.right"], f.scale)
+                for n, f in self._inputs.factors.items()
+            }
+            self.engine.load_adapters(adapters_of_factors(adapters, weights), state.version)
+        progress.mark("waiting for the device before committing")
+        progress.wait()
+        return moved
+
+    def _connect(self, transfer: Transfer, state: SyncState) -> Link:
+        if self._link is None or self._group_number != transfer.groups:
+            self._close_link()
+            place = self.index, self._rank.rank
+            trainers = self._rank.trainers(state)
+            peers = {f"trainer rank {r}": p for r, p in enumerate(trainers)}
+            others = [m for m in transfer.members if (m.engine, m.rank) != place]
+            infos: dict[int, EngineInfo] = {
+                i: self._store.get(f"engine/{i}") for i in {m.engine for m in others}
+            }
+            for _, index, rank in others:
+                peers[f"rank {rank} of engine {index}"] = infos[index].processes[rank]
+            me = next(i for i, m in enumerate(transfer.members) if (m.engine, m.rank) == place)
+            num_trainers = len(trainers)
+            self._group_number = transfer.groups
+            self._link = Link(
+                self._store, transfer.groups, num_trainers + me, num_trainers, transfer.members,
+                peers, self._device, self._timeout_s, everybody=bool(self._plan.fallback),
+            )  # fmt: skip
+        return self._link
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+
+    def _verify(self, plan: ReshardPlan, link: Link, weights: dict[str, torch.Tensor]) -> None:
+        def read_engine(name: str, block: Block) -> torch.Tensor:
+            weight = weights[name]
+            offset = weight.storage_offset() + block.offset
+            return weight.as_strided(block.sizes, block.strides, offset)
+
+        if wrong := find_mismatches(plan, link, self.engine.tp_rank, read_engine):
+            link.phase = "verifying"
+            raise ReshardError(
+                f"the checksum of engine tensor {wrong[0][0]!r} on {self._rank.name} differs from "
+                f"its source {wrong[0][1]!r} ({len(wrong)} slices differ on this rank): data was "
+                "corrupted in transfer, or something else wrote to the engine. Sync again."
+            )

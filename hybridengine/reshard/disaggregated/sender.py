@@ -1,0 +1,351 @@
+"""The trainers' side of a weight sync to engines in other processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.disaggregated.coordinator import Coordinator, EngineStatus
+from hybridengine.reshard.disaggregated.link import Link, LinkError
+from hybridengine.reshard.disaggregated.planning import make_plan
+from hybridengine.reshard.disaggregated.records import (
+    EngineInfo,
+    FactorSpec,
+    PlanInputs,
+    SyncStore,
+    Transfer,
+)
+from hybridengine.reshard.disaggregated.transfer import SendPipeline
+from hybridengine.reshard.disaggregated.verify import send_checksums
+from hybridengine.reshard.execute.holders import unite_holders
+from hybridengine.reshard.execute.memory import default_bucket_bytes
+from hybridengine.reshard.execute.report import SyncReport
+from hybridengine.reshard.execute.resharder import PlanOutdatedError, RankFailedError, ReshardError
+from hybridengine.reshard.execute.trained import Parameters, TrainedTensors
+from hybridengine.reshard.execute.verify import warn_of_nan
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.senders import ranks_per_node
+from hybridengine.runtime.all_ranks import (
+    broadcast_from_rank0,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+)
+from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.failures import CollectiveError, CollectiveGuard, one_line, this_process
+from hybridengine.sharding.adapter import Adapter
+from hybridengine.sharding.checksums import bit_checksums
+from hybridengine.sharding.geometry import Block
+from hybridengine.sharding.layout import LayoutError
+
+T = TypeVar("T")
+
+
+class WeightSender:
+    """Sends trained FSDP2 parameters to rollout engines in other processes. On every trainer rank.
+
+    parameters, adapters, merge: as `Resharder`.
+    store: a `torch.distributed` store that all trainers and engines reach (`TCPStore`).
+    num_engines: how many engines there are, numbered from 0. An engine is the world of one or more
+      processes that hold a `WeightReceiver` with that index.
+    bucket_bytes: staging memory of one bucket; two are in use at a time. None: 64 MiB on CPUs, on
+      GPUs by the free memory, at most 1 GiB; the least of all ranks.
+    timeout_s: how long an engine may take to come to a sync, and a rank to answer; less than the
+      timeout of the trainers' process group.
+
+    Needs the trainers' default process group. A new WeightSender on the same store takes the place
+    of an earlier one.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Parameters],
+        store: dist.Store,
+        *,
+        num_engines: int,
+        bucket_bytes: int | None = None,
+        adapters: Callable[[], Mapping[str, Adapter]] = dict,
+        merge: bool = True,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if num_engines < 1:
+            raise ValueError(f"num_engines: got {num_engines}, expected at least 1")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._store, self._timeout_s = SyncStore(store), timeout_s
+        self._bucket_bytes = bucket_bytes
+        self._trained = TrainedTensors(parameters, adapters, merge)
+        self._guard = CollectiveGuard(self.rank, self.world_size)
+        specs = run_on_all_ranks(partial(self._trained.read_specs, self.world_size), LayoutError)
+        self._specs = unite_holders(specs)
+        self._placements = self._trained.placements
+        shards = self._trained.shards.values()
+        self._device = next((t.device for t in shards), torch.device("cpu"))
+        self._trainers = self._all_gather(this_process())
+        self._coordinator: Coordinator | None = None
+        if self.rank == 0:
+            self._coordinator = Coordinator(self._store, num_engines, self._trainers, timeout_s)
+        self._engines = {index: EngineStatus() for index in range(num_engines)}
+        self._layouts: dict[int, str] = {}
+        self._link: Link | None = None
+        self._linked_to: list[EngineInfo] = []
+        self._group_number = 0
+        self._frozen_checksums: list[int] | None = None
+        self._frozen_generation = 0
+
+    @property
+    def engines(self) -> Mapping[int, EngineStatus]:
+        """Status of every engine as of the last sync."""
+        return self._engines
+
+    # Sync
+
+    def sync(self, version: int, *, verify: bool = False) -> SyncReport:
+        """Send the current parameters to every live engine; returns when these have committed.
+
+        Collective over the trainers. An engine that has `version` already takes no part: a second
+        sync to the same version reaches those that were dropped and are back.
+        verify: engines compare checksums of all slices before they commit.
+
+        Raises PlanOutdatedError if the parameters differ from those the sender was made for;
+        RankFailedError if a trainer rank is lost; ReshardError if no engine is left. An engine that
+        is late, fails or ends is dropped with a warning on rank 0, and the others are synced.
+        """
+        started = time.perf_counter()
+        received = sent = 0
+        with self._operation(version), torch.no_grad():
+            self._start(version)
+            infos = self._on_rank0(lambda c: c.open(version), "waiting for engines")
+            while infos:
+                infos = self._plan_for(infos)
+                transfer = self._begin(infos, verify)
+                moved = self._transfer_on_all_ranks(infos, transfer)
+                received, sent = received + moved[0], sent + moved[1]
+                infos = self._settle(infos)
+            self._engines = self._on_rank0(lambda c: c.close(), "ending")
+        return SyncReport(version, received, sent, (time.perf_counter() - started) * 1e3)
+
+    @contextmanager
+    def _operation(self, version: int) -> Iterator[None]:
+        """Raise RankFailedError where a trainer is lost, and tell the engines."""
+        try:
+            with self._guard.operation(f"the sync to version {version}"):
+                yield
+        except BaseException as error:
+            self._close_link()
+            if self._coordinator is not None:
+                with suppress(ReshardError):  # the store is gone
+                    self._coordinator.close(f"the trainers gave up the sync: {one_line(error)}")
+            if isinstance(error, CollectiveError) and not isinstance(error, RankFailedError):
+                raise RankFailedError(str(error)) from error
+            raise
+
+    def _start(self, version: int) -> None:
+        """Check the parameters; continue only if no rank has a problem."""
+        problem: Exception | None = None
+        changed, checksums = None, None
+        try:
+            self._trained.read()
+            changed = self._trained.describe_change(self._placements)
+            frozen = [name for name, spec in self._specs.items() if spec.frozen]
+            if not changed:
+                checksums = bit_checksums([self._trained.shards[name] for name in frozen])
+        except Exception as error:
+            problem = error
+        with self._guard.collective("agreeing to start"):
+            raise_on_all_ranks(problem, LayoutError)
+            hint = "since the sender was made: make a new WeightSender"
+            raise_on_all_ranks(changed and f"{changed} {hint}", PlanOutdatedError)
+            differs = self._all_gather((version, checksums != self._frozen_checksums))
+        if len(versions := {v for v, _ in differs}) > 1:
+            raise ReshardError(
+                f"rank {self.rank} syncs to version {version}, other ranks to versions between "
+                f"{min(versions)} and {max(versions)}: every rank must call sync() with the same "
+                "version"
+            )
+        self._frozen_checksums = checksums
+        self._frozen_generation += any(changed for _, changed in differs)
+
+    def _begin(self, infos: list[EngineInfo], verify: bool) -> Transfer:
+        def begin(coordinator: Coordinator) -> Transfer:
+            groups = self._store.add("groups") if self._linked_to != infos else self._group_number
+            members = sorted(m for info in infos for m in info.members())
+            has_frozen = coordinator.has_frozen(infos, self._frozen_generation)
+            transfer = Transfer(
+                groups, members, self._plan_number, self.plan.digest, has_frozen, verify
+            )
+            coordinator.begin(transfer)
+            return transfer
+
+        return self._on_rank0(begin, "starting the transfer")
+
+    def _transfer_on_all_ranks(
+        self, infos: list[EngineInfo], transfer: Transfer
+    ) -> tuple[int, int]:
+        """As `_transfer`; if it fails on any rank, raise ReshardError on all."""
+        moved, error = (0, 0), None
+        try:
+            moved = self._transfer(infos, transfer)
+        except CollectiveError:  # of the trainers' own collectives: other ranks have it, too
+            raise
+        except Exception as caught:
+            error = caught
+            self._close_link()
+        with self._guard.collective("agreeing that everything was sent"):
+            raise_on_all_ranks(error, ReshardError, "the transfer")
+            if not all(self._all_gather(self._link is not None)):
+                self._close_link()
+        return moved
+
+    def _settle(self, infos: list[EngineInfo]) -> list[EngineInfo]:
+        """Wait until the engines have committed; return those that ask for another attempt."""
+        generation = self._frozen_generation
+        again, committed = self._on_rank0(
+            lambda c: c.settle(infos, generation), "waiting for engines to commit"
+        )
+        if not committed:  # an engine has closed its connections
+            self._close_link()
+        return again
+
+    def _transfer(self, infos: list[EngineInfo], transfer: Transfer) -> tuple[int, int]:
+        """Send everything to the members once. Return (bytes received, bytes sent).
+
+        A failed connection is no error: the engines tell whether they have committed.
+        """
+        link, failure = None, None
+        try:
+            link = self._connect(infos, transfer)
+        except LinkError as error:
+            failure = error
+        progress = DeviceProgress(link or self._guard, self._device, limit_s=0.8 * self._timeout_s)
+        self._pipeline.begin(link, progress, failure)
+        received, sent = self._pipeline.run(
+            {}, lambda bucket: not (bucket.frozen and transfer.skip_frozen)
+        )
+        for name in self.plan.fallback:
+            if not (self._specs[name].frozen and transfer.skip_frozen):
+                with self._guard.collective(f"gathering {name!r} in full"):
+                    full = self._trained.unsharded(name)
+                sent += self._pipeline.send_full(name, full)
+        if transfer.verify:
+            self._send_checksums()
+        try:
+            progress.mark("waiting for the device")
+            progress.wait()
+        except LinkError as error:
+            self._pipeline.failure = error
+        if self._pipeline.failure:
+            self._close_link()
+        return received, sent
+
+    def _send_checksums(self) -> None:
+        trained, specs = self._trained, self._specs
+        with self._guard.collective("gathering adapters to verify"):
+            adapters = {name: adapter.full() for name, adapter in trained.merged.items()}
+            warn_of_nan(trained.shards)
+
+        def read_shard(name: str, shard: int, block: Block) -> torch.Tensor:
+            return trained.slice(name, specs[name], shard, block, adapters.get(name))
+
+        if not self._pipeline.failure:
+            try:
+                send_checksums(self.plan, self._pipeline.link, read_shard)
+            except LinkError as error:
+                self._pipeline.failure = error
+
+    def _connect(self, infos: list[EngineInfo], transfer: Transfer) -> Link:
+        if self._link is None or self._group_number != transfer.groups:
+            self._close_link()
+            peers = {f"trainer rank {r}": p for r, p in enumerate(self._trainers) if r != self.rank}
+            for info in infos:
+                for rank, process in enumerate(info.processes):
+                    peers[f"rank {rank} of engine {info.index}"] = process
+            self._group_number, self._linked_to = transfer.groups, infos
+            self._link = Link(
+                self._store, transfer.groups, self.rank, self.world_size, transfer.members, peers,
+                self._device, self._timeout_s, everybody=bool(self.plan.fallback),
+            )  # fmt: skip
+        return self._link
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link, self._linked_to = None, []
+
+    # Planning
+
+    def _plan_for(self, infos: list[EngineInfo]) -> list[EngineInfo]:
+        """Plan for the layouts of the engines if these are new; drop engines with others."""
+        known = [info.layout_of_tp_rank for info in infos]
+        layouts = self._layouts if self._layouts in known else known[0]
+        if layouts != self._layouts:
+            self._plan(layouts, infos[known.index(layouts)])
+        return self._on_rank0(lambda c: c.select(infos, layouts), "choosing engines")
+
+    def _plan(self, layouts: dict[int, str], info: EngineInfo) -> None:
+        default = min(default_bucket_bytes(self._device), info.bucket_bytes)
+        node = self.rank // ranks_per_node(self.world_size)
+        with self._guard.collective("planning"):
+            gathered = self._all_gather((default, node))
+            self.plan: ReshardPlan = run_on_all_ranks(
+                lambda: self._make_plan(layouts, info, gathered), LayoutError
+            )
+            digests = self._all_gather(self.plan.digest)
+        if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise LayoutError(
+                f"ranks {odd} made another reshard plan than rank 0: their model or bucket size "
+                "differs. Start every rank with the same configuration."
+            )
+        self._layouts = layouts
+        self._pipeline = SendPipeline(
+            self.plan, self.rank, self._trained, self._device, self._guard,
+            DeviceProgress(self._guard, self._device),
+        )  # fmt: skip
+        counts = self._all_gather(self._pipeline.sent_elements(self.world_size))
+        self._pipeline.counts = np.stack(counts)
+        self._plan_number = self._on_rank0(lambda c: self._publish_plan(), "publishing the plan")
+
+    def _make_plan(
+        self, layouts: dict[int, str], info: EngineInfo, gathered: list[tuple[int, int]]
+    ) -> ReshardPlan:
+        if info.device != self._device.type:
+            raise LayoutError(
+                f"engine {info.index} has its weights on {info.device}, the trainers theirs on "
+                f"{self._device.type}: use the same kind of device on both sides"
+            )
+        size = min(d for d, _ in gathered) if self._bucket_bytes is None else self._bucket_bytes
+        factors = {
+            name: FactorSpec(
+                tuple(a.left.shape), tuple(a.right.shape), (a.left.dtype, a.right.dtype), a.scale
+            )
+            for name, a in self._trained.unmerged.items()
+        }
+        self._inputs = PlanInputs(self._specs, layouts, factors, size, [n for _, n in gathered])
+        return make_plan(
+            self._inputs, self._store, info.optional_parameters, info.config_differences
+        )
+
+    def _publish_plan(self) -> int:
+        number = self._store.add("plans")
+        self._store.set(f"plan/{number}", self._inputs)
+        return number
+
+    # Agreement
+
+    def _all_gather(self, value: Any) -> list:
+        values: list = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def _on_rank0(self, fn: Callable[[Coordinator], T], phase: str) -> T:
+        """Return on every rank what the coordinator on rank 0 returns; raise its error on all."""
+        run: Callable[[], Any] = (
+            partial(fn, self._coordinator) if self._coordinator else lambda: None
+        )
+        with self._guard.collective(phase):
+            return broadcast_from_rank0(run_on_all_ranks(run, ReshardError))

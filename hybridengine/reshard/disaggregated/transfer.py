@@ -1,0 +1,251 @@
+"""The buckets between trainers and engines: pack and send; receive, gather among replicas, unpack.
+
+For the plan each tensor-parallel rank of the engines is one rank that holds nothing, numbered after
+the trainers, which need nothing. While bucket k travels, bucket k+1 is packed and bucket k-1 is
+gathered and unpacked; two buffers are in use on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.disaggregated.link import Link, LinkError, divide
+from hybridengine.reshard.execute.exchange import BucketPipeline, Exchange, ExchangeBuilder
+from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.runtime.device import DeviceProgress
+from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sharding.shards import ShardSpec
+
+_PADDING = 16  # bytes, of each replica's part of a bucket
+
+
+class SendPipeline(BucketPipeline):
+    """Packs the buckets of a trainer rank and sends them; the arguments are those of its base.
+
+    Set `counts` once: elements that each trainer sends to each tensor-parallel rank in each bucket,
+    int64 [trainers, buckets, tp_size].
+
+    When a connection has failed, `run` and `send_full` still take part in the collectives among the
+    trainers, so that these stay together, and `failure` is set.
+    """
+
+    transport = "link"
+    _builder_type = ExchangeBuilder
+    counts: np.ndarray
+    failure: LinkError | None
+
+    def begin(self, link: Link | None, progress: DeviceProgress, failure: LinkError | None) -> None:
+        """Use `link` from now on, None if it could not be made because of `failure`."""
+        self._link, self._progress, self.failure = link, progress, failure
+
+    @property
+    def link(self) -> Link:
+        assert self._link is not None
+        return self._link
+
+    def sent_elements(self, num_trainers: int) -> np.ndarray:
+        """Return this rank's row of `counts`."""
+        counts = [e.send_counts[num_trainers:] for e in self.exchanges]
+        return np.array(counts, np.int64).reshape(len(counts), -1)
+
+    def run(
+        self, weights: Mapping[str, torch.Tensor], moves: Callable[[Bucket], bool]
+    ) -> tuple[int, int]:
+        """Send trained parameters; `weights` is empty, as trainers have no engine."""
+        travelling: list[tuple[str, dist.Work]] = []
+        sizes = [sum(e.send_counts) * e.bucket.engine_dtype.itemsize for e in self.exchanges]
+        buffers = _Buffers(0 if self._trained.merged else max(sizes, default=0), self._device)
+        number = {id(e): i for i, e in enumerate(self.exchanges)}
+        for where, exchange in self._exchanges(moves):
+            if self.failure and not exchange.bucket.merged:
+                continue
+            self._guard.phase = f"packing {where}"
+            sources = [self._source(name, rows) for name, rows in exchange.sources]
+            if self.failure:
+                continue
+            try:
+                if len(travelling) == 2:
+                    self._finish(*travelling.pop(0))
+                i = number[id(exchange)]
+                outgoing = buffers.next(sizes[i]).view(exchange.bucket.engine_dtype)
+                exchange.pack.copy(sources, [outgoing])
+                with self.link.collective(f"sending {where}"):
+                    work = self.link.send(outgoing, self._counts_of_members(exchange, i))
+                travelling.append((where, work))
+                self._bytes_sent += sizes[i]
+            except LinkError as error:
+                self.failure = error
+        try:
+            while travelling and not self.failure:
+                self._finish(*travelling.pop(0))
+        except LinkError as error:
+            self.failure = error
+        if not self.failure:  # else gloo's threads may still read them
+            buffers.free()
+        return self._bytes_received, self._bytes_sent
+
+    def _finish(self, where: str, work: dist.Work) -> None:
+        with self.link.collective(f"sending {where}"):
+            work.wait()
+        self._progress.mark(f"sending {where}")
+
+    def _counts_of_members(self, exchange: Exchange, number: int) -> list[int]:
+        """Return the bytes of one bucket from this rank to each member."""
+        counts: list[int] = []
+        for tp_rank, members in sorted(self.link.replicas.items()):
+            sent = self.counts[:, number, tp_rank] * exchange.bucket.engine_dtype.itemsize
+            counts += divide(sent, len(members)).counts[self._rank].tolist()
+        return counts
+
+    def send_full(self, name: str, full: torch.Tensor) -> int:
+        """Send a full parameter, of which each member gets a part. Return the bytes sent."""
+        if self.failure:
+            return 0
+        data = full.contiguous().view(-1).view(torch.uint8)
+        parts = data.split(part_of_full(data.numel(), len(self.link.members)))
+        own = [
+            p if owner_of_part(i, self.link) == self._rank else p[:0] for i, p in enumerate(parts)
+        ]
+        counts = [p.numel() for p in own] + [0] * (len(self.link.members) - len(own))
+        try:
+            with self.link.collective(f"sending {name!r} in full"):
+                self.link.send(torch.cat(own), counts).wait()
+            self._progress.mark(f"sending {name!r} in full")
+        except LinkError as error:
+            self.failure = error
+        return sum(counts)
+
+
+class ReceivePipeline:
+    """Receives the buckets of one tensor-parallel rank into an engine's tensors.
+
+    plan: of the trainers, then the tensor-parallel ranks. exchanges: one per bucket.
+    """
+
+    def __init__(
+        self, plan: ReshardPlan, num_trainers: int, tp_rank: int, device: torch.device
+    ) -> None:
+        self._plan, self._num_trainers, self._device = plan, num_trainers, device
+        strides = {name: contiguous_strides(spec.shape) for name, spec in plan.sources.items()}
+        builder = ExchangeBuilder(plan, num_trainers + tp_rank, strides, device)
+        self.exchanges = [builder.build(bucket) for bucket in plan.buckets]
+
+    def run(
+        self,
+        link: Link,
+        progress: DeviceProgress,
+        weights: Mapping[str, torch.Tensor],
+        skip_frozen: bool,
+    ) -> tuple[int, int]:
+        """Write the buckets into `weights`. Return (bytes received, bytes sent to replicas)."""
+        self._received = self._sent = 0
+        moving = [e for e in self.exchanges if not (e.bucket.frozen and skip_frozen)]
+        buffers = _Buffers(self._plan.staging_bytes + (_PADDING * len(link.members)), self._device)
+        previous: Iterator[None] = iter(())
+        for i, exchange in enumerate(moving, 1):
+            where = f"bucket {i} of {len(moving)}"
+            transfer = self._transfer(exchange, where, link, progress, weights, buffers)
+            next(transfer)  # start it
+            next(previous, None)  # finish the bucket before
+            previous = transfer
+        next(previous, None)
+        buffers.free()
+        return self._received, self._sent
+
+    def _transfer(
+        self,
+        exchange: Exchange,
+        where: str,
+        link: Link,
+        progress: DeviceProgress,
+        weights: Mapping[str, torch.Tensor],
+        buffers: _Buffers,
+    ) -> Iterator[None]:
+        """Start to receive a bucket, yield, then wait for it, gather and unpack."""
+        dtype = exchange.bucket.engine_dtype
+        sent = np.array(exchange.receive_counts[: self._num_trainers]) * dtype.itemsize
+        replicas = link.own_replicas
+        division = divide(sent, len(replicas))
+        index = replicas.index(link.rank)
+        counts = division.counts[:, index]
+        buffer = buffers.next(division.part * len(replicas))
+        own = buffer[index * division.part :][: counts.sum()]
+        with link.collective(f"receiving {where}"):
+            work = link.receive(own, counts.tolist())
+        yield
+        with link.collective(f"receiving {where}"):
+            work.wait()
+        progress.mark(f"receiving {where}")
+        with link.collective(f"exchanging {where} with the other replicas"):
+            link.gather(buffer)
+        progress.mark(f"exchanging {where} with the other replicas")
+        others = len(replicas) - 1
+        self._received += own.nbytes + others * division.part
+        self._sent += others * division.part
+        link.phase = f"unpacking {where}"
+        destinations = [weights[name] for name in exchange.destinations]
+        exchange.unpack.copy([buffer[: sent.sum()].view(dtype)], destinations)
+
+
+def receive_full(name: str, spec: ShardSpec, link: Link, progress: DeviceProgress) -> torch.Tensor:
+    """Return a full parameter, of which each member receives a part and gathers the others."""
+    size = math.prod(spec.shape) * spec.dtype.itemsize
+    part, index = part_of_full(size, len(link.members)), link.rank - link.num_trainers
+    buffer = torch.empty(part * len(link.members), dtype=torch.uint8, device=link.device)
+    own = buffer[:size][index * part :][:part]
+    counts = [0] * link.num_trainers
+    counts[owner_of_part(index, link)] = own.numel()
+    with link.collective(f"receiving {name!r} in full"):
+        link.receive(own, counts).wait()
+        link.gather(buffer, "members")
+    progress.mark(f"receiving {name!r} in full")
+    return buffer[:size].view(spec.dtype).view(spec.shape)
+
+
+def part_of_full(size: int, num_members: int) -> int:
+    """Return how many of `size` bytes one member receives from the trainers."""
+    return max(1, divide(np.array([size]), num_members).part)
+
+
+def owner_of_part(index: int, link: Link) -> int:
+    """Return the trainer that sends the part of one member."""
+    return index % link.num_trainers
+
+
+class _Buffers:
+    """Two buffers that serve all buckets in turn, because allocating new memory is slow.
+
+    size: of the largest bucket, in bytes; 0: each bucket gets a buffer of its own size.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size, self._device, self._count = size, device, 0
+        self._buffers: list[torch.Tensor] = []
+
+    def next(self, size: int) -> torch.Tensor:
+        """Return a buffer, uint8 [size]; valid until two others have been requested."""
+        if len(self._buffers) < 2:
+            whole = torch.empty(max(size, self._size), dtype=torch.uint8, device=self._device)
+            self._buffers.append(whole)
+        elif not self._size:
+            self._release(self._count % 2)
+            self._buffers[self._count % 2] = torch.empty(
+                size, dtype=torch.uint8, device=self._device
+            )
+        buffer = self._buffers[self._count % 2][:size]
+        self._count += 1
+        return buffer
+
+    def free(self) -> None:
+        """Free the memory itself: gloo's threads may keep references."""
+        for i in range(len(self._buffers)):
+            self._release(i)
+
+    def _release(self, i: int) -> None:
+        self._buffers[i].untyped_storage().resize_(0)

@@ -1,0 +1,32 @@
+"""What a weight sync moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync moved on this rank: bytes from and to other ranks, including adapters.
+
+    milliseconds: from the call until all ranks' devices had finished. delta: whether only what
+    changed was moved. changed: the share of the model's elements whose bits changed, over all
+    ranks; None where it was not determined.
+    """
+
+    version: int
+    bytes_received: int
+    bytes_sent: int
+    milliseconds: float
+    delta: bool = False
+    changed: float | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of this sync, `reshard/...`; `changed` where it is known."""
+        known = {} if self.changed is None else {"reshard/changed": self.changed}
+        return known | {
+            "reshard/bytes_received": self.bytes_received,
+            "reshard/ms": self.milliseconds,
+            "reshard/delta": int(self.delta),
+        }

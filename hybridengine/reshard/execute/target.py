@@ -1,0 +1,42 @@
+"""The tensors of an engine that a sync writes, checked, and their constant regions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridengine.sharding.layout import EngineLayout, LayoutError, TensorSpec
+
+if TYPE_CHECKING:
+    from hybridengine.sharding.weight_target import WeightTarget
+
+
+def engine_weights(engine: WeightTarget, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the engine's tensors by the names of its layout.
+
+    device: of the trained parameters. Raises LayoutError where a tensor differs from its record.
+    """
+    weights = engine.weights()
+    for name, spec in engine.layout.destinations.items():
+        weight = weights.get(name)
+        if weight is None or TensorSpec.of(weight) != spec:
+            actual = "missing" if weight is None else str(TensorSpec.of(weight))
+            raise LayoutError(
+                f"engine tensor {name!r} was recorded as {spec} but is {actual}. The engine "
+                "changed it after loading, so it cannot be written in place."
+            )
+        if weight.device.type != device.type:
+            raise LayoutError(
+                f"engine tensor {name!r} is on {weight.device}, the trained parameters are on "
+                f"{device}: build the engine without weight offload (cpu_offload_gb)"
+            )
+    return weights
+
+
+def write_constants(layout: EngineLayout, weights: Mapping[str, torch.Tensor]) -> None:
+    """Fill the constant regions; copies, which may overwrite them, come later."""
+    for name, offset, sizes, strides, value in layout.constants:
+        weight = weights[name]
+        weight.as_strided(sizes, strides, weight.storage_offset() + offset).fill_(value)

@@ -1,0 +1,465 @@
+"""Delta syncs: the bits of a dense sync, the bytes of what changed, and chains that break."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridengine.reshard import Resharder, ReshardError, build_plan
+from hybridengine.reshard.delta import pipeline as pipeline_module
+from hybridengine.reshard.delta.find import Part
+from hybridengine.reshard.delta.message import CorruptDeltaError, decode, encode
+from hybridengine.reshard.delta.pipeline import DeltaPipeline, _build_group, _grouped
+from hybridengine.reshard.execute.exchange import ExchangeBuilder
+from hybridengine.rollout import SamplingSpec
+from hybridengine.sharding import LayoutError
+from hybridengine.sharding.adapter import Adapter
+from hybridengine.sharding.changes import ChangedElements
+from hybridengine.sharding.shards import local_shard
+from tests.ranks import message_of, run_ranks
+from tests.reshard.memory_engine import Shapes, build, expected, values
+from tests.reshard.random_plans import Case, _Ranks, assert_written, random_cases, values_of
+
+SHAPES: Shapes = {
+    "q": ("column", (240, 10)),
+    "gate": ("column", (400, 10)),
+    "out": ("row", (110, 16)),
+    "norm": ("replicated", (13, 30)),
+    "short": ("replicated", (3, 5)),
+    "one": ("replicated", (1, 2)),
+}
+COMPUTED: Shapes = {**SHAPES, "computed": ("replicated", (6, 4))}
+
+
+def train(full: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
+    """Full parameters after a step that changes the bits of some elements, and others by less."""
+    generator = torch.Generator().manual_seed(seed)
+    trained = {}
+    for name, tensor in full.items():
+        chosen = torch.rand(tensor.shape, generator=generator) < share
+        trained[name] = torch.where(chosen, tensor * 1.5 + 1, tensor * (1 + 1e-6))
+    return trained
+
+
+class Tracker:
+    """The change sets that an optimizer would give of shards: what changed since the last call."""
+
+    def __init__(self, shards: dict[str, torch.Tensor], untracked: tuple[str, ...] = ()) -> None:
+        self.shards, self.untracked = shards, untracked
+        self.before: dict[str, torch.Tensor] | None = None
+        self.calls = 0
+
+    def __call__(self) -> dict[str, ChangedElements] | None:
+        self.calls += 1
+        now = {n: local_shard(t).bfloat16().flatten() for n, t in self.shards.items()}
+        before, self.before = self.before, now
+        if before is None:
+            return None
+        chosen = {n: (t != before[n]).nonzero()[:, 0].int() for n, t in now.items()}
+        return {
+            n: ChangedElements(i, now[n][i]) for n, i in chosen.items() if n not in self.untracked
+        }
+
+
+STEPS = (1.0, 0.02, 0.02, 0.0, 0.2, 0.9, 0.01)  # shares of elements that change before each sync
+
+
+def steps_body(rank: int, world_size: int, tp_size: int, cases: list[dict]) -> list[dict]:
+    results = []
+    for case in cases:
+        tracked = case.pop("tracked", None)
+        shapes = COMPUTED if "by_loader" in case else SHAPES
+        full = values(shapes)
+        made: dict[str, torch.Tensor] = {}
+        tracker = Tracker(made, tracked or ()) if tracked is not None else None
+        engine, shards, resharder = build(
+            shapes, tp_size, full=full, delta="on", changes=tracker, **case
+        )
+        made.update(shards)
+        right, reports = [], []
+        for version, share in enumerate(STEPS, 1):
+            full = train(full, share, version)
+            _, new, _ = build(shapes, tp_size, full=full, **case)
+            for name, tensor in shards.items():
+                local_shard(tensor).copy_(local_shard(new[name]))
+            reports.append(resharder.sync(version, verify=version == 3))
+            want = expected(engine, full)
+            right.append(all(torch.equal(engine.tensors[n], t) for n, t in want.items()))
+        results.append(
+            {
+                "right": right,
+                "delta": [r.delta for r in reports],
+                "changed": [r.changed for r in reports],
+                "received": [r.bytes_received for r in reports],
+                "bound": resharder.plan.lower_bound[rank],
+                "calls": tracker.calls if tracker else 0,
+            }
+        )
+    return results
+
+
+CASES = [
+    {},
+    {"transport": "all-to-all", "bucket_bytes": 1 << 20},
+    {"rows_on_dim1": False},
+    {"replicas": 2},
+    {"by_loader": ("computed",)},
+    {"tracked": ()},
+    {"tracked": ("norm", "q"), "replicas": 2},
+]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("world_size", "tp_size"), [(4, 2), (2, 2)])
+def test_several_steps_in_a_row_equal_dense_syncs(world_size: int, tp_size: int) -> None:
+    """Uneven and empty shards, Shard(1), HSDP, fallback, change sets of an optimizer, of some."""
+    cases = CASES if world_size > 2 else [CASES[0], CASES[5]]
+    ranks = run_ranks(steps_body, world_size, tp_size, [dict(c) for c in cases], timeout_s=200)
+    for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
+        for result in results:
+            assert result["right"] == [True] * len(STEPS), case
+            # An optimizer does not know before its first call; what it leaves out has to be sent.
+            second = not case.get("tracked")
+            wanted = [False, second, True, True, True, False, True]
+            assert result["delta"] == wanted, case
+            assert result["changed"] == results[0]["changed"], "the same on all ranks"
+            shares = zip(result["changed"], STEPS, wanted, strict=True)
+            assert all(c == pytest.approx(s, abs=0.01) for c, s, d in shares if d)
+            assert result["calls"] == (len(STEPS) if "tracked" in case else 0)
+            gathered = result["bound"] * ("by_loader" not in case)
+            assert not gathered or result["received"][0] == gathered
+            assert result["received"][3] <= result["received"][2]
+
+
+def rank_body(rank: int, world_size: int) -> dict:
+    """Bytes of a delta of a larger model, against the entropy of what rank 1 receives."""
+    shapes: Shapes = {f"r{i}": ("replicated", (512, 512)) for i in range(6)}
+    shapes = {**shapes, "q": ("column", (4, 512))}
+    full = values(shapes)
+    engine, shards, resharder = build(shapes, 2, full=full, bucket_bytes=1 << 20, delta="on")
+    resharder.sync(1)
+    full = train(full, 0.01, 1)
+    _, new, _ = build(shapes, 2, full=full, bucket_bytes=1 << 20)
+    before = {n: t.clone() for n, t in engine.tensors.items()}
+    for name, tensor in shards.items():
+        local_shard(tensor).copy_(local_shard(new[name]))
+    report = resharder.sync(2)
+    assert all(torch.equal(engine.tensors[n], t) for n, t in expected(engine, full).items())
+    own = slice(256 * rank, 256 * (rank + 1))
+    differ = {n: engine.tensors[n] != before[n] for n in engine.tensors if n != "fused"}
+    count = sum(int(d.sum()) - int(d[own].sum()) for d in differ.values())
+    size = resharder.plan.lower_bound[rank] // 2
+    return {"received": report.bytes_received, "count": count, "size": size, "delta": report.delta}
+
+
+@pytest.mark.multirank
+def test_bytes_are_within_1_3_of_the_entropy() -> None:
+    """log2(elements over changes), and 16 bits for each new value; headers included."""
+    for result in run_ranks(rank_body, 2):
+        n, k = result["size"], result["count"]
+        bits = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
+        assert result["delta"] and 0.008 * n < k < 0.012 * n
+        assert result["received"] <= 1.3 * (bits + 16 * k) / 8
+
+
+class DamagedRank:
+    """Messages that one rank sends, as they arrive elsewhere, while it is active."""
+
+    def __init__(self, damage) -> None:
+        self.damage = damage
+
+    def __enter__(self) -> None:
+        encode = pipeline_module.encode
+
+        def damaged(*arguments):
+            header, message = encode(*arguments)
+            return self.damage(header, message) if header.count else (header, message)
+
+        self.patch = mock.patch.object(pipeline_module, "encode", damaged)
+        self.patch.start()
+
+    def __exit__(self, *error) -> None:
+        self.patch.stop()
+
+
+def flip(header, message):
+    if len(message):
+        message[len(message) // 2] ^= 4
+    return header, message
+
+
+DAMAGE = {
+    "bytes": flip,
+    "base": lambda h, m: (h._replace(base_version=h.base_version - 1), m),
+    "count": lambda h, m: (h._replace(count=h.count - 1, gap_bytes=h.gap_bytes + 2), m),
+}
+
+
+def damaged_body(rank: int, world_size: int) -> dict[str, list]:
+    full = values(SHAPES)
+    engine, shards, resharder = build(SHAPES, 2, full=full, rows_on_dim1=False, delta="on")
+    results: dict[str, list] = {}
+    version = 1
+    resharder.sync(version)
+    for what, damage in DAMAGE.items():
+        for tensor in shards.values():
+            local_shard(tensor).view(-1)[::50] += 1.0
+        message = ""
+        with DamagedRank(damage if rank == 0 else lambda *pair: pair):
+            message = message_of(partial(resharder.sync, version + 1))
+        results[what] = [
+            message,
+            message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0)),
+            engine.weight_version == version,
+        ]
+        version += 2
+        results[what].append(resharder.sync(version, verify=True).delta)
+        for tensor in shards.values():
+            local_shard(tensor).view(-1)[::40] += 1.0
+        version += 1
+        results[what].append(resharder.sync(version, verify=True).delta)
+    return results
+
+
+@pytest.mark.multirank
+def test_a_damaged_delta_is_never_generated_from() -> None:
+    texts = {
+        "bytes": "from rank 0 was not applied: its checksum differs",
+        "base": "from rank 0 was not applied: it leads from version",
+        "count": "from rank 0 was not applied: decode_gaps: the bytes do not give",
+    }
+    for results in run_ranks(damaged_body, 2):
+        for what, text in texts.items():
+            message, generate, kept, after, later = results[what]
+            assert message.startswith("ReshardError: on rank 1: the delta "), message
+            assert text in message
+            assert generate.startswith("StaleWeightsError") and kept
+            assert (after, later) == (False, True), "a dense sync, then deltas again"
+
+
+@pytest.fixture
+def world_of_one():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def step(shards: dict[str, torch.Tensor]) -> None:
+    for tensor in shards.values():
+        local_shard(tensor).view(-1)[::30] += 1.0
+
+
+def assert_synced(engine, shards) -> None:
+    full = {name: local_shard(t) for name, t in shards.items()}
+    for name, tensor in expected(engine, full).items():
+        assert torch.equal(engine.tensors[name], tensor), name
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_what_breaks_the_chain() -> None:
+    engine, shards, resharder = build(SHAPES, 1, full=values(SHAPES), delta="on")
+    other = Resharder(lambda: shards, engine, 4096)
+
+    def sync(version: int) -> bool:
+        report = resharder.sync(version)
+        assert_synced(engine, shards)
+        return report.delta
+
+    assert not sync(1), "a new engine"
+    step(shards)
+    assert sync(2)
+    step(shards)
+    engine.discarded = True
+    for tensor in engine.tensors.values():
+        tensor.fill_(7)
+    assert not sync(3)
+    step(shards)
+    other.sync(3)  # the same version, from another resharder
+    step(shards)
+    assert not sync(4)
+    assert sync(4), "the version may stay"
+    step(shards)
+    with mock.patch.object(engine, "_finish_update", side_effect=RuntimeError("cache")):
+        assert "cache" in message_of(lambda: resharder.sync(5))
+    step(shards)
+    assert not sync(6)
+    step(shards)
+    with mock.patch.object(engine, "check_ready", side_effect=LayoutError("running")):
+        assert "running" in message_of(lambda: resharder.sync(7))
+    step(shards)
+    assert sync(7), "nothing had moved: the version before is still complete"
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_modes() -> None:
+    full = values(SHAPES)
+    engine, shards, _ = build(SHAPES, 1, full=full)
+
+    def deltas(**options) -> list[bool]:
+        resharder = Resharder(lambda: shards, engine, 4096, **options)
+        reports = []
+        for version in range(3):
+            step(shards)
+            reports.append(resharder.sync(version))
+            assert_synced(engine, shards)
+        assert all((r.changed is None) == (not r.delta) for r in reports)
+        return [report.delta for report in reports]
+
+    assert deltas() == deltas(delta="off") == [False] * 3, "on one node, without change sets"
+    assert deltas(delta="on") == [False, True, True]
+    assert deltas(changes=Tracker(shards)) == [False, True, True]
+    assert deltas(changes=Tracker(shards), delta="off") == [False] * 3
+    engine.discards_weights = True
+    assert deltas(delta="on") == [False] * 3
+    with pytest.raises(ValueError, match="delta: got 'yes', expected one of"):
+        Resharder(lambda: shards, engine, delta="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_merged_adapters_are_compared_after_the_merge() -> None:
+    full = values(SHAPES)
+    engine, shards, _ = build(SHAPES, 1, full=full)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(s, generator=generator) for s in ((240, 2), (2, 10)))
+    adapters = {"q": Adapter(left, right, 0.5)}
+    resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters, delta="on")
+    assert sum(bucket.merged for bucket in resharder.plan.buckets) > 1, "merged in several parts"
+    for version in range(1, 5):
+        if version == 4:
+            local_shard(shards["norm"]).mul_(2)  # the frozen base: all is sent again
+        report = resharder.sync(version)
+        merged = (full["q"].double() + 0.5 * left.double() @ right.double()).float()
+        norm = {"norm": local_shard(shards["norm"])}
+        for name, tensor in expected(engine, full | {"q": merged} | norm).items():
+            assert torch.equal(engine.tensors[name], tensor), name
+        assert report.delta == (version in (2, 3))
+        left[5:15] += 0.01
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_the_optimizers_changes_are_sent() -> None:
+    """Several updates between two syncs; a write by anyone else makes the next one dense."""
+    from hybridengine.model.optim import Optimizer
+
+    full = values(SHAPES)
+    engine, _, _ = build(SHAPES, 1, full=full)
+    model = torch.nn.ParameterDict({n: torch.nn.Parameter(t) for n, t in full.items()})
+    optimizer = Optimizer(model, lr=1e-4, total_steps=9)
+    optimizer.track_changes(dict.fromkeys(full, torch.bfloat16))
+    resharder = Resharder(lambda: dict(model.items()), engine, 4096, changes=optimizer.take_changes)
+    deltas = []
+    for version, updates in enumerate((1, 1, 2, 0, 1, 1)):
+        for _ in range(updates):
+            for p in model.values():
+                p.grad = torch.randn_like(p)
+            optimizer.step(1.0)
+        if version == 4:
+            with torch.no_grad():
+                model["norm"].mul_(2)
+        report = resharder.sync(version)
+        deltas.append(report.delta)
+        assert_synced(engine, {name: p.detach() for name, p in model.items()})
+        assert not report.delta or report.changed < 0.1
+        assert (report.changed == 0) == (updates == 0)
+    assert deltas == [False, True, True, True, False, True]
+    assert report.metrics.keys() == {
+        "reshard/bytes_received", "reshard/ms", "reshard/delta", "reshard/changed",
+    }  # fmt: skip
+
+
+def delta_all(world: _Ranks, plan, sources, before: dict[str, torch.Tensor], groups: list) -> None:
+    """Apply to the engines of all ranks what differs between `before` and the ranks' shards."""
+    for built in zip(*groups, strict=True):
+        messages = []
+        for rank, group in enumerate(built):
+            lists = changes_of(world, rank, group, sources, before)
+            messages.append(DeltaPipeline._encode(mock.Mock(), group, lists, (1, 2)))
+            group.local.scatter(*lists, [world.engines[rank][n] for n in group.destinations])
+        for rank, group in enumerate(built):
+            headers, arrived = ([m[i][rank] for m in messages] for i in range(2))
+            decoded = DeltaPipeline._decode(mock.Mock(), group, headers, arrived, (1, 2))
+            assert decoded is not None
+            destinations = [world.engines[rank][n] for n in group.destinations]
+            group.unpack.scatter(*([t] for t in decoded), destinations)
+
+
+def changes_of(world, rank, group, sources, before) -> tuple[list, list]:
+    indices, changed = [], []
+    for part in group.parts:
+        shard = world._shards[rank][part.name]
+        old = pipeline_old(before, part, sources, rank)
+        spec = sources[part.name]
+        if part.box is not None and (number := spec.shard_of(rank)) is not None:
+            pairs = list(zip(part.box, spec.box(number), strict=True))
+            inside = tuple(slice(r.start - h.start, r.stop - h.start) for r, h in pairs)
+            shard, old = shard[inside].contiguous(), old[inside].contiguous()
+        now, old = shard.flatten(), old.flatten()
+        chosen = (now != old).nonzero()[:, 0]
+        indices.append(chosen)
+        changed.append(now[chosen])
+    return indices, changed
+
+
+def pipeline_old(before, part: Part, sources, rank: int) -> torch.Tensor:
+    spec = sources[part.name]
+    if (shard := spec.shard_of(rank)) is None:
+        return before[part.name][:0]
+    return before[part.name][tuple(slice(*r) for r in spec.box(shard))].contiguous()
+
+
+@settings(deadline=None, max_examples=50)
+@given(random_cases(), st.floats(0, 1), st.sampled_from([4096, 1 << 20]))
+def test_random_plans_and_changes(case: Case, share: float, bucket_bytes: int) -> None:
+    """Any strides, permutations, repetitions and overlaps, on every rank of a world."""
+    sources, layouts, nodes = case
+    layouts = [layout_of_16_bits(layout) for layout in layouts]
+    plan = build_plan(sources, layouts, bucket_bytes, nodes)
+    numbers = {n: t.to(torch.int16) for n, t in values_of(sources).items()}
+    generator = torch.Generator().manual_seed(int(share * 1e6))
+    changed = {n: torch.rand(t.shape, generator=generator) < share for n, t in numbers.items()}
+    before = {n: t.view(torch.bfloat16) for n, t in numbers.items()}  # all bit patterns differ
+    after = {
+        n: (t | (changed[n] * 0x4000).short()).view(torch.bfloat16) for n, t in numbers.items()
+    }
+    world = _Ranks(plan, sources, layouts, after, ExchangeBuilder)
+    for layout, engine in zip(layouts, world.engines, strict=True):
+        for name in engine:
+            engine[name] = engine[name].bfloat16()
+        for c in layout.copies:
+            read = before[c.source].as_strided(c.sizes, c.source_strides, c.source_offset)
+            engine[c.destination].as_strided(c.sizes, c.destination_strides).copy_(read)
+    groups = [
+        [_build_group(builder, torch.device("cpu"), b) for b in _grouped(plan.buckets)]
+        for builder in world.builders
+    ]
+    delta_all(world, plan, sources, before, groups)
+    assert_written(layouts, after, world.engines)
+
+
+def layout_of_16_bits(layout):
+    for name, spec in layout.destinations.items():
+        layout.destinations[name] = replace(spec, dtype=torch.bfloat16)
+    return layout
+
+
+def test_messages_that_do_not_fit_their_header() -> None:
+    positions = torch.tensor([10, 12, 400])
+    numbers = torch.tensor([1.0, 2.0, 3.0]).bfloat16()
+    header, message = encode(positions, numbers, 10, 3, 4)
+    assert header[:3] == (3, 4, 3) and len(message) == header.num_bytes == 6 + 3 + 1
+    for tensor, sent in zip(decode(header, message, torch.bfloat16, 10, 401), (positions, numbers),
+                            strict=True):  # fmt: skip
+        assert torch.equal(tensor, sent)
+    for end, change in ((400, {}), (401, {"count": 2}), (401, {"gap_width": 3})):
+        with pytest.raises(CorruptDeltaError):
+            decode(header._replace(**change), message, torch.bfloat16, 10, end)
+    assert issubclass(ReshardError, RuntimeError)

@@ -1,0 +1,144 @@
+"""Trainers and engines in worlds of their own: what arrives, and what crosses between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
+from hybridengine.reshard.disaggregated.link import divide
+from tests.ranks import Ranks
+from tests.reshard.brute_force import fused_layout
+from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
+
+pytestmark = pytest.mark.multirank
+
+# Rows that divide by nothing, fewer rows than ranks, a row-parallel weight, and one by the loader.
+UNEVEN: Shapes = {
+    "q": ("column", (48, 20)),
+    "gate": ("column", (480, 20)),
+    "out": ("row", (12, 18)),
+    "norm": ("replicated", (13, 3)),
+    "one": ("replicated", (1, 2)),
+    "computed": ("replicated", (7, 5)),
+}
+FACTORS = {1: 1.0, 2: -3.0, 3: 0.5}  # by version: the parameters are multiplied, later by 2
+TIMEOUT_S = 20.0
+
+
+def link_store(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+
+
+def full_at(version: int) -> dict[str, torch.Tensor]:
+    full = values(UNEVEN)
+    for v in range(1, version + 1):
+        full = {name: tensor * FACTORS.get(v, 2.0) for name, tensor in full.items()}
+    return full
+
+
+def build_engine(tp_rank: int, tp_size: int) -> MemoryEngine:
+    layout = fused_layout(UNEVEN, tp_rank, tp_size)
+    layout.fallback, layout.by_loader = {"computed": "computed: computed by mul"}, {"computed"}
+    layout.copies = [c for c in layout.copies if c.source != "computed"]
+    return MemoryEngine(layout, tp_rank, tp_size)
+
+
+def trainer_body(rank: int, world_size: int, port: int, num_engines: int, case: dict) -> dict:
+    mesh = mesh_of(world_size, case.get("replicas", 1))
+    dim1 = case.get("rows_on_dim1", True)
+    shards = {
+        name: shard(values(UNEVEN)[name], mesh, int(kind == "row" and dim1))
+        for name, (kind, _) in UNEVEN.items()
+    }
+    store, sent = link_store(port), []
+    for version, factor in FACTORS.items():
+        if version != 2:  # the trainers are replaced before version 3
+            sender = WeightSender(
+                lambda: shards, store, num_engines=num_engines, bucket_bytes=4096,
+                timeout_s=TIMEOUT_S,
+            )  # fmt: skip
+        for tensor in shards.values():
+            tensor.to_local().mul_(factor)
+        sent.append(sender.sync(version, verify=version != 2).bytes_sent)
+    assert sender.sync(version).bytes_sent == 0, "all engines have it"
+    plan = sender.plan
+    return {
+        "sent": sent,
+        "planned": plan.bytes_sent[rank],
+        "needed": sum(plan.bytes_needed),
+        "buckets": len(plan.buckets),
+        "states": [(e.state, e.version) for e in sender.engines.values()],
+    }
+
+
+def engine_body(rank: int, world_size: int, port: int, index: int, tp_size: int) -> dict:
+    engine = build_engine(rank % tp_size, tp_size)
+    receiver = WeightReceiver(engine, link_store(port), index=index, timeout_s=TIMEOUT_S)
+    right, reports = [], []
+    for version in FACTORS:
+        while not receiver.pending():
+            time.sleep(0.01)
+        reports.append(receiver.receive())
+        want = expected(engine, full_at(version))
+        right.append(all(torch.equal(engine.tensors[n], t) for n, t in want.items()))
+        assert engine.weight_version == reports[-1].version == version
+    return {"right": right, "received": [r.bytes_received for r in reports]}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+@pytest.mark.parametrize("sent", [[0, 0], [5], [20, 28], [1, 0, 1000], [16, 16, 16]])
+def test_replicas_share_what_the_trainers_send(sent: list[int], replicas: int) -> None:
+    counts, part = divide(np.array(sent), replicas)
+    assert counts.sum(1).tolist() == sent and counts.min() >= 0
+    assert counts.sum(0).max() <= part < sum(sent) / replicas + 16
+    received = np.repeat(np.arange(len(sent)), sent)  # the sender of each byte, in order
+    parts = [np.repeat(np.arange(len(sent)), counts[:, j]) for j in range(replicas)]
+    assert np.concatenate(parts).tolist() == received.tolist()
+
+
+@contextmanager
+def worlds(*arguments: tuple, timeout_s: float = 100.0) -> Iterator[tuple]:
+    """Start a world for each (function, ranks, *arguments); all get the port of one store.
+
+    Yields (port, *worlds).
+    """
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(Ranks(fn, ranks, store.port, *rest, timeout_s=timeout_s))
+            for fn, ranks, *rest in arguments
+        ]
+        yield store.port, *started
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "tp_size", "case"),
+    [
+        (2, [1], 1, {}),
+        (3, [2, 2], 2, {}),
+        (2, [1, 2], 1, {"rows_on_dim1": False}),  # one engine of two replicas
+        (4, [2], 2, {"replicas": 2}),
+    ],
+)
+def test_every_byte_crosses_once(trainers: int, engines: list[int], tp_size: int, case) -> None:
+    started = [(trainer_body, trainers, len(engines), case)]
+    started += [(engine_body, ranks, i, tp_size) for i, ranks in enumerate(engines)]
+    with worlds(*started) as (_, *running):
+        of_trainers, *of_engines = [ranks.results() for ranks in running]
+    for result in of_engines:
+        for rank in result:
+            assert rank["right"] == [True] * 3
+    assert of_trainers[0]["buckets"] > 1
+    full = 7 * 5 * 4  # the parameter of the loader travels in float32, once
+    for sync in range(3):
+        crossed = sum(rank["sent"][sync] for rank in of_trainers)
+        assert crossed == of_trainers[0]["needed"] + full
+    for rank in of_trainers:
+        assert rank["states"] == [("live", 3)] * len(engines)

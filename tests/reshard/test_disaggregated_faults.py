@@ -1,0 +1,176 @@
+"""Engines and trainers that end or come late during a sync between worlds of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import warnings
+from datetime import timedelta
+from itertools import count
+
+import pytest
+import torch
+from hybridengine.kernels.strided_copy import CopyTable
+
+from hybridengine.reshard import ReshardError
+from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
+from hybridengine.rollout import SamplingSpec
+from tests.ranks import Ranks, message_of
+from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shard, values
+from tests.reshard.test_disaggregated import (
+    FACTORS,
+    TIMEOUT_S,
+    UNEVEN,
+    build_engine,
+    full_at,
+    link_store,
+    worlds,
+)
+
+pytestmark = pytest.mark.multirank
+
+
+def signal_at_second_copy(signum: int) -> None:
+    """Send this process a signal as it copies a second bucket."""
+    copy, calls = CopyTable.copy, count()
+
+    def copy_or_end(table, sources, destinations):
+        if next(calls) == 1:
+            os.kill(os.getpid(), signum)
+        copy(table, sources, destinations)
+
+    CopyTable.copy = copy_or_end
+
+
+def trainer_body(
+    rank: int, world_size: int, port: int, last: int, wait_after: int, end_at: int, timeout_s: float
+) -> dict:
+    """Sync versions 1 to `last`. wait_after: then wait for engine 1; end_at: rank 1 ends then."""
+    store, full = link_store(port), values(UNEVEN)
+    shards = {name: shard(t, mesh_of(world_size, 1), 0) for name, t in full.items()}
+    sender = WeightSender(
+        lambda: shards, store, num_engines=2, bucket_bytes=4096, timeout_s=timeout_s
+    )
+    store.wait(["test/joined 0", "test/joined 1"], timedelta(seconds=60))
+    states, warned = [], []
+    for version in range(1, last + 1):
+        for tensor in shards.values():
+            tensor.to_local().mul_(FACTORS.get(version, 2.0))
+        if version == end_at and rank == 1:
+            signal_at_second_copy(signal.SIGKILL)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                sender.sync(version)
+            except ReshardError as error:
+                return {
+                    "error": f"{type(error).__name__}: {error}",
+                    "states": states,
+                    "warned": warned,
+                }
+        warned += [str(w.message) for w in caught]
+        states.append([(e.state, e.version) for e in sender.engines.values()])
+        if rank == 0:
+            store.set(f"test/synced {version}", "1")
+        if version == wait_after:
+            store.wait(["test/again"], timedelta(seconds=60))
+    return {"states": states, "warned": warned}
+
+
+def engine_body(
+    rank: int,
+    world_size: int,
+    port: int,
+    index: int,
+    last: int,
+    timeout_s: float,
+    end: tuple[int, int] = (0, 0),
+    come_after: int = 0,
+) -> dict:
+    """Receive until `last`. end: rank 0 gets signal end[0] in the sync to version end[1].
+
+    come_after: stay away until that sync is over.
+    """
+    engine, store = build_engine(rank, world_size), link_store(port)
+    receiver = WeightReceiver(engine, store, index=index, timeout_s=timeout_s)
+    again = store.add(f"test/joins {index}", 1) > world_size
+    store.set(f"test/joined {index}", "1")
+    if come_after:
+        store.wait([f"test/synced {come_after}"], timedelta(seconds=60))
+        assert not receiver.pending()  # shows that it is back
+    if again or come_after:
+        store.set("test/again", "1")
+    versions, right = [], []
+    while engine.weight_version != last:
+        while not receiver.pending():
+            time.sleep(0.01)
+        if end[1] == (engine.weight_version or 0) + 1 and rank == 0:
+            signal_at_second_copy(end[0])
+        try:
+            versions.append(receiver.receive().version)
+        except ReshardError as error:
+            refused = message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0))
+            error = f"{type(error).__name__}: {error}"
+            return {"error": error, "refused": refused, "versions": versions, "right": right}
+        right.append(is_right(engine, versions[-1]))
+    return {"versions": versions, "right": right}
+
+
+def is_right(engine: MemoryEngine, version: int) -> bool:
+    want = expected(engine, full_at(version))
+    return all(torch.equal(engine.tensors[name], tensor) for name, tensor in want.items())
+
+
+def test_an_engine_that_ends_is_dropped_and_its_successor_brought_up_to_date() -> None:
+    with worlds(
+        (trainer_body, 2, 3, 2, 0, TIMEOUT_S),
+        (engine_body, 2, 0, 3, TIMEOUT_S),
+        (engine_body, 2, 1, 3, TIMEOUT_S, (signal.SIGKILL, 2)),
+    ) as (port, trainers, follower, ended):
+        survivor = ended.results_without(0)[1]
+        with Ranks(engine_body, 2, port, 1, 3, TIMEOUT_S) as successor:
+            of_trainers, of_follower = trainers.results(), follower.results()
+            of_successor = successor.results()
+    assert [r["versions"] for r in of_follower] == [[1, 2, 3]] * 2
+    assert [r["right"] for r in of_follower] == [[True] * 3] * 2
+    assert [(r["versions"], r["right"]) for r in of_successor] == [([3], [True])] * 2
+    assert "rank 0 has ended" in survivor["error"] and "RankFailedError" in survivor["error"]
+    assert "sync to weight version 2 did not finish" in survivor["refused"]
+    for rank in of_trainers:
+        assert rank["states"] == [
+            [("live", 1), ("live", 1)],
+            [("live", 2), ("dropped", None)],
+            [("live", 3), ("live", 3)],
+        ]
+    (warning,) = of_trainers[0]["warned"]
+    assert "engine 1 was dropped from the sync to version 2: " in warning
+    assert "rank 0 has ended" in warning and of_trainers[1]["warned"] == []
+
+
+def test_late_and_stalled_engines_are_dropped_and_a_lost_trainer_is_named() -> None:
+    timeout_s = 5.0
+    with worlds(
+        (trainer_body, 2, 4, 1, 4, timeout_s),
+        (engine_body, 1, 0, 4, timeout_s),
+        (engine_body, 1, 1, 4, timeout_s, (signal.SIGSTOP, 3), 1),
+    ) as (_, trainers, punctual, late):
+        of_trainers = trainers.results_without(1)
+        (of_punctual,) = punctual.results()
+        late.results_without(0)
+    assert "RankFailedError" in of_trainers[0]["error"]
+    assert "rank 1 has ended" in of_trainers[0]["error"]
+    assert of_trainers[0]["states"] == [
+        [("live", 1), ("dropped", None)],
+        [("live", 2), ("live", 2)],
+        [("live", 3), ("dropped", None)],
+    ]
+    reasons = [
+        re.sub(r".*version (\d): (.*?)\. .*", r"\1: \2", w) for w in of_trainers[0]["warned"]
+    ]
+    assert reasons == [f"{v}: it has not answered within {timeout_s:g} s" for v in (1, 3)]
+    assert (of_punctual["versions"], of_punctual["right"]) == ([1, 2, 3], [True] * 3)
+    assert "RankFailedError: rank 0 of engine 0" in of_punctual["error"]
+    assert re.search(r"while receiving bucket .* rank 1 has ended", of_punctual["error"])
+    assert "sync to weight version 4 did not finish" in of_punctual["refused"]

@@ -1,0 +1,119 @@
+"""Adapters to engines in other processes, merged and alone; frozen weights once; checksums."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import pytest
+import torch
+from hybridengine.kernels.strided_copy import CopyTable
+
+from hybridengine.reshard import ReshardError
+from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
+from hybridengine.sharding.adapter import Adapter
+from tests.ranks import message_of
+from tests.reshard.brute_force import fused_layout
+from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
+from tests.reshard.test_disaggregated import TIMEOUT_S, link_store, worlds
+
+pytestmark = pytest.mark.multirank
+
+SHAPES: Shapes = {
+    "q": ("column", (24, 40)),
+    "out": ("row", (32, 48)),
+    "norm": ("replicated", (40,)),
+    "embed": ("replicated", (90, 40)),
+}
+ADAPTED = {"q": (24, 40), "out": (32, 48)}
+
+
+def factors(version: int) -> dict[str, Adapter]:
+    generator = torch.Generator().manual_seed(version)
+    return {
+        name: Adapter(
+            torch.randn(rows, 3, generator=generator),
+            torch.randn(3, cols, generator=generator),
+            0.5,
+        )
+        for name, (rows, cols) in ADAPTED.items()
+    }
+
+
+def trainer_body(rank: int, world_size: int, port: int, merge: bool) -> dict:
+    mesh = mesh_of(world_size, 1)
+    shards = {
+        name: shard(tensor, mesh, int(name == "out")) for name, tensor in values(SHAPES).items()
+    }
+    adapters: dict[str, Adapter] = {}
+    for name, adapter in factors(1).items():
+        adapters[name] = Adapter(shard(adapter.left, mesh, 0), shard(adapter.right, mesh, 0), 0.5)
+    sender = WeightSender(
+        lambda: shards, link_store(port), num_engines=2, bucket_bytes=4096,
+        adapters=lambda: adapters, merge=merge, timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    sent, states = [], []
+    for version in (1, 2, 3):
+        for name, adapter in factors(version).items():
+            for ours, new in (
+                (adapters[name].left, adapter.left),
+                (adapters[name].right, adapter.right),
+            ):
+                ours.to_local().copy_(shard(new, mesh, 0).to_local())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sent.append(sender.sync(version, verify=True).bytes_sent)
+        states.append([e.state for e in sender.engines.values()])
+    return {"sent": sent, "states": states, "warned": [str(w.message) for w in caught]}
+
+
+class AdaptedEngine(MemoryEngine):
+    def load_adapters(self, adapters, version) -> None:
+        self.adapters = dict(adapters)
+
+
+def engine_body(rank: int, world_size: int, port: int, index: int, merge: bool) -> dict:
+    """Engine 1 gets a wrong bit in the sync to version 2."""
+    engine = AdaptedEngine(fused_layout(SHAPES, 0, 1), 0, 1)
+    receiver = WeightReceiver(engine, link_store(port), index=index, timeout_s=TIMEOUT_S)
+    copy, right, errors = CopyTable.copy, [], []
+
+    def damaging(table, sources, destinations):
+        copy(table, sources, destinations)
+        destinations[0].view(-1)[0] += 1
+
+    for version in (1, 2, 3):
+        while not receiver.pending():
+            time.sleep(0.01)
+        CopyTable.copy = damaging if (index, version) == (1, 2) else copy
+        errors.append(message_of(receiver.receive))
+        full, adapters = values(SHAPES), factors(version)
+        pairs = []
+        if merge:
+            for name, a in adapters.items():
+                delta = a.scale * (a.left.double() @ a.right.double())
+                full[name] = (full[name].double() + delta).float()
+        else:
+            for name, a in adapters.items():
+                got = engine.adapters[name]
+                pairs += [(got.left, a.left), (got.right, a.right)]
+        pairs += [(engine.tensors[n], t) for n, t in expected(engine, full).items()]
+        right.append(all(torch.equal(a, b) for a, b in pairs))
+    return {"right": right, "errors": errors}
+
+
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "adapters"])
+def test_adapters_and_checksums(merge: bool) -> None:
+    with worlds(
+        (trainer_body, 2, merge), (engine_body, 1, 0, merge), (engine_body, 1, 1, merge)
+    ) as (_, trainers, good, damaged):
+        of_trainers, (of_good,), (of_damaged,) = (w.results() for w in (trainers, good, damaged))
+    assert of_good["right"] == [True] * 3 and of_good["errors"] == ["no error"] * 3
+    text = of_damaged["errors"][1]
+    assert text.startswith(f"{ReshardError.__name__}: the checksum of engine tensor")
+    assert "on rank 0 of engine 1 differs" in text and of_damaged["errors"][::2] == ["no error"] * 2
+    assert of_damaged["right"] == [True, False, True]
+    first, second, third = (sum(rank["sent"][i] for rank in of_trainers) for i in range(3))
+    assert second < first, "frozen weights travel once"
+    assert third == first, "an engine that was dropped gets all weights again"
+    assert of_trainers[0]["states"] == [["live"] * 2, ["live", "dropped"], ["live"] * 2]
