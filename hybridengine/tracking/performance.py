@@ -78,13 +78,24 @@ def pair_cost(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> 
     Without the head, whose rows do not depend on how sequences are packed. shapes: of the
     parameters, by name.
     """
+    per_token, per_pair = forward_flops(config, shapes)
+    return per_pair / per_token
+
+
+def forward_flops(
+    config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]
+) -> tuple[float, float]:
+    """Return the FLOPs of a forward in all layers: (of a token, of a key that it attends to).
+
+    Without the head. shapes: of the parameters, by name.
+    """
     config = config.get_text_config()
     per_token = sum(
         2.0 * _share_per_token(name, config) * math.prod(shape)
         for name, shape in shapes.items()
         if len(shape) >= 2 and shape[0] != config.vocab_size
     )
-    return _forward_flops_per_pair(config) / per_token
+    return per_token, _forward_flops_per_pair(config)
 
 
 def _share_per_token(name: str, config: PretrainedConfig) -> float:
@@ -97,8 +108,12 @@ def _share_per_token(name: str, config: PretrainedConfig) -> float:
 def _forward_flops_per_pair(config: PretrainedConfig) -> float:
     """Of a token and a key that it attends to, in all layers: the score and the weighted sum."""
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 4.0 * config.num_hidden_layers * heads * head_dim
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention (DeepSeek-V2, Kimi-K2)
+        key_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    else:
+        key_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        value_dim = key_dim
+    return 2.0 * config.num_hidden_layers * heads * (key_dim + value_dim)
 
 
 @cache

@@ -1,0 +1,43 @@
+"""Predict a step of RL training: time by phase, memory, and the best layout of the ranks.
+
+    result = simulate(load_simulation_config("cluster.yaml", ["model.path=Qwen/Qwen2.5-7B"]))
+
+Nothing is run and no weights are read: first-principles formulas over `config.json`, the data sheet
+of a GPU and the work of a step. docs/simulate.md has the formulas, their sources and their error.
+
+    cluster      machines as numbers, and the time of a product, a copy, a collective
+    model        a model as numbers
+    layout       a layout of the ranks, and the work of a step
+    memory       bytes on a rank
+    training     forward, backward, optimizer
+    generation   prefill and decode of an engine
+    sync         the weight sync, by a closed form or by the reshard planner
+    step         the phases of a step
+    search       all layouts, the best, and why
+    report       tables, JSON, picture
+"""
+
+from hybridengine.simulate.cluster import DEVICES, Cluster, Device
+from hybridengine.simulate.layout import Layout, Workload
+from hybridengine.simulate.model import ModelShape
+from hybridengine.simulate.run import Simulation, simulate
+from hybridengine.simulate.search import Result, describe, search
+from hybridengine.simulate.step import Phase, Shortage, Step, simulate_step
+
+__all__ = [
+    "DEVICES",
+    "Cluster",
+    "Device",
+    "Layout",
+    "ModelShape",
+    "Phase",
+    "Result",
+    "Shortage",
+    "Simulation",
+    "Step",
+    "Workload",
+    "describe",
+    "search",
+    "simulate",
+    "simulate_step",
+]

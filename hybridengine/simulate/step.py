@@ -1,0 +1,194 @@
+"""A step of a layout: phases in time on groups of ranks, memory, and what is idle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hybridengine.simulate import sync as syncs
+from hybridengine.simulate.cluster import Cluster
+from hybridengine.simulate.generation import Generation, generate
+from hybridengine.simulate.layout import Layout, Workload
+from hybridengine.simulate.memory import Memory, memory_of
+from hybridengine.simulate.model import ModelShape
+from hybridengine.simulate.sync import Sync
+from hybridengine.simulate.training import TrainingModel
+
+GENERATE, SYNC = "generate", "update_weights"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase on one group of ranks, in seconds from the start of the step."""
+
+    name: str
+    group: str
+    start: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A moment of the step that needs more memory on a rank than is usable; bytes by kind."""
+
+    moment: str
+    kinds: dict[str, float]
+    usable: float
+
+    @property
+    def missing(self) -> float:
+        return sum(self.kinds.values()) - self.usable
+
+    def __str__(self) -> str:
+        largest = sorted(self.kinds.items(), key=lambda item: -item[1])[:3]
+        what = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in largest)
+        return (
+            f"{self.moment} needs {(self.missing + self.usable) / 2**30:.1f} GiB on a rank "
+            f"({what}), {self.missing / 2**30:.1f} more than the {self.usable / 2**30:.1f} usable"
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a layout. seconds: from one step to the next; mfu: of the ranks that train the
+    policy, during its update; exposed: seconds of it that wait for FSDP's collectives.
+    """
+
+    layout: Layout
+    phases: tuple[Phase, ...]
+    seconds: float
+    tokens_per_s: float
+    memory: Memory
+    sync: Sync
+    generation: Generation
+    mfu: float
+    exposed: float
+
+    def seconds_of(self, name: str) -> float:
+        """Seconds of a phase, 0 if the step has none; groups that take part in it do so at once."""
+        return max((phase.seconds for phase in self.phases if phase.name == name), default=0.0)
+
+    def utilisation(self, group: str) -> float:
+        """Share of the step in which the ranks of a group work."""
+        busy = sum(phase.seconds for phase in self.phases if phase.group == group)
+        return busy / self.seconds
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(phase.group for phase in self.phases))
+
+    def replace_sync(self, planned: Sync) -> Step:
+        """Return this step with a planned sync instead of the formula's."""
+        delta = planned.seconds - self.sync.seconds
+        phases = tuple(
+            replace(phase, seconds=planned.seconds) if phase.name == SYNC else phase
+            for phase in self.phases
+        )
+        seconds = self.seconds + delta
+        tokens_per_s = self.tokens_per_s * self.seconds / seconds
+        return replace(
+            self, phases=phases, seconds=seconds, tokens_per_s=tokens_per_s, sync=planned
+        )
+
+
+def simulate_step(
+    model: ModelShape, work: Workload, layout: Layout, cluster: Cluster
+) -> Step | Shortage:
+    """Return the step, or which memory is missing."""
+    memory = memory_of(model, work, layout, cluster)
+    if missing := _missing(model, work, layout, cluster, memory):
+        return missing
+    kv = model.kv_bytes(layout.tp_size, work.engine_itemsize)
+    capacity = _rounded_down(memory.kv_cache / kv)
+    generation = generate(model, work, cluster, layout.tp_size, layout.num_engines, capacity)
+    sync = syncs.estimate(model, work, layout, cluster)
+    phases, exposed, update = _phases(model, work, layout, cluster, generation)
+    end = max(phase.end for phase in phases)
+    groups = dict.fromkeys(phase.group for phase in phases)
+    phases += [Phase(SYNC, group, end, sync.seconds) for group in groups]
+    seconds = end + sync.seconds
+    flops = TrainingModel(model, work, layout, cluster, layout.actor_ranks).flops()
+    return Step(
+        layout,
+        tuple(phases),
+        seconds,
+        work.tokens / seconds,
+        memory,
+        sync,
+        generation,
+        mfu=flops / update / layout.actor_ranks / cluster.device.flops,
+        exposed=exposed,
+    )
+
+
+def _phases(
+    model: ModelShape, work: Workload, layout: Layout, cluster: Cluster, generation: Generation
+) -> tuple[list[Phase], float, float]:
+    """Return the phases before the sync, exposed seconds of the update, and its seconds."""
+    config = work.config
+    actor = TrainingModel(model, work, layout, cluster, layout.actor_ranks)
+    update, exposed = actor.update()
+    own: list[tuple[str, float]] = [("offload", actor.offload())]
+    own += [("reward_model", actor.forward_only(head=False))] if config.reward_model else []
+    own += [("ref", actor.forward_only())] if config.reference else []
+    own += [("old_log_prob", actor.forward_only())] if config.old_log_probs else []
+    critic_phases: list[tuple[str, float]] = []
+    if config.critic:
+        ranks = layout.critic_ranks or layout.actor_ranks
+        critic = TrainingModel(model, work, layout, cluster, ranks)
+        critic_phases = [
+            ("values", critic.forward_only(head=False)),
+            ("update_critic", critic.update(head=False)[0]),
+        ]
+    own += [("update_actor", update)]
+    if config.critic and not layout.critic_ranks:
+        own[-1:-1] = critic_phases
+    group = "trainer" if layout.is_split else "actor" if layout.critic_ranks else "all ranks"
+    start = 0.0 if layout.is_split else generation.seconds
+    engine = "engine" if layout.is_split else group
+    phases = [Phase(GENERATE, engine, 0.0, generation.seconds)]
+    phases += _in_turn(group, start, own)
+    if layout.critic_ranks:
+        phases += _in_turn("critic", start, critic_phases)
+    return phases, exposed, update
+
+
+def _in_turn(group: str, start: float, named: list[tuple[str, float]]) -> list[Phase]:
+    phases = []
+    for name, seconds in named:
+        if seconds:
+            phases.append(Phase(name, group, start, seconds))
+            start += seconds
+    return phases
+
+
+def _missing(
+    model: ModelShape, work: Workload, layout: Layout, cluster: Cluster, memory: Memory
+) -> Shortage | None:
+    """Return the moment that needs most memory, if more than there is."""
+    one = model.kv_bytes(layout.tp_size, work.engine_itemsize) * work.longest_sequence
+    moments = dict(memory.moments)
+    moments["generate"] = moments["generate"] | {"KV cache of the longest sequence": one}
+    if layout.critic_ranks:
+        alone = replace(
+            layout,
+            mode="one_step_off",
+            trainer_ranks=layout.critic_ranks,
+            critic_ranks=0,
+            fsdp_size=min(layout.fsdp_size, layout.critic_ranks),
+        )
+        kinds = memory_of(model, work, alone, cluster).moments["train"]
+        others = ("critic", "frozen models")  # held by the policy's ranks
+        moments["train the critic"] = {k: v for k, v in kinds.items() if k not in others}
+    worst = max(moments, key=lambda name: sum(moments[name].values()))
+    shortage = Shortage(worst, moments[worst], cluster.usable_bytes)
+    return shortage if shortage.missing > 0 else None
+
+
+def _rounded_down(tokens: float) -> int:
+    """Round down to two digits, so that layouts with about the same cache are simulated once."""
+    digits = max(0, len(str(int(tokens))) - 2)
+    return int(tokens) // 10**digits * 10**digits

@@ -1,0 +1,191 @@
+"""Formulas of the simulation against numbers worked out by hand, and their monotonicity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
+
+from hybridengine.config.simulation import ClusterConfig, EfficiencyConfig, WorkloadConfig
+from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+from hybridengine.simulate import Cluster, Layout, ModelShape, Workload
+from hybridengine.simulate.generation import EngineModel, generate
+from hybridengine.simulate.layout import truncated_exponential
+from hybridengine.simulate.memory import memory_of
+from hybridengine.simulate.training import TrainingModel
+
+IDEAL = EfficiencyConfig(
+    gemm=1.0, attention=1.0, memory=1.0, network=1.0, elementwise_forward=1e-9,
+    elementwise_backward=1e-9, layer_host_us=0.0, engine_step_ms=0.0,
+)  # fmt: skip
+# 10^12 FLOP/s, 1 GiB, 10^9 byte/s of memory, 10^8 inside and 10^7 across nodes; no latency
+CLUSTER = ClusterConfig(
+    tflops=1.0, memory_gib=1.0, memory_gb_per_s=1.0, intra_gb_per_s=0.1, inter_gb_per_s=0.01,
+    host_gb_per_s=0.01, intra_latency_us=0.0, inter_latency_us=0.0, usable_memory=1.0,
+    efficiency=IDEAL,
+)  # fmt: skip
+COLOCATED = Layout("sync", 8, 8, 8, 1)
+
+
+def shape_of(config) -> ModelShape:
+    return ModelShape.of(config, checkpoint_layout_from_config(config).parameters)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelShape:
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    return shape_of(config)
+
+
+def test_sizes_of_a_dense_model(llama) -> None:
+    layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 256  # query, key, value, output, feed-forward
+    assert llama.layer_parameters == 4 * (layer + 2 * 64)
+    assert llama.root_parameters == 2 * 64 * 1000 + 64
+    assert llama.token_flops == 2 * 4 * layer
+    assert llama.head_flops == 2 * 64 * 1000
+    assert llama.pair_flops == 4 * 4 * 4 * 16  # score and sum, layers, heads, head size
+    assert llama.kv_elements == 2 * 2 * 16 * 4
+    assert (llama.attention_width, llama.kv_width, llama.ffn_width) == (64, 32, 256)
+    assert llama.activation_elements == 8 * 64 + 2 * 64 + 2 * 32 + 4 * 256
+    assert [t for t in range(1, 9) if llama.allows_tp(t)] == [1, 2, 4]
+    assert llama.kv_bytes(4, 2) == llama.kv_bytes(2, 2), "two heads are replicated over four ranks"
+
+
+def test_sizes_of_experts_and_of_latent_attention() -> None:
+    moe = Qwen3MoeConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    shape = shape_of(moe)
+    assert shape.expert_parameters == 2 * 8 * 3 * 32 * 16
+    assert shape.ffn_width == 2 * 16
+    one = shape.layer_parameters - shape.expert_parameters + shape.expert_parameters / 4 + 32 * 100
+    assert shape.active_parameters(1) == pytest.approx(one)
+    assert shape.active_parameters(1e6) == shape.layer_parameters + 32 * 100
+    mla = DeepseekV3Config(
+        vocab_size=100, hidden_size=64, intermediate_size=64, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16,
+        kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+        n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1,
+    )  # fmt: skip
+    shape = shape_of(mla)
+    assert shape.kv_elements == 2 * (24 + 8), "one latent and its rotary part per layer"
+    assert shape.kv_bytes(4, 2) == 2 * shape.kv_elements, "every rank holds the latents"
+    assert shape.pair_flops == 2 * 2 * 4 * (24 + 12)
+    assert shape.decode_pair_flops == 2 * 2 * 4 * (24 + 8 + 24)
+
+
+def test_collectives_take_the_time_of_their_slowest_link() -> None:
+    cluster = Cluster.of(replace(CLUSTER, nodes=2, gpus_per_node=4))
+    assert cluster.all_gather(8e6, 1) == 0.0
+    assert cluster.all_gather(8e6, 4) == pytest.approx(8e6 * 3 / 4 / 1e8)
+    # Half of the bytes cross into a node, over four ports.
+    assert cluster.all_gather(8e6, 8) == pytest.approx(8e6 / 2 / 4e7)
+    assert cluster.all_reduce(8e6, 2, across_nodes=True) == pytest.approx(2 * 8e6 / 2 / 1e7)
+    assert cluster.all_to_all(3e6, 4) == pytest.approx(3e6 / 1e8)
+
+
+def test_lengths_have_the_given_mean_and_maximum() -> None:
+    for mean in (100.0, 500.5, 900.0):
+        lengths = truncated_exponential((np.arange(10000) + 0.5) / 10000, mean, 1000)
+        assert lengths.mean() == pytest.approx(mean, rel=2e-3)
+        assert lengths.min() >= 1 and lengths.max() <= 1000
+    observed = Workload(WorkloadConfig(prompts=2, n=2, response_lengths=(3, 5)))
+    assert sorted(observed.lengths) == [3, 3, 5, 5]
+
+
+def test_update_time_is_that_of_the_products(llama) -> None:
+    """One rank, no elementwise operators: 6 FLOPs per weight and token, 8 with checkpointing."""
+    cluster = Cluster.of(replace(CLUSTER, gpus_per_node=1, memory_gb_per_s=1e9))
+    config = WorkloadConfig(
+        prompts=2, n=2, prompt_length=10.0, response_lengths=(20,), shared_prefix=False
+    )
+    work, layout = Workload(config), replace(COLOCATED, trainer_ranks=1, fsdp_size=1)
+    tokens, pairs = 4 * 30, 4 * 30 * 31 / 2
+    forward = (tokens * llama.token_flops + pairs * llama.pair_flops) / 1e12
+    head = 4 * 20 * llama.head_flops / 1e12
+    training = TrainingModel(llama, work, layout, cluster, 1)
+    assert training.update()[0] == pytest.approx(3 * forward + 3 * head, rel=1e-3)
+    assert training.forward_only() == pytest.approx(forward + head, rel=1e-3)
+    again = replace(layout, gradient_checkpointing=True)
+    seconds, _ = TrainingModel(llama, work, again, cluster, 1).update()
+    assert seconds == pytest.approx(4 * forward + 3 * head, rel=1e-3)
+    shared = Workload(replace(config, shared_prefix=True))
+    assert shared.trained_tokens == 2 * 10 + 4 * 20
+    assert shared.trained_pairs == 2 * 55 + 4 * (20 * 10 + 20 * 21 / 2)
+
+
+def test_slow_links_are_exposed_and_replicas_gather_less(llama) -> None:
+    work = Workload(WorkloadConfig(prompts=8, n=1, response_length=20.0, max_response_length=40))
+    cluster = Cluster.of(CLUSTER)
+    seconds, exposed = TrainingModel(llama, work, COLOCATED, cluster, 8).update()
+    assert 0 < exposed < seconds
+    gathered = 2 * llama.num_parameters * 7 / 8 / 1e8
+    reduced = 4 * llama.num_parameters * 7 / 8 / 1e8
+    # Root: gathered in forward alone. Layers: twice.
+    twice = 2 * llama.layer_parameters * 7 / 8 / 1e8
+    assert exposed <= (gathered + reduced + twice) * (1 + 1e-9)
+    assert exposed > 0.9 * (gathered + reduced + twice)
+    kept = replace(COLOCATED, reshard_after_forward=False)
+    assert TrainingModel(llama, work, kept, cluster, 8).update()[1] < exposed
+    fast = Cluster.of(replace(CLUSTER, intra_gb_per_s=1e6))
+    assert TrainingModel(llama, work, COLOCATED, fast, 8).update()[1] < exposed / 1000
+
+
+def test_decode_reads_weights_once_and_every_cache(llama) -> None:
+    cluster = Cluster.of(replace(CLUSTER, tflops=1e6))
+    work = Workload(WorkloadConfig())
+    engine = EngineModel(llama, work, cluster, 1)
+    weights = 2 * (llama.layer_parameters + 64 * 1000)
+    cached = 300 * 2 * llama.kv_elements
+    assert engine.decode_step(3, 300) == pytest.approx((weights + cached) / 1e9)
+    two = EngineModel(llama, work, cluster, 2)
+    reductions = 2 * 4 * 2 * (2 * 3 * 64) / 2 / 1e8  # two per layer; half of the bytes, twice
+    assert two.decode_step(3, 300) == pytest.approx((weights + cached) / 2 / 1e9 + reductions)
+
+
+def test_generation_by_hand_and_under_a_full_cache(llama) -> None:
+    cluster = Cluster.of(replace(CLUSTER, tflops=1e6))
+    work = Workload(WorkloadConfig(prompts=2, n=1, prompt_length=4.0, response_lengths=(2, 6)))
+    engine = EngineModel(llama, work, cluster, 1)
+    roomy = generate(llama, work, cluster, 1, 1, 10**6)
+    # Two sequences for two steps, then one for four; the cache is read at its mean length.
+    by_hand = 2 * engine.decode_step(2, 2 * (4 + 1)) + 4 * engine.decode_step(1, 4 + 2 + 2)
+    assert roomy.decode == pytest.approx(by_hand)
+    assert roomy.preempted == 0 and roomy.tail == 0
+    long = Workload(WorkloadConfig(prompts=64, n=1, prompt_length=4.0, response_lengths=(10, 50)))
+    times = [generate(llama, long, cluster, 1, 1, capacity) for capacity in (100, 400, 10**6)]
+    assert times[0].decode > times[1].decode > times[2].decode
+    assert times[0].preempted > 0 and times[2].preempted == 0
+    assert times[0].mean_batch < times[1].mean_batch < times[2].mean_batch
+    one_engine, two = (generate(llama, long, cluster, 1, e, 10**6).seconds for e in (1, 2))
+    assert two < one_engine
+
+
+def test_memory_by_kind(llama) -> None:
+    work = Workload(WorkloadConfig(prompts=8, n=1, reference=True))
+    cluster, numel = Cluster.of(CLUSTER), llama.num_parameters
+    memory = memory_of(llama, work, replace(COLOCATED, tp_size=2), cluster)
+    train = memory.moments["train"]
+    assert train["weights"] == train["gradients"] == 4 * numel / 8
+    assert train["moments"] == 2 * train["weights"]
+    assert train["frozen models"] == train["weights"]
+    generating = memory.moments["generate"]
+    assert generating["engine weights"] == 2 * numel / 2
+    assert memory.kv_cache == 2**30 - sum(generating.values())
+    offloaded = memory_of(llama, work, replace(COLOCATED, offload=True), cluster)
+    assert offloaded.kv_cache > memory.kv_cache
+    assert (
+        "moments" not in offloaded.moments["train"] and "moments" in offloaded.moments["optimizer"]
+    )
+    split = Layout("one_step_off", 4, 4, 4, 1)
+    assert set(memory_of(llama, work, split, cluster).moments["generate"]) == {"engine weights"}
+    logits = replace(work.config, fused_head=False)
+    assert memory_of(llama, Workload(logits), COLOCATED, cluster).avoided_logits == 0
+    assert memory.avoided_logits > 0
