@@ -1,4 +1,4 @@
-"""The `hybridengine` command: run a job, list its keys, export a checkpoint, plan a reshard.
+"""The `hybridengine` command: run a job, list its keys, export a checkpoint, plan and simulate.
 
 Commands import torch when they need it, after the configuration is checked, so that help, `keys`
 and a wrong setting answer at once.
@@ -7,6 +7,7 @@ and a wrong setting answer at once.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -21,7 +22,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine import __version__
-from hybridengine.config import PPO, GRPOConfig, JobConfig, SFTConfig, load_config, load_sft_config
+from hybridengine.config import (
+    PPO,
+    GRPOConfig,
+    JobConfig,
+    SFTConfig,
+    load_config,
+    load_sft_config,
+    load_simulation_config,
+)
 from hybridengine.errors import (
     EXIT_USER_ERROR,
     ConfigError,
@@ -89,7 +98,7 @@ def sft(settings: _Settings, dry_run: _DryRun = False) -> None:
 
 @app.command()
 def keys(
-    kind: Annotated[str, typer.Argument(help="grpo, ppo or sft.")] = "grpo",
+    kind: Annotated[str, typer.Argument(help="grpo, ppo, sft or simulate.")] = "grpo",
     containing: Annotated[str, typer.Argument(help="Only keys that contain this text.")] = "",
 ) -> None:
     """List every key of a job: type, default and meaning."""
@@ -212,6 +221,34 @@ def env() -> None:
     console.print(kernels)
 
 
+@app.command()
+def simulate(
+    settings: _Settings,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no tables.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw the step to this file.")] = None,
+    plan_sync: Annotated[bool, typer.Option(help="Plan the best layout's weight sync.")] = True,
+) -> None:
+    """Predict a step on a cluster and search the best layout; needs no weights and no GPUs."""
+    with _report_user_errors():
+        config = load_simulation_config(*_split(settings))
+
+        from hybridengine.simulate.report import as_dict, draw_timeline, print_simulation
+        from hybridengine.simulate.run import simulate as run_simulation
+
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always", ConfigNote)
+            simulation = run_simulation(config, plan_sync=plan_sync)
+        for note in notes:
+            if issubclass(note.category, ConfigNote):
+                print_note(str(note.message))
+    if as_json:
+        print(json.dumps(as_dict(simulation), indent=1))
+    else:
+        print_simulation(simulation, Console(width=None if sys.stdout.isatty() else 160))
+    if png is not None:
+        draw_timeline(simulation, png.expanduser())
+
+
 _reshard = typer.Typer(no_args_is_help=True, help="Plan the weight sync from FSDP2 to vLLM.")
 app.add_typer(_reshard, name="reshard")
 
@@ -221,8 +258,12 @@ def reshard_plan(
     model: Annotated[str, typer.Option(help="Folder with config.json, or a model name.")],
     ranks: Annotated[int, typer.Option(min=1, help="Training ranks, on all nodes.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="vLLM's data_parallel_size, in one engine.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="vLLM's enable_expert_parallel.")] = False,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
-    fsdp_size: Annotated[int, typer.Option(help="Shards per replica (HSDP); -1: all ranks.")] = -1,
+    fsdp_size: Annotated[int, typer.Option(help="Ranks per replica (HSDP); -1: all ranks.")] = -1,
+    train_tp: Annotated[int, typer.Option(min=1, help="FSDP2 over TP of this size.")] = 1,
+    train_ep: Annotated[int, typer.Option(min=1, help="FSDP2 over EP of this size.")] = 1,
     intra_gb_per_s: Annotated[float, typer.Option(help="Per rank, inside a node.")] = 450.0,
     inter_gb_per_s: Annotated[float, typer.Option(help="Per rank, across nodes.")] = 50.0,
     png: Annotated[Path | None, typer.Option(help="Draw the plan to this file.")] = None,
@@ -233,12 +274,17 @@ def reshard_plan(
     from hybridengine.rollout.vllm.record import record_engine_layouts
 
     try:
-        shapes, layouts = record_engine_layouts(os.path.expanduser(model), tp, trust_remote_code)
+        shapes, layouts = record_engine_layouts(
+            os.path.expanduser(model), tp, trust_remote_code, dp_size=dp, expert_parallel=ep
+        )
         advice = advise(
             shapes,
             layouts,
             ranks,
             nodes=nodes,
+            dp_size=dp,
+            train_tp=train_tp,
+            train_ep=train_ep,
             fsdp_size=ranks if fsdp_size == -1 else fsdp_size,
             intra_gb_per_s=intra_gb_per_s,
             inter_gb_per_s=inter_gb_per_s,

@@ -62,6 +62,8 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     with faults:
         _check_teacher(config)
     with faults:
+        _check_baselines(config)
+    with faults:
         _, train, val, reward = load_data(config)
         _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
         _check_resume(config, train, model)
@@ -89,11 +91,14 @@ def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
 
 def check_launch(config: JobConfig) -> None:
     """Check the number of ranks that torchrun started, and that several nodes use torchrun."""
-    started = os.environ.get("WORLD_SIZE")
-    if started is not None and int(started) != config.world_size:
+    started, ranks = os.environ.get("WORLD_SIZE"), config.ranks_per_node * config.trainer.nnodes
+    if started is not None and int(started) != ranks:
+        per_node = "trainer.n_gpus_per_node"
+        if config.ranks_per_node > config.trainer.n_gpus_per_node:
+            per_node = f"({per_node} + rollout.n_gpus_per_node)"
         raise ConfigError(
-            f"torchrun started {started} ranks but trainer.n_gpus_per_node * trainer.nnodes is "
-            f"{config.world_size}; make them equal"
+            f"torchrun started {started} ranks but {per_node} * trainer.nnodes is {ranks}; make "
+            "them equal"
         )
     if started is None and config.trainer.nnodes > 1:
         raise ConfigError(
@@ -126,10 +131,13 @@ class _Faults:
 def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
     """Check what every kind of training needs; return the model's configuration."""
     trainer, trust = config.trainer, config.model.trust_remote_code
-    ranks, devices = trainer.n_gpus_per_node, torch.cuda.device_count()
+    ranks, devices = config.ranks_per_node, torch.cuda.device_count()
     if devices and ranks > devices:
+        engines = ranks - trainer.n_gpus_per_node
+        more = f" and rollout.n_gpus_per_node is {engines}" if engines else ""
         raise ConfigError(
-            f"trainer.n_gpus_per_node is {ranks} but this machine has {devices} GPUs; lower it"
+            f"trainer.n_gpus_per_node is {trainer.n_gpus_per_node}{more} but this machine has "
+            f"{devices} GPUs; lower it"
         )
     check_loggers(trainer.logger)
     if config.model.compile:
@@ -228,7 +236,8 @@ def _check_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
 
 
 def _check_engine_memory(config: GRPOConfig, model: PretrainedConfig) -> None:
-    rollout, ranks = config.rollout, config.trainer.n_gpus_per_node
+    rollout = config.rollout
+    ranks = rollout.n_gpus_per_node if config.overlaps else config.trainer.n_gpus_per_node
     if not torch.cuda.is_available():
         total, memory = rollout.kv_cache_gib * ranks, _host_memory() / 2**30
         if total > memory:
@@ -257,6 +266,17 @@ def _host_memory() -> float:
         with suppress(OSError, ValueError):  # "max": without a limit
             memory = min(memory, float(limit.read_text()))
     return memory
+
+
+def _check_baselines(config: GRPOConfig) -> None:
+    """Check that the estimator needs no responses of the weights that are trained now."""
+    estimator = config.algorithm.adv_estimator
+    if config.overlaps and "reward_baselines" in NEEDS.get(estimator, ()):
+        raise ConfigError(
+            f"algorithm.adv_estimator is {estimator!r}, whose baseline is a greedy response of the "
+            f"same weights, and trainer.mode is {config.trainer.mode}, in which these are older; "
+            "set trainer.mode=sync, or another estimator"
+        )
 
 
 def _check_value_models(config: GRPOConfig) -> None:

@@ -88,6 +88,11 @@ def load_settings(
 
 def check_ranks(config: JobConfig) -> None:
     """Check the number of ranks against the processes that were started, else this one alone."""
+    if isinstance(config, GRPOConfig) and config.overlaps:
+        raise ConfigError(
+            f"trainer.mode is {config.trainer.mode}, but every process of a script trains; start "
+            "`hybridengine grpo`, or set trainer.mode=sync"
+        )
     if "RANK" in os.environ or dist.is_initialized():
         return check_launch(config)
     if config.world_size > 1:

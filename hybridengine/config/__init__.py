@@ -6,7 +6,7 @@ Every key changes what a run does. An unknown key is an error, with a suggestion
 verl's other keys are accepted, renamed or refused by the tables of `config.aliases`. All faults are
 one error. Nothing here imports torch.
 
-    common, rl, sft    every key: type, range, default, meaning
+    common, rl, sft, simulation    every key: type, range, default, meaning
     aliases            verl's keys
     loading            YAML and overrides → a checked configuration
     validation         keys checked against each other
@@ -20,10 +20,12 @@ from hybridengine.config.loading import (
     keys_of,
     load_config,
     load_sft_config,
+    load_simulation_config,
     parse_overrides,
 )
 from hybridengine.config.rl import DataConfig, GRPOConfig, RewardConfig
 from hybridengine.config.sft import SFTConfig, SFTDataConfig
+from hybridengine.config.simulation import SimulationConfig
 from hybridengine.errors import ConfigError, ConfigNote
 
 __all__ = [
@@ -40,9 +42,11 @@ __all__ = [
     "SFTConfig",
     "SFTDataConfig",
     "ShardingConfig",
+    "SimulationConfig",
     "config_to_yaml",
     "keys_of",
     "load_config",
     "load_sft_config",
+    "load_simulation_config",
     "parse_overrides",
 ]

@@ -47,7 +47,7 @@ _RAY = "ranks are started by torchrun, not by Ray"
 _ENGINE = "pass it to the engine in rollout.engine_kwargs.vllm"
 _OWN_CODE = "register your own under a name, see model.external_lib"
 _OWN_LOOP = "name the class in rollout.agent.default_agent_loop"
-_COLOCATED = "engine and trainer always share ranks"
+_COLOCATED = "set trainer.mode and rollout.n_gpus_per_node for engines on ranks of their own"
 _TEXT = "only text is supported, no images, video or audio"
 _MANAGER = (
     "set reward.reward_manager.name to package.module.Class, or to a class in the file "
@@ -69,7 +69,7 @@ _REFUSED = {
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.strategy": (("fsdp", "fsdp2"), _NOT_FSDP),
     "*.optimizer": (("AdamW", "adamw"), "the optimizer is AdamW"),
-    "*.optimizer_impl": (("torch.optim",), "the optimizer is torch's AdamW"),
+    "*.optimizer_impl": (("torch.optim",), "the optimizer is AdamW, equal to torch's"),
     "*.optim.total_training_steps": ((-1,), "set trainer.total_training_steps"),
     "*.min_lr_ratio": ((0,), "schedules end at 0"),
     "*.num_cycles": ((0.5,), "the cosine schedule is half a cycle"),
@@ -157,6 +157,9 @@ RL_ALIASES = AliasTable(
         "model.torch_dtype": "set actor.fsdp_config.dtype",
         "rollout.agent.agent_loop_config_path rollout.agent.custom_async_server.*": _OWN_LOOP,
         "rollout.multi_turn.interaction_config_path": _OWN_LOOP,
+        "async_training.staleness_threshold": "set trainer.mode=async and trainer.staleness, in "
+        "updates",
+        "async_training.*": "set trainer.mode=async, see docs/overlap.md",
     },
     fixed=_FIXED | {
         "actor.loss_scale_factor": ((), "it is data.max_response_length"),
@@ -200,7 +203,7 @@ RL_ALIASES = AliasTable(
         "reward.reward_manager.source": (("register", "importlib"), _MANAGER),
         "reward.reward_manager.module.name": (("custom_reward_manager",), _MANAGER),
         "reward.reward_model.enable_resource_pool": (_OFF, "all models share the ranks"),
-        "trainer.v1.trainer_mode": (("sync",), "rollouts always use the newest weights"),
+        "trainer.v1.trainer_mode": (("sync",), "set trainer.mode"),
         "trainer.v1.sampler.custom_sampler.*": ((), _UNSUPPORTED),
     },
     shared={
@@ -236,7 +239,7 @@ RL_ALIASES = AliasTable(
             "entropy and log-probs are always computed",
         "rollout.mode rollout.load_format rollout.layered_summon rollout.disable_log_stats "
         "rollout.skip_tokenizer_init rollout.multi_stage_wake_up rollout.checkpoint_engine.* "
-        "rollout.agent.num_workers rollout.n_gpus_per_node rollout.router_config_path "
+        "rollout.agent.num_workers rollout.router_config_path "
         "rollout.max_parallel_loading_workers rollout.moe_load_balance_metrics_interval "
         "rollout.disaggregation.*": "the engine runs on the training ranks and gets its weights by "
         "the reshard",

@@ -147,7 +147,13 @@ class JobConfig(ABC):
     def sequence_parallel_size(self) -> int: ...
 
     @property
+    def ranks_per_node(self) -> int:
+        """Ranks on one machine."""
+        return self.trainer.n_gpus_per_node
+
+    @property
     def world_size(self) -> int:
+        """Ranks that train."""
         return self.trainer.n_gpus_per_node * self.trainer.nnodes
 
     @property

@@ -29,6 +29,7 @@ from hybridengine.config.aliases import RL_ALIASES, SFT_ALIASES, AliasTable
 from hybridengine.config.common import JobConfig, Options
 from hybridengine.config.rl import GRPOConfig
 from hybridengine.config.sft import SFTConfig
+from hybridengine.config.simulation import SimulationConfig
 from hybridengine.config.validation import find_faults
 from hybridengine.errors import ConfigError, ConfigNote
 
@@ -38,8 +39,12 @@ PPO = {
     "trainer.default_local_dir": "runs/ppo",
     "trainer.experiment_name": "ppo",
 }
-_REQUIRED = ("model.path", "data.train_files")
-_KINDS = {GRPOConfig: ("grpo", RL_ALIASES), SFTConfig: ("sft", SFT_ALIASES)}
+_JOB = ("model.path", "data.train_files")
+_KINDS: dict[type, tuple[str, AliasTable, tuple[str, ...]]] = {  # name, aliases, required keys
+    GRPOConfig: ("grpo", RL_ALIASES, _JOB),
+    SFTConfig: ("sft", SFT_ALIASES, _JOB),
+    SimulationConfig: ("simulate", AliasTable({}, {}, {}, {}, {}), ("model.path",)),
+}
 _HYDRA_KEYS = ("_target_", "hydra", "defaults")
 _KEYS_IN_TEXT = re.compile(r"[\w.]*\w")
 _type_adapter = functools.cache(TypeAdapter)
@@ -67,6 +72,13 @@ def load_sft_config(
     return _load(SFTConfig, path, overrides, {})
 
 
+def load_simulation_config(
+    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> SimulationConfig:
+    """As `load_config`, for `hybridengine simulate`."""
+    return _load(SimulationConfig, path, overrides, {})
+
+
 def parse_overrides(overrides: Sequence[str]) -> Mapping[str, Any]:
     """Return the settings of a list of `key=value`, nested. Raises ConfigError for other texts."""
     faults: list[str] = []
@@ -92,7 +104,7 @@ def keys_of(group: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _load(schema: Any, path: Any, overrides: Any, defaults: Mapping[str, Any]) -> Any:
-    kind, aliases = _KINDS[schema]
+    kind, aliases, required = _KINDS[schema]
     types = dict(keys_of(schema))
     free = frozenset(key for key, hint in types.items() if hint == Options)
     given = _Settings(kind, aliases, frozenset(types), free, dict(defaults))
@@ -105,7 +117,7 @@ def _load(schema: Any, path: Any, overrides: Any, defaults: Mapping[str, Any]) -
         given.add(overrides, "overrides")
     else:
         given.add(_read_overrides(overrides, given.faults), "the command line")
-    for key in _REQUIRED:
+    for key in required:
         if not given.values.get(key) and key not in given.faulty_keys:
             given.add_fault(f"{key} is required and was not given; set it in the config", key)
     config = _validate(schema, given)

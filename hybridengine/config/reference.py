@@ -22,12 +22,14 @@ from rich.text import Text
 from hybridengine.config.loading import PPO
 from hybridengine.config.rl import GRPOConfig
 from hybridengine.config.sft import SFTConfig
+from hybridengine.config.simulation import SimulationConfig
 from hybridengine.errors import ConfigError
 
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "grpo": (GRPOConfig, {}),
     "ppo": (GRPOConfig, PPO),
     "sft": (SFTConfig, {}),
+    "simulate": (SimulationConfig, {}),
 }
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
 _LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -41,7 +43,7 @@ class Key(NamedTuple):
 
 
 def key_reference(kind: str) -> list[Key]:
-    """Return the keys of `grpo`, `ppo` or `sft`; ConfigError for another kind."""
+    """Return the keys of `grpo`, `ppo`, `sft` or `simulate`; ConfigError for another kind."""
     if kind not in _KINDS:
         raise ConfigError(f"kind is {kind!r}, expected one of {', '.join(_KINDS)}")
     schema, defaults = _KINDS[kind]

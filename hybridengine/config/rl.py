@@ -160,6 +160,7 @@ class RolloutConfig:
     top_k: IntOrOff = -1  # sample from the k likeliest tokens; -1: off
     stop: Texts = ()  # texts that end a response; they are part of it
     tensor_model_parallel_size: PositiveInt = 1  # ranks that share one engine
+    n_gpus_per_node: NonNegativeInt = 0  # engine ranks on a machine, unless trainer.mode is sync
     gpu_memory_utilization: Fraction = 0.5  # of the GPU's memory, for the engine
     kv_cache_gib: PositiveFloat = 1.0  # KV cache per rank, on CPUs only
     max_num_seqs: PositiveInt = 256  # sequences that one engine generates at once
@@ -345,12 +346,15 @@ class RewardConfig:
 class ReshardConfig:
     lora: Literal["merged", "adapters"] = "merged"  # adapters: sync only them, as a LoRA of vLLM
     bucket_mib: PositiveInt | None = None  # staging buffer, two per rank; null: by free GPU memory
+    delta: Switch = "auto"  # sync only elements whose bits changed; on: also by comparison
 
 
 @dataclass(frozen=True)
 class TrainerConfig(RunConfig):
     default_local_dir: PathText = "runs/grpo"  # the run's folder
     experiment_name: str = "grpo"  # run in wandb
+    mode: Literal["sync", "one_step_off", "async"] = "sync"  # engine ranks generate during training
+    staleness: NonNegativeInt = 1  # updates that rollouts may be behind, unless mode is sync
     critic_warmup: NonNegativeInt = 0  # first steps, in which only the critic is trained
     rollout_data_dir: PathText | None = None  # null: <default_local_dir>/rollouts
     rollout_freq: IntOrOff = 1  # steps between written rollouts; -1: none
@@ -372,6 +376,21 @@ class GRPOConfig(JobConfig):
     @property
     def sharding(self) -> ShardingConfig:
         return self.actor.fsdp_config
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engine ranks generate while trainer ranks train; sync: every rank does both."""
+        return self.trainer.mode != "sync"
+
+    @property
+    def ranks_per_node(self) -> int:
+        engine_ranks = self.rollout.n_gpus_per_node if self.overlaps else 0
+        return self.trainer.n_gpus_per_node + engine_ranks
+
+    @property
+    def num_engines(self) -> int:
+        ranks = self.ranks_per_node * self.trainer.nnodes - self.world_size
+        return (ranks or self.world_size) // self.rollout.tensor_model_parallel_size
 
     @property
     def sequence_parallel_size(self) -> int:

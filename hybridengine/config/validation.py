@@ -12,16 +12,21 @@ from operator import attrgetter
 from hybridengine.config.common import JobConfig, RateConfig
 from hybridengine.config.rl import GRPOConfig
 from hybridengine.config.sft import SFTConfig
+from hybridengine.config.simulation import SimulationConfig
 
 _RANKS = "ranks (trainer.n_gpus_per_node * trainer.nnodes)"
+_TP_SIZE = "rollout.tensor_model_parallel_size"
 
 
-def find_faults(config: JobConfig) -> Iterator[str]:
+def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
     """Yield a sentence for each setting that contradicts another.
 
     A sentence contains the full names of its keys: `load_config` drops those about a key whose
     value is already refused.
     """
+    if isinstance(config, SimulationConfig):
+        yield from _simulation(config)
+        return
     yield from _resume(config)
     yield from _compile(config)
     if isinstance(config, SFTConfig):
@@ -35,6 +40,23 @@ def find_faults(config: JobConfig) -> Iterator[str]:
         yield from _rewards(config)
         yield from _distillation(config)
         yield from _multi_turn(config)
+        yield from _overlap(config)
+
+
+def _simulation(config: SimulationConfig) -> Iterator[str]:
+    workload, layout = config.workload, config.layout
+    if not workload.response_lengths and workload.response_length > workload.max_response_length:
+        yield (
+            f"workload.response_length is {workload.response_length:g}, more than "
+            f"workload.max_response_length {workload.max_response_length}; it is the mean"
+        )
+    if config.cluster.gpu == "cpu" and not config.cluster.memory_gib:
+        yield "cluster.gpu is cpu, which has no memory_gib of its own; set cluster.memory_gib"
+    if layout.critic_ranks and not workload.critic:
+        yield (
+            f"layout.critic_ranks is {layout.critic_ranks}, but workload.critic is false; "
+            "set it, or remove layout.critic_ranks"
+        )
 
 
 def _resume(config: JobConfig) -> Iterator[str]:
@@ -85,7 +107,7 @@ def _warmup(group: str, optim: RateConfig) -> Iterator[str]:
 def _ranks(config: GRPOConfig) -> Iterator[str]:
     batch, mini_batch = config.data.train_batch_size, config.ppo_mini_batch_size
     sizes = ("actor.fsdp_config.fsdp_size", "actor.ulysses_sequence_parallel_size")
-    yield from _divisors(config, "rollout.tensor_model_parallel_size", *sizes)
+    yield from _divisors(config, *sizes, *(() if config.overlaps else (_TP_SIZE,)))
     if batch % mini_batch:
         yield (
             f"actor.ppo_mini_batch_size is {mini_batch}, which does not divide "
@@ -96,6 +118,33 @@ def _ranks(config: GRPOConfig) -> Iterator[str]:
             f"one optimizer step has {mini_batch * config.rollout.n} responses "
             f"(actor.ppo_mini_batch_size * rollout.n) but {config.data_parallel_size} ranks need "
             "one each; raise one of the two"
+        )
+
+
+def _overlap(config: GRPOConfig) -> Iterator[str]:
+    """Yield what cannot be overlapped."""
+    trainer, rollout = config.trainer, config.rollout
+    if not config.overlaps:
+        return
+    mode = f"trainer.mode is {trainer.mode}"
+    per_node, tp_size = rollout.n_gpus_per_node, rollout.tensor_model_parallel_size
+    if per_node == 0:
+        yield f"{mode} and rollout.n_gpus_per_node is 0; give the number of engine ranks"
+    elif per_node * trainer.nnodes % tp_size or (per_node % tp_size and tp_size % per_node):
+        yield (
+            f"{_TP_SIZE} is {tp_size}, which does not divide the {per_node} engine ranks of a "
+            "machine (rollout.n_gpus_per_node), nor do they divide it"
+        )
+    if trainer.mode == "one_step_off" and trainer.staleness > 1:
+        yield (
+            f"trainer.staleness is {trainer.staleness}, and {mode}, in which rollouts are one "
+            "update old; leave it 1, or set trainer.mode=async"
+        )
+    corrects = config.algorithm.rollout_correction.rollout_is is not None
+    if trainer.staleness and not config.distills and not corrects:
+        yield (
+            f"{mode} and algorithm.rollout_correction.rollout_is is null, so the loss would take "
+            "rollouts of older weights for the policy's own; set it to token or sequence"
         )
 
 

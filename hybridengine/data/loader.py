@@ -46,6 +46,9 @@ class PromptLoader:
     The order is a function of (seed, epoch) alone, so every rank sees the same batches and a resume
     needs only the number of batches. Each epoch drops the last `len(dataset) % batch_size` samples
     of its permutation.
+
+    Attributes:
+        in_flight: batches that were returned and not trained on; a resume returns them again.
     """
 
     def __init__(
@@ -59,27 +62,33 @@ class PromptLoader:
         self._dataset, self._batch_size = dataset, batch_size
         self._seed, self._shuffle = seed, shuffle
         self._batch = 0  # batches returned so far, over all epochs
+        self.in_flight = 0
 
     def __len__(self) -> int:
         """Batches in one epoch."""
         return len(self._dataset) // self._batch_size
 
     @property
+    def num_batches(self) -> int:
+        """Batches returned so far, over all epochs."""
+        return self._batch
+
+    @property
     def epoch(self) -> int:
-        """Epoch of the next batch, from 0."""
-        return self._batch // len(self)
+        """Epoch of the next batch to train on, from 0."""
+        return (self._batch - self.in_flight) // len(self)
 
     def next_batch(self) -> Subset[Any]:
         """Return the next `batch_size` samples, not yet read."""
         start = self._batch % len(self) * self._batch_size
         order = list(range(len(self._dataset)))
         if self._shuffle:
-            random.Random(f"{self._seed}/{self.epoch}").shuffle(order)
+            random.Random(f"{self._seed}/{self._batch // len(self)}").shuffle(order)
         self._batch += 1
         return Subset(self._dataset, order[start : start + self._batch_size])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batch": self._batch, **self._identity()}
+        return {"batch": self._batch - self.in_flight, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after `state`; DataError if the data or the seed have changed since."""

@@ -130,7 +130,8 @@ def describe_failure(failures: Mapping[int, Any], statuses: Mapping[int, RankSta
     status, failure, record = statuses.get(rank), failures.get(rank), records.get(rank)
     where = f"in phase {status.phase!r} of step {status.step}" if status else "while starting"
     process = status or failure
-    pid = f" (pid {process.pid})" if process else ""
+    role = f"{status.role}, " if status and status.role else ""
+    pid = f" ({role}pid {process.pid})" if process else ""
     why = f": {record['message']}" if record and not record["extraInfo"]["cause"] else ""
     others = "; the other ranks were stopped" if len({*statuses, *failures}) > 1 else ""
     return f"rank {rank}{pid} {how} {where}{why}{others}."

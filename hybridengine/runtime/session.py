@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hybridengine.errors import EXIT_USER_ERROR, UserError
 from hybridengine.runtime.failures import CollectiveGuard, is_collective_error, is_timeout
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED, RankMonitor, connect_guard
+from hybridengine.runtime.roles import Link, Roles, join_world
 from hybridengine.runtime.status import PhaseStatus, write_error_record
 
 EXIT_STOPPED = 3  # exit code of a run that a signal stopped; it can be resumed
@@ -43,6 +44,7 @@ class Session:
 
     Attributes:
         was_stopped: whether the run ends before its last step because a signal requested it.
+        link: to the ranks of the other role; None where every rank trains and generates.
         on_phase: called with the name of every phase that begins.
     """
 
@@ -51,7 +53,9 @@ class Session:
         status: PhaseStatus,
         guard: CollectiveGuard | None = None,
         signals: StopSignals | None = None,
+        link: Link | None = None,
     ) -> None:
+        self.link = link
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = _device()
         self.step = 0
@@ -63,6 +67,14 @@ class Session:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all roles."""
+        if self.link is None:
+            return self.world_size
+        roles = self.link.roles
+        return roles.num_trainers + roles.num_engines * roles.tp_size
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -82,9 +94,17 @@ class Session:
         if self._signals is not None:
             self._signals.can_wait = True
 
-    def stop_signal(self) -> signal.Signals | None:
-        """Return the signal that requested any rank to stop, the same one on all. Collective."""
-        number = torch.tensor(self._signals.requested if self._signals is not None else 0)
+    @property
+    def requested_signal(self) -> int:
+        """The number of the stop signal that this rank has received; 0: none."""
+        return self._signals.requested if self._signals is not None else 0
+
+    def stop_signal(self, elsewhere: int = 0) -> signal.Signals | None:
+        """Return the signal that requested any rank to stop, the same one on all. Collective.
+
+        elsewhere: the number of a signal to a rank of another world.
+        """
+        number = torch.tensor(self.requested_signal or elsewhere)
         if self.world_size > 1:
             dist.all_reduce(number, dist.ReduceOp.MAX)  # gloo, a fraction of a millisecond
         return signal.Signals(int(number)) if number else None
@@ -98,14 +118,21 @@ class Session:
         return timings
 
 
-def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: float) -> int:
+def run_rank(
+    main: Callable[[Session], None],
+    run_dir: str | Path,
+    timeout_s: float,
+    roles: Roles | None = None,
+) -> int:
     """Run `main` as one rank of a torchrun world and return its exit code.
+
+    roles: split the world into trainer and engine ranks, see `Session.link`.
 
     0: `main` has finished; EXIT_STOPPED: SIGINT or SIGTERM stopped it after a checkpoint;
     EXIT_USER_ERROR: a UserError. Other exceptions are raised on, see `rank_session`.
     """
     try:
-        with rank_session(run_dir, timeout_s) as session:
+        with rank_session(run_dir, timeout_s, roles) as session:
             _call(main, session)
     except UserError:  # its message is printed; a traceback would hide it
         return EXIT_USER_ERROR
@@ -113,10 +140,13 @@ def run_rank(main: Callable[[Session], None], run_dir: str | Path, timeout_s: fl
 
 
 @contextmanager
-def rank_session(run_dir: str | Path, timeout_s: float) -> Iterator[Session]:
+def rank_session(
+    run_dir: str | Path, timeout_s: float, roles: Roles | None = None
+) -> Iterator[Session]:
     """Open the process group and the session of one rank of a torchrun world.
 
-    timeout_s: how long a collective may wait for the other ranks.
+    timeout_s: how long a collective may wait for the other ranks. roles: of the ranks, each of
+    which then gets the process group of its own world.
 
     A failure inside ends in one line on stderr that names the rank at fault and the phase, and is
     raised on. A rank that fails because another one did ends its process. A rank that gets SIGTERM
@@ -130,12 +160,17 @@ def rank_session(run_dir: str | Path, timeout_s: float) -> Iterator[Session]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    signals, status = StopSignals(), PhaseStatus(run_dir, rank)
+    role = roles.role_of(rank).world if roles is not None else ""
+    signals, status = StopSignals(), PhaseStatus(run_dir, rank, role)
     guard = connect_guard(rank, world_size)
     monitor = RankMonitor(guard, timeout_s, lambda: signals.requested == signal.SIGTERM)
     try:
-        dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
-        session = Session(status, guard, signals)
+        link = None
+        if roles is None:
+            dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
+        else:
+            link = join_world(roles, rank, _backend(device), timeout_s)
+        session = Session(status, guard, signals, link)
         yield session
         signals.close(signal.SIG_IGN)
         status.end("stopped" if session.was_stopped else "finished")

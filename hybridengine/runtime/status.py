@@ -33,13 +33,14 @@ class RankStatus:
     step: int
     time: float  # seconds since the epoch, of this entry
     end: str = ""  # "finished", or "stopped" by a signal after a checkpoint; "" if neither
+    role: str = ""  # "trainer" or "engine 0", where ranks have roles
 
 
 class PhaseStatus:
     """Writes the status of rank `rank` at every phase and at the end of its work."""
 
-    def __init__(self, dir: str | Path, rank: int) -> None:
-        self._current = RankStatus(rank, os.getpid(), "starting", 0, time.time())
+    def __init__(self, dir: str | Path, rank: int, role: str = "") -> None:
+        self._current = RankStatus(rank, os.getpid(), "starting", 0, time.time(), role=role)
         self._file = Path(dir) / ".status" / f"rank_{rank}.json"
         self._write(self._current)
 

@@ -25,6 +25,17 @@ _RL_PANELS = {
     "Entropy, mean over tokens, nats": "actor/entropy",
     "Engine against trainer, mean |Δ probability|": _PROBS_DIFF,
 }
+_OVERLAP_PANELS = {  # of runs whose engines generate during training: several metrics in a panel
+    "Staleness of rollouts, updates": (
+        "fully_async/trajectory_staleness/mean",
+        "fully_async/trajectory_staleness/max",
+    ),
+    "Prompts: ready when a step begins, dropped": (
+        "fully_async/queue_size",
+        "fully_async/count/dropped_stale_samples",
+    ),
+    "Idle share of ranks": ("trainer/idle_ratio", "rollouter/idle_ratio"),
+}
 _SFT_PANELS = {
     "Training loss, nats per token": "train/loss",
     "Validation loss, nats per token": _VALIDATION,
@@ -43,17 +54,21 @@ def plot_learning_curves(history: History, path: str | Path, *, title: str = "")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 7), dpi=120, layout="constrained")
+    logged = {name for row in history for name in row}
+    panels = _SFT_PANELS if "train/loss" in logged else _RL_PANELS
+    names: dict[str, tuple[str, ...]] = {panel: (metric,) for panel, metric in panels.items()}
+    if "trainer/idle_ratio" in logged:
+        names |= _OVERLAP_PANELS
+    num_rows = 1 + len(names) // 3
+    figure = Figure(figsize=(13, 3.5 * num_rows), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=14, fontweight="bold")
-    validation = sorted({n for row in history for n in row if n.startswith(_VALIDATION)})
-    is_sft = any("train/loss" in row for row in history)
-    panels = _SFT_PANELS if is_sft else _RL_PANELS
-    *axes, last = figure.subplots(2, 3).flat
-    for ax, (title, metric) in zip(axes, panels.items(), strict=True):
-        for name in validation if metric == _VALIDATION else [metric]:
+    validation = sorted(name for name in logged if name.startswith(_VALIDATION))
+    *axes, last = figure.subplots(num_rows, 3).flat
+    for ax, (title, metrics) in zip(axes, names.items(), strict=True):
+        for name in validation if metrics == (_VALIDATION,) else metrics:
             _plot_metric(ax, history, name)
-        if metric == _PROBS_DIFF:
+        if metrics == (_PROBS_DIFF,):
             ax.axhline(_HEALTHY, color="C2", linestyle="--", label="healthy below")
             ax.axhline(_PROBLEM, color="C3", linestyle="--", label="problem above")
         _decorate(ax, title)
@@ -65,7 +80,8 @@ def plot_learning_curves(history: History, path: str | Path, *, title: str = "")
 def _plot_metric(ax: Any, history: History, name: str) -> None:
     rows = [row for row in history if math.isfinite(row.get(name, math.nan))]
     steps, values = [row["step"] for row in rows], [row[name] for row in rows]
-    label = f"{name}  {_short(values[0])} → {_short(values[-1])}" if values else name
+    label = name.removeprefix("fully_async/")
+    label += f"  {_short(values[0])} → {_short(values[-1])}" if values else ""
     ax.plot(steps, values, "o-", markersize=3, alpha=0.35 if name in _SMOOTHED else 1, label=label)
     if name in _SMOOTHED:
         window = max(1, len(values) // 8)

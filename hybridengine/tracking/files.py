@@ -21,6 +21,7 @@ def rollout_line(rollout: Any) -> str:
         "ground_truth": _plain(r.sample.ground_truth),
         "reward": r.score,
         **r.extras,
+        "weight_version": r.version,
         **({} if r.pred is None else {"pred": r.pred}),
         "prompt_ids": list(r.prompt_ids),
         "response_ids": list(r.response_ids),

@@ -100,6 +100,10 @@ class Trainer(ABC, Generic[ConfigT]):
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
         """Return (score, larger is better; metrics)."""
 
+    def stop_signal(self) -> signal.Signals | None:
+        """Return the signal that requested the run to stop, the same one on all ranks."""
+        return self.session.stop_signal()
+
     def summary(self) -> dict[str, Any]:
         """Return further entries of summary.json. Collective."""
         return {}
@@ -185,7 +189,7 @@ class Trainer(ABC, Generic[ConfigT]):
         metrics = self._log_step(step, metrics, lengths)
         is_due = self._is_due(step, trainer.test_freq)
         score, _ = self.run_validation(step) if is_due else (None, {})
-        stopping = session.stop_signal() if step < self.steps else None
+        stopping = self.stop_signal() if step < self.steps else None
         save_due = trainer.save_freq > 0 and self._is_due(step, trainer.save_freq)
         if save_due or stopping:
             self.save(step, score)
@@ -238,7 +242,7 @@ class Trainer(ABC, Generic[ConfigT]):
         metrics |= {"training/global_step": step, "training/epoch": self._epoch}
         metrics["timing_s/step"] = seconds
         metrics["perf/shared_tokens_saved"] = self.saved.tokens
-        metrics |= performance_metrics(sum(lengths), seconds, session.world_size, session.device)
+        metrics |= performance_metrics(sum(lengths), seconds, session.num_ranks, session.device)
         skipped = {
             name: optimizer.pop_skipped_norms() for name, optimizer in self.optimizers.items()
         }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridengine.agent import (
@@ -34,20 +35,26 @@ from hybridengine.model import (
     parameter_shards,
     sharding_mesh,
 )
+from hybridengine.model.parameters import unwrapped_name
 from hybridengine.model.validation import check_model
 from hybridengine.reshard import Resharder
+from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.reward_worker.function import import_file
 from hybridengine.rewards import RewardManager, build_reward_manager
 from hybridengine.rollout import RolloutEngine
+from hybridengine.runtime.roles import Link
 from hybridengine.runtime.session import Session
 from hybridengine.sharding import CheckpointLayout
+from hybridengine.sharding.changes import ChangedElements
 from hybridengine.sharding.dim1 import dim1_parameters
 from hybridengine.trainer.algorithms import NEEDS, check_estimator
 from hybridengine.trainer.batch import DataParallel
 from hybridengine.trainer.distill import Student
 from hybridengine.trainer.models import Actor, Critic
 from hybridengine.trainer.reward_model import RewardModel
+
+_SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do
 
 
 def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
@@ -264,15 +271,21 @@ def num_shards(config: JobConfig) -> int:
 
 
 def build_actor(
-    config: GRPOConfig, engine: RolloutEngine, dp: DataParallel, updates: int, steps: int
+    config: GRPOConfig,
+    sliced_dims: Callable[[Mapping[str, tuple[int, ...]]], dict[str, int]],
+    dp: DataParallel,
+    updates: int,
+    steps: int,
 ) -> Actor:
     """Build the policy under FSDP2 over all ranks; updates: optimizer steps in all its steps.
+
+    sliced_dims: which dimensions an engine on these ranks slices (`EngineLayout.sliced_dims`).
 
     `dim1_parameters` are sharded in dim 1, so that a weight sync moves less. The reference is a
     copy of the policy, or under LoRA the policy without its adapters; a teacher is another model.
     """
     shapes, optim = checkpoint_layout(config).parameters, config.actor.optim
-    columns = dim1_parameters(shapes, engine.layout.sliced_dims(shapes), num_shards(config))
+    columns = dim1_parameters(shapes, sliced_dims(shapes), num_shards(config))
     load = partial(
         load_model,
         config,
@@ -300,16 +313,62 @@ def build_actor(
     return Actor(config, model, reference, optimizer, dp, steps)
 
 
-def build_resharder(config: GRPOConfig, model: Any, engine: RolloutEngine) -> Resharder:
+def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
     """Build the weight sync from the policy's shards into the engine."""
     mib = config.reshard.bucket_mib
     return Resharder(
-        partial(parameter_shards, model),
+        partial(parameter_shards, actor.model),
         engine,
+        bucket_bytes=None if mib is None else mib << 20,
+        adapters=partial(adapter_shards, actor.model),
+        merge=config.reshard.lora == "merged",
+        delta=config.reshard.delta,
+        changes=_track_changes(config, actor, engine),
+    )
+
+
+def build_sender(config: GRPOConfig, model: Any, link: Link) -> WeightSender:
+    """Build a trainer rank's side of the weight sync to engine ranks."""
+    mib = config.reshard.bucket_mib
+    return WeightSender(
+        partial(parameter_shards, model),
+        dist.PrefixStore("weights", link.store),
+        num_engines=link.roles.num_engines,
         bucket_bytes=None if mib is None else mib << 20,
         adapters=partial(adapter_shards, model),
         merge=config.reshard.lora == "merged",
+        timeout_s=_SYNC_SHARE * link.timeout_s,
     )
+
+
+def build_receiver(engine: RolloutEngine, link: Link) -> WeightReceiver:
+    """Build an engine rank's side of the weight sync."""
+    assert link.role.engine is not None
+    store = dist.PrefixStore("weights", link.store)
+    timeout_s = _SYNC_SHARE * link.timeout_s
+    return WeightReceiver(engine, store, index=link.role.engine, timeout_s=timeout_s)
+
+
+def _track_changes(
+    config: GRPOConfig, actor: Actor, engine: RolloutEngine
+) -> Callable[[], dict[str, ChangedElements] | None] | None:
+    """Make the optimizer track what changes in the engine's dtype; return what reads it.
+
+    None where it does not help: adapters are merged after the update, in float32 nearly everything
+    changes, and discarded weights are all sent again.
+    """
+    if config.reshard.delta == "off" or config.model.lora_rank or engine.discards_weights:
+        return None
+    if engine.dtype.itemsize != 2:
+        return None
+    names = {name for name, p in actor.model.named_parameters() if p.requires_grad}
+    actor.optimizer.track_changes(dict.fromkeys(names, engine.dtype))
+
+    def take() -> dict[str, ChangedElements] | None:
+        taken = actor.optimizer.take_changes()
+        return taken and {unwrapped_name(name): changed for name, changed in taken.items()}
+
+    return take
 
 
 def build_critic(config: GRPOConfig, dp: DataParallel, steps: int) -> Critic:

@@ -52,7 +52,8 @@ class Outcomes:
     """
 
     groups: Tensor  # int64, position of the prompt; responses to one prompt share it
-    ranks: Tensor  # int64, where it was generated
+    ranks: Tensor  # int64, where its tokens are
+    versions: Tensor  # int64, of the weights that generated it
     prompt_lengths: Tensor  # int64
     is_truncated: Tensor  # bool
     scores: Tensor  # float64
@@ -152,7 +153,8 @@ class Outcomes:
     def _matrix(self) -> Tensor:
         """float64 [N, K]; integers up to 2^53 are exact."""
         columns = [
-            *(self.groups, self.ranks, self.prompt_lengths, self.is_truncated, self.scores),
+            *(self.groups, self.ranks, self.versions),
+            *(self.prompt_lengths, self.is_truncated, self.scores),
             *self.sizes.values(),
             *self.extras.values(),
             *(part.scores for part in self.parts.values()),
@@ -163,15 +165,18 @@ class Outcomes:
         return torch.stack([column.double() for column in columns], dim=1)
 
 
-_NUM_FIXED = 5  # columns of every matrix
+_NUM_FIXED = 6  # columns of every matrix
 
 
 def _from_matrix(matrix: Tensor, header: _Header) -> Outcomes:
     columns = iter(matrix.T.contiguous())
-    groups, ranks, prompt_lengths, is_truncated, scores = (next(columns) for _ in range(_NUM_FIXED))
+    groups, ranks, versions, prompt_lengths, is_truncated, scores = (
+        next(columns) for _ in range(_NUM_FIXED)
+    )
     return Outcomes(
         groups=groups.long(),
         ranks=ranks.long(),
+        versions=versions.long(),
         prompt_lengths=prompt_lengths.long(),
         is_truncated=is_truncated.bool(),
         scores=scores,

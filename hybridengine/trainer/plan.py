@@ -19,6 +19,7 @@ from hybridengine.config import Dtype, GRPOConfig, JobConfig, SFTConfig, keys_of
 from hybridengine.data import PromptDataset, SFTDataset
 from hybridengine.kernels import has_fast_products
 from hybridengine.model.validation import check_model
+from hybridengine.simulate.model import ModelShape
 from hybridengine.trainer.build import checkpoint_layout, engine_name, num_shards, uses_critic
 from hybridengine.trainer.shared_prefix import no_sharing_reason
 
@@ -42,8 +43,9 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
         {
             "model": config.model.path,
             "algorithm": _algorithm(config),
-            "ranks": f"{config.world_size}; engine: {config.world_size // tp_size} replicas, "
-            f"tensor parallel over {tp_size}",
+            "ranks": f"{config.world_size}{' that train' if config.overlaps else ''}; engine: "
+            f"{config.num_engines} replicas, tensor parallel over {tp_size}"
+            + (", on ranks of their own" if config.overlaps else ""),
             "precision": describe_precision(
                 ("trainer", config.sharding.dtype), ("engine", config.rollout.dtype)
             ),
@@ -59,7 +61,8 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
             f"{-(-replica_tokens // max_tokens)} per optimizer step",
             "shared prefix": no_sharing_reason(config) or "a prompt is computed once for its group",
             "memory": ", ".join(f"{name} {size:.2f}" for name, size in _memory_gib(config).items())
-            + " GiB per rank, estimated",
+            + " GiB per rank, estimated"
+            + ("; engine weights and cache on engine ranks" if config.overlaps else ""),
             "written to": trainer.default_local_dir,
         }
     )
@@ -104,6 +107,9 @@ def start_of(config: GRPOConfig | SFTConfig, num_samples: int) -> str:
 def sync_volume(config: GRPOConfig) -> str:
     """Describe how much a weight sync will move, from the configuration alone."""
     itemsize = _itemsize(config.rollout.dtype)
+    if config.overlaps:
+        size = _num_parameters(config) * itemsize / config.rollout.tensor_model_parallel_size
+        return f"{size / 2**20:.1f} MiB received per engine rank and step"
     if engine_name(config) == "hf":
         received = lower = _num_parameters(config) * itemsize * (1 - 1 / config.world_size)
     else:
@@ -160,13 +166,16 @@ def _itemsize(dtype: str) -> int:
 def _memory_gib(config: GRPOConfig) -> dict[str, float]:
     """Estimate the peak memory per rank of each part of the run.
 
-    A trained weight takes 16 bytes: float32 master, gradient and two moments. Activations after
-    Korthikanti et al. 2022 (arXiv 2205.05198, section 4): 34 H bytes per token and layer in 16
-    bits, or 2 H where layers are recomputed.
+    A trained weight takes 16 bytes: float32 master, gradient and two moments. Where layers are
+    recomputed, the input of every layer is kept, and the activations of one.
     """
     model = check_model(config.model.path, config.model.trust_remote_code)
-    text, numel = model.get_text_config(), _num_parameters(config)
-    per_token = 1 if config.model.enable_gradient_checkpointing else 17  # elements
+    shape = ModelShape.of(model, checkpoint_layout(config).parameters)
+    numel = shape.num_parameters
+    if config.model.enable_gradient_checkpointing:
+        per_token = shape.hidden_size * shape.num_layers + shape.activation_elements
+    else:
+        per_token = shape.activation_elements * shape.num_layers
     per_token *= _itemsize(config.sharding.dtype)
     tokens = max(
         config.actor.ppo_max_token_len_per_gpu,
@@ -180,7 +189,7 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
         parts["teacher"] = 4.0 * _num_parameters(config, path) / num_shards(config)
     if uses_critic(config):
         parts["critic"] = 16.0 * numel / num_shards(config)
-    parts["activations"] = per_token * tokens * text.hidden_size * text.num_hidden_layers
+    parts["activations"] = per_token * tokens
     engine = _itemsize(config.rollout.dtype) * numel
     parts["engine weights"] = engine / config.rollout.tensor_model_parallel_size
     gib = {name: size / _GIB for name, size in parts.items()}

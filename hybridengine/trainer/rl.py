@@ -12,6 +12,7 @@ between engine and trainer is corrected by truncated importance weights by defau
 from __future__ import annotations
 
 import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
@@ -26,18 +27,17 @@ from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptDataset, PromptLoader, Subset
 from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
-from hybridengine.rollout import SamplingSpec, derive_seed
-from hybridengine.runtime.session import Session
+from hybridengine.rewards import RewardManager
+from hybridengine.rollout import SamplingSpec
+from hybridengine.runtime.roles import Roles
+from hybridengine.runtime.session import Session, run_rank
 from hybridengine.trainer.advantages import compute_advantages, compute_rewards
 from hybridengine.trainer.algorithms import NEEDS, KLController
 from hybridengine.trainer.base import Trainer
 from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.build import (
     build_actor,
-    build_agents,
     build_critic,
-    build_engine,
-    build_resharder,
     build_reward_model,
     load_data,
     uses_critic,
@@ -46,7 +46,8 @@ from hybridengine.trainer.metrics import batch_metrics, probs_diff
 from hybridengine.trainer.models import Actor, Critic, needs_old_log_probs
 from hybridengine.trainer.plan import plan_table, resolve_dtypes
 from hybridengine.trainer.rollout_files import rollout_file, texts_on_rank0
-from hybridengine.trainer.rollouts import RolloutGenerator, Rollouts, format_rollout, select_groups
+from hybridengine.trainer.rollout_source import ColocatedRollouts, RolloutSource
+from hybridengine.trainer.rollouts import Rollouts, format_rollout, select_groups
 from hybridengine.trainer.shared_prefix import build_data_parallel
 from hybridengine.trainer.validation import Problem, ValidationHistory, problems_of
 
@@ -75,13 +76,18 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         self.needs = NEEDS[algorithm.adv_estimator]
         self.critic: Critic | None = None
         reward_model = None
-        with session.phase("start_engine"):
-            self.engine = build_engine(config, self.tokenizer)
+        r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
+        self.sampling = SamplingSpec(
+            r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, config.replays_sampling
+        )
+        self.greedy = replace(self.sampling, n=1, temperature=0.0)
+        val_temperature = v.temperature if v.do_sample else 0.0
+        self.val_sampling = SamplingSpec(v.n, val_temperature, v.top_p, v.top_k, limit, r.stop)
+        self.source = self._build_source(reward)
         with session.phase("load_model"):
-            self.engine.sleep()
             updates = self.steps * self.num_mini_batches * self.epochs_per_step
             self.dp = build_data_parallel(config, session)
-            self.actor = build_actor(config, self.engine, self.dp, updates, self.steps)
+            self.actor = build_actor(config, self.source.sliced_dims, self.dp, updates, self.steps)
             self.model = self.actor.model
             trained: dict[str, Actor | Critic] = {"actor": self.actor}
             if uses_critic(config):
@@ -89,11 +95,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
                 trained["critic"] = self.critic
             if config.reward.reward_model.enable:
                 reward_model = build_reward_model(config, self.tokenizer, session)
-        with session.phase("plan_reshard"):
-            self.resharder = build_resharder(config, self.model, self.engine)
-        scoring = (self.tokenizer, reward, session, reward_model)
-        agents = build_agents(config, self.tokenizer)
-        self.generator = RolloutGenerator(self.engine, *scoring, agents)
+        self.source.connect(self.actor, reward_model)
         schedule, states = algorithm.kl_ctrl, dict[str, Any](held_out=ValidationHistory())
         self.kl = None
         if algorithm.use_kl_in_reward:
@@ -108,13 +110,32 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         )
         self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
         self.printed_samples = False
-        r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
-        self.sampling = SamplingSpec(
-            r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, config.replays_sampling
-        )
-        self.greedy = replace(self.sampling, n=1, temperature=0.0)
-        val_temperature = v.temperature if v.do_sample else 0.0
-        self.val_sampling = SamplingSpec(v.n, val_temperature, v.top_p, v.top_k, limit, r.stop)
+
+    @classmethod
+    def run(cls, config: GRPOConfig) -> int:
+        if not config.overlaps:
+            return super().run(config)
+        from hybridengine.trainer.overlap import RolloutWorker
+
+        def main(session: Session) -> None:
+            assert session.link is not None
+            if session.link.role.engine is None:
+                cls(config, session).train()
+            else:
+                RolloutWorker(config, session).run()
+
+        trainer, rollout = config.trainer, config.rollout
+        ranks = (trainer.n_gpus_per_node, rollout.n_gpus_per_node)
+        roles = Roles(trainer.nnodes, *ranks, rollout.tensor_model_parallel_size)
+        return run_rank(main, trainer.default_local_dir, trainer.timeout_s, roles)
+
+    def _build_source(self, reward: RewardManager) -> RolloutSource:
+        shared = (self.config, self.session, self.tokenizer)
+        if self.config.overlaps:
+            from hybridengine.trainer.overlap import OverlappedRollouts
+
+            return OverlappedRollouts(*shared, self.prompts, self.val, self.loader, self.sampling)
+        return ColocatedRollouts(*shared, reward, self.loader, self.sampling)
 
     def collect(self, step: int) -> Rollouts:
         """Generate and score responses to the prompts of one step."""
@@ -128,7 +149,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         rollouts, metrics, baselines = data, self._generation_metrics, self._baselines
         config, actor, critic = self.config, self.actor, self.critic
         algorithm = config.algorithm
-        self.engine.sleep()
+        self.source.sleep()
         with on_device(self.model):
             max_tokens = config.actor.ppo_max_token_len_per_gpu
             batch, mini_batches = self.dp.build_batch(rollouts, self.num_mini_batches, max_tokens)
@@ -166,7 +187,8 @@ class GRPOTrainer(Trainer[GRPOConfig]):
                 metrics |= actor.update(batch, mini_batches)
             sync = self.sync(step)
         metrics |= reward_metrics | batch_metrics(batch, self.dp.group)
-        metrics |= {"reshard/bytes_received": sync.bytes_received, "reshard/ms": sync.milliseconds}
+        metrics |= sync.metrics
+        metrics |= self.source.metrics(step, rollouts)
         self._record(step, rollouts, metrics)
         return metrics, rollouts.outcomes.lengths.tolist()
 
@@ -178,9 +200,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         batches: list[Rollouts] = []
         while True:
-            prompts = self.loader.next_batch()
-            seed = derive_seed(self.config.seed, step, len(batches))
-            batches.append(self.generator.generate(prompts, self.sampling, seed))
+            batches.append(self.source.next_batch(step, len(batches)))
             if not filtering.enable:
                 return batches[0], {}
             rollouts, with_signal = select_groups(batches, filtering.metric, wanted)
@@ -192,7 +212,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
 
     def _greedy_scores(self, rollouts: Rollouts) -> Tensor:
         """Generate a greedy response to each prompt (ReMax); return its score per response, [N]."""
-        greedy = self.generator.generate(rollouts.prompts, self.greedy, self.config.seed)
+        greedy = self.source.generate(rollouts.prompts, self.greedy, self.config.seed)
         return greedy.outcomes.last.scores[rollouts.outcomes.groups]
 
     def _trained_tokens(self, batch: RolloutBatch) -> Tensor:
@@ -204,8 +224,8 @@ class GRPOTrainer(Trainer[GRPOConfig]):
 
     def sync(self, step: int) -> SyncReport:
         """Write the policy's weights, as version `step`, into the engine."""
-        with self.session.phase("update_weights"), on_device(self.model):
-            self.syncs.append(self.resharder.sync(step))
+        with on_device(self.model):
+            self.syncs.append(self.source.sync(step))
         return self.syncs[-1]
 
     def validate(self, step: int) -> tuple[float, dict[str, float]]:
@@ -215,7 +235,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         with rollout_file(path, self.session.is_main) as write:
             for start in range(0, len(self.val), size):
                 prompts = Subset(self.val, range(start, min(start + size, len(self.val))))
-                rollouts = self.generator.generate(prompts, self.val_sampling, self.config.seed)
+                rollouts = self.source.generate(prompts, self.val_sampling, self.config.seed)
                 problems += problems_of(rollouts)
                 write(rollouts)
                 self._print_samples(rollouts)
@@ -251,7 +271,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         self.report.print(lines.decode().removesuffix("\n"))
 
     def close(self) -> None:
-        self.engine.shutdown()
+        self.source.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "probs_diffs": self.probs_diffs}
@@ -261,30 +281,22 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         self.probs_diffs = state["probs_diffs"]
 
     def plan(self) -> Table:
-        plan, mib = self.resharder.plan, 2.0**20
         table = plan_table(self.config, self.prompts, self.val)
-        table.add_row(
-            "[bold]weight sync",
-            f"into {type(self.engine).__name__}: {max(plan.bytes_received) / mib:.1f} MiB received "
-            f"per rank and step (lower bound {max(plan.lower_bound) / mib:.1f}), "
-            f"{len(plan.buckets)} buckets of up to {plan.staging_bytes / mib:.1f} MiB",
-        )
-        if plan.fallback:
-            table.add_row("[bold]fully gathered", ", ".join(plan.fallback))
+        for name, text in self.source.describe().items():
+            table.add_row(f"[bold]{name}", text)
         return table
+
+    def stop_signal(self) -> signal.Signals | None:
+        return self.session.stop_signal(self.source.stop_signal())
 
     def summary(self) -> dict[str, Any]:
         peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
         dist.all_reduce(peak)  # GiB, all ranks together
-        received: list[int] = [0] * self.session.world_size
-        dist.all_gather_object(received, self.syncs[-1].bytes_received)
         for line in self.validations.lines():
             self.report.print(line)
         summary = {
-            "tp_size": self.engine.tp_size,
             "rollout_dtype": self.config.rollout.dtype,
-            "reshard_bytes_received_per_rank": received,
-            "reshard_bytes_lower_bound_per_rank": self.resharder.plan.lower_bound,
+            **self.source.summary(self.syncs[-1]),
             "reshard_ms_p50": round(median(s.milliseconds for s in self.syncs), 2),
             "peak_rss_gib": round(float(peak), 2),
             **self.validations.summary(),

@@ -41,6 +41,7 @@ class Rollout:
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
     pred: a number that stands for the answer in majority votes, where the reward returns one.
     num_kept, kept_ids: as of `Completion`; empty where the engine recorded none.
+    version: of the weights that generated all its tokens.
 
     Of trajectories of several turns: sampled: 1 for each token of the model, 0 for those of tools
     and users; empty: all are the model's. turn_rewards: per token, rewards of turns; empty: none.
@@ -60,6 +61,7 @@ class Rollout:
     pred: float | None = None
     num_kept: Sequence[int] = ()
     kept_ids: Sequence[int] = ()
+    version: int = 0
     sampled: Sequence[int] = ()
     turn_rewards: Sequence[float] = ()
     context_ids: Sequence[int] = ()
@@ -165,6 +167,7 @@ def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
     return Outcomes(
         groups=groups,
         ranks=torch.full_like(groups, rank),
+        versions=groups.new_tensor([r.version for r in rollouts]),
         prompt_lengths=groups.new_tensor([len(r.prompt_ids) for r in rollouts]),
         is_truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]).bool(),
         scores=column([r.score for r in rollouts]),
@@ -181,6 +184,25 @@ def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
         preds=column([r.pred or 0.0 for r in rollouts]) if has_preds else None,
         is_last=torch.tensor([r.is_last for r in rollouts]) if turn_names else None,
     )
+
+
+def gather_rollouts(
+    prompts: Subset[PromptSample],
+    own: Sequence[Rollout],
+    session: Session,
+    reward_model: RewardModel | None,
+) -> Rollouts:
+    """Gather what each rank has of the responses to `prompts`; add the reward model's score.
+
+    Collective.
+    """
+    with session.phase("gather_rollouts"):
+        rollouts = Rollouts.gather(prompts, own, session.rank)
+    if reward_model is not None:
+        with session.phase("reward"):
+            scores = reward_model.score(rollouts)
+            rollouts = rollouts.add_reward("reward_model", reward_model.weight, scores)
+    return rollouts
 
 
 @dataclass(frozen=True)
@@ -201,15 +223,17 @@ class RolloutGenerator:
         """Generate and score spec.n responses per prompt, in the prompts' order. Collective."""
         replica, replicas = self.engine.replica, self.engine.replicas
         samples = {i: prompts[i] for i in range(replica, len(prompts), replicas)}
+        own = self.respond(samples, spec, seed)
+        return gather_rollouts(prompts, own, self.session, self.reward_model)
+
+    def respond(
+        self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
+    ) -> list[Rollout]:
+        """Return the scored responses of this engine's `samples`, given by their position in the
+        batch; [] on all but the first rank of an engine."""
         responses = self._respond if self.agents is None else self._act
-        own = responses(samples, spec, seed)
-        with self.session.phase("gather_rollouts"):
-            rollouts = Rollouts.gather(prompts, own, self.session.rank)
-        if self.reward_model is not None:
-            with self.session.phase("reward"):
-                scores = self.reward_model.score(rollouts)
-                rollouts = rollouts.add_reward("reward_model", self.reward_model.weight, scores)
-        return rollouts
+        version = self.engine.weight_version or 0
+        return [replace(r, version=version) for r in responses(samples, spec, seed)]
 
     def _respond(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int

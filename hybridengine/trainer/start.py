@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def launch(config: JobConfig) -> int:
-    """Run `trainer.n_gpus_per_node` ranks on this machine and return the exit code of the run.
+    """Run all ranks of this machine and return the exit code of the run.
 
     Raises ConfigError if another run is using the folder.
     """
@@ -34,9 +34,7 @@ def launch(config: JobConfig) -> int:
         with atomic_file(config_file) as temporary:
             temporary.write_text(config_to_yaml(config))
         module = ("-m", "hybridengine.trainer.start", type(config).__name__, str(config_file))
-        return launch_ranks(
-            module, dir, config.trainer.n_gpus_per_node, lambda: _how_to_resume(dir)
-        )
+        return launch_ranks(module, dir, config.ranks_per_node, lambda: _how_to_resume(dir))
 
 
 def start_rank(config: JobConfig) -> int:

@@ -20,7 +20,7 @@ from tests.trainer.sft_job import sft_settings, write_sft_job
 pytestmark = pytest.mark.multirank  # starts processes
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TIMES = ("timing_s", "perf", "reshard/ms")
+TIMES = ("timing_s", "perf", "reshard/")
 
 
 def settings_of(folder: Path, run: str, **changes) -> dict:

@@ -170,6 +170,27 @@ def test_distillation_refuses_what_its_loss_does_not_read(override, message):
     load(override)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("rollout.n_gpus_per_node=0", "rollout.n_gpus_per_node is 0; give the number of engine"),
+        ("trainer.staleness=2", "trainer.staleness is 2, and trainer.mode is one_step_off"),
+        ("rollout.tensor_model_parallel_size=3", "does not divide the 2 engine ranks of a machine"),
+        ("algorithm.rollout_correction.rollout_is=null", "rollouts of older weights"),
+        ("async_training.staleness_threshold=0.5", "set trainer.mode=async and trainer.staleness"),
+    ],
+)
+def test_what_overlapped_rollouts_refuse(overrides, message):
+    split = ("trainer.mode=one_step_off", "rollout.n_gpus_per_node=2")
+    with pytest.raises(ConfigError, match=message):
+        load(*split, overrides)
+    config = load(*split, "rollout.tensor_model_parallel_size=2", "trainer.nnodes=2")
+    assert (config.world_size, config.ranks_per_node, config.num_engines) == (2, 3, 2)
+    on_policy = load(*split, "trainer.staleness=0", "algorithm.rollout_correction.rollout_is=null")
+    assert on_policy.trainer.staleness == 0
+    assert load("rollout.n_gpus_per_node=2").ranks_per_node == 1  # verl's scripts may have it
+
+
 def test_compiled_layers_are_one_fsdp_group():
     size = "actor.fsdp_config.wrap_policy.min_num_params"
     with pytest.raises(ConfigError, match=rf"model\.compile is true and {size} is 9"):

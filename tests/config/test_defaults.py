@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from hybridengine.config import PPO, GRPOConfig, SFTConfig, keys_of, load_config, load_sft_config
+from hybridengine.config import (
+    PPO,
+    GRPOConfig,
+    SFTConfig,
+    SimulationConfig,
+    keys_of,
+    load_config,
+    load_sft_config,
+    load_simulation_config,
+)
 from hybridengine.config.reference import key_reference
 
 NEEDED = ["model.path=model", "data.train_files=train.jsonl"]
@@ -26,8 +35,11 @@ VALUES = {
     "rollout.multi_turn.function_tool_path": None,
     "rollout.val_kwargs.do_sample": None,
     "rollout.val_kwargs.n": None,
+    "trainer.mode": None,
     "trainer.resume_from_path": None,
     "reshard.lora": None,
+    "layout.critic_ranks": None,
+    "workload.response_lengths": "[2]",
     "algorithm.gdpo_reward_weights": None,
     "algorithm.distill.teacher_path": None,
     "reward.custom_reward_function.name": None,
@@ -41,6 +53,10 @@ KINDS: dict[str, tuple[type, Any]] = {
     "grpo": (GRPOConfig, lambda overrides: load_config(None, overrides)),
     "ppo": (GRPOConfig, lambda overrides: load_config(None, overrides, PPO)),
     "sft": (SFTConfig, lambda overrides: load_sft_config(None, overrides)),
+    "simulate": (
+        SimulationConfig,
+        lambda given: load_simulation_config(None, [o for o in given if "train_files" not in o]),
+    ),
 }
 
 
@@ -64,7 +80,7 @@ def other_value(key: str, type_: str, default: Any) -> str | None:
         return texts[0]
     if choices in ("list of float", "list of int"):
         return "[2.0]" if choices.endswith("float") else "[2]"
-    if isinstance(default, bool):
+    if isinstance(default, bool) or choices == "bool":
         return str(not default).lower()
     if isinstance(default, int):
         return str(default + 1)
@@ -96,7 +112,7 @@ def test_setting_one_key_changes_that_key_only(kind):
     assert tried > len(list(keys_of(schema))) - len(VALUES)
 
 
-@pytest.mark.parametrize("schema", [GRPOConfig, SFTConfig])
+@pytest.mark.parametrize("schema", [GRPOConfig, SFTConfig, SimulationConfig])
 def test_a_group_is_its_class_without_arguments(schema):
     """Otherwise setting one key would reset the other defaults of its group."""
 

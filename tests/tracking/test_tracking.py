@@ -109,6 +109,7 @@ def test_rollouts_keep_the_generated_ids():
         "ground_truth": "2",
         "reward": 1.0,
         "strict": 1.0,
+        "weight_version": 0,
         "prompt_ids": [5, 6],
         "response_ids": [9, 2],
         "log_probs": [-0.5, -0.25],
@@ -129,6 +130,16 @@ def test_atomic_file_keeps_the_old_one_on_failure(tmp_path):
     [
         [],
         [{"step": 0, "val/strict": 0.2}, {"step": 1, **STEP, "timing_s/gen": 4.0}],
+        [
+            {
+                "step": 1,
+                **STEP,
+                "trainer/idle_ratio": 0.2,
+                "rollouter/idle_ratio": 0.3,
+                "fully_async/trajectory_staleness/max": 1.0,
+                "fully_async/queue_size": 4.0,
+            }
+        ],
         [{"step": 0, "val/loss": 2.5}, {"step": 1, "train/loss": 2.0, "timing_s/step": 1.0}],
     ],
 )

@@ -224,6 +224,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "reward.overlong_buffer.penalty_factor": ("0.5", OVERLONG),
     "reshard.lora": ("", LORA),
     "reshard.bucket_mib": ("1", ()),
+    "reshard.delta": ("off", ()),
     "trainer.total_epochs": ("2", ("trainer.total_training_steps=null",)),
     "trainer.total_training_steps": ("2", ()),
     "trainer.test_freq": ("1", (*VALIDATED, TWO_STEPS)),
@@ -238,11 +239,17 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "trainer.rollout_data_dir": ("{dir}/run/other_rollouts", ()),
     "trainer.rollout_freq": ("-1", ()),
     "trainer.critic_warmup": ("1", CRITIC),
+    "trainer.staleness": ("2", ("trainer.mode=one_step_off",)),
+    "rollout.n_gpus_per_node": (
+        "1",
+        ("trainer.mode=one_step_off", "rollout.tensor_model_parallel_size=3"),
+    ),
 }
 # The job without the flip of these is refused already.
 REFUSED_WITHOUT = {
     "data.truncation", "data.filter_overlong_prompts", "trainer.resume_from_path",
     "reward.http.batch_size", "reward.http.retries", "reward.http.backoff_s",
+    "trainer.staleness", "rollout.n_gpus_per_node",  # their effects: test_overlap
 }  # fmt: skip
 NEED_VLLM = (
     "rollout.kv_cache_gib", "rollout.max_num_batched_tokens", "rollout.enforce_eager",
@@ -387,7 +394,8 @@ RUN_KEYS = [
     key
     for key in FLIPS
     if key.startswith("trainer.")
-    and key not in ("trainer.critic_warmup", "trainer.rollout_data_dir", "trainer.rollout_freq")
+    and key.removeprefix("trainer.")
+    not in ("critic_warmup", "rollout_data_dir", "rollout_freq", "mode", "staleness")
 ]
 SFT_FLIPS = {key: FLIPS[key] for key in (
     "model.path", "model.lora_rank", "model.lora_alpha", "model.target_modules",
@@ -424,7 +432,11 @@ SFT = JobKind(SFTConfig, SFT_FLIPS, prepare_sft, load_sft)
 
 
 @pytest.mark.parametrize(
-    ("kind", "refused"), [(GRPO, REFUSED_WITHOUT), (SFT, {"trainer.resume_from_path"})]
+    ("kind", "refused"),
+    [
+        pytest.param(GRPO, REFUSED_WITHOUT, marks=pytest.mark.exhaustive),
+        (SFT, {"trainer.resume_from_path"}),
+    ],
 )
 def test_every_key_has_an_effect(tmp_path: Path, kind: JobKind, refused: set[str]) -> None:
     effects = effects_of_flips(kind, tmp_path)

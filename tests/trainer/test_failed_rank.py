@@ -18,7 +18,9 @@ pytestmark = pytest.mark.multirank
 WITHIN_S = 60
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)]
+)
 def test_failed_rank_is_named_with_its_phase(tmp_path: Path, sent: signal.Signals) -> None:
     run = start_toy(
         toy_job(tmp_path, **{"rollout.name": "hf", "trainer.total_training_steps": 10_000})
@@ -78,7 +80,12 @@ def test_a_stall_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "call"), [(1, "os._exit(0)"), (2, "os._exit(0)"), (1, "exit(0)")]
+    ("ranks", "call"),
+    [
+        pytest.param(1, "os._exit(0)", marks=pytest.mark.exhaustive),
+        (2, "os._exit(0)"),
+        (1, "exit(0)"),
+    ],
 )
 def test_exit_code_0_in_the_middle_is_a_failure(tmp_path: Path, ranks: int, call: str) -> None:
     """User code ends the process of the last rank in the middle of a step."""

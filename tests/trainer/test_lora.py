@@ -16,6 +16,7 @@ pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
 
+@pytest.mark.exhaustive
 def test_adapters_learn_beside_a_frozen_base(tmp_path: Path) -> None:
     command = toy_job(
         tmp_path,

@@ -94,6 +94,7 @@ def test_kept_entries_follow_their_tokens_to_other_ranks(tmp_path: Path) -> None
         assert 1 <= result.last["num_kept/min"] <= result.last["num_kept/max"] <= 20
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it")
 def test_the_ratio_is_one_with_vllm(tmp_path: Path) -> None:
     """In bfloat16 engine and trainer differ by their kernels' rounding: 1 on average."""

@@ -56,6 +56,7 @@ def stopped_step(output: str, name: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.exhaustive
 def test_sft_stops_resumes_and_refuses_a_second_run(tmp_path: Path) -> None:
     job, folder = write_sft_job(tmp_path), tmp_path / "run"
     (tmp_path / "config.yaml").write_text("")

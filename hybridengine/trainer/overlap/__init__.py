@@ -1,0 +1,13 @@
+"""Generation on engine ranks while the trainer ranks train, see docs/overlap.md.
+
+queue    WorkItem       prompts of a batch that one engine generates at once
+         TrainerQueue   hands out items, receives their rollouts
+         EngineQueue    claims items, announces and sends their rollouts
+worker   RolloutWorker  the loop of an engine rank
+source   OverlappedRollouts  what a trainer rank sees of all that
+"""
+
+from hybridengine.trainer.overlap.source import OverlappedRollouts
+from hybridengine.trainer.overlap.worker import RolloutWorker
+
+__all__ = ["OverlappedRollouts", "RolloutWorker"]

@@ -1,0 +1,35 @@
+"""An engine of vLLM over two engine ranks, which take the same actions, beside one trainer rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.in_process import small_job
+from tests.trainer.overlapped import run_overlapped
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.multirank
+
+
+def test_a_tensor_parallel_engine_beside_a_trainer_rank(tmp_path: Path) -> None:
+    settings = {
+        "rollout.name": "vllm",
+        "rollout.enforce_eager": "true",
+        "rollout.kv_cache_gib": 0.05,
+        "rollout.max_num_seqs": 16,
+        "rollout.n_gpus_per_node": 2,
+        "rollout.tensor_model_parallel_size": 2,
+        "trainer.mode": "one_step_off",
+        "trainer.total_training_steps": 3,
+    }
+    job = [*small_job(tmp_path), *(f"{key}={value}" for key, value in settings.items())]
+    pairs = dict(o.split("=", 1) for o in job)
+    [run] = run_overlapped(tmp_path, [[f"{k}={v}" for k, v in pairs.items()]], num_ranks=3)
+    assert not run.refused
+    versions = [{r["weight_version"] for r in run.rollouts[f"step_{k}"]} for k in (1, 2, 3)]
+    assert versions == [{0}, {0}, {1}]
+    # Engine and trainer have the same weights in the first step; then the engine's are older.
+    diffs = [row["training/rollout_probs_diff_mean"] for row in run.rows if "actor/pg_loss" in row]
+    assert diffs[0] < 1e-3 < min(diffs[1:])
