@@ -195,11 +195,18 @@ def _pytest(
             "HYBRIDENGINE_DROPIN_GROUPS": ",".join(upstream.groups),
             "HYBRIDENGINE_DROPIN_STUBS": ",".join(upstream.stubs),
         }
-        done = subprocess.run(
-            command, cwd=source, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True
-        )
         log = source.parent / ("with.log" if variables else "without.log")
-        log.write_text(done.stdout + done.stderr)
+        with log.open("w") as output:
+            try:
+                done = subprocess.run(
+                    command, cwd=source, env=environment, timeout=TIMEOUT_S,
+                    stdout=output, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise SystemExit(
+                    f"{source.parent.name}: its tests {'with' if variables else 'without'} ours "
+                    f"did not end within TIMEOUT_S = {TIMEOUT_S} s; see {log}"
+                ) from None
         if not report.is_file():
             raise SystemExit(f"pytest ended with {done.returncode}; see {log}")
         return _outcomes(report), json.loads(calls.read_text()) if calls.is_file() else {}

@@ -33,6 +33,9 @@ class Upstream:
     from_source: bool = False
 
 
+# The installed release is tested, not the source tree's.
+_INSTALLED = {"PYTHONSAFEPATH": "1", "PYTEST_ADDOPTS": "--import-mode=importlib"}
+
 UPSTREAMS: dict[str, Upstream] = {
     "verl": Upstream(
         requirements=(
@@ -119,8 +122,7 @@ UPSTREAMS: dict[str, Upstream] = {
             ),
             "verl has no test of it",
         ),
-        # The installed release is tested, not the source tree's.
-        environment={"PYTHONSAFEPATH": "1", "PYTEST_ADDOPTS": "--import-mode=importlib"},
+        environment=_INSTALLED,
     ),
     "trl": Upstream(
         requirements=("trl==1.16.0",),
@@ -138,6 +140,7 @@ UPSTREAMS: dict[str, Upstream] = {
             "trl.generation.vllm_generation.VLLMGeneration._init_vllm": "its tests need a GPU",
             "trl.generation.vllm_generation.VLLMGeneration.sync_weights": "its tests need a GPU",
         },
+        environment=_INSTALLED,
     ),
 }
 
@@ -224,4 +227,12 @@ UPSTREAMS["nemo_rl"] = Upstream(
         *("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"),
         *("nemo_rl.models.policy", "nemo_rl.utils.logger"),
     ),
+)
+
+UPSTREAMS["transformers"] = Upstream(
+    requirements=("transformers==5.19.0",),
+    source="https://github.com/huggingface/transformers/archive/refs/tags/v5.19.0.tar.gz",
+    tests=("tests/trainer/test_trainer_utils.py",),
+    untested={"transformers.loss.loss_utils.ForCausalLMLoss": "its tests need models of the hub"},
+    environment=_INSTALLED,
 )

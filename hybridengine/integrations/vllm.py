@@ -20,8 +20,8 @@ _connected: WeakKeyDictionary[LLM, tuple[torch.nn.Module, Resharder]] = WeakKeyD
 def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None = None) -> Resharder:
     """Plan the syncs of a `fully_shard`ed Hugging Face model into `llm`; every rank calls.
 
-    model: parameters are DTensors over all ranks (1-D or HSDP mesh). PEFT's LoRA adapters, inside
-      it or around it, are merged during a sync.
+    model: parameters are DTensors of FSDP2 or HSDP, alone or over tensor or expert parallelism.
+      PEFT's LoRA adapters, inside it or around it, are merged during a sync.
     llm: `vllm.LLM` on this rank, built with `distributed_executor_backend="external_launcher"`,
       `weight_transfer_config={"backend": "hybridengine"}` and VLLM_ENABLE_V1_MULTIPROCESSING=0.
     bucket_bytes: staging memory of one all-to-all; two are allocated at a time. None: by the memory

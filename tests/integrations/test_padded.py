@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hybridengine.kernels._aggregation import LOSS_AGG_MODES
@@ -235,7 +236,8 @@ def test_gae_skips_masked_positions(kind):
 def test_group_advantage_and_value_loss(kind):
     mask, rewards = masked(kind), draw(B)
     names = ["a", "b", "a", "b", "c"]
-    assert padded.group_ids(names).tolist() == [0, 1, 0, 1, 2]
+    for ids in (names, np.array(names, dtype=object), torch.tensor([7, 3, 7, 3, 5])):
+        assert padded.group_ids(ids).tolist() == [0, 1, 0, 1, 2]
     per_row = padded.group_advantage(rewards, names)
     expected = kernels.group_advantage(rewards.double(), torch.tensor([0, 1, 0, 1, 2]))
     assert_close(per_row, expected, **tolerances.ADVANTAGE)

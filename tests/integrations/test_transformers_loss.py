@@ -1,6 +1,7 @@
 """Hugging Face's losses of causal LMs with ours in place: same values, same gradients."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -121,29 +122,55 @@ def test_evaluation_and_calls_without_labels_have_logits():
     assert len(model(**batch(), return_dict=False)) >= 2
 
 
-@pytest.mark.parametrize("smoothing", (0.0, 0.1))
-def test_trainer_with_gradient_accumulation(tmp_path, smoothing):
-    """Two micro-batches with unequal numbers of labels: normalised over both."""
+def train(folder, mode, **settings):
+    """Two steps of a Trainer, its losses "theirs", "patched" or "fused"; return it.
+
+    Two micro-batches a step with unequal numbers of labels: normalised over both.
+    """
     rows = [{name: value[i].tolist() for name, value in batch().items()} for i in range(4)]
     rows[0]["labels"] = [-100] * 8 + rows[0]["labels"][8:]
-    losses = []
-    for fused in (False, True):
-        model = build("llama")
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), use_cpu=True, max_steps=2, per_device_train_batch_size=2,
-            gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=1, report_to=[],
-            save_strategy="no", disable_tqdm=True, label_smoothing_factor=smoothing,
-        )  # fmt: skip
-        with adapter.patched():
-            if fused:
-                adapter.fuse_loss(model)
-            else:
-                adapter.unpatch()
-            trainer = Trainer(model, arguments, train_dataset=rows)
-            trainer.train()
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
-    assert len(losses[0]) == 2
+    arguments = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, max_steps=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        **settings,
+    )  # fmt: skip
+    model = build("llama")
+    if mode == "fused":
+        adapter.fuse_loss(model)
+    with adapter.patched() if mode == "patched" else nullcontext():
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+    return trainer
+
+
+def losses_of(trainer):
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return [log[name] for log in logs for name in ("loss", "grad_norm")]
+
+
+@pytest.mark.parametrize(("mode", "smoothing"), [("patched", 0.0), ("patched", 0.1), ("fused", 0)])
+def test_trainer_with_gradient_accumulation(tmp_path, mode, smoothing):
+    settings = {"per_device_train_batch_size": 2, "label_smoothing_factor": smoothing}
+    losses = [losses_of(train(tmp_path, m, **settings)) for m in ("theirs", mode)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-5)
+    assert len(losses[0]) == 4
+
+
+def ddp(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:
+    """Losses and gradient norms of a Trainer whose model Accelerate wraps in DDP."""
+    results = {}
+    for mode in ("theirs", "patched", "fused"):
+        trainer = train(folder, mode, per_device_train_batch_size=1, ddp_backend="gloo")
+        assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+        results[mode] = losses_of(trainer)
+    return results
+
+
+@pytest.mark.multirank
+def test_trainer_under_ddp(tmp_path):
+    for results in run_ranks(ddp, 2, str(tmp_path)):
+        for mode in ("patched", "fused"):
+            assert results[mode] == pytest.approx(results["theirs"], rel=1e-4, abs=1e-5), mode
 
 
 def sharded(rank: int, world_size: int) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,15 @@ def test_a_function_that_no_test_calls_is_a_fault_without_a_reason(ran):
     code, row = ran({}, calls={"p.f": 1, "p.g": 0})
     assert (code, row["never_called"]) == (1, ["p.g"])
     assert ran({}, calls={"p.f": 1, "p.g": 0}, untested={"p.g": "needs a GPU"})[0] == 0
+
+
+def test_tests_that_do_not_end_are_reported(monkeypatch, tmp_path):
+    monkeypatch.setattr(dropins, "TIMEOUT_S", 0.1)
+    upstream, source = dropins.Upstream(("p==1",), "p==1", ()), tmp_path / "p" / "source"
+    source.mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"p: its tests without ours did not end within .* 0\.1 s"):
+        dropins._pytest(Path(sys.executable), source, upstream, {})
+    assert (tmp_path / "p" / "without.log").is_file()
 
 
 def test_the_plugin_counts_calls(monkeypatch, tmp_path):

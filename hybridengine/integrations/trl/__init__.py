@@ -4,15 +4,17 @@
 
     trl.patch()  # before a trainer is made; GRPOTrainer, SFTTrainer, DPOTrainer, ... as before
 
-Groups of `patch`, all of them default:
+Groups of `patch`, all of them default but `loss`:
 
 - `log_probs`: the functions of logits, and the autograd function under TRL's fused head.
 - `head`: `add_fused_lm_head`, by which every trainer of TRL computes log-probs and entropy from
   hidden states. Only positions with a label pass through the head.
 - `sync`: the weights of a vLLM engine in the trainers' processes (`vllm_mode="colocate"`).
 
-Losses, advantages and metrics remain TRL's. The functions can be imported from here by their names
-in TRL, without TRL.
+- `loss`: the loss of GRPOTrainer with its gradient made in the forward; needs `head`.
+
+Losses (without `loss`), advantages and metrics remain TRL's. The functions can be imported from
+here by their names in TRL, without TRL.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from hybridengine.integrations.trl.log_probs import (
     selective_log_softmax,
     selective_log_softmax_and_entropy,
 )
+from hybridengine.integrations.trl.loss import compute_loss
 from hybridengine.integrations.trl.sync import init_vllm, sync_weights
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
 ]
 
 _UTILS = "trl.trainer.utils"
+_GRPO = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 _VLLM = "trl.generation.vllm_generation.VLLMGeneration"
 
 
@@ -51,6 +55,10 @@ def _init_vllm(self: Any) -> None:
 
 def _sync_weights(self: Any) -> None:
     sync_weights(self, _PATCHES.original(f"{_VLLM}.sync_weights"))
+
+
+def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
+    return compute_loss(self, model, inputs, _PATCHES.original(_GRPO))
 
 
 _PATCHES = Patches(
@@ -72,6 +80,7 @@ _PATCHES = Patches(
         Replacement(f"{_UTILS}.add_fused_lm_head", add_fused_lm_head, "head"),
         Replacement(f"{_VLLM}._init_vllm", _init_vllm, "sync"),
         Replacement(f"{_VLLM}.sync_weights", _sync_weights, "sync"),
+        Replacement(_GRPO, _compute_loss, "loss"),
     ],
     default_groups=("log_probs", "head", "sync"),
 )

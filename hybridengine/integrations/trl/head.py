@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from hybridengine.integrations._lm_head import OutputHead, rows_of_labels
 from hybridengine.integrations.trl.log_probs import hidden_scores, logits_scores
+from hybridengine.integrations.trl.loss import PENDING
 from hybridengine.integrations.trl.padding import can_unpad, unpadded
 
 __all__ = ["FusedCausalLMOutput", "add_fused_lm_head"]
@@ -25,7 +26,8 @@ class FusedCausalLMOutput(ModelOutput):
 
     loss: of the labels, as TRL normalises it. log_probs and entropy [B, L - 1] float32 (or [B, L]
     with shift_labels) are differentiable; log_sum_sq_probs, mean_logits and is_top1 are not. All
-    are 0 where label_mask is. Fields that were not ordered are None.
+    are 0 where label_mask is. Fields that were not ordered are None. In a call for the group `loss`
+    (trl/loss.py), loss is that one, and the only field with a gradient.
     """
 
     loss: Tensor | None = None
@@ -92,17 +94,18 @@ def add_fused_lm_head(
         scores = functools.partial(
             _scores, target, shift_labels is not None, temperature, outputs=outputs
         )
-        result, (label_mask, *fields) = head.call(self, scores, *args, dtype=dtype, **kwargs)
+        result, (loss, label_mask, *fields) = head.call(self, scores, *args, dtype=dtype, **kwargs)
         if row is not None:
             label_mask, *fields = (
                 None if x is None else row.padded(x) for x in (label_mask, *fields)
             )
-        log_probs = fields[0]
-        items = label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        loss, aux_loss = -log_probs.sum() / items, getattr(result, "aux_loss", None)
-        if aux_loss is not None:
-            config = self.config.get_text_config()
-            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        aux_loss = getattr(result, "aux_loss", None)
+        if loss is None:
+            items = num_items_in_batch
+            loss = -fields[0].sum() / (label_mask.sum().clamp(min=1) if items is None else items)
+            if aux_loss is not None:
+                config = self.config.get_text_config()
+                loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         values = (loss, *fields, label_mask, aux_loss)
         names = (field.name for field in dataclasses.fields(FusedCausalLMOutput))
         return FusedCausalLMOutput(**dict(zip(names, values, strict=True)))
@@ -122,13 +125,22 @@ def _scores(
     *,
     outputs: tuple[str, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Return the mask of labels, and the per-token fields in its shape."""
+    """Return the pending loss or None, the mask of labels, and the fields in its shape."""
     rows, ids, mask = rows_of_labels(output, labels, shifted)
+    pending = PENDING.get()
+    loss: Tensor | None = None
+    fields: tuple[Tensor | None, ...]
     if weight is None:
         fields = logits_scores(rows, ids, temperature, outputs)
+    elif pending is not None:
+        transform = (temperature, logit_scale, softcap)
+        loss, log_probs, entropy = pending.scores(rows, weight, bias, ids, *transform)
+        fields = (log_probs, entropy, None, None, None)
     else:
         fields = hidden_scores(rows, weight, bias, ids, temperature, logit_scale, softcap, outputs)
     # masked_scatter: of no label at all, the result is still a function of the model
-    return mask, *(
-        None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x) for x in fields
+    return (
+        loss,
+        mask,
+        *(None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x) for x in fields),
     )
