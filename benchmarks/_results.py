@@ -48,6 +48,18 @@ class Results:
         self.append(row)
         return row
 
+    def keep(self, last: Row, **of_run: str) -> bool:
+        """Append the earlier rows of a run of several, if the `last` one is among them.
+
+        of_run: values that all of its rows have. last: values that only the last one has.
+        """
+        rows = [row for row in self._earlier.values() if of_run.items() <= row.items()]
+        if not any(last.items() <= row.items() for row in rows):
+            return False
+        for row in rows:
+            self.append(row)
+        return True
+
     def save(self) -> None:
         """Write the document; an interrupted write leaves the last one."""
         if self._path is None:

@@ -4,6 +4,7 @@ The engine is vLLM where it is installed, else Hugging Face `generate`. Prompts 
 in length: prompts by their text, responses because many tokens end one. Every phase that the
 trainer times is a row; `step` has tokens per second (`tokens_per_s`) and peak memory,
 `update_actor` the share of the device's peak (MFU, as the trainer reports it).
+`hybridengine_compile` is the same run with `model.compile`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch.distributed as dist
 from benchmarks._bench import OURS, ROOT, Bench
 
 STEPS = 4  # after one warm-up step
-LIMIT_S = 480
+LIMIT_S = 250  # of a run; both fit the part of the GPU report
+IMPLEMENTATIONS = {OURS: False, f"{OURS}_compile": True}  # model.compile
 REWARD = """
 from zlib import crc32
 
@@ -53,15 +55,27 @@ def run(bench: Bench) -> None:
             "rollout.max_num_seqs": 64,  # Hugging Face keeps the logits of every token
             "reward.custom_reward_function.path": folder / "reward.py",
             "trainer.total_training_steps": steps + 1,
-            "trainer.default_local_dir": folder / "run",
             "trainer.logger": "[jsonl]",
             "trainer.n_gpus_per_node": 1,
             "trainer.save_freq": -1,
         }
-        rows = train(folder, settings)[1:]
-    shape = f"{millions}M {prompts}x{n} responses"
+        shape = f"{millions}M {prompts}x{n} responses"
+        for impl, compiled in IMPLEMENTATIONS.items():
+            if bench.results.keep({"pass": "step"}, op="step", impl=impl):
+                continue
+            run_dir = folder / impl
+            own = {"model.compile": str(compiled).lower(), "trainer.default_local_dir": run_dir}
+            add_rows(bench, impl, shape, train(run_dir, settings | own)[1:])
+    updates = {row["impl"]: row["ms_p50"] for row in bench.rows if row["pass"] == "update_actor"}
+    plain, compiled_ms = (updates[impl] for impl in IMPLEMENTATIONS)
+    print(f"# model.compile: update_actor {plain / compiled_ms:.2f}x", flush=True)
+
+
+def add_rows(bench: Bench, impl: str, shape: str, rows: list[dict[str, float]]) -> None:
+    """Add a row for every phase of the steps, the longest first and `step` last."""
     names = {key for row in rows for key in row if key.startswith("timing_s/")}
-    for name in sorted(names, key=lambda key: -median(row.get(key, 0.0) for row in rows)):
+    longest_first = sorted(names, key=lambda key: -median(row.get(key, 0.0) for row in rows))
+    for name in sorted(longest_first, key=lambda key: key == "timing_s/step"):
         times = sorted(row.get(name, 0.0) * 1e3 for row in rows)
         phase, totals = name.removeprefix("timing_s/"), dict[str, Any]()
         if phase == "step":
@@ -72,9 +86,10 @@ def run(bench: Bench) -> None:
             totals["share_of_limit"] = median(row["perf/mfu/actor"] for row in rows)
         rate = totals.get("tokens_per_s")
         bench.add(
-            "step", phase, OURS, shape, f" {rate:.0f} tokens/s" if rate else "",
-            dtype="bfloat16" if on_gpu else "float32", ms_p20=times[len(times) // 5],
-            ms_p50=median(times), ms_p80=times[len(times) * 4 // 5], **totals,
+            "step", phase, impl, shape, f" {rate:.0f} tokens/s" if rate else "",
+            dtype="bfloat16" if bench.device.type == "cuda" else "float32",
+            ms_p20=times[len(times) // 5], ms_p50=median(times),
+            ms_p80=times[len(times) * 4 // 5], **totals,
         )  # fmt: skip
 
 
@@ -120,18 +135,19 @@ def write_prompts(file: Path, count: int, max_tokens: int) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train(folder: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
+def train(run_dir: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
     """Run the trainer as the only rank; return the metrics of the steps that it finished."""
     from hybridengine.config import config_to_yaml, load_config
 
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
-    (folder / "config.yaml").write_text(config_to_yaml(config))
+    file = run_dir.with_suffix(".yaml")
+    file.write_text(config_to_yaml(config))
     # As torchrun's agent: this process holds the store, the rank connects to it.
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     one_rank: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     one_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     one_rank |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "step"}
-    command = ("-m", "hybridengine.trainer.start", "GRPOConfig", str(folder / "config.yaml"))
+    command = ("-m", "hybridengine.trainer.start", "GRPOConfig", str(file))
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -140,5 +156,5 @@ def train(folder: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
     )
     if done.returncode:
         raise RuntimeError(f"the trainer ended with exit code {done.returncode}; see above")
-    rows = [json.loads(row) for row in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "timing_s/step" in row]

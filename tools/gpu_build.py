@@ -70,7 +70,9 @@ def main() -> int:
     packed = json.loads(file.read_text()) if file.is_file() else {}
     is_packed = all(packed.get(key) == value for key, value in needed.items())
     if is_packed:
-        shutil.copy2(pack / EXTENSION, ROOT / "hybridengine" / EXTENSION)
+        target = ROOT / "hybridengine" / EXTENSION
+        copy = target.with_suffix(".new")  # a process that has the old one mapped keeps it
+        shutil.copy2(pack / EXTENSION, copy).replace(target)
     else:
         compile_extension(architecture)
     subprocess.run([sys.executable, "-c", IMPORT], check=True, cwd=ROOT)

@@ -11,8 +11,9 @@
     report       all parts of the report on the CPU, from the pack; GPU tests up to the device
 
 All are the default, on a copy of the sources as git has them, in .cache/gpu-rehearsal. Needs Python
-3.12 (PYTHON, or python3.12 on PATH) and nvcc (CUDACXX, or on PATH). Exits with 1 if a step failed;
-the steps after the pack all run.
+3.12 (PYTHON, or python3.12 on PATH) and nvcc (CUDACXX, or on PATH). TORCH: another version of torch
+than that of gpu_environment.txt, with its Triton. Exits with 1 if a step failed; the steps after
+the pack all run.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -39,11 +42,18 @@ LIMIT_MIB = 56  # of the pack: what it is carried with should stay below 64
 
 
 def environment() -> None:
-    stamp, key = WORK / "environment.stamp", hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+    wanted = REQUIREMENTS.read_text()
+    if version := os.environ.get("TORCH"):
+        wanted = re.sub(r"^torch==\S+", f"torch=={version}", wanted, flags=re.MULTILINE)
+    stamp, key = WORK / "environment.stamp", hashlib.sha256(wanted.encode()).hexdigest()
     if stamp.is_file() and stamp.read_text() == key:
         return
+    stamp.unlink(missing_ok=True)
+    shutil.rmtree(TREE / "build", ignore_errors=True)  # of another torch
     call(find_python(), "-m", "venv", "--clear", WORK / "venv", cwd=ROOT)
-    pip("install", "-q", "-r", REQUIREMENTS)
+    requirements = WORK / "requirements.txt"
+    requirements.write_text(wanted)
+    pip("install", "-q", "-r", requirements)
     stamp.write_text(key)
 
 
@@ -161,6 +171,7 @@ def main() -> int:
         if name not in chosen:
             continue
         print(f"gpu-rehearsal: {name}", flush=True)
+        started = time.monotonic()
         try:
             STEPS[name]()
         except subprocess.CalledProcessError as error:
@@ -168,6 +179,7 @@ def main() -> int:
             failed.append(name)
             if name in ("environment", "build", "pack"):
                 break
+        print(f"gpu-rehearsal: {name}: {time.monotonic() - started:.0f} s", flush=True)
     print(f"gpu-rehearsal: {'failed: ' + ', '.join(failed) if failed else 'passed'}")
     return int(bool(failed))
 

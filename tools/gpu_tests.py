@@ -7,15 +7,16 @@ it failed; a file that cannot be imported has one too. An error that the GPU doe
 a crash and a test above its time limit end pytest, which starts again with the tests that are left.
 `--resume` runs what has not passed.
 
-`--device cpu`, without a GPU: the other tests of the same folders that are not slow, and the GPU
-tests up to their first call of the device (outcome `skipped`).
+`--device cpu`, without a GPU: the GPU tests up to their first call of the device (outcome
+`skipped`), and the tests of what depends on the versions of torch, Triton and transformers: the
+operators and their CPU twins, Triton's interpreter, models, FSDP2 and DTensor, the trainer with the
+Hugging Face engine. Tests of our own arithmetic (SAME_CODE) take the same path under every version.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests/kernels", "tests/model", "tests/reshard")
-SELECTED = {"cuda": "gpu", "cpu": "gpu or not (multirank or slow)"}
-LIMIT_S = 60  # of a test
+DEVICES = ("cuda", "cpu")
+LIMITS_S = {"cuda": 60, "cpu": 300}  # of a test
+# Without a GPU also these, which start ranks.
+RANKS = (
+    *("tests/checkpoint/test_checkpointer.py", "tests/model/test_sharded.py"),
+    *("tests/model/test_fsdp_options.py", "tests/reshard/test_exchange.py"),
+    *("tests/rollout/test_hf.py", "tests/trainer/test_loss_forms.py", "tests/trainer/test_sft.py"),
+)
+# Tests of C++ and Python that call nothing of torch but tensors, and more inputs of operators that
+# other tests run. `make test` has them.
+SAME_CODE = (
+    *("*_hostile.py", "*_cuda_on_cpu.py", "test_against_*.py", "test_advisor.py"),
+    *("test_balance.py", "test_buckets.py", "test_coverage.py", "test_forest.py"),
+    *("test_group_slots.py", "test_instruction_sets.py", "test_large_models.py"),
+    *("test_layers.py", "test_plan.py", "test_policy_loss_terms.py", "test_regions.py"),
+    *("test_reordering.py", "test_rollout_metrics.py"),
+)
 FATAL = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS", "device-side assert")  # for later tests too
 NO_DEVICE = (
     *("Found no NVIDIA driver", "0 active drivers", "No CUDA GPUs are available"),
@@ -59,9 +75,12 @@ class Recorder:
         self.rows, self.device = rows, device
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        known = [item for item in items if item.nodeid in self.rows.by_test]
-        config.hook.pytest_deselected(items=known)
-        items[:] = [item for item in items if item.nodeid not in self.rows.by_test]
+        kept, left_out = list[Any](), list[Any]()
+        for item in items:
+            wanted = item.nodeid not in self.rows.by_test and is_selected(item, self.device)
+            (kept if wanted else left_out).append(item)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -92,42 +111,54 @@ class Recorder:
             pytest.exit(f"{report.nodeid}: the GPU needs a new process", returncode=3)
 
 
+def is_selected(item: Any, device: str) -> bool:
+    """Return whether a collected test is one of the report, or of its rehearsal on a CPU."""
+    if device == "cuda" or item.get_closest_marker("gpu"):
+        return bool(item.get_closest_marker("gpu"))
+    if any(item.path.match(pattern) for pattern in SAME_CODE) or item.get_closest_marker("slow"):
+        return False
+    return not item.get_closest_marker("multirank") or any(item.path.match(p) for p in RANKS)
+
+
 def run_pytest(file: Path, device: str, tests: list[str]) -> int:
     """Run the tests that have no row in `file`; return pytest's exit code."""
     arguments = [
-        *("-q", "-p", "no:cacheprovider", "-m", SELECTED[device]),
-        "--continue-on-collection-errors",
-        *(f"--timeout={LIMIT_S}", "--timeout-method=thread"),
+        *("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
+        *("-m", "gpu" if device == "cuda" else "gpu or not slow"),
+        *(f"--timeout={LIMITS_S[device]}", "--timeout-method=thread"),
     ]
     return int(pytest.main([*arguments, *tests], plugins=[Recorder(Rows(file), device)]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("test", nargs="*", default=list(FOLDERS))
+    parser.add_argument("test", nargs="*", metavar="TEST")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--device", choices=list(SELECTED), default="cuda")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--quick", action="store_true", help="changes nothing here")
     parser.add_argument("--resume", action="store_true", help="run what has not passed")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    on_cpu = arguments.device == "cpu"
+    tests = arguments.test or [*FOLDERS, *(RANKS if on_cpu else ())]
     if arguments.once:
-        return run_pytest(arguments.json, arguments.device, arguments.test)
+        return run_pytest(arguments.json, arguments.device, tests)
+    if on_cpu:
+        print("gpu-tests: without a GPU; run by `make test` only:", ", ".join(SAME_CODE))
     if not arguments.resume:
         arguments.json.unlink(missing_ok=True)
     rows = Rows(arguments.json)
     rows.by_test = {t: row for t, row in rows.by_test.items() if row["outcome"] == "passed"}
     rows.write()
-    return run_all(arguments.json, arguments.device, arguments.test)
+    return run_all(arguments.json, arguments.device, tests)
 
 
 def run_all(file: Path, device: str, tests: list[str]) -> int:
     """Start pytest until no test is left, or it ends without a new row; return the exit code."""
     command = [sys.executable, str(Path(__file__)), "--json", str(file), "--device", device]
-    environment = os.environ | ({"HYBRIDENGINE_REHEARSAL": "1"} if device == "cpu" else {})
     while True:
         before = len(Rows(file).by_test)
-        code = subprocess.run([*command, "--once", *tests], cwd=ROOT, env=environment).returncode
+        code = subprocess.run([*command, "--once", *tests], cwd=ROOT).returncode
         rows = Rows(file)
         for row in rows.by_test.values():
             if row["outcome"] == "started":

@@ -17,7 +17,7 @@ from benchmarks.end_to_end import PHASES, run_program
 from benchmarks.end_to_end.data import write
 
 MODEL = ROOT / ".cache/demo/smollm2-135m-instruct"
-STEPS, PROMPTS, N, MICRO_BATCH = 3, 2, 4, 8  # the first step is a warm-up
+STEPS, PROMPTS, N, MICRO_BATCH = 3, 2, 2, 4  # the first step is a warm-up
 MAX_PROMPT, MAX_RESPONSE = 384, 64
 
 

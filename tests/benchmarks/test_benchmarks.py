@@ -9,7 +9,7 @@ from benchmarks._bench import KEYS, OURS, Bench
 from benchmarks.isa import LIMITS, is_limited
 
 OPERATORS = (
-    "advantage", "attention", "balance", "distillation", "head_share", "linear",
+    "adamw", "advantage", "attention", "balance", "distillation", "head_share", "linear",
     "linear_cross_entropy", "logprob", "packing", "policy_loss", "shared_prefix", "strided_copy",
 )  # fmt: skip
 

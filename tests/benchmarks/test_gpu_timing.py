@@ -128,6 +128,17 @@ def test_a_killed_run_keeps_its_rows_and_is_resumed(tmp_path):
     assert resumed.rows == rows
 
 
+def test_a_run_of_several_rows_is_repeated_unless_its_last_one_is_there(tmp_path):
+    bench = acted_bench(tmp_path)
+    for impl, passes in {"a": ("forward", "step"), "b": ("forward",)}.items():
+        for name in passes:
+            bench.add("op", name, impl, "T=1", dtype="float32", ms_p50=1.0)
+    resumed = acted_bench(tmp_path, resume=True)
+    kept = [resumed.results.keep({"pass": "step"}, op="op", impl=impl) for impl in "ab"]
+    assert kept == [True, False]
+    assert [(row["impl"], row["pass"]) for row in resumed.rows] == [("a", "forward"), ("a", "step")]
+
+
 def test_another_commit_and_a_fresh_run_start_over(tmp_path):
     compare(acted_bench(tmp_path), **{OURS: lambda: 2.0})
     fresh = acted_bench(tmp_path)
