@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures test-dropins lint check bench dist cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures test-dropins test-exhaustive lint check bench dist cuda-check clean
 .PHONY: gpu-report gpu-rehearsal gpu-pack
 
 help: ## List these commands
@@ -28,8 +28,12 @@ demo-long: setup ## SFT, then GRPO, and the curve over both (SEED=2: another see
 	  model.path=$(LONG)/seed_$(SEED)/sft/final trainer.default_local_dir=$(LONG)/seed_$(SEED)/grpo
 	@$(PY) examples/demo_long/draw.py $(LONG)
 
-test: setup ## All tests, two at a time (GPU tests run where there is a GPU)
-	@OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n 2 --dist worksteal
+TEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n 2 --dist worksteal
+test: setup ## The tests, two at a time (GPU tests run where there is a GPU)
+	@$(TEST) -m "not exhaustive"
+
+test-exhaustive: setup ## The long tests that `make test` leaves out: each has a cheaper sibling there
+	@$(TEST) -m exhaustive
 
 test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
@@ -45,7 +49,7 @@ lint: setup ## ruff, clang-format, mypy and import-linter, changing nothing
 	@$(BIN)/lint-imports --no-cache
 
 check: lint ## lint, types and the fast tests, in under three minutes
-	@$(PY) -m pytest -q -m "not multirank and not slow"
+	@$(PY) -m pytest -q -m "not multirank and not slow and not exhaustive"
 
 bench: setup ## Time every operator against its baselines on this machine
 	@$(PY) -m benchmarks

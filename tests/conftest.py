@@ -6,10 +6,15 @@ import tempfile
 
 import hybridengine.kernels
 import torch
+from hypothesis import settings
 
 # transformers looks for a package `kernels` and finds the folder of the repository's root: without
 # this it would be imported a second time, and its copies of the operators replace the first ones.
 sys.modules.setdefault("kernels", hybridengine.kernels)
+
+# The first example of a process may take longer than any deadline.
+settings.register_profile("hybridengine", deadline=None)
+settings.load_profile("hybridengine")
 
 # Processes that the tests start inherit it.
 _CACHE = tempfile.TemporaryDirectory(prefix="hybridengine-cache-")

@@ -29,6 +29,7 @@ def test_the_config_is_valid():
     assert config.world_size == 16 and config.data_parallel_size == 8
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multirank
 def test_two_agents_run_one_job(tmp_path: Path) -> None:
     commands = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho 127.0.0.1\necho 127.0.0.2\n"}
