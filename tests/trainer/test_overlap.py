@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridengine.runtime.session import EXIT_STOPPED
-from tests.trainer.in_process import Result, small_job
+from tests.trainer.in_process import Result, run_jobs, small_job
 from tests.trainer.overlapped import run_overlapped
 from tests.trainer.test_every_key import TURN_LOOP, TURN_TOOLS
 from tests.trainer.test_failed_rank import WITHIN_S, pid_of_training_rank
@@ -169,11 +169,10 @@ def test_two_engines_share_a_batch_as_two_replicas(tmp_path: Path) -> None:
     """Two engines for one trainer rank generate what two ranks do that also train."""
     base = small_job(tmp_path)
     shared = ("data.train_batch_size=5", "trainer.total_training_steps=1")
-    jobs = [
-        overrides_of(tmp_path, base, "two", (*shared, "trainer.n_gpus_per_node=2")),
-        overrides_of(tmp_path, base, "split", (*shared, *ONE_STEP, "rollout.n_gpus_per_node=2")),
-    ]
-    two, split = run_overlapped(tmp_path, jobs, num_ranks=3)
+    job = overrides_of(tmp_path, base, "run", (*shared, "trainer.n_gpus_per_node=2"))
+    [two] = run_jobs(tmp_path, [job], world_size=2)
+    job = overrides_of(tmp_path, base, "split", (*shared, *ONE_STEP, "rollout.n_gpus_per_node=2"))
+    [split] = run_overlapped(tmp_path, [job], num_ranks=3)
     assert not two.refused and not split.refused
     assert two.rollouts == split.rollouts and len(two.rollouts["step_1"]) == 20
 
