@@ -28,9 +28,7 @@ ASKED = (  # words, expression
 )
 SOLVED = (("12 times 345", "12 * 345"), ("908 minus 77", "908 - 77"), ("451 plus 38", "451 + 38"))
 GUESS = "Guess my number from 1 to 64. I answer higher or lower. Write the number only."
-GSM8K_SYSTEM = (
-    "Solve the problem step by step. Compute with the calculator. Put the final answer after ####."
-)
+GSM8K_SYSTEM = "Compute with the calculator."  # the rows say how to give the answer
 
 
 def main() -> None:
