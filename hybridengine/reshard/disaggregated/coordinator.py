@@ -14,14 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridengine.reshard.disaggregated.records import (
-    EngineInfo,
-    SyncState,
-    SyncStore,
-    Transfer,
-    wait_for,
-)
+from hybridengine.reshard.disaggregated.records import EngineInfo, SyncState, SyncStore, Transfer
 from hybridengine.reshard.execute.resharder import ReshardError
+from hybridengine.runtime.polling import wait_for
 
 BEAT_S = 1.0
 
@@ -107,7 +102,7 @@ class Coordinator:
             joined = all(self._store.has(f"engine/{i}") for i in self.engines)
             return True if late or joined else None
 
-        wait_for(missing, lambda: None)
+        wait_for(missing)
         for index in self.engines:
             if not self._store.has(f"engine/{index}"):
                 self._drop(index, f"it has not joined within {self._timeout_s:g} s")
@@ -149,7 +144,7 @@ class Coordinator:
             late = time.monotonic() > deadline
             return f"it has not answered within {self._timeout_s:g} s" if late else None
 
-        return wait_for(look, lambda: None)
+        return wait_for(look)
 
     def select(self, infos: Sequence[EngineInfo], layouts: dict[int, str]) -> list[EngineInfo]:
         """Return the engines with these layouts (by TP rank); drop the others."""

@@ -9,13 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from hybridengine.reshard.disaggregated.records import (
-    EngineInfo,
-    SyncState,
-    SyncStore,
-    Transfer,
-    wait_for,
-)
+from hybridengine.reshard.disaggregated.records import EngineInfo, SyncState, SyncStore, Transfer
 from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
 from hybridengine.runtime.all_ranks import run_on_all_ranks
 from hybridengine.runtime.failures import (
@@ -24,6 +18,7 @@ from hybridengine.runtime.failures import (
     process_state,
     this_process,
 )
+from hybridengine.runtime.polling import wait_for
 from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.weight_target import WeightTarget
 

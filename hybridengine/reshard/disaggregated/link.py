@@ -25,7 +25,7 @@ from hybridengine.runtime.failures import (
     process_state,
 )
 
-_ALIGNMENT = 16  # bytes, of the parts of the replicas
+ALIGNMENT = 16  # bytes, of the parts of the replicas
 
 
 class LinkError(CollectiveError):
@@ -54,7 +54,7 @@ def divide(sent: np.ndarray, replicas: int) -> Division:
                [12, 16]]), part=32)
     """
     total = int(sent.sum())
-    part = -(-total // (replicas * _ALIGNMENT)) * _ALIGNMENT
+    part = -(-total // (replicas * ALIGNMENT)) * ALIGNMENT
     stops = np.cumsum(sent)[:, None]
     low = np.arange(replicas) * part
     counts = np.minimum(stops, low + part) - np.maximum(stops - sent[:, None], low)

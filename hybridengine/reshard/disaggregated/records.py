@@ -15,12 +15,11 @@ and "trainers/T" (processes). Each engine writes its own keys:
 from __future__ import annotations
 
 import pickle
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -29,9 +28,6 @@ from hybridengine.runtime.failures import STORE_GONE, one_line, process_state
 from hybridengine.sharding.shards import ShardSpec
 
 _PREFIX = "hybridengine/disaggregated"
-_SHORT_S, _LONG_S, _GROWTH = 1e-3, 2e-2, 1.1  # between two looks into the store
-
-T = TypeVar("T")
 
 
 class Member(NamedTuple):
@@ -194,16 +190,3 @@ def _store_errors() -> Iterator[None]:
         if isinstance(error, RankFailedError):
             raise
         raise RankFailedError(f"{STORE_GONE} ({one_line(error)})") from error
-
-
-def wait_for(read: Callable[[], T | None], check: Callable[[], None]) -> T:
-    """Return the first result of `read` that is not None.
-
-    check: called between two tries; raises when there is nothing to wait for any more.
-    """
-    pause = _SHORT_S
-    while (value := read()) is None:
-        check()
-        time.sleep(pause)
-        pause = min(_GROWTH * pause, _LONG_S)
-    return value

@@ -14,15 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.disaggregated.link import Link, LinkError, divide
+from hybridengine.reshard.disaggregated.link import ALIGNMENT, Link, LinkError, divide
 from hybridengine.reshard.execute.exchange import BucketPipeline, Exchange, ExchangeBuilder
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.sharding.geometry import contiguous_strides
 from hybridengine.sharding.shards import ShardSpec
-
-_PADDING = 16  # bytes, of each replica's part of a bucket
 
 
 class SendPipeline(BucketPipeline):
@@ -146,7 +144,7 @@ class ReceivePipeline:
         """Write the buckets into `weights`. Return (bytes received, bytes sent to replicas)."""
         self._received = self._sent = 0
         moving = [e for e in self.exchanges if not (e.bucket.frozen and skip_frozen)]
-        buffers = _Buffers(self._plan.staging_bytes + (_PADDING * len(link.members)), self._device)
+        buffers = _Buffers(self._plan.staging_bytes + ALIGNMENT * len(link.members), self._device)
         previous: Iterator[None] = iter(())
         for i, exchange in enumerate(moving, 1):
             where = f"bucket {i} of {len(moving)}"

@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hybridengine.rollout import SamplingSpec
+from hybridengine.runtime.polling import wait_for
 from hybridengine.runtime.roles import Link
 from hybridengine.trainer.rollouts import Rollout
 
-_POLL_S = 0.01
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,21 @@ class Finished:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def wait_until(ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Return the first value of `ready()` that is not None; poll.
+def wait_until(ready: Callable[[], T | None], timeout_s: float, what: str) -> T:
+    """Return the first value of `ready()` that is not None.
 
     Raises DistError, a timeout, after timeout_s; the report of the failure then names where the
     other ranks are. Lost ranks are noticed by the rank's monitor.
     """
     deadline = time.monotonic() + timeout_s
-    while (value := ready()) is None:
+
+    def check() -> None:
         if time.monotonic() > deadline:
             raise dist.DistError(
                 f"timed out after {timeout_s:g} s (trainer.timeout_s) of waiting for {what}"
             )
-        time.sleep(_POLL_S)
-    return value
+
+    return wait_for(ready, check)
 
 
 class _Queue:
@@ -128,7 +131,7 @@ class TrainerQueue(_Queue):
         self._store.set("end", how)
         for engine in range(self.link.roles.num_engines):
             what = f"engine {engine} to end"
-            wait_until(lambda e=engine: self._read(f"ended/{e}"), self.link.timeout_s, what)  # type: ignore[misc]
+            wait_until(partial(self._read, f"ended/{engine}"), self.link.timeout_s, what)
 
 
 class EngineQueue(_Queue):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -138,7 +139,7 @@ class OverlappedRollouts(RolloutSource):
         """Wait on rank 0 until items are finished; the other ranks wait in the next collective."""
         for number in items if self._session.is_main else ():
             what = f"the rollouts of item {number}"
-            wait_until(lambda n=number: self._queue.finished(n), self._link.timeout_s, what)  # type: ignore[misc]
+            wait_until(partial(self._queue.finished, number), self._link.timeout_s, what)
 
     def _take(self) -> list[tuple[WorkItem, Finished]]:
         """Take items of one batch size that are not too old; drop and replace others."""
@@ -176,8 +177,7 @@ class OverlappedRollouts(RolloutSource):
             return found or None
 
         what = f"rollouts ({missing} of {self._config.data.train_batch_size} prompts are missing)"
-        results: list[Finished] = wait_until(look, self._link.timeout_s, what)
-        return results
+        return wait_until(look, self._link.timeout_s, what)
 
     def _replace(self, item: WorkItem, result: Finished) -> None:
         """Drop rollouts that are too old, and hand out their prompts again, first of all."""
