@@ -66,7 +66,7 @@ def _with_planned_sync(result: Result, planner: SyncPlanner) -> Result:
         try:
             planned = result.best.replace_sync(planner.plan(result.best.layout))
             return replace(result, steps=[planned, *result.steps[1:]])
-        except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     note = f"the weight sync is estimated by a formula instead of the planner: {reason}"
     warnings.warn(note, ConfigNote, stacklevel=3)

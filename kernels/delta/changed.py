@@ -21,13 +21,13 @@ class Changes(NamedTuple):
     """The K elements that changed.
 
     indices: int32 [K], int64 for tensors of more than 2^31 - 1 elements; ascending. values: the new
-    ones, [K], in the dtype that was sent. count: K. Where that is above the capacity, indices and
-    values are empty, and on a GPU count is only one more than the capacity.
+    ones, [K], in the dtype that was sent. num_changed: K. Where that is above the capacity, indices
+    and values are empty, and on a GPU it is only one more than the capacity.
     """
 
     indices: Tensor
     values: Tensor
-    count: int  # type: ignore[assignment]  # not the method of tuples
+    num_changed: int
 
 
 def changed_elements(

@@ -180,7 +180,7 @@ class DamagedRank:
 
         def damaged(*arguments):
             header, message = encode(*arguments)
-            return self.damage(header, message) if header.count else (header, message)
+            return self.damage(header, message) if header.num_changes else (header, message)
 
         self.patch = mock.patch.object(pipeline_module, "encode", damaged)
         self.patch.start()
@@ -198,7 +198,7 @@ def flip(header, message):
 DAMAGE = {
     "bytes": flip,
     "base": lambda h, m: (h._replace(base_version=h.base_version - 1), m),
-    "count": lambda h, m: (h._replace(count=h.count - 1, gap_bytes=h.gap_bytes + 2), m),
+    "count": lambda h, m: (h._replace(num_changes=h.num_changes - 1, gap_bytes=h.gap_bytes + 2), m),
 }
 
 
@@ -459,7 +459,7 @@ def test_messages_that_do_not_fit_their_header() -> None:
     for tensor, sent in zip(decode(header, message, torch.bfloat16, 10, 401), (positions, numbers),
                             strict=True):  # fmt: skip
         assert torch.equal(tensor, sent)
-    for end, change in ((400, {}), (401, {"count": 2}), (401, {"gap_width": 3})):
+    for end, change in ((400, {}), (401, {"num_changes": 2}), (401, {"gap_width": 3})):
         with pytest.raises(CorruptDeltaError):
             decode(header._replace(**change), message, torch.bfloat16, 10, end)
     assert issubclass(ReshardError, RuntimeError)

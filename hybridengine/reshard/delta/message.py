@@ -14,19 +14,17 @@ import torch
 from hybridengine.kernels.delta import decode_gaps, encode_gaps
 from hybridengine.sharding.checksums import bit_checksums
 
-HEADER_FIELDS = 6
-
 
 class Header(NamedTuple):
     """What a receiver knows before the message arrives; all zero but the versions for no changes.
 
-    base_version: of the engine that the delta applies to. version: after it. count: of changes.
+    base_version: of the engine that the delta applies to. version: after it.
     gap_width: bytes of a field of the gaps. gap_bytes: of all gaps. checksum: of the message.
     """
 
     base_version: int
     version: int
-    count: int  # type: ignore[assignment]  # not the method of tuples
+    num_changes: int
     gap_width: int
     gap_bytes: int
     checksum: int
@@ -34,7 +32,7 @@ class Header(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of the message, even so that the next one is aligned for its values."""
-        size = 2 * self.count + self.gap_bytes
+        size = 2 * self.num_changes + self.gap_bytes
         return size + size % 2
 
 
@@ -52,9 +50,9 @@ def encode(
     gaps, width = encode_gaps(positions, start)
     header = Header(base_version, version, len(positions), width, len(gaps), 0)
     message = torch.empty(header.num_bytes, dtype=torch.uint8, device=positions.device)
-    message[: 2 * header.count] = values.view(torch.uint8)
-    message[2 * header.count : 2 * header.count + len(gaps)] = gaps
-    message[2 * header.count + len(gaps) :] = 0
+    message[: 2 * header.num_changes] = values.view(torch.uint8)
+    message[2 * header.num_changes : 2 * header.num_changes + len(gaps)] = gaps
+    message[2 * header.num_changes + len(gaps) :] = 0
     (checksum,) = bit_checksums([message])
     return header._replace(checksum=checksum), message
 
@@ -66,11 +64,11 @@ def decode(
 
     Raises CorruptDeltaError for a message that is not the one its header describes.
     """
-    if header.count and bit_checksums([message]) != [header.checksum]:
+    if header.num_changes and bit_checksums([message]) != [header.checksum]:
         raise CorruptDeltaError("its checksum differs from that of its sender")
-    values = message[: 2 * header.count].view(dtype)
-    gaps = message[2 * header.count : 2 * header.count + header.gap_bytes]
+    values = message[: 2 * header.num_changes].view(dtype)
+    gaps = message[2 * header.num_changes : 2 * header.num_changes + header.gap_bytes]
     try:
-        return decode_gaps(gaps, header.gap_width, start, end, header.count), values
+        return decode_gaps(gaps, header.gap_width, start, end, header.num_changes), values
     except ValueError as error:
         raise CorruptDeltaError(str(error)) from error

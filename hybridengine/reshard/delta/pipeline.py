@@ -16,13 +16,7 @@ import torch.distributed as dist
 
 from hybridengine.kernels.delta import ChangeTable
 from hybridengine.reshard.delta.find import Part
-from hybridengine.reshard.delta.message import (
-    HEADER_FIELDS,
-    CorruptDeltaError,
-    Header,
-    decode,
-    encode,
-)
+from hybridengine.reshard.delta.message import CorruptDeltaError, Header, decode, encode
 from hybridengine.reshard.execute.exchange import ExchangeBuilder
 from hybridengine.reshard.execute.trained import TrainedTensors
 from hybridengine.reshard.plan.buckets import Bucket
@@ -113,7 +107,7 @@ class DeltaPipeline:
         with self._guard.collective(f"exchanging {where}"):
             out_sizes = [len(message) for message in messages]
             work = dist.all_to_all_single(incoming, outgoing, sizes, out_sizes, async_op=True)
-        header_bytes = 8 * HEADER_FIELDS * (len(sizes) - 1)
+        header_bytes = 8 * len(Header._fields) * (len(sizes) - 1)
         self._bytes_received += incoming.nbytes + header_bytes
         self._bytes_sent += outgoing.nbytes + header_bytes
         self._guard.phase = f"applying the local part of {where}"
