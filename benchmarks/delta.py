@@ -133,6 +133,8 @@ def _rank(
         elements = resharder.plan.bytes_received[rank] // 2
         bound = _entropy_bytes(elements, round(elements * (report.changed or 1.0)))
         results[way, share] = Result(sorted(times[1:]), report.bytes_received, bound)
+        if rank == 0:
+            print(f"# {way} {share:.1%}: {[round(t) for t in times]} ms", flush=True)
 
     def make(**options: object) -> Resharder:
         return Resharder(lambda: model.shards, engine, **options)  # type: ignore[arg-type]
