@@ -134,6 +134,15 @@ def _divide(
     return ChunkTable(chunks, all_loads, all_staged)
 
 
+class _Filling:
+    """An open bucket, and the bytes that each rank stages [N] and moves [4, N] of it."""
+
+    def __init__(self, bucket: Bucket, world_size: int) -> None:
+        self.bucket = bucket
+        self.staged = np.zeros(world_size, np.int64)
+        self.moved = np.zeros((4, world_size), np.int64)
+
+
 def fill_buckets(
     classes: Mapping[Source, SourceClass],
     bucket_bytes: int,
@@ -145,8 +154,19 @@ def fill_buckets(
     The four channels are those of `SourceClass.loads`. tables: known chunks by (class, bytes of an
     element); new ones are added.
     """
-    opened: list[tuple[Bucket, np.ndarray, np.ndarray]] = []  # staged [N], moved [4, N]
-    filling: dict[tuple, tuple[Bucket, np.ndarray, np.ndarray]] = {}
+    buckets: list[Bucket] = []
+    total, max_staged = np.zeros((4, world_size), np.int64), 0
+    filling: dict[tuple, _Filling] = {}  # by treatment
+
+    def close(treatment: tuple) -> None:
+        nonlocal max_staged
+        closed = filling.pop(treatment)
+        received_sent = closed.moved.reshape(2, 2, -1)  # inside the node, across nodes
+        bucket = closed.bucket
+        bucket.intra_bytes, bucket.inter_bytes = received_sent.max((0, 2)).tolist()
+        np.add(total, closed.moved, out=total)
+        max_staged = max(max_staged, int(closed.staged.max()))
+
     for (name, dtype), source_class in classes.items():
         spec, key = source_class.spec, (source_class, dtype.itemsize)
         if key not in tables:
@@ -155,22 +175,17 @@ def fill_buckets(
         treatment = (spec.dtype, dtype, spec.frozen, spec.merged)
         while first < len(table.chunks):
             if treatment not in filling:
-                zeros = np.zeros(world_size, np.int64), np.zeros((4, world_size), np.int64)
-                filling[treatment] = (Bucket(*treatment), *zeros)
-                opened.append(filling[treatment])
-            bucket, staged, moved = filling[treatment]
-            end = table.end_of_fit(first, staged, bucket_bytes)
+                filling[treatment] = _Filling(Bucket(*treatment), world_size)
+                buckets.append(filling[treatment].bucket)
+            into = filling[treatment]
+            end = table.end_of_fit(first, into.staged, bucket_bytes)
             if end == first:
-                del filling[treatment]
+                close(treatment)
                 continue
-            bucket.chunks += [(name, chunk) for chunk in table.chunks[first:end]]
-            staged += table.staged_before[end] - table.staged_before[first]
-            moved += table.loads[first:end].sum(0, dtype=np.int64) * dtype.itemsize
+            into.bucket.chunks += [(name, chunk) for chunk in table.chunks[first:end]]
+            into.staged += table.staged_before[end] - table.staged_before[first]
+            into.moved += table.loads[first:end].sum(0, dtype=np.int64) * dtype.itemsize
             first = end
-    total = np.zeros((4, world_size), np.int64)
-    for bucket, _, moved in opened:
-        received_sent = moved.reshape(2, 2, -1)  # inside the node, across nodes
-        bucket.intra_bytes, bucket.inter_bytes = received_sent.max((0, 2)).tolist()
-        total += moved
-    max_staged = max((int(staged.max()) for _, staged, _ in opened), default=0)
-    return [bucket for bucket, _, _ in opened], total, max_staged
+    for treatment in list(filling):
+        close(treatment)
+    return buckets, total, max_staged
