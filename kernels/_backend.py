@@ -64,6 +64,11 @@ def native() -> Any:
     return _EXTENSION
 
 
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return _HAS_TRITON
+
+
 def _unavailable(backend: str, device: str) -> str | None:
     """Return why `backend` cannot run on `device`, or None if it can."""
     if backend == "reference":

@@ -24,6 +24,7 @@ from .attention import triton_backward, triton_forward, triton_tables
 from .attention.triton_tiles import choose_tiles
 from .linear import distillation_triton, rescale
 from .logprob import triton as logprob_triton
+from .logprob import triton_unscaled
 from .policy_loss import triton as policy_loss_triton
 from .policy_loss.terms import KERNEL_MODES, SEQUENCE_MODES
 from .rollout_correction import triton as correction_triton
@@ -52,6 +53,9 @@ def builds(capability: int) -> dict[str, Callable[[], Usage]]:
         for form, general in itertools.product(range(3), (False, True)):
             name = f"{('forward', 'reverse', 'jsd')[form]}_{'softcap' if general else 'plain'}"
             by_name[f"distillation_{name}_{dtype}"] = partial(_distillation, form, dtype, general)
+    for general in (False, True):
+        name = f"logprob_unscaled_{'every_option' if general else 'plain'}"
+        by_name[name] = partial(_unscaled, general)
     # Float32 is for exactness, without tensor cores: its plain form shows whether tiles fit.
     forms = (("bf16", False), ("bf16", True), ("fp32", False))
     for (dtype, options), head_size in itertools.product(forms, (64, 128, 256)):
@@ -146,6 +150,19 @@ def _logprob(forward: bool, dtype: str, general: bool, capability: int) -> Usage
     constants = _flags(kernel, **values)
     aligned = () if general else ("logits", "out", "row_stride", "out_stride", "vocab")
     return compile_kernel(kernel, types, constants, capability, {"num_warps": 8}, aligned)
+
+
+def _unscaled(general: bool, capability: int) -> Usage:
+    kernel = triton_unscaled.unscaled_kernel
+    types = dict.fromkeys(kernel.arg_names, "*fp32")
+    types |= {"out": "*bf16", "vocab_mask": "*u8", "token_ids": "*i64", "bad_label": "*i32"}
+    types |= dict.fromkeys(("row_stride", "mask_stride", "out_stride", "ignore_index"), "i64")
+    types |= {"vocab": "i32", **dict.fromkeys(("temperature", "scale", "softcap"), "fp32")}
+    optional = dict.fromkeys(("HAS_MASK", "HAS_CAP", "HAS_TEMPERATURES"), general)
+    constants = _flags(kernel, BLOCK=triton_unscaled.BLOCKS[general], **optional)
+    aligned = {"logits", "out", "vocab_mask", "row_stride", "mask_stride", "out_stride", "vocab"}
+    options = {"num_warps": triton_unscaled.NUM_WARPS}
+    return compile_kernel(kernel, types, constants, capability, options, aligned)
 
 
 def _rescale(dtype: str, capability: int) -> Usage:

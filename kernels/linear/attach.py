@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _check as check
+from .._backend import has_triton
 from .._per_token import compute_dtype
 from .arguments import empty_gradients
 
@@ -88,7 +88,7 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return grad * factor
-    if grad.is_cuda and importlib.util.find_spec("triton") is not None:
+    if grad.is_cuda and has_triton():
         from .rescale import rescale_
 
         return rescale_(grad, factor)

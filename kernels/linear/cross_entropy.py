@@ -25,7 +25,12 @@ from .._aggregation import global_count
 from .._backend import choose_backend, register_backends
 from .._per_token import compute_dtype
 from ..logprob.options import RowOptions, in_shape, row_options
-from ..logprob.rows import rows_backward, rows_forward
+from ..logprob.rows import (
+    has_unscaled_gradient,
+    rows_backward,
+    rows_forward,
+    rows_unscaled_gradient,
+)
 from .arguments import (
     LINEAR_SCHEMA,
     check_active_rows,
@@ -34,7 +39,8 @@ from .arguments import (
     split_row_options,
 )
 from .attach import attach_gradients, fake_gradients, wanted_gradients
-from .chunks import Chunks, LinearGradients, sum_over_ranks
+from .chunks import Chunks
+from .gradients import LinearGradients, sum_over_ranks
 
 register_backends(
     "linear_cross_entropy", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
@@ -206,12 +212,26 @@ def _cross_entropy_op(
         hidden, weight, bias, budget_bytes, deterministic, count if any(wanted) else 0,
         options.group,
     )  # fmt: skip
-    grads = LinearGradients(
-        chunks, wanted, options.group, inactive=ignored, wide_weight=wide_weight_grad
-    )
     losses, z_losses = (torch.zeros_like(incoming, dtype=compute_dtype(hidden)) for _ in range(2))
+    row_scale = torch.empty_like(losses)
+
+    def factors(rows: slice | Tensor) -> Tensor:
+        return -incoming[rows].masked_fill(ignored[rows], 0) * row_scale[rows]
+
+    plain = any(wanted) and not smoothing and not lse_square_scale
+    unscaled = plain and has_unscaled_gradient(hidden, options.group)
+    grads = LinearGradients(
+        chunks, wanted, options.group, inactive=ignored, wide_weight=wide_weight_grad,
+        factors=factors if unscaled else None,
+    )  # fmt: skip
     for rows in chunks.parts(active_rows):
         logits, part = grads.logits(rows), options.select(rows)
+        if unscaled:
+            out = grads.buffer(logits, logits.shape[0])
+            log_probs, _, row_scale[rows] = rows_unscaled_gradient(logits, out, labels[rows], part)
+            losses[rows] = -log_probs
+            grads.add(out, rows)
+            continue
         target = _Target(logits, labels[rows], part, smoothing, lse_square_scale)
         results = rows_forward(logits, labels[rows], part, False, backend)[:4]
         losses[rows], z_losses[rows] = target.losses(results)

@@ -27,7 +27,8 @@ from .._per_token import compute_dtype
 from ..logprob.options import in_shape
 from .arguments import check_active_rows, check_budget
 from .attach import attach_gradients, fake_gradients, wanted_gradients
-from .chunks import Chunks, LinearGradients
+from .chunks import Chunks
+from .gradients import LinearGradients
 
 register_backends(
     "linear_distillation_loss", cpu=("cpp", "reference"), cuda=("triton", "reference")

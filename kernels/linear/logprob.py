@@ -29,7 +29,8 @@ from .arguments import (
     register_linear_autograd,
     split_row_options,
 )
-from .chunks import Chunks, LogProbGradients, active_rows, logits_fit
+from .chunks import Chunks, logits_fit
+from .gradients import LogProbGradients, active_rows
 from .mixed_gemm import mixed_gemm
 
 register_backends(

@@ -10,7 +10,7 @@ them. docs/linear_policy_loss.md has the derivation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .._backend import choose_backend, register_backends
 from .._per_token import compute_dtype, token_arguments
 from ..logprob.op import token_log_probs
 from ..logprob.options import in_shape, row_options
-from ..logprob.rows import rows_forward
+from ..logprob.rows import has_unscaled_gradient, rows_forward, rows_unscaled_gradient
 from ..policy_loss.importance import ImportanceBounds
 from ..policy_loss.op import kernel_tensors, policy_loss
 from ..policy_loss.terms import (
@@ -42,7 +42,8 @@ from .arguments import (
     split_row_options,
 )
 from .attach import attach_gradients, fake_gradients, wanted_gradients
-from .chunks import Chunks, LogProbGradients
+from .chunks import Chunks, gradients_fit
+from .gradients import LogProbGradients
 from .logprob import linear_token_log_probs
 
 register_backends(
@@ -109,7 +110,8 @@ def linear_policy_loss(
         weight and bias, once and in reverse mode; the others have no gradient. The metrics are
         those of `policy_loss`, tensors on the device; nothing waits for a GPU. For gspo, gmpo and
         seq_sapo, where the gradient of a token depends on its whole sequence, this is
-        `linear_token_log_probs` followed by `policy_loss` (8 T H V operations).
+        `linear_token_log_probs` followed by `policy_loss` (8 T H V operations), unless the 16-bit
+        gradients of all tokens fit a GPU's budget (docs/linear_policy_loss.md).
 
     Example:
         >>> hidden = torch.zeros(2, 8, requires_grad=True)
@@ -144,7 +146,10 @@ def linear_policy_loss(
     }  # fmt: skip
     mode = loss_arguments.get("loss_mode", "ppo_clip")
     mode = MODE_ALIASES.get(mode, mode)
-    if backend == "reference" or mode in SEQUENCE_MODES:
+    two_steps = backend == "reference"
+    if mode in SEQUENCE_MODES and not two_steps:
+        two_steps = not _waits_for_all_rows(hidden, weight, head, group, entropy_coeff, active_rows)
+    if two_steps:
         return _two_step_loss(
             hidden, weight, token_ids, head, row_arguments, loss_arguments, active_rows, backend
         )
@@ -152,6 +157,19 @@ def linear_policy_loss(
         hidden, weight, token_ids, head, row_arguments, loss_arguments, active_rows, mode,
         grad_scale, backend,
     )  # fmt: skip
+
+
+def _waits_for_all_rows(
+    hidden: Tensor, weight: Tensor, head: dict[str, Any], group: dist.ProcessGroup | None,
+    entropy_coeff: float, active_rows: Tensor | None,
+) -> bool:  # fmt: skip
+    """Return whether gradients up to a factor per row can wait for the log-probs of all rows."""
+    if group is not None or entropy_coeff != 0 or head["deterministic"]:
+        return False
+    hidden = hidden.flatten(0, -2)
+    rows = hidden.shape[0] if active_rows is None else active_rows.numel()
+    budget_bytes = check_budget("linear_policy_loss", hidden, head["budget_bytes"])
+    return has_unscaled_gradient(hidden, "") and gradients_fit(hidden, weight, budget_bytes, rows)
 
 
 def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: dict) -> dict:
@@ -177,7 +195,7 @@ def _two_step_loss(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, head: dict[str, Any], row_arguments: dict,
     loss_arguments: dict, active_rows: Tensor | None, backend: str,
 ) -> Results:  # fmt: skip
-    """Compute log-probs, then the loss: the specification, and the form of sequence-level modes."""
+    """Compute log-probs, then the loss: the specification, and a form of sequence-level modes."""
     bias = head["bias"]
     if backend == "reference" and head["main_grad"] is None and not head["deterministic"]:
         dtype = compute_dtype(hidden)
@@ -257,6 +275,8 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
     )
     defaults = LossOptions._field_defaults
     options = {name: arguments.get(name, default) for name, default in defaults.items()}
+    if mode == "gspo":
+        options["clip_ratio_c"] = arguments.get("seq_clip_ratio_c")
     numbers = [*LossOptions.checked(op, mode, **options)]
     numbers += [float(arguments.get("kl_coef", 0.0)), float(arguments["entropy_coeff"]), 1.0]
     upper, lower = ImportanceBounds.checked(
@@ -265,7 +285,7 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
     is_bounds = [upper] if lower is None else [upper, lower]
     times_ratio = bool(arguments.get("kl_times_ratio", False))
     plan = [*modes, kl_type.endswith("+"), times_ratio, False, True, True]
-    return *per_token, plan, numbers, is_bounds
+    return *per_token, cu_seqlens if mode in SEQUENCE_MODES else None, plan, numbers, is_bounds
 
 
 @torch.library.custom_op(
@@ -273,8 +293,8 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor? old_log_probs, Tensor mask, "
     "Tensor? selected, Tensor? ref_log_probs, Tensor? is_weights, Tensor? rollout_log_probs, "
-    "Tensor weights, int[] plan, float[] numbers, float[] is_bounds, Tensor? active_rows, "
-    "bool wide_weight_grad, bool[] wanted, str backend) "
+    "Tensor weights, Tensor? cu_seqlens, int[] plan, float[] numbers, float[] is_bounds, "
+    "Tensor? active_rows, bool wide_weight_grad, bool[] wanted, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _gradient_op(
@@ -283,32 +303,47 @@ def _gradient_op(
     """Compute log_probs, entropy and the gradients of hidden, weight and bias.
 
     Gradients that are not `wanted` are empty. old_log_probs: None for the row's own. weights: the
-    weight of each token in the loss. plan, numbers: those of the op policy_loss. is_bounds: the
-    fields of `ImportanceBounds`.
+    weight of each token in the loss. cu_seqlens: of modes by sequence, whose gradients have to fit
+    the buffer together. plan, numbers: those of the op policy_loss. is_bounds: the fields of
+    `ImportanceBounds`.
     """
     options, rest = split_row_options(arguments)
-    budget_bytes, deterministic, *per_token, plan, numbers, is_bounds = rest[:-4]
+    budget_bytes, deterministic, *per_token, cu_seqlens, plan, numbers, is_bounds = rest[:-4]
     active_rows, wide_weight_grad, wanted, backend = rest[-4:]
     grad_rows = 0
     if any(wanted):
         grad_rows = token_ids.numel() if active_rows is None else active_rows.numel()
     chunks = Chunks(hidden, weight, bias, budget_bytes, deterministic, grad_rows, options.group)
-    mask = per_token[2]
+    bounds, mask = ImportanceBounds(*is_bounds), per_token[2]
+    log_probs, entropy, row_scale = (torch.empty_like(per_token[-1]) for _ in range(3))
+
+    def gradients(rows: slice | Tensor) -> tuple[Tensor, ...]:
+        part = rows if cu_seqlens is None else slice(None)
+        tokens = [None if t is None else t[part] for t in (log_probs, entropy, *per_token)]
+        grads = _token_gradients(tokens, cu_seqlens, plan, numbers, bounds, backend)
+        return grads if cu_seqlens is None else tuple(grad[rows] for grad in grads)
+
+    def factors(rows: slice | Tensor) -> Tensor:
+        return gradients(rows)[0] * row_scale[rows]
+
+    has_bonus = numbers[-2] != 0  # of the entropy: its gradient needs a second read of the logits
+    unscaled = not has_bonus and has_unscaled_gradient(hidden, options.group)
     grads = LogProbGradients(
         chunks, token_ids, options, backend, wanted, skip_inactive=True, inactive=~mask,
-        wide_weight=wide_weight_grad,
+        wide_weight=wide_weight_grad, factors=factors if unscaled else None,
     )  # fmt: skip
-    log_probs, entropy = (torch.empty_like(per_token[-1]) for _ in range(2))
     for rows, have_gradients in _parts(chunks, active_rows):
-        logits = grads.logits(rows)
-        results = rows_forward(logits, token_ids[rows], options.select(rows), False, backend)[:4]
-        log_probs[rows], entropy[rows] = results[:2]
-        if any(wanted) and have_gradients:
-            tokens = [None if t is None else t[rows] for t in per_token]
-            gradients = _token_gradients(
-                results, tokens, plan, numbers, ImportanceBounds(*is_bounds), backend
-            )
-            grads.add_chunk(logits, rows, results, *gradients)
+        logits, ids, part = grads.logits(rows), token_ids[rows], options.select(rows)
+        if unscaled and have_gradients and any(wanted):
+            out = grads.buffer(logits, logits.shape[0])
+            results = rows_unscaled_gradient(logits, out, ids, part)
+            log_probs[rows], entropy[rows], row_scale[rows] = results
+            grads.add(out, rows)
+            continue
+        row_results = rows_forward(logits, ids, part, False, backend)[:4]
+        log_probs[rows], entropy[rows] = row_results[:2]
+        if have_gradients and any(wanted):
+            grads.add_chunk(logits, rows, row_results, *gradients(rows))
     return log_probs, entropy, *grads.finish()
 
 
@@ -328,22 +363,23 @@ _gradient_op.register_fake(fake_gradients)
 
 
 def _token_gradients(
-    row_results: Sequence[Tensor],
     per_token: list[Any],
+    cu_seqlens: Tensor | None,
     plan: list[int],
     numbers: list[float],
     is_bounds: ImportanceBounds,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute d loss / d log_probs and d loss / d entropy of a chunk by the op policy_loss."""
-    advantages, old, mask, selected, ref, is_weights, rollout, weights = per_token
+    """Compute d loss / d log_probs and d loss / d entropy of tokens by the op policy_loss."""
+    log_probs, entropy, advantages, old, mask, selected, ref, is_weights, *rest = per_token
+    rollout, weights = rest
     if old is None:
-        old = row_results[0]
+        old = log_probs
     if rollout is not None:
         is_weights = is_bounds.token_weights(old, rollout, mask)
     ones = torch.ones(2, dtype=torch.float64, device=weights.device)
     *_, grad_log_probs, grad_entropy = torch.ops.hybridengine.policy_loss(
-        row_results[0], row_results[1], old, advantages, mask, selected, ref, is_weights, None,
-        None, ones, plan, numbers, backend,
+        log_probs, entropy, old, advantages, mask, selected, ref, is_weights, cu_seqlens, None,
+        ones, plan, numbers, backend,
     )  # fmt: skip
     return grad_log_probs * weights, grad_entropy * weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._backend import choose_backend, native, register_backends
+from .._backend import choose_backend, has_triton, native, register_backends
 from .options import RowOptions
 from .reference import reference_backward, reference_forward
 from .vocab_parallel import merge_partials
@@ -92,6 +92,31 @@ def rows_backward(
             logits, token_ids, options.native(), row_results, grad_log_probs, grad_entropy, out,
             row_index,
         )  # fmt: skip
+
+
+def has_unscaled_gradient(hidden: Tensor, group: str) -> bool:
+    """Return whether `rows_unscaled_gradient` runs for the logits of these hidden states.
+
+    On a GPU with Triton, without vocabulary-parallel ranks. bfloat16 only: it has the exponents
+    that exponentials below and above the row's maximum need.
+    """
+    return hidden.is_cuda and hidden.dtype == torch.bfloat16 and has_triton() and not group
+
+
+def rows_unscaled_gradient(
+    logits: Tensor, out: Tensor, token_ids: Tensor, options: RowOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log_probs, entropy and row_scale, each [T], reading the logits once.
+
+    row_scale * out is the gradient of log_probs with respect to the logits: the product with the
+    incoming gradients, which depend on log_probs, is left to what reads `out`.
+
+    Args:
+        out: [T, V], written; rows of the label ignore_index become 0, and so do their results.
+    """
+    from .triton_unscaled import unscaled_gradient
+
+    return unscaled_gradient(logits, out, token_ids, options, _bad_label(logits.device))
 
 
 def check_labels(device: torch.device | str = "cuda") -> None:

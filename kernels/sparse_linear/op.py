@@ -19,7 +19,7 @@ from .. import _check as check
 from .._per_token import compute_dtype
 from ..linear import linear_token_log_probs
 from ..linear.arguments import check_linear, register_linear_autograd, split_row_options
-from ..linear.chunks import sum_over_ranks
+from ..linear.gradients import sum_over_ranks
 from ..logprob.options import ROW_SCHEMA, RowOptions, in_shape, row_options
 from .products import OP, Products, row_index, segment_reduce
 

@@ -348,7 +348,7 @@ def test_policy_gradient_op_contract(wide_weight_grad, active_rows):
     torch.library.opcheck(
         torch.ops.hybridengine.linear_policy_gradient.default,
         (hidden, weight, bias, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False,
-         vectors[0], None, mask, None, None, None, vectors[1], weights,
+         vectors[0], None, mask, None, None, None, vectors[1], weights, None,
          [0, LOSS_AGG_MODES.index("token-sum"), 0, False, False, False, True, True], numbers,
          [2.0, 0.5], active_rows, wide_weight_grad, [True, True, True], "cpp"),
     )  # fmt: skip

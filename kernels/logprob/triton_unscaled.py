@@ -1,0 +1,128 @@
+"""Log-probs and the gradient of the logits up to a factor per row, in one read of the logits.
+
+With E_j = exp(z_j - m) and S = sum_j E_j the gradient of a row's log-prob is
+
+    d log p / d y = -(factor / S) u,    u_j = E_j,    u_token = -(S - E_token)
+
+for any m. So u is written while the sums are taken, and the factor follows when S is known. m is
+the maximum of the token's logit and of the first columns. S is below 2^32 then (the row's maximum
+is at most 22 / factor above m, and an exponential has a relative error of 7e-7), or the row is read
+again with its own maximum. bfloat16 has the exponents of float32, so that u, too, keeps its full
+relative precision; float16 would not. One program per row. Formulas: csrc/logprob/row_math.h.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .options import RowOptions
+from .triton import _LN2, _LOG2E, _clamped, _common, _factor, _finish_row, _load_y, _unbiased
+
+NUM_WARPS = 8
+# Columns of an iteration, without and with a mask or a soft-cap, which need more registers.
+# 4096: three programs of 80 registers on a multiprocessor, with 64 bytes of loads per thread.
+BLOCKS = (4096, 2048)
+_LIMIT = tl.constexpr(2.0**32)
+
+
+@triton.jit
+def _cap_slope(y, scale, softcap):
+    """d y / d x of the soft-cap; 0 for removed entries."""
+    t = y / softcap
+    return tl.where(y == -float("inf"), 0.0, (1.0 - t * t) * scale)
+
+
+@triton.jit
+def unscaled_kernel(
+    logits, vocab_mask, token_ids, temperatures, log_probs, entropy, row_scale, bad_label, out,
+    row_stride, mask_stride, out_stride, vocab, ignore_index, temperature, scale, softcap,
+    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(token_ids + row)
+    ignored = label == ignore_index
+    bad = (label != ignore_index) & ((label < 0) | (label >= vocab))
+    here = (ignored == 0) & (bad == 0)
+    token = tl.where(here, label, -1).to(tl.int32)
+    factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
+    factor2 = factor * _LOG2E
+    logits += row * row_stride
+    vocab_mask += row * mask_stride
+    out += row * out_stride
+    token_y = _load_y(logits, vocab_mask, tl.where(here, token, 0), here, scale, softcap, HAS_MASK,
+                      HAS_CAP)  # fmt: skip
+    token_y = tl.where(here, token_y, -float("inf"))
+    columns = tl.arange(0, BLOCK)
+    readable = tl.where(ignored, 0, vocab)  # an ignored row is not read: it may hold NaN
+    top = token_y
+    others = tl.zeros((), tl.float64)
+    others_d = tl.zeros((), tl.float64)
+    search = tl.minimum(readable, BLOCK)  # columns whose maximum is taken
+    again = search >= 0
+    while again:
+        for begin in range(0, search, BLOCK):
+            offsets = begin + columns
+            y = _load_y(logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK,
+                        HAS_CAP)  # fmt: skip
+            top = tl.maximum(top, tl.max(y, 0))
+        shift = tl.where(top == -float("inf"), 0.0, top)
+        e = tl.zeros((BLOCK,), tl.float32)
+        e_d = tl.zeros((BLOCK,), tl.float32)  # d in units of log 2
+        for begin in range(0, vocab, BLOCK):
+            offsets = begin + columns
+            y = _load_y(logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK,
+                        HAS_CAP)  # fmt: skip
+            d = _clamped((y - shift) * factor2)
+            value = tl.exp2(d)
+            if (token >= begin) & (token < begin + BLOCK):
+                value = tl.where(offsets == token, 0.0, value)
+            e += value
+            e_d += value * d
+            if HAS_CAP:
+                value *= _cap_slope(y, scale, softcap)
+            tl.store(out + offsets, value.to(out.dtype.element_ty), mask=offsets < vocab)
+        others = tl.sum(e.to(tl.float64), 0)
+        others_d = tl.sum(e_d.to(tl.float64), 0) * _LN2
+        again = (search < readable) & (((others < _LIMIT) == 0) | (top == -float("inf")))
+        search = readable
+    others, others_d = _unbiased(others, others_d, factor, factor2)
+    if bad:
+        token_y = token_y * float("nan")
+        tl.store(bad_label, 1)
+    log_prob, row_entropy, log_sum, _ = _finish_row(top, others, others_d, 0.0, token_y, factor)
+    tl.store(log_probs + row, tl.where(ignored, 0.0, log_prob).to(tl.float32))
+    tl.store(entropy + row, tl.where(ignored, 0.0, row_entropy).to(tl.float32))
+    tl.store(row_scale + row, tl.where(ignored, 0.0, -factor / tl.exp(log_sum)).to(tl.float32))
+    entry = -others.to(tl.float32)
+    if HAS_CAP:
+        entry *= _cap_slope(token_y, scale, softcap)
+    if HAS_MASK:
+        entry = tl.where(token_y == -float("inf"), 0.0, entry)
+    tl.debug_barrier()  # another thread stored the token's column before
+    tl.store(out + token, entry.to(out.dtype.element_ty), mask=here)
+
+
+def unscaled_gradient(
+    logits: Tensor, out: Tensor, token_ids: Tensor, options: RowOptions, bad_label: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log_probs, entropy and row_scale, see `rows_unscaled_gradient`."""
+    rows, vocab = logits.shape
+    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    (*pointers, _), flags = _common(logits, token_ids, options)
+    mask_stride = 0 if options.vocab_mask is None else options.vocab_mask.stride(0)
+    del flags["PARALLEL"]
+    block = BLOCKS[flags["HAS_MASK"] or flags["HAS_CAP"]]
+    if rows:
+        unscaled_kernel[(rows,)](
+            *pointers, *results, bad_label, out, logits.stride(0), mask_stride, out.stride(0),
+            vocab, options.ignore_index, options.temperature, options.logit_scale,
+            options.softcap, **flags, BLOCK=block, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    log_probs, entropy, row_scale = results
+    return log_probs, entropy, row_scale
