@@ -12,7 +12,8 @@ from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from .aggregate import aggregate_loss
 from .attention import tree_attention
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
-from .changes import change_mask, take_changed
+from .block_quantize import block_quantize
+from .changes import change_mask, mark_changed_, take_changed
 from .linear import (
     LinearStats,
     has_fast_products,
@@ -57,6 +58,7 @@ __all__ = [
     "backend_table",
     "balance",
     "balance_by_tokens",
+    "block_quantize",
     "change_mask",
     "check_labels",
     "choose_backend",
@@ -70,6 +72,7 @@ __all__ = [
     "linear_distillation_loss",
     "linear_policy_loss",
     "linear_token_log_probs",
+    "mark_changed_",
     "mixed_gemm",
     "pack",
     "pack_forest",

@@ -20,7 +20,6 @@ from .changes import check_engine_dtype, mark_
 register_backends("adamw_", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
 _OP = "adamw_"
-_BITS = {2: torch.int16, 4: torch.int32}
 
 
 def adamw_(
@@ -57,7 +56,7 @@ def adamw_(
             as they are read: the factor of gradient clipping and loss scaling.
         changed: masks of `change_mask`, one for each parameter, or none. An element is marked if
             its value, rounded to `engine_dtype`, has other bits after the update than before.
-        engine_dtype: bfloat16, float16 or float32; together with `changed`.
+        engine_dtype: bfloat16 or float16; together with `changed`.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
 
     Raises:
@@ -134,8 +133,7 @@ def _(*_: object) -> None:
 
 def bits_differ(old: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor:
     """Return bool, in the tensors' shape: whether their values in `dtype` have other bits."""
-    bits = _BITS[dtype.itemsize]
-    return old.to(dtype).view(bits) != new.to(dtype).view(bits)
+    return old.to(dtype).view(torch.int16) != new.to(dtype).view(torch.int16)
 
 
 def _check_lists(params: list[Tensor], *others: list[Tensor]) -> None:

@@ -3,8 +3,8 @@
 A mask has one bit per element, int32 [ceil(numel / 32)]: element i is bit i % 32 of entry i // 32.
 Marking adds to it, so one mask covers several updates without any merging, and its size does not
 depend on what changes: no capacity to choose, and no host synchronization to learn a count while
-marking. `adamw_` marks changes in the pass that makes them; `take_changed` reads the masks once and
-of the marked tensors the changed elements only.
+marking. `adamw_` marks changes in the pass that makes them, `mark_changed_` compares with what was
+sent; `take_changed` reads the masks once and of the marked tensors the changed elements only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from . import _check as check
 from ._backend import choose_backend, native, register_backends
 
 register_backends("take_changed", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
+register_backends("mark_changed_", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
-ENGINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ENGINE_DTYPES = (torch.bfloat16, torch.float16)
 _OP = "take_changed"
 _MAX_INT32_NUMEL = 2**31
+_CHUNK = 1 << 22  # elements that the reference casts at a time
 
 # Indices and values, [K] each.
 Changed = tuple[Tensor, Tensor]
@@ -32,6 +34,47 @@ Changed = tuple[Tensor, Tensor]
 def change_mask(tensor: Tensor) -> Tensor:
     """Return a mask for `tensor` on its device that marks no element."""
     return torch.zeros(-(-tensor.numel() // 32), dtype=torch.int32, device=tensor.device)
+
+
+def mark_changed_(
+    current: Tensor, sent: Tensor, mask: Tensor, *, backend: str | None = None
+) -> None:
+    """Set `sent` to `current` in its dtype; add the elements whose bits change by that to `mask`.
+
+    One pass over the memory, which writes only where something changed.
+
+    Args:
+        current: contiguous [N], floating point.
+        sent: contiguous [N] of bfloat16 or float16 on the same device; it is written.
+        mask: of `change_mask`.
+        backend: `cpp`, `cuda` or `reference`; None takes the best one.
+
+    Raises:
+        ValueError: other shapes, dtypes or devices.
+
+    Example:
+        >>> sent = torch.zeros(4, dtype=torch.bfloat16)
+        >>> mask = change_mask(sent)
+        >>> mark_changed_(torch.tensor([0.0, 2.0, 0.0, 3.0]), sent, mask)
+        >>> take_changed([mask], [sent], dtype=torch.bfloat16)
+        [(tensor([1, 3], dtype=torch.int32), tensor([2., 3.], dtype=torch.bfloat16))]
+    """
+    check.same_device("mark_changed_", current=current, sent=sent, mask=mask)
+    if choose_backend("mark_changed_", sent.device, backend) != "reference":
+        native().mark_changed(current, sent, mask)
+        return
+    check_engine_dtype("mark_changed_", "sent", sent.dtype)
+    if current.shape != sent.shape or current.dim() != 1 or mask.numel() != -(-len(sent) // 32):
+        raise ValueError(
+            f"mark_changed_: current has shape {tuple(current.shape)}, sent {tuple(sent.shape)} "
+            f"and mask {tuple(mask.shape)}; expected two vectors of one size, and its mask."
+        )
+    for start in range(0, len(sent), _CHUNK):
+        then = sent[start : start + _CHUNK]
+        now = current[start : start + _CHUNK].to(sent.dtype)
+        differ = now.view(torch.int16) != then.view(torch.int16)
+        mark_(mask[start // 32 : -(-(start + len(now)) // 32)], differ)
+        then.copy_(now)
 
 
 def take_changed(
@@ -51,7 +94,7 @@ def take_changed(
     Args:
         masks: one per source, from `change_mask`.
         sources: contiguous tensors of one dtype on one device: float32, or `dtype`.
-        dtype: of the values, bfloat16, float16 or float32; rounded as by `tensor.to()`.
+        dtype: of the values, bfloat16 or float16; rounded as by `tensor.to()`.
         max_share: if a larger share of all elements is marked, None is returned, so that the result
             takes at most `max_share` times 6 (int32 and 16 bits) bytes of an element.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
@@ -92,7 +135,7 @@ def take_changed(
 def check_engine_dtype(op: str, name: str, dtype: torch.dtype) -> None:
     """Check for a dtype in which an engine holds weights."""
     if dtype not in ENGINE_DTYPES:
-        raise ValueError(f"{op}: {name} is {dtype}; expected bfloat16, float16 or float32.")
+        raise ValueError(f"{op}: {name} is {dtype}; expected bfloat16 or float16.")
 
 
 def _take(

@@ -10,8 +10,7 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
-// What is compared: float32 bits, or those of a 16-bit type.
-HE_SIMD VecU engine_bits(VecF v, float) { return (VecU)v; }
+// What is compared.
 HE_SIMD VecU engine_bits(VecF v, bf16) { return bf16_rounded(v) >> 16; }
 HE_SIMD VecU engine_bits(VecF v, f16) {
   f16 rounded[kWidth];
@@ -118,14 +117,8 @@ void update_all(const AdamwParams& p) {
 template <typename Grad>
 void by_engine_dtype(const AdamwParams& p) {
   if (!p.marks_changes) return update_all<Grad, Unmarked>(p);
-  switch (p.engine_dtype) {
-    case DType::bf16:
-      return update_all<Grad, bf16>(p);
-    case DType::f16:
-      return update_all<Grad, f16>(p);
-    default:
-      return update_all<Grad, float>(p);
-  }
+  if (p.engine_dtype == DType::bf16) return update_all<Grad, bf16>(p);
+  update_all<Grad, f16>(p);
 }
 
 }  // namespace

@@ -29,7 +29,6 @@ struct DeviceMath {
 
 struct Unmarked {};  // as the engine's type: changes are not marked
 
-__device__ bool differ(float a, float b, float) { return bits_of(a) != bits_of(b); }
 __device__ bool differ(float a, float b, bf16) { return to_bf16(a).bits != to_bf16(b).bits; }
 __device__ bool differ(float a, float b, f16) { return to_f16(a).bits != to_f16(b).bits; }
 
@@ -173,14 +172,8 @@ int launch(const AdamwParams& params, void* stream) {
 template <typename Grad>
 int by_engine_dtype(const AdamwParams& params, void* stream) {
   if (!params.marks_changes) return launch<Grad, Unmarked>(params, stream);
-  switch (params.engine_dtype) {
-    case DType::bf16:
-      return launch<Grad, bf16>(params, stream);
-    case DType::f16:
-      return launch<Grad, f16>(params, stream);
-    default:
-      return launch<Grad, float>(params, stream);
-  }
+  if (params.engine_dtype == DType::bf16) return launch<Grad, bf16>(params, stream);
+  return launch<Grad, f16>(params, stream);
 }
 
 }  // namespace

@@ -61,7 +61,11 @@ void adamw(Tensors params, const Tensors& grads, Tensors exp_avgs, Tensors exp_a
   check_length(exp_avgs, "exp_avgs", params);
   check_length(exp_avg_sqs, "exp_avg_sqs", params);
   check_length(steps, "steps", params);
-  if (engine_dtype) check_length(changed, "changed", params);
+  if (engine_dtype) {
+    check_length(changed, "changed", params);
+    TORCH_CHECK_VALUE(*engine_dtype == at::kBFloat16 || *engine_dtype == at::kHalf, kOp,
+                      ": engine_dtype is ", *engine_dtype, "; expected bfloat16 or float16");
+  }
   if (params.empty()) return;
   const at::Device device = params[0].device();
   AdamwParams p{};
@@ -100,10 +104,7 @@ void adamw(Tensors params, const Tensors& grads, Tensors exp_avgs, Tensors exp_a
   p.tensors = tensors.data();
   p.num_tensors = static_cast<int64_t>(tensors.size());
   p.marks_changes = engine_dtype.has_value();
-  p.engine_dtype = !engine_dtype                    ? DType::f32
-                   : *engine_dtype == at::kBFloat16 ? DType::bf16
-                   : *engine_dtype == at::kHalf     ? DType::f16
-                                                    : DType::f32;
+  p.engine_dtype = engine_dtype == at::kBFloat16 ? DType::bf16 : DType::f16;
   p.num_threads = at::get_num_threads();
   if (device.is_cpu()) {
     py::gil_scoped_release no_gil;

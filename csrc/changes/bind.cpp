@@ -13,6 +13,7 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 constexpr const char* kOp = "take_changed";
+constexpr const char* kMark = "mark_changed_";
 constexpr int64_t kMaxNarrow = int64_t{1} << 31;  // elements that int32 can index
 
 // The table of masks and, unless they are counted only, sources; `p` is set up for it.
@@ -107,7 +108,7 @@ std::tuple<at::Tensor, at::Tensor> take_changed(Tensors masks, const Tensors& so
   p.source_dtype = float_dtype(sources[0], "sources[0]");
   p.value_dtype = float_dtype(values, "dtype");
   TORCH_CHECK_VALUE((p.source_dtype == p.value_dtype || p.source_dtype == DType::f32) &&
-                        p.value_dtype != DType::f64,
+                        (p.value_dtype == DType::bf16 || p.value_dtype == DType::f16),
                     kOp, ": no cast from ", sources[0].scalar_type(), " to ", dtype,
                     "; float32 casts to bfloat16 and float16, each of them copies to itself");
   p.ends = ends.const_data_ptr<int64_t>();
@@ -118,9 +119,43 @@ std::tuple<at::Tensor, at::Tensor> take_changed(Tensors masks, const Tensors& so
   return {indices, values};
 }
 
+// sent becomes the cast of current; what differs is added to the mask.
+void mark_changed(const at::Tensor& current, const at::Tensor& sent, const at::Tensor& mask) {
+  check_same_device(kMark, {{"current", current}, {"sent", sent}, {"mask", mask}});
+  const at::ScalarType type = sent.scalar_type();
+  TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, kMark, ": sent has dtype ", type,
+                    "; expected bfloat16 or float16");
+  const int64_t numel = current.numel();
+  check_vector(sent, "mark_changed_: sent", type, numel);
+  check_vector(current, "mark_changed_: current", current.scalar_type(), numel);
+  check_vector(mask, "mark_changed_: mask", at::kInt, num_mask_words(numel));
+  CompareParams p{};
+  p.current = current.const_data_ptr();
+  p.sent = sent.mutable_data_ptr();
+  p.mask = static_cast<uint32_t*>(mask.mutable_data_ptr());
+  p.numel = numel;
+  p.current_dtype = float_dtype(current, "mark_changed_: current");
+  p.sent_dtype = float_dtype(sent, "mark_changed_: sent");
+  p.num_threads = at::get_num_threads();
+  if (sent.device().is_cpu()) {
+    py::gil_scoped_release no_gil;
+    mark_changed_cpu(p);
+    return;
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (sent.device().is_cuda()) {
+    const c10::DeviceGuard guard(sent.device());
+    if (numel) check_cuda(mark_changed_cuda(p, current_stream(sent.device())), kMark);
+    return;
+  }
+#endif
+  no_kernel_for(sent.device(), kMark);
+}
+
 }  // namespace
 
 void register_changes(py::module_& m) {
+  m.def("mark_changed", &mark_changed, py::arg("current"), py::arg("sent"), py::arg("mask"));
   m.attr("tensor_chunk") = kTensorChunk;
   m.def("count_changed", &count_changed, py::arg("masks"), py::arg("numels"));
   m.def("take_changed", &take_changed, py::arg("masks"), py::arg("sources"), py::arg("ends"),

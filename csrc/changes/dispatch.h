@@ -5,7 +5,7 @@
 
 namespace hybridengine {
 
-// Calls body(S, D, Index) with values of those types: float32 is converted to any engine dtype,
+// Calls body(S, D, Index) with values of those types: float32 is converted to the engine's dtype,
 // 16-bit values are copied.
 template <typename Body>
 void by_dtypes(const ChangesParams& p, const Body& body) {
@@ -13,14 +13,8 @@ void by_dtypes(const ChangesParams& p, const Body& body) {
     p.wide_indices ? body(source, value, int64_t{}) : body(source, value, int32_t{});
   };
   if (p.source_dtype != DType::f32) return by_index(uint16_t{}, uint16_t{});
-  switch (p.value_dtype) {
-    case DType::bf16:
-      return by_index(float{}, bf16{});
-    case DType::f16:
-      return by_index(float{}, f16{});
-    default:
-      return by_index(float{}, float{});
-  }
+  if (p.value_dtype == DType::bf16) return by_index(float{}, bf16{});
+  by_index(float{}, f16{});
 }
 
 }  // namespace hybridengine

@@ -1,4 +1,5 @@
-// count_changed and take_changed: from masks of changed elements to (index, value), ascending.
+// mark_changed compares with what was sent; count_changed and take_changed lead from masks of
+// changed elements to (index, value), ascending.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,18 @@
 #include "common/isa.h"
 
 namespace hybridengine {
+
+struct CompareParams {
+  const void* current;
+  void* sent;      // 16-bit elements; becomes the cast of current
+  uint32_t* mask;  // that is added to
+  int64_t numel;
+  DType current_dtype;
+  DType sent_dtype;
+  int num_threads;
+};
+
+HE_CPU_KERNEL(mark_changed_cpu, CompareParams)
 
 struct ChangedTensor {
   uint32_t* mask;
@@ -34,7 +47,8 @@ HE_CPU_KERNEL(count_changed_cpu, ChangesParams)
 // Also clears the masks.
 HE_CPU_KERNEL(take_changed_cpu, ChangesParams)
 
-// Both return a cudaError_t.
+// All return a cudaError_t.
+int mark_changed_cuda(const CompareParams& params, void* stream);
 int count_changed_cuda(const ChangesParams& params, void* stream);
 int take_changed_cuda(const ChangesParams& params, void* stream);
 

@@ -1,7 +1,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <vector>
@@ -18,79 +17,6 @@ constexpr int64_t kTableColumns = 4 + 3 * kChangeDims;
 
 at::Tensor vector_of(int64_t size, at::ScalarType dtype) {
   return at::empty({size}, at::TensorOptions().dtype(dtype));
-}
-
-int64_t count_all(const std::vector<ChangedPart>& parts) {
-  int64_t count = 0;
-  for (const ChangedPart& part : parts) count += part.count;
-  return count;
-}
-
-ChangedElementsParams params_of(const at::Tensor& current, const at::Tensor& sent) {
-  check_same_device("changed_elements", {{"current", current}, {"sent", sent}});
-  const at::ScalarType type = sent.scalar_type();
-  TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, "changed_elements: sent has dtype ",
-                    type, "; expected bfloat16 or float16");
-  check_vector(sent, "changed_elements: sent", type, current.numel());
-  check_vector(current, "changed_elements: current", current.scalar_type(), current.numel());
-  ChangedElementsParams params{};
-  params.current = current.const_data_ptr();
-  params.sent = sent.mutable_data_ptr();
-  params.size = current.numel();
-  params.current_dtype = float_dtype(current, "changed_elements: current");
-  params.sent_dtype = float_dtype(sent, "changed_elements: sent");
-  return params;
-}
-
-// (indices, values, count); without indices and values where there are more than `capacity`.
-std::tuple<at::Tensor, at::Tensor, int64_t> changed_elements(const at::Tensor& current,
-                                                             const at::Tensor& sent,
-                                                             int64_t capacity, bool wide) {
-  ChangedElementsParams params = params_of(current, sent);
-  if (!sent.device().is_cpu()) no_kernel_for(sent.device(), "changed_elements");
-  params.num_threads = at::get_num_threads();
-  std::vector<ChangedPart> parts(params.num_threads);
-  params.parts = parts.data();
-  params.capacity = capacity;
-  params.wide = wide;
-  {
-    py::gil_scoped_release no_gil;
-    changed_elements_cpu(params);
-  }
-  const int64_t count = count_all(parts);
-  const int64_t kept = count <= capacity ? count : 0;
-  at::Tensor indices = vector_of(kept, wide ? at::kLong : at::kInt);
-  at::Tensor values = vector_of(kept, sent.scalar_type());
-  const int64_t index_bytes = indices.element_size();
-  int64_t at = 0;
-  for (const ChangedPart& part : parts) {
-    if (kept && part.count) {
-      std::memcpy(static_cast<char*>(indices.mutable_data_ptr()) + at * index_bytes, part.indices,
-                  part.count * index_bytes);
-      std::memcpy(static_cast<uint16_t*>(values.mutable_data_ptr()) + at, part.values,
-                  part.count * sizeof(uint16_t));
-      at += part.count;
-    }
-    std::free(part.indices);
-    std::free(part.values);
-  }
-  return {indices, values, count};
-}
-
-// As changed_elements on CUDA, but writes which elements changed into `mask`.
-void mark_changed(const at::Tensor& current, const at::Tensor& sent, const at::Tensor& mask) {
-  ChangedElementsParams params = params_of(current, sent);
-  check_vector(mask, "changed_elements: mask", at::kInt, (params.size + 31) / 32);
-  params.mask = static_cast<uint32_t*>(mask.mutable_data_ptr());
-#ifdef HYBRIDENGINE_WITH_CUDA
-  if (sent.device().is_cuda()) {
-    const c10::DeviceGuard guard(sent.device());
-    if (params.size)
-      check_cuda(mark_changed_cuda(params, current_stream(sent.device())), "changed_elements");
-    return;
-  }
-#endif
-  no_kernel_for(sent.device(), "changed_elements");
 }
 
 ChangeRow row_of(const int64_t* entry, int64_t number) {
@@ -285,9 +211,6 @@ at::Tensor decode_gaps(const at::Tensor& gaps, int64_t width, int64_t start, int
 }  // namespace
 
 void register_delta(py::module_& m) {
-  m.def("changed_elements", &changed_elements, py::arg("current"), py::arg("sent"),
-        py::arg("capacity"), py::arg("wide"));
-  m.def("mark_changed", &mark_changed, py::arg("current"), py::arg("sent"), py::arg("mask"));
   m.def("encode_gaps", &encode_gaps, py::arg("positions"), py::arg("start"));
   m.def("decode_gaps", &decode_gaps, py::arg("gaps"), py::arg("width"), py::arg("start"),
         py::arg("end"), py::arg("count"));

@@ -2,16 +2,21 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "common/binding.h"
 #include "strided_copy/params.h"
+#include "strided_copy/quantize.h"
 
 namespace hybridengine {
 
 namespace {
 
+using Tensors = std::vector<at::Tensor>;
+
 constexpr int64_t kTableColumns = 4 + 3 * kCopyDims;
+constexpr const char* kQuantize = "block_quantize";
 
 bool is_float(at::ScalarType type) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
@@ -39,15 +44,28 @@ using Reaches = std::map<int64_t, Reach>;  // by number of the tensor
 // can be captured in a graph.
 class CopyTable {
  public:
-  explicit CopyTable(const at::Tensor& table);
-  void copy(const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& destinations);
+  // blocks: for block quantization, the number of the block that each row lies in.
+  CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& blocks);
+  void copy(const Tensors& sources, const Tensors& destinations);
+  // absmax: int32 by block, raised to the bits of the largest magnitude. scale: float32 by block.
+  // dtype: of the engine, to which values are rounded first.
+  void absmax(const Tensors& sources, const at::Tensor& absmax, at::ScalarType dtype) {
+    run_blocks(sources, nullptr, absmax, dtype);
+  }
+  void quantize(const Tensors& sources, const Tensors& destinations, const at::Tensor& scale,
+                at::ScalarType dtype) {
+    run_blocks(sources, &destinations, scale, dtype);
+  }
 
  private:
+  void run_blocks(const Tensors& sources, const Tensors* destinations, at::Tensor per_block,
+                  at::ScalarType dtype);
   void upload(const at::Device& device, const std::vector<void*>& addresses, void* stream);
 
   std::vector<CopyRow> rows_;
   Reaches src_reach_, dst_reach_;
   int64_t num_chunks_ = 0;
+  int64_t num_blocks_ = 0;  // one more than the largest number; 0 without blocks
   at::Tensor device_rows_, device_row_of_chunk_, device_addresses_;
   std::vector<void*> uploaded_;
 };
@@ -83,12 +101,14 @@ void update_reach(Reaches& reaches, const char* name, int64_t number, int64_t in
   if (last > reach.last) reach = {last, number};
 }
 
-CopyTable::CopyTable(const at::Tensor& table) {
+CopyTable::CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& blocks) {
   TORCH_CHECK_VALUE(
       table.dim() == 2 && table.size(1) == kTableColumns && table.scalar_type() == at::kLong &&
           table.is_contiguous() && table.device().is_cpu(),
       "strided_copy: table has shape ", table.sizes(), ", dtype ", table.scalar_type(), " on ",
       table.device(), "; expected a contiguous [P, 16] int64 tensor on the CPU");
+  if (blocks) check_vector(*blocks, "blocks", at::kLong, table.size(0));
+  const int64_t* block = blocks ? blocks->const_data_ptr<int64_t>() : nullptr;
   const int64_t* entry = table.const_data_ptr<int64_t>();
   rows_.reserve(table.size(0));
   int64_t all_elements = 0;
@@ -125,13 +145,21 @@ CopyTable::CopyTable(const at::Tensor& table) {
     row.src_align = alignment(row, row.src_stride);
     row.dst_align = alignment(row, row.dst_stride);
     row.first_chunk = num_chunks_;
+    if (block) {
+      TORCH_CHECK_VALUE(
+          block[i] >= 0 && block[i] < (int64_t{1} << 31) && elements <= kChunkElements, kQuantize,
+          ": row ", i, " has block ", block[i], " and ", elements,
+          " elements; expected a number below 2^31 and at most ", kChunkElements);
+      row.block = static_cast<int32_t>(block[i]);
+      num_blocks_ = std::max(num_blocks_, block[i] + 1);
+    }
     num_chunks_ += (num_elements(row) + kChunkElements - 1) / kChunkElements;
     rows_.push_back(row);
   }
 }
 
 // The addresses of the tensors of one side, after checking that the rows stay inside them.
-void resolve(const std::vector<at::Tensor>& tensors, const Reaches& reaches, const char* name,
+void resolve(const Tensors& tensors, const Reaches& reaches, const char* name,
              const at::Device& device, std::vector<void*>& addresses) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
@@ -174,8 +202,7 @@ void choose_dtypes(const at::Tensor& source, const at::Tensor& destination,
   params.dst_dtype = float_dtype(destination, "destinations[0]");
 }
 
-void CopyTable::copy(const std::vector<at::Tensor>& sources,
-                     const std::vector<at::Tensor>& destinations) {
+void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
   if (rows_.empty()) return;
   TORCH_CHECK_VALUE(!sources.empty() && !destinations.empty(),
                     "strided_copy: a table with rows needs sources and destinations, got ",
@@ -216,6 +243,66 @@ void CopyTable::copy(const std::vector<at::Tensor>& sources,
   no_kernel_for(device, "strided_copy");
 }
 
+// The destinations are of a type of one byte. per_block: see QuantizeParams.
+void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations,
+                           at::Tensor per_block, at::ScalarType dtype) {
+  if (rows_.empty()) return;
+  TORCH_CHECK_VALUE(!sources.empty() && !(destinations && destinations->empty()), kQuantize,
+                    ": a table with rows needs sources and destinations, got none");
+  const at::Device device = sources[0].device();
+  const at::ScalarType wanted = destinations ? at::kFloat : at::kInt;
+  TORCH_CHECK_VALUE(per_block.dim() == 1 && per_block.scalar_type() == wanted &&
+                        per_block.size(0) >= num_blocks_ && per_block.is_contiguous() &&
+                        per_block.device() == device,
+                    kQuantize, ": got ", per_block.sizes(), " ", per_block.scalar_type(), " on ",
+                    per_block.device(), " by block; expected a contiguous [", num_blocks_,
+                    "] tensor of ", wanted, " on ", device);
+  QuantizeParams params{};
+  params.src_dtype = float_dtype(sources[0], "sources[0]");
+  params.engine_dtype = float_dtype(at::empty({0}, dtype), "dtype");
+  TORCH_CHECK_VALUE(params.src_dtype != DType::f64 && params.engine_dtype != DType::f64, kQuantize,
+                    ": got sources of ", sources[0].scalar_type(), " for ", dtype,
+                    "; expected float32, float16 or bfloat16");
+  std::vector<void*> addresses;
+  resolve(sources, src_reach_, "sources", device, addresses);
+  if (destinations) {
+    resolve(*destinations, dst_reach_, "destinations", device, addresses);
+    TORCH_CHECK_VALUE((*destinations)[0].scalar_type() == at::kFloat8_e4m3fn, kQuantize,
+                      ": destinations[0] has dtype ", (*destinations)[0].scalar_type(),
+                      "; expected Float8_e4m3fn");
+    params.scale = per_block.const_data_ptr<float>();
+  } else {
+    params.absmax = per_block.mutable_data_ptr<int32_t>();
+  }
+  params.num_rows = static_cast<int64_t>(rows_.size());
+  params.num_threads = at::get_num_threads();
+  const auto set_tables = [&](const void* rows, void** table) {
+    params.rows = static_cast<const CopyRow*>(rows);
+    params.sources = reinterpret_cast<const char* const*>(table);
+    params.destinations = reinterpret_cast<char* const*>(table + sources.size());
+  };
+  if (device.is_cpu()) {
+    set_tables(rows_.data(), addresses.data());
+    py::gil_scoped_release no_gil;
+    destinations ? block_quantize_cpu(params) : block_absmax_cpu(params);
+    return;
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::DeviceGuard guard(device);
+    void* stream = current_stream(device);
+    upload(device, addresses, stream);
+    set_tables(device_rows_.const_data_ptr(),
+               static_cast<void**>(device_addresses_.mutable_data_ptr()));
+    check_cuda(
+        destinations ? block_quantize_cuda(params, stream) : block_absmax_cuda(params, stream),
+        kQuantize);
+    return;
+  }
+#endif
+  no_kernel_for(device, kQuantize);
+}
+
 #ifdef HYBRIDENGINE_WITH_CUDA
 void CopyTable::upload(const at::Device& device, const std::vector<void*>& addresses,
                        void* stream) {
@@ -248,12 +335,17 @@ void CopyTable::upload(const at::Device& device, const std::vector<void*>& addre
 
 void register_strided_copy(py::module_& m) {
   py::class_<CopyTable>(m, "CopyTable")
-      .def(py::init<const at::Tensor&>(), py::arg("table"))
-      .def("copy", &CopyTable::copy, py::arg("sources"), py::arg("destinations"));
+      .def(py::init<const at::Tensor&, const std::optional<at::Tensor>&>(), py::arg("table"),
+           py::arg("blocks") = py::none())
+      .def("copy", &CopyTable::copy, py::arg("sources"), py::arg("destinations"))
+      .def("absmax", &CopyTable::absmax, py::arg("sources"), py::arg("absmax"), py::arg("dtype"))
+      .def("quantize", &CopyTable::quantize, py::arg("sources"), py::arg("destinations"),
+           py::arg("scale"), py::arg("dtype"));
   m.def(
       "strided_copy",
-      [](const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& destinations,
-         const at::Tensor& table) { CopyTable(table).copy(sources, destinations); },
+      [](const Tensors& sources, const Tensors& destinations, const at::Tensor& table) {
+        CopyTable(table, std::nullopt).copy(sources, destinations);
+      },
       py::arg("sources"), py::arg("destinations"), py::arg("table"));
 }
 

@@ -28,6 +28,7 @@ struct CopyRow {
   // elements are not adjacent.
   int32_t src_align;
   int32_t dst_align;
+  int32_t block;  // block quantization only: the block that the row lies in
 };
 
 // An element of a row: its index in every dimension, and its offset on both sides.

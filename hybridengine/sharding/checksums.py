@@ -6,31 +6,37 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-_ROW = 1 << 10  # 64-bit words in a row of the table of `bit_checksums`
+_ROW = 1 << 10  # 64-bit words in a row of the table of `bit_checksum`
 _CHUNK = 1 << 18  # elements that `value_checksum` converts at a time: it takes a few MiB
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def bit_checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a checksum (int64 scalar on the same device) of the bits of a contiguous tensor.
+
+    Two passes over the memory. 64-bit words are summed by row and by column of a table, these sums
+    with weights, so that exchanged words change the result. The weight of a word is odd, so that
+    each of its bits does.
+    """
+    flat = tensor.reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    rows = words.numel() // _ROW
+    table = words[: rows * _ROW].view(rows, _ROW)
+    by_column, by_row = _weighted_sum(table.sum(0)), _weighted_sum(table.sum(1))
+    rest = _weighted_sum(words[table.numel() :])
+    return by_column + 2 * by_row + rest + _weighted_sum(flat[words.numel() * 8 :].to(torch.int64))
+
+
 def bit_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a checksum of the bits of each (contiguous) tensor; two passes over the memory.
+    """Return `bit_checksum` of each tensor.
 
     It detects writes to a frozen parameter, which version counters do not: optimizers and
-    checkpoint loaders bypass those. 64-bit words are summed by row and by column of a table, these
-    sums with weights, so that exchanged words change the result.
+    checkpoint loaders bypass those.
     """
-
-    def checksum(tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.reshape(-1).view(torch.uint8)
-        if flat.storage_offset() % 8:
-            flat = flat.clone()
-        words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-        rows = words.numel() // _ROW
-        table = words[: rows * _ROW].view(rows, _ROW)
-        rest = (words[table.numel() :], flat[words.numel() * 8 :].to(torch.int64))
-        return torch.stack([_weighted_sum(t) for t in (table.sum(0), table.sum(1), *rest)]).sum()
-
-    return torch.stack([checksum(t) for t in tensors]).tolist() if tensors else []
+    return torch.stack([bit_checksum(t) for t in tensors]).tolist() if tensors else []
 
 
 def value_checksum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -44,6 +50,8 @@ def value_checksum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     for part in chunks(values):
         part = part.to(dtype).contiguous().view(-1)
         if part.is_floating_point():
+            if part.itemsize == 1:
+                part = part.half()  # exact; float8 has few operations
             part = part.masked_fill(part.isnan(), float("nan"))
         total += _weighted_sum(part.view(_INTEGERS[part.itemsize]).to(torch.int64), start)
         start += part.numel()

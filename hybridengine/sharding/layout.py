@@ -9,10 +9,11 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from hybridengine.kernels.block_quantize import block_grid
 from hybridengine.sharding.copies import Copy
 from hybridengine.sharding.geometry import contiguous_strides, reach
 
@@ -37,6 +38,17 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
+class Quantized(NamedTuple):
+    """How a float8_e4m3fn engine tensor [..., N, K] is made: by `kernels.block_quantize`.
+
+    dtype: of the engine; values are rounded to it before they are quantized. scale: the engine
+    tensor that holds the scales of the blocks.
+    """
+
+    dtype: torch.dtype
+    scale: str
+
+
 @dataclass
 class EngineLayout:
     """How one engine rank's weights derive from source tensors.
@@ -45,7 +57,7 @@ class EngineLayout:
     regions that the loader fills with one value (vocabulary padding); a sync writes them before the
     copies, which may overwrite them. fallback: source → "engine tensor: reason" for what is no
     copy; it is gathered in full and passed to the engine's loader. by_loader: engine tensors that
-    the loader writes.
+    the loader writes. quantized: destinations that hold quantized values of the sources.
     """
 
     destinations: dict[str, TensorSpec]
@@ -53,10 +65,22 @@ class EngineLayout:
     constants: list[Constant] = field(default_factory=list)
     fallback: dict[str, str] = field(default_factory=dict)
     by_loader: set[str] = field(default_factory=set)
+    quantized: dict[str, Quantized] = field(default_factory=dict)
+
+    @property
+    def scales(self) -> dict[str, TensorSpec]:
+        """The engine tensors of the scales of quantized tensors."""
+        grids = {
+            q.scale: block_grid(self.destinations[name].shape) for name, q in self.quantized.items()
+        }
+        return {
+            name: TensorSpec(grid, contiguous_strides(grid), torch.float32)
+            for name, grid in grids.items()
+        }
 
     def digest(self) -> str:
         """Return a hash that is equal for equal layouts in every process."""
-        fields = (self.destinations, self.copies, self.constants, self.fallback)
+        fields = (self.destinations, self.copies, self.constants, self.fallback, self.quantized)
         return hashlib.sha256(repr((fields, sorted(self.by_loader))).encode()).hexdigest()
 
     def ordered(self) -> EngineLayout:
@@ -67,6 +91,7 @@ class EngineLayout:
             sorted(self.constants),
             dict(sorted(self.fallback.items())),
             self.by_loader,
+            dict(sorted(self.quantized.items())),
         )
 
     def with_full_tensors(self, tensors: Mapping[str, torch.Tensor]) -> EngineLayout:

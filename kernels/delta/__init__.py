@@ -1,7 +1,6 @@
-"""Operators of a delta weight sync: find what changed, follow strided slices, code positions."""
+"""Operators of a delta weight sync: follow changes through strided slices, code positions."""
 
-from .changed import Changes, changed_elements
 from .gaps import decode_gaps, encode_gaps
 from .table import ChangeTable
 
-__all__ = ["ChangeTable", "Changes", "changed_elements", "decode_gaps", "encode_gaps"]
+__all__ = ["ChangeTable", "decode_gaps", "encode_gaps"]

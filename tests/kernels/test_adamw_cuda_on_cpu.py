@@ -1,4 +1,4 @@
-"""The CUDA kernels of adamw_ and take_changed, compiled for the CPU, and their index arithmetic."""
+"""The CUDA kernels of adamw_, mark_changed_ and take_changed, compiled for the CPU."""
 
 import ctypes
 from pathlib import Path
@@ -6,22 +6,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hybridengine.kernels import adamw_, change_mask, take_changed
+from hybridengine.kernels import adamw_, change_mask, mark_changed_, take_changed
 from hybridengine.kernels.changes import marks
 
 from tests.kernels.cuda_on_cpu import compile_for_cpu
 from tests.kernels.test_adamw import bits, clones, lists
-from tests.kernels.test_changes import drawn, masks_of
+from tests.kernels.test_changes import drawn, masks_of, out_of_date
 from tests.tolerances import ADAMW
 
 # Numbers of dtypes in csrc/common/dtype.h.
-NUMBERS = {None: -1, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+UNMARKED = -1
 CHUNK = 16384
 
 
-def compiled(name, tmp_path_factory):
+def compiled(name, tmp_path_factory, domain=None):
     check = Path(__file__).parent / f"{name}_cuda_check.cpp"
-    return compile_for_cpu(f"{name}/{name}_cuda.cu", check, tmp_path_factory.mktemp(name))
+    source = f"{domain or name}/{name}_cuda.cu"
+    return compile_for_cpu(source, check, tmp_path_factory.mktemp(name))
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +40,17 @@ def changes_library(tmp_path_factory):
     return library
 
 
+@pytest.fixture(scope="module")
+def compare_library(tmp_path_factory):
+    return compiled("compare", tmp_path_factory, "changes")
+
+
 def address(array):
     return ctypes.c_void_p(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())
 
 
 @pytest.mark.parametrize("offset", (0, 1))
-@pytest.mark.parametrize("engine_dtype", NUMBERS)
+@pytest.mark.parametrize("engine_dtype", (None, torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("grad_dtype", (torch.float32, torch.bfloat16))
 def test_update(adamw_library, grad_dtype, engine_dtype, offset):
     # More tensors than one launch takes; ends of words, groups and chunks.
@@ -58,7 +65,12 @@ def test_update(adamw_library, grad_dtype, engine_dtype, offset):
     factor = torch.tensor(0.37)
     error = adamw_library.update_on_cpu(
         *(address(arrays), address(np.array(sizes)), ctypes.c_int64(len(sizes))),
-        *(address(numbers), address(factor), NUMBERS[grad_dtype], NUMBERS[engine_dtype]),
+        *(
+            address(numbers),
+            address(factor),
+            NUMBERS[grad_dtype],
+            NUMBERS.get(engine_dtype, UNMARKED),
+        ),
     )
     assert error == 0
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "grad_factor": factor}
@@ -99,6 +111,25 @@ def test_take(changes_library, source_dtype, dtype, share, wide):
     assert torch.equal(indices[:-1].int(), torch.cat([i for i, _ in expected]))
     assert torch.equal(values[:-1], torch.cat([v for _, v in expected]))
     assert not any(mask.any() for mask in masks)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("sent_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 31, 33, 4096, 9003])
+def test_marks_and_updates_what_differs(compare_library, dtype, sent_dtype, size):
+    for aligned in (True, False):
+        current, sent, _ = out_of_date(size, dtype, sent_dtype, 0.1)
+        current = current.nan_to_num()  # vectors of the CPU keep payloads of NaN
+        if not aligned:
+            current, sent = (torch.cat([t[:1], t])[1:] for t in (current, sent))
+        ours = sent.clone()
+        expected, mask = masks_of([torch.arange(size) == 0]), masks_of([torch.arange(size) == 0])
+        mark_changed_(current, ours, expected[0])
+        arguments = address(current), address(sent), address(mask[0]), ctypes.c_int64(size)
+        numbers = (ctypes.c_int(NUMBERS[t]) for t in (dtype, sent_dtype))
+        assert compare_library.run_on_cpu(*arguments, *numbers) == 0
+        assert torch.equal(sent.view(torch.int16), ours.view(torch.int16))
+        assert torch.equal(mask[0], expected[0]), "marks are added"
 
 
 def test_chunks_of_tensors_with_more_than_2_to_the_31_elements(adamw_library):

@@ -1,14 +1,19 @@
-"""take_changed: masks of changed elements to (index, value)."""
+"""Masks of changed elements: by comparison with what was sent, and to (index, value)."""
+
+import math
 
 import pytest
 import torch
-from hybridengine.kernels import change_mask, take_changed
+from hybridengine.kernels import change_mask, mark_changed_, strided_copy, take_changed
 from hybridengine.kernels.changes import mark_, marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.test_strided_copy import row
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16)
+HOSTILE = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-41, -1e-41, 3e38])
 
 
 def drawn(sizes, share, device="cpu", dtype=torch.float32):
@@ -17,6 +22,17 @@ def drawn(sizes, share, device="cpu", dtype=torch.float32):
     sources = [torch.randn(n, generator=generator).to(dtype).to(device) for n in sizes]
     changed = [(torch.rand(n, generator=generator) < share).to(device) for n in sizes]
     return sources, changed
+
+
+def out_of_date(size, dtype, sent_dtype, share):
+    """A tensor, what was sent of it, and which elements of that are out of date."""
+    generator = torch.Generator().manual_seed(size)
+    current = torch.randn(size, generator=generator).to(dtype)
+    current[: len(HOSTILE)] = HOSTILE[:size].to(dtype)
+    sent = current.to(sent_dtype, copy=True)
+    changed = torch.rand(size, generator=generator) < share
+    sent.view(torch.int16)[changed] ^= 1
+    return current, sent, changed
 
 
 def masks_of(changed):
@@ -42,8 +58,67 @@ def test_what_is_marked_is_taken_in_order(share, dtype, device):
     sizes = [1, 0, 31, 32, 33, 16384, 16385, 100_001]
     assert_taken(*drawn(sizes, share, device), dtype)
     assert_taken(*drawn(sizes[:4], share, device), dtype, "reference")
-    if dtype != torch.float32:
-        assert_taken(*drawn(sizes, share, device, dtype), dtype)  # copied, not cast
+    assert_taken(*drawn(sizes, share, device, dtype), dtype)  # copied, not cast
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("sent_dtype", DTYPES)
+def test_marked_are_the_elements_whose_bits_differ(device, dtype, sent_dtype):
+    for size in (0, 1, 31, 32, 33, 2047, 40_001):
+        for share in (0.0, 0.01, 1.0):
+            current, sent, expected = out_of_date(size, dtype, sent_dtype, share)
+            now = current.to(sent_dtype)
+            number = ~now.isnan()  # payloads of NaN have no meaning, and casts do not keep them
+            for backend in (None, "reference"):
+                kept = sent.to(device, copy=True)
+                mask = change_mask(kept)
+                mark_changed_(current.to(device), kept, mask, backend=backend)
+                bits = (t.cpu().view(torch.int16)[number] for t in (kept, now))
+                assert torch.equal(*bits), "sent is the cast of current"
+                marked = marks(mask.cpu(), 32 * len(mask))
+                assert torch.equal(marked[:size][number], expected[number])
+                assert not marked[size:].any()
+                mark_changed_(current.to(device), kept, mask, backend=backend)
+                assert torch.equal(marked, marks(mask.cpu(), 32 * len(mask))), "nothing was added"
+
+
+def test_a_marked_element_equals_that_of_a_dense_copy():
+    """Also NaN: the engine must hold the same bits, whichever way they came."""
+    patterns = torch.arange(-(1 << 31), 1 << 31, 65_521, dtype=torch.int64).to(torch.int32)
+    current = patterns.view(torch.float32)
+    for dtype in DTYPES:
+        sent, dense = torch.zeros(2, len(current), dtype=dtype).unbind()
+        mark_changed_(current, sent, change_mask(sent))
+        table = torch.tensor([row(0, 0, 0, 0, [len(current)], [1], [1])])
+        strided_copy([current], [dense], table)
+        assert torch.equal(sent.view(torch.int16), dense.view(torch.int16))
+
+
+def test_threads_mark_the_same():
+    current, sent, expected = out_of_date(70_001, torch.float32, torch.bfloat16, 0.1)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        mask = change_mask(sent)
+        mark_changed_(current, sent, mask)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(marks(mask, len(sent))[len(HOSTILE) :], expected[len(HOSTILE) :])
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+def test_wrong_tensors_of_a_comparison_are_named(backend):
+    values = torch.zeros(4)
+    for current, sent in (
+        (values, torch.zeros(4)),
+        (values, torch.zeros(3).bfloat16()),
+        (values.view(2, 2), torch.zeros(2, 2).bfloat16()),
+    ):
+        with pytest.raises(ValueError, match=r"mark_changed_: (current|sent) (has|is)"):
+            mark_changed_(current, sent, change_mask(sent), backend=backend)
+    with pytest.raises(ValueError, match=r"mark_changed_: .*mask"):
+        mark_changed_(values, values.bfloat16(), change_mask(torch.ones(33)), backend=backend)
 
 
 @settings(deadline=None, max_examples=50)
@@ -100,7 +175,7 @@ def test_wrong_arguments_are_named(backend):
         take_changed(masks, [source], **{"dtype": torch.bfloat16, **options}, backend=backend)
 
     call()
-    with pytest.raises(ValueError, match=r"dtype is torch\.float64; expected bfloat16, float16 or"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.float64; expected bfloat16 or float16"):
         call(dtype=torch.float64)
     with pytest.raises(ValueError, match=r"max_share is 2\.0; expected"):
         call(max_share=2.0)

@@ -14,11 +14,14 @@ ROOT = Path(__file__).parent.parent.parent
 # Tests of kernels that depend on the instruction set, by module of tests/kernels; []: all of it.
 CASES = {
     "test_adamw.py": [],
-    "test_changes.py": ["test_what_is_marked_is_taken_in_order", "test_any_sizes"],
-    "test_delta_ops.py": [
-        "test_changed_elements_are_those_whose_bits_differ",
-        "test_a_table_moves_changes_as_strided_copy_moves_all",
+    "test_block_quantize.py": ["test_any_size_and_strides", "test_casts_are_torchs"],
+    "test_changes.py": [
+        "test_what_is_marked_is_taken_in_order",
+        "test_any_sizes",
+        "test_marked_are_the_elements_whose_bits_differ",
+        "test_a_marked_element_equals_that_of_a_dense_copy",
     ],
+    "test_delta_ops.py": ["test_a_table_moves_changes_as_strided_copy_moves_all"],
     "policy_loss/test_policy_loss.py": ["test_every_mode_and_aggregation", "test_random_batches"],
     "packing/test_packing.py": [
         "test_every_dtype_survives_both_ways",

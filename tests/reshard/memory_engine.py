@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, block_quantize
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hybridengine.reshard import Resharder
 from hybridengine.rollout.engine import RolloutEngine
 from hybridengine.sharding import EngineLayout, tp_groups
+from hybridengine.sharding.layout import Quantized
 from tests.reshard.brute_force import fused_layout
 
-__all__ = ["MemoryEngine", "Shapes", "build", "expected", "pulling", "values"]
+__all__ = ["MemoryEngine", "Shapes", "build", "expected", "pulling", "quantize", "shard", "values"]
 
 Shapes = Mapping[
     str, tuple[str, tuple[int, ...]]
@@ -33,7 +36,7 @@ class MemoryEngine(RolloutEngine):
         self.layout, self.tp_rank, self.tp_size = layout, tp_rank, tp_size
         self.tensors = {
             name: torch.full(spec.shape, float("nan"), dtype=spec.dtype, device=device)
-            for name, spec in layout.destinations.items()
+            for name, spec in (layout.destinations | layout.scales).items()
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -51,6 +54,13 @@ class MemoryEngine(RolloutEngine):
     def shutdown(self) -> None: ...
 
 
+def quantize(layout: EngineLayout, name: str) -> None:
+    """Let an engine tensor hold bfloat16 values quantized in blocks."""
+    spec = layout.destinations[name]
+    layout.destinations[name] = replace(spec, dtype=QUANTIZED_DTYPE)
+    layout.quantized[name] = Quantized(spec.dtype, f"{name}_scale_inv")
+
+
 def values(shapes: Shapes, dtype: torch.dtype = torch.float32, seed: int = 0):
     """Full parameters, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
@@ -66,6 +76,7 @@ def build(
     replicas: int = 1,
     rows_on_dim1: bool = True,
     by_loader: tuple[str, ...] = (),
+    quantized: tuple[str, ...] = (),
     transport: str = "pull",
     device: str = "cpu",
     **options: Any,
@@ -82,6 +93,8 @@ def build(
     layout.fallback = {name: f"{name}: computed by mul" for name in by_loader}
     layout.by_loader = set(by_loader)
     layout.copies = [c for c in layout.copies if c.source not in by_loader]
+    for name in quantized:
+        quantize(layout, name)
     engine = MemoryEngine(layout, group.index(rank), tp_size, device)
     mesh = mesh_of(world_size, replicas, device)
     shards = {
@@ -119,7 +132,11 @@ def shard(full: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 def expected(engine: MemoryEngine, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The engine tensors that the layout makes of full parameters, one copy at a time."""
-    made = {n: torch.full_like(t, float("nan")) for n, t in engine.tensors.items()}
+    layout = engine.layout
+    made = {
+        n: torch.full_like(engine.tensors[n], float("nan"), dtype=layout.quantized.get(n, s).dtype)
+        for n, s in layout.destinations.items()
+    }
     for c in engine.layout.copies:
         target = made[c.destination]
         source = full[c.source].contiguous()
@@ -128,4 +145,6 @@ def expected(engine: MemoryEngine, full: Mapping[str, torch.Tensor]) -> dict[str
         )
     for name in engine.layout.fallback:
         made[name].copy_(full[name] * 2)
+    for name, quantized in layout.quantized.items():
+        made[name], made[quantized.scale] = block_quantize(made[name], backend="reference")
     return made

@@ -7,8 +7,10 @@ import re
 import signal
 import time
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import count
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hybridengine.kernels.strided_copy import CopyTable
 
 from hybridengine.reshard import ReshardError
 from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
+from hybridengine.reshard.disaggregated.link import Link
 from hybridengine.rollout import SamplingSpec
 from tests.ranks import Ranks, message_of
 from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shard, values
@@ -42,6 +45,18 @@ def signal_at_second_copy(signum: int) -> None:
         copy(table, sources, destinations)
 
     CopyTable.copy = copy_or_end
+
+
+def damage_arrivals(times: int) -> None:
+    """Flip a bit of the next `times` messages that this process receives."""
+    gather, left = Link.gather, iter(range(times))
+
+    def gather_damaged(link, buffer, among="replicas"):
+        gather(link, buffer, among)
+        if buffer.numel() and next(left, None) is not None:
+            buffer[7] ^= 128
+
+    Link.gather = gather_damaged
 
 
 def trainer_body(
@@ -88,10 +103,12 @@ def engine_body(
     timeout_s: float,
     end: tuple[int, int] = (0, 0),
     come_after: int = 0,
+    damaged: Mapping[int, int] = MappingProxyType({}),
 ) -> dict:
     """Receive until `last`. end: rank 0 gets signal end[0] in the sync to version end[1].
 
-    come_after: stay away until that sync is over.
+    come_after: stay away until that sync is over. damaged: version → how many of the messages that
+    rank 0 receives in its sync are damaged.
     """
     engine, store = build_engine(rank, world_size), link_store(port)
     receiver = WeightReceiver(engine, store, index=index, timeout_s=timeout_s)
@@ -108,6 +125,8 @@ def engine_body(
             time.sleep(0.01)
         if end[1] == (engine.weight_version or 0) + 1 and rank == 0:
             signal_at_second_copy(end[0])
+        if rank == 0 and (times := damaged.get((engine.weight_version or 0) + 1)):
+            damage_arrivals(times)
         try:
             versions.append(receiver.receive().version)
         except ReshardError as error:
@@ -174,3 +193,22 @@ def test_late_and_stalled_engines_are_dropped_and_a_lost_trainer_is_named() -> N
     assert "RankFailedError: rank 0 of engine 0" in of_punctual["error"]
     assert re.search(r"while receiving bucket .* rank 1 has ended", of_punctual["error"])
     assert "sync to weight version 4 did not finish" in of_punctual["refused"]
+
+
+def test_damaged_bytes_are_sent_again_and_never_generated_from() -> None:
+    always = 10_000
+    with worlds(
+        (trainer_body, 2, 3, 0, 0, TIMEOUT_S),
+        (engine_body, 2, 0, 3, TIMEOUT_S),
+        (engine_body, 2, 1, 3, TIMEOUT_S, (0, 0), 0, {2: 1, 3: always}),
+    ) as (_, trainers, intact, damaged):
+        of_trainers, of_intact = trainers.results(), intact.results()
+        of_damaged = damaged.results()
+    for rank in of_trainers:
+        assert rank["states"] == [[("live", v)] * 2 for v in (1, 2)]
+        assert "failed 4 times although trainers and engines are running" in rank["error"]
+    assert [(r["versions"], r["right"]) for r in of_intact] == [([1, 2, 3], [True] * 3)] * 2
+    for rank in of_damaged:
+        assert (rank["versions"], rank["right"]) == ([1, 2], [True] * 2)
+        assert "RankFailedError" in rank["error"] and "check the network" in rank["error"]
+        assert "sync to weight version 3 did not finish" in rank["refused"]

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.reshard import record_checkpoint, record_layout
+from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.reshard.record.loader import compose_with_checkpoint
 from hybridengine.sharding import Copy, LayoutError
 from hybridengine.sharding.copies import compose, merge
 from hybridengine.sharding.geometry import NotABlock, contiguous_strides
+from tests.tiny_models import tiny_config
 
 
 def walk(offset: int, sizes, strides) -> np.ndarray:
@@ -351,3 +353,11 @@ def test_gathered_parameter_takes_all_of_its_tensors_along() -> None:
 def test_computed_checkpoint_tensor_is_named() -> None:
     with pytest.raises(LayoutError, match=r"'w' is no copy of trained parameters \['w'\].*exp"):
         record_checkpoint({"w": (2,)}, lambda full: {"w": full["w"].exp()})
+
+
+def test_the_layout_of_a_configuration_is_recorded_once() -> None:
+    config = tiny_config("qwen3_moe")
+    layout = checkpoint_layout_from_config(config)
+    assert checkpoint_layout_from_config(tiny_config("qwen3_moe")) is layout
+    config.num_experts = 2
+    assert len(checkpoint_layout_from_config(config).tensors) < len(layout.tensors)

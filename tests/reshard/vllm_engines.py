@@ -21,6 +21,7 @@ def build(
     adapt: Callable | None = None,
     lora_rank: int = 0,
     fsdp_size: int = -1,
+    quantization: str | None = None,
     **options: Any,
 ) -> tuple:
     """Return (VllmEngine, sharded model, Resharder). options: of `load_causal_lm`."""
@@ -43,6 +44,7 @@ def build(
         dtype=dtype,
         kv_cache_bytes=64 << 20,
         lora_rank=lora_rank,
+        quantization=quantization,
         engine_options={"enforce_eager": True},
     )
     sliced = engine.layout.sliced_dims(checkpoint.parameters)

@@ -15,10 +15,11 @@ def test_bit_checksums_detect_writes_and_exchanges(size: int) -> None:
     tensor = torch.randn(size, dtype=torch.bfloat16)
     before, same = bit_checksums([tensor, tensor.clone()])
     assert before == same
-    for i in {0, size // 2, size - 1} if size else ():
-        changed = tensor.clone()
-        changed.view(torch.int16)[i] ^= 1
-        assert bit_checksums([changed]) != [before]
+    for i in {*range(min(4, size)), size // 2, size - 1} if size else ():
+        for bit in (0, 13, 14, 15):
+            changed = tensor.clone()
+            changed.view(torch.int16)[i] ^= 1 << bit if bit < 15 else -(1 << 15)
+            assert bit_checksums([changed]) != [before], (i, bit)
     if size > 8:
         swapped = tensor.clone()
         swapped[[0, size - 1]] = swapped[[size - 1, 0]]

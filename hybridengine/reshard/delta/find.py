@@ -1,23 +1,27 @@
-"""What changed in this rank's shards since the last sync, in the engine's dtype."""
+"""What changed in the shards since the last sync, and whether sending only that pays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 
-from hybridengine.kernels.delta import Changes, changed_elements
-from hybridengine.reshard.execute.trained import TrainedTensors
+from hybridengine.kernels import change_mask, mark_changed_, take_changed
+from hybridengine.reshard.execute.context import RankContext
 from hybridengine.reshard.plan.buckets import Bucket
-from hybridengine.reshard.plan.planner import ReshardPlan
-from hybridengine.runtime.failures import CollectiveGuard
+from hybridengine.runtime.all_ranks import host_device
 from hybridengine.sharding.changes import ChangedElements
 from hybridengine.sharding.shards import Box, RowRange
 
-_MIN_BUDGET = 1 << 16  # changes: of a rank that holds little
-
+DeltaMode = Literal["auto", "on", "off"]
 ReadChanges = Callable[[], Mapping[str, ChangedElements] | None]
+
+# Share of changed elements up to which a sync is a delta. auto: a delta takes less time than a
+# dense sync (docs/delta.md). on: a message takes less memory than the elements it is made of.
+_MAX_CHANGED = {"auto": 0.1, "on": 1 / 3}
+_MIN_BUDGET = 1 << 16  # changes: of a rank that holds little
 
 
 class Part(NamedTuple):
@@ -29,112 +33,140 @@ class Part(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What changed on this rank.
+    """What changed on this rank, by part. share: of all elements of all ranks, those that changed.
 
-    changes: by part; empty where more than the limit changed. num_changed, total: elements that
-    changed, of those that were looked at. complete: whether what changed is known of every part.
-    bytes: received from other ranks to merge adapters.
+    num_bytes: received from other ranks to merge adapters.
     """
 
-    changes: dict[Part, ChangedElements]
-    num_changed: int
-    total: int
-    complete: bool
-    bytes: int
+    changes: Mapping[Part, ChangedElements]
+    share: float
+    num_bytes: int
+
+
+def check_mode(delta: str) -> None:
+    """Raise ValueError unless `delta` is a mode."""
+    if delta not in get_args(DeltaMode):
+        raise ValueError(f"delta: got {delta!r}, expected one of {get_args(DeltaMode)}")
+
+
+def covers(bucket: Bucket) -> bool:
+    """Return whether deltas replace the bucket: its engine tensors have 16 bits and are trained."""
+    return bucket.engine_dtype in (torch.bfloat16, torch.float16) and not bucket.frozen
 
 
 class ChangeFinder:
     """Finds changes in the optimizer's change sets, and by comparison where there are none.
 
-    buckets: those whose parameters are looked at. read_changes: returns parameter → what changed
-    since the last call, in the engine's dtype, for the parameters that the optimizer keeps track
-    of; None where it does not know. A parameter that it does not name is compared with the bits
-    that were sent last: a copy of the shard in the engine's dtype, on the shard's device.
+    read_changes: returns parameter → what changed since the last call, in the engine's dtype, for
+    the parameters that the optimizer keeps track of; None where it does not know, or where too much
+    changed. A parameter that it does not name is compared with the bits that were sent last: a copy
+    of the shard in the engine's dtype, on the shard's device.
+
+    Attributes:
+        changed: the share of elements that changed before the last sync, over all ranks; None where
+            it is not known.
     """
 
+    changed: float | None = None
+
     def __init__(
-        self,
-        plan: ReshardPlan,
-        rank: int,
-        trained: TrainedTensors,
-        guard: CollectiveGuard,
-        buckets: Sequence[Bucket],
-        read_changes: ReadChanges | None,
+        self, context: RankContext, mode: DeltaMode, read_changes: ReadChanges | None
     ) -> None:
-        self._plan, self._rank, self._trained, self._guard = plan, rank, trained, guard
+        self._context, self._max_changed = context, _MAX_CHANGED[mode]
         self._read_changes = read_changes
+        buckets = [bucket for bucket in context.plan.buckets if covers(bucket)]
         self._parts = list(dict.fromkeys(p for bucket in buckets for p in self._parts_of(bucket)))
         self._sent: dict[Part, torch.Tensor] = {}
         self._changes: Mapping[str, ChangedElements] | None = {}
 
     def _parts_of(self, bucket: Bucket) -> Iterator[Part]:
+        plan, rank, *_ = self._context
         for name, chunk in bucket.chunks:
             box = None
             if bucket.merged:
-                spec = self._plan.sources[name]
-                shard = spec.shard_of(self._rank)
+                spec = plan.sources[name]
+                shard = spec.shard_of(rank)
                 nothing = (RowRange(0, 0),) * len(spec.shape)
                 box = nothing if shard is None else spec.box(shard, *chunk.row_part)
             yield Part(name, bucket.engine_dtype, box)
 
-    def take(self) -> None:
-        """Take the optimizer's change sets; every sync does, whether it uses them or not."""
+    def find(self, allowed: bool) -> Found | None:
+        """Return what changed since the last call, None for a dense sync.
+
+        Collective, with the same choice on all ranks. allowed: whether an engine can take a delta,
+        the same on all ranks. The current bits count as sent, whatever it returns.
+        """
+        self.changed = None
         if self._read_changes is not None:
             self._changes = self._read_changes()
+        if not allowed:
+            for part in self._parts:
+                if self._is_compared(part):
+                    self._sent[part] = self._read(part)[0].to(part.dtype, copy=True)
+            return None
+        changes, num_bytes = self._look()
+        count = sum(len(c.indices) for c in changes.values()) if changes is not None else 0
+        total = sum(self._numel(part) for part in self._parts)
+        sums = torch.tensor([count, total, changes is None], device=host_device())
+        with self._context.guard.collective("agreeing on a delta"):
+            dist.all_reduce(sums)
+            count, total, unknown = sums.tolist()
+        if unknown or changes is None:
+            return None
+        self.changed = count / max(total, 1)
+        if self.changed > self._max_changed:
+            return None
+        return Found(changes, self.changed, num_bytes)
 
-    def find(self) -> Found:
-        """Return what changed since the last `find` or `refresh`; collective with adapters.
-
-        If more than a third changed, it is only counted, to bound the memory that changes take.
-        """
-        shards = self._trained.shards
-        own = sum(shards[name].numel() for name in {part.name for part in self._parts})
-        return self._find(own // 3 + _MIN_BUDGET)
-
-    def refresh(self) -> None:
-        """Take the current bits as sent, for a dense sync; collective with adapters."""
-        self._find(0)
-
-    def _find(self, budget: int) -> Found:
+    def _look(self) -> tuple[dict[Part, ChangedElements] | None, int]:
+        """Return what changed on this rank, None if it is not known or too much; bytes gathered."""
         changes: dict[Part, ChangedElements] = {}
-        if self._changes is None:
-            self._sent.clear()
-            return Found(changes, 0, 0, False, 0)
-        count = total = num_bytes = 0
-        complete = True
+        compared: dict[torch.dtype, dict[Part, torch.Tensor]] = {}  # masks
+        num_bytes, known = 0, self._changes is not None
         for part in self._parts:
-            if (known := self._known(part)) is not None:
-                total += self._trained.shards[part.name].numel()
-                changes[part], found = known, len(known.indices)
-            else:
+            if self._is_compared(part):
                 current, gathered = self._read(part)
                 num_bytes += gathered
-                total += current.numel()
-                complete &= part in self._sent
-                *elements, found = self._compare(part, current, max(0, budget - count))
-                changes[part] = ChangedElements(*elements)
-            count += found
-        if count > budget:
-            changes.clear()
-        return Found(changes, count, total, complete, num_bytes)
+                if part in self._sent:
+                    mask = change_mask(current)
+                    mark_changed_(current, self._sent[part], mask)
+                    compared.setdefault(part.dtype, {})[part] = mask
+                else:
+                    self._sent[part], known = current.to(part.dtype, copy=True), False
+            elif self._changes is not None:
+                changes[part] = self._changes[part.name]
+        budget = sum(self._numel(part) for part in self._parts) // 3 + _MIN_BUDGET
+        for dtype, masks in compared.items():
+            sent = [self._sent[part] for part in masks]
+            share = min(1.0, budget / max(1, sum(t.numel() for t in sent)))
+            taken = take_changed(list(masks.values()), sent, dtype=dtype, max_share=share)
+            if taken is None:
+                return None, num_bytes
+            changes |= {p: ChangedElements(*one) for p, one in zip(masks, taken, strict=True)}
+        return changes if known else None, num_bytes
 
-    def _compare(self, part: Part, current: torch.Tensor, capacity: int) -> Changes:
-        if part not in self._sent:
-            self._sent[part] = torch.zeros(current.numel(), dtype=part.dtype, device=current.device)
-        return changed_elements(current, self._sent[part], capacity=capacity)
-
-    def _known(self, part: Part) -> ChangedElements | None:
-        if part.box is not None or not self._changes:
-            return None
+    def _is_compared(self, part: Part) -> bool:
+        """Return whether the optimizer does not tell what changed; the same on all ranks if merged,
+        because then reading it is collective."""
+        if part.box is not None:
+            return True
+        if self._changes is None:  # which it leaves out is known from earlier calls
+            return part in self._sent
         known = self._changes.get(part.name)
-        return known if known is not None and known.values.dtype == part.dtype else None
+        return known is None or known.values.dtype != part.dtype
+
+    def _numel(self, part: Part) -> int:
+        if part.box is not None:
+            return self._sent[part].numel()
+        return self._context.trained.shards[part.name].numel()
 
     def _read(self, part: Part) -> tuple[torch.Tensor, int]:
         """Return the current elements of a part in contiguous order, and bytes gathered for it."""
-        trained, name = self._trained, part.name
+        plan, rank, trained, *_ = self._context
+        name = part.name
         if part.box is None:
             return trained.shards[name].reshape(-1), 0
-        spec = self._plan.sources[name]
-        with self._guard.collective(f"gathering the adapter of {name!r}"):
-            merged = trained.merge(name, spec, self._rank, part.box)
+        spec = plan.sources[name]
+        with self._context.guard.collective(f"gathering the adapter of {name!r}"):
+            merged = trained.merge(name, spec, rank, part.box)
             return merged.reshape(-1), trained.bytes_gathered(name)

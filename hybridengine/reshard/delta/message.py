@@ -7,6 +7,7 @@ positions (`kernels.delta.gaps`). Its header travels before it, and says which v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,16 +15,25 @@ import torch
 from hybridengine.kernels.delta import decode_gaps, encode_gaps
 from hybridengine.sharding.checksums import bit_checksums
 
+_ALIGNMENT = 8  # bytes of a message: the next one is aligned for its values and its checksum
+
+
+class Versions(NamedTuple):
+    """The version of the engine's weights that a delta applies to, and the one that it makes."""
+
+    base: int
+    new: int
+
 
 class Header(NamedTuple):
     """What a receiver knows before the message arrives; all zero but the versions for no changes.
 
-    base_version: of the engine that the delta applies to. version: after it.
-    gap_width: bytes of a field of the gaps. gap_bytes: of all gaps. checksum: of the message.
+    base, new: as `Versions`. gap_width: bytes of a field of the gaps. gap_bytes: of all gaps.
+    checksum: of the message.
     """
 
-    base_version: int
-    version: int
+    base: int
+    new: int
     num_changes: int
     gap_width: int
     gap_bytes: int
@@ -31,9 +41,12 @@ class Header(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the message, even so that the next one is aligned for its values."""
+        """The size of the message."""
         size = 2 * self.num_changes + self.gap_bytes
-        return size + size % 2
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+HEADER_BYTES = 8 * len(Header._fields)
 
 
 class CorruptDeltaError(ValueError):
@@ -41,34 +54,72 @@ class CorruptDeltaError(ValueError):
 
 
 def encode(
-    positions: torch.Tensor, values: torch.Tensor, start: int, base_version: int, version: int
-) -> tuple[Header, torch.Tensor]:
-    """Return the header and the message, uint8, of changes at ascending positions from `start`."""
-    if not len(positions):
-        empty = torch.empty(0, dtype=torch.uint8, device=positions.device)
-        return Header(base_version, version, 0, 1, 0, 0), empty
-    gaps, width = encode_gaps(positions, start)
-    header = Header(base_version, version, len(positions), width, len(gaps), 0)
-    message = torch.empty(header.num_bytes, dtype=torch.uint8, device=positions.device)
-    message[: 2 * header.num_changes] = values.view(torch.uint8)
-    message[2 * header.num_changes : 2 * header.num_changes + len(gaps)] = gaps
-    message[2 * header.num_changes + len(gaps) :] = 0
-    (checksum,) = bit_checksums([message])
-    return header._replace(checksum=checksum), message
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    cuts: Sequence[int],
+    starts: Sequence[int],
+    versions: Versions,
+) -> tuple[list[Header], torch.Tensor]:
+    """Return the header of each message, and all messages in a row, uint8.
+
+    positions: ascending, int64 [K]. values: [K], of 16 bits. cuts: where the changes of each
+    message begin, and K. starts: the first position of the elements of each message, and their end.
+    """
+    gaps = [
+        encode_gaps(positions[low:high], start) if low < high else (positions.new_empty(0), 1)
+        for low, high, start in zip(cuts, cuts[1:], starts, strict=False)
+    ]
+    headers = [
+        Header(*versions, high - low, width, len(fields), 0)
+        for low, high, (fields, width) in zip(cuts, cuts[1:], gaps, strict=False)
+    ]
+    outgoing = positions.new_empty(sum(h.num_bytes for h in headers), dtype=torch.uint8)
+    messages = outgoing.split([header.num_bytes for header in headers])
+    for low, header, message, (fields, _) in zip(cuts, headers, messages, gaps, strict=False):
+        end = 2 * header.num_changes
+        message[:end] = values[low : low + header.num_changes].view(torch.uint8)
+        message[end : end + header.gap_bytes] = fields
+        message[end + header.gap_bytes :] = 0
+    checksums = bit_checksums(messages)
+    return [h._replace(checksum=c) for h, c in zip(headers, checksums, strict=True)], outgoing
 
 
 def decode(
-    header: Header, message: torch.Tensor, dtype: torch.dtype, start: int, end: int
+    headers: Sequence[Header],
+    incoming: torch.Tensor,
+    dtype: torch.dtype,
+    starts: Sequence[int],
+    versions: Versions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (positions int64 in [start, end), values of `dtype`) of a message.
+    """Return (positions int64 [K], values [K] of `dtype`) of messages in a row.
 
-    Raises CorruptDeltaError for a message that is not the one its header describes.
+    starts: the first position of the elements of each message, and their end.
+
+    Raises CorruptDeltaError if a message is not the one its header describes, or is made from
+    another version.
     """
-    if header.num_changes and bit_checksums([message]) != [header.checksum]:
-        raise CorruptDeltaError("its checksum differs from that of its sender")
-    values = message[: 2 * header.num_changes].view(dtype)
-    gaps = message[2 * header.num_changes : 2 * header.num_changes + header.gap_bytes]
-    try:
-        return decode_gaps(gaps, header.gap_width, start, end, header.num_changes), values
-    except ValueError as error:
-        raise CorruptDeltaError(str(error)) from error
+    messages = incoming.split([header.num_bytes for header in headers])
+    checksums = bit_checksums(messages)
+    parts = []
+    for sender, (header, message, checksum) in enumerate(
+        zip(headers, messages, checksums, strict=True)
+    ):
+        try:
+            if (header.base, header.new) != versions:
+                raise CorruptDeltaError(
+                    f"it leads from version {header.base} to {header.new}, expected "
+                    f"{versions.base} to {versions.new}"
+                )
+            if checksum != header.checksum:
+                raise CorruptDeltaError("its checksum differs from that of its sender")
+            middle = 2 * header.num_changes
+            gaps = message[middle : middle + header.gap_bytes]
+            start, end = starts[sender], starts[sender + 1]
+            positions = decode_gaps(gaps, header.gap_width, start, end, header.num_changes)
+            parts.append((positions, message[:middle].view(dtype)))
+        except ValueError as error:
+            raise CorruptDeltaError(
+                f"the delta from rank {sender} was not applied: {error}"
+            ) from error
+    positions, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    return positions, values

@@ -1,4 +1,4 @@
-"""Whether a sync can be a delta, and whether that pays; the same answer on all ranks.
+"""Delta syncs between ranks that train and hold the engine.
 
 A delta needs an unbroken chain: the engine holds the version that the last sync of this resharder
 committed, and nothing else has begun to write to it since. A new engine, a restart, a failed sync
@@ -7,65 +7,39 @@ or discarded weights break the chain; a dense sync begins a new one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.delta.find import ChangeFinder, Found, ReadChanges
-from hybridengine.reshard.delta.pipeline import DeltaPipeline
-from hybridengine.reshard.execute.trained import TrainedTensors
-from hybridengine.reshard.plan.buckets import Bucket
-from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.delta.find import ChangeFinder, DeltaMode, Found, ReadChanges
+from hybridengine.reshard.delta.group import DeltaGroup, DeltaGroups, group_size
+from hybridengine.reshard.delta.message import HEADER_BYTES, CorruptDeltaError, Header, Versions
+from hybridengine.reshard.execute.context import RankContext
 from hybridengine.runtime.all_ranks import host_device
-from hybridengine.runtime.device import DeviceProgress
-from hybridengine.runtime.failures import CollectiveGuard
+from hybridengine.sharding.geometry import contiguous_strides
 
 if TYPE_CHECKING:
     from hybridengine.sharding.weight_target import WeightTarget
 
-DeltaMode = Literal["auto", "on", "off"]
-
-# Share of changed elements up to which a sync is a delta. auto: a delta takes less time than a
-# dense sync (docs/delta.md). on: its messages fit in twice the staging memory of a bucket.
-_MAX_CHANGED = {"auto": 0.1, "on": 1 / 3}
-
 
 class DeltaSync:
-    """Delta syncs of one resharder.
-
-    changed: the share of elements that changed before the last sync, over all ranks; None where it
-    is not known. problem: why messages of the last `apply` were not applied on this rank.
-    """
-
-    changed: float | None = None
-    problem: str | None = None
+    """Delta syncs of one resharder. finder: what changed."""
 
     def __init__(
         self,
-        plan: ReshardPlan,
-        rank: int,
-        trained: TrainedTensors,
-        device: torch.device,
-        guard: CollectiveGuard,
-        progress: DeviceProgress,
+        context: RankContext,
         engine: WeightTarget,
         mode: DeltaMode,
         read_changes: ReadChanges | None,
     ) -> None:
-        self._arguments = (plan, rank, trained, device, guard, progress)
-        self._guard, self._engine = guard, engine
-        self._max_changed = _MAX_CHANGED[mode]
-        self._buckets = [bucket for bucket in plan.buckets if self.covers(bucket)]
-        self._finder = ChangeFinder(plan, rank, trained, guard, self._buckets, read_changes)
-        self._pipeline: DeltaPipeline | None = None
+        plan, rank, trained, device, self._guard, self._progress = context
+        self.finder = ChangeFinder(context, mode, read_changes)
+        self._engine = engine
+        strides = {n: contiguous_strides(p.local_shape) for n, p in trained.placements.items()}
+        self._groups = DeltaGroups(plan, rank, strides, device)
         self._base: tuple[int, int] | None = None  # weight version, number of the update
-
-    @staticmethod
-    def covers(bucket: Bucket) -> bool:
-        """Whether deltas replace the bucket: its engine tensors have 16 bits and it is trained."""
-        return bucket.engine_dtype in (torch.bfloat16, torch.float16) and not bucket.frozen
 
     @property
     def chain_is_broken(self) -> bool:
@@ -74,40 +48,76 @@ class DeltaSync:
         state = (engine.weight_version, engine.updates_begun)
         return self._base is None or engine.discarded or self._base != state
 
-    def find(self, allowed: bool) -> Found | None:
+    def find(self, chain_is_intact: bool) -> Found | None:
         """Return what changed, None for a dense sync. Collective, the same choice on all ranks.
 
-        allowed: whether no rank's chain is broken, the same on all ranks.
+        chain_is_intact: on all ranks, the same on all of them.
         """
         base, self._base = self._base, None  # until the sync has finished
         self._base_version = base[0] if base else -1
-        self._finder.take()
-        self.changed = None
-        if not allowed:
-            self._finder.refresh()
-            return None
-        found = self._finder.find()
-        over = found.num_changed > 0 and not found.changes
-        sums = torch.tensor(
-            [found.num_changed, found.total, not found.complete, over], device=host_device()
-        )
-        with self._guard.collective("agreeing on a delta"):
-            dist.all_reduce(sums)
-            count, total, incomplete, over = sums.tolist()
-        if incomplete:
-            return None
-        self.changed = count / max(total, 1)
-        return None if over or self.changed > self._max_changed else found
+        return self.finder.find(chain_is_intact)
 
     def apply(
         self, found: Found, weights: Mapping[str, torch.Tensor], version: int
     ) -> tuple[int, int]:
-        """Write what changed into `weights`. Return (bytes received, bytes sent). Collective."""
-        if self._pipeline is None:
-            self._pipeline = DeltaPipeline(*self._arguments, self._buckets)
-        moved = self._pipeline.run(found.changes, weights, self._base_version, version)
-        self.problem = self._pipeline.problem
-        return moved[0] + found.bytes, moved[1]
+        """Write what changed into `weights`. Return (bytes received, bytes sent). Collective.
+
+        Raises CorruptDeltaError, once everything has travelled, on a rank where a message was
+        damaged or made from another version, and was not applied.
+        """
+        self._moved = [found.num_bytes, 0]
+        self._problem: CorruptDeltaError | None = None
+        versions = Versions(self._base_version, version)
+        groups = self._groups.of_size(group_size(found.share))
+        previous: Iterator[None] = iter(())
+        for i, group in enumerate(groups, 1):
+            where = f"delta {i} of {len(groups)}"
+            transfer = self._transfer(group, where, found, weights, versions)
+            next(transfer)  # start it
+            next(previous, None)  # finish the group before
+            previous = transfer
+        next(previous, None)
+        if self._problem:
+            raise self._problem
+        return self._moved[0], self._moved[1]
+
+    def _transfer(
+        self,
+        group: DeltaGroup,
+        where: str,
+        found: Found,
+        weights: Mapping[str, torch.Tensor],
+        versions: Versions,
+    ) -> Iterator[None]:
+        """Start the exchange of a group, yield, then wait for it and apply what has arrived."""
+        self._guard.phase = f"packing {where}"
+        leaving, outgoing = group.encode(found.changes, versions)
+        arriving = self._exchange_headers(leaving, where)
+        in_sizes, out_sizes = ([h.num_bytes for h in headers] for headers in (arriving, leaving))
+        incoming = outgoing.new_empty(sum(in_sizes))
+        with self._guard.collective(f"exchanging {where}"):
+            work = dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes, async_op=True)
+        header_bytes = HEADER_BYTES * (len(leaving) - 1)
+        self._moved[0] += incoming.nbytes + header_bytes
+        self._moved[1] += outgoing.nbytes + header_bytes
+        self._guard.phase = f"applying the local part of {where}"
+        group.write_local(found.changes, weights)
+        yield
+        with self._guard.collective(f"exchanging {where}"):
+            work.wait()
+        self._progress.mark(f"exchanging {where}")
+        self._guard.phase = f"applying {where}"
+        try:
+            group.write(arriving, incoming, versions, weights)
+        except CorruptDeltaError as error:
+            self._problem = error
+
+    def _exchange_headers(self, headers: Sequence[Header], where: str) -> list[Header]:
+        sent = torch.tensor(headers, dtype=torch.int64, device=host_device())
+        received = torch.empty_like(sent)
+        with self._guard.collective(f"exchanging the sizes of {where}"):
+            dist.all_to_all_single(received, sent)
+            return [Header(*row) for row in received.tolist()]
 
     def commit(self, version: int) -> None:
         """All ranks' engines hold `version`: the next sync can be a delta."""

@@ -14,11 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridengine.reshard.disaggregated.records import EngineInfo, SyncState, SyncStore, Transfer
+from hybridengine.reshard.disaggregated.records import (
+    EngineInfo,
+    Generations,
+    Holding,
+    SyncState,
+    SyncStore,
+    Transfer,
+)
 from hybridengine.reshard.execute.resharder import ReshardError
 from hybridengine.runtime.polling import wait_for
 
 BEAT_S = 1.0
+NOTHING = Generations(0, 0)
 
 
 @dataclass
@@ -34,7 +42,7 @@ class EngineStatus:
     reason: str = ""
     incarnation: int = 0
     dropped_in: int = 0  # number of the sync
-    frozen: int = 0  # generation of the frozen parameters that it has; 0: none
+    has: Generations = NOTHING  # of the parameters
 
 
 class Coordinator:
@@ -160,24 +168,42 @@ class Coordinator:
 
     # Transfer
 
+    def _holding(self, info: EngineInfo) -> Holding:
+        held = self._store.get(f"{self._state.number}/state/{info.key}")
+        return held if isinstance(held, Holding) else Holding(True, None)
+
     def has_frozen(self, infos: Sequence[EngineInfo], generation: int) -> bool:
         """Return whether all engines have this generation of the frozen parameters."""
-        number = self._state.number
         return all(
-            self.engines[i.index].frozen == generation
-            and self._store.get(f"{number}/state/{i.key}") is False
+            self.engines[i.index].has.frozen == generation and not self._holding(i).lost
             for i in infos
         )
+
+    def take_delta(
+        self, infos: Sequence[EngineInfo], base: int, generation: int
+    ) -> list[EngineInfo]:
+        """Return the engines that can take a delta: they have version `base`, as it was sent last.
+
+        generation: of the trained parameters that were sent last.
+        """
+        return [
+            info
+            for info in infos
+            if self.engines[info.index].has.trained == generation
+            and self._holding(info).base == base
+        ]
 
     def begin(self, transfer: Transfer) -> None:
         """Let the engines that are members start to receive."""
         self._publish(transfer=transfer)
 
-    def settle(self, infos: Sequence[EngineInfo], generation: int) -> tuple[list[EngineInfo], bool]:
+    def settle(
+        self, infos: Sequence[EngineInfo], sent: Generations
+    ) -> tuple[list[EngineInfo], bool]:
         """Wait until each engine has committed, failed or asks for another attempt.
 
         Return (those that ask for another attempt, which is open now; whether all have committed).
-        generation: of the frozen parameters.
+        sent: what those that have committed have.
         """
         number, attempt = self._state.number, self._state.attempt
         # An engine may have begun to wait for another one just now: until it has noticed, and more.
@@ -193,7 +219,7 @@ class Coordinator:
             result = self._wait(info, outcome, deadline)
             status = self.engines[info.index]
             if result == ("committed", ""):
-                status.version, status.frozen = self._state.version, generation
+                status.version, status.has = self._state.version, sent
             elif result == ("again", ""):
                 again.append(info)
             else:
@@ -217,7 +243,7 @@ class Coordinator:
 
     def _drop(self, index: int, reason: str) -> None:
         status = self.engines[index]
-        status.state, status.reason, status.frozen = "dropped", reason, 0
+        status.state, status.reason, status.has = "dropped", reason, NOTHING
         status.version, status.dropped_in = None, self._state.number
         invited = {i: n for i, n in self._state.invited.items() if i != index}
         self._publish(invited=invited)

@@ -9,7 +9,13 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from hybridengine.reshard.disaggregated.records import EngineInfo, SyncState, SyncStore, Transfer
+from hybridengine.reshard.disaggregated.records import (
+    EngineInfo,
+    Holding,
+    SyncState,
+    SyncStore,
+    Transfer,
+)
 from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
 from hybridengine.runtime.all_ranks import run_on_all_ranks
 from hybridengine.runtime.failures import (
@@ -128,6 +134,10 @@ class EngineRank:
     def _is_invited(self, state: SyncState) -> bool:
         return state.invited.get(self._index) == self.info.incarnation
 
+    def _is_member(self, transfer: Transfer) -> bool:
+        """Return whether an attempt is for this engine, not for those before or after it."""
+        return any(member.engine == self._index for member in transfer.members)
+
     def wait_for_invitation(self) -> SyncState:
         """Return the sync that waits for this engine, once one does."""
         self.phase = "waiting for a sync"
@@ -171,7 +181,7 @@ class EngineRank:
         def read() -> SyncState | None:
             now: SyncState = self._store.get("sync")
             begun = now.number == state.number and now.attempt >= attempt and now.transfer
-            return now if begun and self._is_invited(now) else None
+            return now if begun and self._is_invited(now) and self._is_member(begun) else None
 
         def check() -> None:
             nonlocal beat, heard
@@ -201,9 +211,9 @@ class EngineRank:
         if (rank := self.info.ended_rank()) is not None:
             self._fail(f"its rank {rank} has ended")
 
-    def tell_state(self, state: SyncState, lost_or_failure: bool | str) -> None:
-        """Tell the trainers whether the engine has lost its weights, or why it failed."""
-        self._store.set(f"{state.number}/state/{self.info.key}", lost_or_failure)
+    def tell_state(self, state: SyncState, has: Holding | str) -> None:
+        """Tell the trainers what the engine has, or why it failed."""
+        self._store.set(f"{state.number}/state/{self.info.key}", has)
 
     def tell_committed(self, state: SyncState) -> None:
         """Tell the trainers that the weight version of this rank has moved."""

@@ -106,6 +106,11 @@ class Link:
                     self._groups[name.partition("/")[0]] = group
 
     @property
+    def members_by_tp_rank(self) -> list[list[int]]:
+        """Ranks of the members of each tensor-parallel rank; in this order they are sent to."""
+        return [ranks for _, ranks in sorted(self.replicas.items())]
+
+    @property
     def own_replicas(self) -> list[int]:
         """Ranks of the members that hold the same weights as this one."""
         return self.replicas[self.members[self.rank - self.num_trainers].tp_rank]

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from hybridengine.reshard.disaggregated.records import PlanInputs, SyncStore
+from hybridengine.reshard.disaggregated.records import FactorSpec, PlanInputs, SyncStore
+from hybridengine.reshard.execute.trained import TrainedTensors
 from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
 from hybridengine.sharding.layout import EngineLayout, LayoutError
+from hybridengine.sharding.shards import ShardSpec
+
+
+def plan_inputs(
+    specs: Mapping[str, ShardSpec],
+    trained: TrainedTensors,
+    layouts: Mapping[int, str],
+    bucket_bytes: int,
+    nodes: Sequence[int],
+) -> PlanInputs:
+    """Return what trainers and engines plan from; the arguments as there."""
+    factors = {
+        name: FactorSpec(
+            tuple(a.left.shape), tuple(a.right.shape), (a.left.dtype, a.right.dtype), a.scale
+        )
+        for name, a in trained.unmerged.items()
+    }
+    return PlanInputs(specs, layouts, factors, bucket_bytes, nodes)
 
 
 def make_plan(

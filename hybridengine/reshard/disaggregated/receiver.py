@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -10,17 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from hybridengine.reshard.delta.message import CorruptDeltaError, Versions
+from hybridengine.reshard.disaggregated.delta import DeltaReceiver
 from hybridengine.reshard.disaggregated.engine_rank import EngineRank
 from hybridengine.reshard.disaggregated.link import Link, LinkError
 from hybridengine.reshard.disaggregated.planning import make_plan
 from hybridengine.reshard.disaggregated.records import (
     EngineInfo,
+    Holding,
     PlanInputs,
     SyncState,
     SyncStore,
     Transfer,
 )
-from hybridengine.reshard.disaggregated.transfer import ReceivePipeline, receive_full
+from hybridengine.reshard.disaggregated.transfer import ReceivePipeline
 from hybridengine.reshard.disaggregated.verify import find_mismatches
 from hybridengine.reshard.execute.memory import default_bucket_bytes
 from hybridengine.reshard.execute.report import SyncReport
@@ -50,6 +54,11 @@ class WeightReceiver:
     def __init__(
         self, engine: WeightTarget, store: dist.Store, *, index: int, timeout_s: float = 300.0
     ) -> None:
+        if engine.layout.quantized:
+            raise LayoutError(
+                "the engine's weights are quantized, which only a sync on the same ranks "
+                "(trainer.mode=sync) does: build the engine without quantization"
+            )
         self.engine, self.index = engine, index
         self._store, self._timeout_s = SyncStore(store), timeout_s
         self._device = next((t.device for t in engine.weights().values()), torch.device("cpu"))
@@ -57,6 +66,7 @@ class WeightReceiver:
         self._rank = EngineRank(engine, self._store, index, timeout_s, size, self._device.type)
         self._link: Link | None = None
         self._group_number = self._plan_number = 0
+        self._base: tuple[int, int] | None = None  # version and number of the last update
 
     def pending(self) -> bool:
         """Return whether a sync waits for this engine, the same on every rank. Collective.
@@ -84,9 +94,9 @@ class WeightReceiver:
         self._check_engine()
         rank.last = state.number
         with self._operation(state):
+            holding = self._holding()
             if rank.rank == 0:
-                lost = self.engine.weight_version is None or self.engine.discarded
-                rank.tell_state(state, lost)
+                rank.tell_state(state, holding)
             rank.tell_ready(state, 0)
             state, transfer = rank.wait_for_transfer(state, 0)
             plan = self._plan_for(transfer)
@@ -94,8 +104,14 @@ class WeightReceiver:
                 while (moved := self._try(plan, transfer, state)) is None:
                     rank.tell_ready(state, state.attempt + 1)
                     state, transfer = rank.wait_for_transfer(state, state.attempt + 1)
+            self._base = (state.version, self.engine.updates_begun)
             rank.tell_committed(state)
-        return SyncReport(state.version, *moved, (time.perf_counter() - started) * 1e3)
+        elapsed = (time.perf_counter() - started) * 1e3
+        return SyncReport(state.version, *moved, elapsed, transfer.base is not None)
+
+    def close(self) -> None:
+        """End the connections to trainers and replicas; no further sync is possible."""
+        self._close_link()
 
     def _check_engine(self) -> None:
         def check() -> None:
@@ -103,6 +119,16 @@ class WeightReceiver:
             engine_weights(self.engine, self._device)
 
         self._rank.on_all_ranks(check, LayoutError)
+
+    def _holding(self) -> Holding:
+        """Return what all ranks of the engine have."""
+        engine = self.engine
+        lost = engine.weight_version is None or engine.discarded
+        is_base = not lost and self._base == (engine.weight_version, engine.updates_begun)
+        ranks = self._rank.all_gather(Holding(lost, engine.weight_version if is_base else None))
+        bases = {holding.base for holding in ranks}
+        base = bases.pop() if len(bases) == 1 else None
+        return Holding(any(holding.lost for holding in ranks), base)
 
     @contextmanager
     def _operation(self, state: SyncState) -> Iterator[None]:
@@ -130,6 +156,7 @@ class WeightReceiver:
             self._inputs, self._plan, self._plan_number = inputs, plan, transfer.plan
             num_trainers, tp_rank = len(inputs.nodes), self.engine.tp_rank
             self._pipeline = ReceivePipeline(plan, num_trainers, tp_rank, self._device)
+            self._delta = DeltaReceiver(plan, num_trainers, tp_rank, self._device)
         if self._plan.digest != transfer.digest:
             raise LayoutError(
                 f"{self._rank.name} made another reshard plan than the trainers: run the same "
@@ -154,6 +181,11 @@ class WeightReceiver:
         except LinkError:
             self._close_link()
             return None
+        except CorruptDeltaError as error:
+            warnings.warn(f"{self._rank.name}: {error}: it requests all weights", stacklevel=2)
+            self._rank.tell_state(state, Holding(False, None))
+            self._close_link()
+            return None
         if self._rank.all_finish(state):
             return moved
         self._close_link()
@@ -169,13 +201,21 @@ class WeightReceiver:
             for name, f in self._inputs.factors.items()
             for side, shape, dtype in zip(("left", "right"), f[:2], f.dtypes, strict=True)
         }
-        write_constants(self.engine.layout, weights)
-        moved = self._pipeline.run(link, progress, weights, transfer.skip_frozen)
+        if transfer.base is None:
+            write_constants(self.engine.layout, weights)
+        received, sent = self._pipeline.run(link, progress, weights, transfer.moves)
+        if transfer.base is not None:
+            versions = Versions(transfer.base, state.version)
+            moved = self._delta.receive(link, progress, weights, versions, transfer.group_size)
+            received, sent = received + moved[0], sent + moved[1]
         specs = self._inputs.specs
         names = [n for n in plan.fallback if not (specs[n].frozen and transfer.skip_frozen)]
         if names:
-            full = ((name, receive_full(name, specs[name], link, progress)) for name in names)
-            self.engine.load_full(full)
+            receive = self._pipeline.receive_full
+            self.engine.load_full(
+                (name, receive(name, specs[name], link, progress)) for name in names
+            )
+        self._pipeline.compare_checksums(link, progress)
         if transfer.verify:
             progress.wait()
             self._verify(plan, link, weights)
@@ -187,7 +227,7 @@ class WeightReceiver:
             self.engine.load_adapters(adapters_of_factors(adapters, weights), state.version)
         progress.mark("waiting for the device before committing")
         progress.wait()
-        return moved
+        return received, sent
 
     def _connect(self, transfer: Transfer, state: SyncState) -> Link:
         if self._link is None or self._group_number != transfer.groups:

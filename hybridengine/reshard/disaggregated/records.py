@@ -8,7 +8,7 @@ and "trainers/T" (processes). Each engine writes its own keys:
     layout/DIGEST           EngineLayout
     S/A/ready/I.N           ranks that wait for attempt A of sync S (I.N: engine, incarnation)
     S/A/done/I.N            ranks that have received everything
-    S/state/I.N             whether the engine has lost its weights, or why it failed
+    S/state/I.N             Holding of the engine, or why it failed
     S/committed/I.N         ranks whose weight version has moved
 """
 
@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from hybridengine.reshard.delta.find import covers
 from hybridengine.reshard.execute.resharder import RankFailedError
+from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.runtime.failures import STORE_GONE, one_line, process_state
 from hybridengine.sharding.shards import ShardSpec
 
@@ -72,6 +74,27 @@ class EngineInfo:
         return next((r for r, p in enumerate(self.processes) if process_state(p) == "ended"), None)
 
 
+class Holding(NamedTuple):
+    """What an engine has as it comes to a sync, on all its ranks.
+
+    lost: it has no weights. base: their version, if nothing but the syncs has written to them since
+    the last one was complete; None: the engine needs all weights.
+    """
+
+    lost: bool
+    base: int | None
+
+
+class Generations(NamedTuple):
+    """What the trainers have sent: counts of the times when it changed, from 1 on.
+
+    frozen: of the frozen parameters. trained: of those that deltas can update.
+    """
+
+    frozen: int
+    trained: int
+
+
 class FactorSpec(NamedTuple):
     """An adapter that is sent in addition to the weights: shapes of its factors, and its scale."""
 
@@ -101,7 +124,8 @@ class Transfer:
 
     groups: number of the process groups; engines that have them use them again. members: in order
     of their ranks, after the trainers. plan: number of the plan. digest: of the plan. skip_frozen:
-    leave out parameters that the engines have. verify: compare checksums.
+    leave out parameters that the engines have. verify: compare checksums. base: version of the
+    weights that a delta is made from; None: everything is sent. group_size: of the delta.
     """
 
     groups: int
@@ -110,6 +134,16 @@ class Transfer:
     digest: str
     skip_frozen: bool
     verify: bool
+    base: int | None = None
+    group_size: int = 0
+
+    def moves(self, bucket: Bucket) -> bool:
+        """Return whether the bucket is sent as a whole."""
+        return self.moves_densely(bucket) and not (self.base is not None and covers(bucket))
+
+    def moves_densely(self, bucket: Bucket) -> bool:
+        """Return whether the bucket would be sent without a delta."""
+        return not (bucket.frozen and self.skip_frozen)
 
 
 @dataclass(frozen=True)

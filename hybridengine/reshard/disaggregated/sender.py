@@ -12,18 +12,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybridengine.reshard.delta.find import ChangeFinder, DeltaMode, ReadChanges, check_mode
+from hybridengine.reshard.delta.group import group_size
+from hybridengine.reshard.delta.message import Versions
 from hybridengine.reshard.disaggregated.coordinator import Coordinator, EngineStatus
+from hybridengine.reshard.disaggregated.delta import Delta, DeltaSender
 from hybridengine.reshard.disaggregated.link import Link, LinkError
-from hybridengine.reshard.disaggregated.planning import make_plan
-from hybridengine.reshard.disaggregated.records import (
-    EngineInfo,
-    FactorSpec,
-    PlanInputs,
-    SyncStore,
-    Transfer,
-)
+from hybridengine.reshard.disaggregated.planning import make_plan, plan_inputs
+from hybridengine.reshard.disaggregated.records import EngineInfo, Generations, SyncStore, Transfer
 from hybridengine.reshard.disaggregated.transfer import SendPipeline
 from hybridengine.reshard.disaggregated.verify import send_checksums
+from hybridengine.reshard.execute.context import RankContext
 from hybridengine.reshard.execute.holders import unite_holders
 from hybridengine.reshard.execute.memory import default_bucket_bytes
 from hybridengine.reshard.execute.report import SyncReport
@@ -38,7 +37,13 @@ from hybridengine.runtime.all_ranks import (
     run_on_all_ranks,
 )
 from hybridengine.runtime.device import DeviceProgress
-from hybridengine.runtime.failures import CollectiveError, CollectiveGuard, one_line, this_process
+from hybridengine.runtime.failures import (
+    CollectiveError,
+    CollectiveGuard,
+    machine_of,
+    one_line,
+    this_process,
+)
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.geometry import Block
@@ -50,7 +55,8 @@ T = TypeVar("T")
 class WeightSender:
     """Sends trained FSDP2 parameters to rollout engines in other processes. On every trainer rank.
 
-    parameters, adapters, merge: as `Resharder`.
+    parameters, adapters, merge, delta, changes: as `Resharder`; with delta `auto`, also where an
+      engine is on another machine. Each engine that has what the last sync sent receives a delta.
     store: a `torch.distributed` store that all trainers and engines reach (`TCPStore`).
     num_engines: how many engines there are, numbered from 0. An engine is the world of one or more
       processes that hold a `WeightReceiver` with that index.
@@ -72,10 +78,13 @@ class WeightSender:
         bucket_bytes: int | None = None,
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         merge: bool = True,
+        delta: DeltaMode = "auto",
+        changes: ReadChanges | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         if num_engines < 1:
             raise ValueError(f"num_engines: got {num_engines}, expected at least 1")
+        check_mode(delta)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._store, self._timeout_s = SyncStore(store), timeout_s
         self._bucket_bytes = bucket_bytes
@@ -96,7 +105,10 @@ class WeightSender:
         self._linked_to: list[EngineInfo] = []
         self._group_number = 0
         self._frozen_checksums: list[int] | None = None
-        self._frozen_generation = 0
+        self._mode, self._read_changes = delta, changes
+        self._finder: ChangeFinder | None = None
+        self._sent = Generations(0, 0)
+        self._base: int | None = None  # version of the engines that have it
 
     @property
     def engines(self) -> Mapping[int, EngineStatus]:
@@ -117,18 +129,28 @@ class WeightSender:
         is late, fails or ends is dropped with a warning on rank 0, and the others are synced.
         """
         started = time.perf_counter()
-        received = sent = 0
+        received = sent = dense_bytes = 0
+        delta: Delta | None = None
+        is_delta, changed = False, None
         with self._operation(version), torch.no_grad():
             self._start(version)
             infos = self._on_rank0(lambda c: c.open(version), "waiting for engines")
+            if infos:
+                infos, is_delta = self._plan_for(infos), True
+                delta = self._find(version)
+                received = delta.found.num_bytes if delta else 0
+                changed = self._finder.changed if self._finder else None
             while infos:
-                infos = self._plan_for(infos)
-                transfer = self._begin(infos, verify)
-                moved = self._transfer_on_all_ranks(infos, transfer)
+                some, transfer = self._begin(infos, verify, delta)
+                moved = self._transfer_on_all_ranks(some, transfer, delta)
                 received, sent = received + moved[0], sent + moved[1]
-                infos = self._settle(infos)
+                is_delta &= transfer.base is not None
+                dense_bytes = sum(self._pipeline.bytes_of(transfer.moves_densely))
+                infos = self._settle(some) + [info for info in infos if info not in some]
+                self._base = version
             self._engines = self._on_rank0(lambda c: c.close(), "ending")
-        return SyncReport(version, received, sent, (time.perf_counter() - started) * 1e3)
+        elapsed = (time.perf_counter() - started) * 1e3
+        return SyncReport(version, received, sent, elapsed, is_delta, changed, dense_bytes)
 
     @contextmanager
     def _operation(self, version: int) -> Iterator[None]:
@@ -169,28 +191,50 @@ class WeightSender:
                 "version"
             )
         self._frozen_checksums = checksums
-        self._frozen_generation += any(changed for _, changed in differs)
+        generation = self._sent.frozen + any(changed for _, changed in differs)
+        self._sent = self._sent._replace(frozen=generation)
 
-    def _begin(self, infos: list[EngineInfo], verify: bool) -> Transfer:
-        def begin(coordinator: Coordinator) -> Transfer:
-            groups = self._store.add("groups") if self._linked_to != infos else self._group_number
-            members = sorted(m for info in infos for m in info.members())
-            has_frozen = coordinator.has_frozen(infos, self._frozen_generation)
+    def _find(self, version: int) -> Delta | None:
+        """Return what changed since the last sync, None if everything has to be sent."""
+        base, self._base = self._base, None  # until the sync has finished
+        generation = self._sent.trained
+        found = self._finder.find(base is not None) if self._finder else None
+        if found is None or found.share:
+            self._sent = self._sent._replace(trained=generation + 1)
+        if found is None or base is None:
+            return None
+        return Delta(Versions(base, version), generation, found)
+
+    def _begin(
+        self, infos: list[EngineInfo], verify: bool, delta: Delta | None
+    ) -> tuple[list[EngineInfo], Transfer]:
+        """Start a transfer: a delta to the engines that can take it, then one to all others."""
+
+        def begin(coordinator: Coordinator) -> tuple[list[EngineInfo], Transfer]:
+            able: list[EngineInfo] = []
+            if delta:
+                able = coordinator.take_delta(infos, delta.versions.base, delta.generation)
+            some = able or infos
+            groups = self._store.add("groups") if self._linked_to != some else self._group_number
+            members = sorted(m for info in some for m in info.members())
+            has_frozen = coordinator.has_frozen(some, self._sent.frozen)
             transfer = Transfer(
-                groups, members, self._plan_number, self.plan.digest, has_frozen, verify
-            )
+                groups, members, self._plan_number, self.plan.digest, has_frozen, verify,
+                delta.versions.base if delta and able else None,
+                group_size(delta.found.share) if delta else 0,
+            )  # fmt: skip
             coordinator.begin(transfer)
-            return transfer
+            return some, transfer
 
         return self._on_rank0(begin, "starting the transfer")
 
     def _transfer_on_all_ranks(
-        self, infos: list[EngineInfo], transfer: Transfer
+        self, infos: list[EngineInfo], transfer: Transfer, delta: Delta | None
     ) -> tuple[int, int]:
         """As `_transfer`; if it fails on any rank, raise ReshardError on all."""
         moved, error = (0, 0), None
         try:
-            moved = self._transfer(infos, transfer)
+            moved = self._transfer(infos, transfer, delta)
         except CollectiveError:  # of the trainers' own collectives: other ranks have it, too
             raise
         except Exception as caught:
@@ -204,15 +248,17 @@ class WeightSender:
 
     def _settle(self, infos: list[EngineInfo]) -> list[EngineInfo]:
         """Wait until the engines have committed; return those that ask for another attempt."""
-        generation = self._frozen_generation
+        sent = self._sent
         again, committed = self._on_rank0(
-            lambda c: c.settle(infos, generation), "waiting for engines to commit"
+            lambda c: c.settle(infos, sent), "waiting for engines to commit"
         )
         if not committed:  # an engine has closed its connections
             self._close_link()
         return again
 
-    def _transfer(self, infos: list[EngineInfo], transfer: Transfer) -> tuple[int, int]:
+    def _transfer(
+        self, infos: list[EngineInfo], transfer: Transfer, delta: Delta | None
+    ) -> tuple[int, int]:
         """Send everything to the members once. Return (bytes received, bytes sent).
 
         A failed connection is no error: the engines tell whether they have committed.
@@ -224,14 +270,15 @@ class WeightSender:
             failure = error
         progress = DeviceProgress(link or self._guard, self._device, limit_s=0.8 * self._timeout_s)
         self._pipeline.begin(link, progress, failure)
-        received, sent = self._pipeline.run(
-            {}, lambda bucket: not (bucket.frozen and transfer.skip_frozen)
-        )
+        received, sent = self._pipeline.run({}, transfer.moves)
+        if transfer.base is not None and delta:
+            sent += self._delta_sender.send(delta)
         for name in self.plan.fallback:
             if not (self._specs[name].frozen and transfer.skip_frozen):
                 with self._guard.collective(f"gathering {name!r} in full"):
                     full = self._trained.unsharded(name)
                 sent += self._pipeline.send_full(name, full)
+        self._pipeline.send_checksums()
         if transfer.verify:
             self._send_checksums()
         try:
@@ -292,9 +339,10 @@ class WeightSender:
         node = self.rank // ranks_per_node(self.world_size)
         with self._guard.collective("planning"):
             gathered = self._all_gather((default, node))
-            self.plan: ReshardPlan = run_on_all_ranks(
-                lambda: self._make_plan(layouts, info, gathered), LayoutError
-            )
+            size = min(d for d, _ in gathered) if self._bucket_bytes is None else self._bucket_bytes
+            nodes, trained = [n for _, n in gathered], self._trained
+            self._inputs = plan_inputs(self._specs, trained, layouts, size, nodes)
+            self.plan: ReshardPlan = run_on_all_ranks(lambda: self._make_plan(info), LayoutError)
             digests = self._all_gather(self.plan.digest)
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise LayoutError(
@@ -302,33 +350,33 @@ class WeightSender:
                 "differs. Start every rank with the same configuration."
             )
         self._layouts = layouts
-        self._pipeline = SendPipeline(
-            self.plan, self.rank, self._trained, self._device, self._guard,
-            DeviceProgress(self._guard, self._device),
-        )  # fmt: skip
+        progress = DeviceProgress(self._guard, self._device)
+        context = RankContext(
+            self.plan, self.rank, self._trained, self._device, self._guard, progress
+        )
+        self._pipeline = SendPipeline(context)
+        self._plan_delta(context, info)
         counts = self._all_gather(self._pipeline.sent_elements(self.world_size))
         self._pipeline.counts = np.stack(counts)
         self._plan_number = self._on_rank0(lambda c: self._publish_plan(), "publishing the plan")
 
-    def _make_plan(
-        self, layouts: dict[int, str], info: EngineInfo, gathered: list[tuple[int, int]]
-    ) -> ReshardPlan:
+    def _plan_delta(self, context: RankContext, info: EngineInfo) -> None:
+        machines = {machine_of(process) for process in (*self._trainers, *info.processes)}
+        by_default = self._read_changes is not None or len(machines) > 1
+        wanted = self._mode == "on" or (self._mode == "auto" and by_default)
+        self._finder = None
+        if wanted and not self._trained.unmerged:
+            self._finder = ChangeFinder(context, self._mode, self._read_changes)
+            self._delta_sender = DeltaSender(context, self._pipeline)
+
+    def _make_plan(self, info: EngineInfo) -> ReshardPlan:
         if info.device != self._device.type:
             raise LayoutError(
                 f"engine {info.index} has its weights on {info.device}, the trainers theirs on "
                 f"{self._device.type}: use the same kind of device on both sides"
             )
-        size = min(d for d, _ in gathered) if self._bucket_bytes is None else self._bucket_bytes
-        factors = {
-            name: FactorSpec(
-                tuple(a.left.shape), tuple(a.right.shape), (a.left.dtype, a.right.dtype), a.scale
-            )
-            for name, a in self._trained.unmerged.items()
-        }
-        self._inputs = PlanInputs(self._specs, layouts, factors, size, [n for _, n in gathered])
-        return make_plan(
-            self._inputs, self._store, info.optional_parameters, info.config_differences
-        )
+        options = info.optional_parameters, info.config_differences
+        return make_plan(self._inputs, self._store, *options)
 
     def _publish_plan(self) -> int:
         number = self._store.add("plans")

@@ -8,6 +8,7 @@ gathered and unpacked; two buffers are in use on every rank.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -19,6 +20,7 @@ from hybridengine.reshard.execute.exchange import BucketPipeline, Exchange, Exch
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.runtime.device import DeviceProgress
+from hybridengine.sharding.checksums import bit_checksum
 from hybridengine.sharding.geometry import contiguous_strides
 from hybridengine.sharding.shards import ShardSpec
 
@@ -41,6 +43,7 @@ class SendPipeline(BucketPipeline):
     def begin(self, link: Link | None, progress: DeviceProgress, failure: LinkError | None) -> None:
         """Use `link` from now on, None if it could not be made because of `failure`."""
         self._link, self._progress, self.failure = link, progress, failure
+        self._checksums: list[list[torch.Tensor]] = []  # of each message, by tensor-parallel rank
 
     @property
     def link(self) -> Link:
@@ -69,34 +72,37 @@ class SendPipeline(BucketPipeline):
                 continue
             try:
                 if len(travelling) == 2:
-                    self._finish(*travelling.pop(0))
+                    self.finish(*travelling.pop(0))
                 i = number[id(exchange)]
                 outgoing = buffers.next(sizes[i]).view(exchange.bucket.engine_dtype)
                 exchange.pack.copy(sources, [outgoing])
+                parts = outgoing.split(self.counts[self._rank, i].tolist())
+                self._checksums.append([bit_checksum(part) for part in parts])
                 with self.link.collective(f"sending {where}"):
                     work = self.link.send(outgoing, self._counts_of_members(exchange, i))
-                travelling.append((where, work))
+                travelling.append((f"sending {where}", work))
                 self._bytes_sent += sizes[i]
             except LinkError as error:
                 self.failure = error
         try:
             while travelling and not self.failure:
-                self._finish(*travelling.pop(0))
+                self.finish(*travelling.pop(0))
         except LinkError as error:
             self.failure = error
         if not self.failure:  # else gloo's threads may still read them
             buffers.free()
         return self._bytes_received, self._bytes_sent
 
-    def _finish(self, where: str, work: dist.Work) -> None:
-        with self.link.collective(f"sending {where}"):
+    def finish(self, phase: str, work: dist.Work) -> None:
+        """Wait until `work` has been done, or is enqueued."""
+        with self.link.collective(phase):
             work.wait()
-        self._progress.mark(f"sending {where}")
+        self._progress.mark(phase)
 
     def _counts_of_members(self, exchange: Exchange, number: int) -> list[int]:
         """Return the bytes of one bucket from this rank to each member."""
         counts: list[int] = []
-        for tp_rank, members in sorted(self.link.replicas.items()):
+        for tp_rank, members in enumerate(self.link.members_by_tp_rank):
             sent = self.counts[:, number, tp_rank] * exchange.bucket.engine_dtype.itemsize
             counts += divide(sent, len(members)).counts[self._rank].tolist()
         return counts
@@ -111,13 +117,66 @@ class SendPipeline(BucketPipeline):
             p if owner_of_part(i, self.link) == self._rank else p[:0] for i, p in enumerate(parts)
         ]
         counts = [p.numel() for p in own] + [0] * (len(self.link.members) - len(own))
+        phase = f"sending {name!r} in full"
         try:
-            with self.link.collective(f"sending {name!r} in full"):
-                self.link.send(torch.cat(own), counts).wait()
-            self._progress.mark(f"sending {name!r} in full")
+            with self.link.collective(phase):
+                work = self.link.send(torch.cat(own), counts)
+            self.finish(phase, work)
+            self._checksums.append([bit_checksum(data)] * len(self.link.replicas))
         except LinkError as error:
             self.failure = error
         return sum(counts)
+
+    def send_checksums(self) -> None:
+        """Send the checksums of all that was sent, to every member those of what it needs."""
+        if self.failure or not self._checksums:
+            return
+        by_tp_rank = [torch.stack(column) for column in zip(*self._checksums, strict=True)]
+        members = sorted(self.link.replicas.items())
+        outgoing = [by_tp_rank[tp_rank] for tp_rank, ranks in members for _ in ranks]
+        try:
+            with self.link.collective("sending checksums"):
+                self.link.send(torch.cat(outgoing), [o.nbytes for o in outgoing]).wait()
+            self._progress.mark("sending checksums")
+        except LinkError as error:
+            self.failure = error
+
+
+class Arrival:
+    """What the trainers send to a tensor-parallel rank, as one of its members receives it.
+
+    Receives this member's part at once; `finish` gathers those of the other replicas. sent: bytes
+    from each trainer, int64 [N]. new_buffer: returns a buffer of so many bytes, uint8.
+
+    Attributes:
+        received: bytes from trainers and replicas. sent: bytes to replicas.
+    """
+
+    def __init__(
+        self, link: Link, sent: np.ndarray, new_buffer: Callable[[int], torch.Tensor], where: str
+    ) -> None:
+        self._link, self._where, self._size = link, where, int(sent.sum())
+        replicas = link.own_replicas
+        division = divide(sent, len(replicas))
+        index = replicas.index(link.rank)
+        counts = division.counts[:, index]
+        self._buffer = new_buffer(division.part * len(replicas))
+        own = self._buffer[index * division.part :][: counts.sum()]
+        with link.collective(f"receiving {where}"):
+            self._work = link.receive(own, counts.tolist())
+        self.sent = (len(replicas) - 1) * division.part
+        self.received = own.nbytes + self.sent
+
+    def finish(self, progress: DeviceProgress) -> torch.Tensor:
+        """Return all that was sent, uint8."""
+        link, where = self._link, self._where
+        with link.collective(f"receiving {where}"):
+            self._work.wait()
+        progress.mark(f"receiving {where}")
+        with link.collective(f"exchanging {where} with the other replicas"):
+            link.gather(self._buffer)
+        progress.mark(f"exchanging {where} with the other replicas")
+        return self._buffer[: self._size]
 
 
 class ReceivePipeline:
@@ -139,11 +198,16 @@ class ReceivePipeline:
         link: Link,
         progress: DeviceProgress,
         weights: Mapping[str, torch.Tensor],
-        skip_frozen: bool,
+        moves: Callable[[Bucket], bool],
     ) -> tuple[int, int]:
-        """Write the buckets into `weights`. Return (bytes received, bytes sent to replicas)."""
+        """Write buckets into `weights`. Return (bytes received, bytes sent to replicas).
+
+        moves: which buckets.
+        """
         self._received = self._sent = 0
-        moving = [e for e in self.exchanges if not (e.bucket.frozen and skip_frozen)]
+        self._checksums: list[torch.Tensor] = []  # of each message, by trainer
+        self._messages: list[str] = []
+        moving = [e for e in self.exchanges if moves(e.bucket)]
         buffers = _Buffers(self._plan.staging_bytes + ALIGNMENT * len(link.members), self._device)
         previous: Iterator[None] = iter(())
         for i, exchange in enumerate(moving, 1):
@@ -168,42 +232,54 @@ class ReceivePipeline:
         """Start to receive a bucket, yield, then wait for it, gather and unpack."""
         dtype = exchange.bucket.engine_dtype
         sent = np.array(exchange.receive_counts[: self._num_trainers]) * dtype.itemsize
-        replicas = link.own_replicas
-        division = divide(sent, len(replicas))
-        index = replicas.index(link.rank)
-        counts = division.counts[:, index]
-        buffer = buffers.next(division.part * len(replicas))
-        own = buffer[index * division.part :][: counts.sum()]
-        with link.collective(f"receiving {where}"):
-            work = link.receive(own, counts.tolist())
+        arrival = Arrival(link, sent, buffers.next, where)
         yield
-        with link.collective(f"receiving {where}"):
-            work.wait()
-        progress.mark(f"receiving {where}")
-        with link.collective(f"exchanging {where} with the other replicas"):
-            link.gather(buffer)
-        progress.mark(f"exchanging {where} with the other replicas")
-        others = len(replicas) - 1
-        self._received += own.nbytes + others * division.part
-        self._sent += others * division.part
+        arrived = arrival.finish(progress)
+        self._received += arrival.received
+        self._sent += arrival.sent
         link.phase = f"unpacking {where}"
+        self._checksums.append(torch.stack([bit_checksum(s) for s in arrived.split(sent.tolist())]))
+        self._messages.append(where)
         destinations = [weights[name] for name in exchange.destinations]
-        exchange.unpack.copy([buffer[: sent.sum()].view(dtype)], destinations)
+        exchange.unpack.copy([arrived.view(dtype)], destinations)
 
+    def receive_full(
+        self, name: str, spec: ShardSpec, link: Link, progress: DeviceProgress
+    ) -> torch.Tensor:
+        """Return a full parameter, of which each member receives a part and gathers the others."""
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        part, index = part_of_full(size, len(link.members)), link.rank - link.num_trainers
+        buffer = torch.empty(part * len(link.members), dtype=torch.uint8, device=link.device)
+        own = buffer[:size][index * part :][:part]
+        counts = [0] * link.num_trainers
+        counts[owner_of_part(index, link)] = own.numel()
+        with link.collective(f"receiving {name!r} in full"):
+            link.receive(own, counts).wait()
+            link.gather(buffer, "members")
+        progress.mark(f"receiving {name!r} in full")
+        self._checksums.append(bit_checksum(buffer[:size]).repeat(link.num_trainers))
+        self._messages.append(f"{name!r} in full")
+        return buffer[:size].view(spec.dtype).view(spec.shape)
 
-def receive_full(name: str, spec: ShardSpec, link: Link, progress: DeviceProgress) -> torch.Tensor:
-    """Return a full parameter, of which each member receives a part and gathers the others."""
-    size = math.prod(spec.shape) * spec.dtype.itemsize
-    part, index = part_of_full(size, len(link.members)), link.rank - link.num_trainers
-    buffer = torch.empty(part * len(link.members), dtype=torch.uint8, device=link.device)
-    own = buffer[:size][index * part :][:part]
-    counts = [0] * link.num_trainers
-    counts[owner_of_part(index, link)] = own.numel()
-    with link.collective(f"receiving {name!r} in full"):
-        link.receive(own, counts).wait()
-        link.gather(buffer, "members")
-    progress.mark(f"receiving {name!r} in full")
-    return buffer[:size].view(spec.dtype).view(spec.shape)
+    def compare_checksums(self, link: Link, progress: DeviceProgress) -> None:
+        """Raise LinkError, and warn, if what has arrived differs from what the trainers sent."""
+        if not self._checksums:
+            return
+        actual = torch.stack(self._checksums, 1)  # [trainers, messages]
+        expected = torch.empty_like(actual)
+        with link.collective("receiving checksums"):
+            link.receive(expected.view(-1), [actual[0].nbytes] * len(actual)).wait()
+        progress.mark("receiving checksums")
+        progress.wait()
+        if differ := (actual != expected).nonzero().tolist():
+            trainer, message = differ[0]
+            damage = f"{self._messages[message]} from trainer rank {trainer} arrived damaged"
+            warnings.warn(
+                f"{damage}: its checksum differs. The transfer is repeated.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            raise LinkError(damage)
 
 
 def part_of_full(size: int, num_members: int) -> int:

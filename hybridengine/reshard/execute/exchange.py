@@ -17,19 +17,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.kernels.strided_copy import TABLE_COLUMNS, CopyTable
-from hybridengine.reshard.execute.trained import TrainedTensors
+from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, BlockTable
+from hybridengine.kernels.strided_copy import CopyTable
+from hybridengine.reshard.execute.block_scales import (
+    BLOCK_COLUMN,
+    BlockScales,
+    QuantizingTable,
+    measuring,
+)
+from hybridengine.reshard.execute.context import RankContext
+from hybridengine.reshard.execute.rows import (
+    SliceRows,
+    joined,
+    offsets_by_rank,
+    rows_of,
+    slice_rows,
+)
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import Chunk, SliceCopy
-from hybridengine.runtime.device import DeviceProgress
-from hybridengine.runtime.failures import CollectiveGuard
-from hybridengine.sharding.geometry import Block, contiguous_strides
+from hybridengine.sharding.geometry import contiguous_strides
 from hybridengine.sharding.shards import Box, RowRange
 
 _ALIGNMENT = 16  # bytes
-_MAX_AXES = 4  # axes of one row of the strided_copy table
-_Address = tuple[int, Sequence[int]]  # offset and strides, in elements
+_READING = ("pack", "local")  # the ways that read shards
 
 
 @dataclass(frozen=True)
@@ -38,17 +49,19 @@ class Exchange:
 
     pack: sources → send buffer. local: sources → engine tensors. unpack: receive buffer → engine
     tensors. sources: (parameter, box of it) that pack and local read. destinations: engine tensors
-    that local and unpack write. send_counts, receive_counts: elements per rank.
+    that local and unpack write. send_counts, receive_counts: elements per rank. measured: what
+    pack and local read, if they quantize it.
     """
 
     bucket: Bucket
     sources: list[tuple[str, Box]]
     destinations: list[str]
-    pack: CopyTable
-    local: CopyTable
+    pack: CopyTable | QuantizingTable
+    local: CopyTable | QuantizingTable
     unpack: CopyTable
     send_counts: list[int]
     receive_counts: list[int]
+    measured: BlockTable | None = None
 
     def buffer_ranges(self, limit: int) -> tuple[int, int, int]:
         """Return the end of the send buffer, the start and the end of the receive buffer, in bytes.
@@ -65,7 +78,10 @@ class Exchange:
 
 
 class ExchangeRows(NamedTuple):
-    """The tables of an `Exchange` as arrays, int64 [R, 16]; the rest as there."""
+    """The tables of an `Exchange` as arrays, int64 [R, 16]; the rest as there.
+
+    Those that quantize have one column more, `BLOCK_COLUMN`: the number of the block.
+    """
 
     sources: list[tuple[str, Box]]
     destinations: list[str]
@@ -76,24 +92,11 @@ class ExchangeRows(NamedTuple):
     receive_counts: list[int]
 
 
-class SliceRows(NamedTuple):
-    """Table rows of S slices, R in all. In the buffer every slice starts at 0."""
-
-    table: np.ndarray  # int64 [R, 16]; src_index is 0, dst_index the index of the write
-    slice_of: np.ndarray  # [R]: the slice of a row
-    ranks: np.ndarray  # [S]: the rank at the other end
-    numel: np.ndarray  # [S]
-
-    def elements_by_rank(self, world_size: int) -> list[int]:
-        counts = np.zeros(world_size, np.int64)
-        np.add.at(counts, self.ranks, self.numel)
-        return counts.tolist()
-
-
 class ExchangeBuilder:
     """Builds the exchanges of one rank.
 
     strides: parameter → strides of this rank's shard, in elements. device: of shards and engine.
+    scales: of quantized engine tensors.
     """
 
     def __init__(
@@ -104,13 +107,18 @@ class ExchangeBuilder:
         device: torch.device,
     ) -> None:
         self._plan, self._rank, self._strides, self._device = plan, rank, strides, device
+        self.scales = BlockScales(plan, device)
         self._known: dict[tuple, dict[str, SliceRows]] = {}
 
     def build(self, bucket: Bucket) -> Exchange:
-        rows = self.rows(bucket)
-        tables = (rows.pack, rows.local, rows.unpack)
-        pack, local, unpack = (CopyTable(torch.from_numpy(t), self._device) for t in tables)
-        return Exchange(bucket, **rows._asdict() | dict(pack=pack, local=local, unpack=unpack))
+        rows, device = self.rows(bucket), self._device
+        made: dict = {"unpack": CopyTable(torch.from_numpy(rows.unpack), device)}
+        if bucket.engine_dtype == QUANTIZED_DTYPE:
+            made |= {w: self.scales.quantizing(getattr(rows, w), device) for w in _READING}
+            made["measured"] = measuring([rows.pack, rows.local], device)
+        else:
+            made |= {w: CopyTable(torch.from_numpy(getattr(rows, w)), device) for w in _READING}
+        return Exchange(bucket, **rows._asdict() | made)
 
     def rows(self, bucket: Bucket) -> ExchangeRows:
         sources: list[tuple[str, Box]] = []
@@ -127,10 +135,13 @@ class ExchangeBuilder:
             to = np.array(indices, np.int64)
             for way, rows in self._table_rows(bucket, name, chunk).items():
                 table = rows.table.copy()
+                if bucket.engine_dtype == QUANTIZED_DTYPE and way in _READING:
+                    layouts = np.array(self._plan.layout_of)[rows.ranks[rows.slice_of]]
+                    table[:, BLOCK_COLUMN] += self.scales.first_blocks(name)[layouts, table[:, 1]]
                 table[:, 0] = 0 if way == "unpack" else source_index[key]
                 table[:, 1] = 0 if way == "pack" else to[table[:, 1]]
                 parts[way].append(rows._replace(table=table))
-        pack, local, unpack = (_joined(parts[way]) for way in ("pack", "local", "unpack"))
+        pack, local, unpack = (joined(parts[way]) for way in ("pack", "local", "unpack"))
         counts = [rows.elements_by_rank(self._plan.world_size) for rows in (pack, unpack)]
         packing, unpacking = self._place(bucket, pack, unpack)
         return ExchangeRows(
@@ -144,8 +155,8 @@ class ExchangeBuilder:
 
         The slices are in the order of `ReshardPlan.departures` and `arrivals`.
         """
-        pack.table[:, 3] += _offsets_by_rank(pack)[pack.slice_of]
-        unpack.table[:, 2] += _offsets_by_rank(unpack)[unpack.slice_of]
+        pack.table[:, 3] += offsets_by_rank(pack)[pack.slice_of]
+        unpack.table[:, 2] += offsets_by_rank(unpack)[unpack.slice_of]
         return pack.table, unpack.table
 
     def _box_read(self, bucket: Bucket, name: str, chunk: Chunk) -> Box:
@@ -163,7 +174,10 @@ class ExchangeBuilder:
         origin = tuple(low for low, _ in box)
         if bucket.merged:
             strides = contiguous_strides(tuple(high - low for low, high in box))
-        key = (source_class, chunk, strides, origin)
+        key: tuple = (source_class, chunk, strides, origin)
+        quantized = bucket.engine_dtype == QUANTIZED_DTYPE
+        if quantized:
+            key += self.scales.shapes(name)
         if key not in self._known:
             incoming = source_class.incoming(chunk, self._rank)
             slices = {
@@ -172,105 +186,38 @@ class ExchangeBuilder:
                 "unpack": [s for s in incoming if s.sender != self._rank],
             }
             self._known[key] = {
-                way: _rows_of(chosen, way, strides, origin) for way, chosen in slices.items()
+                way: self._quantized_rows(name, chosen, way, strides, origin)
+                if quantized and way in _READING
+                else rows_of(chosen, way, strides, origin)
+                for way, chosen in slices.items()
             }
         return self._known[key]
 
-
-def _joined(parts: list[SliceRows]) -> SliceRows:
-    """Concatenate rows, numbering their slices on."""
-    if not parts:
-        return _rows_of([], "local", (), ())
-    before = np.cumsum([0, *(len(p.ranks) for p in parts[:-1])])
-    slice_of = [p.slice_of + b for p, b in zip(parts, before, strict=True)]
-    table, ranks, numel = ([getattr(p, f) for p in parts] for f in ("table", "ranks", "numel"))
-    return SliceRows(*map(np.concatenate, (table, slice_of, ranks, numel)))
-
-
-def _offsets_by_rank(rows: SliceRows) -> np.ndarray:
-    """Return where each slice starts in a buffer that is ordered by rank: int64 [S]."""
-    order = np.argsort(rows.ranks, kind="stable")
-    offset = np.empty_like(rows.numel)
-    offset[order] = np.cumsum(rows.numel[order]) - rows.numel[order]
-    return offset
-
-
-def _rows_of(
-    slices: Sequence[SliceCopy], way: str, strides: tuple[int, ...], origin: tuple[int, ...]
-) -> SliceRows:
-    """Return the rows of one way. strides, origin: of the shard that pack and local read."""
-    table: list[list[int]] = []
-    slice_of: list[int] = []
-    for i, slice_copy in enumerate(slices):
-        for index, block in [(0, slice_copy.read)] if way == "pack" else slice_copy.writes:
-            buffer = (0, _buffer_strides(block))
-            source = buffer if way == "unpack" else block.address(strides, origin)
-            destination = buffer if way == "pack" else (block.offset, block.strides)
-            rows = _rows_of_block(index, block, source, destination)
-            table += rows
-            slice_of += [i] * len(rows)
-    return SliceRows(
-        np.array(table, np.int64).reshape(-1, TABLE_COLUMNS),
-        np.array(slice_of, np.int64),
-        np.array([s.receiver if way == "pack" else s.sender for s in slices], np.int64),
-        np.array([s.read.numel for s in slices], np.int64),
-    )
-
-
-def _buffer_strides(block: Block) -> list[int]:
-    """Return the stride of each axis in a buffer with the elements in the order of reading."""
-    read = iter(contiguous_strides(block.read.sizes))
-    return [0 if axis.dim < 0 else next(read) for axis in block.axes]
-
-
-def _rows_of_block(
-    index: int, block: Block, source: _Address, destination: _Address
-) -> list[list[int]]:
-    """Return table rows of one block.
-
-    Axes that are contiguous on both sides are merged. Of more than four axes, the outermost are
-    unrolled into rows.
-    """
-    axes: list[tuple[int, int, int]] = []
-    for axis in zip(block.sizes, source[1], destination[1], strict=True):
-        size, s, d = axis
-        if axes and axes[-1][1] == s * size and axes[-1][2] == d * size:
-            axes[-1] = (axes[-1][0] * size, s, d)
-        else:
-            axes.append(axis)
-    offsets = [(source[0], destination[0])]
-    while len(axes) > _MAX_AXES:
-        size, s, d = axes.pop(0)
-        offsets = [(a + i * s, b + i * d) for a, b in offsets for i in range(size)]
-    axes = [(1, 0, 0)] * (_MAX_AXES - len(axes)) + axes
-    sizes, ss, ds = (list(column) for column in zip(*axes, strict=True))
-    return [[0, index, a, b, *sizes, *ss, *ds] for a, b in offsets]
+    def _quantized_rows(
+        self, name: str, slices: Sequence[SliceCopy], way: str, *read: tuple[int, ...]
+    ) -> SliceRows:
+        return slice_rows(*self.scales.table(name, slices, way, *read), slices, way)
 
 
 class BucketPipeline(ABC):
     """Executes the exchanges of one rank.
 
-    transport: its name. exchanges: one per bucket, built once. progress: on a GPU everything is
-    only enqueued, and the caller waits for it. The other arguments are those of the resharder.
+    transport: its name. exchanges: one per bucket, built once.
     """
 
     transport: ClassVar[str]
     _builder_type: ClassVar[type[ExchangeBuilder]]
 
-    def __init__(
-        self,
-        plan: ReshardPlan,
-        rank: int,
-        trained: TrainedTensors,
-        device: torch.device,
-        guard: CollectiveGuard,
-        progress: DeviceProgress,
-    ) -> None:
-        self._plan, self._rank, self._trained = plan, rank, trained
-        self._device, self._guard, self._progress = device, guard, progress
-        strides = {name: p.local_stride for name, p in trained.placements.items()}
-        self._builder = self._builder_type(plan, rank, strides, device)
-        self.exchanges = [self._builder.build(bucket) for bucket in plan.buckets]
+    def __init__(self, context: RankContext) -> None:
+        self._plan, self._rank, self._trained, self._device, *_ = context
+        self._guard, self._progress = context.guard, context.progress
+        strides = {name: p.local_stride for name, p in self._trained.placements.items()}
+        self._builder = self._builder_type(self._plan, self._rank, strides, self._device)
+        self.exchanges = [self._builder.build(bucket) for bucket in self._plan.buckets]
+
+    @property
+    def scales(self) -> BlockScales:
+        return self._builder.scales
 
     @abstractmethod
     def run(
@@ -280,6 +227,38 @@ class BucketPipeline(ABC):
 
         weights: the engine's tensors. moves: which buckets.
         """
+
+    def bytes_of(self, moves: Callable[[Bucket], bool]) -> tuple[int, int]:
+        """Return the bytes that `run` would receive and send, without those of adapters."""
+        moving = [e for e in self.exchanges if moves(e.bucket)]
+        sizes = [e.bucket.engine_dtype.itemsize for e in moving]
+        received, sent = (
+            sum(size * sum(counts) for size, counts in zip(sizes, column, strict=True))
+            for column in ([e.receive_counts for e in moving], [e.send_counts for e in moving])
+        )
+        return received, sent
+
+    def update_scales(
+        self, weights: Mapping[str, torch.Tensor], moves: Callable[[Bucket], bool]
+    ) -> int:
+        """Compute the scales of quantized tensors before `run`; write those of this engine.
+
+        moves: which buckets; either all that are quantized or none. Return the bytes received,
+        which are as many as those sent but for adapters.
+        """
+        scales, exchanges = self.scales, self._exchanges(moves)
+        moving = [e for _, e in exchanges if e.bucket.engine_dtype == QUANTIZED_DTYPE]
+        if not moving:
+            return 0
+        self._guard.phase = "finding the scales of quantized weights"
+        scales.begin()
+        for exchange in moving:
+            assert exchange.measured is not None
+            sources = [self._source(name, box) for name, box in exchange.sources]
+            scales.measure(exchange.measured, sources)
+        with self._guard.collective("combining the scales of quantized weights"):
+            scales.update(self._rank, weights)
+        return self._bytes_received + scales.bytes_reduced
 
     def _exchanges(self, moves: Callable[[Bucket], bool]) -> list[tuple[str, Exchange]]:
         """Return (name for error messages, exchange) of the buckets of a sync; reset the bytes."""

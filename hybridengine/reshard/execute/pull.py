@@ -16,19 +16,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.execute.exchange import (
-    AllToAllPipeline,
-    BucketPipeline,
-    ExchangeBuilder,
-    SliceRows,
-)
+from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
+from hybridengine.reshard.execute.context import RankContext
+from hybridengine.reshard.execute.exchange import AllToAllPipeline, BucketPipeline, ExchangeBuilder
+from hybridengine.reshard.execute.rows import SliceRows
 from hybridengine.reshard.execute.shared_memory import SharedMemory, share_memory
-from hybridengine.reshard.execute.trained import TrainedTensors
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import Chunk, SourceClass
-from hybridengine.runtime.device import DeviceProgress
-from hybridengine.runtime.failures import CollectiveGuard, machine_id
+from hybridengine.runtime.failures import machine_id
 
 _ALIGNMENT = 16  # bytes; of every slice, for vector accesses
 
@@ -57,7 +53,7 @@ class SendBuffers:
         for name, pairs in itertools.groupby(bucket.chunks, key=lambda pair: pair[0]):
             source_class = self._plan.source_classes[name, bucket.engine_dtype]
             chunks = tuple(chunk for _, chunk in pairs)
-            key = (source_class, chunks, sender, bucket.engine_dtype.itemsize)
+            key = (source_class, chunks, sender, bucket.engine_dtype)
             if key not in self._known:
                 self._known[key] = _place(*key)
             part = self._known[key]
@@ -68,17 +64,21 @@ class SendBuffers:
 
 
 def _place(
-    source_class: SourceClass, chunks: Sequence[Chunk], sender: int, itemsize: int
+    source_class: SourceClass, chunks: Sequence[Chunk], sender: int, dtype: torch.dtype
 ) -> SendBuffer:
     """Return the send buffer with the chunks of one source alone."""
-    step = max(1, _ALIGNMENT // itemsize)
+    step = max(1, _ALIGNMENT // dtype.itemsize)
+    layout_of = source_class.senders.topology.layout_of
     known: dict[tuple, int] = {}
     end = 0
     slices = [s for chunk in chunks for s in source_class.outgoing(chunk, sender)]
     offsets, is_first = np.zeros(len(slices), np.int64), np.zeros(len(slices), bool)
     for i, slice_copy in enumerate(slices):
         read = slice_copy.read
-        key = (read.start, *(axis[:3] for axis in read.axes))  # elements and order, no destination
+        # elements and order, no destination
+        key: tuple = (read.start, *(axis[:3] for axis in read.axes))
+        if dtype == QUANTIZED_DTYPE:  # each layout has its own scales
+            key += (int(layout_of[slice_copy.receiver]),)
         if key not in known:
             known[key], is_first[i] = end, True
             end += -(-read.numel // step) * step
@@ -158,20 +158,14 @@ class PullPipeline(BucketPipeline):
         return self._bytes_received, self._bytes_sent
 
 
-def make_pipeline(
-    plan: ReshardPlan,
-    rank: int,
-    trained: TrainedTensors,
-    device: torch.device,
-    guard: CollectiveGuard,
-    progress: DeviceProgress,
-) -> BucketPipeline:
+def make_pipeline(context: RankContext) -> BucketPipeline:
     """Return a pull if the ranks can map each other's memory, else an all-to-all. Collective."""
+    plan = context.plan
     machines: list[str] = [""] * plan.world_size
     dist.all_gather_object(machines, machine_id())
     if len(set(machines)) == 1 and any(plan.bytes_sent):
-        pipeline = PullPipeline(plan, rank, trained, device, guard, progress)
-        if memory := share_memory(pipeline.memory_bytes, device):
+        pipeline = PullPipeline(context)
+        if memory := share_memory(pipeline.memory_bytes, context.device):
             pipeline.memory = memory
             return pipeline
-    return AllToAllPipeline(plan, rank, trained, device, guard, progress)
+    return AllToAllPipeline(context)

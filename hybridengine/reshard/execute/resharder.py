@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.delta.find import Found, ReadChanges
-from hybridengine.reshard.delta.sync import DeltaMode, DeltaSync
+from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
+from hybridengine.reshard.delta.find import DeltaMode, Found, ReadChanges, check_mode, covers
+from hybridengine.reshard.delta.message import CorruptDeltaError
+from hybridengine.reshard.delta.sync import DeltaSync
+from hybridengine.reshard.execute.context import RankContext
 from hybridengine.reshard.execute.holders import unite_holders
 from hybridengine.reshard.execute.memory import default_bucket_bytes
 from hybridengine.reshard.execute.pull import make_pipeline
@@ -27,6 +30,7 @@ from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
 from hybridengine.reshard.plan.senders import ranks_per_node
+from hybridengine.reshard.plan.source_class import SliceCopy
 from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks, run_on_all_ranks
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import CollectiveError, CollectiveGuard
@@ -86,8 +90,7 @@ class Resharder:
         delta: DeltaMode = "auto",
         changes: ReadChanges | None = None,
     ) -> None:
-        if delta not in get_args(DeltaMode):
-            raise ValueError(f"delta: got {delta!r}, expected one of {get_args(DeltaMode)}")
+        check_mode(delta)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = engine
         self._trained = TrainedTensors(parameters, adapters, merge)
@@ -113,15 +116,21 @@ class Resharder:
             )
         self._planned = self._trained.placements
         run_on_all_ranks(self._engine_weights, LayoutError)
-        self._pipeline = make_pipeline(
+        context = RankContext(
             self.plan, self.rank, self._trained, self._device, self._guard, self._progress
         )
+        self._pipeline = make_pipeline(context)
         self._frozen_in_engine: list[int] | None = None  # checksums of the frozen parameters
         wanted = delta == "on" or (delta == "auto" and (changes is not None or len(set(nodes)) > 1))
         self._delta: DeltaSync | None = None
-        if wanted and not self._trained.unmerged and not engine.discards_weights:
-            parts = (self.plan, self.rank, self._trained, self._device, self._guard, self._progress)
-            self._delta = DeltaSync(*parts, engine, delta, changes)
+        quantized = bool(self._layout.quantized)
+        if quantized and delta == "on":
+            raise LayoutError(
+                "delta: got 'on', but the engine's weights are quantized: the scale of a block "
+                "depends on all of it. Use delta='auto' or 'off', which send all weights"
+            )
+        if wanted and not quantized and not self._trained.unmerged and not engine.discards_weights:
+            self._delta = DeltaSync(context, engine, delta, changes)
 
     # Planning
 
@@ -204,9 +213,11 @@ class Resharder:
         changed = None
         if self._delta:
             self._delta.commit(version)
-            changed = self._delta.changed
+            changed = self._delta.finder.changed
+        densely = self._pipeline.bytes_of(lambda bucket: not (bucket.frozen and skip_frozen))
         elapsed = (time.perf_counter() - started) * 1e3
-        return SyncReport(version, received, sent, elapsed, found is not None, changed)
+        is_delta = found is not None
+        return SyncReport(version, received, sent, elapsed, is_delta, changed, sum(densely))
 
     def _move(self, version: int, skip_frozen: bool, found: Found | None) -> tuple[int, int]:
         """Write the trained parameters, or what changed of them, into the engine.
@@ -215,16 +226,24 @@ class Resharder:
         """
 
         def moves(bucket: Bucket) -> bool:
-            if found is not None and DeltaSync.covers(bucket):
+            if found is not None and covers(bucket):
                 return False
+            if bucket.engine_dtype == QUANTIZED_DTYPE and self._trained.merged:
+                return True  # frozen and trained parameters may share blocks
             return not (bucket.frozen and skip_frozen)
 
         if found is None:
             write_constants(self.engine.layout, self._weights)
-            return self._pipeline.run(self._weights, moves)
+            for_scales = self._pipeline.update_scales(self._weights, moves)
+            received, sent = self._pipeline.run(self._weights, moves)
+            return for_scales + received, for_scales + sent
         assert self._delta is not None
-        by_delta = self._delta.apply(found, self._weights, version)
-        problem = self._delta.problem
+        by_delta = (0, 0)
+        problem: CorruptDeltaError | None = None
+        try:
+            by_delta = self._delta.apply(found, self._weights, version)
+        except CorruptDeltaError as error:
+            problem = error
         failed = torch.tensor(int(problem is not None), device=host_device())
         with self._guard.collective("checking the delta"):
             dist.all_reduce(failed, dist.ReduceOp.MAX)
@@ -317,12 +336,16 @@ class Resharder:
 
     def _verify(self) -> None:
         """Raise ReshardError on every rank if an engine tensor differs from its source."""
-        trained, sources = self._trained, self.plan.sources
+        trained, sources, scales = self._trained, self.plan.sources, self._pipeline.scales
         with self._guard.collective("gathering adapters to verify"):
             adapters = {name: adapter.full() for name, adapter in trained.merged.items()}
 
-        def read_shard(name: str, shard: int, block: Block) -> torch.Tensor:
-            return trained.slice(name, sources[name], shard, block, adapters.get(name))
+        def read_shard(
+            name: str, slice_copy: SliceCopy, destination: str, block: Block
+        ) -> torch.Tensor:
+            shard, receiver = slice_copy.shard, slice_copy.receiver
+            values = trained.slice(name, sources[name], shard, block, adapters.get(name))
+            return scales.expected(values, receiver, destination, block)
 
         def read_engine(name: str, block: Block) -> torch.Tensor:
             weight = self._weights[name]

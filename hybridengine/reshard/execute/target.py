@@ -19,7 +19,7 @@ def engine_weights(engine: WeightTarget, device: torch.device) -> dict[str, torc
     device: of the trained parameters. Raises LayoutError where a tensor differs from its record.
     """
     weights = engine.weights()
-    for name, spec in engine.layout.destinations.items():
+    for name, spec in (engine.layout.destinations | engine.layout.scales).items():
         weight = weights.get(name)
         if weight is None or TensorSpec.of(weight) != spec:
             actual = "missing" if weight is None else str(TensorSpec.of(weight))

@@ -27,13 +27,13 @@ _Mismatch = tuple[int, str, str]  # receiving rank, engine tensor, trained param
 def find_mismatches(
     plan: ReshardPlan,
     rank: int,
-    read_shard: Callable[[str, int, Block], torch.Tensor],
+    read_shard: Callable[[str, SliceCopy, str, Block], torch.Tensor],
     read_engine: Callable[[str, Block], torch.Tensor],
 ) -> list[_Mismatch]:
     """Return all slices that differ, the same list on every rank; collective.
 
-    read_shard: (parameter, shard, block) → that part of the shard on this rank. read_engine:
-    (engine tensor, block) → the part of the tensor that the block is written to.
+    read_shard: (parameter, slice, engine tensor, block) → that part of this rank's shard.
+    read_engine: (engine tensor, block) → the part of the tensor that the block is written to.
     """
     mismatches: list[_Mismatch] = []
     for bucket in plan.buckets:
@@ -45,7 +45,7 @@ def find_mismatches(
         sent = list(slice_writes(plan, bucket, leaving))
         device = read_engine(*received[0][2:]).device if received else torch.device("cpu")
         ours = slice_checksums(
-            (read_shard(name, s.shard, b) for name, s, _, b in sent), dtype, device
+            (read_shard(name, s, to, b) for name, s, to, b in sent), dtype, device
         )
         expected = torch.empty(len(received), dtype=torch.int64, device=device)
         dist.all_to_all_single(

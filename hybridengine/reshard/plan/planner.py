@@ -33,7 +33,7 @@ class ReshardPlan:
     """All buckets of a weight sync; the same on every rank.
 
     sources: parameter → placement. source_classes: (parameter, engine dtype) → its class.
-    layout_of: rank → number of its engine layout.
+    layouts: the distinct engine layouts. layout_of: rank → number of its engine layout.
     Per rank: bytes_received; bytes_sent; bytes_crossing, the part of bytes_received that comes from
     other nodes; bytes_needed, the size of the engine tensors; lower_bound, the source elements that
     the rank needs and does not hold, each counted once.
@@ -44,6 +44,7 @@ class ReshardPlan:
     world_size: int
     sources: Mapping[str, ShardSpec]
     source_classes: Mapping[Source, SourceClass]
+    layouts: Sequence[EngineLayout]
     layout_of: Sequence[int]
     num_nodes: int
     buckets: list[Bucket]
@@ -175,6 +176,7 @@ class Planner:
             world_size=world_size,
             sources=sources,
             source_classes=classes,
+            layouts=self._layouts,
             layout_of=self._layout_of,
             num_nodes=self._topology.num_nodes,
             buckets=buckets,

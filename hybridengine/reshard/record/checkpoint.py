@@ -18,18 +18,25 @@ from hybridengine.model.parameters import (
 from hybridengine.reshard.record.loader import record_checkpoint
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError
 
+_layouts: dict[tuple[type[PretrainedConfig], str, bool], CheckpointLayout] = {}
+
 
 def checkpoint_layout_from_config(
     config: PretrainedConfig, trust_remote_code: bool = False
 ) -> CheckpointLayout:
     """Return the checkpoint layout of the causal LM of `config`; reads no weights.
 
+    The same object for equal configurations; it takes seconds where there are many experts.
+
     Raises:
         ModelError: a checkpoint tensor that is computed from parameters rather than copied.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return checkpoint_layout(model)
+    key = type(config), config.to_json_string(use_diff=False), trust_remote_code
+    if key not in _layouts:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        _layouts[key] = checkpoint_layout(model)
+    return _layouts[key]
 
 
 def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:

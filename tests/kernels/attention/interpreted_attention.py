@@ -28,9 +28,13 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "longest", "seed"), [(1, 3, 0), (40, 3, 1), (60, 20, 2), (75, 60, 3)]
+    ("option", "tokens", "longest", "seed"),
+    [
+        *((option, *forest) for option in OPTIONS for forest in ((60, 20, 2), (75, 60, 3))),
+        ("plain", 1, 3, 0),
+        ("plain", 40, 3, 1),
+    ],
 )
-@pytest.mark.parametrize("option", OPTIONS)
 def test_random_forests(option, tokens, longest, seed):
     assert_exact(problem(random_forest(tokens, seed, longest), 2, 1, 16), **OPTIONS[option])
 

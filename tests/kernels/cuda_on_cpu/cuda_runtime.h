@@ -126,6 +126,12 @@ inline void emulate(const std::function<void()>& kernel, dim3 grid, dim3 block, 
 
 inline float __fmul_rn(float a, float b) { return a * b; }
 
+inline int atomicMax(int* address, int value) {  // threads take turns
+  const int old = *address;
+  *address = old > value ? old : value;
+  return old;
+}
+
 inline void __syncthreads() { emulation::wait(emulation::block_barrier); }
 
 // The value of lane `source` of the warp.

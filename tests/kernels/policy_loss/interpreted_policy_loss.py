@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from hybridengine.kernels import LOSS_AGG_MODES, LOSS_MODES, value_loss
+from hybridengine.kernels.policy_loss.terms import KL_ALIASES
 from hybridengine.kernels.policy_loss.triton import policy_loss_triton
 
 from tests.kernels.batches import (
@@ -34,16 +35,24 @@ def triton_for_cpp(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+# In the kernels only weights by length are another branch; the C++ tests pair each with each.
+@pytest.mark.parametrize(
+    ("loss_mode", "loss_agg_mode"),
+    [
+        (mode, aggregation)
+        for mode in LOSS_MODES
+        for aggregation in LOSS_AGG_MODES
+        if mode in ("ppo_clip", "gspo") or aggregation in ("token-mean", "seq-mean-token-mean")
+    ],
+)
 def test_every_mode_and_aggregation(loss_mode, loss_agg_mode):
-    inputs = batch([5, 0, 70, 1, 33, 1030, 16])
+    inputs = batch([5, 0, 70, 1, 33, 530, 16])  # more than a block of tokens
     options = {"loss_mode": loss_mode, "loss_agg_mode": loss_agg_mode}
     exact = run(to_float64(inputs), backend="reference", **options)
     assert_same(run(inputs, backend="cpp", **options), exact)
 
 
-@pytest.mark.parametrize("kl_type", KL)
+@pytest.mark.parametrize("kl_type", sorted({*KL} - {*KL_ALIASES}))
 def test_every_kl(kl_type):
     inputs = batch([40, 30], spread=2.0)
     exact = run(to_float64(inputs), backend="reference", kl_type=kl_type)
@@ -59,7 +68,7 @@ def test_further_options(options):
 
 
 def test_losses_of_the_tokens():
-    inputs = batch([5, 0, 70, 1, 1030, 16])
+    inputs = batch([5, 0, 70, 1, 530, 16])
     for loss_mode in ("ppo_clip", "gspo"):
         exact = run_tokens(to_float64(inputs), loss_mode=loss_mode, backend="reference")
         got = run_tokens(inputs, loss_mode=loss_mode, backend="cpp")
@@ -105,7 +114,7 @@ def test_large_taus_stay_finite():
 
 @pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
 def test_value_loss(loss_agg_mode):
-    inputs = batch([5, 0, 1030, 33], spread=2.0)
+    inputs = batch([5, 0, 530, 33], spread=2.0)
     names = ("log_probs", "old_log_probs", "advantages")
     options = {"loss_agg_mode": loss_agg_mode, "loss_scale_factor": 9.0, "cliprange_value": 0.3}
     options |= {name: inputs[name] for name in ("response_mask", "cu_seqlens")}

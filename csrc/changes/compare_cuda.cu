@@ -1,8 +1,7 @@
-// changed_elements on CUDA: compares, updates what was sent, and writes a mask of one bit per
-// element. take_changed then reads the changed elements alone.
+// mark_changed on CUDA: compares, updates what was sent, and adds to a mask of one bit per element.
 #include <cuda_runtime.h>
 
-#include "delta/params.h"
+#include "changes/params.h"
 #include "strided_copy/copy_chunk.h"
 
 namespace hybridengine {
@@ -28,7 +27,7 @@ __device__ CopyGroup<T, kGroup> load_group(const T* from, int64_t left) {
 
 template <typename S, typename D, bool aligned>
 __global__ void __launch_bounds__(kThreads)
-    mark_kernel(const __grid_constant__ ChangedElementsParams p) {
+    mark_kernel(const __grid_constant__ CompareParams p) {
   const int64_t first = blockIdx.x * kBlockElements + threadIdx.x * kGroup;
   const S* current = static_cast<const S*>(p.current);
   D* sent = static_cast<D*>(p.sent);
@@ -37,8 +36,8 @@ __global__ void __launch_bounds__(kThreads)
   HE_UNROLL
   for (int round = 0; round < kRounds; ++round) {
     const int64_t at = first + round * kStep;
-    now[round] = load_group<S, aligned>(current + at, p.size - at);
-    then[round] = load_group<D, aligned>(sent + at, p.size - at);
+    now[round] = load_group<S, aligned>(current + at, p.numel - at);
+    then[round] = load_group<D, aligned>(sent + at, p.numel - at);
   }
   HE_UNROLL
   for (int round = 0; round < kRounds; ++round) {
@@ -47,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
     HE_UNROLL
     for (int i = 0; i < kGroup; ++i) {
       const D value = convert<S, D>(now[round].values[i]);
-      if (at + i < p.size && value.bits != then[round].values[i].bits) {
+      if (at + i < p.numel && value.bits != then[round].values[i].bits) {
         sent[at + i] = value;
         word |= 1u << (threadIdx.x * kGroup + i) % 32;
       }
@@ -55,13 +54,13 @@ __global__ void __launch_bounds__(kThreads)
     HE_UNROLL
     for (int lanes = 1; lanes < 32 / kGroup; lanes *= 2)
       word |= __shfl_xor_sync(0xFFFFFFFFu, word, lanes);
-    if (threadIdx.x % (32 / kGroup) == 0 && at < p.size) p.mask[at / 32] = word;
+    if (threadIdx.x % (32 / kGroup) == 0 && word) p.mask[at / 32] |= word;
   }
 }
 
 template <typename S, typename D>
-int launch(const ChangedElementsParams& params, void* stream) {
-  const auto blocks = static_cast<unsigned>((params.size + kBlockElements - 1) / kBlockElements);
+int launch(const CompareParams& params, void* stream) {
+  const auto blocks = static_cast<unsigned>((params.numel + kBlockElements - 1) / kBlockElements);
   const auto addresses =
       reinterpret_cast<uintptr_t>(params.current) | reinterpret_cast<uintptr_t>(params.sent);
   const auto s = static_cast<cudaStream_t>(stream);
@@ -74,14 +73,14 @@ int launch(const ChangedElementsParams& params, void* stream) {
 }
 
 template <typename S>
-int dispatch_sent(const ChangedElementsParams& params, void* stream) {
+int dispatch_sent(const CompareParams& params, void* stream) {
   if (params.sent_dtype == DType::bf16) return launch<S, bf16>(params, stream);
   return launch<S, f16>(params, stream);
 }
 
 }  // namespace
 
-int mark_changed_cuda(const ChangedElementsParams& params, void* stream) {
+int mark_changed_cuda(const CompareParams& params, void* stream) {
   switch (params.current_dtype) {
     case DType::f32:
       return dispatch_sent<float>(params, stream);

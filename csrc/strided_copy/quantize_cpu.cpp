@@ -1,0 +1,122 @@
+// Block quantization on the CPU: threads take equal numbers of slices.
+#include "common/parallel.h"
+#include "common/simd.h"
+#include "strided_copy/quantize.h"
+
+namespace hybridengine::HYBRIDENGINE_ISA {
+
+namespace {
+
+constexpr int64_t kGrain = 4;  // slices of a thread, at least
+
+typedef uint8_t VecB __attribute__((vector_size(kWidth)));
+
+template <typename S, typename E>
+HE_SIMD VecF load_as(const S* p) {
+  if constexpr (__is_same(S, E) || __is_same(E, float)) {
+    return load(p);
+  } else {
+    E rounded[kWidth];
+    store(rounded, load(p));
+    return load(rounded);
+  }
+}
+
+// As to_e4m3, without branches.
+HE_SIMD void store_e4m3(uint8_t* p, VecF v) {
+  const VecU sign = (VecU)v & 0x80000000u;
+  const VecU magnitude = (VecU)v ^ sign;
+  const VecU small = (VecU)((VecF)magnitude + float_of(kE4m3Rounder)) - kE4m3Rounder;
+  const VecU normal = (magnitude - (120u << 23) + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20;
+  VecU rounded = magnitude < kE4m3Normal ? small : normal;
+  rounded = magnitude >= kE4m3Overflow ? VecU{} + 0x7Fu : rounded;
+  const VecB bytes = __builtin_convertvector(rounded | sign >> 24, VecB);
+  std::memcpy(p, &bytes, sizeof bytes);
+}
+
+// Calls run(src, dst, count) for every run along the innermost dimension of a row.
+template <typename Run>
+void for_each_run(const CopyRow& row, const Run& run) {
+  const int64_t length = row.size[kCopyDims - 1], total = num_elements(row);
+  for (int64_t begin = 0; begin < total; begin += length) {
+    const CopyPlace place = locate(row, begin);
+    run(place.src, place.dst, length);
+  }
+}
+
+template <typename S, typename E>
+uint32_t absmax_of(const CopyRow& row, const S* source) {
+  const int64_t step = row.src_stride[kCopyDims - 1];
+  VecU most = {};
+  uint32_t rest = 0;
+  for_each_run(row, [&](int64_t src, int64_t, int64_t count) {
+    const S* in = source + src;
+    int64_t i = 0;
+    for (; step == 1 && i + kWidth <= count; i += kWidth) {
+      const VecU bits = (VecU)load_as<S, E>(in + i) & 0x7FFFFFFFu;
+      most = bits > most ? bits : most;
+    }
+    for (; i < count; ++i) {
+      const uint32_t bits = magnitude_bits(engine_value<S, E>(in[i * step]));
+      rest = bits > rest ? bits : rest;
+    }
+  });
+  for (int i = 0; i < kWidth; ++i) rest = most[i] > rest ? most[i] : rest;
+  return rest;
+}
+
+// Threads share the entry of a block that several slices lie in.
+void raise_to(int32_t* entry, int32_t value) {
+  int32_t known = __atomic_load_n(entry, __ATOMIC_RELAXED);
+  while (known < value && !__atomic_compare_exchange_n(entry, &known, value, true, __ATOMIC_RELAXED,
+                                                       __ATOMIC_RELAXED)) {
+  }
+}
+
+template <typename S, typename E>
+void quantize_row(const CopyRow& row, const S* source, uint8_t* destination, float factor) {
+  const int64_t src_step = row.src_stride[kCopyDims - 1], dst_step = row.dst_stride[kCopyDims - 1];
+  for_each_run(row, [&](int64_t src, int64_t dst, int64_t count) {
+    const S* in = source + src;
+    uint8_t* out = destination + dst;
+    int64_t i = 0;
+    if (src_step == 1 && dst_step == 1)
+      for (; i + kWidth <= count; i += kWidth)
+        store_e4m3(out + i, load_as<S, E>(in + i) * splat(factor));
+    for (; i < count; ++i)
+      out[i * dst_step] = to_e4m3(engine_value<S, E>(in[i * src_step]) * factor);
+  });
+}
+
+template <typename Body>
+void for_each_row(const QuantizeParams& p, const Body& body) {
+  parallel_for(p.num_rows, kGrain, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(p.rows[i]);
+  });
+}
+
+}  // namespace
+
+void block_absmax_cpu(const QuantizeParams& p) {
+  by_dtypes(p, [&](auto source, auto engine) {
+    using S = decltype(source);
+    for_each_row(p, [&](const CopyRow& row) {
+      const S* src = reinterpret_cast<const S*>(p.sources[row.src]) + row.src_offset;
+      const uint32_t bits = absmax_of<S, decltype(engine)>(row, src);
+      raise_to(p.absmax + row.block, static_cast<int32_t>(bits));
+    });
+  });
+}
+
+void block_quantize_cpu(const QuantizeParams& p) {
+  by_dtypes(p, [&](auto source, auto engine) {
+    using S = decltype(source);
+    for_each_row(p, [&](const CopyRow& row) {
+      const S* src = reinterpret_cast<const S*>(p.sources[row.src]) + row.src_offset;
+      auto* dst = reinterpret_cast<uint8_t*>(p.destinations[row.dst]) + row.dst_offset;
+      quantize_row<S, decltype(engine)>(row, src, dst, 1.0f / p.scale[row.block]);
+    });
+  });
+}
+
+}  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -1,0 +1,142 @@
+"""Buckets whose deltas travel together: from changes of shards to messages, and into the engine.
+
+A delta follows the same tables of strided copies as a dense sync (`execute.exchange`), one change
+at a time. As its changes are few, it packs many buckets at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from hybridengine.kernels.delta import ChangeTable
+from hybridengine.reshard.delta.find import Part, covers
+from hybridengine.reshard.delta.message import Header, Versions, decode, encode
+from hybridengine.reshard.execute.exchange import ExchangeBuilder
+from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.source_class import Chunk
+from hybridengine.sharding.changes import ChangedElements
+
+_BYTES_PER_CHANGE = 3  # of a message, where an element has 2
+_STEP = 4  # sizes of groups are powers of it, so that few sets of tables are made
+
+Changes = Mapping[Part, ChangedElements]
+
+
+def group_size(share: float) -> int:
+    """Return of how many buckets the messages take about as much memory as two buckets.
+
+    Example:
+        >>> [group_size(share) for share in (1 / 3, 0.1, 0.01, 0.001)]
+        [4, 4, 64, 1024]
+    """
+    most = 2 * 2 / (_BYTES_PER_CHANGE * max(share, 1e-6))
+    size = 1
+    while size * _STEP <= most:
+        size *= _STEP
+    return size
+
+
+class DeltaGroup:
+    """The tables of one rank for some buckets, as those of `Exchange` for one.
+
+    parts: the changes that `encode` and `write_local` read.
+    """
+
+    def __init__(self, builder: ExchangeBuilder, device: torch.device, bucket: Bucket) -> None:
+        rows = builder.rows(bucket)
+        tables = (rows.pack, rows.local, rows.unpack)
+        self._pack, self._local, self._unpack = (
+            ChangeTable(torch.from_numpy(table), device) for table in tables
+        )
+        dtype = bucket.engine_dtype
+        self.parts = [Part(n, dtype, b if bucket.merged else None) for n, b in rows.sources]
+        self._destinations, self._dtype = rows.destinations, dtype
+        # Where the elements of each rank begin in the order of sending and of receiving; the end.
+        self._send_starts = [0, *itertools.accumulate(rows.send_counts)]
+        self._receive_starts = [0, *itertools.accumulate(rows.receive_counts)]
+
+    def _lists(self, changes: Changes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        found = [changes[part] for part in self.parts]
+        return [c.indices for c in found], [c.values for c in found]
+
+    def encode(self, changes: Changes, versions: Versions) -> tuple[list[Header], torch.Tensor]:
+        """Return the header of the message to each rank, and all messages in a row, uint8."""
+        positions, values = self._pack.map(*self._lists(changes))
+        edges = torch.tensor(self._send_starts, device=positions.device)
+        cuts = torch.searchsorted(positions, edges).tolist()
+        return encode(positions, values, cuts, self._send_starts, versions)
+
+    def write_local(self, changes: Changes, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write what this rank needs of its own changes."""
+        self._local.scatter(*self._lists(changes), self._written(weights))
+
+    def write(
+        self,
+        headers: Sequence[Header],
+        incoming: torch.Tensor,
+        versions: Versions,
+        weights: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Check the messages of all ranks, uint8 in a row, then write their changes.
+
+        Raises CorruptDeltaError before anything is written.
+        """
+        positions, values = decode(headers, incoming, self._dtype, self._receive_starts, versions)
+        self._unpack.scatter([positions], [values], self._written(weights))
+
+    def _written(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [weights[name] for name in self._destinations]
+
+
+class DeltaGroups:
+    """The groups of one rank, for each size that was needed. strides: as of `ExchangeBuilder`."""
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        strides: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+    ) -> None:
+        self._builder = ExchangeBuilder(plan, rank, strides, device)
+        self._device = device
+        self._buckets = [bucket for bucket in plan.buckets if covers(bucket)]
+        self._known: dict[int, list[DeltaGroup]] = {}
+
+    def of_size(self, size: int) -> list[DeltaGroup]:
+        """Return groups of up to `size` buckets each."""
+        if size not in self._known:
+            self._known[size] = [
+                DeltaGroup(self._builder, self._device, bucket)
+                for bucket in joined(self._buckets, size)
+            ]
+        return self._known[size]
+
+
+def joined(buckets: Sequence[Bucket], size: int) -> Iterator[Bucket]:
+    """Yield buckets with the content of up to `size` buckets of equal treatment.
+
+    A source that lies in one of them is one chunk there.
+    """
+
+    def treatment(bucket: Bucket) -> tuple:
+        return str(bucket.engine_dtype), bucket.merged
+
+    total = Counter(name for bucket in buckets for name, _ in bucket.chunks)
+    for _, alike in itertools.groupby(sorted(buckets, key=treatment), key=treatment):
+        members = list(alike)
+        for first in range(0, len(members), size):
+            group = members[first : first + size]
+            chunks = [pair for bucket in group for pair in bucket.chunks]
+            count = Counter(name for name, _ in chunks)
+            if not group[0].merged:  # a slice is visited once, not once for each part of it
+                whole = {name for name in count if count[name] == total[name]}
+                chunks = [pair for pair in chunks if pair[0] not in whole]
+                chunks += [(name, Chunk()) for name in count if name in whole]
+            yield replace(group[0], chunks=chunks)
