@@ -34,7 +34,7 @@ from hybridengine.rollout import (
 
 __all__ = ["AgentRunner"]
 
-_HEARTBEAT_S = 1.0  # between broadcasts to the other ranks of a replica while all tools run
+_HEARTBEAT_S = 1.0  # while all tools run: between messages to other ranks, looks for new weights
 
 
 @dataclass(frozen=True)
@@ -217,15 +217,16 @@ def _resolve(future: asyncio.Future[Completion], completion: Completion) -> None
 
 
 def _lead(engine: RolloutEngine, stream: RequestStream, queue: _RequestQueue) -> None:
-    """Step the engine until all trajectories have ended."""
+    """Step the engine until all trajectories have ended; take new weights between the steps."""
     try:
         while queue.num_live:
             wait_for, timeout_s = 0, None
             if stream.num_running == 0:
                 wait_for = queue.num_live if stream.in_batches else 1
-                timeout_s = _HEARTBEAT_S if engine.tp_size > 1 else None
+                if engine.tp_size > 1 or (engine.in_flight and not stream.in_batches):
+                    timeout_s = _HEARTBEAT_S
             requests = engine.broadcast(queue.take(wait_for, timeout_s))
-            queue.deliver(_step(stream, requests))
+            queue.deliver(_step(engine, stream, requests))
     finally:
         engine.broadcast(None)
 
@@ -233,10 +234,15 @@ def _lead(engine: RolloutEngine, stream: RequestStream, queue: _RequestQueue) ->
 def _follow(engine: RolloutEngine, stream: RequestStream) -> None:
     """Take the same steps as the first rank of the replica."""
     while (requests := engine.broadcast(None)) is not None:
-        _step(stream, requests)
+        _step(engine, stream, requests)
 
 
-def _step(stream: RequestStream, requests: Sequence[Request]) -> list[tuple[int, Completion]]:
+def _step(
+    engine: RolloutEngine, stream: RequestStream, requests: Sequence[Request]
+) -> list[tuple[int, Completion]]:
     for request in requests:
         stream.add(request)
-    return stream.step() if stream.num_running else []
+    if stream.num_running:
+        return stream.step()
+    engine.take_update()
+    return []

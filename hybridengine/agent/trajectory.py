@@ -14,6 +14,7 @@ from hybridengine.agent.toolbox import Toolbox, ToolResult
 from hybridengine.data import PromptSample
 from hybridengine.errors import UserError
 from hybridengine.rollout import Completion
+from hybridengine.rollout.versions import join_runs
 
 __all__ = ["AgentError", "TokenSequence", "Trajectory", "Turn"]
 
@@ -65,7 +66,8 @@ class TokenSequence:
     """Tokens that one forward pass reads: a prompt, then a response with sampled and other tokens.
 
     context_ids: the prompt, None for the sample's own. mask: 1 for sampled tokens. log_probs and
-    num_kept: 0 for the others. turn_ends: (index of a turn's last token, the turn).
+    num_kept: 0 for the others. versions: of the weights, for the sampled tokens. turn_ends: (index
+    of a turn's last token, the turn).
     """
 
     segments: list[Segment]
@@ -75,6 +77,7 @@ class TokenSequence:
     log_probs: array = field(default_factory=lambda: array("f"))
     num_kept: array = field(default_factory=lambda: array("i"))
     kept_ids: array = field(default_factory=lambda: array("i"))
+    versions: list[tuple[int, int]] = field(default_factory=list)
     turn_ends: list[tuple[int, Turn]] = field(default_factory=list)
 
     def append(self, segment: Segment) -> None:
@@ -94,6 +97,7 @@ class TokenSequence:
         self.log_probs.extend(completion.log_probs)
         self.num_kept.extend([0] * count if completion.num_kept is None else completion.num_kept)
         self.kept_ids.extend(completion.kept_ids or ())
+        self.versions = join_runs(self.versions, completion.versions)
         self.turn_ends.append((len(self.ids) - 1, turn))
 
 

@@ -2,6 +2,7 @@
 
 from hybridengine.rollout.engine import (
     Completion,
+    InFlightUpdate,
     Request,
     RequestStream,
     RolloutEngine,
@@ -12,6 +13,7 @@ from hybridengine.sharding.weight_target import StaleWeightsError
 
 __all__ = [
     "Completion",
+    "InFlightUpdate",
     "Request",
     "RequestStream",
     "RolloutEngine",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hybridengine.errors import UserError
+from hybridengine.rollout.versions import VersionRuns
 from hybridengine.sharding.weight_target import StaleWeightsError, WeightTarget
 
 
@@ -49,6 +50,7 @@ class Completion:
     num_kept, kept_ids: where `SamplingSpec.records`, the number of vocabulary entries that each
     token was sampled from, and their ids end to end, ascending for each token; 0 entries stand for
     the full vocabulary.
+    versions: of the weights that sampled the tokens; one run, unless they were updated in between.
     """
 
     token_ids: list[int]
@@ -56,6 +58,21 @@ class Completion:
     finish_reason: str
     num_kept: Sequence[int] | None = None
     kept_ids: Sequence[int] | None = None
+    versions: VersionRuns = ()
+
+
+@dataclass(frozen=True)
+class InFlightUpdate:
+    """How an engine takes new weights between the decode steps of running responses.
+
+    is_due: whether new weights wait, the same answer on every rank of a replica; all of them ask
+    before the same steps. update: takes them. keep_kv: running responses go on with their cached
+    keys and values, which are of older weights; else these are recomputed with the new weights.
+    """
+
+    is_due: Callable[[], bool]
+    update: Callable[[], object]
+    keep_kv: bool
 
 
 @dataclass(frozen=True)
@@ -125,7 +142,9 @@ class RolloutEngine(WeightTarget):
 
     tp_size: tensor-parallel size. replica, replicas: index and number of engines over all ranks
     (ranks of one replica pass the same prompts to `generate`). dtype: of the weights. free_cache:
-    whether `sleep()` frees memory.
+    whether `sleep()` frees memory. wants_weights: whether it has lost its weights, and waits for
+    new ones. in_flight: how `generate` and `stream` take new weights; None: not before all requests
+    have finished.
     """
 
     tp_size: int
@@ -134,6 +153,8 @@ class RolloutEngine(WeightTarget):
     replicas: int
     dtype: torch.dtype
     free_cache: bool = True
+    wants_weights: bool = False
+    in_flight: InFlightUpdate | None = None
     _asleep: tuple[str, ...] = ()  # which of "weights" and "kv_cache" are freed
 
     @abstractmethod
@@ -174,6 +195,14 @@ class RolloutEngine(WeightTarget):
         self._wake("weights", "kv_cache")
         with self._stream(spec, seed) as stream:
             yield stream
+
+    def take_update(self) -> None:
+        """Take new weights if they are due, between two steps of a stream without requests.
+
+        Collective over the replica.
+        """
+        if self.in_flight is not None and self.in_flight.is_due():
+            self.in_flight.update()
 
     def broadcast(self, value: Any) -> Any:
         """Return the `value` of the replica's first rank on each of its ranks. Collective."""

@@ -28,6 +28,7 @@ from hybridengine.rollout.engine import (
     local_random_state,
 )
 from hybridengine.rollout.kept import pack_kept
+from hybridengine.rollout.versions import first_tokens, join_runs
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError, identity_layout
 
 
@@ -111,18 +112,35 @@ class HfEngine(RolloutEngine):
         yield _BatchStream(self, spec, seed)
 
     def _generate_batch(self, prompts: list[list[int]], spec: SamplingSpec) -> list[Completion]:
+        """Sample one completion for each prompt, all together.
+
+        Those that a weight update interrupts go on with their tokens as part of the prompt.
+        """
+        completions = [_EMPTY] * len(prompts)
+        while running := [i for i, c in enumerate(completions) if c.finish_reason == _INTERRUPTED]:
+            num_new = len(completions[running[0]].token_ids)  # of each of them
+            rows = [prompts[i] + completions[i].token_ids for i in running]
+            for i, part in zip(running, self._sample(rows, num_new, spec), strict=True):
+                completions[i] = _join(completions[i], part)
+        return completions
+
+    def _sample(
+        self, prompts: list[list[int]], num_new: int, spec: SamplingSpec
+    ) -> list[Completion]:
+        """Sample further tokens; the last `num_new` of each prompt belong to the response."""
         rows = [torch.tensor(prompt) for prompt in prompts]
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
         ids = pad(rows).to(self._model.device)
         mask = pad([torch.ones_like(row) for row in rows]).to(ids.device)
-        top_k = max(spec.top_k, 0)
+        top_k, limit = max(spec.top_k, 0), spec.max_tokens - num_new
         sampled = {"temperature": spec.temperature, "top_p": spec.top_p, "top_k": top_k}
-        stops = _StopTexts(self._tokenizer, spec.stop, ids.shape[1]) if spec.stop else None
+        stops = _StopTexts(self._tokenizer, spec.stop, ids.shape[1] - num_new)
+        updates = _UpdatesBetweenSteps(self)
         out = self._model.generate(
             ids,
             attention_mask=mask,
-            stopping_criteria=StoppingCriteriaList([stops] if stops else []),
-            max_new_tokens=spec.max_tokens,
+            stopping_criteria=StoppingCriteriaList([updates, *([stops] if spec.stop else [])]),
+            max_new_tokens=limit,
             eos_token_id=self._stop_token_ids,
             pad_token_id=0,
             return_dict_in_generate=True,
@@ -132,21 +150,28 @@ class HfEngine(RolloutEngine):
         )
         log_probs = self._model.compute_transition_scores(
             out.sequences, out.scores, normalize_logits=True
-        )
+        ).tolist()
         new = out.sequences[:, ids.shape[1] :].tolist()
-        ends = stops.ends if stops else {}
-        completions = [
-            self._trim(row, lp, ends.get(i))
-            for i, (row, lp) in enumerate(zip(new, log_probs.tolist(), strict=True))
-        ]
+        completions = []
+        for row, token_ids in enumerate(new):
+            end = self._end(token_ids, stops.ends.get(row, 0) - num_new)
+            reason = "stop" if end else "length" if len(token_ids) == limit else _INTERRUPTED
+            size = end or len(token_ids)
+            versions = first_tokens(updates.versions, size)
+            completions.append(
+                Completion(
+                    token_ids[:size], log_probs[row][:size], reason, versions=join_runs(versions)
+                )
+            )
         return _with_kept(completions, out.scores) if spec.records else completions
 
-    def _trim(self, ids: list[int], log_probs: list[float], stopped: int | None) -> Completion:
-        """Cut a row after its end. stopped: number of tokens that complete a stop text, if any."""
-        for end, token in enumerate(ids, 1):
-            if token in self._stop_token_ids or end == stopped:
-                return Completion(ids[:end], log_probs[:end], "stop")
-        return Completion(ids, log_probs, "length")
+    def _end(self, ids: list[int], stopped: int) -> int | None:
+        """Return how many tokens there are up to the one that ends the response, None without one.
+
+        stopped: number of tokens that complete a stop text, if any.
+        """
+        ends = (n for n, i in enumerate(ids, 1) if i in self._stop_token_ids or n == stopped)
+        return next(ends, None)
 
 
 class _BatchStream(RequestStream):
@@ -184,11 +209,35 @@ def _first_tokens(c: Completion, count: int) -> Completion:
     """Cut a completion to at most `count` tokens."""
     if len(c.token_ids) <= count:
         return c
-    cut = replace(c, token_ids=c.token_ids[:count], log_probs=c.log_probs[:count])
+    versions = first_tokens(c.versions, count)
+    cut = replace(
+        c, token_ids=c.token_ids[:count], log_probs=c.log_probs[:count], versions=versions
+    )
     if c.num_kept is not None and c.kept_ids is not None:
         num_kept = c.num_kept[:count]
         cut = replace(cut, num_kept=num_kept, kept_ids=c.kept_ids[: sum(num_kept)])
     return replace(cut, finish_reason="length")
+
+
+_INTERRUPTED = "interrupted"  # by a weight update; finish_reason of a response so far
+_EMPTY = Completion([], [], _INTERRUPTED)
+
+
+def _join(c: Completion, more: Completion) -> Completion:
+    """Return an interrupted completion with the tokens that were sampled afterwards."""
+    joined = replace(
+        more,
+        token_ids=c.token_ids + more.token_ids,
+        log_probs=c.log_probs + more.log_probs,
+        versions=join_runs(c.versions, more.versions),
+    )
+    if more.num_kept is None or more.kept_ids is None:
+        return joined
+    num_kept, kept_ids = (
+        [*(c.num_kept or ()), *more.num_kept],
+        [*(c.kept_ids or ()), *more.kept_ids],
+    )
+    return replace(joined, num_kept=num_kept, kept_ids=kept_ids)
 
 
 def _with_kept(completions: list[Completion], scores: Sequence[torch.Tensor]) -> list[Completion]:
@@ -203,6 +252,27 @@ def _with_kept(completions: list[Completion], scores: Sequence[torch.Tensor]) ->
     return result
 
 
+class _UpdatesBetweenSteps(StoppingCriteria):
+    """Takes weights that are due; stops all rows where their KV caches are to be recomputed.
+
+    versions: of the weights that sampled each token so far, as runs of one token.
+    """
+
+    def __init__(self, engine: HfEngine) -> None:
+        self._engine = engine
+        self.versions: list[tuple[int, int]] = []
+
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        in_flight, is_interrupted = self._engine.in_flight, False
+        self.versions.append((self._engine.weight_version or 0, 1))
+        if in_flight is not None and in_flight.is_due():
+            in_flight.update()
+            is_interrupted = not in_flight.keep_kv
+        return torch.full((len(input_ids),), is_interrupted, device=input_ids.device)
+
+
 class _StopTexts(StoppingCriteria):
     """Stop each row at the token that completes one of `texts`.
 
@@ -210,11 +280,11 @@ class _StopTexts(StoppingCriteria):
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_length: int) -> None:
-        if tokenizer is None:
+        if texts and tokenizer is None:
             raise ValueError("SamplingSpec.stop needs decoded text: give HfEngine a tokenizer")
         self._tokenizer, self._texts, self._prompt_length = tokenizer, texts, prompt_length
         # A token is at least one byte, a character at most four; the margin is for special tokens.
-        self._tail = 4 * max(map(len, texts)) + 16
+        self._tail = 4 * max(map(len, texts), default=0) + 16
         self.ends: dict[int, int] = {}
 
     def __call__(

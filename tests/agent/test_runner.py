@@ -19,12 +19,13 @@ from hybridengine.agent import (
     Trajectory,
     find_loop,
     register_agent_loop,
+    runner,
 )
 from hybridengine.agent.tools import FunctionTool, Tool
 from hybridengine.config.rl import MultiTurnConfig
 from hybridengine.data import PromptSample
 from hybridengine.errors import ConfigError
-from hybridengine.rollout import Completion, Request, RequestStream, SamplingSpec
+from hybridengine.rollout import Completion, InFlightUpdate, Request, RequestStream, SamplingSpec
 from tests.agent.families import CHATML, byte_tokenizer, turn_template
 
 
@@ -36,6 +37,7 @@ class Stream(RequestStream):
         self.in_batches, self._answer = in_batches, answer
         self._running: list[Request] = []
         self.batches: list[int] = []
+        self.version = 3
 
     def _add(self, request: Request) -> None:
         self._running.append(request)
@@ -52,13 +54,14 @@ class Stream(RequestStream):
         ids.append(tokenizer.convert_tokens_to_ids("<|im_end|>"))
         reason = "stop" if len(ids) <= request.max_tokens else "length"
         ids = ids[: request.max_tokens]
-        return Completion(ids, [-0.5] * len(ids), reason)
+        return Completion(ids, [-0.5] * len(ids), reason, versions=[(self.version, len(ids))])
 
 
 class Engine:
     """What the runner uses of a `RolloutEngine`."""
 
     tp_size, tp_rank = 1, 0
+    in_flight: InFlightUpdate | None = None
 
     def __init__(self, answer: Callable[[str], str], in_batches: bool = False) -> None:
         self.last = Stream(answer, in_batches)
@@ -67,6 +70,10 @@ class Engine:
     @contextmanager
     def stream(self, spec: SamplingSpec, seed: int) -> Iterator[Stream]:
         yield self.last
+
+    def take_update(self) -> None:
+        if self.in_flight is not None and self.in_flight.is_due():
+            self.in_flight.update()
 
     def broadcast(self, value: Any) -> Any:
         self.sent.append(value)
@@ -94,8 +101,8 @@ def run(
         samples[i] = PromptSample(i, segment.ids, segment.text, "toy", None, {}, chat)
     config = MultiTurnConfig(enable=True, **{"tool_timeout_s": 20.0, **settings})
     found = {tool.name: tool for tool in (Tool(FunctionTool(tool)) for tool in tools)}
-    runner = AgentRunner(LoopContext(config, parse), loop, template, found)
-    done = runner.run(engine, samples, SamplingSpec(n=n, max_tokens=max_tokens), seed=1)  # type: ignore[arg-type]
+    agents = AgentRunner(LoopContext(config, parse), loop, template, found)
+    done = agents.run(engine, samples, SamplingSpec(n=n, max_tokens=max_tokens), seed=1)  # type: ignore[arg-type]
     return [trajectory for group in done.values() for trajectory in group]
 
 
@@ -125,6 +132,32 @@ def test_a_slow_tool_holds_up_its_own_trajectory_only() -> None:
     slow_one, quick_one = run(Engine(answer), ["be slow", "go"], [slow, quick])
     assert [turn.text for turn in slow_one.turns] == ["!slow", "late", "done"]
     assert [turn.role for turn in quick_one.turns] == ["assistant", "tool"] * 3 + ["assistant"]
+
+
+def test_weights_are_taken_while_all_tools_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_HEARTBEAT_S", 0.01)
+    updated = threading.Event()
+
+    def wait() -> str:
+        """Wait for new weights."""
+        return "new" if updated.wait(15) else "old"
+
+    def update() -> None:
+        engine.last.version += 1
+        updated.set()
+
+    engine = Engine(lambda text: "!wait" if count_turns(text) == 1 else "done")
+
+    def is_due() -> bool:
+        return bool(engine.last.batches) and not updated.is_set()
+
+    engine.in_flight = InFlightUpdate(is_due, update, keep_kv=True)
+    [trajectory] = run(engine, ["go"], [wait])
+    assert [turn.text for turn in trajectory.turns] == ["!wait", "new", "done"]
+    [sequence] = trajectory.sequences
+    turns = [turn.num_tokens for turn in trajectory.turns if turn.role == "assistant"]
+    assert sequence.versions == [(3, turns[0]), (4, turns[1])]
+    assert sum(turns) == sum(sequence.mask)
 
 
 def test_an_engine_that_runs_batches_gets_full_ones() -> None:

@@ -34,8 +34,10 @@ from hybridengine.rollout.vllm.environment import (
     unique_shared_memory,
 )
 from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
+from hybridengine.rollout.vllm.in_flight import refresh_caches, updates_between_steps
 from hybridengine.rollout.vllm.kept import record_kept_ids
 from hybridengine.rollout.vllm.post_load import writable_weights
+from hybridengine.rollout.vllm.quantized import quantization_options
 from hybridengine.rollout.vllm.seeds import request_generators, seeded
 from hybridengine.rollout.vllm.sleep import Level2Sleep
 from hybridengine.rollout.vllm.stream import VllmStream
@@ -56,6 +58,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
     kv_cache_bytes: size of the key-value cache; None takes `memory_share` of the GPU.
     free_cache: `sleep()` frees weights and cache on a GPU, the cache alone on a CPU.
     stop_texts: whether `SamplingSpec.stop` may be given, for which vLLM needs its tokenizer.
+    quantization: "fp8" for linear layers and experts quantized in blocks of 128 x 128.
     engine_options: further keyword arguments of `vllm.LLM`.
     """
 
@@ -74,6 +77,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
         memory_share: float = 0.5,
         free_cache: bool = True,
         stop_texts: bool = False,
+        quantization: str | None = None,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
         prepare_environment()
@@ -96,6 +100,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
                 dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
                 tensor_parallel_size=tp_size,
                 **slot_options(lora_rank, checkpoint.parameters),
+                **quantization_options(quantization),
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_model_len,
                 seed=seed,
@@ -150,8 +155,10 @@ class VllmEngine(VllmWeights, RolloutEngine):
         # The other ranks of a replica keep the same entries.
         record = spec.records and self.tp_rank == 0
         recording = record_kept_ids(self._llm, self._runner) if record else nullcontext()
+        engine, in_flight = self._llm.llm_engine, self.in_flight
+        updating = updates_between_steps(engine, in_flight) if in_flight else nullcontext()
         # vLLM draws from torch's state as well, though it uses the numbers of no seeded request.
-        with local_random_state(seed), request_generators(), recording:
+        with local_random_state(seed), request_generators(), recording, updating:
             yield sampling, self._llm.model_config.get_vocab_size() if record else None
 
     @contextmanager
@@ -164,6 +171,24 @@ class VllmEngine(VllmWeights, RolloutEngine):
                 yield stream
             finally:
                 stream.abort()
+
+    @contextmanager
+    def weight_update(self, version: int) -> Iterator[None]:
+        with super().weight_update(version):
+            yield
+        self._llm.llm_engine.set_weight_version(str(version))  # vLLM notes it with each token
+
+    def check_ready(self) -> None:
+        if self.in_flight is None:
+            super().check_ready()
+        else:  # with running requests, too
+            self._check_config()
+
+    def _reset_caches(self) -> None:
+        if self.in_flight is None:
+            super()._reset_caches()
+        else:
+            refresh_caches(self._llm, self.in_flight.keep_kv)
 
     def broadcast(self, value: Any) -> Any:
         if self.tp_size == 1:
@@ -223,7 +248,10 @@ def _completion(output: Any, vocab_size: int | None) -> Completion:
             f"vLLM returned {len(log_probs)} log-probs for a completion of {len(ids)} tokens, "
             "expected one for each token"
         )
+    versions = [(int(run.version), run.end - run.start) for run in output.weight_versions]
+    completion = Completion(ids, log_probs, output.finish_reason, versions=versions)
     if vocab_size is None:
-        return Completion(ids, log_probs, output.finish_reason)
+        return completion
     mask = output.sampling_mask.token_ids if output.sampling_mask else []
-    return Completion(ids, log_probs, output.finish_reason, *pack_kept(ids, mask, vocab_size))
+    num_kept, kept_ids = pack_kept(ids, mask, vocab_size)
+    return replace(completion, num_kept=num_kept, kept_ids=kept_ids)

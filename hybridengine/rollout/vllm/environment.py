@@ -106,6 +106,7 @@ _OPTIONS_WITH_KEY = {
     "trust_remote_code": "model.trust_remote_code",
     "seed": "seed",
     "dtype": "rollout.dtype",
+    "quantization": "rollout.quantization",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "max_model_len": "rollout.max_model_len",
     "max_num_seqs": "rollout.max_num_seqs",
@@ -124,7 +125,7 @@ _OPTIONS_WITH_KEY = {
 # Arguments that the trainer sets, because the weight sync depends on them.
 _FIXED_OPTIONS = {
     "load_format", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "hf_config_path",
-    "hf_overrides", "quantization", "revision", "distributed_executor_backend", "worker_cls",
+    "hf_overrides", "quantization_config", "revision", "distributed_executor_backend", "worker_cls",
     "logprobs_mode", "disable_log_stats", "data_parallel_size", "pipeline_parallel_size",
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from hybridengine.reshard.record.reordering import (
     reordered_layout,
     undo_reordering,
 )
+from hybridengine.rollout.vllm.quantized import checked_quantization, quantized_layout
 from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.copies import Copy
 from hybridengine.sharding.layout import EngineLayout, LayoutError, TensorSpec
@@ -37,7 +38,7 @@ def writable_weights() -> Iterator[PostLoadProcessing]:
 
     post_load = PostLoadProcessing()
     run = partial(post_load.run, base_loader.process_weights_after_loading)
-    with patch.object(base_loader, "process_weights_after_loading", run):
+    with patch.object(base_loader, "process_weights_after_loading", run), checked_quantization():
         yield post_load
 
 
@@ -86,7 +87,7 @@ class PostLoadProcessing:
     def adapt_layout(
         self, model: torch.nn.Module, layout: EngineLayout, shapes: Mapping[str, tuple[int, ...]]
     ) -> EngineLayout:
-        """Return the layout of `model`'s tensors as vLLM has reordered them after loading.
+        """Return the layout of `model`'s tensors as vLLM has reordered or quantized them.
 
         shapes: of the trained parameters. Raises LayoutError for a tensor that vLLM has replaced or
         computed instead.
@@ -98,12 +99,14 @@ class PostLoadProcessing:
                 f"than a regular permutation ({problems[name]}), so it cannot be written in "
                 "place. Choose another kernel (for experts: moe_backend='triton')."
             )
-        return reordered_layout(layout, self._reorderings[id(model)], shapes)
+        reordered = reordered_layout(layout, self._reorderings[id(model)], shapes)
+        return quantized_layout(model, reordered)
 
     def weights(self, model: torch.nn.Module, layout: EngineLayout) -> dict[str, torch.Tensor]:
         """Return the tensors that `layout` writes by name; the plain ones of packed layers."""
         tensors = self._tensors(model)
-        return {name: tensors[name] for name in layout.destinations if name in tensors}
+        names = (*layout.destinations, *layout.scales)
+        return {name: tensors[name] for name in names if name in tensors}
 
     def restore_plain_weights(self) -> None:
         """Make the plain weights of packed layers their parameters again, for vLLM's loader."""

@@ -25,7 +25,7 @@ from hybridengine.sharding.layout import CheckpointLayout, EngineLayout
 def record_engine_layout(
     vllm_config: Any, checkpoint: CheckpointLayout, dtype: torch.dtype
 ) -> EngineLayout:
-    """Return the layout of vLLM's model on the current TP rank.
+    """Return the layout of vLLM's model on the current TP rank, as if it were not quantized.
 
     The model is built once more without weights, and its loader recorded there.
     """
@@ -33,6 +33,7 @@ def record_engine_layout(
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = copy.copy(vllm_config)
+    config.quant_config = None
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}  # else "Duplicate layer name"
     device = config.device_config.device  # as vLLM's loader; _UninitializedOnMeta takes precedence

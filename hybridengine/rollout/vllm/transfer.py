@@ -1,4 +1,6 @@
-"""The reshard as a backend of vLLM's weight-transfer interface, for engines in the same process.
+"""The reshard as a backend of vLLM's weight-transfer interface.
+
+Of an engine in the same process:
 
     llm = LLM(..., distributed_executor_backend="external_launcher",
               weight_transfer_config={"backend": "hybridengine"})
@@ -6,6 +8,9 @@
     llm.start_weight_update()  # these three on every rank after every step
     llm.update_weights({"update_info": {}})
     llm.finish_weight_update("1")
+
+Of a server, `vllm serve MODEL --weight-transfer-config '{"backend": "hybridengine"}'`, whose init
+info is that of `StoreInfo`: see `hybridengine.rollout.vllm.server_worker`.
 
 vLLM finds the backend by the entry point `vllm.general_plugins`. It passes the worker's model to a
 backend, but not the engine, whose prefix cache must be reset and which must not generate from
@@ -31,6 +36,8 @@ from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.reshard.execute.resharder import Resharder
 from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
+from hybridengine.rollout.vllm.quantized import check_quantization
+from hybridengine.rollout.vllm.server_worker import ServerWorker, StoreInfo
 from hybridengine.rollout.vllm.weights import VllmWeights
 from hybridengine.runtime.all_ranks import run_on_all_ranks
 from hybridengine.sharding.layout import LayoutError
@@ -46,9 +53,12 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, HybridEngineTransfer)
     process = base_loader.process_weights_after_loading
 
-    def process_in_place(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def for_this_backend() -> bool:
         transfer = get_current_vllm_config().weight_transfer_config
-        if transfer is None or transfer.backend != BACKEND:
+        return transfer is not None and transfer.backend == BACKEND
+
+    def process_in_place(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not for_this_backend():
             process(model, *args, **kwargs)
             return
         post_load = PostLoadProcessing()
@@ -56,6 +66,7 @@ def register() -> None:
         setattr(model, _POST_LOAD, post_load)
 
     base_loader.process_weights_after_loading = process_in_place
+    check_quantization(for_this_backend)
 
 
 def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None) -> Resharder:
@@ -128,26 +139,48 @@ class _UpdateInfo(WeightTransferUpdateInfo):
     verify: bool = False
 
 
-class HybridEngineTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
+class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateInfo]):
     """One `update_weights` is one complete sync; start and finish have nothing to do."""
 
-    init_info_cls, update_info_cls = _InitInfo, _UpdateInfo
+    init_info_cls, update_info_cls = WeightTransferInitInfo, _UpdateInfo
     supports_draft_weight_update = False
     _resharder: Resharder | None = None
+    _server: ServerWorker | None = None
 
-    def init_transfer_engine(self, init_info: _InitInfo) -> None:
-        self._resharder = connect(init_info.model, init_info.llm, init_info.bucket_bytes)
+    def parse_init_info(self, init_dict: dict[str, Any]) -> WeightTransferInitInfo:
+        kind = _InitInfo if "model" in init_dict else StoreInfo
+        try:
+            return kind(**init_dict)
+        except TypeError as error:
+            raise ValueError(f"init_info of the backend {BACKEND!r}: {error}") from error
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        if isinstance(init_info, _InitInfo):
+            self._resharder = connect(init_info.model, init_info.llm, init_info.bucket_bytes)
+            return
+        assert isinstance(init_info, StoreInfo)
+        if self._server is None:
+            post_load = getattr(self.model, _POST_LOAD)
+            self._server = ServerWorker(self.model, self.vllm_config, post_load)
+        self._server.join(init_info)
 
     def start_weight_update(self) -> None:
-        if self._resharder is None:
-            raise RuntimeError("call init_weight_transfer_engine with the model and the LLM first")
+        if self._resharder is None and not (self._server and self._server.has_joined):
+            raise RuntimeError(
+                "call init_weight_transfer_engine first, with the model and the LLM, or with the "
+                "store of the trainers"
+            )
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:
-        assert self._resharder is not None
-        self._resharder.sync(update_info.version, verify=update_info.verify)
+        if self._resharder is not None:
+            self._resharder.sync(update_info.version, verify=update_info.verify)
+        elif self._server is not None:
+            self._server.receive(update_info.version)
 
     def finish_weight_update(self) -> None:
         """Do nothing: a sync sets the weight version itself."""
 
     def shutdown(self) -> None:
         self._resharder = None
+        if self._server is not None:
+            self._server.leave()

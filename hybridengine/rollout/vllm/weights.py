@@ -1,4 +1,4 @@
-"""The weights and LoRA slot of a vLLM engine in this process, as a target of the reshard."""
+"""The weights and LoRA slot of a vLLM model in this process, as a target of the reshard."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ import torch
 from hybridengine.reshard.execute.resharder import ReshardError
 from hybridengine.reshard.plan.coverage import describe_differences
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
+from hybridengine.rollout.vllm.quantized import VLLM_NAME, quantizes_at_load
 from hybridengine.rollout.vllm.record import record_engine_layout
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError
 from hybridengine.sharding.weight_target import WeightTarget
 
 
-class VllmWeights(WeightTarget):
-    """The weights of a vLLM worker in this process.
+class ModelWeights(WeightTarget):
+    """The weights of a model that vLLM has loaded in this process.
 
-    llm: a `vllm.LLM` whose worker is in this process. checkpoint: of the trained model. post_load:
-    ran as vLLM loaded its model.
+    model, config: of a worker, its `VllmConfig`. checkpoint: of the trained model. post_load: ran
+    as vLLM loaded the model. runner: of the worker, where it is known.
     """
 
     dtype: torch.dtype
 
     def __init__(
-        self, llm: Any, checkpoint: CheckpointLayout, post_load: PostLoadProcessing
+        self,
+        model: Any,
+        config: Any,
+        checkpoint: CheckpointLayout,
+        post_load: PostLoadProcessing,
+        runner: Any = None,
     ) -> None:
         from vllm.distributed import get_tensor_model_parallel_rank
 
-        self._llm = llm
-        self._runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._model = self._runner.get_model()
+        self._model, self._config, self._runner = model, config, runner
         self._checkpoint, self._post_load = checkpoint, post_load
         self._slot: LoraSlot | None = None
-        config = llm.llm_engine.vllm_config
         self._check_config()
         self.tp_rank = get_tensor_model_parallel_rank()
         self.dtype = config.model_config.dtype
@@ -51,25 +54,17 @@ class VllmWeights(WeightTarget):
 
     def check_ready(self) -> None:
         self._check_config()
-        engine = self._llm.llm_engine
-        scheduler = engine.engine_core.engine_core.scheduler
-        scheduled = sum(scheduler.get_request_counts())
-        if running := max(engine.get_num_unfinished_requests(), scheduled):
-            raise LayoutError(
-                f"the engine has {running} unfinished request{'s' * (running > 1)}, whose cached "
-                "keys and values belong to the current weights: let them finish, or abort them "
-                "(llm.llm_engine.abort_request), before the sync"
-            )
 
     def _check_config(self) -> None:
-        """Raise LayoutError for quantized weights, and parallelism that is not supported."""
-        config = self._llm.llm_engine.vllm_config
-        parallel = config.parallel_config
-        if method := config.model_config.quantization:
+        """Raise LayoutError for quantization and parallelism that are not supported."""
+        config, parallel = self._config, self._config.parallel_config
+        method = config.model_config.quantization
+        if method and not quantizes_at_load(config):
             raise LayoutError(
-                f"quantization: got {method!r}, expected None. vLLM computes quantized weights "
-                "from those that it loads, so they cannot be written in place. Build the engine "
-                "without quantization, from a config.json without quantization_config"
+                f"quantization: got {method!r}, expected None or {VLLM_NAME!r}. vLLM computes "
+                "quantized weights from those that it loads, which a sync does only for blocks of "
+                "128 x 128 in FP8. Build the engine without quantization, from a config.json "
+                "without quantization_config"
             )
         for key in ("pipeline_parallel_size", "data_parallel_size"):
             if (size := getattr(parallel, key)) > 1:
@@ -106,6 +101,36 @@ class VllmWeights(WeightTarget):
 
     def _finish_update(self) -> None:
         self._post_load.rerun(self._model, self.dtype)
+
+
+class VllmWeights(ModelWeights):
+    """The weights of `llm`, a `vllm.LLM` whose worker is in this process, and its caches.
+
+    checkpoint, post_load: as `ModelWeights`.
+    """
+
+    def __init__(
+        self, llm: Any, checkpoint: CheckpointLayout, post_load: PostLoadProcessing
+    ) -> None:
+        self._llm = llm
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        config = llm.llm_engine.vllm_config
+        super().__init__(runner.get_model(), config, checkpoint, post_load, runner)
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        engine = self._llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        scheduled = sum(scheduler.get_request_counts())
+        if running := max(engine.get_num_unfinished_requests(), scheduled):
+            raise LayoutError(
+                f"the engine has {running} unfinished request{'s' * (running > 1)}, whose cached "
+                "keys and values belong to the current weights: let them finish, or abort them "
+                "(llm.llm_engine.abort_request), before the sync"
+            )
+
+    def _finish_update(self) -> None:
+        super()._finish_update()
         self._reset_caches()
 
     def _reset_caches(self) -> None:

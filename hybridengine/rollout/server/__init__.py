@@ -1,0 +1,22 @@
+"""vLLM servers, on this or other machines, as one rollout engine.
+
+client    VllmServer    one server over HTTP
+pool      ServerPool    which servers have the newest weights, and which are lost
+engine    ServerEngine  generates on all of them
+receiver  ServerReceiver  lets them take part in weight syncs
+"""
+
+from hybridengine.rollout.server.client import ServerLostError, TrainersStore, VllmServer
+from hybridengine.rollout.server.engine import ServerEngine
+from hybridengine.rollout.server.pool import NoServerError, ServerPool
+from hybridengine.rollout.server.receiver import ServerReceiver
+
+__all__ = [
+    "NoServerError",
+    "ServerEngine",
+    "ServerLostError",
+    "ServerPool",
+    "ServerReceiver",
+    "TrainersStore",
+    "VllmServer",
+]

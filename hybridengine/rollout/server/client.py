@@ -1,0 +1,214 @@
+"""One vLLM server over HTTP: its settings, weight updates, and generation from token ids.
+
+The interface is vLLM's own: `/inference/v1/generate`, token ids in and token ids out, and the
+routes for weight transfer that a server has with VLLM_SERVER_DEV_MODE=1.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import socket
+import threading
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hybridengine.errors import RolloutError, shorten
+from hybridengine.rollout.engine import Completion
+
+BACKEND = "hybridengine"  # of vLLM's weight transfer
+HOW_TO_START = (
+    "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode "
+    f'processed_logprobs --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
+)
+_SHORT_TIMEOUT_S = 10.0  # of requests that need neither the engine nor another process
+
+
+class ServerLostError(RuntimeError):
+    """A server is gone, or does not do what it should; another one may.
+
+    status: of its answer, None if there was none.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class TrainersStore:
+    """Where the workers of a server find the trainers: a `TCPStore`, and the prefix of its keys.
+
+    timeout_s: as `WeightReceiver`.
+    """
+
+    host: str
+    port: int
+    prefix: str
+    timeout_s: float
+
+
+class VllmServer:
+    """The server at `url` (http://host:port), as number `index` among the engines of a run.
+
+    timeout_s: longest wait for an answer. All methods raise ServerLostError, with the URL, where it
+    does not come or is an error of the server, and RolloutError where the request is at fault. They
+    may run in several threads.
+    """
+
+    def __init__(self, url: str, index: int, timeout_s: float) -> None:
+        self.url, self.index, self._timeout_s = url.rstrip("/"), index, timeout_s
+        parts = urllib.parse.urlsplit(self.url)
+        self.host, self._path = parts.hostname or "", parts.path
+        secure = parts.scheme == "https"
+        self._connection_type = (
+            http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        )
+        self._port = parts.port or (443 if secure else 80)
+        self._lock, self._open = threading.Lock(), set[http.client.HTTPConnection]()
+
+    def __str__(self) -> str:
+        return f"server {self.url}"
+
+    # State
+
+    def check_health(self) -> None:
+        self._request("GET", "/health", timeout_s=_SHORT_TIMEOUT_S)
+
+    def check_settings(self, max_model_len: int) -> None:
+        """Raise RolloutError if the server lacks an option, or is for shorter sequences."""
+        info = self._request("GET", "/server_info?config_format=json")["vllm_config"]
+        model, transfer = info["model_config"], info["weight_transfer_config"] or {}
+        if transfer.get("backend") != BACKEND or model["logprobs_mode"] != "processed_logprobs":
+            raise RolloutError(
+                f"{self} has --weight-transfer-config {transfer or None} and --logprobs-mode "
+                f"{model['logprobs_mode']}; {HOW_TO_START}"
+            )
+        if model["max_model_len"] < max_model_len:
+            raise RolloutError(
+                f"{self} has --max-model-len {model['max_model_len']}, less than the longest "
+                f"prompt with its response, {max_model_len} tokens; raise it"
+            )
+
+    # Weights
+
+    def join(self, store: TrainersStore) -> None:
+        """Make its workers an engine of the weight sync; replaces what they joined before.
+
+        Raises RolloutError where they cannot, such as a model that differs from the trained one.
+        """
+        info = {"index": self.index, **vars(store)}
+        try:
+            self._request("POST", "/init_weight_transfer_engine", {"init_info": info})
+        except ServerLostError as error:
+            raise RolloutError(str(error)) if error.status else error from None
+
+    def update(self, version: int, label: str) -> None:
+        """Take part in the sync to `version`; `label` is the server's name of it.
+
+        Requests that run are finished first, and new ones wait. Where the update fails the server
+        stays paused, as its weights may be partially updated.
+        """
+        self._request("POST", "/pause?mode=wait")
+        self._request("POST", "/start_weight_update")
+        self._request("POST", "/update_weights", {"update_info": {"version": version}})
+        self._request("POST", "/finish_weight_update", {"weight_version": label})
+        self._request("POST", "/resume")
+
+    def leave(self) -> None:
+        """End its connections to the trainers."""
+        self._request("POST", "/shutdown_weight_transfer_engine", timeout_s=_SHORT_TIMEOUT_S)
+
+    # Generation
+
+    def complete(
+        self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], label: str
+    ) -> list[Completion]:
+        """Return sampling["n"] completions, all generated by the weights called `label`.
+
+        sampling: vLLM's `SamplingParams`.
+        """
+        body = {"token_ids": list(prompt_ids), "sampling_params": sampling}
+        answer = self._request("POST", "/inference/v1/generate", body)
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            completions = [self._completion(choice, label) for choice in choices]
+        except (KeyError, TypeError) as error:
+            text = shorten(json.dumps(answer), 300)
+            raise ServerLostError(f"{self} answered {text}, not as expected ({error!r})") from None
+        if len(completions) != sampling["n"]:
+            raise ServerLostError(
+                f"{self} returned {len(completions)} completions, not {sampling['n']}"
+            )
+        return completions
+
+    def _completion(self, choice: Mapping[str, Any], label: str) -> Completion:
+        ids, log_probs = choice["token_ids"], choice["logprobs"]["content"]
+        versions = {span["version"] for span in choice["weight_versions"] or ()}
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ServerLostError(f"{self} ended a request with {choice['finish_reason']!r}")
+        if ids and versions != {label}:
+            raise ServerLostError(
+                f"{self} generated with the weights {', '.join(sorted(versions))}, not {label}: it "
+                "was restarted, or others updated it"
+            )
+        if [entry["token_id"] for entry in log_probs] != ids:
+            raise ServerLostError(
+                f"{self} returned {len(log_probs)} log-probs for {len(ids)} tokens, not one each"
+            )
+        values = [float(entry["logprob"]) for entry in log_probs]
+        if not all(math.isfinite(x) for x in values):
+            raise ServerLostError(f"{self} returned a log-prob that is not finite")
+        return Completion(ids, values, choice["finish_reason"])
+
+    # HTTP
+
+    def abort(self) -> None:
+        """End all requests that wait for an answer; they raise ServerLostError."""
+        with self._lock:
+            for connection in self._open:
+                with suppress(OSError, AttributeError):  # AttributeError: not connected yet
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _request(
+        self, method: str, path: str, body: object = None, timeout_s: float | None = None
+    ) -> Any:
+        """Return the JSON of the answer, None if it is empty."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        connection = self._connection_type(self.host, self._port, timeout=timeout_s)
+        what = f"{self}, {method} {path.partition('?')[0]}"
+        with self._lock:
+            self._open.add(connection)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(
+                method, self._path + path, data, {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            text = response.read()
+            answer = json.loads(text) if text and response.status < 400 else None
+        except TimeoutError:
+            raise ServerLostError(f"{what}: no answer within {timeout_s:g} s") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerLostError(f"{what}: {error or type(error).__name__}") from None
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+        if response.status >= 400:
+            self._raise(what, response.status, text)
+        return answer
+
+    def _raise(self, what: str, status: int, text: bytes) -> None:
+        if status == 404:
+            raise RolloutError(f"{what}: the server does not know it; {HOW_TO_START}")
+        try:
+            reason = json.loads(text)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            reason = text.decode(errors="replace").strip()
+        message = f"{what}: status {status}: {shorten(str(reason), 500)}"
+        raise ServerLostError(message, status) if status >= 500 else RolloutError(message)

@@ -1,0 +1,149 @@
+"""A rollout engine whose generation runs on vLLM servers; this process holds no weights."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from hybridengine.rollout.engine import (
+    Completion,
+    Request,
+    RequestStream,
+    RolloutEngine,
+    SamplingSpec,
+    derive_seed,
+)
+from hybridengine.rollout.server.client import VllmServer
+from hybridengine.rollout.server.pool import ServerPool
+from hybridengine.sharding.layout import LayoutError
+
+_STEP_S = 0.05  # a step of a stream waits so long for a completion
+
+
+class ServerEngine(RolloutEngine):
+    """Generates on the servers of `pool`; requests of a lost one are repeated on another.
+
+    stop_token_ids: tokens that end a response (kept as its last token). max_sequences: of all
+    servers together, at a time. Generation raises NoServerError if no server has the weights.
+    """
+
+    tp_size, tp_rank = 1, 0
+    replica, replicas = 0, 1
+    dtype = torch.bfloat16  # of no tensor of this process
+
+    def __init__(
+        self, pool: ServerPool, *, stop_token_ids: Sequence[int], max_sequences: int
+    ) -> None:
+        self.pool, self._stop_token_ids = pool, list(stop_token_ids)
+        self._threads = ThreadPoolExecutor(max_sequences, "server-request")
+
+    @property
+    def weight_version(self) -> int | None:  # type: ignore[override]
+        return self.pool.version
+
+    @property
+    def wants_weights(self) -> bool:  # type: ignore[override]
+        return self.pool.wants_weights
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
+    ) -> list[list[Completion]]:
+        numbers = (i * self.replicas + self.replica for i in range(len(prompts)))
+        seeds = [derive_seed(seed, number) for number in numbers]
+        futures = [
+            self._submit(ids, spec, prompt_seed)
+            for ids, prompt_seed in zip(prompts, seeds, strict=True)
+        ]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:  # if one failed
+                future.cancel()
+
+    def _submit(
+        self, prompt_ids: Sequence[int], spec: SamplingSpec, seed: int
+    ) -> Future[list[Completion]]:
+        sampling = self._sampling(spec, seed)
+
+        version = self.weight_version or 0  # servers take weights between generations only
+
+        def complete(server: VllmServer, label: str) -> list[Completion]:
+            completions = server.complete(prompt_ids, sampling, label)
+            return [replace(c, versions=[(version, len(c.token_ids))]) for c in completions]
+
+        return self._threads.submit(partial(self.pool.call, complete, spec.n))
+
+    def _sampling(self, spec: SamplingSpec, seed: int) -> dict[str, Any]:
+        """Return vLLM's `SamplingParams`."""
+        return {
+            "n": spec.n,
+            "temperature": spec.temperature,
+            "top_p": spec.top_p,
+            "top_k": spec.top_k,
+            "max_tokens": spec.max_tokens,
+            "seed": seed,
+            "logprobs": 0,
+            "stop_token_ids": self._stop_token_ids,
+            "stop": list(spec.stop),
+            "include_stop_str_in_output": True,
+            "detokenize": bool(spec.stop),
+        }
+
+    @contextmanager
+    def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[RequestStream]:
+        stream = _ServerStream(self, replace(spec, n=1))
+        try:
+            yield stream
+        finally:
+            stream.cancel()
+
+    # As a weight target: the weights are in other processes.
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        raise LayoutError("the weights are on servers, which take part in syncs themselves")
+
+    def _finish_update(self) -> None:
+        """Do nothing: a server drops its caches as it pauses."""
+
+    def shutdown(self) -> None:
+        self.pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _ServerStream(RequestStream):
+    """Requests that run in threads; a step waits a little for the next to finish."""
+
+    def __init__(self, engine: ServerEngine, spec: SamplingSpec) -> None:
+        super().__init__()
+        self._engine, self._spec = engine, spec
+        self._futures: dict[int, Future[list[Completion]]] = {}
+        self._done = queue.SimpleQueue[int]()
+
+    def _add(self, request: Request) -> None:
+        spec = replace(self._spec, max_tokens=request.max_tokens)
+        future = self._engine._submit(request.prompt_ids, spec, request.seed)
+        self._futures[request.id] = future
+        future.add_done_callback(lambda _: self._done.put(request.id))
+
+    def _step(self) -> list[tuple[int, Completion]]:
+        finished = []
+        try:
+            finished.append(self._done.get(timeout=_STEP_S))
+            while True:
+                finished.append(self._done.get_nowait())
+        except queue.Empty:
+            return [(number, self._futures.pop(number).result()[0]) for number in finished]
+
+    def cancel(self) -> None:
+        for future in self._futures.values():
+            future.cancel()

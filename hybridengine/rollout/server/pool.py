@@ -1,0 +1,228 @@
+"""The servers of a run: which have the newest weights, which are lost, and which is free."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hybridengine.errors import RolloutError, UserError
+from hybridengine.rollout.server.client import ServerLostError, VllmServer
+
+_CHECK_S = 2.0  # between two health checks of a server
+_MAX_MISSES = 3  # failed health checks in a row, until a server is lost
+
+T = TypeVar("T")
+
+
+class NoServerError(RuntimeError):
+    """No server has the newest weights: all are lost, or are back without weights."""
+
+
+@dataclass
+class _Member:
+    """A server and its state.
+
+    joined: it takes part in syncs. version: of its weights, None if unknown. running: sequences.
+    reason: why it is lost.
+    """
+
+    server: VllmServer
+    joined: bool = False
+    version: int | None = None
+    running: int = 0
+    reason: str = "it has not answered yet"
+
+
+class ServerPool:
+    """Servers that generate with the same weights.
+
+    join: makes a server that runs take part in weight syncs; called again for one that is back.
+    max_sequences: that one server gets at a time. timeout_s: how long the servers may take to
+    start.
+
+    A thread for each server checks its health. A lost one is reported by a warning, gets no
+    requests, and joins again when it answers. Raises RolloutError where a server cannot be used or
+    does not come in time.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[VllmServer],
+        join: Callable[[VllmServer], None],
+        *,
+        max_sequences: int,
+        timeout_s: float,
+    ) -> None:
+        self._members = [_Member(server) for server in servers]
+        self._join, self._max_sequences = join, max_sequences
+        self._run = uuid.uuid4().hex  # no other run labels weights like this one
+        self._newest: int | None = None
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._failure: UserError | None = None
+        self._started = False
+        for member in self._members:
+            threading.Thread(target=self._supervise, args=(member,), daemon=True).start()
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while missing := [m for m in self._members if not m.joined]:
+                if self._failure is not None or time.monotonic() > deadline:
+                    self._closed.set()
+                    reasons = "; ".join(f"{m.server}: {m.reason}" for m in missing)
+                    raise self._failure or RolloutError(
+                        f"not all servers have come within {timeout_s:g} s ({reasons})"
+                    )
+                self._changed.wait(0.1)
+        self._started = True
+
+    # State
+
+    @property
+    def version(self) -> int | None:
+        """The newest version, None where no server has it."""
+        with self._changed:
+            return self._newest if self._has_newest() else None
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether all servers have lost their weights, and one is back to take new ones."""
+        with self._changed:
+            had = self._newest is not None
+            return had and not self._has_newest() and any(m.joined for m in self._members)
+
+    def joined(self) -> dict[int, str]:
+        """Return, by number of each server, "" if it takes part in syncs, else why it does not."""
+        with self._changed:
+            return {m.server.index: "" if m.joined else m.reason for m in self._members}
+
+    def _has_newest(self) -> bool:
+        return any(m.version is not None and m.version == self._newest for m in self._members)
+
+    def _label(self, version: int) -> str:
+        return f"{self._run}/{version}"
+
+    # Weights
+
+    def update(
+        self, version: int, indices: Collection[int], on_lost: Callable[[int, str], None]
+    ) -> None:
+        """Let the servers with these numbers take part in a sync, all at once.
+
+        on_lost: called with the number of a server that is lost meanwhile, and the reason.
+        """
+        with self._changed:
+            members = [m for m in self._members if m.joined and m.server.index in indices]
+
+        def update(member: _Member) -> None:
+            with self._losing(member):
+                member.version = None
+                member.server.update(version, self._label(version))
+                member.version = version
+            if not member.joined:
+                on_lost(member.server.index, member.reason)
+
+        with ThreadPoolExecutor(max(1, len(members)), "server-update") as threads:
+            list(threads.map(update, members))
+        with self._changed:
+            self._newest = version
+            self._changed.notify_all()
+
+    # Requests
+
+    def call(self, request: Callable[[VllmServer, str], T], num_sequences: int) -> T:
+        """Return request(server, label of the weights) of the server that has the fewest to do.
+
+        num_sequences: that the request generates. Repeated on another one where a server is lost.
+        Raises NoServerError if there is none.
+        """
+        while True:
+            member, version = self._acquire(num_sequences)
+            try:
+                with self._losing(member):
+                    return request(member.server, self._label(version))
+            finally:
+                with self._changed:
+                    member.running -= num_sequences
+                    self._changed.notify_all()
+
+    def _acquire(self, num_sequences: int) -> tuple[_Member, int]:
+        with self._changed:
+            while True:
+                version = self._newest
+                ready = [m for m in self._members if m.version == version]
+                if version is None or not ready or self._closed.is_set():
+                    reasons = "; ".join(f"{m.server}: {m.reason}" for m in self._members)
+                    raise NoServerError(f"no server has weight version {version} ({reasons})")
+                member = min(ready, key=lambda m: m.running)
+                if not member.running or member.running + num_sequences <= self._max_sequences:
+                    member.running += num_sequences
+                    return member, version
+                self._changed.wait()
+
+    # Lost servers
+
+    @contextmanager
+    def _losing(self, member: _Member) -> Iterator[None]:
+        try:
+            yield
+        except ServerLostError as error:
+            self._lose(member, str(error))
+
+    def _lose(self, member: _Member, reason: str) -> None:
+        with self._changed:
+            if not member.joined or self._closed.is_set():
+                return
+            member.joined, member.version, member.reason = False, None, reason
+            self._changed.notify_all()
+        warnings.warn(
+            f"{reason}. It gets no requests until it answers again and has new weights.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        member.server.abort()
+
+    def _supervise(self, member: _Member) -> None:
+        """Check the health of one server, and let it join when it is (back) there."""
+        misses = 0
+        while True:
+            try:
+                member.server.check_health()
+                misses = 0
+                if not member.joined:
+                    self._join(member.server)
+                    with self._changed:
+                        member.joined, member.reason = True, "it has no weights yet"
+                        self._changed.notify_all()
+            except ServerLostError as error:
+                misses += 1
+                if not member.joined:
+                    member.reason = str(error)
+                elif misses >= _MAX_MISSES:
+                    self._lose(member, str(error))
+            except UserError as error:
+                with self._changed:
+                    is_new = str(error) != member.reason
+                    self._failure, member.reason = error, str(error)
+                    self._changed.notify_all()
+                if is_new and self._started:
+                    warnings.warn(f"{error}. It gets no requests.", RuntimeWarning, stacklevel=2)
+            if self._closed.wait(_CHECK_S):
+                return
+
+    def close(self) -> None:
+        """Let the servers go; requests that run are ended."""
+        with self._changed:
+            self._closed.set()
+            self._changed.notify_all()
+        for member in self._members:
+            member.server.abort()
+            if member.joined:
+                with suppress(ServerLostError, RolloutError):
+                    member.server.leave()

@@ -1,0 +1,280 @@
+"""Servers over HTTP: what each answer means, which server gets a request, and what is lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from hybridengine.errors import RolloutError
+from hybridengine.rollout import Completion, Request, SamplingSpec, StaleWeightsError
+from hybridengine.rollout.server import (
+    NoServerError,
+    ServerEngine,
+    ServerLostError,
+    ServerPool,
+    TrainersStore,
+    VllmServer,
+    network,
+    pool,
+)
+from hybridengine.rollout.server.network import address_for, set_network_interface
+from tests.rollout.stand_in_server import SETTINGS, answer_requests, as_choice
+
+SPEC = SamplingSpec(n=2, max_tokens=3, stop=("END",))
+STORE = TrainersStore("127.0.0.1", 1234, "keys", 5.0)
+
+
+class StandIn:
+    """A server that answers with the prompt; a test replaces routes."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.label, self.bodies, self.updates = "default", list[Any](), list[str]()
+        self.routes: dict[str, Any] = {
+            "/health": None,
+            "/server_info": {"vllm_config": SETTINGS},
+            "/init_weight_transfer_engine": self.note("join"),
+            "/pause": self.note("pause"),
+            "/start_weight_update": self.note("start"),
+            "/update_weights": self.note("update"),
+            "/finish_weight_update": self.finish,
+            "/resume": self.note("resume"),
+            "/shutdown_weight_transfer_engine": self.note("leave"),
+            "/inference/v1/generate": self.generate,
+        }
+        self.http = answer_requests(port, self.routes)
+        self.port = self.http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def note(self, what: str) -> Any:
+        def answer(body: Any) -> None:
+            self.updates.append(what)
+
+        return answer
+
+    def finish(self, body: Any) -> None:
+        self.label = body["weight_version"]
+
+    def generate(self, body: Any) -> dict[str, Any]:
+        self.bodies.append(body)
+        ids = body["token_ids"]
+        choices = [
+            as_choice(i, Completion([*ids, i], [-0.1 - i] * (len(ids) + 1), "stop"), self.label)
+            for i in range(body["sampling_params"]["n"])
+        ]
+        return {"choices": choices[::-1]}
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
+    monkeypatch.setattr(pool, "_CHECK_S", 0.05)
+    servers = [StandIn(), StandIn()]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@contextmanager
+def engine_of(*stand_ins: StandIn, timeout_s: float = 5.0) -> Iterator[ServerEngine]:
+    servers = [VllmServer(s.url, i, timeout_s) for i, s in enumerate(stand_ins)]
+
+    def join(server: VllmServer) -> None:
+        server.check_settings(64)
+        server.join(STORE)
+
+    chosen = ServerPool(servers, join, max_sequences=4, timeout_s=timeout_s)
+    engine = ServerEngine(chosen, stop_token_ids=[2], max_sequences=8)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def test_token_ids_in_and_token_ids_out(stand_ins: list[StandIn]) -> None:
+    lost: list[int] = []
+    with engine_of(*stand_ins) as engine:
+        with pytest.raises(StaleWeightsError):
+            engine.generate([[5]], SPEC, 1)
+        engine.pool.update(3, {0, 1}, lambda index, reason: lost.append(index))
+        assert engine.weight_version == 3 and not lost and not engine.wants_weights
+        engine.replica, engine.replicas = 1, 2
+        prompts = [[5, 6], [7], [8, 9, 10]]
+        completions = engine.generate(prompts, SPEC, seed=11)
+        with engine.stream(SPEC, seed=1) as stream:
+            stream.add(Request(4, [9], max_tokens=2, seed=77))
+            while not (finished := stream.step()):
+                pass
+            assert finished == [(4, Completion([9, 0], [-0.1, -0.1], "stop", versions=[(3, 2)]))]
+            assert stream.num_running == 0
+    assert [c.token_ids for part in completions for c in part] == [
+        [*prompt, i] for prompt in prompts for i in (0, 1)
+    ]
+    assert completions[1][1] == Completion([7, 1], [-1.1, -1.1], "stop", versions=[(3, 2)])
+    for stand_in in stand_ins:
+        assert stand_in.updates == ["join", "pause", "start", "update", "resume", "leave"]
+        assert stand_in.label.endswith("/3")
+    bodies = [body for stand_in in stand_ins for body in stand_in.bodies]
+    sampled = {tuple(body["token_ids"]): body["sampling_params"] for body in bodies}
+    first = sampled[5, 6]
+    seeds = {params.pop("seed") for params in sampled.values()}
+    assert len(seeds) == 4 and 77 in seeds
+    assert first == {
+        "n": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 3, "logprobs": 0,
+        "stop_token_ids": [2], "stop": ["END"], "include_stop_str_in_output": True,
+        "detokenize": True,
+    }  # fmt: skip
+    assert sampled[9,]["max_tokens"] == 2
+
+
+def spoil(choice: dict[str, Any], how: str) -> None:
+    if how == "aborted":
+        choice["finish_reason"] = "abort"
+    elif how == "older":
+        choice["weight_versions"][0]["version"] = "default"
+    elif how == "fewer":
+        choice["logprobs"]["content"].pop()
+    elif how == "nan":
+        choice["logprobs"]["content"][0]["logprob"] = float("nan")
+    elif how == "renamed":
+        del choice["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("aborted", "ended a request with 'abort'"),
+        ("older", "generated with the weights default, not"),
+        ("fewer", "returned 1 log-probs for 2 tokens"),
+        ("nan", "log-prob that is not finite"),
+        ("renamed", "not as expected .KeyError"),
+        ("missing", "returned 1 completions, not 2"),
+        ("dead", "status 503: EngineDeadError"),
+    ],
+)
+def test_a_wrong_answer_costs_a_server_and_no_response(
+    stand_ins: list[StandIn], how: str, message: str
+) -> None:
+    bad, good = stand_ins
+
+    def generate(body: Any) -> Any:
+        answer = bad.generate(body)
+        if how == "dead":
+            return 503, {"error": {"message": "EngineDeadError"}}
+        if how == "missing":
+            answer["choices"].pop()
+        spoil(answer["choices"][0], how)
+        return answer
+
+    bad.routes["/inference/v1/generate"] = generate
+    with engine_of(bad, good) as engine:
+        engine.pool.update(0, {0, 1}, print)
+        with pytest.warns(RuntimeWarning, match=f"{bad.url}.*{message}"):
+            completions = engine.generate([[k] for k in range(6)], SPEC, 1)
+        assert [[c.token_ids for c in part] for part in completions] == [
+            [[k, 0], [k, 1]] for k in range(6)
+        ]
+        assert engine.weight_version == 0, "the other one has the weights"
+
+
+def test_what_a_request_is_at_fault_for_is_an_error(stand_ins: list[StandIn]) -> None:
+    stand_ins[0].routes["/inference/v1/generate"] = 400, {"error": {"message": "too long"}}
+    with engine_of(stand_ins[0]) as engine:
+        engine.pool.update(0, {0}, print)
+        with pytest.raises(RolloutError, match=rf"{stand_ins[0].url}.*status 400: too long"):
+            engine.generate([[1], [2]], SPEC, 1)
+
+
+def test_settings_are_checked_before_the_first_request(stand_ins: list[StandIn]) -> None:
+    first, second = stand_ins
+    config = {**SETTINGS, "model_config": {"logprobs_mode": "raw_logprobs", "max_model_len": 64}}
+    second.routes["/server_info"] = {"vllm_config": config}
+    message = rf"{second.url} has .* --logprobs-mode raw_logprobs; start it with VLLM_SERVER_DEV"
+    with pytest.raises(RolloutError, match=message), engine_of(first, second):
+        pass
+    del second.routes["/server_info"]  # without VLLM_SERVER_DEV_MODE=1
+    with pytest.raises(RolloutError, match=r"does not know it; start it with VLLM_SERVER_DEV_MODE"):
+        VllmServer(second.url, 0, 1.0).check_settings(64)
+    with pytest.raises(RolloutError, match=r"--max-model-len 64, less than .* 65 tokens"):
+        VllmServer(first.url, 0, 1.0).check_settings(65)
+    first.routes["/init_weight_transfer_engine"] = 500, {"error": {"message": "another model"}}
+    with pytest.raises(RolloutError, match=rf"{first.url}.*another model"), engine_of(first):
+        pass
+
+
+def test_every_wait_ends_with_the_name_of_the_server(stand_ins: list[StandIn]) -> None:
+    slow, release = stand_ins[0], threading.Event()
+    slow.routes["/pause"] = slow.routes["/inference/v1/generate"] = lambda body: release.wait(20)
+    server = VllmServer(slow.url, 0, timeout_s=0.2)
+    with pytest.raises(ServerLostError, match=rf"{slow.url}, POST /pause: no answer within 0.2 s"):
+        server.update(1, "x")
+    patient = VllmServer(slow.url, 0, timeout_s=20)
+    aborts = threading.Timer(0.2, patient.abort)
+    aborts.start()
+    started = time.monotonic()
+    with pytest.raises(ServerLostError, match=slow.url):
+        patient.complete([1], {"n": 1}, "x")
+    assert time.monotonic() - started < 15
+    release.set()
+    slow.close()
+    with pytest.raises(RolloutError, match=rf"not all servers have come within 0.3 s .*{slow.url}"):
+        ServerPool([server], lambda s: None, max_sequences=1, timeout_s=0.3)
+
+
+def test_a_server_that_fails_an_update_is_reported(stand_ins: list[StandIn]) -> None:
+    bad, good = stand_ins
+    bad.routes["/update_weights"] = 500, {"error": {"message": "Worker failed: rank 1 has ended"}}
+    told: dict[int, str] = {}
+    with engine_of(bad, good) as engine:
+        with pytest.warns(RuntimeWarning, match="Worker failed: rank 1 has ended"):
+            engine.pool.update(4, {0, 1}, told.__setitem__)
+        assert list(told) == [0] and "Worker failed" in told[0]
+        assert "resume" not in bad.updates and engine.weight_version == 4
+        engine.generate([[1]], SPEC, 1)
+        assert not bad.bodies and len(good.bodies) == 1
+
+
+def test_a_server_that_is_back_waits_for_weights(stand_ins: list[StandIn]) -> None:
+    first = stand_ins[0]
+    with engine_of(first) as engine:
+        engine.pool.update(0, {0}, print)
+        first.close()
+        with pytest.warns(RuntimeWarning, match=first.url), pytest.raises(NoServerError):
+            engine.generate([[1]], SPEC, 1)
+        assert engine.weight_version is None and not engine.wants_weights
+        stand_ins[0] = back = StandIn(first.port)
+        deadline = time.monotonic() + 10
+        while not engine.wants_weights:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(StaleWeightsError):
+            engine.generate([[1]], SPEC, 1)
+        engine.pool.update(0, {0}, print)
+        assert engine.generate([[1]], SPEC, 1)[0][0].token_ids == [1, 0]
+        assert back.updates[:2] == ["join", "pause"] and not engine.wants_weights
+
+
+def test_addresses_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = ("127.0.0.1", 29500)
+    assert address_for("127.0.0.1", local) == local
+    assert address_for("localhost", ("10.1.2.3", 1)) == ("10.1.2.3", 1)
+    with pytest.raises(RolloutError, match=r"the host 'no\.such\.host\.invalid' is unknown"):
+        address_for("no.such.host.invalid", local)
+    own = socket.gethostbyname(socket.gethostname())
+    monkeypatch.setattr(network, "_own_address_towards", lambda host: own)
+    assert address_for("192.0.2.1", local) == (own, 29500)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    set_network_interface(["http://127.0.0.1:8000", "http://no.such.host.invalid:8000"])
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setattr(network, "_own_address_towards", lambda host: "127.0.0.1")
+    set_network_interface(["http://127.0.0.1:1", "http://192.0.2.1:8000"])
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
