@@ -14,7 +14,9 @@ __all__ = [
     "ConfigNote",
     "DataError",
     "ModelError",
+    "OutputError",
     "RewardError",
+    "RolloutError",
     "UsageError",
     "UserError",
     "print_error",
@@ -56,8 +58,16 @@ class ModelError(UserError):
     """A model that cannot be found, loaded, run packed or saved."""
 
 
+class OutputError(UserError):
+    """A file of a run that cannot be written; the message names it, the reason and free space."""
+
+
 class RewardError(UserError):
     """A reward function that cannot be loaded, raised, took too long, or returned no number."""
+
+
+class RolloutError(UserError):
+    """A rollout server that lacks an option or refuses a request; the message names its URL."""
 
 
 class CallbackError(UserError):

@@ -29,7 +29,8 @@ from hybridengine.rollout.vllm.environment import check_engine_options
 from hybridengine.storage import check_disk_space
 from hybridengine.tracking.metrics import check_loggers
 from hybridengine.trainer.algorithms import NEEDS
-from hybridengine.trainer.build import engine_name, load_data, load_tokenizer, saved_states
+from hybridengine.trainer.build import engine_name, load_data, load_tokenizer
+from hybridengine.trainer.build_models import saved_states
 from hybridengine.trainer.outcomes import SCORE_NAMES
 from hybridengine.trainer.sft import load_sft_data
 from hybridengine.trainer.shared_prefix import no_sharing_reason
@@ -93,9 +94,10 @@ def check_launch(config: JobConfig) -> None:
     """Check the number of ranks that torchrun started, and that several nodes use torchrun."""
     started, ranks = os.environ.get("WORLD_SIZE"), config.ranks_per_node * config.trainer.nnodes
     if started is not None and int(started) != ranks:
-        per_node = "trainer.n_gpus_per_node"
-        if config.ranks_per_node > config.trainer.n_gpus_per_node:
-            per_node = f"({per_node} + rollout.n_gpus_per_node)"
+        keys = list(_rank_keys(config))
+        if isinstance(config, GRPOConfig) and config.rollout.servers:
+            keys.append("1, for rollout.servers")
+        per_node = f"({' + '.join(keys)})" if len(keys) > 1 else keys[0]
         raise ConfigError(
             f"torchrun started {started} ranks but {per_node} * trainer.nnodes is {ranks}; make "
             "them equal"
@@ -105,6 +107,17 @@ def check_launch(config: JobConfig) -> None:
             f"trainer.nnodes is {config.trainer.nnodes}; start this command under torchrun "
             "--nnodes on every node, so that the ranks can find each other"
         )
+
+
+def _rank_keys(config: JobConfig) -> dict[str, int]:
+    """Return the keys that set the ranks with a device on a machine, each with its number."""
+    keys = {"trainer.n_gpus_per_node": config.trainer.n_gpus_per_node}
+    if isinstance(config, GRPOConfig):
+        if config.overlaps and not config.rollout.servers:
+            keys["rollout.n_gpus_per_node"] = config.rollout.n_gpus_per_node
+        if config.critic.n_gpus_per_node:
+            keys["critic.n_gpus_per_node"] = config.critic.n_gpus_per_node
+    return keys
 
 
 class _Faults:
@@ -131,14 +144,10 @@ class _Faults:
 def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
     """Check what every kind of training needs; return the model's configuration."""
     trainer, trust = config.trainer, config.model.trust_remote_code
-    ranks, devices = config.ranks_per_node, torch.cuda.device_count()
-    if devices and ranks > devices:
-        engines = ranks - trainer.n_gpus_per_node
-        more = f" and rollout.n_gpus_per_node is {engines}" if engines else ""
-        raise ConfigError(
-            f"trainer.n_gpus_per_node is {trainer.n_gpus_per_node}{more} but this machine has "
-            f"{devices} GPUs; lower it"
-        )
+    ranks, devices = _rank_keys(config), torch.cuda.device_count()
+    if devices and sum(ranks.values()) > devices:
+        keys = " and ".join(f"{key} is {n}" for key, n in ranks.items())
+        raise ConfigError(f"{keys} but this machine has {devices} GPUs; lower it")
     check_loggers(trainer.logger)
     if config.model.compile:
         check_compiler()
@@ -220,13 +229,25 @@ def _check_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
         if rollout.max_model_len
         else "data.max_prompt_length or data.max_response_length",
     )
+    if rollout.servers:
+        return
     if engine_name(config) == "hf":
         if rollout.engine_kwargs.vllm:
             raise ConfigError(
                 f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, but the engine "
                 "is plain generate; set rollout.name=vllm, or remove it"
             )
+        if rollout.quantization:
+            raise ConfigError(
+                f"rollout.quantization is {rollout.quantization}, but the engine is plain "
+                "generate; set rollout.name=vllm, or remove it"
+            )
         return
+    if rollout.quantization and rollout.dtype == "float32":
+        raise ConfigError(
+            f"rollout.quantization is {rollout.quantization} and rollout.dtype is float32, but "
+            "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
+        )
     if rollout.engine_kwargs.vllm:
         try:
             check_engine_options(rollout.engine_kwargs.vllm)
@@ -274,8 +295,9 @@ def _check_baselines(config: GRPOConfig) -> None:
     if config.overlaps and "reward_baselines" in NEEDS.get(estimator, ()):
         raise ConfigError(
             f"algorithm.adv_estimator is {estimator!r}, whose baseline is a greedy response of the "
-            f"same weights, and trainer.mode is {config.trainer.mode}, in which these are older; "
-            "set trainer.mode=sync, or another estimator"
+            f"same weights, and trainer.mode is {config.trainer.mode}, in which these are older, "
+            "or rollout.servers are set; set trainer.mode=sync without servers, or another "
+            "estimator"
         )
 
 

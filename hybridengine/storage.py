@@ -7,6 +7,7 @@ files listed there; anything else is moved to `previous-<n>/` next to it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,11 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import ModelError
+from hybridengine.errors import ModelError, OutputError
 
 MANIFEST = "complete.json"
 
 Record = list[int]  # [bytes, CRC-32]
+
+# Of writes to a disk that is full, over a quota or a limit, read-only or damaged.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 _PREVIOUS = re.compile(r"previous-(\d+)")
 
@@ -102,16 +106,33 @@ def find_foreign_file(folder: Path) -> str | None:
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise OutputError where a disk error, such as a full disk, ends the block.
+
+    The operating system's message does not name the file that was written, nor the free space.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise OutputError(
+            f"{str(path)!r} cannot be written: {error.strerror} ({free_space(path)})"
+        ) from error
+
+
+@contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to `path` to write; it is renamed if the block succeeds.
 
-    The suffix is kept, for writers that choose a format by it.
+    The suffix is kept, for writers that choose a format by it. Raises OutputError as `writing`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        yield temporary
-        os.replace(temporary, path)
+        with writing(path):
+            yield temporary
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -222,6 +243,14 @@ def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
             f"output folder {str(out_dir)!r} has {_readable(free)} free, needs "
             f"{_readable(num_bytes)}; free some space or choose another folder"
         )
+
+
+def free_space(path: str | Path) -> str:
+    """Return how much space is left for `path`, such as "1.5 GiB free"."""
+    folder = Path(path).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return f"{_readable(shutil.disk_usage(folder).free)} free"
 
 
 def _readable(num_bytes: int) -> str:

@@ -90,8 +90,15 @@ def check_ranks(config: JobConfig) -> None:
     """Check the number of ranks against the processes that were started, else this one alone."""
     if isinstance(config, GRPOConfig) and config.overlaps:
         raise ConfigError(
-            f"trainer.mode is {config.trainer.mode}, but every process of a script trains; start "
-            "`hybridengine grpo`, or set trainer.mode=sync"
+            f"trainer.mode is {config.trainer.mode}"
+            f"{' and rollout.servers are set' if config.rollout.servers else ''}, but every "
+            "process of a script trains; start `hybridengine grpo`, or set trainer.mode=sync "
+            "without servers"
+        )
+    if isinstance(config, GRPOConfig) and config.num_critic_ranks:
+        raise ConfigError(
+            f"critic.n_gpus_per_node is {config.critic.n_gpus_per_node}, but every process of a "
+            "script trains the policy; start `hybridengine ppo`, or set critic.n_gpus_per_node=0"
         )
     if "RANK" in os.environ or dist.is_initialized():
         return check_launch(config)

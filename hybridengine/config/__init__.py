@@ -23,7 +23,8 @@ from hybridengine.config.loading import (
     load_simulation_config,
     parse_overrides,
 )
-from hybridengine.config.rl import DataConfig, GRPOConfig, RewardConfig
+from hybridengine.config.reward import RewardConfig
+from hybridengine.config.rl import DataConfig, GRPOConfig
 from hybridengine.config.sft import SFTConfig, SFTDataConfig
 from hybridengine.config.simulation import SimulationConfig
 from hybridengine.errors import ConfigError, ConfigNote

@@ -159,6 +159,7 @@ RL_ALIASES = AliasTable(
         "rollout.multi_turn.interaction_config_path": _OWN_LOOP,
         "async_training.staleness_threshold": "set trainer.mode=async and trainer.staleness, in "
         "updates",
+        "async_training.partial_rollout": "set rollout.in_flight_update=recompute_kv",
         "async_training.*": "set trainer.mode=async, see docs/overlap.md",
     },
     fixed=_FIXED | {
@@ -184,8 +185,8 @@ RL_ALIASES = AliasTable(
         "rollout.scheduling_policy": (("fcfs",), _ENGINE),
         "rollout.cudagraph_capture_sizes": ((), _ENGINE),
         "rollout.limit_images": ((), _TEXT),
-        "rollout.quantization rollout.quantization_config_file rollout.mtp rollout.qat": (
-            (), "the engine's weights are the trainer's, in rollout.dtype"),
+        "rollout.quantization_config_file rollout.mtp rollout.qat": (
+            (), "the engine's weights are the trainer's; set rollout.quantization=fp8 for FP8"),
         "rollout.enable_rollout_routing_replay algorithm.use_pf_ppo distillation.enabled "
         "algorithm.rollout_correction.bypass_mode transfer_queue.enable skip.*.enable "
         "algorithm.rollout_correction.rollout_is_batch_normalize": (_OFF, _UNSUPPORTED),

@@ -55,6 +55,7 @@ Loggers = Annotated[tuple[Logger, ...], BeforeValidator(_as_list)]
 Truncation = Literal["error", "left", "right"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]
+InFlight = Annotated[Literal["off", "keep_kv", "recompute_kv"], BeforeValidator(_as_switch)]
 Schedule = Literal["constant", "linear", "cosine"]
 ResumeMode = Literal["auto", "disable", "path", "resume_path"]
 

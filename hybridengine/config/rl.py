@@ -14,6 +14,7 @@ from hybridengine.config.common import (
     Dtype,
     FiniteFloat,
     Fraction,
+    InFlight,
     IntOrOff,
     JobConfig,
     NonNegativeFloat,
@@ -35,6 +36,7 @@ from hybridengine.config.common import (
     Truncation,
     UnitFloat,
 )
+from hybridengine.config.reward import RewardConfig
 
 AboveOne = Annotated[float, Field(gt=1, strict=True)]
 KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
@@ -161,8 +163,10 @@ class RolloutConfig:
     stop: Texts = ()  # texts that end a response; they are part of it
     tensor_model_parallel_size: PositiveInt = 1  # ranks that share one engine
     n_gpus_per_node: NonNegativeInt = 0  # engine ranks on a machine, unless trainer.mode is sync
+    servers: Texts = ()  # URLs of vLLM servers that generate, in any trainer.mode
     gpu_memory_utilization: Fraction = 0.5  # of the GPU's memory, for the engine
     kv_cache_gib: PositiveFloat = 1.0  # KV cache per rank, on CPUs only
+    in_flight_update: InFlight = "off"  # new weights during responses (async), which go on
     max_num_seqs: PositiveInt = 256  # sequences that one engine generates at once
     max_num_batched_tokens: PositiveInt = 8192  # tokens in one forward pass of the engine
     max_model_len: PositiveInt | None = None  # null: max_prompt_length + max_response_length
@@ -171,6 +175,7 @@ class RolloutConfig:
     enable_chunked_prefill: StrictBool = True  # process long prompts in chunks
     free_cache_engine: StrictBool = True  # free the engine's GPU memory during training
     dtype: Dtype = "auto"  # of the engine; auto: as fsdp_config.dtype
+    quantization: Literal["fp8"] | None = None  # fp8: vLLM's linear layers, in blocks of 128 x 128
     val_kwargs: SamplingConfig = SamplingConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     agent: AgentConfig = AgentConfig()
@@ -196,6 +201,7 @@ class CriticOptimConfig(RateConfig):
 class CriticConfig:
     """The value model of `adv_estimator: gae`; all other settings are the actor's."""
 
+    n_gpus_per_node: NonNegativeInt = 0  # ranks of the critic alone on a machine; 0: the actor's
     model: CriticModelConfig = CriticModelConfig()
     optim: CriticOptimConfig = CriticOptimConfig()
     cliprange_value: PositiveFloat = 0.5  # clip range of a value around the old one
@@ -278,71 +284,6 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True)
-class CustomRewardConfig:
-    path: PathTexts = ()  # Python files, built-in rules or URLs; none: by data_source
-    name: Texts = ("compute_score",)  # names of the functions
-
-
-@dataclass(frozen=True)
-class RewardModuleConfig:
-    path: PathText | None = None  # Python file with the class reward_manager.name; null: none
-
-
-@dataclass(frozen=True)
-class RewardManagerConfig:
-    name: str = "naive"  # naive, batch, dapo, a registered name, package.module.Class
-    module: RewardModuleConfig = RewardModuleConfig()
-
-
-@dataclass(frozen=True)
-class RewardHttpConfig:
-    """Requests to the URLs among `reward.custom_reward_function.path`."""
-
-    batch_size: PositiveInt = 64  # responses in one request
-    retries: NonNegativeInt = 3  # of a request that gets no answer, or status 429 or 5xx
-    backoff_s: PositiveFloat = 1.0  # wait before the first retry; doubled before each further one
-
-
-@dataclass(frozen=True)
-class RewardModelConfig:
-    enable: StrictBool = False  # add the score of a reward model
-    model_path: PathText = ""  # sequence classifier with one label
-
-
-@dataclass(frozen=True)
-class OverlongBufferConfig:
-    """DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13)."""
-
-    enable: StrictBool = False  # penalise responses close to the limit
-    len: PositiveInt = 128  # the last tokens before data.max_response_length
-    penalty_factor: NonNegativeFloat = 1.0  # penalty at the limit
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    custom_reward_function: CustomRewardConfig = CustomRewardConfig()
-    weights: Numbers | None = None  # of the functions, then of the model; null: all 1
-    timeout_s: PositiveFloat = 60.0  # limit of one call of a function, or of one request
-    num_workers: PositiveInt | None = None  # processes or requests per rank; null: cores / ranks
-    http: RewardHttpConfig = RewardHttpConfig()
-    reward_manager: RewardManagerConfig = RewardManagerConfig()
-    reward_model: RewardModelConfig = RewardModelConfig()
-    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
-
-    @property
-    def functions(self) -> list[tuple[str, str]]:
-        """Return (file, function name) of every reward function; one name is for all files."""
-        paths, names = self.custom_reward_function.path, self.custom_reward_function.name
-        if not paths and not self.reward_model.enable:
-            return [("data_source", "compute_score")]
-        return list(zip(paths, names * len(paths) if len(names) == 1 else names, strict=True))
-
-    @property
-    def all_weights(self) -> tuple[float, ...]:
-        return self.weights or (1.0,) * (len(self.functions) + self.reward_model.enable)
-
-
-@dataclass(frozen=True)
 class ReshardConfig:
     lora: Literal["merged", "adapters"] = "merged"  # adapters: sync only them, as a LoRA of vLLM
     bucket_mib: PositiveInt | None = None  # staging buffer, two per rank; null: by free GPU memory
@@ -368,7 +309,7 @@ class GRPOConfig(JobConfig):
     rollout: RolloutConfig = RolloutConfig()
     critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    reward: RewardConfig = RewardConfig()
+    reward: RewardConfig = field(default_factory=RewardConfig)
     reshard: ReshardConfig = ReshardConfig()
     trainer: TrainerConfig = TrainerConfig()
     seed: Seed = 1  # of data order, sampling and initial adapters
@@ -379,18 +320,38 @@ class GRPOConfig(JobConfig):
 
     @property
     def overlaps(self) -> bool:
-        """Whether engine ranks generate while trainer ranks train; sync: every rank does both."""
-        return self.trainer.mode != "sync"
+        """Whether other ranks than those that train, or servers, generate."""
+        return self.trainer.mode != "sync" or bool(self.rollout.servers)
+
+    @property
+    def staleness(self) -> int:
+        """How many updates rollouts may be behind."""
+        return 0 if self.trainer.mode == "sync" else self.trainer.staleness
 
     @property
     def ranks_per_node(self) -> int:
-        engine_ranks = self.rollout.n_gpus_per_node if self.overlaps else 0
-        return self.trainer.n_gpus_per_node + engine_ranks
+        """Ranks of a machine that train, generate, or have the critic alone."""
+        trainers, critics = self.trainer.n_gpus_per_node, self.critic.n_gpus_per_node
+        return trainers + self.engine_ranks_per_node + critics
+
+    @property
+    def engine_ranks_per_node(self) -> int:
+        """Ranks of a machine that do not train; with servers, one that sends them requests."""
+        if self.rollout.servers:
+            return 1
+        return self.rollout.n_gpus_per_node if self.overlaps else 0
+
+    @property
+    def num_critic_ranks(self) -> int:
+        """Ranks of the critic alone; 0: it is on those of the actor."""
+        return self.critic.n_gpus_per_node * self.trainer.nnodes
 
     @property
     def num_engines(self) -> int:
-        ranks = self.ranks_per_node * self.trainer.nnodes - self.world_size
-        return (ranks or self.world_size) // self.rollout.tensor_model_parallel_size
+        if self.rollout.servers:
+            return len(self.rollout.servers)
+        engine_ranks = self.engine_ranks_per_node * self.trainer.nnodes
+        return (engine_ranks or self.world_size) // self.rollout.tensor_model_parallel_size
 
     @property
     def sequence_parallel_size(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
+from urllib.parse import urlsplit
 
 from hybridengine.config.common import JobConfig, RateConfig
 from hybridengine.config.rl import GRPOConfig
@@ -41,6 +42,7 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
         yield from _distillation(config)
         yield from _multi_turn(config)
         yield from _overlap(config)
+        yield from _critic_ranks(config)
 
 
 def _simulation(config: SimulationConfig) -> Iterator[str]:
@@ -124,11 +126,19 @@ def _ranks(config: GRPOConfig) -> Iterator[str]:
 def _overlap(config: GRPOConfig) -> Iterator[str]:
     """Yield what cannot be overlapped."""
     trainer, rollout = config.trainer, config.rollout
+    mode = f"trainer.mode is {trainer.mode}"
+    in_flight = f"rollout.in_flight_update is {rollout.in_flight_update}"
+    if rollout.in_flight_update != "off" and trainer.mode != "async":
+        yield (
+            f"{in_flight} and {mode}, in which all responses finish before an update; set "
+            "trainer.mode=async, or leave it off"
+        )
     if not config.overlaps:
         return
-    mode = f"trainer.mode is {trainer.mode}"
     per_node, tp_size = rollout.n_gpus_per_node, rollout.tensor_model_parallel_size
-    if per_node == 0:
+    if rollout.servers:
+        yield from _servers(config)
+    elif per_node == 0:
         yield f"{mode} and rollout.n_gpus_per_node is 0; give the number of engine ranks"
     elif per_node * trainer.nnodes % tp_size or (per_node % tp_size and tp_size % per_node):
         yield (
@@ -141,10 +151,77 @@ def _overlap(config: GRPOConfig) -> Iterator[str]:
             "update old; leave it 1, or set trainer.mode=async"
         )
     corrects = config.algorithm.rollout_correction.rollout_is is not None
-    if trainer.staleness and not config.distills and not corrects:
+    if config.staleness and not config.distills and not corrects:
         yield (
             f"{mode} and algorithm.rollout_correction.rollout_is is null, so the loss would take "
             "rollouts of older weights for the policy's own; set it to token or sequence"
+        )
+    if rollout.in_flight_update != "off" and config.reshard.lora == "adapters":
+        yield (
+            f"{in_flight} and reshard.lora is adapters, but a running response of vLLM stays with "
+            "the adapter that it began with; set reshard.lora=merged, or leave in_flight_update off"
+        )
+
+
+# What vLLM servers set themselves, by options of their own: the only values that are accepted.
+_SET_BY_SERVERS = {
+    "rollout.n_gpus_per_node": 0,
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.engine_kwargs.vllm": {},
+}
+
+
+def _servers(config: GRPOConfig) -> Iterator[str]:
+    """Yield what cannot be combined with vLLM servers."""
+    servers, key = config.rollout.servers, "rollout.servers"
+    for url in servers:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield f"{key} has {url!r}, which is no URL; expected one like http://10.0.0.5:8000"
+    if len(set(servers)) < len(servers):
+        yield f"{key} has a server twice; give every server once"
+    if len(servers) < config.trainer.nnodes:
+        yield (
+            f"{key} has {len(servers)} servers for trainer.nnodes {config.trainer.nnodes}, and one "
+            "rank of each machine sends requests to its share of them; give at least one for each"
+        )
+    for name, needed in _SET_BY_SERVERS.items():
+        if (value := attrgetter(name)(config)) != needed:
+            yield (
+                f"{name} is {value}, but with {key} it is an option of `vllm serve`; "
+                f"leave it {needed}"
+            )
+    if config.rollout.in_flight_update != "off":
+        yield f"rollout.in_flight_update is on, and {key} finish their responses first; set it off"
+    if config.rollout.name == "hf":
+        yield f"rollout.name is hf, and {key} are vLLM servers; leave it auto"
+    if config.reshard.lora == "adapters":
+        yield f"reshard.lora is adapters, but {key} take merged weights; set reshard.lora=merged"
+    if config.replays_sampling:
+        yield (
+            f"algorithm.sampling_replay is {config.algorithm.sampling_replay}, but {key} do not "
+            "return what sampling kept; set it to off, or rollout.top_p=1 and top_k=-1"
+        )
+
+
+def _critic_ranks(config: GRPOConfig) -> Iterator[str]:
+    """Yield what does not fit the ranks of a critic apart from the policy."""
+    ranks = config.num_critic_ranks
+    if not ranks:
+        return
+    key = f"critic.n_gpus_per_node makes {ranks} ranks of the critic"
+    fsdp_size, sp_size = config.sharding.fsdp_size, config.sequence_parallel_size
+    for name, size in (
+        ("actor.fsdp_config.fsdp_size", min(fsdp_size, ranks)),
+        ("actor.ulysses_sequence_parallel_size", sp_size),
+    ):
+        if size > 0 and ranks % size:
+            yield f"{key}, which {name} {attrgetter(name)(config)} does not divide; change one"
+    responses = config.ppo_mini_batch_size * config.rollout.n
+    if responses < ranks // sp_size:
+        yield (
+            f"{key}, which need a response each, but one optimizer step has {responses} "
+            "(actor.ppo_mini_batch_size * rollout.n); raise one of the two"
         )
 
 
@@ -174,6 +251,17 @@ def _rollout(config: GRPOConfig) -> Iterator[str]:
     sampling = config.rollout.val_kwargs
     if config.reshard.lora == "adapters" and not config.model.lora_rank:
         yield "reshard.lora is 'adapters', but no adapter is trained; set model.lora_rank"
+    if config.rollout.quantization and config.overlaps:
+        yield (
+            f"rollout.quantization is {config.rollout.quantization} and trainer.mode is "
+            f"{config.trainer.mode}, but only engines on the training ranks get quantized "
+            "weights; set trainer.mode=sync, or remove rollout.quantization"
+        )
+    if config.rollout.quantization and config.reshard.delta == "on":
+        yield (
+            f"rollout.quantization is {config.rollout.quantization} and reshard.delta is on, but "
+            "the scale of a block depends on all of it; set reshard.delta=auto, which sends all"
+        )
     if sampling.do_sample and sampling.temperature == 0:
         yield "rollout.val_kwargs.temperature is 0 with do_sample=true; give a temperature above 0"
     if not sampling.do_sample and sampling.n > 1:

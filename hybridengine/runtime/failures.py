@@ -25,6 +25,8 @@ import psutil
 import torch.distributed as dist
 
 STORE_GONE = "the rendezvous store is gone: its host, rank 0's node or agent, ended"
+STORE_SILENT = "the rendezvous store, on rank 0's node, has not answered"
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # of the environment
 
 _ANSWER_S = 6.0  # a collective fails on all ranks, and monitors answer, within this time
 _POLL_S = 1.0  # between two looks for a question
@@ -75,7 +77,7 @@ class CollectiveGuard:
     def __init__(self, rank: int, world_size: int, store: dist.Store | None = None) -> None:
         self.rank, self.others = rank, [r for r in range(world_size) if r != rank]
         self.phase = "starting"
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        restarts = os.environ.get(RESTART_COUNT, "0")
         self._prefix = f"hybridengine/{restarts}/{next(_guards)}"
         self._own_store = store
         self._operation, self._count = "", 0
@@ -186,8 +188,9 @@ class CollectiveGuard:
         place = f"busy|is in {self.place}, at {_line_of_main_thread()}"
         self.set(self._key("answer", self.rank), place)
         if question == "stacks":
-            print(f"rank {self.rank} stalls in {self.place}; its stacks:", file=sys.stderr)
-            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            with suppress(OSError, ValueError):  # a log that is closed, or full
+                print(f"rank {self.rank} stalls in {self.place}; its stacks:", file=sys.stderr)
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
 
     def _answer_until(self, done: threading.Event) -> None:
         while not done.wait(_POLL_S):
@@ -277,13 +280,17 @@ def this_process() -> str:
     return f"{machine_id()}|{os.getpid()}"
 
 
+def machine_of(process: str) -> str:
+    """Return the machine of a process: equal for those that can see each other in /proc."""
+    return process.rpartition("|")[0]
+
+
 def process_state(process: str) -> str:
     """Return "running", "stopped" or "ended"; "remote" for a process on another machine."""
-    machine, _, pid = process.rpartition("|")
-    if machine != machine_id():
+    if machine_of(process) != machine_id():
         return "remote"
     try:
-        status = psutil.Process(int(pid)).status()
+        status = psutil.Process(int(process.rpartition("|")[2])).status()
     except psutil.NoSuchProcess:
         return "ended"
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):

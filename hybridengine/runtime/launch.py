@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -39,12 +40,13 @@ def launch_ranks(
 
     _set_environment(num_ranks)
     requests, failures = _StopRequests(run_dir, num_ranks), dict[int, Any]()
-    try:
-        elastic_launch(_elastic_config(run_dir, num_ranks), sys.executable)(*arguments)
-    except ChildFailedError as error:
-        failures = dict(error.failures)
-    except SignalException as error:
-        requests.signum = requests.signum or error.sigval
+    with TemporaryDirectory(prefix="hybridengine-") as errors:  # the run's disk may be full
+        try:
+            elastic_launch(_elastic_config(errors, num_ranks), sys.executable)(*arguments)
+        except ChildFailedError as error:
+            failures = dict(error.failures)
+        except SignalException as error:
+            requests.signum = requests.signum or error.sigval
     statuses = read_status(run_dir)
     if any(status.end == "stopped" for status in statuses.values()):  # rank 0 has printed it
         return EXIT_STOPPED
@@ -67,7 +69,7 @@ def _set_environment(num_ranks: int) -> None:
     logging.disable(logging.ERROR)  # of torch's launcher; `describe_failure` replaces it
 
 
-def _elastic_config(run_dir: Path, num_ranks: int) -> Any:
+def _elastic_config(error_dir: str, num_ranks: int) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -79,7 +81,7 @@ def _elastic_config(run_dir: Path, num_ranks: int) -> Any:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / ".status")),  # of the error records
+        logs_specs=DefaultLogsSpecs(log_dir=error_dir),  # of the error records
         signals_to_handle="SIGHUP,SIGQUIT",  # `_StopRequests` handles the others
     )
 

@@ -13,11 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import suppress
 
-import torch.distributed as dist
-
-from hybridengine.runtime.failures import STORE_GONE, CollectiveGuard, RankReport
+from hybridengine.runtime.failures import STORE_GONE, STORE_SILENT, CollectiveGuard, RankReport
+from hybridengine.runtime.restarts import connect_store
 from hybridengine.runtime.status import write_error_record
 
 EXIT_RANK_FAILED = 75  # the exit code of a rank that ends because another one failed or stalled
@@ -33,20 +32,21 @@ def connect_guard(rank: int, world_size: int) -> CollectiveGuard:
 
     The main thread may wait in the connection of the process group, or there is no group yet.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
-    return CollectiveGuard(rank, world_size, store)
+    return CollectiveGuard(rank, world_size, connect_store(timeout_s=30))
 
 
 class RankMonitor:
     """A thread that publishes the heartbeat of this rank and observes those of the others.
 
     When another rank has failed or stalled, it ends this process, whose main thread may wait in
-    native code for ever. It also answers the hang reports that other ranks request.
+    native code for ever. It also answers the hang reports that other ranks request. A second thread
+    ends the process when the first one waits for the store: calls to it have no timeout of their
+    own if its host is unreachable or stopped.
 
-    timeout_s: how long a rank may take to start, and how long one that runs on this machine may be
-    without heartbeat. must_end: whether this rank was told to end, as the launcher does after a
-    failure elsewhere; it then ends as soon as the failure of another rank is known.
+    timeout_s: how long a rank may take to start, how long one that runs on this machine may be
+    without heartbeat, and how long the store may take to answer. must_end: whether this rank was
+    told to end, as the launcher does after a failure elsewhere; it then ends as soon as the failure
+    of another rank is known.
     """
 
     def __init__(
@@ -63,13 +63,20 @@ class RankMonitor:
         self._count = 0
         self._stop = threading.Event()
         self._publish()
-        self._thread = threading.Thread(target=self._run, name="rank-monitor", daemon=True)
-        self._thread.start()
+        self._began = time.monotonic()  # of the current round of the thread
+        targets = {"rank-monitor": self._run, "store-monitor": self._watch_store}
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in targets.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop observing."""
         self._stop.set()
-        self._thread.join(timeout=5)
+        for thread in self._threads:
+            thread.join(timeout=5)
 
     def _publish(self) -> bool:
         self._count += 1
@@ -80,6 +87,7 @@ class RankMonitor:
         now = time.monotonic()
         while not self._stop.wait(_INTERVAL_S):
             before, now = now, time.monotonic()
+            self._began = now
             if now - before > 6 * _INTERVAL_S:  # this process was stopped, perhaps all of them
                 self._seen = dict.fromkeys(self._seen, now)
             if not self._publish():
@@ -93,6 +101,15 @@ class RankMonitor:
             for rank, silent_s in silent.items():
                 if failed := self.judge(rank, silent_s):
                     self._end(f"{failed}; it was last in {self._phase_of(rank)}", failed)
+
+    def _watch_store(self) -> None:
+        now = time.monotonic()
+        while not self._stop.wait(_INTERVAL_S):
+            before, now = now, time.monotonic()
+            if now - before > 6 * _INTERVAL_S:  # this process was stopped
+                self._began = now
+            if now - self._began > self._timeout_s:
+                self._end(f"{STORE_SILENT} for {self._timeout_s:g} s (trainer.timeout_s)")
 
     def read_heartbeats(self) -> None:
         for rank, last in self._heartbeats.items():
@@ -127,8 +144,11 @@ class RankMonitor:
         """End this process at once."""
         if self._stop.is_set():
             return
-        write_error_record(reason, cause)
-        print(f"rank {self._guard.rank}, in {self._guard.place}: {reason}", file=sys.stderr)
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        sys.stderr.flush()
-        os._exit(EXIT_RANK_FAILED)
+        try:
+            write_error_record(reason, cause)
+            with suppress(OSError, ValueError):  # the log may be closed, or its disk full
+                print(f"rank {self._guard.rank}, in {self._guard.place}: {reason}", file=sys.stderr)
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                sys.stderr.flush()
+        finally:
+            os._exit(EXIT_RANK_FAILED)

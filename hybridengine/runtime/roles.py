@@ -1,7 +1,8 @@
-"""Split the ranks of one torchrun world into trainer ranks and engine ranks.
+"""Split the ranks of one torchrun world into trainer ranks, engine ranks and ranks of the critic.
 
-All trainer ranks form one torch.distributed world, and the ranks of each engine (one
-tensor-parallel group) another. Code that asks for the rank or the world size sees its own world.
+All trainer ranks form one torch.distributed world, the ranks of each engine (one tensor-parallel
+group) another, and those of a critic on ranks of its own a third. Code that asks for the
+rank or the world size sees its own world.
 """
 
 from __future__ import annotations
@@ -13,38 +14,46 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from hybridengine.runtime.failures import RESTART_COUNT
+from hybridengine.runtime.restarts import connect_store
+
 
 @dataclass(frozen=True)
 class Role:
     """What one rank of the torchrun world is.
 
-    engine: number of its engine; None for a trainer rank. rank, world_size, local_world_size: in
+    engine: number of its engine; None for other ranks. uses_device: False for a rank that leaves
+    generation to servers. rank, world_size, local_world_size: in
     its own world, the last one of its ranks on this machine.
     """
 
-    kind: Literal["trainer", "engine"]
+    kind: Literal["trainer", "engine", "critic"]
     rank: int
     world_size: int
     local_world_size: int
     engine: int | None = None
+    uses_device: bool = True
 
     @property
     def world(self) -> str:
         """Name of its world, for stores and messages."""
-        return "trainer" if self.engine is None else f"engine {self.engine}"
+        return self.kind if self.engine is None else f"engine {self.engine}"
 
 
 @dataclass(frozen=True)
 class Roles:
-    """How many ranks of each machine train, and how many generate.
+    """How many ranks of each machine train, generate, and have the critic alone, in this order.
 
-    The first ranks of a machine train. tp_size: consecutive engine ranks that form one engine.
+    tp_size: consecutive engine ranks that form one engine. uses_servers: engine ranks leave
+    generation to servers, and use no device.
     """
 
     num_nodes: int
     trainers_per_node: int
     engines_per_node: int
     tp_size: int
+    critics_per_node: int = 0
+    uses_servers: bool = False
 
     @property
     def num_trainers(self) -> int:
@@ -54,6 +63,14 @@ class Roles:
     def num_engines(self) -> int:
         return self.num_nodes * self.engines_per_node // self.tp_size
 
+    @property
+    def num_critics(self) -> int:
+        return self.num_nodes * self.critics_per_node
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.trainers_per_node + self.engines_per_node + self.critics_per_node
+
     def role_of(self, rank: int) -> Role:
         """Return the role of a rank of the torchrun world.
 
@@ -61,26 +78,34 @@ class Roles:
             >>> Roles(1, trainers_per_node=2, engines_per_node=2, tp_size=1).role_of(3).world
             'engine 1'
         """
-        node, local = divmod(rank, self.trainers_per_node + self.engines_per_node)
+        node, local = divmod(rank, self.ranks_per_node)
         if local < self.trainers_per_node:
             own = node * self.trainers_per_node + local
             return Role("trainer", own, self.num_trainers, self.trainers_per_node)
-        index = node * self.engines_per_node + local - self.trainers_per_node
+        local -= self.trainers_per_node
+        if local >= self.engines_per_node:
+            own = node * self.critics_per_node + local - self.engines_per_node
+            return Role("critic", own, self.num_critics, self.critics_per_node)
+        index = node * self.engines_per_node + local
         engine, own = divmod(index, self.tp_size)
-        return Role("engine", own, self.tp_size, min(self.tp_size, self.engines_per_node), engine)
+        local_size = min(self.tp_size, self.engines_per_node)
+        return Role("engine", own, self.tp_size, local_size, engine, not self.uses_servers)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the worlds of trainer and engines: a store that all ranks reach.
+    """What connects the worlds of all roles: a store that all ranks reach.
 
-    store: of a connection of its own, with keys that no restart and no other use shares.
+    store: of a connection of its own, with keys that no restart and no other use shares: those that
+    begin with `prefix` of the `TCPStore` at (host, port).
     """
 
     roles: Roles
     role: Role
     store: dist.Store
     timeout_s: float
+    address: tuple[str, int] = ("", 0)
+    prefix: str = ""
 
 
 def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> Link:
@@ -89,11 +114,9 @@ def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> Link:
     Torchrun's variables then describe that world, as vLLM and `torch.distributed` expect; only
     LOCAL_RANK, the number of the device, stays. rank: of the torchrun world.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=timeout_s)
-    connection = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"hybridengine/roles/{attempt}", connection)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    prefix = f"hybridengine/roles/{os.environ.get(RESTART_COUNT, '0')}"
+    store = dist.PrefixStore(prefix, connect_store(timeout_s))
     role = roles.role_of(rank)
     os.environ.update(
         RANK=str(role.rank),
@@ -105,6 +128,7 @@ def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> Link:
         store=dist.PrefixStore(role.world, store),
         rank=role.rank,
         world_size=role.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_s),
     )
-    return Link(roles, role, dist.PrefixStore("link", store), timeout_s)
+    link_store = dist.PrefixStore("link", store)
+    return Link(roles, role, link_store, timeout_s, address, f"{prefix}/link")

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -22,9 +22,16 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.errors import EXIT_USER_ERROR, UserError
-from hybridengine.runtime.failures import CollectiveGuard, is_collective_error, is_timeout
+from hybridengine.runtime.failures import (
+    RESTART_COUNT,
+    CollectiveGuard,
+    RankReport,
+    is_collective_error,
+    is_timeout,
+)
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED, RankMonitor, connect_guard
-from hybridengine.runtime.roles import Link, Roles, join_world
+from hybridengine.runtime.restarts import RunMark, connect_store, number_of_start
+from hybridengine.runtime.roles import Link, Role, Roles, join_world
 from hybridengine.runtime.status import PhaseStatus, write_error_record
 
 EXIT_STOPPED = 3  # exit code of a run that a signal stopped; it can be resumed
@@ -44,7 +51,8 @@ class Session:
 
     Attributes:
         was_stopped: whether the run ends before its last step because a signal requested it.
-        link: to the ranks of the other role; None where every rank trains and generates.
+        link: to the ranks of other roles; None where every rank trains and generates.
+        was_restarted: whether torchrun's agent has restarted the ranks of a run that had begun.
         on_phase: called with the name of every phase that begins.
     """
 
@@ -54,14 +62,17 @@ class Session:
         guard: CollectiveGuard | None = None,
         signals: StopSignals | None = None,
         link: Link | None = None,
+        mark: RunMark | None = None,
     ) -> None:
         self.link = link
+        self._mark, self.was_restarted = mark, mark is not None and mark.was_set
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device = _device()
+        self.device = _device(link.role if link is not None else None)
         self.step = 0
         self._status, self._guard, self._signals = status, guard, signals
         self.was_stopped = False
         self._timings: dict[str, float] = {}
+        self._phase: str | None = None
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     @property
@@ -73,21 +84,36 @@ class Session:
         """Ranks of all roles."""
         if self.link is None:
             return self.world_size
-        roles = self.link.roles
-        return roles.num_trainers + roles.num_engines * roles.tp_size
+        return self.link.roles.num_nodes * self.link.roles.ranks_per_node
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name and time what runs inside; the name appears in the message of any failure."""
-        if self._guard is not None:
-            self._guard.phase = f"phase {name!r} of step {self.step}"
-        self._status.enter(name, self.step)
-        self.on_phase(name)
-        started = time.perf_counter()
+        """Name and time what runs inside; the name appears in the message of any failure.
+
+        A phase inside another one interrupts it; its time is not the other one's.
+        """
+        outer, self._phase = self._phase, name
+        self._enter(name)
+        started, others = time.perf_counter(), sum(self._timings.values())
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        self._timings[name] = self._timings.get(name, 0.0) + time.perf_counter() - started
+        seconds = time.perf_counter() - started - (sum(self._timings.values()) - others)
+        self._timings[name] = self._timings.get(name, 0.0) + seconds
+        self._phase = outer
+        if outer is not None:
+            self._enter(outer)
+
+    def _enter(self, phase: str) -> None:
+        if self._guard is not None:
+            self._guard.phase = f"phase {phase!r} of step {self.step}"
+        self._status.enter(phase, self.step)
+        self.on_phase(phase)
+
+    def begin_run(self) -> None:
+        """From now on the files in the run's folder are of this run, also after a restart."""
+        if self._mark is not None:
+            self._mark.set()
 
     def let_steps_finish(self) -> None:
         """From now on a stop signal waits for `stop_signal`; before, it ends the rank at once."""
@@ -126,7 +152,7 @@ def run_rank(
 ) -> int:
     """Run `main` as one rank of a torchrun world and return its exit code.
 
-    roles: split the world into trainer and engine ranks, see `Session.link`.
+    roles: split the world by role, see `Session.link`.
 
     0: `main` has finished; EXIT_STOPPED: SIGINT or SIGTERM stopped it after a checkpoint;
     EXIT_USER_ERROR: a UserError. Other exceptions are raised on, see `rank_session`.
@@ -154,23 +180,31 @@ def rank_session(
     watchdog) stacks are on stderr too.
     """
     faulthandler.enable()
-    device = _device()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    role = roles.role_of(rank) if roles is not None else None
+    device = _device(role)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    role = roles.role_of(rank).world if roles is not None else ""
-    signals, status = StopSignals(), PhaseStatus(run_dir, rank, role)
+    signals, status = StopSignals(), PhaseStatus(run_dir, rank, role.world if role else "")
+    store = _join_start(rank, world_size, timeout_s)
     guard = connect_guard(rank, world_size)
     monitor = RankMonitor(guard, timeout_s, lambda: signals.requested == signal.SIGTERM)
     try:
         link = None
         if roles is None:
-            dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
+            own = dist.PrefixStore(f"hybridengine/world/{os.environ[RESTART_COUNT]}", store)
+            dist.init_process_group(
+                _backend(device),
+                store=own,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
         else:
             link = join_world(roles, rank, _backend(device), timeout_s)
-        session = Session(status, guard, signals, link)
+        session = Session(status, guard, signals, link, RunMark(store, run_dir))
         yield session
         signals.close(signal.SIG_IGN)
         status.end("stopped" if session.was_stopped else "finished")
@@ -184,6 +218,22 @@ def rank_session(
         monitor.close()
     if dist.is_initialized():  # vLLM's own shutdown ends it too
         dist.destroy_process_group()
+
+
+def _join_start(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Make torchrun's number of restarts the same on all ranks; return a connection to its store.
+
+    Keys of later connections contain that number.
+    """
+    store = connect_store(timeout_s)
+    try:
+        number = number_of_start(store, rank, world_size, timeout_s)
+    except dist.DistError as error:
+        late = RankReport(0, "running", f"has not started within {timeout_s:g} s")
+        write_error_record(str(error), late)
+        raise
+    os.environ[RESTART_COUNT] = str(number - 1)
+    return store
 
 
 @contextmanager
@@ -235,8 +285,11 @@ def _report(error: BaseException, guard: CollectiveGuard) -> bool:
         blame = f"; the cause: {cause}"
     if cause is None:
         guard.report_failure(error)
-    print(f"rank {guard.rank} failed in {guard.place}: {reason}{blame}", file=sys.stderr)
-    sys.stderr.flush()
+    with suppress(
+        OSError, ValueError
+    ):  # a closed or full log must not hide the error, nor keep this rank
+        print(f"rank {guard.rank} failed in {guard.place}: {reason}{blame}", file=sys.stderr)
+        sys.stderr.flush()
     own_bug = cause is None and not isinstance(error, UserError)
     stack = "".join(traceback.format_exception(error)) if own_bug else ""
     write_error_record(f"{reason}{blame}", cause, stack)
@@ -250,8 +303,8 @@ def _call(main: Callable[[Session], None], session: Session) -> None:
         raise EarlyExit(f"sys.exit({error.code!r}) was called in the middle of the run") from error
 
 
-def _device() -> torch.device:
-    if torch.cuda.is_available():
+def _device(role: Role | None = None) -> torch.device:
+    if torch.cuda.is_available() and (role is None or role.uses_device):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
@@ -292,7 +345,8 @@ class StopSignals:
     def _receive(self, number: int) -> None:
         again = self.requested and time.monotonic() - self._since > _SAME_REQUEST_S
         if again or not self.can_wait:
-            sys.stdout.flush()
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
             os._exit(EXIT_STOPPED)
         if not self.requested:
             self.requested, self._since = number, time.monotonic()

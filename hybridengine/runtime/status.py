@@ -14,13 +14,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, OutputError
 from hybridengine.runtime.failures import RankReport
 from hybridengine.storage import atomic_file
 
@@ -33,7 +33,7 @@ class RankStatus:
     step: int
     time: float  # seconds since the epoch, of this entry
     end: str = ""  # "finished", or "stopped" by a signal after a checkpoint; "" if neither
-    role: str = ""  # "trainer" or "engine 0", where ranks have roles
+    role: str = ""  # "trainer", "critic" or "engine 0", where ranks have roles
 
 
 class PhaseStatus:
@@ -53,7 +53,7 @@ class PhaseStatus:
 
     def _write(self, status: RankStatus) -> None:
         self._current = status
-        with atomic_file(self._file) as temporary:
+        with suppress(OutputError), atomic_file(self._file) as temporary:  # it is only for messages
             temporary.write_text(json.dumps(asdict(status)))
 
 
@@ -76,7 +76,7 @@ def write_error_record(reason: str, cause: RankReport | None = None, stack: str 
 
     cause: the report of the other rank that is the cause; default: this rank is. stack: what
     torchrun prints of this rank; default: `reason`. Does nothing if no elastic launcher has started
-    this process.
+    this process, or if the file cannot be written.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
@@ -85,7 +85,7 @@ def write_error_record(reason: str, cause: RankReport | None = None, stack: str 
     order = int(now) + (cause is not None)  # torchrun calls the earliest one the root cause
     extra: dict[str, Any] = {"py_callstack": stack or reason, "timestamp": str(order)}
     extra |= {"time": now, "cause": None if cause is None else asdict(cause)}
-    with atomic_file(Path(file)) as temporary:
+    with suppress(OSError, OutputError), atomic_file(Path(file)) as temporary:
         temporary.write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
 
 
@@ -101,7 +101,7 @@ def run_lock(dir: str | Path) -> Iterator[None]:
     file = Path(dir) / ".lock"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        held = file.open("a+")  # "w" would empty it before the lock is ours
+        held = file.open("a+b", buffering=0)  # "w" would empty it before the lock is ours
     except OSError as error:
         raise ConfigError(
             f"trainer.default_local_dir {str(file.parent)!r} cannot be written: {error}"
@@ -111,18 +111,18 @@ def run_lock(dir: str | Path) -> Iterator[None]:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             held.seek(0)
-            raise ConfigError(_in_use(file.parent, held.read())) from None
+            raise ConfigError(_in_use(file.parent, held.read().decode())) from None
         except OSError as error:  # a file system without locks
             print(
                 f"warning: {file} cannot be locked ({error}); do not start a second run in "
                 "its folder",
                 file=sys.stderr,
             )
-        held.seek(0)
-        held.truncate()
         started = datetime.now().isoformat(sep=" ", timespec="seconds")
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "started": started}, held)
-        held.flush()
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+        with suppress(OSError):  # a full disk: the lock is held all the same
+            held.truncate(0)
+            held.write(json.dumps(holder).encode())
         yield
 
 

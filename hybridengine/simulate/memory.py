@@ -17,7 +17,8 @@ class Memory:
     """Bytes on a rank in each moment: moment → kind → bytes; and the logits that nobody holds.
 
     moments: of a trainer's rank "train", "optimizer" and "sync", of an engine's "generate" and
-    "sync"; a colocated rank has all four. kv_cache: what is left for it.
+    "sync"; a colocated rank has all four. Of a critic's own rank "train critic" and "optimizer
+    critic". kv_cache: what is left for it.
     """
 
     moments: dict[str, dict[str, float]]
@@ -35,12 +36,11 @@ class Memory:
 def memory_of(model: ModelShape, work: Workload, layout: Layout, cluster: Cluster) -> Memory:
     """Return the memory of a rank; of a split layout, of the trainer's and of the engine's."""
     held = _held_models(model, work, layout)
-    critic_alone = 1.0 if layout.critic_ranks else 0.0
-    critic = 1.0 if work.config.critic and not critic_alone else 0.0
+    critic = 1.0 if work.config.critic and not layout.critic_ranks else 0.0
     shard = model.num_parameters / layout.fsdp_size
     trained = {"weights": MASTER * shard, "gradients": GRADIENT * shard}
     moments = MOMENTS * shard
-    train = trained | held | _training_buffers(model, work, layout, cluster)
+    train = trained | held | _training_buffers(model, work, layout, cluster, layout.actor_ranks)
     optimizer = trained | {"moments": moments} | held
     if not layout.offload:
         train["moments"] = moments
@@ -59,6 +59,8 @@ def memory_of(model: ModelShape, work: Workload, layout: Layout, cluster: Cluste
         if not layout.offload:
             sync |= held | {"moments": moments}
     moments_of = {"train": train, "optimizer": optimizer, "sync": sync, "generate": generate}
+    if layout.critic_ranks:
+        moments_of |= _critic_alone(model, work, layout, cluster)
     tokens, _ = work.tokens_per_micro_batch(layout.actor_ranks, layout.sequence_parallel)
     return Memory(
         moments_of,
@@ -66,6 +68,19 @@ def memory_of(model: ModelShape, work: Workload, layout: Layout, cluster: Cluste
         avoided_logits=4.0 * _response_share(work) * tokens * model.head_flops
         / (2 * model.hidden_size) if work.config.fused_head else 0.0,
     )  # fmt: skip
+
+
+def _critic_alone(
+    model: ModelShape, work: Workload, layout: Layout, cluster: Cluster
+) -> dict[str, dict[str, float]]:
+    """Return the moments of a rank that has the critic alone: it computes no logits."""
+    shard = model.num_parameters / min(layout.fsdp_size, layout.critic_ranks)
+    trained = {"weights": MASTER * shard, "gradients": GRADIENT * shard}
+    moments = {"moments": MOMENTS * shard}
+    buffers = _training_buffers(model, work, layout, cluster, layout.critic_ranks)
+    del buffers["logits"]
+    train = trained | buffers | ({} if layout.offload else moments)
+    return {"train critic": train, "optimizer critic": trained | moments}
 
 
 def _held_models(model: ModelShape, work: Workload, layout: Layout) -> dict[str, float]:
@@ -77,16 +92,17 @@ def _held_models(model: ModelShape, work: Workload, layout: Layout) -> dict[str,
 
 
 def _training_buffers(
-    model: ModelShape, work: Workload, layout: Layout, cluster: Cluster
+    model: ModelShape, work: Workload, layout: Layout, cluster: Cluster, ranks: int
 ) -> dict[str, float]:
-    """Unsharded weights and gradients, activations, and the head's work buffer."""
+    """Unsharded weights and gradients, activations, and the head's work buffer, of one model on
+    `ranks` ranks."""
     itemsize, layers = work.train_itemsize, model.num_layers
     layer = model.layer_parameters / layers
-    tokens, _ = work.tokens_per_micro_batch(layout.actor_ranks, layout.sequence_parallel)
+    tokens, _ = work.tokens_per_micro_batch(ranks, layout.sequence_parallel)
     gathered = 2 * layer + model.root_parameters  # the next layer is gathered while one runs
     if not layout.reshard_after_forward:
         gathered = float(model.num_parameters)
-    if itemsize == 4 and layout.fsdp_size == 1:
+    if itemsize == 4 and min(layout.fsdp_size, ranks) == 1:
         gathered = 0.0  # the shard is the weight
     reduced = max(layer, model.root_parameters)
     saved = itemsize * tokens * model.activation_elements

@@ -14,6 +14,7 @@ from hybridengine.simulate.sync import Sync
 from hybridengine.simulate.training import TrainingModel
 
 GENERATE, SYNC = "generate", "update_weights"
+_CRITIC = "critic"  # the group of a critic's own ranks
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,11 @@ class Step:
 
     def replace_sync(self, planned: Sync) -> Step:
         """Return this step with a planned sync instead of the formula's."""
-        delta = planned.seconds - self.sync.seconds
         phases = tuple(
             replace(phase, seconds=planned.seconds) if phase.name == SYNC else phase
             for phase in self.phases
         )
-        seconds = self.seconds + delta
+        seconds = max(phase.end for phase in phases)
         tokens_per_s = self.tokens_per_s * self.seconds / seconds
         return replace(
             self, phases=phases, seconds=seconds, tokens_per_s=tokens_per_s, sync=planned
@@ -106,10 +106,11 @@ def simulate_step(
     generation = generate(model, work, cluster, layout.tp_size, layout.num_engines, capacity)
     sync = syncs.estimate(model, work, layout, cluster)
     phases, exposed, update = _phases(model, work, layout, cluster, generation)
-    end = max(phase.end for phase in phases)
-    groups = dict.fromkeys(phase.group for phase in phases)
+    taking_part = [phase for phase in phases if phase.group != _CRITIC]
+    end = max(phase.end for phase in taking_part)
+    groups = dict.fromkeys(phase.group for phase in taking_part)
     phases += [Phase(SYNC, group, end, sync.seconds) for group in groups]
-    seconds = end + sync.seconds
+    seconds = max(phase.end for phase in phases)
     flops = TrainingModel(model, work, layout, cluster, layout.actor_ranks).flops()
     return Step(
         layout,
@@ -135,24 +136,27 @@ def _phases(
     own += [("reward_model", actor.forward_only(head=False))] if config.reward_model else []
     own += [("ref", actor.forward_only())] if config.reference else []
     own += [("old_log_prob", actor.forward_only())] if config.old_log_probs else []
-    critic_phases: list[tuple[str, float]] = []
+    updates, values = [("update_actor", update)], list[tuple[str, float]]()
     if config.critic:
         ranks = layout.critic_ranks or layout.actor_ranks
         critic = TrainingModel(model, work, layout, cluster, ranks)
-        critic_phases = [
-            ("values", critic.forward_only(head=False)),
-            ("update_critic", critic.update(head=False)[0]),
-        ]
-    own += [("update_actor", update)]
-    if config.critic and not layout.critic_ranks:
-        own[-1:-1] = critic_phases
+        values = [("values", critic.forward_only(head=False))]
+        critic_update = [("update_critic", critic.update(head=False)[0])]
+        if not layout.critic_ranks:
+            own, updates = own + values, critic_update + updates
     group = "trainer" if layout.is_split else "actor" if layout.critic_ranks else "all ranks"
     start = 0.0 if layout.is_split else generation.seconds
     engine = "engine" if layout.is_split else group
     phases = [Phase(GENERATE, engine, 0.0, generation.seconds)]
-    phases += _in_turn(group, start, own)
-    if layout.critic_ranks:
-        phases += _in_turn("critic", start, critic_phases)
+    phases += (before := _in_turn(group, start, own))
+    if layout.critic_ranks:  # advantages need values, log-probs and those of the reference
+        scored = max((phase.end for phase in before if phase.name == "reward_model"), default=start)
+        apart = _in_turn(_CRITIC, scored, values)
+        start = max(phase.end for phase in (*before, *apart))
+        apart += _in_turn(_CRITIC, start, critic_update)
+    else:
+        start, apart = before[-1].end if before else start, []
+    phases += _in_turn(group, start, updates) + apart
     return phases, exposed, update
 
 
@@ -172,17 +176,6 @@ def _missing(
     one = model.kv_bytes(layout.tp_size, work.engine_itemsize) * work.longest_sequence
     moments = dict(memory.moments)
     moments["generate"] = moments["generate"] | {"KV cache of the longest sequence": one}
-    if layout.critic_ranks:
-        alone = replace(
-            layout,
-            mode="one_step_off",
-            trainer_ranks=layout.critic_ranks,
-            critic_ranks=0,
-            fsdp_size=min(layout.fsdp_size, layout.critic_ranks),
-        )
-        kinds = memory_of(model, work, alone, cluster).moments["train"]
-        others = ("critic", "frozen models")  # held by the policy's ranks
-        moments["train the critic"] = {k: v for k, v in kinds.items() if k not in others}
     worst = max(moments, key=lambda name: sum(moments[name].values()))
     shortage = Shortage(worst, moments[worst], cluster.usable_bytes)
     return shortage if shortage.missing > 0 else None

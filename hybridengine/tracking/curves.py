@@ -36,6 +36,9 @@ _OVERLAP_PANELS = {  # of runs whose engines generate during training: several m
     ),
     "Idle share of ranks": ("trainer/idle_ratio", "rollouter/idle_ratio"),
 }
+_CRITIC_PANELS = {  # of runs whose critic has ranks of its own
+    "Idle share of the policy's and the critic's ranks": ("actor/idle_ratio", "critic/idle_ratio")
+}
 _SFT_PANELS = {
     "Training loss, nats per token": "train/loss",
     "Validation loss, nats per token": _VALIDATION,
@@ -59,6 +62,8 @@ def plot_learning_curves(history: History, path: str | Path, *, title: str = "")
     names: dict[str, tuple[str, ...]] = {panel: (metric,) for panel, metric in panels.items()}
     if "trainer/idle_ratio" in logged:
         names |= _OVERLAP_PANELS
+    if "critic/idle_ratio" in logged:
+        names |= _CRITIC_PANELS
     num_rows = 1 + len(names) // 3
     figure = Figure(figsize=(13, 3.5 * num_rows), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)

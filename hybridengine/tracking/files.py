@@ -22,6 +22,7 @@ def rollout_line(rollout: Any) -> str:
         "reward": r.score,
         **r.extras,
         "weight_version": r.version,
+        **({"weight_versions": list(map(list, r.versions))} if len(r.versions) > 1 else {}),
         **({} if r.pred is None else {"pred": r.pred}),
         "prompt_ids": list(r.prompt_ids),
         "response_ids": list(r.response_ids),

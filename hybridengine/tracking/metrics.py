@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from hybridengine.errors import ConfigError
-from hybridengine.storage import atomic_file
+from hybridengine.storage import atomic_file, writing
 
 # Metrics on the console line of a step: (metric, label, format).
 _CONSOLE = (
@@ -71,7 +72,8 @@ class MetricsLogger(ExitStack):
         self._console, self._total_steps = console, total_steps
         dir.mkdir(parents=True, exist_ok=True)
         if "jsonl" in loggers:
-            self._jsonl = self.enter_context(self._open_jsonl(dir / "metrics.jsonl", first_step))
+            self._file = dir / "metrics.jsonl"
+            self._jsonl = self.enter_context(self._open_jsonl(self._file, first_step))
             self._writers.append(self._write_row)
         if "tensorboard" in loggers:
             from torch.utils.tensorboard import SummaryWriter
@@ -89,14 +91,14 @@ class MetricsLogger(ExitStack):
         if "console" in loggers:
             self._writers.append(self._print)
 
-    def _open_jsonl(self, file: Path, first_step: int) -> TextIO:
+    def _open_jsonl(self, file: Path, first_step: int) -> FileIO:
         if first_step and file.exists():
             lines = (line for line in file.read_text().splitlines() if line.endswith("}"))
             rows = [row for row in map(json.loads, lines) if row["step"] <= first_step]
             with atomic_file(file) as temporary:
                 temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
             self.history = [{k: v for k, v in row.items() if v is not None} for row in rows]
-        return file.open("a" if first_step else "w")
+        return file.open("ab" if first_step else "wb", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of `step`; a step may be logged in parts, such as its validation."""
@@ -107,8 +109,10 @@ class MetricsLogger(ExitStack):
 
     def _write_row(self, step: int, values: Mapping[str, float]) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        self._jsonl.write(json.dumps({"step": step, **finite}) + "\n")
-        self._jsonl.flush()
+        row = (json.dumps({"step": step, **finite}) + "\n").encode()
+        with writing(self._file):
+            while row:  # a disk that becomes full takes the first part of a row
+                row = row[self._jsonl.write(row) :]
 
     def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

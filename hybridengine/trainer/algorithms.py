@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridengine.config import GRPOConfig
 from hybridengine.config.rl import KLScheduleConfig
 from hybridengine.kernels import gae, group_advantage, whiten
 
@@ -31,6 +32,7 @@ __all__ = [
     "advantages",
     "check_estimator",
     "register_estimator",
+    "uses_critic",
 ]
 
 _MAX_KL_ERROR = 0.2
@@ -121,6 +123,11 @@ def register_estimator(
         return estimator
 
     return register
+
+
+def uses_critic(config: GRPOConfig) -> bool:
+    """Return whether the estimator needs values; False for one that is not registered."""
+    return "values" in NEEDS.get(config.algorithm.adv_estimator, ())
 
 
 def check_estimator(name: str) -> None:

@@ -11,20 +11,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from rich.table import Table
 from torch.distributed.checkpoint.stateful import Stateful
 
-from hybridengine.checkpoint import Checkpointer, SavedCheckpoint, changed_settings
+from hybridengine.checkpoint import (
+    Checkpointer,
+    SavedCheckpoint,
+    changed_settings,
+    find_checkpoints,
+)
 from hybridengine.checkpoint.pretrained import save_adapter, save_model_files, save_pretrained
 from hybridengine.checkpoint.run_dir import archive_earlier_run
+from hybridengine.checkpoint.tensors import RemotePart
 from hybridengine.config import JobConfig, config_to_yaml
 from hybridengine.data import PromptLoader
 from hybridengine.errors import ModelError
 from hybridengine.kernels import check_labels
-from hybridengine.model import Optimizer, SavedWork, on_device
+from hybridengine.model import SavedWork, on_device
 from hybridengine.runtime.all_ranks import broadcast_from_rank0, run_on_rank0
 from hybridengine.runtime.session import Session, run_rank
 from hybridengine.tracking.performance import FlopCounter, performance_metrics
@@ -33,9 +39,15 @@ from hybridengine.trainer.report import Reporter
 
 MAX_SKIPPED_UPDATES = 10  # in a row, for a gradient norm that is not finite; then the run fails
 
-_NUM_PLOTS = 20  # how often the learning curves are drawn during a run
-
 ConfigT = TypeVar("ConfigT", bound=JobConfig)
+
+
+class SkippedUpdates(Protocol):
+    """What is read of an optimizer after a step: see `model.Optimizer`."""
+
+    skipped_in_a_row: int
+
+    def pop_skipped_norms(self) -> list[float]: ...
 
 
 class Trainer(ABC, Generic[ConfigT]):
@@ -52,7 +64,7 @@ class Trainer(ABC, Generic[ConfigT]):
     val: Sequence[Any] | None
     model: Any
     checkpoints: Checkpointer
-    optimizers: Mapping[str, Optimizer]
+    optimizers: Mapping[str, SkippedUpdates]
     callbacks = Callbacks()
     epochs_per_step = 1
     saved = SavedWork()
@@ -109,6 +121,11 @@ class Trainer(ABC, Generic[ConfigT]):
         return {}
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._step_started
+
+    @property
     def steps(self) -> int:
         """Steps of the whole run."""
         return self.config.trainer.steps(len(self.loader))
@@ -121,15 +138,20 @@ class Trainer(ABC, Generic[ConfigT]):
         self.started -= state["seconds"]
 
     def build_checkpoints(
-        self, models: Mapping[str, Any], states: Mapping[str, Stateful]
+        self,
+        models: Mapping[str, Any],
+        states: Mapping[str, Stateful],
+        remote: RemotePart | None = None,
     ) -> Checkpointer:
-        """models: by name, (model, optimizer). states: by name, whatever else has a state."""
+        """models: by name, (model, optimizer). states: by name, whatever else has a state. remote:
+        a model on ranks of its own."""
         return Checkpointer(
             self.dir,
             models,
             {"loader": self.loader, "run": self, **states},
             keep=self.config.trainer.max_actor_ckpt_to_keep,
             config=config_to_yaml(self.config),
+            remote=remote,
         )
 
     def train(self) -> None:
@@ -149,7 +171,10 @@ class Trainer(ABC, Generic[ConfigT]):
         trainer, session = self.config.trainer, self.session
         self.flops = FlopCounter(self.model, session.device, session.world_size)
         with session.phase("resume"):
-            self._resumed = self.checkpoints.resume(trainer.resume_mode, trainer.resume_from_path)
+            mode = trainer.resume_mode
+            if session.was_restarted and find_checkpoints(self.dir):
+                mode = "auto"  # they are of this run: it has moved those of earlier runs away
+            self._resumed = self.checkpoints.resume(mode, trainer.resume_from_path)
             self._first = self.steps_done = self._resumed.step if self._resumed else 0
             return not self._was_finished(self._resumed)
 
@@ -160,6 +185,7 @@ class Trainer(ABC, Generic[ConfigT]):
                 lambda: archive_earlier_run(self.dir, self.rollout_dir, self._resumed),
                 "moving the files of an earlier run",
             )
+            self.session.begin_run()
         self.report = Reporter(self.config, self.session, self.steps, self._first)
         self._print_start(self._resumed, moved_to)
         return self.report
@@ -193,8 +219,7 @@ class Trainer(ABC, Generic[ConfigT]):
         save_due = trainer.save_freq > 0 and self._is_due(step, trainer.save_freq)
         if save_due or stopping:
             self.save(step, score)
-        if stopping or self._is_due(step, max(1, self.steps // _NUM_PLOTS)):
-            self.report.draw()
+        self.report.draw_if_due()
         self.checkpoints.check()
         if stopping:
             self._stop(stopping, step)
@@ -233,7 +258,7 @@ class Trainer(ABC, Generic[ConfigT]):
         """Log a step's metrics, timings and skipped updates; return all metrics."""
         session = self.session
         check_labels(session.device)  # the metrics have waited for the device
-        seconds, timings = time.perf_counter() - self._step_started, session.take_timings()
+        seconds, timings = self.step_seconds, session.take_timings()
         if update_seconds := timings.get("update_actor"):
             trained = [*lengths] * self.epochs_per_step
             saved = SavedWork(*(self.epochs_per_step * number for number in self.saved))
@@ -305,7 +330,8 @@ class Trainer(ABC, Generic[ConfigT]):
         return metrics
 
     def _stop(self, stopping: signal.Signals, step: int) -> None:
-        """Wait for the checkpoint of `step` and print how to resume from it."""
+        """Wait for the checkpoint of `step`, draw the curves and print how to resume."""
+        self.report.draw()
         saved = self.wait_for_save(step)
         self.session.was_stopped = True
         mode = self.config.trainer.resume_mode

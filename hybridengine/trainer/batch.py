@@ -18,9 +18,9 @@ from torch import Tensor
 from hybridengine.data import PromptSample
 from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
 from hybridengine.runtime.session import Session
-from hybridengine.trainer.exchange import RowExchange
+from hybridengine.trainer.exchange import Placement, RowExchange
 from hybridengine.trainer.outcomes import Outcomes
-from hybridengine.trainer.rollouts import TOKEN_COLUMNS, Rollouts
+from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.split import MicroBatchIndices, split_micro_batches
 
 
@@ -53,6 +53,7 @@ class RolloutBatch:
     returns: Tensor | None = None
     is_weights: Tensor | None = None  # importance weights of the rollout correction
     selected: Tensor | None = None  # bool [R], the tokens that clip_cov and kl_cov choose
+    placement: Placement | None = None  # of all N responses on the ranks that train on them
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -144,12 +145,17 @@ class DataParallel:
         )
 
     def build_batch(
-        self, rollouts: Rollouts, num_mini_batches: int, max_tokens: int
+        self,
+        rollouts: Rollouts,
+        num_mini_batches: int,
+        max_tokens: int,
+        receive: Callable[[Placement], Mapping[str, Tensor]] | None = None,
     ) -> tuple[RolloutBatch, list[MiniBatch]]:
         """Split rollouts into optimizer steps of whole groups, each balanced over the replicas.
 
         Every rank receives the tokens that its replica trains on. max_tokens: of a micro-batch, per
-        rank. Collective.
+        rank. receive: returns the columns of the responses that this rank is to hold; None: they
+        are on these ranks. Collective.
         """
         outcomes, device = rollouts.outcomes, self.session.device
         split = self._split(outcomes, num_mini_batches, max_tokens * self.sp_size)
@@ -159,18 +165,15 @@ class DataParallel:
             )
             for k in range(self.dp_size)
         ]
-        shortest = int(outcomes.lengths.argmin())
-        held = [rows or [shortest] for rows in trained]
-        wanted = [held[rank // self.sp_size] for rank in range(self.session.world_size)]
-        exchange = RowExchange(outcomes.ranks, wanted)
+        placement = self._place(outcomes, trained)
         with self.session.phase("exchange_rollouts"):
-            columns = {
-                name: exchange(rollouts.column(name, device), outcomes.sizes[name])
-                for name in TOKEN_COLUMNS
-                if outcomes.sizes[name].any()
-            }
+            if receive is None:
+                exchange = RowExchange(outcomes.ranks, placement.held)
+                columns = rollouts.move(exchange, device)
+            else:
+                columns = {name: x.to(device) for name, x in receive(placement).items()}
         is_dummy = not trained[self.replica]
-        index = torch.tensor(held[self.replica])
+        index = torch.tensor(placement.held[self.session.rank])
         ends = [0, *accumulate(outcomes.response_lengths[index].tolist())]
         batch = RolloutBatch(
             outcomes,
@@ -182,6 +185,7 @@ class DataParallel:
             columns.get("num_kept"),
             columns["sampled"].bool() if "sampled" in columns else None,
             columns.get("turn_rewards"),
+            placement=placement,
         )
         if batch.sampled is not None:
             batch = replace(batch, response_mask=batch.response_mask & batch.sampled)
@@ -195,6 +199,15 @@ class DataParallel:
             self, rollouts.prompts, outcomes, index, ends, response_ids, own_prompts, kept
         )
         return batch, [packing.mini_batch(rows, replicas[self.replica]) for rows, replicas in split]
+
+    def _place(self, outcomes: Outcomes, trained: Sequence[list[int]]) -> Placement:
+        """trained: the rows that each replica trains on; without any it holds the shortest one."""
+        shortest = int(outcomes.lengths.argmin())
+        held = [rows or [shortest] for rows in trained for _ in range(self.sp_size)]
+        sources = torch.empty(len(outcomes), dtype=torch.int64)
+        for replica, rows in enumerate(trained):
+            sources[rows] = replica * self.sp_size
+        return Placement(held, sources)
 
     def _split(
         self, outcomes: Outcomes, num_mini_batches: int, max_tokens: int

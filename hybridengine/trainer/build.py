@@ -1,9 +1,9 @@
-"""Build what a run consists of from its configuration: data, engine, models, reshard."""
+"""Build what a run consists of from its configuration: data, engine, weight sync."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,11 @@ from hybridengine.agent import (
     find_parser,
     load_tools,
 )
-from hybridengine.config import ConfigError, GRPOConfig, JobConfig, OptimConfig, RateConfig
+from hybridengine.config import ConfigError, GRPOConfig, JobConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.chats import ChatTemplate
 from hybridengine.errors import ModelError, UserError
-from hybridengine.model import (
-    Optimizer,
-    accepts_head_function,
-    adapter_shards,
-    adapters_disabled,
-    apply_lora,
-    load_causal_lm,
-    on_device,
-    parameter_shards,
-    sharding_mesh,
-)
+from hybridengine.model import adapter_shards, parameter_shards
 from hybridengine.model.parameters import unwrapped_name
 from hybridengine.model.validation import check_model
 from hybridengine.reshard import Resharder
@@ -44,17 +34,12 @@ from hybridengine.reward_worker.function import import_file
 from hybridengine.rewards import RewardManager, build_reward_manager
 from hybridengine.rollout import RolloutEngine
 from hybridengine.runtime.roles import Link
-from hybridengine.runtime.session import Session
 from hybridengine.sharding import CheckpointLayout
 from hybridengine.sharding.changes import ChangedElements
-from hybridengine.sharding.dim1 import dim1_parameters
-from hybridengine.trainer.algorithms import NEEDS, check_estimator
-from hybridengine.trainer.batch import DataParallel
-from hybridengine.trainer.distill import Student
-from hybridengine.trainer.models import Actor, Critic
-from hybridengine.trainer.reward_model import RewardModel
+from hybridengine.trainer.algorithms import check_estimator, uses_critic
+from hybridengine.trainer.models import Actor
 
-_SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do
+SYNC_SHARE = 0.8  # of trainer.timeout_s: a sync gives up before the trainers' collectives do
 
 
 def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedTokenizerBase:
@@ -80,12 +65,8 @@ def load_data(
 
     Imports `model.external_lib` first: it may register the estimator or the reward manager.
     """
-    if config.model.external_lib:
-        _import_external(config.model.external_lib)
-    try:
-        check_estimator(config.algorithm.adv_estimator)
-    except ValueError as error:
-        raise ConfigError(f"algorithm.adv_estimator: {error}") from None
+    import_external(config)
+    _check_estimator(config)
     tokenizer, data, tools = load_tokenizer(config), config.data, _tool_schemas(config)
     train = PromptDataset(data.train_files, tokenizer, data, tools)
     val = PromptDataset(data.val_files, tokenizer, data, tools) if data.val_files else None
@@ -112,14 +93,32 @@ def build_agents(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Agen
     tools = load_tools(turns)
     chats = ChatTemplate(tokenizer, config.data, [tool.schema for tool in tools.values()])
     render = partial(chats.render, "a trajectory")
-    template = TurnTemplate(render, tokenizer, _stop_token_ids(config.model.path, tokenizer))
+    template = TurnTemplate(render, tokenizer, find_stop_token_ids(config.model.path, tokenizer))
     context = LoopContext(turns, find_parser(turns.format, tokenizer))
     return AgentRunner(context, name, template, tools)
 
 
+def _check_estimator(config: GRPOConfig) -> None:
+    estimator = config.algorithm.adv_estimator
+    try:
+        check_estimator(estimator)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.adv_estimator: {error}") from None
+    if config.num_critic_ranks and not uses_critic(config):
+        raise ConfigError(
+            f"critic.n_gpus_per_node is {config.critic.n_gpus_per_node}, but "
+            f"algorithm.adv_estimator {estimator!r} needs no critic; set it to 0, or take gae"
+        )
+
+
+def import_external(config: GRPOConfig) -> None:
+    """Import `model.external_lib` for what it registers; once per process."""
+    if config.model.external_lib:
+        _import_external(config.model.external_lib)
+
+
 @cache
 def _import_external(name: str) -> None:
-    """Import a Python file or a module for what it registers; once per process."""
     file = Path(name).expanduser()
     if file.suffix == ".py":
         if not file.is_file():
@@ -137,6 +136,8 @@ def engine_name(config: GRPOConfig) -> str:
     from hybridengine.rollout.vllm.environment import vllm_available
 
     name = config.rollout.name
+    if config.rollout.servers:
+        return "vllm"
     if name == "auto":
         return "vllm" if vllm_available() else "hf"
     if name == "vllm" and not vllm_available():
@@ -150,7 +151,10 @@ def engine_name(config: GRPOConfig) -> str:
 def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """Build the rollout engine on this rank, without weights."""
     model, rollout, checkpoint = config.model, config.rollout, checkpoint_layout(config)
-    stop_token_ids, dtype = _stop_token_ids(model.path, tokenizer), getattr(torch, rollout.dtype)
+    stop_token_ids, dtype = (
+        find_stop_token_ids(model.path, tokenizer),
+        getattr(torch, rollout.dtype),
+    )
     shared: dict[str, Any] = {"stop_token_ids": stop_token_ids, "dtype": dtype}
     limits: dict[str, Any] = {
         "max_num_seqs": rollout.max_num_seqs,
@@ -175,6 +179,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
         memory_share=rollout.gpu_memory_utilization,
         free_cache=rollout.free_cache_engine,
         stop_texts=bool(rollout.stop),
+        quantization=rollout.quantization,
         engine_options={
             **limits,
             "enforce_eager": rollout.enforce_eager,
@@ -203,7 +208,7 @@ def checkpoint_layout(config: JobConfig, path: str = "") -> CheckpointLayout:
     return checkpoint_layout_from_config(check_model(path or config.model.path, trust), trust)
 
 
-def _stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the EOS tokens of the tokenizer and of the generation config."""
     try:
         eos: Any = GenerationConfig.from_pretrained(path).eos_token_id
@@ -211,106 +216,6 @@ def _stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> lis
         eos = None
     tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
     return sorted(token for token in tokens if token is not None)
-
-
-def load_model(
-    config: JobConfig,
-    session: Session,
-    path: str = "",
-    *,
-    adapters: bool = False,
-    shard_dim1: Callable[[str], bool] = lambda name: False,
-    **options: bool,
-) -> Any:
-    """Load one model of the run, sharded by `config.sharding`.
-
-    path: of the weights; empty: model.path. adapters: apply LoRA if the run trains adapters.
-    options: further options of `load_causal_lm`.
-    """
-    fsdp, model = config.sharding, config.model
-    rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
-    lora = partial(apply_lora, rank=rank, alpha=alpha, target_modules=modules)
-    return load_causal_lm(
-        path or model.path,
-        mesh=sharding_mesh(session.device.type, session.world_size, fsdp.fsdp_size),
-        shard_dim1=shard_dim1,
-        param_dtype=getattr(torch, fsdp.dtype),
-        reshard_after_forward=fsdp.reshard_after_forward,
-        forward_prefetch=fsdp.forward_prefetch,
-        min_num_params=fsdp.wrap_policy.min_num_params,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-        use_fused_kernels=model.use_fused_kernels,
-        compile=model.compile,
-        trust_remote_code=model.trust_remote_code,
-        adapt=lora if adapters and rank else None,
-        **options,
-    )
-
-
-def build_optimizer(
-    config: JobConfig, model: Any, optim: OptimConfig, rate: RateConfig, steps: int
-) -> Optimizer:
-    """Build AdamW with the options of `optim`, the learning rate and warm-up of `rate`."""
-    return Optimizer(
-        model,
-        lr=rate.lr,
-        betas=optim.betas,
-        weight_decay=optim.weight_decay,
-        schedule=optim.lr_scheduler_type,
-        warmup_steps=rate.warmup_steps(steps),
-        total_steps=steps,
-        param_dtype=getattr(torch, config.sharding.dtype),
-        offload=config.sharding.optimizer_offload,
-    )
-
-
-def num_shards(config: JobConfig) -> int:
-    """Return how many ranks hold one copy of the weights."""
-    size = config.sharding.fsdp_size
-    return config.world_size if size == -1 else size
-
-
-def build_actor(
-    config: GRPOConfig,
-    sliced_dims: Callable[[Mapping[str, tuple[int, ...]]], dict[str, int]],
-    dp: DataParallel,
-    updates: int,
-    steps: int,
-) -> Actor:
-    """Build the policy under FSDP2 over all ranks; updates: optimizer steps in all its steps.
-
-    sliced_dims: which dimensions an engine on these ranks slices (`EngineLayout.sliced_dims`).
-
-    `dim1_parameters` are sharded in dim 1, so that a weight sync moves less. The reference is a
-    copy of the policy, or under LoRA the policy without its adapters; a teacher is another model.
-    """
-    shapes, optim = checkpoint_layout(config).parameters, config.actor.optim
-    columns = dim1_parameters(shapes, sliced_dims(shapes), num_shards(config))
-    load = partial(
-        load_model,
-        config,
-        dp.session,
-        shard_dim1=columns.__contains__,
-        param_offload=config.actor.fsdp_config.param_offload,
-    )
-    reference: Any = None
-    if config.uses_reference and not config.model.lora_rank:
-        reference = partial(on_device, load().requires_grad_(False))
-    model = load(adapters=True)
-    if config.uses_reference and config.model.lora_rank:
-        reference = partial(adapters_disabled, model)
-    optimizer = build_optimizer(config, model, optim, optim, updates)
-    if path := config.algorithm.distill.teacher_path:
-        offload = config.actor.fsdp_config.param_offload
-        teacher = load_model(config, dp.session, path, param_offload=offload).requires_grad_(False)
-        for one, name in ((model, config.model.path), (teacher, path)):
-            if not accepts_head_function(one):
-                raise ModelError(
-                    f"model {name!r} does more to its logits than scale or soft-cap them, and "
-                    "distillation computes them from hidden states; it needs another model"
-                )
-        return Student(config, model, partial(on_device, teacher), optimizer, dp)
-    return Actor(config, model, reference, optimizer, dp, steps)
 
 
 def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
@@ -323,21 +228,23 @@ def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> 
         adapters=partial(adapter_shards, actor.model),
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
-        changes=_track_changes(config, actor, engine),
+        changes=None if engine.discards_weights else _track_changes(config, actor),
     )
 
 
-def build_sender(config: GRPOConfig, model: Any, link: Link) -> WeightSender:
+def build_sender(config: GRPOConfig, actor: Actor, link: Link) -> WeightSender:
     """Build a trainer rank's side of the weight sync to engine ranks."""
     mib = config.reshard.bucket_mib
     return WeightSender(
-        partial(parameter_shards, model),
+        partial(parameter_shards, actor.model),
         dist.PrefixStore("weights", link.store),
-        num_engines=link.roles.num_engines,
+        num_engines=config.num_engines,
         bucket_bytes=None if mib is None else mib << 20,
-        adapters=partial(adapter_shards, model),
+        adapters=partial(adapter_shards, actor.model),
         merge=config.reshard.lora == "merged",
-        timeout_s=_SYNC_SHARE * link.timeout_s,
+        delta=config.reshard.delta,
+        changes=_track_changes(config, actor),
+        timeout_s=SYNC_SHARE * link.timeout_s,
     )
 
 
@@ -345,70 +252,26 @@ def build_receiver(engine: RolloutEngine, link: Link) -> WeightReceiver:
     """Build an engine rank's side of the weight sync."""
     assert link.role.engine is not None
     store = dist.PrefixStore("weights", link.store)
-    timeout_s = _SYNC_SHARE * link.timeout_s
+    timeout_s = SYNC_SHARE * link.timeout_s
     return WeightReceiver(engine, store, index=link.role.engine, timeout_s=timeout_s)
 
 
 def _track_changes(
-    config: GRPOConfig, actor: Actor, engine: RolloutEngine
+    config: GRPOConfig, actor: Actor
 ) -> Callable[[], dict[str, ChangedElements] | None] | None:
     """Make the optimizer track what changes in the engine's dtype; return what reads it.
 
-    None where it does not help: adapters are merged after the update, in float32 nearly everything
-    changes, and discarded weights are all sent again.
+    None where it does not help: adapters are merged after the update, and in float32 nearly
+    everything changes.
     """
-    if config.reshard.delta == "off" or config.model.lora_rank or engine.discards_weights:
-        return None
-    if engine.dtype.itemsize != 2:
+    dtype: torch.dtype = getattr(torch, config.rollout.dtype)
+    if config.reshard.delta == "off" or config.model.lora_rank or dtype.itemsize != 2:
         return None
     names = {name for name, p in actor.model.named_parameters() if p.requires_grad}
-    actor.optimizer.track_changes(dict.fromkeys(names, engine.dtype))
+    actor.optimizer.track_changes(dict.fromkeys(names, dtype))
 
     def take() -> dict[str, ChangedElements] | None:
         taken = actor.optimizer.take_changes()
         return taken and {unwrapped_name(name): changed for name, changed in taken.items()}
 
     return take
-
-
-def build_critic(config: GRPOConfig, dp: DataParallel, steps: int) -> Critic:
-    """Build the value model with an FSDP2 group of its own over all ranks."""
-    path = config.critic.model.path or config.model.path
-    model = _value_model(config, dp.session, path)
-    optimizer = build_optimizer(config, model, config.actor.optim, config.critic.optim, steps)
-    return Critic(config, model, optimizer, dp)
-
-
-def saved_states(config: JobConfig) -> list[str]:
-    """Return the names of the states that a checkpoint of this run must hold to be resumed."""
-    names = ["actor.optimizer"]
-    if isinstance(config, GRPOConfig):
-        names += ["kl"] if config.algorithm.use_kl_in_reward else []
-        names += ["kl_loss"] if config.schedules_kl_loss else []
-        names += ["critic.optimizer"] if uses_critic(config) else []
-    return names
-
-
-def uses_critic(config: GRPOConfig) -> bool:
-    """Return whether the estimator needs values; False for one that is not registered."""
-    return "values" in NEEDS.get(config.algorithm.adv_estimator, ())
-
-
-def build_reward_model(
-    config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, session: Session
-) -> RewardModel:
-    """Build the reward model; tokenizer: the policy's."""
-    path = config.reward.reward_model.model_path
-    own_tokenizer = load_tokenizer(config, path)
-    return RewardModel(
-        _value_model(config, session, path).requires_grad_(False),
-        None if own_tokenizer.get_vocab() == tokenizer.get_vocab() else own_tokenizer,
-        session,
-        config.actor.ppo_max_token_len_per_gpu,
-        config.reward.all_weights[-1],
-    )
-
-
-def _value_model(config: GRPOConfig, session: Session, path: str) -> Any:
-    offload = config.actor.fsdp_config.param_offload
-    return load_model(config, session, path, value_head=True, param_offload=offload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,19 +12,39 @@ from torch import Tensor
 _MAX_ELEMENTS = 1 << 24  # that a rank sends or receives at once, where one row is not more
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where N rows lie.
+
+    held: for each rank, the rows that it holds; a row may be on several ranks. sources: int64 [N],
+    one rank of these, which passes the row on.
+    """
+
+    held: Sequence[Sequence[int]]
+    sources: Tensor
+
+
 class RowExchange:
     """Move N ragged rows: row i lies on rank `sources[i]`; rank d receives the rows `wanted[d]`.
 
     sources: int64 [N]. wanted: for each rank, row numbers in any order; a row may go to several
     ranks. All ranks pass the same arguments, so the sizes of all messages are known everywhere.
+    group: of the ranks; None: the default group.
 
     Example, on both of two ranks:
         >>> exchange = RowExchange(torch.tensor([0, 1, 1]), [[1], [2, 0]])
         >>> exchange(values, lengths=torch.tensor([3, 1, 2]))  # rank 1 receives rows 2 and 0: [5]
     """
 
-    def __init__(self, sources: Tensor, wanted: Sequence[Sequence[int]]) -> None:
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(
+        self,
+        sources: Tensor,
+        wanted: Sequence[Sequence[int]],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        group = group or dist.group.WORLD
+        assert group is not None
+        self._group, self._rank, self._world_size = group, group.rank(), group.size()
         self._sources = sources
         self._wanted = [torch.tensor(rows, dtype=torch.int64) for rows in wanted]
 
@@ -74,7 +95,7 @@ class RowExchange:
         out_sizes.index_add_(0, sources, lengths[received_rows])
         received = values.new_empty(int(out_sizes.sum()))
         buffer = torch.cat([values.new_empty(0), *to_send])
-        dist.all_to_all_single(received, buffer, out_sizes.tolist(), in_sizes)
+        self._group.alltoall_base(received, buffer, out_sizes.tolist(), in_sizes).wait()
         by_source = sources.argsort(stable=True)  # the order in which they arrive
         arrived = received.split(lengths[received_rows[by_source]].tolist())
         ordered = [arrived[i] for i in by_source.argsort().tolist()]

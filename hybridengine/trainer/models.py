@@ -1,12 +1,7 @@
-"""The trained models of an RL run, policy and critic, with the losses of their micro-batches.
-
-Every loss term is divided by a count over the whole mini-batch on all ranks, so neither the split
-into micro-batches nor the number of ranks changes the loss or the gradients.
-"""
+"""The policy of an RL run, with the losses of its micro-batches."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -22,15 +17,12 @@ from hybridengine.kernels import (
     policy_loss,
     rollout_correction,
     select_by_covariance,
-    value_loss,
 )
 from hybridengine.model import (
     Optimizer,
     accepts_head_function,
-    on_device,
     packed_log_probs,
     packed_policy_loss,
-    packed_values,
 )
 from hybridengine.trainer.algorithms import KLController
 from hybridengine.trainer.batch import (
@@ -40,7 +32,7 @@ from hybridengine.trainer.batch import (
     RolloutBatch,
     mean_metrics,
 )
-from hybridengine.trainer.metrics import explained_variance
+from hybridengine.trainer.learner import Learner
 
 _COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
 _COV_MODES = ("clip_cov", "kl_cov")  # choose tokens by the old log-probs
@@ -69,52 +61,7 @@ def needs_old_log_probs(config: GRPOConfig, num_mini_batches: int) -> bool:
     )
 
 
-class _Learner(ABC):
-    """A model with an FSDP2 group and an optimizer of its own.
-
-    name: prefix of its metrics.
-    """
-
-    name: str
-
-    def __init__(
-        self, config: GRPOConfig, model: nn.Module, optimizer: Optimizer, dp: DataParallel
-    ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._config, self._dp = config, dp
-
-    def _step(
-        self, batch: RolloutBatch, mini_batch: MiniBatch
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Run one optimizer step; return its metrics and the outputs of each micro-batch."""
-        parts, outputs = list[dict[str, Tensor]](), list[Tensor]()
-        counts = self._dp.num_trained(batch, mini_batch)
-        for micro_batch in mini_batch.micro_batches:
-            loss, metrics, output = self.micro_batch_loss(batch, micro_batch, *counts)
-            self._dp.backward(loss, self.optimizer)
-            parts.append(metrics)
-            outputs.append(output.detach())
-        metrics = self._dp.reduce_metrics(parts)
-        metrics[f"{self.name}/grad_norm"] = self.optimizer.step(self._config.actor.grad_clip)
-        metrics[f"{self.name}/lr"] = torch.tensor(self.optimizer.last_lr)
-        return metrics, outputs
-
-    def _epochs(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
-        """Run ppo_epochs optimizer steps per mini-batch; return their mean metrics."""
-        epochs = range(self._config.actor.ppo_epochs)
-        return mean_metrics([self._step(batch, m)[0] for _ in epochs for m in mini_batches])
-
-    @abstractmethod
-    def micro_batch_loss(
-        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Run forward and loss of one micro-batch: (loss, metrics, log-probs or values [r]).
-
-        num_tokens, num_seqs: of the mini-batch on all ranks, the denominators of loss and metrics.
-        """
-
-
-class Actor(_Learner):
+class Actor(Learner):
     """Policy model, optimizer and, where a KL needs one, the frozen reference.
 
     reference: enters a context and returns the reference model: a copy of its own, or the policy
@@ -368,45 +315,3 @@ class Actor(_Learner):
 
 def _prefixed(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"actor/{name}": value for name, value in metrics.items()}
-
-
-class Critic(_Learner):
-    """The critic of PPO: values of packed rollouts, and clipped regression to their returns.
-
-    A value belongs to the state before a token: it is read where the policy's logits of it are.
-    """
-
-    name = "critic"
-
-    def values(self, mini_batches: list[MiniBatch]) -> Tensor:
-        """Compute the value of every response token, [R]."""
-        with self._dp.session.phase("values"), on_device(self.model):
-            return self._dp.per_token(
-                mini_batches, lambda micro_batch: packed_values(self.model, micro_batch.packed)
-            )
-
-    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
-        """Run ppo_epochs optimizer steps per mini-batch towards batch.returns; return metrics."""
-        assert batch.values is not None and batch.returns is not None
-        with self._dp.session.phase("update_critic"), on_device(self.model):
-            metrics = self._epochs(batch, mini_batches)
-        metrics["critic/vf_explained_var"] = explained_variance(batch, self._dp.group)
-        return metrics
-
-    def micro_batch_loss(
-        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        values = packed_values(self.model, micro_batch.packed)
-        loss, metrics = value_loss(
-            values,
-            micro_batch.take(batch.values),
-            micro_batch.take(batch.returns),
-            response_mask=micro_batch.response_mask(batch),
-            cliprange_value=self._config.critic.cliprange_value,
-            loss_agg_mode=self._config.actor.loss_agg_mode,
-            loss_scale_factor=self._config.data.max_response_length,
-            cu_seqlens=micro_batch.cu_seqlens,
-            global_num_tokens=num_tokens,
-            global_num_seqs=num_seqs,
-        )
-        return loss, {f"critic/{name}": value for name, value in metrics.items()}, values

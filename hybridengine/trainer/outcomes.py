@@ -53,7 +53,7 @@ class Outcomes:
 
     groups: Tensor  # int64, position of the prompt; responses to one prompt share it
     ranks: Tensor  # int64, where its tokens are
-    versions: Tensor  # int64, of the weights that generated it
+    versions: Tensor  # int64, of the weights that sampled its oldest token
     prompt_lengths: Tensor  # int64
     is_truncated: Tensor  # bool
     scores: Tensor  # float64

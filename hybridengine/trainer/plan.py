@@ -20,7 +20,9 @@ from hybridengine.data import PromptDataset, SFTDataset
 from hybridengine.kernels import has_fast_products
 from hybridengine.model.validation import check_model
 from hybridengine.simulate.model import ModelShape
-from hybridengine.trainer.build import checkpoint_layout, engine_name, num_shards, uses_critic
+from hybridengine.trainer.algorithms import uses_critic
+from hybridengine.trainer.build import checkpoint_layout, engine_name
+from hybridengine.trainer.build_models import num_shards
 from hybridengine.trainer.shared_prefix import no_sharing_reason
 
 _GIB = 2.0**30
@@ -29,7 +31,8 @@ _Config = TypeVar("_Config", bound=JobConfig)
 
 def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | None) -> Table:
     """Describe an RL run."""
-    data, trainer, tp_size = config.data, config.trainer, config.rollout.tensor_model_parallel_size
+    data, trainer = config.data, config.trainer
+    splits = config.overlaps and not config.rollout.servers
     per_epoch = len(train) // data.train_batch_size
     responses = data.train_batch_size * config.rollout.n
     updates = config.actor.ppo_epochs * (data.train_batch_size // config.ppo_mini_batch_size)
@@ -43,9 +46,9 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
         {
             "model": config.model.path,
             "algorithm": _algorithm(config),
-            "ranks": f"{config.world_size}{' that train' if config.overlaps else ''}; engine: "
-            f"{config.num_engines} replicas, tensor parallel over {tp_size}"
-            + (", on ranks of their own" if config.overlaps else ""),
+            "ranks": f"{config.world_size}{' that train' if config.overlaps else ''}; "
+            + _engines(config),
+            **_critic_rows(config),
             "precision": describe_precision(
                 ("trainer", config.sharding.dtype), ("engine", config.rollout.dtype)
             ),
@@ -62,7 +65,7 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
             "shared prefix": no_sharing_reason(config) or "a prompt is computed once for its group",
             "memory": ", ".join(f"{name} {size:.2f}" for name, size in _memory_gib(config).items())
             + " GiB per rank, estimated"
-            + ("; engine weights and cache on engine ranks" if config.overlaps else ""),
+            + ("; engine weights and cache on engine ranks" if splits else ""),
             "written to": trainer.default_local_dir,
         }
     )
@@ -148,11 +151,33 @@ def _algorithm(config: GRPOConfig) -> str:
     )
 
 
+def _engines(config: GRPOConfig) -> str:
+    if config.rollout.servers:
+        return f"vLLM servers: {', '.join(config.rollout.servers)}"
+    text = (
+        f"engine: {config.num_engines} replicas, tensor parallel over "
+        f"{config.rollout.tensor_model_parallel_size}"
+    )
+    return text + (", on ranks of their own" if config.overlaps else "")
+
+
 def _mesh(config: GRPOConfig) -> str:
     shards, sp_size = num_shards(config), config.sequence_parallel_size
     copies = f"{config.world_size // shards} x " if shards < config.world_size else ""
     sequences = f", sequences over {sp_size} neighbours" if sp_size > 1 else ""
     return f"weights sharded over {copies}{shards}{sequences}"
+
+
+def _critic_rows(config: GRPOConfig) -> dict[str, str]:
+    """Describe a critic on ranks of its own, with its weights, gradients and moments."""
+    if not config.num_critic_ranks:
+        return {}
+    shards = num_shards(config, config.num_critic_ranks)
+    size = 16.0 * _num_parameters(config, config.critic.model.path or "") / shards / _GIB
+    return {
+        "critic": f"{config.num_critic_ranks} ranks of its own, weights sharded over {shards}, "
+        f"{size:.2f} GiB per rank without activations"
+    }
 
 
 def _num_parameters(config: GRPOConfig, path: str = "") -> int:
@@ -187,13 +212,15 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
         parts["reference"] = 4.0 * numel / num_shards(config)
     if path := config.algorithm.distill.teacher_path:
         parts["teacher"] = 4.0 * _num_parameters(config, path) / num_shards(config)
-    if uses_critic(config):
+    if uses_critic(config) and not config.num_critic_ranks:
         parts["critic"] = 16.0 * numel / num_shards(config)
     parts["activations"] = per_token * tokens
-    engine = _itemsize(config.rollout.dtype) * numel
-    parts["engine weights"] = engine / config.rollout.tensor_model_parallel_size
+    if not config.rollout.servers:
+        engine = _itemsize(config.rollout.dtype) * numel
+        parts["engine weights"] = engine / config.rollout.tensor_model_parallel_size
     gib = {name: size / _GIB for name, size in parts.items()}
-    if engine_name(config) == "vllm" and not torch.cuda.is_available():
+    uses_cache = engine_name(config) == "vllm" and not config.rollout.servers
+    if uses_cache and not torch.cuda.is_available():
         gib["cache"] = config.rollout.kv_cache_gib
     return gib
 

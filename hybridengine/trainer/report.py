@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -21,6 +22,8 @@ from hybridengine.tracking.metrics import MetricsLogger
 from hybridengine.tracking.progress import Progress
 
 _FILES = ("summary.json", "curves.png", "metrics.jsonl", "rollouts", "final")
+_FIRST_DRAWING_S = 10.0  # the curves are drawn, then as often as takes this share of the time
+_DRAWING_SHARE = 0.01
 
 
 class Reporter(ExitStack):
@@ -41,6 +44,7 @@ class Reporter(ExitStack):
         logger = MetricsLogger(self.dir, loggers, self._console, steps, first_step, **run)
         self.logger = self.enter_context(logger)
         self._title = f"{trainer.project_name}: {trainer.experiment_name}"
+        self._next_drawing = time.monotonic() + _FIRST_DRAWING_S
         if session.is_main:
             with atomic_file(self.dir / "config.yaml") as temporary:
                 temporary.write_text(config_to_yaml(config))
@@ -61,7 +65,15 @@ class Reporter(ExitStack):
     def draw(self) -> None:
         """Draw curves.png from the metrics logged so far."""
         if self.is_main:
+            started = time.monotonic()
             plot_learning_curves(self.logger.history, self.dir / "curves.png", title=self._title)
+            ended = time.monotonic()
+            self._next_drawing = ended + (ended - started) / _DRAWING_SHARE
+
+    def draw_if_due(self) -> None:
+        """Draw the curves if the last time is long enough ago."""
+        if time.monotonic() >= self._next_drawing:
+            self.draw()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and print where the results are."""

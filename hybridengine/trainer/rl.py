@@ -29,21 +29,20 @@ from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
 from hybridengine.rewards import RewardManager
 from hybridengine.rollout import SamplingSpec
+from hybridengine.rollout.server.network import set_network_interface
 from hybridengine.runtime.roles import Roles
 from hybridengine.runtime.session import Session, run_rank
 from hybridengine.trainer.advantages import compute_advantages, compute_rewards
-from hybridengine.trainer.algorithms import NEEDS, KLController
-from hybridengine.trainer.base import Trainer
+from hybridengine.trainer.algorithms import NEEDS, KLController, uses_critic
+from hybridengine.trainer.base import SkippedUpdates, Trainer
 from hybridengine.trainer.batch import RolloutBatch
-from hybridengine.trainer.build import (
-    build_actor,
-    build_critic,
-    build_reward_model,
-    load_data,
-    uses_critic,
-)
+from hybridengine.trainer.build import load_data
+from hybridengine.trainer.build_models import build_actor, build_critic, build_reward_model
+from hybridengine.trainer.critic.model import StepCritic
+from hybridengine.trainer.critic.remote import RemoteCritic
+from hybridengine.trainer.learner import Learner
 from hybridengine.trainer.metrics import batch_metrics, probs_diff
-from hybridengine.trainer.models import Actor, Critic, needs_old_log_probs
+from hybridengine.trainer.models import needs_old_log_probs
 from hybridengine.trainer.plan import plan_table, resolve_dtypes
 from hybridengine.trainer.rollout_files import rollout_file, texts_on_rank0
 from hybridengine.trainer.rollout_source import ColocatedRollouts, RolloutSource
@@ -74,7 +73,8 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         self.epochs_per_step = config.actor.ppo_epochs
         self.num_mini_batches = data.train_batch_size // config.ppo_mini_batch_size
         self.needs = NEEDS[algorithm.adv_estimator]
-        self.critic: Critic | None = None
+        self.critic: StepCritic | None = None
+        remote: RemoteCritic | None = None
         reward_model = None
         r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
         self.sampling = SamplingSpec(
@@ -84,15 +84,16 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         val_temperature = v.temperature if v.do_sample else 0.0
         self.val_sampling = SamplingSpec(v.n, val_temperature, v.top_p, v.top_k, limit, r.stop)
         self.source = self._build_source(reward)
+        updates = self.steps * self.num_mini_batches * self.epochs_per_step
+        if config.num_critic_ranks:
+            self.critic = remote = RemoteCritic(config, session, updates)
         with session.phase("load_model"):
-            updates = self.steps * self.num_mini_batches * self.epochs_per_step
             self.dp = build_data_parallel(config, session)
             self.actor = build_actor(config, self.source.sliced_dims, self.dp, updates, self.steps)
             self.model = self.actor.model
-            trained: dict[str, Actor | Critic] = {"actor": self.actor}
-            if uses_critic(config):
-                self.critic = build_critic(config, self.dp, updates)
-                trained["critic"] = self.critic
+            trained: dict[str, Learner] = {"actor": self.actor}
+            if uses_critic(config) and remote is None:
+                self.critic = trained["critic"] = build_critic(config, self.dp, updates)
             if config.reward.reward_model.enable:
                 reward_model = build_reward_model(config, self.tokenizer, session)
         self.source.connect(self.actor, reward_model)
@@ -102,31 +103,43 @@ class GRPOTrainer(Trainer[GRPOConfig]):
             self.kl = states["kl"] = KLController(schedule, schedule.kl_coef, self.steps)
         if config.schedules_kl_loss:
             states["kl_loss"] = self.actor.kl
-        self.optimizers = {name: part.optimizer for name, part in trained.items()}
+        optimizers: dict[str, SkippedUpdates] = {n: x.optimizer for n, x in trained.items()}
+        if remote is not None:
+            remote.wait_until_built()
+            optimizers["critic"] = states["critic.optimizer"] = remote.optimizer
+        self.optimizers = optimizers
         self.validations, self.syncs = states["held_out"], list[SyncReport]()
         self.probs_diffs = list[float]()  # mean difference: [of the first step, the largest]
         self.checkpoints = self.build_checkpoints(
-            {name: (part.model, part.optimizer) for name, part in trained.items()}, states
+            {name: (part.model, part.optimizer) for name, part in trained.items()}, states, remote
         )
         self.rollout_dir = Path(config.trainer.rollout_data_dir or self.rollout_dir)
         self.printed_samples = False
 
     @classmethod
     def run(cls, config: GRPOConfig) -> int:
-        if not config.overlaps:
+        if not config.overlaps and not config.num_critic_ranks:
             return super().run(config)
+        from hybridengine.trainer.critic.worker import CriticWorker
         from hybridengine.trainer.overlap import RolloutWorker
 
         def main(session: Session) -> None:
             assert session.link is not None
-            if session.link.role.engine is None:
+            if session.link.role.kind == "trainer":
                 cls(config, session).train()
+            elif session.link.role.kind == "critic":
+                CriticWorker(session).run()
             else:
                 RolloutWorker(config, session).run()
 
         trainer, rollout = config.trainer, config.rollout
-        ranks = (trainer.n_gpus_per_node, rollout.n_gpus_per_node)
-        roles = Roles(trainer.nnodes, *ranks, rollout.tensor_model_parallel_size)
+        roles = Roles(
+            trainer.nnodes, trainer.n_gpus_per_node, config.engine_ranks_per_node,
+            rollout.tensor_model_parallel_size, uses_servers=bool(rollout.servers),
+            critics_per_node=config.critic.n_gpus_per_node,
+        )  # fmt: skip
+        if rollout.servers:
+            set_network_interface(rollout.servers)
         return run_rank(main, trainer.default_local_dir, trainer.timeout_s, roles)
 
     def _build_source(self, reward: RewardManager) -> RolloutSource:
@@ -154,6 +167,8 @@ class GRPOTrainer(Trainer[GRPOConfig]):
             max_tokens = config.actor.ppo_max_token_len_per_gpu
             batch, mini_batches = self.dp.build_batch(rollouts, self.num_mini_batches, max_tokens)
             self.saved = self.dp.saved_work(mini_batches)
+            if critic is not None:
+                critic.begin(step, rollouts, batch)
 
             batch = replace(batch, ref_log_probs=actor.ref_log_probs(mini_batches))
             warming_up = critic is not None and step <= config.trainer.critic_warmup
@@ -186,6 +201,8 @@ class GRPOTrainer(Trainer[GRPOConfig]):
             elif not warming_up:
                 metrics |= actor.update(batch, mini_batches)
             sync = self.sync(step)
+        if critic is not None:
+            metrics |= critic.finish(self.step_seconds)
         metrics |= reward_metrics | batch_metrics(batch, self.dp.group)
         metrics |= sync.metrics
         metrics |= self.source.metrics(step, rollouts)
@@ -271,6 +288,8 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         self.report.print(lines.decode().removesuffix("\n"))
 
     def close(self) -> None:
+        if self.critic is not None:
+            self.critic.close("stopped" if self.session.was_stopped else "finished")
         self.source.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -287,7 +306,8 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         return table
 
     def stop_signal(self) -> signal.Signals | None:
-        return self.session.stop_signal(self.source.stop_signal())
+        of_critic = self.critic.stop_signal() if self.critic is not None else 0
+        return self.session.stop_signal(self.source.stop_signal() or of_critic)
 
     def summary(self) -> dict[str, Any]:
         peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
@@ -297,6 +317,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         summary = {
             "rollout_dtype": self.config.rollout.dtype,
             **self.source.summary(self.syncs[-1]),
+            **(self.critic.summary() if self.critic is not None else {}),
             "reshard_ms_p50": round(median(s.milliseconds for s in self.syncs), 2),
             "peak_rss_gib": round(float(peak), 2),
             **self.validations.summary(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ from torch import Tensor
 from hybridengine.data import PromptSample, Subset
 from hybridengine.rewards import RewardManager, score_checked
 from hybridengine.rollout import Completion, RolloutEngine, SamplingSpec
+from hybridengine.rollout.versions import VersionRuns
 from hybridengine.runtime.session import Session
+from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.outcomes import Outcomes, RewardPart
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class Rollout:
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
     pred: a number that stands for the answer in majority votes, where the reward returns one.
     num_kept, kept_ids: as of `Completion`; empty where the engine recorded none.
-    version: of the weights that generated all its tokens.
+    versions: of the weights that sampled its tokens, those of tools and users left out.
 
     Of trajectories of several turns: sampled: 1 for each token of the model, 0 for those of tools
     and users; empty: all are the model's. turn_rewards: per token, rewards of turns; empty: none.
@@ -61,7 +63,7 @@ class Rollout:
     pred: float | None = None
     num_kept: Sequence[int] = ()
     kept_ids: Sequence[int] = ()
-    version: int = 0
+    versions: VersionRuns = ()
     sampled: Sequence[int] = ()
     turn_rewards: Sequence[float] = ()
     context_ids: Sequence[int] = ()
@@ -72,6 +74,11 @@ class Rollout:
     @property
     def prompt_ids(self) -> Sequence[int]:
         return self.context_ids or self.sample.prompt_ids
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sampled the oldest token."""
+        return min((version for version, _ in self.versions), default=0)
 
     @property
     def results(self) -> dict[str, float]:
@@ -106,6 +113,20 @@ class Rollouts:
         empty = torch.empty(0, dtype=TOKEN_COLUMNS[name]).numpy()
         parts = [np.asarray(getattr(r, name), empty.dtype) for r in self.own]
         return torch.from_numpy(np.concatenate([empty, *parts])).to(device)
+
+    def move(
+        self,
+        exchange: RowExchange,
+        device: torch.device | str,
+        names: Iterable[str] = tuple(TOKEN_COLUMNS),
+    ) -> dict[str, Tensor]:
+        """Move the columns that are not empty to where `exchange` wants the rows. Collective."""
+        sizes = self.outcomes.sizes
+        return {
+            name: exchange(self.column(name, device), sizes[name])
+            for name in names
+            if sizes[name].any()
+        }
 
     def gather_numbers(self, values: Sequence[float]) -> Tensor:
         """Gather one number per own rollout to float64 [N] on every rank. Collective."""
@@ -232,8 +253,7 @@ class RolloutGenerator:
         """Return the scored responses of this engine's `samples`, given by their position in the
         batch; [] on all but the first rank of an engine."""
         responses = self._respond if self.agents is None else self._act
-        version = self.engine.weight_version or 0
-        return [replace(r, version=version) for r in responses(samples, spec, seed)]
+        return responses(samples, spec, seed)
 
     def _respond(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
@@ -279,6 +299,7 @@ class RolloutGenerator:
                 pred=result.extras["pred"][k] if "pred" in result.extras else None,
                 num_kept=c.num_kept or (),
                 kept_ids=c.kept_ids or (),
+                versions=c.versions,
             )
             for k, (i, c) in enumerate(zip(groups, completions, strict=True))
         ]

@@ -21,7 +21,8 @@ from hybridengine.data import PromptLoader, SFTDataset, SFTSample
 from hybridengine.model import PackedBatch, SavedWork, pack_batch, packed_cross_entropy
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.base import Trainer
-from hybridengine.trainer.build import build_optimizer, load_model, load_tokenizer
+from hybridengine.trainer.build import load_tokenizer
+from hybridengine.trainer.build_models import build_optimizer, load_model
 from hybridengine.trainer.plan import resolve_dtypes, sft_plan
 from hybridengine.trainer.shared_prefix import build_data_parallel
 

@@ -9,8 +9,9 @@ from hybridengine.kernels import choose_backend
 from hybridengine.model.validation import check_model, shared_prefix_obstacle
 from hybridengine.runtime.session import Session
 from hybridengine.tracking.performance import pair_cost
+from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.batch import DataParallel
-from hybridengine.trainer.build import checkpoint_layout, uses_critic
+from hybridengine.trainer.build import checkpoint_layout
 
 
 def build_data_parallel(config: GRPOConfig | SFTConfig, session: Session) -> DataParallel:

@@ -72,6 +72,7 @@ def _with_tokens(shared: Rollout, sequence: TokenSequence, is_last: bool) -> Rol
         log_probs=sequence.log_probs,
         num_kept=sequence.num_kept if any(sequence.num_kept) else (),
         kept_ids=sequence.kept_ids,
+        versions=sequence.versions,
         sampled=sequence.mask,
         turn_rewards=rewards,
         context_ids=array("i", sequence.context_ids or ()),

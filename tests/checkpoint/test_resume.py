@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from hybridengine.checkpoint import find_checkpoints
+from tests.ranks import Ranks, run_ranks
 from tests.trainer.sft_job import sft_settings, write_sft_job
 from tests.trainer.toy import toy_job
 
@@ -30,39 +34,24 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [row for row in rows if len(row) > 1]
 
 
-def run_to_the_end(command: list[str]) -> str:
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
-def kill_after(command: list[str], folder: Path, step: int) -> None:
-    """End every process of the job, with SIGKILL, some time after it has saved `step`."""
-    run = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+def wait_for_checkpoint(folder: Path, step: int, is_running: Callable[[], bool]) -> None:
+    """Wait until a job that is running has saved `step`."""
     deadline = time.monotonic() + 200
-    try:
-        while not any(c.step >= step for c in find_checkpoints(folder)):
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        assert run.poll() is None, "the job ended before it could be killed"
-    finally:
-        ranks = [json.loads(f.read_text())["pid"] for f in (folder / ".status").glob("rank_*.json")]
-        for pid in (run.pid, *ranks):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.wait()
+    while not any(c.step >= step for c in find_checkpoints(folder)):
+        assert is_running() and time.monotonic() < deadline
+        time.sleep(0.02)
+    assert is_running(), "the job ended before it could be killed"
 
 
-def assert_resume_is_exact(tmp_path: Path, command, step: int) -> None:
-    """command(folder) runs the job in `folder`; it is killed after it has saved `step`."""
+def assert_resume_is_exact(
+    tmp_path: Path, run: Callable[[Path], str], kill: Callable[[Path], None]
+) -> None:
+    """run: the job in a folder, and return its output; kill: it, some time after a checkpoint."""
     uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
-    run_to_the_end(command(uninterrupted))
-    kill_after(command(broken), broken, step)
+    run(uninterrupted)
+    kill(broken)
     assert not (broken / "final").exists()
-    output = run_to_the_end(command(broken))
-    assert "resumed after step" in output
+    assert "resumed after step" in run(broken)
     assert metrics(broken) == metrics(uninterrupted)
     weights = "final/model.safetensors"
     assert (broken / weights).read_bytes() == (uninterrupted / weights).read_bytes()
@@ -70,7 +59,7 @@ def assert_resume_is_exact(tmp_path: Path, command, step: int) -> None:
 
 @pytest.mark.exhaustive
 def test_sft(tmp_path: Path) -> None:
-    """Two ranks, dropout and shuffling on, learning rate and epochs under way."""
+    """Two ranks, dropout and shuffling on, learning rate and epochs under way; the command line."""
     job = write_sft_job(tmp_path, dropout=0.2)
     (tmp_path / "config.yaml").write_text("")
 
@@ -92,30 +81,70 @@ def test_sft(tmp_path: Path) -> None:
         config = str(tmp_path / "config.yaml")
         return [sys.executable, "-m", "hybridengine.cli", "sft", config, *settings]
 
-    assert_resume_is_exact(tmp_path, command, step=8)
+    def run(folder: Path) -> str:
+        ended = subprocess.run(command(folder), capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    def kill(folder: Path) -> None:
+        """End every process of the job."""
+        job = subprocess.Popen(
+            command(folder),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            wait_for_checkpoint(folder, 8, lambda: job.poll() is None)
+        finally:
+            files = (folder / ".status").glob("rank_*.json")
+            for pid in (job.pid, *(json.loads(file.read_text())["pid"] for file in files)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            job.wait()
+
+    assert_resume_is_exact(tmp_path, run, kill)
+
+
+def train(rank: int, world_size: int, folder: Path, overrides: list[str]) -> str:
+    """Run a GRPO job; return what it printed."""
+    from hybridengine.config import load_config
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.trainer.rl import GRPOTrainer
+
+    config = load_config(None, [*overrides, f"trainer.default_local_dir={folder}"])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        GRPOTrainer(config, Session(PhaseStatus(folder, rank))).train()
+    return printed.getvalue()
 
 
 def test_grpo(tmp_path: Path) -> None:
     """With an adaptive KL controller and several optimizer steps per rollout."""
+    command = toy_job(
+        tmp_path,
+        **{
+            "trainer.total_training_steps": 12,
+            "trainer.save_freq": 2,
+            "rollout.name": "hf",
+            "data.train_batch_size": 8,
+            "rollout.n": 4,
+            "actor.ppo_mini_batch_size": 4,
+            "actor.optim.lr_scheduler_type": "linear",
+            "algorithm.use_kl_in_reward": "true",
+            "algorithm.kl_ctrl.type": "adaptive",
+            "algorithm.kl_ctrl.kl_coef": 0.05,
+            "algorithm.kl_ctrl.horizon": 100,
+            "trainer.n_gpus_per_node": 1,
+        },
+    )
+    overrides = [o for o in command if "=" in o and "default_local_dir" not in o]
 
-    def command(folder: Path) -> list[str]:
-        return toy_job(
-            tmp_path,
-            **{
-                "trainer.default_local_dir": folder,
-                "trainer.total_training_steps": 12,
-                "trainer.save_freq": 2,
-                "rollout.name": "hf",
-                "data.train_batch_size": 8,
-                "rollout.n": 4,
-                "actor.ppo_mini_batch_size": 4,
-                "actor.optim.lr_scheduler_type": "linear",
-                "algorithm.use_kl_in_reward": "true",
-                "algorithm.kl_ctrl.type": "adaptive",
-                "algorithm.kl_ctrl.kl_coef": 0.05,
-                "algorithm.kl_ctrl.horizon": 100,
-                "trainer.n_gpus_per_node": 1,
-            },
-        )
+    def run(folder: Path) -> str:
+        return run_ranks(train, 1, folder, overrides)[0]
 
-    assert_resume_is_exact(tmp_path, command, step=4)
+    def kill(folder: Path) -> None:
+        with Ranks(train, 1, folder, overrides) as ranks:
+            wait_for_checkpoint(folder, 2, ranks.processes[0].is_alive)
+
+    assert_resume_is_exact(tmp_path, run, kill)

@@ -178,6 +178,11 @@ def test_distillation_refuses_what_its_loss_does_not_read(override, message):
         ("rollout.tensor_model_parallel_size=3", "does not divide the 2 engine ranks of a machine"),
         ("algorithm.rollout_correction.rollout_is=null", "rollouts of older weights"),
         ("async_training.staleness_threshold=0.5", "set trainer.mode=async and trainer.staleness"),
+        ("async_training.partial_rollout=True", "set rollout.in_flight_update=recompute_kv"),
+        (
+            "rollout.in_flight_update=keep_kv",
+            "trainer.mode is one_step_off, in which all responses",
+        ),
     ],
 )
 def test_what_overlapped_rollouts_refuse(overrides, message):
@@ -187,8 +192,43 @@ def test_what_overlapped_rollouts_refuse(overrides, message):
     config = load(*split, "rollout.tensor_model_parallel_size=2", "trainer.nnodes=2")
     assert (config.world_size, config.ranks_per_node, config.num_engines) == (2, 3, 2)
     on_policy = load(*split, "trainer.staleness=0", "algorithm.rollout_correction.rollout_is=null")
-    assert on_policy.trainer.staleness == 0
+    assert on_policy.staleness == load().staleness == 0
     assert load("rollout.n_gpus_per_node=2").ranks_per_node == 1  # verl's scripts may have it
+    in_flight = ("trainer.mode=async", "rollout.in_flight_update=keep_kv")
+    assert load(*split, *in_flight).rollout.in_flight_update == "keep_kv"
+    assert load("rollout.in_flight_update=off").rollout.in_flight_update == "off"  # YAML: false
+    with pytest.raises(ConfigError, match="stays with the adapter that it began with"):
+        load(*split, *in_flight, "reshard.lora=adapters", "model.lora_rank=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("rollout.servers=[10.0.0.5:8000]", "is no URL; expected one like http://10.0.0.5:8000"),
+        ("rollout.servers=[http://a:1,http://a:1]", "rollout.servers has a server twice"),
+        ("trainer.nnodes=3", "has 2 servers for trainer.nnodes 3, .* at least one for each"),
+        (
+            "rollout.n_gpus_per_node=1",
+            "n_gpus_per_node is 1, but with rollout.servers it is an opt",
+        ),
+        ("rollout.tensor_model_parallel_size=2", "is an option of `vllm serve`; leave it 1"),
+        ("rollout.engine_kwargs.vllm.block_size=32", "is an option of `vllm serve`; leave it {}"),
+        ("rollout.name=hf", "rollout.name is hf, and rollout.servers are vLLM servers"),
+        ("rollout.top_k=5", "do not return what sampling kept; set it to off"),
+        (("model.lora_rank=4", "reshard.lora=adapters"), "take merged weights"),
+    ],
+)
+def test_what_servers_refuse(overrides, message):
+    servers = "rollout.servers=[http://a:1,https://b:2/vllm]"
+    overrides = (overrides,) if isinstance(overrides, str) else overrides
+    with pytest.raises(ConfigError, match=message):
+        load(servers, *overrides)
+    for mode in ("sync", "one_step_off", "async"):
+        config = load(servers, f"trainer.mode={mode}", "trainer.n_gpus_per_node=2")
+        assert (config.world_size, config.ranks_per_node, config.num_engines) == (2, 3, 2)
+        assert config.overlaps and config.staleness == (mode != "sync")
+    off_policy = "algorithm.rollout_correction.rollout_is=null"
+    assert load(servers, off_policy).staleness == 0
 
 
 def test_compiled_layers_are_one_fsdp_group():

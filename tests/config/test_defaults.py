@@ -22,6 +22,8 @@ from hybridengine.config.reference import key_reference
 NEEDED = ["model.path=model", "data.train_files=train.jsonl"]
 # Values that the type does not determine; None: keys that need other keys too.
 VALUES = {
+    "rollout.servers": "[http://10.0.0.5:8000]",
+    "rollout.quantization": "fp8",
     "actor.optim.betas": "[0.5,0.6]",
     "optim.betas": "[0.5,0.6]",
     "algorithm.rollout_correction.rollout_is_threshold": "3.0",
@@ -36,6 +38,7 @@ VALUES = {
     "rollout.val_kwargs.do_sample": None,
     "rollout.val_kwargs.n": None,
     "trainer.mode": None,
+    "rollout.in_flight_update": None,
     "trainer.resume_from_path": None,
     "reshard.lora": None,
     "layout.critic_ranks": None,

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hybridengine.config import RewardConfig
-from hybridengine.config.rl import CustomRewardConfig, RewardManagerConfig
+from hybridengine.config.reward import CustomRewardConfig, RewardManagerConfig
 from hybridengine.data import PromptSample
 from hybridengine.rewards import RewardError, build_reward_manager
 from hybridengine.rewards.local import given_functions

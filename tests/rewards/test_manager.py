@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hybridengine.config import ConfigError, RewardConfig
-from hybridengine.config.rl import CustomRewardConfig, OverlongBufferConfig, RewardManagerConfig
+from hybridengine.config.reward import CustomRewardConfig, OverlongBufferConfig, RewardManagerConfig
 from hybridengine.data import PromptSample
 from hybridengine.rewards import (
     RewardError,

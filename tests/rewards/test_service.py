@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hybridengine.config import RewardConfig
-from hybridengine.config.rl import CustomRewardConfig, RewardHttpConfig, RewardManagerConfig
+from hybridengine.config.reward import CustomRewardConfig, RewardHttpConfig, RewardManagerConfig
 from hybridengine.data import PromptSample
 from hybridengine.rewards import RewardError, build_reward_manager
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hybridengine.config import ConfigError, RewardConfig
-from hybridengine.config.rl import (
+from hybridengine.config.reward import (
     CustomRewardConfig,
     OverlongBufferConfig,
     RewardManagerConfig,

@@ -95,6 +95,7 @@ def test_status_is_what_each_rank_last_entered(tmp_path):
     assert read_status(tmp_path) == {}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multirank
 def test_a_reward_that_ends_its_process_in_mid_run(tmp_path):
     """The run fails and names the sample; it does not end early as if all were well."""

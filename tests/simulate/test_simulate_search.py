@@ -59,13 +59,39 @@ def test_phases_follow_each_other_and_groups_wait_for_the_slowest(model) -> None
         for group in step.groups:
             phases = [phase for phase in step.phases if phase.group == group]
             assert all(a.end <= b.start + 1e-9 for a, b in pairwise(phases))
-            assert phases[-1].name == "update_weights"
-            assert phases[-1].end == pytest.approx(step.seconds)
+            assert phases[-1].name == ("update_critic" if group == "critic" else "update_weights")
+            assert phases[-1].end <= step.seconds + 1e-9
             assert 0 < step.utilisation(group) <= 1 + 1e-9
     groups = {tuple(s.groups) for s in found(model, work=replace(WORK, critic=True)).placements()}
     assert groups == {
         ("all ranks",), ("actor", "critic"), ("engine", "trainer"), ("engine", "trainer", "critic"),
     }  # fmt: skip
+
+
+def test_a_critic_on_its_own_ranks_works_beside_the_policy(model) -> None:
+    work = replace(WORK, critic=True, reference=True, old_log_probs=True)
+    fixed = {"mode": "sync", "fsdp_size": 4, "tp_size": 1, "sequence_parallel": 1}
+    together = found(model, work=work, critic_ranks=0, **fixed).best
+    apart = found(model, work=work, critic_ranks=4, **fixed).best
+    at = {phase.name: phase for phase in apart.phases}
+    assert at["values"].start == at["ref"].start == at["generate"].end
+    both_known = max(at["values"].end, at["old_log_prob"].end)
+    assert at["update_critic"].start == at["update_actor"].start == both_known
+    assert apart.seconds == max(phase.end for phase in apart.phases)
+    assert {p.group for p in apart.phases if p.name == "update_weights"} == {"actor"}
+    order = [phase.name for phase in together.phases]
+    assert order.index("values") < order.index("update_critic") < order.index("update_actor")
+    # The policy's ranks have no critic, the critic's no frozen models, logits or engine.
+    moments, before = apart.memory.moments, together.memory.moments
+    assert "critic" in before["train"] and "critic" not in moments["train"]
+    critic = moments["train critic"]
+    assert not {"frozen models", "logits", "engine weights"} & critic.keys()
+    for kind in ("weights", "gradients", "moments"):
+        assert critic[kind] == moments["train"][kind], "both over four ranks"
+    planned = apart.replace_sync(replace(apart.sync, seconds=apart.sync.seconds + 100))
+    assert planned.seconds == pytest.approx(at["update_actor"].end + apart.sync.seconds + 100)
+    two = found(model, work=work, critic_ranks=2, **fixed | {"fsdp_size": 6}).best.memory.moments
+    assert two["train critic"]["weights"] == pytest.approx(4 * model.num_parameters / 2)
 
 
 def test_more_of_the_machine_is_never_slower(model) -> None:
@@ -95,6 +121,9 @@ def test_what_cannot_be_is_refused_with_a_reason(model) -> None:
         found(model, replace(NODE, gpus_per_node=1, memory_gib=8.0))
     with pytest.raises(ConfigError, match=r"more than the 7\.2 usable"):
         found(model, replace(NODE, memory_gib=8.0), tp_size=1, fsdp_size=1, offload=False)
+    with pytest.raises(ConfigError, match=r"train critic needs"):
+        alone = {"critic_ranks": 1, "fsdp_size": 7, "mode": "sync", "offload": False}
+        found(model, replace(NODE, memory_gib=18.0), replace(WORK, critic=True), **alone)
     with pytest.raises(ConfigError, match=r"'tp_size': 3.*16 attention heads"):
         found(model, tp_size=3)
     for setting, words in (

@@ -3,16 +3,21 @@
 import io
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from hybridengine.config import load_sft_config
 from hybridengine.data import PromptSample
 from hybridengine.storage import atomic_file
 from hybridengine.tracking.curves import plot_learning_curves
 from hybridengine.tracking.files import rollout_line, write_summary
 from hybridengine.tracking.metrics import MetricsLogger
 from hybridengine.tracking.progress import Progress
+from hybridengine.trainer import report
+from hybridengine.trainer.report import Reporter
 from hybridengine.trainer.rollouts import Rollout
 from hybridengine.trainer.validation import accuracy_interval, gain_interval
 
@@ -116,6 +121,12 @@ def test_rollouts_keep_the_generated_ids():
     }
 
 
+def test_rollouts_of_several_weight_versions_have_them_by_token():
+    [line] = rollout_line(replace(rollout(), versions=[(4, 1), (5, 1)])).splitlines()
+    row = json.loads(line)
+    assert (row["weight_version"], row["weight_versions"]) == (4, [[4, 1], [5, 1]])
+
+
 def test_atomic_file_keeps_the_old_one_on_failure(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
@@ -147,6 +158,25 @@ def test_curves_are_drawn(tmp_path, history):
     plot_learning_curves(history, tmp_path / "c.png", title="t")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_curves_are_redrawn_in_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    now, drawings = 0.0, []
+
+    def plot(*args, **options):
+        nonlocal now
+        now += 2.0
+        drawings.append(now)
+
+    monkeypatch.setattr(report, "plot_learning_curves", plot)
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: now))
+    job = ["model.path=m", "data.train_files=t.jsonl", f"trainer.default_local_dir={tmp_path}"]
+    config = load_sft_config(None, [*job, "trainer.logger=[jsonl]"])
+    with Reporter(config, SimpleNamespace(is_main=True, step=0), 1000, 0) as reporter:
+        while now < 1000:
+            now += 1.0
+            reporter.draw_if_due()
+    assert drawings == [12, 214, 416, 618, 820]
 
 
 def test_summary_is_valid_json(tmp_path):

@@ -34,7 +34,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
     from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.models import Critic
+    from hybridengine.trainer.critic.model import Critic
 
     actor = schema.ActorConfig(
         ppo_max_token_len_per_gpu=budget, ulysses_sequence_parallel_size=sp_size, grad_clip=1e9

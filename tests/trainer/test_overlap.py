@@ -182,10 +182,14 @@ def test_a_signal_to_an_engine_rank_stops_the_run_after_a_checkpoint(tmp_path: P
     (tmp_path / "stopping.py").write_text(STOPPING)
     path = f"reward.custom_reward_function.path={tmp_path}/stopping.py"
     job = overrides_of(tmp_path, base, "run", (*ONE_STEP, path, "data.val_files=null"))
-    [stopped] = run_overlapped(tmp_path, [job], num_ranks=2)
+    stopped, restarted = run_overlapped(tmp_path, [job, job], num_ranks=2)
     assert stopped.refused == f"exit code {EXIT_STOPPED}"
     assert len(stopped.rows) >= 1 and "final/complete.json" not in stopped.files
     assert "global_step_1/complete.json" in stopped.files
+    # The second start is one by torchrun's agent: it resumes, although resume_mode is disable.
+    assert steps_of(restarted)[: len(steps_of(stopped))] == steps_of(stopped)
+    assert len(steps_of(restarted)) > len(steps_of(stopped))
+    assert not any(file.startswith("previous-") for file in restarted.files)
 
 
 def test_a_killed_engine_ends_the_run_with_its_name(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class Engines:
         self.items: dict[int, WorkItem] = {}
         self.version, self.received = 0, list[int]()
         self.late: set[int] = set()  # numbers of items that are not finished
+        self.lost = False  # an engine has lost its weights
 
     def submit(self, item: WorkItem) -> None:
         self.items[item.number] = item
@@ -38,17 +39,27 @@ class Engines:
         version = max(self.version, self.items[number].min_version)
         return Finished(number, 0, version, 1, {"gen": 3.0, "idle": 1.0})
 
+    def wants_weights(self) -> bool:
+        return self.lost
+
+    def weights_follow(self) -> None:
+        self.lost, self.late = False, set()
+
     def receive(self, result: Finished) -> list[Rollout]:
         self.received.append(result.number)
         item, nobody = self.items[result.number], None
         return [
-            Rollout(k, nobody, "", [5], [-1.0], 0.5, {}, "stop", version=result.version)  # type: ignore[arg-type]
+            Rollout(k, nobody, "", [5], [-1.0], 0.5, {}, "stop", versions=[(result.version, 1)])  # type: ignore[arg-type]
             for k in item.positions
         ]
 
 
 class Sender:
-    def sync(self, version: int) -> Any: ...
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def sync(self, version: int) -> Any:
+        self.versions.append(version)
 
 
 @pytest.fixture
@@ -98,6 +109,20 @@ def test_too_old_rollouts_are_dropped_and_generated_again(world: None) -> None:
     expected = sorted(prompt.index for prompt in second.prompts)
     assert expected == list(range(12, 24))  # the prompts of the dropped ones
     assert len(set(engines.received)) == len(engines.received)  # no engine keeps a message
+
+
+def test_an_engine_that_lost_its_weights_gets_them_again(world: None) -> None:
+    modes = ("trainer.mode=one_step_off", "rollout.n_gpus_per_node=1", "trainer.staleness=0")
+    steps = ("trainer.total_training_steps=3", "data.train_batch_size=12")
+    source, engines = source_of(*modes, *steps)
+    sender: Any = source._sender
+    source.sync(1)
+    engines.lost, engines.late = True, {0}  # it has the prompts, and no weights
+    assert source.next_batch(2, 0).outcomes.versions.unique().tolist() == [1]
+    assert sender.versions == [1, 1], "the weights of the last sync, once more"
+    source._open, engines.lost, engines.late = {7: engines.items[0]}, True, {7}
+    source.sync(2)
+    assert sender.versions == [1, 1, 2], "newer ones follow at once"
 
 
 def test_async_takes_what_is_finished_first(world: None) -> None:

@@ -4,6 +4,7 @@ queue    WorkItem       prompts of a batch that one engine generates at once
          TrainerQueue   hands out items, receives their rollouts
          EngineQueue    claims items, announces and sends their rollouts
 worker   RolloutWorker  the loop of an engine rank
+servers  connect_servers  vLLM servers in place of an engine on that rank
 source   OverlappedRollouts  what a trainer rank sees of all that
 """
 

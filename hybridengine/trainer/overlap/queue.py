@@ -52,8 +52,8 @@ class WorkItem:
 class Finished:
     """What an engine announces of an item.
 
-    seconds: by what the engine did, since its last announcement: gen, reward, update_weights,
-    idle.
+    version: of the weights that sampled its oldest token. seconds: by what the engine did, since
+    its last announcement: gen, reward, update_weights, idle.
     """
 
     number: int
@@ -78,6 +78,11 @@ def wait_until(ready: Callable[[], T | None], timeout_s: float, what: str) -> T:
             )
 
     return wait_for(ready, check)
+
+
+def report_signal(link: Link, number: int) -> None:
+    """Tell the trainer ranks of a stop signal to this rank."""
+    link.store.set("signal", str(number))
 
 
 class _Queue:
@@ -122,6 +127,14 @@ class TrainerQueue(_Queue):
         rollouts: list[Rollout] = pickle.loads(buffer.numpy().tobytes())
         return rollouts
 
+    def wants_weights(self) -> bool:
+        """Return whether an engine has lost its weights and waits for new ones."""
+        return bool(self._store.check(["weights_wanted"]))
+
+    def weights_follow(self) -> None:
+        """A sync follows, for the engines that wait for weights."""
+        self._store.delete_key("weights_wanted")
+
     def signal(self) -> int:
         """Return the number of a stop signal that an engine rank has received; 0: none."""
         return int(self._read("signal") or 0)
@@ -160,6 +173,14 @@ class EngineQueue(_Queue):
         self._store.delete_key(f"item/{self._item.number}")
         self._item = self._claimed = None
 
+    def put_back(self, item: WorkItem) -> None:
+        """Return what `pop` took, to be the next item again."""
+        self._item = item
+
+    def request_weights(self) -> None:
+        """Ask the trainer ranks for a sync, because this engine has lost its weights."""
+        self._store.set("weights_wanted", "")
+
     def send(
         self, item: WorkItem, rollouts: Sequence[Rollout], version: int, seconds: dict[str, float]
     ) -> None:
@@ -178,10 +199,6 @@ class EngineQueue(_Queue):
             work.wait()
             for kind in ("received", "finished"):
                 self._store.delete_key(f"{kind}/{number}")
-
-    def report_signal(self, number: int) -> None:
-        """Tell the trainer ranks of a stop signal to this rank."""
-        self._store.set("signal", str(number))
 
     def ended(self) -> Literal["finished", "stopped"] | None:
         """Return how the run ended, None before."""

@@ -2,17 +2,18 @@
 
 `one_step_off`: while step k trains, every engine generates its part of batch k + 1 with the weights
 of step k - 1, and takes those of step k when it is done. `async`: batches are cut into small items,
-which free engines claim; an engine takes the newest weights before each item, and a step trains on
-the groups that are finished first. In both at most `trainer.staleness` batches are ahead, and what
-is more than that many updates old when it would be trained on is dropped and generated again.
+which free engines claim; an engine takes the newest weights before each item, or also during it,
+and a step trains on the groups that are finished first. In both at most `trainer.staleness` batches
+are ahead, and what has a token of weights that are more than that many updates old when it would be
+trained on is dropped and generated again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -25,10 +26,13 @@ from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_sender
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.overlap.queue import Finished, TrainerQueue, WorkItem, wait_until
+from hybridengine.trainer.overlap.staleness import staleness_metrics
 from hybridengine.trainer.overlap.utilisation import Utilisation
 from hybridengine.trainer.reward_model import RewardModel
 from hybridengine.trainer.rollout_source import RolloutSource
 from hybridengine.trainer.rollouts import Rollouts, gather_rollouts
+
+T = TypeVar("T")
 
 
 class OverlappedRollouts(RolloutSource):
@@ -62,7 +66,7 @@ class OverlappedRollouts(RolloutSource):
     def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
         self._reward_model = reward_model
         with self._session.phase("plan_reshard"):
-            self._sender = build_sender(self._config, actor.model, self._link)
+            self._sender = build_sender(self._config, actor, self._link)
         with self._session.phase("connect_roles"):
             self._queue = TrainerQueue(self._link)
 
@@ -84,13 +88,12 @@ class OverlappedRollouts(RolloutSource):
 
     def _submit_ahead(self, step: int) -> None:
         """Hand out the next batch, and as many further ones as may be ahead of `step`."""
-        trainer = self._config.trainer
-        ahead = min(trainer.staleness, self._steps - step)
+        ahead = min(self._config.staleness, self._steps - step)
         while self._num_drawn <= self._num_taken + ahead:
             prompts = self._loader.next_batch()
             seed = derive_seed(self._config.seed, self._loader.num_batches, 0)
             # Behind by what the batches before it will add to the version.
-            oldest = self._version + self._num_drawn - self._num_taken - trainer.staleness
+            oldest = self._version + self._num_drawn - self._num_taken - self._config.staleness
             items = self._submit(prompts, self._sampling, seed, min(oldest, self._version))
             self._open |= {item.number: item for item in items}
             self._num_drawn += 1
@@ -122,7 +125,9 @@ class OverlappedRollouts(RolloutSource):
         engines = min(self._link.roles.num_engines, num_prompts)
         if not is_train or self._config.trainer.mode != "async":
             return [range(engine, num_prompts, engines) for engine in range(engines)]
-        at_once = max(1, self._config.rollout.max_num_seqs // self._config.rollout.n)
+        rollout, roles = self._config.rollout, self._link.roles
+        num_sequences = rollout.max_num_seqs * self._config.num_engines // roles.num_engines
+        at_once = max(1, num_sequences // rollout.n)
         most = min(at_once, -(-num_prompts // (2 * engines)))
         size = max(n for n in range(1, most + 1) if num_prompts % n == 0)
         return [range(start, start + size) for start in range(0, num_prompts, size)]
@@ -135,19 +140,46 @@ class OverlappedRollouts(RolloutSource):
         assert result is not None
         return result
 
-    def _wait_for(self, items: Mapping[int, WorkItem]) -> None:
-        """Wait on rank 0 until items are finished; the other ranks wait in the next collective."""
-        for number in items if self._session.is_main else ():
+    def _wait_for(self, items: Mapping[int, WorkItem], unless_lost: bool = False) -> None:
+        """Wait until items are finished; unless_lost: or until an engine has lost its weights."""
+        for number in items:
             what = f"the rollouts of item {number}"
-            wait_until(partial(self._queue.finished, number), self._link.timeout_s, what)
+            if self._wait(partial(self._queue.finished, number), what, unless_lost) is None:
+                return
+
+    def _wait(self, look: Callable[[], T | None], what: str, unless_lost: bool = False) -> T | None:
+        """Return on every rank what `look` returns on rank 0, once it is not None. Collective.
+
+        Engines that have lost their weights get them again meanwhile; unless_lost: return None.
+        """
+
+        def look_at_both() -> tuple[T | None] | None:
+            if (found := look()) is not None or self._queue.wants_weights():
+                return (found,)
+            return None
+
+        while True:
+            result: tuple[T | None] | None = None
+            if self._session.is_main:
+                result = wait_until(look_at_both, self._link.timeout_s, what)
+            result = broadcast_from_rank0(result)
+            assert result is not None
+            if result[0] is not None or unless_lost:
+                return result[0]
+            self._send(self._version)
+
+    def _send(self, version: int) -> SyncReport:
+        if self._session.is_main:
+            self._queue.weights_follow()
+        return self._sender.sync(version)
 
     def _take(self) -> list[tuple[WorkItem, Finished]]:
         """Take items of one batch size that are not too old; drop and replace others."""
-        oldest = self._version - self._config.trainer.staleness
+        oldest = self._version - self._config.staleness
         taken: list[tuple[WorkItem, Finished]] = []
         wanted = self._config.data.train_batch_size
         while missing := wanted - sum(len(item.indices) for item, _ in taken):
-            for result in broadcast_from_rank0(self._next_finished(missing)) or ():
+            for result in self._next_finished(missing):
                 item = self._open.pop(result.number)
                 self._utilisation.add(result)
                 if result.version >= oldest:
@@ -156,13 +188,12 @@ class OverlappedRollouts(RolloutSource):
                     self._replace(item, result)
         return taken
 
-    def _next_finished(self, missing: int) -> list[Finished] | None:
-        """Wait on rank 0 for the next items to take, of at most `missing` prompts."""
-        if not self._session.is_main:
-            return None
+    def _next_finished(self, missing: int) -> list[Finished]:
+        """Wait for the next items to take, of at most `missing` prompts."""
         in_order = self._config.trainer.mode != "async"
-        finished = {n: r for n in self._open if (r := self._queue.finished(n)) is not None}
-        self._utilisation.ready(sum(len(self._open[n].indices) for n in finished))
+        if self._session.is_main:
+            finished = [n for n in self._open if self._queue.finished(n) is not None]
+            self._utilisation.ready(sum(len(self._open[n].indices) for n in finished))
 
         def look() -> list[Finished] | None:
             found: list[Finished] = []
@@ -177,7 +208,7 @@ class OverlappedRollouts(RolloutSource):
             return found or None
 
         what = f"rollouts ({missing} of {self._config.data.train_batch_size} prompts are missing)"
-        return wait_until(look, self._link.timeout_s, what)
+        return self._wait(look, what) or []
 
     def _replace(self, item: WorkItem, result: Finished) -> None:
         """Drop rollouts that are too old, and hand out their prompts again, first of all."""
@@ -212,31 +243,27 @@ class OverlappedRollouts(RolloutSource):
         return gather_rollouts(prompts, own, self._session, self._reward_model)
 
     def sync(self, version: int) -> SyncReport:
-        if self._config.trainer.mode == "one_step_off":
+        if self._config.trainer.mode != "async":
             with self._session.phase("gen"), self._utilisation.waiting():
-                self._wait_for(self._open)
-                dist.barrier()
+                self._wait_for(self._open, unless_lost=True)
         with self._session.phase("update_weights"), self._utilisation.waiting():
-            report = self._sender.sync(version)
+            report = self._send(version)
         self._version = version
         return report
 
     def metrics(self, step: int, rollouts: Rollouts) -> dict[str, float]:
-        staleness = (step - 1 - rollouts.outcomes.versions).double()
-        return {
-            "fully_async/trajectory_staleness/mean": float(staleness.mean()),
-            "fully_async/trajectory_staleness/max": float(staleness.max()),
-            **self._utilisation.end(),
-        }
+        return staleness_metrics(step - 1, rollouts) | self._utilisation.end()
 
     def stop_signal(self) -> int:
         return self._queue.signal() if self._session.is_main else 0
 
     def describe(self) -> dict[str, str]:
-        trainer, engines = self._config.trainer, self._link.roles.num_engines
+        config = self._config
+        kind = "vLLM servers" if config.rollout.servers else "engines"
         return {
-            "overlap": f"{trainer.mode}, rollouts at most {trainer.staleness} updates old",
-            "weight sync": f"from {self._session.world_size} trainer ranks into {engines} engines",
+            "overlap": f"{config.trainer.mode}, rollouts at most {config.staleness} updates old",
+            "weight sync": f"from {self._session.world_size} trainer ranks into "
+            f"{config.num_engines} {kind}",
         }
 
     def summary(self, last: SyncReport) -> dict[str, Any]:

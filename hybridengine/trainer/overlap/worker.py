@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from hybridengine.config import GRPOConfig
+from hybridengine.reshard.disaggregated import WeightReceiver
+from hybridengine.rollout import InFlightUpdate, RolloutEngine
+from hybridengine.rollout.server import NoServerError, ServerReceiver
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_agents, build_engine, build_receiver, load_data
-from hybridengine.trainer.overlap.queue import EngineQueue, WorkItem, wait_until
+from hybridengine.trainer.overlap.queue import EngineQueue, WorkItem, report_signal, wait_until
+from hybridengine.trainer.overlap.servers import connect_servers
 from hybridengine.trainer.plan import resolve_dtypes
 from hybridengine.trainer.rollouts import RolloutGenerator
 
@@ -22,7 +27,8 @@ class RolloutWorker:
     """One rank of one engine.
 
     The first rank of an engine chooses what to do next, and the others follow it. New weights are
-    taken where the next item needs them, where there is no item, and in `async` before every item.
+    taken where the next item needs them, where there is no item, in `async` before every item, and
+    with `rollout.in_flight_update` while items run.
     """
 
     def __init__(self, config: GRPOConfig, session: Session) -> None:
@@ -34,12 +40,21 @@ class RolloutWorker:
         with session.phase("load_data"):
             tokenizer, train, val, reward = load_data(_with_own_share_of_cores(config))
             self._datasets = {"train": train, "val": val}
+        self._engine: RolloutEngine
+        self._receiver: WeightReceiver | ServerReceiver
         with session.phase("start_engine"):
-            self._engine = build_engine(config, tokenizer)
+            if config.rollout.servers:
+                self._engine, self._receiver = connect_servers(config, tokenizer, self._link)
+            else:
+                self._engine = build_engine(config, tokenizer)
         agents = build_agents(config, tokenizer)
         self._generator = RolloutGenerator(self._engine, tokenizer, reward, session, None, agents)
-        with session.phase("plan_reshard"):
-            self._receiver = build_receiver(self._engine, self._link)
+        if not config.rollout.servers:
+            with session.phase("plan_reshard"):
+                self._receiver = build_receiver(self._engine, self._link)
+        if (in_flight := config.rollout.in_flight_update) != "off":
+            is_due, keep_kv = self._receiver.pending, in_flight == "keep_kv"
+            self._engine.in_flight = InFlightUpdate(is_due, self._update, keep_kv)
         self._queue: EngineQueue | None = None
         if self._engine.tp_rank == 0:
             with session.phase("connect_roles"):
@@ -49,17 +64,20 @@ class RolloutWorker:
     def run(self) -> None:
         """Work until the trainer ranks end the run."""
         session, engine = self._session, self._engine
-        session.let_steps_finish()
         while not isinstance(action := self._next_action(), str) or action == "update":
             if isinstance(action, WorkItem):
                 self._generate(action)
             else:
-                with session.phase("update_weights"):
-                    self._receiver.receive()
+                self._update()
         session.was_stopped = action == "stopped"
         engine.shutdown()
         if self._queue is not None:
             self._queue.confirm_end()
+
+    def _update(self) -> None:
+        with self._session.phase("update_weights"):
+            self._receiver.receive()
+        self._session.let_steps_finish()  # as the trainer ranks, after the first sync
 
     def _next_action(self) -> Action:
         """Wait for the next action, the same on every rank of the engine. Collective over them."""
@@ -69,6 +87,8 @@ class RolloutWorker:
 
     def _choose(self) -> Action | None:
         """Choose what to do next, None while there is nothing. Collective."""
+        if number := self._session.requested_signal:
+            report_signal(self._link, number)
         pending, action = self._receiver.pending(), None
         if self._queue is not None:
             action = self._choose_on_first_rank(self._queue, pending)
@@ -76,8 +96,6 @@ class RolloutWorker:
 
     def _choose_on_first_rank(self, queue: EngineQueue, pending: bool) -> Action | None:
         queue.release()
-        if number := self._session.requested_signal:
-            queue.report_signal(number)
         item, version = queue.peek(), self._engine.weight_version
         can_run = item is not None and version is not None and item.min_version <= version
         if pending and (self._eager or not can_run):
@@ -85,6 +103,8 @@ class RolloutWorker:
         if can_run:
             queue.pop()
             return item
+        if self._engine.wants_weights and not pending:
+            queue.request_weights()
         return queue.ended()
 
     def _generate(self, item: WorkItem) -> None:
@@ -95,16 +115,22 @@ class RolloutWorker:
         samples = {k: dataset[i] for k, i in zip(item.positions, item.indices, strict=True)}
         # Prompt i of this call is number i * replicas + replica of the batch.
         engine.replica, engine.replicas = item.positions.start, item.positions.step
-        rollouts = self._generator.respond(samples, item.spec, item.seed)
+        try:
+            rollouts = self._generator.respond(samples, item.spec, item.seed)
+        except NoServerError as error:
+            warnings.warn(f"{error}; its prompts are generated again", RuntimeWarning, stacklevel=2)
+            assert self._queue is not None
+            self._queue.put_back(item)
+            return
         if self._queue is not None:
-            version, seconds = engine.weight_version or 0, session.take_timings()
+            version, seconds = min(r.version for r in rollouts), session.take_timings()
             without = [replace(r, sample=None) for r in rollouts]  # type: ignore[arg-type]
             self._queue.send(item, without, version, seconds)
 
 
 def _with_own_share_of_cores(config: GRPOConfig) -> GRPOConfig:
     """Return the configuration with as many reward workers as this rank's share of the cores."""
-    trainer, rollout = config.trainer, config.rollout
-    ranks = trainer.n_gpus_per_node + rollout.n_gpus_per_node
-    workers = config.reward.num_workers or max(1, len(os.sched_getaffinity(0)) // ranks)
+    workers = config.reward.num_workers or max(
+        1, len(os.sched_getaffinity(0)) // config.ranks_per_node
+    )
     return replace(config, reward=replace(config.reward, num_workers=workers))

@@ -1,0 +1,171 @@
+"""Build the models of a run under FSDP2, with their optimizers: policy, critic, reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridengine.config import GRPOConfig, JobConfig, OptimConfig, RateConfig
+from hybridengine.errors import ModelError
+from hybridengine.model import (
+    Optimizer,
+    accepts_head_function,
+    adapters_disabled,
+    apply_lora,
+    load_causal_lm,
+    on_device,
+    sharding_mesh,
+)
+from hybridengine.runtime.session import Session
+from hybridengine.sharding.dim1 import dim1_parameters
+from hybridengine.trainer.algorithms import uses_critic
+from hybridengine.trainer.batch import DataParallel
+from hybridengine.trainer.build import checkpoint_layout, load_tokenizer
+from hybridengine.trainer.critic.model import Critic
+from hybridengine.trainer.distill import Student
+from hybridengine.trainer.models import Actor
+from hybridengine.trainer.reward_model import RewardModel
+
+
+def load_model(
+    config: JobConfig,
+    session: Session,
+    path: str = "",
+    *,
+    adapters: bool = False,
+    shard_dim1: Callable[[str], bool] = lambda name: False,
+    **options: bool,
+) -> Any:
+    """Load one model of the run, sharded by `config.sharding`.
+
+    path: of the weights; empty: model.path. adapters: apply LoRA if the run trains adapters.
+    options: further options of `load_causal_lm`.
+    """
+    fsdp, model = config.sharding, config.model
+    rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
+    lora = partial(apply_lora, rank=rank, alpha=alpha, target_modules=modules)
+    return load_causal_lm(
+        path or model.path,
+        mesh=sharding_mesh(
+            session.device.type, session.world_size, num_shards(config, session.world_size)
+        ),
+        shard_dim1=shard_dim1,
+        param_dtype=getattr(torch, fsdp.dtype),
+        reshard_after_forward=fsdp.reshard_after_forward,
+        forward_prefetch=fsdp.forward_prefetch,
+        min_num_params=fsdp.wrap_policy.min_num_params,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        use_fused_kernels=model.use_fused_kernels,
+        compile=model.compile,
+        trust_remote_code=model.trust_remote_code,
+        adapt=lora if adapters and rank else None,
+        **options,
+    )
+
+
+def build_optimizer(
+    config: JobConfig, model: Any, optim: OptimConfig, rate: RateConfig, steps: int
+) -> Optimizer:
+    """Build AdamW with the options of `optim`, the learning rate and warm-up of `rate`."""
+    return Optimizer(
+        model,
+        lr=rate.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=rate.warmup_steps(steps),
+        total_steps=steps,
+        param_dtype=getattr(torch, config.sharding.dtype),
+        offload=config.sharding.optimizer_offload,
+    )
+
+
+def num_shards(config: JobConfig, ranks: int | None = None) -> int:
+    """Return how many of `ranks` ranks, by default the policy's, hold one copy of a model."""
+    ranks, size = ranks or config.world_size, config.sharding.fsdp_size
+    return ranks if size == -1 else min(size, ranks)
+
+
+def build_actor(
+    config: GRPOConfig,
+    sliced_dims: Callable[[Mapping[str, tuple[int, ...]]], dict[str, int]],
+    dp: DataParallel,
+    updates: int,
+    steps: int,
+) -> Actor:
+    """Build the policy under FSDP2 over all ranks; updates: optimizer steps in all its steps.
+
+    sliced_dims: which dimensions an engine on these ranks slices (`EngineLayout.sliced_dims`).
+
+    `dim1_parameters` are sharded in dim 1, so that a weight sync moves less. The reference is a
+    copy of the policy, or under LoRA the policy without its adapters; a teacher is another model.
+    """
+    shapes, optim = checkpoint_layout(config).parameters, config.actor.optim
+    columns = dim1_parameters(shapes, sliced_dims(shapes), num_shards(config))
+    load = partial(
+        load_model,
+        config,
+        dp.session,
+        shard_dim1=columns.__contains__,
+        param_offload=config.actor.fsdp_config.param_offload,
+    )
+    reference: Any = None
+    if config.uses_reference and not config.model.lora_rank:
+        reference = partial(on_device, load().requires_grad_(False))
+    model = load(adapters=True)
+    if config.uses_reference and config.model.lora_rank:
+        reference = partial(adapters_disabled, model)
+    optimizer = build_optimizer(config, model, optim, optim, updates)
+    if path := config.algorithm.distill.teacher_path:
+        offload = config.actor.fsdp_config.param_offload
+        teacher = load_model(config, dp.session, path, param_offload=offload).requires_grad_(False)
+        for one, name in ((model, config.model.path), (teacher, path)):
+            if not accepts_head_function(one):
+                raise ModelError(
+                    f"model {name!r} does more to its logits than scale or soft-cap them, and "
+                    "distillation computes them from hidden states; it needs another model"
+                )
+        return Student(config, model, partial(on_device, teacher), optimizer, dp)
+    return Actor(config, model, reference, optimizer, dp, steps)
+
+
+def build_critic(config: GRPOConfig, dp: DataParallel, steps: int) -> Critic:
+    """Build the value model with an FSDP2 group of its own over the ranks of `dp`."""
+    path = config.critic.model.path or config.model.path
+    model = _value_model(config, dp.session, path)
+    optimizer = build_optimizer(config, model, config.actor.optim, config.critic.optim, steps)
+    return Critic(config, model, optimizer, dp)
+
+
+def saved_states(config: JobConfig) -> list[str]:
+    """Return the names of the states that a checkpoint of this run must hold to be resumed."""
+    names = ["actor.optimizer"]
+    if isinstance(config, GRPOConfig):
+        names += ["kl"] if config.algorithm.use_kl_in_reward else []
+        names += ["kl_loss"] if config.schedules_kl_loss else []
+        names += ["critic.optimizer"] if uses_critic(config) else []
+    return names
+
+
+def build_reward_model(
+    config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, session: Session
+) -> RewardModel:
+    """Build the reward model; tokenizer: the policy's."""
+    path = config.reward.reward_model.model_path
+    own_tokenizer = load_tokenizer(config, path)
+    return RewardModel(
+        _value_model(config, session, path).requires_grad_(False),
+        None if own_tokenizer.get_vocab() == tokenizer.get_vocab() else own_tokenizer,
+        session,
+        config.actor.ppo_max_token_len_per_gpu,
+        config.reward.all_weights[-1],
+    )
+
+
+def _value_model(config: GRPOConfig, session: Session, path: str) -> Any:
+    offload = config.actor.fsdp_config.param_offload
+    return load_model(config, session, path, value_head=True, param_offload=offload)

@@ -1,0 +1,178 @@
+"""The critic on ranks of its own, as the ranks of the policy see it."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hybridengine.checkpoint import CheckpointError
+from hybridengine.config import GRPOConfig
+from hybridengine.runtime.session import Session
+from hybridengine.trainer.batch import MiniBatch, RolloutBatch
+from hybridengine.trainer.critic.channel import (
+    COLUMNS,
+    CriticChannel,
+    End,
+    LoadTensors,
+    Ready,
+    SaveTensors,
+    Setup,
+    StepReport,
+    TrainStep,
+    saved_key,
+)
+from hybridengine.trainer.critic.model import StepCritic
+from hybridengine.trainer.exchange import Placement
+from hybridengine.trainer.overlap.queue import wait_until
+from hybridengine.trainer.rollouts import Rollouts
+
+
+class RemoteOptimizer:
+    """What the critic's ranks last reported of their optimizer."""
+
+    def __init__(self) -> None:
+        self.skipped_in_a_row = 0
+        self._skipped_norms: list[float] = []
+        self._state: Mapping[str, Any] = {}
+
+    def report(self, report: StepReport) -> None:
+        self.skipped_in_a_row = report.skipped_in_a_row
+        self._skipped_norms += report.skipped_norms
+        self._state = report.optimizer_state
+
+    def pop_skipped_norms(self) -> list[float]:
+        """Return the gradient norms of updates skipped since the last call."""
+        norms, self._skipped_norms = self._skipped_norms, []
+        return norms
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+
+class RemoteCritic(StepCritic):
+    """Sends each step to the critic's ranks, which compute values and update at the same time.
+
+    Also a `checkpoint.RemotePart`: the critic's ranks write and read their tensors.
+    """
+
+    name = "critic"
+
+    def __init__(self, config: GRPOConfig, session: Session, num_updates: int) -> None:
+        assert session.link is not None
+        self._session, self._link = session, session.link
+        self.optimizer = RemoteOptimizer()
+        self.num_bytes = 0
+        self._signal = 0
+        self._waited_s = 0.0  # of this step
+        self._total = Counter[str]()  # seconds of the run: step, actor and critic idle
+        with session.phase("connect_critic"):
+            self._channel = CriticChannel(self._link)
+            self._channel.from_actor(Setup(config, num_updates))
+
+    def wait_until_built(self) -> None:
+        """Wait until the critic's ranks have loaded their model."""
+        with self._session.phase("wait_for_critic"):
+            ready: Ready = self._channel.from_critic()
+        self.optimizer.load_state_dict(dict(ready.optimizer_state))
+
+    def begin(self, step: int, rollouts: Rollouts, batch: RolloutBatch) -> None:
+        assert batch.placement is not None
+        self._actor, self._device = batch.placement, batch.response_mask.device
+        self._lengths = rollouts.outcomes.response_lengths
+        self._waited_s = 0.0
+        with self._session.phase("send_rollouts"):
+            command = None
+            if self._session.is_main:
+                prompts = [prompt.prompt_ids for prompt in rollouts.prompts]
+                command = TrainStep(step, rollouts.outcomes, prompts, self._actor)
+            self._channel.from_actor(command)
+            self._critic: Placement = self._channel.from_critic()
+            exchange = self._channel.to_critic(rollouts.outcomes.ranks, self._critic)
+            rollouts.move(exchange, "cpu", COLUMNS)
+
+    def values(self, mini_batches: list[MiniBatch]) -> Tensor:
+        exchange = self._channel.to_actor(self._critic, self._actor)
+        with self._waiting():
+            return exchange(torch.empty(0), self._lengths).to(self._device)
+
+    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+        assert batch.returns is not None
+        exchange = self._channel.to_critic(self._actor.sources, self._critic)
+        with self._session.phase("send_returns"):
+            for column in (batch.returns, batch.response_mask.to(torch.int8)):
+                exchange(column.cpu(), self._lengths)
+        return {}
+
+    def finish(self, seconds: float) -> dict[str, float]:
+        before_s = self._waited_s
+        with self._waiting():
+            report: StepReport = self._channel.from_critic()
+        seconds += self._waited_s - before_s
+        self.optimizer.report(report)
+        self.num_bytes, self._signal = report.num_bytes, report.signal
+        idle_s = {"actor": self._waited_s, "critic": seconds - sum(report.seconds.values())}
+        self._total.update({"step": seconds, **idle_s})
+        return {
+            **report.metrics,
+            **{f"timing_s/{phase}": report.seconds[phase] for phase in ("values", "update_critic")},
+            **{f"{side}/idle_ratio": x / seconds for side, x in idle_s.items()},
+        }
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        with self._session.phase("wait_for_critic"):
+            yield
+        self._waited_s += time.perf_counter() - started
+
+    def stop_signal(self) -> int:
+        return self._signal
+
+    def summary(self) -> dict[str, Any]:
+        seconds = max(self._total["step"], 1e-9)
+        return {
+            f"{side}_idle_ratio": round(self._total[side] / seconds, 4)
+            for side in ("actor", "critic")
+        }
+
+    def close(self, how: Literal["finished", "stopped"]) -> None:
+        with self._session.phase("end_critic"):
+            self._channel.from_actor(End(how))
+
+    def save(self, folder: Path) -> None:
+        """Start to write the critic's tensors into a checkpoint. Collective."""
+        self._channel.from_actor(SaveTensors(folder))
+
+    def saved(self, folder: Path) -> Mapping[str, list[int]]:
+        """Wait until they are written; return size and checksum of every file. On one rank.
+
+        Raises CheckpointError if a rank of the critic could not write.
+        """
+        key, store = saved_key(folder), self._link.store
+        wait_until(
+            lambda: store.check([key]) or None, self._link.timeout_s, "the critic's checkpoint"
+        )
+        answer = pickle.loads(store.get(key))
+        store.delete_key(key)
+        if isinstance(answer, str):
+            raise CheckpointError(f"the critic's ranks: {answer}")
+        records: Mapping[str, list[int]] = answer
+        return records
+
+    def load(self, folder: Path) -> None:
+        """Let the critic's ranks load their part of a checkpoint; `optimizer` is loaded already.
+
+        Collective.
+        """
+        self._channel.from_actor(LoadTensors(folder, self.optimizer.state_dict()))

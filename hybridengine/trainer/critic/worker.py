@@ -1,0 +1,131 @@
+"""One rank of a critic that is on ranks of its own: values, then an update, step by step."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridengine.checkpoint.tensors import PartWriter
+from hybridengine.data import PromptSample, Subset
+from hybridengine.runtime.session import Session
+from hybridengine.trainer.build import import_external
+from hybridengine.trainer.build_models import build_critic
+from hybridengine.trainer.critic.channel import (
+    COLUMNS,
+    Command,
+    CriticChannel,
+    End,
+    LoadTensors,
+    Ready,
+    SaveTensors,
+    Setup,
+    StepReport,
+    TrainStep,
+    saved_key,
+)
+from hybridengine.trainer.exchange import Placement
+from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.trainer.shared_prefix import build_data_parallel
+
+_WAITING = "wait_for_actor"
+
+
+class CriticWorker:
+    """One rank of the critic's world, which follows the commands of the policy's ranks.
+
+    The critic is the one of a run without ranks of its own: same batch, same seed, other splits.
+    """
+
+    def __init__(self, session: Session) -> None:
+        assert session.link is not None
+        self._session, self._link = session, session.link
+        with session.phase("connect_critic"):
+            self._channel = CriticChannel(self._link)
+            setup: Setup = self._channel.from_actor()
+        self._config = config = setup.config  # with the same data types
+        torch.manual_seed(config.seed)
+        with session.phase("load_model"):
+            import_external(config)
+            self._dp = build_data_parallel(config, session)
+            self._critic = build_critic(config, self._dp, setup.num_updates)
+        model, optimizer = self._critic.model, self._critic.optimizer
+        self._tensors = PartWriter(self._critic.name, model, optimizer, self._announce)
+        self._channel.from_critic(Ready(optimizer.state_dict()))
+
+    def run(self) -> None:
+        """Work until the policy's ranks end the run."""
+        session = self._session
+        session.let_steps_finish()
+        while not isinstance(command := self._next_command(), End):
+            if isinstance(command, TrainStep):
+                self._train(command)
+            elif isinstance(command, SaveTensors):
+                with session.phase("save_checkpoint"):
+                    self._tensors.save(command.folder)
+            else:
+                self._load(command)
+        self._tensors.wait()
+        session.was_stopped = command.how == "stopped"
+
+    def _next_command(self) -> Command:
+        with self._session.phase(_WAITING):
+            command: Command = self._channel.from_actor()
+            return command
+
+    def _train(self, command: TrainStep) -> None:
+        session, critic, config = self._session, self._critic, self._config
+        session.step = command.step
+        session.take_timings()
+        prompts = [PromptSample(i, [*x], "", "", None, {}) for i, x in enumerate(command.prompts)]
+        rollouts = Rollouts(Subset(prompts, range(len(prompts))), command.outcomes, [], rank=-1)
+
+        def receive(placement: Placement) -> Mapping[str, Tensor]:
+            self._channel.from_critic(placement)
+            exchange = self._channel.to_critic(command.outcomes.ranks, placement)
+            return rollouts.move(exchange, "cpu", COLUMNS)
+
+        num_mini_batches = config.data.train_batch_size // config.ppo_mini_batch_size
+        max_tokens = config.actor.ppo_max_token_len_per_gpu
+        batch, mini_batches = self._dp.build_batch(rollouts, num_mini_batches, max_tokens, receive)
+        assert batch.placement is not None
+        values, lengths = critic.values(mini_batches), command.outcomes.response_lengths
+        with session.phase(_WAITING):
+            self._channel.to_actor(batch.placement, command.actor)(values.cpu(), lengths)
+            exchange = self._channel.to_critic(command.actor.sources, batch.placement)
+            returns = exchange(torch.empty(0), lengths).to(values.device)
+            mask = exchange(torch.empty(0, dtype=torch.int8), lengths).to(values.device).bool()
+        mask &= not batch.is_dummy
+        batch = replace(batch, values=values, returns=returns, response_mask=mask)
+        self._report(critic.update(batch, mini_batches))
+
+    def _report(self, metrics: Mapping[str, float]) -> None:
+        optimizer, seconds = self._critic.optimizer, self._session.take_timings()
+        del seconds[_WAITING]
+        self._channel.from_critic(
+            StepReport(
+                metrics,
+                seconds,
+                optimizer.pop_skipped_norms(),
+                optimizer.skipped_in_a_row,
+                optimizer.state_dict(),
+                self._tensors.num_bytes,
+                self._session.requested_signal,
+            )
+        )
+
+    def _load(self, command: LoadTensors) -> None:
+        with self._session.phase("resume"):
+            self._tensors.load(command.folder)
+            self._critic.optimizer.load_state_dict(dict(command.optimizer_state))
+
+    def _announce(self, folder: Path, answer: Mapping[str, list[int]] | str) -> None:
+        """Tell the policy's first rank what is written, or why it is not."""
+        if self._session.is_main:
+            store: Any = self._link.store  # torch's stubs do not know values of bytes
+            store.set(saved_key(folder), pickle.dumps(answer))

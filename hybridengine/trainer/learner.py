@@ -1,0 +1,67 @@
+"""A trained model of an RL run: optimizer steps over the micro-batches of a mini-batch.
+
+Every loss term is divided by a count over the whole mini-batch on all ranks, so neither the split
+into micro-batches nor the number of ranks changes the loss or the gradients.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from hybridengine.config import GRPOConfig
+from hybridengine.model import Optimizer
+from hybridengine.trainer.batch import (
+    DataParallel,
+    MicroBatch,
+    MiniBatch,
+    RolloutBatch,
+    mean_metrics,
+)
+
+
+class Learner(ABC):
+    """A model with an FSDP2 group and an optimizer of its own.
+
+    name: prefix of its metrics.
+    """
+
+    name: str
+
+    def __init__(
+        self, config: GRPOConfig, model: nn.Module, optimizer: Optimizer, dp: DataParallel
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._config, self._dp = config, dp
+
+    def _step(
+        self, batch: RolloutBatch, mini_batch: MiniBatch
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Run one optimizer step; return its metrics and the outputs of each micro-batch."""
+        parts, outputs = list[dict[str, Tensor]](), list[Tensor]()
+        counts = self._dp.num_trained(batch, mini_batch)
+        for micro_batch in mini_batch.micro_batches:
+            loss, metrics, output = self.micro_batch_loss(batch, micro_batch, *counts)
+            self._dp.backward(loss, self.optimizer)
+            parts.append(metrics)
+            outputs.append(output.detach())
+        metrics = self._dp.reduce_metrics(parts)
+        metrics[f"{self.name}/grad_norm"] = self.optimizer.step(self._config.actor.grad_clip)
+        metrics[f"{self.name}/lr"] = torch.tensor(self.optimizer.last_lr)
+        return metrics, outputs
+
+    def _epochs(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+        """Run ppo_epochs optimizer steps per mini-batch; return their mean metrics."""
+        epochs = range(self._config.actor.ppo_epochs)
+        return mean_metrics([self._step(batch, m)[0] for _ in epochs for m in mini_batches])
+
+    @abstractmethod
+    def micro_batch_loss(
+        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Run forward and loss of one micro-batch: (loss, metrics, log-probs or values [r]).
+
+        num_tokens, num_seqs: of the mini-batch on all ranks, the denominators of loss and metrics.
+        """

@@ -1,0 +1,45 @@
+"""Use vLLM servers in place of an engine on this rank."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from hybridengine.config import GRPOConfig
+from hybridengine.rollout.server import (
+    ServerEngine,
+    ServerPool,
+    ServerReceiver,
+    TrainersStore,
+    VllmServer,
+)
+from hybridengine.rollout.server.network import address_for
+from hybridengine.runtime.roles import Link
+from hybridengine.trainer.build import SYNC_SHARE, find_stop_token_ids
+
+
+def connect_servers(
+    config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, link: Link
+) -> tuple[ServerEngine, ServerReceiver]:
+    """Return this rank's share of `rollout.servers` as an engine, and what updates its weights.
+
+    Waits until they have started. Raises RolloutError where one cannot be used or does not come.
+    """
+    rollout, number = config.rollout, link.role.engine
+    servers = [VllmServer(url, i, link.timeout_s) for i, url in enumerate(rollout.servers)]
+    servers = servers[number :: link.roles.num_engines]
+    limit_s = SYNC_SHARE * link.timeout_s
+
+    def join(server: VllmServer) -> None:
+        server.check_settings(config.max_model_len)
+        host, port = address_for(server.host, link.address)
+        server.join(TrainersStore(host, port, f"{link.prefix}/weights", limit_s))
+
+    most = rollout.max_num_seqs
+    pool = ServerPool(servers, join, max_sequences=most, timeout_s=limit_s)
+    engine = ServerEngine(
+        pool,
+        stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
+        max_sequences=most * len(servers),
+    )
+    return engine, ServerReceiver(pool, dist.PrefixStore("weights", link.store))

@@ -1,0 +1,42 @@
+"""Names and times of phases, also of one inside another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from hybridengine.runtime import session
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_phase_inside_another_one_interrupts_it(
+    world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, now = list[str](), 0.0
+    monkeypatch.setattr(session, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    class Status:
+        def enter(self, phase: str, step: int) -> None:
+            entered.append(phase)
+
+    rank = session.Session(Status())  # type: ignore[arg-type]
+    for _ in range(2):
+        with rank.phase("gen"):
+            now += 1
+            with rank.phase("update_weights"):
+                now += 10
+            assert entered[-3:] == ["gen", "update_weights", "gen"]
+            now += 2
+    with rank.phase("idle"):
+        now += 4
+    assert entered[-2:] == ["gen", "idle"]
+    assert rank.take_timings() == {"gen": 6, "update_weights": 20, "idle": 4}

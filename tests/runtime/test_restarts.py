@@ -1,0 +1,35 @@
+"""The number of a start, in a store that keeps what the ranks of earlier starts wrote."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hybridengine.runtime.restarts import RunMark, number_of_start
+
+
+def test_all_ranks_agree_on_the_number_of_a_start(tmp_path) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def store() -> dist.Store:
+        limit = timedelta(seconds=60)
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit)
+
+    def start(ranks: tuple[int, ...], timeout_s: float = 60.0) -> list[int]:
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            numbers = [pool.submit(number_of_start, store(), r, 3, timeout_s) for r in ranks]
+            return [number.result() for number in numbers]
+
+    assert start((0, 1, 2)) == [1, 1, 1]
+    with pytest.raises(dist.DistError, match="rank 0 has not started within 1 s"):
+        start((1,), timeout_s=1)
+    assert start((2, 1, 0)) == [2, 2, 2]
+    assert start((0,)) == [3], "the others were killed before they asked"
+    assert start((1, 2, 0)) == [4, 4, 4]
+    mark = RunMark(store(), tmp_path)
+    mark.set()
+    assert not mark.was_set and RunMark(store(), tmp_path).was_set
+    assert not RunMark(store(), tmp_path / "other").was_set

@@ -1,0 +1,110 @@
+"""Runs whose rollouts come from servers, of which some are killed and started again."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Ranks
+from tests.rollout.stand_in_server import serve
+from tests.trainer.in_process import Result, small_job
+from tests.trainer.overlapped import run_overlapped
+
+pytestmark = pytest.mark.multirank
+STEPS = 6
+DELAY_S = 0.05  # of a generation
+
+
+class Servers:
+    """Stand-ins on ports that stay theirs when they are started again."""
+
+    def __init__(self, model: str, number: int, stack: ExitStack) -> None:
+        self._model, self._stack, self._processes = model, stack, dict[int, Ranks]()
+        with ExitStack() as sockets:
+            free = [sockets.enter_context(socket.socket()) for _ in range(number)]
+            for one in free:
+                one.bind(("127.0.0.1", 0))
+            self.ports = [one.getsockname()[1] for one in free]
+        for index in range(number):
+            self.start(index)
+
+    def start(self, index: int) -> None:
+        ranks = Ranks(serve, 1, self.ports[index], self._model, DELAY_S)
+        self._processes[index] = self._stack.enter_context(ranks)
+
+    def kill(self, index: int) -> None:
+        process = self._processes[index].processes[0]
+        process.kill()
+        process.join()
+
+    def url(self, index: int) -> str:
+        return f"http://127.0.0.1:{self.ports[index]}"
+
+    def versions(self, index: int) -> list[int]:
+        """Return the weight version of every request that a server has answered."""
+        with urllib.request.urlopen(f"{self.url(index)}/generated", timeout=10) as answer:
+            return [int(label.rpartition("/")[2]) for label in json.load(answer)]
+
+
+@contextmanager
+def killing(servers: Servers, index: int, run: Path, step: int) -> Iterator[None]:
+    """Kill a server once the rollouts of a step are written, and start it again."""
+
+    def restart() -> None:
+        while not (run / "rollouts" / f"step_{step}.jsonl").exists():
+            time.sleep(0.01)
+        servers.kill(index)
+        servers.start(index)
+
+    thread = threading.Thread(target=restart, daemon=True)
+    thread.start()
+    yield
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def versions_of(run: Result) -> list[set[int]]:
+    assert not run.refused
+    steps = range(1, STEPS + 1)
+    return [{row["weight_version"] for row in run.rollouts[f"step_{k}"]} for k in steps]
+
+
+def test_servers_that_are_killed_come_back(tmp_path: Path) -> None:
+    pairs = dict(o.split("=", 1) for o in small_job(tmp_path))
+    pairs |= {
+        "rollout.name": "auto",
+        "rollout.max_num_seqs": "8",
+        "trainer.total_training_steps": str(STEPS),
+        "trainer.timeout_s": "60",
+    }
+    with ExitStack() as stack:
+        servers = Servers(pairs["model.path"], 2, stack)
+        overlapped = {
+            "trainer.mode": "one_step_off",
+            "trainer.default_local_dir": str(tmp_path / "overlapped"),
+            "rollout.servers": f"[{servers.url(0)},{servers.url(1)}]",
+        }
+        alone = {
+            "trainer.default_local_dir": str(tmp_path / "alone"),
+            "rollout.servers": f"[{servers.url(0)}]",
+        }
+        jobs = [[f"{k}={v}" for k, v in (pairs | more).items()] for more in (overlapped, alone)]
+        with (
+            killing(servers, 1, tmp_path / "overlapped", step=1),
+            killing(servers, 0, tmp_path / "alone", step=2),
+        ):
+            first, second = run_overlapped(tmp_path, jobs, num_ranks=2)
+        assert versions_of(first) == [{0}, *({k} for k in range(STEPS - 1))]
+        assert versions_of(second) == [{k} for k in range(STEPS)]
+        # The log-probs are those of the weights that the version names: on policy, the trainer's.
+        diffs = [r["training/rollout_probs_diff_max"] for r in second.rows if "actor/pg_loss" in r]
+        assert len(diffs) == STEPS and max(diffs) < 1e-5
+        assert servers.versions(0)[-1] == STEPS - 1, "the only server is back at the newest weights"
