@@ -1,16 +1,10 @@
 """Settings of all tests: a cache of their own, and no GPU tests where there is no GPU."""
 
 import os
-import sys
 import tempfile
 
-import hybridengine.kernels
 import torch
 from hypothesis import settings
-
-# transformers looks for a package `kernels` and finds the folder of the repository's root: without
-# this it would be imported a second time, and its copies of the operators replace the first ones.
-sys.modules.setdefault("kernels", hybridengine.kernels)
 
 # The first example of a process may take longer than any deadline.
 settings.register_profile("hybridengine", deadline=None)

@@ -5,31 +5,76 @@
 
 The parent holds the rendezvous store, as torchrun's agent does, so that the port is free and tests
 can run in parallel. `body` is a module-level function. Ranks are forked from a server that has
-done the slow imports and nothing else.
+done the slow imports and nothing else; those of vLLM only for tests that name it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 __all__ = ["RankFailure", "Ranks", "message_of", "run_ranks"]
 
-_PRELOAD = ["hybridengine.model", "torch.distributed.fsdp", "torch.distributed.tensor"]
+
+class _Server(forkserver.ForkServer):
+    """A process that imports `modules`, those that are there, and forks ranks."""
+
+    _starting = threading.Lock()
+
+    def __init__(self, *modules: str) -> None:
+        super().__init__()
+        self.set_forkserver_preload([*modules])
+
+    def start(self, process: BaseProcess) -> None:
+        """Start `process`, which is of multiprocessing's forkserver context."""
+        environment = {
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "OMP_NUM_THREADS": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else a look for GPUs would spoil its forks
+        }
+        with self._starting:
+            with patch.dict(os.environ, environment):
+                self.ensure_running()
+            with patch.object(forkserver, "connect_to_new_process", self.connect_to_new_process):
+                process.start()
+
+
+# None starts a thread, which a fork would lose. Optimizers and FSDP2 import torch._dynamo.
+_IMPORTS = (
+    "tests",
+    "pytest",
+    "hypothesis",
+    "torch._dynamo",
+    "hybridengine.preflight",
+    "hybridengine.trainer.rl",
+    "hybridengine.trainer.sft",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+)
+_SERVERS = {  # by whether their ranks use vLLM
+    False: _Server(*_IMPORTS),
+    True: _Server(*_IMPORTS, "tests.vllm_imports"),
+}
 
 
 class RankFailure(AssertionError):
@@ -83,6 +128,7 @@ class Ranks:
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=True
         )
         payload = pickle.dumps((fn, args))
+        server = _SERVERS[_names_vllm(fn, payload)]
         self._timeout_s = timeout_s
         self.processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}
@@ -91,7 +137,7 @@ class Ranks:
             environment = {**os.environ, **place, **(env or {})}
             if device == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""
-            process, pipe = _start_rank(rank, environment, payload, timeout_s)
+            process, pipe = _start_rank(server, rank, environment, payload, timeout_s)
             self.processes.append(process)
             self._pipes[pipe] = rank
 
@@ -134,16 +180,21 @@ def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+def _names_vllm(fn: Callable[..., Any], payload: bytes) -> bool:
+    """Whether the module of `fn`, or an argument, contains the word."""
+    source = Path(sys.modules[fn.__module__].__file__ or "").read_text()
+    return "vllm" in source or b"vllm" in payload
+
+
 def _start_rank(
-    rank: int, environment: dict[str, str], payload: bytes, timeout_s: float
+    server: _Server, rank: int, environment: dict[str, str], payload: bytes, timeout_s: float
 ) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     ours, theirs = context.Pipe()
     process = context.Process(
         target=_rank_main, args=(environment, payload, timeout_s, theirs), name=f"rank{rank}"
     )
-    process.start()
+    server.start(process)
     theirs.close()  # an exit of the rank is then an end of file
     return process, ours
 
@@ -151,6 +202,7 @@ def _start_rank(
 def _rank_main(
     environment: dict[str, str], payload: bytes, timeout_s: float, parent: Connection
 ) -> None:
+    gc.freeze()  # what the server imported stays
     os.environ.clear()
     os.environ.update(environment)
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])

@@ -1,6 +1,7 @@
 """tests.ranks: results, failures, exits and timeouts of ranks."""
 
 import os
+import sys
 import time
 
 import pytest
@@ -34,6 +35,10 @@ def _sleep(rank: int, world_size: int) -> None:
     time.sleep(60)
 
 
+def _missing(rank: int, world_size: int, modules: list[str]) -> set[str]:
+    return {*modules} - {*sys.modules}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_results_come_back_in_rank_order(world_size: int) -> None:
     results = run_ranks(_sum, world_size, torch.tensor([1.0]))
@@ -56,3 +61,9 @@ def test_an_exit_is_reported() -> None:
 def test_timeout_is_reported() -> None:
     with pytest.raises(RankFailure, match=r"ranks \[0\] did not finish within 8 s"):
         run_ranks(_sleep, 1, timeout_s=8)
+
+
+def test_ranks_start_with_the_imports_of_their_server() -> None:
+    """A server ignores imports that fail; tests would then only be slow."""
+    modules = ["hypothesis", "torch._dynamo", "hybridengine.trainer.rl", "hybridengine.trainer.sft"]
+    assert run_ranks(_missing, 1, modules) == [set()]

@@ -16,7 +16,9 @@ from tests.trainer.in_process import Result, run_jobs, small_job
 pytestmark = pytest.mark.multirank
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = ("grpo", "lora_grpo", "dapo", "dr_grpo", "gspo", "ppo", "reward_model", "custom_reward")
+LARGE = ("grpo", "lora_grpo", "dapo", "dr_grpo", "gspo", "ppo", "reward_model", "custom_reward",
+         "multi_turn/gsm8k")  # fmt: skip
+RECIPES = (*LARGE, "multi_turn", "multi_turn/guess")
 
 TINY = (
     "data.val_files=null",
@@ -25,8 +27,14 @@ TINY = (
     "trainer.n_gpus_per_node=1",
     "trainer.total_training_steps=2",
     "trainer.save_freq=-1",
+    "reward.num_workers=1",
 )
+# The tiny tokenizer takes ChatML's marks for words that it does not know.
+TURNS = ("data.max_prompt_length=60", "data.max_response_length=40", "actor.ppo_mini_batch_size=4")
 TINY_OF = {
+    "multi_turn": (*TURNS, "actor.ppo_max_token_len_per_gpu=256"),
+    "multi_turn/gsm8k": (*TURNS, "actor.ppo_max_token_len_per_gpu=256"),
+    "multi_turn/guess": (*TURNS, "actor.ppo_max_token_len_per_gpu=256"),
     "dapo": ("actor.ppo_mini_batch_size=2", "reward.overlong_buffer.len=4", "rollout.n=2"),
     "grpo": ("actor.ppo_mini_batch_size=2",),
     "lora_grpo": ("actor.ppo_mini_batch_size=2",),
@@ -44,23 +52,28 @@ KEPT = (
 )  # the recipe's own, not the small job's
 
 
+def file_of(recipe: str) -> Path:
+    return EXAMPLES / (f"{recipe}.yaml" if "/" in recipe else f"{recipe}/config.yaml")
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("recipes")
     base = [o for o in small_job(folder) if not o.startswith(KEPT)]
-    rows = (folder / "rows.jsonl").read_text()
-    (folder / "rows.jsonl").write_text(re.sub(r'"ground_truth": \[[^]]*\]', NUMBER, rows))
+    rows = re.sub(r'"ground_truth": \[[^]]*\]', NUMBER, (folder / "rows.jsonl").read_text())
+    (folder / "rows.jsonl").write_text(rows.replace('{"data_source"', GAME))
     save_classifier("llama", folder / "classifier")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "model" / name, folder / "classifier")
     jobs = []
     for recipe in RECIPES:
         tiny = [o.format(dir=folder) for o in (*TINY, *TINY_OF.get(recipe, ()))]
-        jobs.append([str(EXAMPLES / recipe / "config.yaml"), *base, *tiny])
-    return dict(zip(RECIPES, run_jobs(folder, jobs), strict=True))
+        jobs.append([str(file_of(recipe)), *base, *tiny])
+    return dict(zip(RECIPES, run_jobs(folder, jobs, timeout_s=400.0), strict=True))
 
 
 NUMBER = '"ground_truth": "7"'
+GAME = '{"interaction_kwargs": {"number": 7}, "data_source"'
 EXPECTED = {  # a metric that the recipe's own settings produce
     "grpo": "actor/kl_loss",
     "lora_grpo": "actor/kl_loss",
@@ -70,6 +83,9 @@ EXPECTED = {  # a metric that the recipe's own settings produce
     "ppo": "critic/vf_explained_var",
     "reward_model": "reward/reward_model",
     "custom_reward": "reward/well_formed",
+    "multi_turn": "reward/called",
+    "multi_turn/gsm8k": "agent_loop/tool_calls",
+    "multi_turn/guess": "reward/turn_rewards",
 }
 
 
@@ -81,9 +97,9 @@ def test_recipe_runs(results, recipe) -> None:
     assert results[recipe].last["actor/grad_norm"] >= 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", LARGE)
 def test_recipe_is_valid_at_its_real_size(recipe) -> None:
-    config = load_config(EXAMPLES / recipe / "config.yaml")
+    config = load_config(file_of(recipe))
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert config.world_size >= 4 and config.actor.ppo_max_token_len_per_gpu >= longest
     own = [config.model.external_lib or "", *(path for path, _ in config.reward.functions)]
