@@ -72,9 +72,7 @@ class ServerEngine(RolloutEngine):
     ) -> Future[list[Completion]]:
         sampling = self._sampling(spec, seed)
 
-        version = self.weight_version or 0  # servers take weights between generations only
-
-        def complete(server: VllmServer, label: str) -> list[Completion]:
+        def complete(server: VllmServer, version: int, label: str) -> list[Completion]:
             completions = server.complete(prompt_ids, sampling, label)
             return [replace(c, versions=[(version, len(c.token_ids))]) for c in completions]
 

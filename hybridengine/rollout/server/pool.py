@@ -136,8 +136,8 @@ class ServerPool:
 
     # Requests
 
-    def call(self, request: Callable[[VllmServer, str], T], num_sequences: int) -> T:
-        """Return request(server, label of the weights) of the server that has the fewest to do.
+    def call(self, request: Callable[[VllmServer, int, str], T], num_sequences: int) -> T:
+        """Return request(server, weight version, its label) of the server with the fewest to do.
 
         num_sequences: that the request generates. Repeated on another one where a server is lost.
         Raises NoServerError if there is none.
@@ -146,7 +146,7 @@ class ServerPool:
             member, version = self._acquire(num_sequences)
             try:
                 with self._losing(member):
-                    return request(member.server, self._label(version))
+                    return request(member.server, version, self._label(version))
             finally:
                 with self._changed:
                     member.running -= num_sequences
