@@ -159,12 +159,12 @@ def fill_buckets(
     filling: dict[tuple, _Filling] = {}  # by treatment
 
     def close(treatment: tuple) -> None:
-        nonlocal max_staged
+        nonlocal total, max_staged
         closed = filling.pop(treatment)
         received_sent = closed.moved.reshape(2, 2, -1)  # inside the node, across nodes
         bucket = closed.bucket
         bucket.intra_bytes, bucket.inter_bytes = received_sent.max((0, 2)).tolist()
-        np.add(total, closed.moved, out=total)
+        total += closed.moved
         max_staged = max(max_staged, int(closed.staged.max()))
 
     for (name, dtype), source_class in classes.items():
