@@ -10,6 +10,7 @@ void register_advantage(pybind11::module_& m);
 void register_attention(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
 void register_changes(pybind11::module_& m);
+void register_checksum(pybind11::module_& m);
 void register_delta(pybind11::module_& m);
 void register_distillation(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
@@ -36,6 +37,7 @@ PYBIND11_MODULE(_C, m) {
   register_attention(m);
   register_balance(m);
   register_changes(m);
+  register_checksum(m);
   register_delta(m);
   register_distillation(m);
   register_logprob(m);

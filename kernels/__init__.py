@@ -14,6 +14,7 @@ from .attention import tree_attention
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
 from .block_quantize import block_quantize
 from .changes import change_mask, mark_changed_, take_changed
+from .checksum import bit_checksum
 from .linear import (
     LinearStats,
     has_fast_products,
@@ -58,6 +59,7 @@ __all__ = [
     "backend_table",
     "balance",
     "balance_by_tokens",
+    "bit_checksum",
     "block_quantize",
     "change_mask",
     "check_labels",

@@ -6,28 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-_ROW = 1 << 10  # 64-bit words in a row of the table of `bit_checksum`
+from hybridengine.kernels import bit_checksum
+
 _CHUNK = 1 << 18  # elements that `value_checksum` converts at a time: it takes a few MiB
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bit_checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a checksum (int64 scalar on the same device) of the bits of a contiguous tensor.
-
-    Two passes over the memory. 64-bit words are summed by row and by column of a table, these sums
-    with weights, so that exchanged words change the result. The weight of a word is odd, so that
-    each of its bits does.
-    """
-    flat = tensor.reshape(-1).view(torch.uint8)
-    if flat.storage_offset() % 8:
-        flat = flat.clone()
-    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    rows = words.numel() // _ROW
-    table = words[: rows * _ROW].view(rows, _ROW)
-    by_column, by_row = _weighted_sum(table.sum(0)), _weighted_sum(table.sum(1))
-    rest = _weighted_sum(words[table.numel() :])
-    return by_column + 2 * by_row + rest + _weighted_sum(flat[words.numel() * 8 :].to(torch.int64))
 
 
 def bit_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:

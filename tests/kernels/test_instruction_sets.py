@@ -21,6 +21,7 @@ CASES = {
         "test_marked_are_the_elements_whose_bits_differ",
         "test_a_marked_element_equals_that_of_a_dense_copy",
     ],
+    "test_checksum.py": ["test_it_is_the_weighted_sum_of_the_words"],
     "test_delta_ops.py": ["test_a_table_moves_changes_as_strided_copy_moves_all"],
     "policy_loss/test_policy_loss.py": ["test_every_mode_and_aggregation", "test_random_batches"],
     "packing/test_packing.py": [
@@ -70,12 +71,12 @@ CASES = {
         "test_removed_entries_and_a_student_that_equals_its_teacher",
         "test_an_entry_that_only_the_student_lacks",
     ],
-    "linear/test_linear_policy_loss.py": [
+    "linear/test_linear_active_rows.py": [
         "test_inactive_rows_are_left_out_of_the_gradient_products",
         "test_policy_loss_of_16_bit_inputs_over_many_chunks_with_inactive_rows",
         "test_deterministic_policy_loss_rows_do_not_depend_on_other_rows",
-        "test_policy_loss_adds_to_main_grad",
     ],
+    "linear/test_linear_policy_loss.py": ["test_policy_loss_adds_to_main_grad"],
 }
 TESTS = [
     f"tests/kernels/{module}" + (f"::{name}" if name else "")
