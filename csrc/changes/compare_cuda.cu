@@ -26,8 +26,7 @@ __device__ CopyGroup<T, kGroup> load_group(const T* from, int64_t left) {
 }
 
 template <typename S, typename D, bool aligned>
-__global__ void __launch_bounds__(kThreads)
-    mark_kernel(const __grid_constant__ CompareParams p) {
+__global__ void __launch_bounds__(kThreads) mark_kernel(const __grid_constant__ CompareParams p) {
   const int64_t first = blockIdx.x * kBlockElements + threadIdx.x * kGroup;
   const S* current = static_cast<const S*>(p.current);
   D* sent = static_cast<D*>(p.sent);

@@ -1,11 +1,10 @@
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "common/binding.h"
+#include "common/memory_pool.h"
 #include "delta/gaps.h"
 #include "delta/params.h"
 
@@ -16,7 +15,7 @@ namespace {
 constexpr int64_t kTableColumns = 4 + 3 * kChangeDims;
 
 at::Tensor vector_of(int64_t size, at::ScalarType dtype) {
-  return at::empty({size}, at::TensorOptions().dtype(dtype));
+  return empty_from_pool({size}, at::TensorOptions().dtype(dtype));
 }
 
 ChangeRow row_of(const int64_t* entry, int64_t number) {

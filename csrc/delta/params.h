@@ -1,5 +1,5 @@
-// Where the changes of shards go: map_changes and scatter_changes follow tables of strided slices in
-// time proportional to the changes.
+// Where the changes of shards go: map_changes and scatter_changes follow tables of strided slices
+// in time proportional to the changes.
 #pragma once
 
 #include <cstdint>

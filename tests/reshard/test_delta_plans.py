@@ -78,8 +78,7 @@ def test_random_plans_and_changes(case: Case, share: float, bucket_bytes: int, s
             read = before[c.source].as_strided(c.sizes, c.source_strides, c.source_offset)
             engine[c.destination].as_strided(c.sizes, c.destination_strides).copy_(read)
     groups = [
-        [DeltaGroup(builder, torch.device("cpu"), b) for b in joined(plan.buckets, size)]
-        for builder in world.builders
+        [DeltaGroup(builder, b) for b in joined(plan.buckets, size)] for builder in world.builders
     ]
     delta_all(world, plan, sources, before, groups)
     assert_written(layouts, after, world.engines)

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from hybridengine.kernels import change_mask, mark_changed_, take_changed
 from hybridengine.reshard.execute.context import RankContext
 from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.runtime.all_ranks import host_device
 from hybridengine.sharding.changes import ChangedElements
+from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.shards import Box, RowRange
 
 DeltaMode = Literal["auto", "on", "off"]
@@ -47,6 +49,20 @@ def check_mode(delta: str) -> None:
     """Raise ValueError unless `delta` is a mode."""
     if delta not in get_args(DeltaMode):
         raise ValueError(f"delta: got {delta!r}, expected one of {get_args(DeltaMode)}")
+
+
+def is_wanted(mode: DeltaMode, by_default: bool, plan: ReshardPlan) -> bool:
+    """Return whether syncs look for changes. by_default: in mode `auto`.
+
+    Raises LayoutError for mode `on` if engine tensors are quantized; `auto` sends all of these.
+    """
+    quantized = any(layout.quantized for layout in plan.layouts)
+    if quantized and mode == "on":
+        raise LayoutError(
+            "delta: got 'on', but the engine's weights are quantized: the scale of a block "
+            "depends on all of it. Use delta='auto' or 'off', which send all weights"
+        )
+    return mode == "on" or (mode == "auto" and by_default and not quantized)
 
 
 def covers(bucket: Bucket) -> bool:

@@ -16,11 +16,12 @@ import torch
 from hybridengine.kernels.delta import ChangeTable
 from hybridengine.reshard.delta.find import Part, covers
 from hybridengine.reshard.delta.message import Header, Versions, decode, encode
+from hybridengine.reshard.execute.context import RankContext
 from hybridengine.reshard.execute.exchange import ExchangeBuilder
 from hybridengine.reshard.plan.buckets import Bucket
-from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import Chunk
 from hybridengine.sharding.changes import ChangedElements
+from hybridengine.sharding.geometry import contiguous_strides
 
 _BYTES_PER_CHANGE = 3  # of a message, where an element has 2
 _STEP = 4  # sizes of groups are powers of it, so that few sets of tables are made
@@ -48,11 +49,11 @@ class DeltaGroup:
     parts: the changes that `encode` and `write_local` read.
     """
 
-    def __init__(self, builder: ExchangeBuilder, device: torch.device, bucket: Bucket) -> None:
+    def __init__(self, builder: ExchangeBuilder, bucket: Bucket) -> None:
         rows = builder.rows(bucket)
         tables = (rows.pack, rows.local, rows.unpack)
         self._pack, self._local, self._unpack = (
-            ChangeTable(torch.from_numpy(table), device) for table in tables
+            ChangeTable(torch.from_numpy(table), builder.device) for table in tables
         )
         dtype = bucket.engine_dtype
         self.parts = [Part(n, dtype, b if bucket.merged else None) for n, b in rows.sources]
@@ -94,27 +95,26 @@ class DeltaGroup:
         return [weights[name] for name in self._destinations]
 
 
-class DeltaGroups:
-    """The groups of one rank, for each size that was needed. strides: as of `ExchangeBuilder`."""
+def delta_builder(context: RankContext) -> ExchangeBuilder:
+    """Return the builder of a trained rank; changes have the positions of a contiguous shard."""
+    plan, rank, trained, device, *_ = context
+    strides = {n: contiguous_strides(p.local_shape) for n, p in trained.placements.items()}
+    return ExchangeBuilder(plan, rank, strides, device)
 
-    def __init__(
-        self,
-        plan: ReshardPlan,
-        rank: int,
-        strides: Mapping[str, tuple[int, ...]],
-        device: torch.device,
-    ) -> None:
-        self._builder = ExchangeBuilder(plan, rank, strides, device)
-        self._device = device
-        self._buckets = [bucket for bucket in plan.buckets if covers(bucket)]
+
+class DeltaGroups:
+    """The groups of one rank, for each size that was needed."""
+
+    def __init__(self, builder: ExchangeBuilder) -> None:
+        self._builder = builder
+        self._buckets = [bucket for bucket in builder.plan.buckets if covers(bucket)]
         self._known: dict[int, list[DeltaGroup]] = {}
 
     def of_size(self, size: int) -> list[DeltaGroup]:
         """Return groups of up to `size` buckets each."""
         if size not in self._known:
             self._known[size] = [
-                DeltaGroup(self._builder, self._device, bucket)
-                for bucket in joined(self._buckets, size)
+                DeltaGroup(self._builder, bucket) for bucket in joined(self._buckets, size)
             ]
         return self._known[size]
 

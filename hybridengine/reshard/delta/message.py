@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from hybridengine.kernels import empty_from_pool
 from hybridengine.kernels.delta import decode_gaps, encode_gaps
 from hybridengine.sharding.checksums import bit_checksums
 
@@ -121,5 +122,11 @@ def decode(
             raise CorruptDeltaError(
                 f"the delta from rank {sender} was not applied: {error}"
             ) from error
-    positions, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    positions, values = (_joined(column) for column in zip(*parts, strict=True))
     return positions, values
+
+
+def _joined(vectors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    size, first = sum(map(len, vectors)), vectors[0]
+    out = empty_from_pool([size], first.dtype, first.device)
+    return torch.cat(vectors, out=out)

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.delta.find import ChangeFinder, DeltaMode, Found, ReadChanges
-from hybridengine.reshard.delta.group import DeltaGroup, DeltaGroups, group_size
+from hybridengine.reshard.delta.group import DeltaGroup, DeltaGroups, delta_builder, group_size
 from hybridengine.reshard.delta.message import HEADER_BYTES, CorruptDeltaError, Header, Versions
 from hybridengine.reshard.execute.context import RankContext
+from hybridengine.reshard.execute.pipelining import run_pipelined
 from hybridengine.runtime.all_ranks import host_device
-from hybridengine.sharding.geometry import contiguous_strides
 
 if TYPE_CHECKING:
     from hybridengine.sharding.weight_target import WeightTarget
@@ -34,11 +34,10 @@ class DeltaSync:
         mode: DeltaMode,
         read_changes: ReadChanges | None,
     ) -> None:
-        plan, rank, trained, device, self._guard, self._progress = context
+        self._guard, self._progress = context.guard, context.progress
         self.finder = ChangeFinder(context, mode, read_changes)
         self._engine = engine
-        strides = {n: contiguous_strides(p.local_shape) for n, p in trained.placements.items()}
-        self._groups = DeltaGroups(plan, rank, strides, device)
+        self._groups = DeltaGroups(delta_builder(context))
         self._base: tuple[int, int] | None = None  # weight version, number of the update
 
     @property
@@ -69,14 +68,10 @@ class DeltaSync:
         self._problem: CorruptDeltaError | None = None
         versions = Versions(self._base_version, version)
         groups = self._groups.of_size(group_size(found.share))
-        previous: Iterator[None] = iter(())
-        for i, group in enumerate(groups, 1):
-            where = f"delta {i} of {len(groups)}"
-            transfer = self._transfer(group, where, found, weights, versions)
-            next(transfer)  # start it
-            next(previous, None)  # finish the group before
-            previous = transfer
-        next(previous, None)
+        run_pipelined(
+            self._transfer(group, f"delta {i} of {len(groups)}", found, weights, versions)
+            for i, group in enumerate(groups, 1)
+        )
         if self._problem:
             raise self._problem
         return self._moved[0], self._moved[1]
