@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
 from hybridengine.reshard.disaggregated.link import divide
-from tests.ranks import Ranks
+from hybridengine.reshard.disaggregated.records import SyncState, SyncStore
+from tests.ranks import Ranks, message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
 
@@ -142,3 +144,30 @@ def test_every_byte_crosses_once(trainers: int, engines: list[int], tp_size: int
         assert crossed == of_trainers[0]["needed"] + full
     for rank in of_trainers:
         assert rank["states"] == [("live", 3)] * len(engines)
+
+
+def pending_body(rank: int, world_size: int, port: int) -> tuple[list[bool], str]:
+    """The answers of `pending`, which the last rank asks first; and the error of one on rank 0."""
+    store = link_store(port)
+    receiver = WeightReceiver(build_engine(rank, world_size), store, index=0, timeout_s=TIMEOUT_S)
+    answers = []
+    for number in range(1, 9):
+        if rank == 0:
+            time.sleep(0.02)  # others look before the state changes
+            state = SyncState(number, number, 0, invited={0: 1}, is_open=number % 3 > 0)
+            SyncStore(store).set("sync", state)
+        answers.append(receiver.pending())
+        dist.barrier()
+    with patch.object(SyncStore, "get_sync", side_effect=RuntimeError("no store on this rank")):
+        error = message_of(receiver.pending)
+    answers.append(receiver.pending())
+    return answers, error
+
+
+def test_all_ranks_get_the_same_answer_before_the_same_step() -> None:
+    with worlds((pending_body, 3)) as (_, ranks):
+        results = ranks.results()
+    assert results == [results[0]] * 3
+    answers, error = results[0]
+    assert answers == [number % 3 > 0 for number in [*range(1, 9), 8]]
+    assert "on rank 0: RuntimeError: no store on this rank" in error

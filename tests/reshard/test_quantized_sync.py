@@ -180,7 +180,7 @@ def test_a_sync_that_fails_leaves_an_engine_that_refuses(world_of_one) -> None:
     full = trained(0, torch.float32)
     engine, _, resharder = build(SHAPES, 1, full=full, bucket_bytes=1 << 20, quantized=QUANTIZED)
     resharder.sync(1)
-    failing = mock.patch.object(BlockScales, "update", side_effect=OSError("lost"))
+    failing = mock.patch.object(BlockScales, "combine", side_effect=OSError("lost"))
     with failing, pytest.raises(OSError, match="lost"):
         resharder.sync(2)
     assert engine.weight_version == 1

@@ -10,7 +10,8 @@ import torch
 
 from tests.ranks import message_of, run_ranks
 from tests.reshard.quantized_kernel import register_kernel
-from tests.reshard.vllm_engines import PROMPTS, build
+from tests.reshard.test_disaggregated import link_store, worlds
+from tests.reshard.vllm_engines import PROMPTS, build, build_engine
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.multirank
@@ -42,6 +43,19 @@ def load_again(engine, checkpoint: dict[str, torch.Tensor]) -> None:
         finalize_layerwise_reload(model, engine._llm.llm_engine.model_config)
 
 
+def unequal_to_vllms(engine, checkpoint: dict[str, torch.Tensor]) -> list[str]:
+    """Return which of the engine's tensors differ from what vLLM itself makes of bfloat16 ones."""
+    written = {name: tensor.clone() for name, tensor in engine.weights().items()}
+    for tensor in engine.weights().values():
+        tensor.view(torch.uint8).fill_(1)
+    load_again(engine, checkpoint)
+    return [
+        name
+        for name, tensor in engine.weights().items()
+        if not torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8))
+    ]
+
+
 def sync_body(rank: int, world_size: int, path: str) -> dict:
     from hybridengine.model import parameter_shards
     from hybridengine.rollout import SamplingSpec
@@ -56,14 +70,7 @@ def sync_body(rank: int, world_size: int, path: str) -> dict:
         report = resharder.sync(version, verify=True)
     written = {name: tensor.clone() for name, tensor in engine.weights().items()}
     checkpoint = {n: p.full_tensor().to(torch.bfloat16) for n, p in parameter_shards(model).items()}
-    for tensor in engine.weights().values():
-        tensor.view(torch.uint8).fill_(1)
-    load_again(engine, checkpoint)
-    unequal = [
-        name
-        for name, tensor in engine.weights().items()
-        if not torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8))
-    ]
+    unequal = unequal_to_vllms(engine, checkpoint)
     outputs = engine.generate(PROMPTS, SamplingSpec(max_tokens=4), seed=0)
     return {
         "unequal": unequal,
@@ -91,6 +98,68 @@ def test_engine_tensors_equal_vllms_own_quantization(tmp_path: Path) -> None:
         assert result["received"] == result["planned"] + result["for_scales"]
         assert result["version"] == 2
         assert result["responses"] == [4] * len(PROMPTS)
+
+
+def load_trained(path: str):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def trainer_body(rank: int, world_size: int, port: int, path: str) -> int:
+    from torch.distributed.fsdp import fully_shard
+
+    from hybridengine.model import parameter_shards
+    from hybridengine.reshard.disaggregated import WeightSender
+
+    model = load_trained(path)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    sender = WeightSender(
+        lambda: parameter_shards(model), link_store(port), num_engines=1, bucket_bytes=1 << 16
+    )
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.5).add_(0.01)
+        report = sender.sync(version, verify=True)
+    return report.bytes_sent
+
+
+def engine_body(rank: int, world_size: int, port: int, path: str) -> dict:
+    from hybridengine.reshard.disaggregated import WeightReceiver
+    from hybridengine.rollout import SamplingSpec
+
+    register_kernel()
+    torch.compiler.set_stance("force_eager")  # vLLM compiles its quantization, not when it reloads
+    engine, _ = build_engine(path, world_size, torch.bfloat16, quantization="fp8")
+    receiver = WeightReceiver(engine, link_store(port), index=0)
+    for _ in range(2):
+        receiver.receive()
+    outputs = engine.generate(PROMPTS, SamplingSpec(max_tokens=4), seed=0)
+    checkpoint = load_trained(path).state_dict()
+    for tensor in checkpoint.values():
+        for _ in range(2):
+            tensor.mul_(-1.5).add_(0.01)
+    checkpoint = {name: tensor.to(torch.bfloat16) for name, tensor in checkpoint.items()}
+    return {
+        "unequal": unequal_to_vllms(engine, checkpoint),
+        "quantized": len(engine.layout.quantized),
+        "version": engine.weight_version,
+        "responses": [len(o.token_ids) for completions in outputs for o in completions],
+    }
+
+
+def test_engines_in_other_processes_get_vllms_own_quantization(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    bodies = (trainer_body, 2, path), (engine_body, 2, path)
+    with worlds(*bodies, timeout_s=300) as (_, trainers, engine):
+        of_trainers, of_engine = trainers.results(), engine.results()
+    assert min(of_trainers) > 0
+    for result in of_engine:
+        assert result["unequal"] == [] and result["quantized"] == 8
+        assert result["version"] == 2 and result["responses"] == [4] * len(PROMPTS)
 
 
 def refused_body(rank: int, world_size: int, path: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["PROMPTS", "LargestAllocation", "build", "build_llm", "unequal"]
+__all__ = ["PROMPTS", "LargestAllocation", "build", "build_engine", "build_llm", "unequal"]
 
 PROMPTS = [[1, 5, 9, 33, 2], [7, 8, 9, 10, 11, 12, 13], [3] * 20, [97, 4]]
 
@@ -29,24 +29,9 @@ def build(
 
     from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
     from hybridengine.model.lora import adapter_shards
-    from hybridengine.model.validation import check_model
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
-    from hybridengine.rollout.vllm.engine import VllmEngine
 
-    checkpoint = checkpoint_layout_from_config(check_model(path))
-    engine = VllmEngine(
-        path,
-        checkpoint,
-        tp_size=tp_size,
-        max_model_len=64,
-        stop_token_ids=[],
-        dtype=dtype,
-        kv_cache_bytes=64 << 20,
-        lora_rank=lora_rank,
-        quantization=quantization,
-        engine_options={"enforce_eager": True},
-    )
+    engine, checkpoint = build_engine(path, tp_size, dtype, lora_rank, quantization)
     sliced = engine.layout.sliced_dims(checkpoint.parameters)
     model = load_causal_lm(
         path,
@@ -63,6 +48,30 @@ def build(
         merge=not lora_rank,
     )
     return engine, model, resharder
+
+
+def build_engine(
+    path: str, tp_size: int, dtype: torch.dtype, lora_rank: int = 0, quantization: str | None = None
+) -> tuple:
+    """Return (VllmEngine, layout of the checkpoint)."""
+    from hybridengine.model.validation import check_model
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+    from hybridengine.rollout.vllm.engine import VllmEngine
+
+    checkpoint = checkpoint_layout_from_config(check_model(path))
+    engine = VllmEngine(
+        path,
+        checkpoint,
+        tp_size=tp_size,
+        max_model_len=64,
+        stop_token_ids=[],
+        dtype=dtype,
+        kv_cache_bytes=64 << 20,
+        lora_rank=lora_rank,
+        quantization=quantization,
+        engine_options={"enforce_eager": True},
+    )
+    return engine, checkpoint
 
 
 class LargestAllocation(TorchDispatchMode):

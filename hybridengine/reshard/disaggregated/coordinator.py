@@ -59,7 +59,7 @@ class Coordinator:
         self.engines = {index: EngineStatus() for index in range(num_engines)}
         number = store.add("trainers")
         store.set(f"trainers/{number}", list(trainers))
-        last = store.get("sync")  # of trainers that ran before on this store
+        last = store.get_sync()  # of trainers that ran before on this store
         self._state = last or SyncState(0, 0, number, {})
         self._publish(trainers=number, is_open=False, invited={})
         self._beats = threading.Event()

@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.delta.find import Found
-from hybridengine.reshard.delta.group import DeltaGroups, group_size
+from hybridengine.reshard.delta.group import DeltaGroups, delta_builder, group_size
 from hybridengine.reshard.delta.message import HEADER_BYTES, CorruptDeltaError, Header, Versions
 from hybridengine.reshard.disaggregated.link import Link, LinkError, divide
 from hybridengine.reshard.disaggregated.transfer import Arrival, SendPipeline
 from hybridengine.reshard.execute.context import RankContext
-from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.execute.exchange import ExchangeBuilder
 from hybridengine.runtime.all_ranks import host_device
 from hybridengine.runtime.device import DeviceProgress
-from hybridengine.sharding.geometry import contiguous_strides
 
 
 class Delta(NamedTuple):
@@ -40,10 +39,9 @@ class DeltaSender:
     """Sends what changed in the shards of a trainer rank, over the connections of `pipeline`."""
 
     def __init__(self, context: RankContext, pipeline: SendPipeline) -> None:
-        plan, self._rank, trained, self._device, self._guard, _ = context
+        self._rank, self._device, self._guard = context.rank, context.device, context.guard
         self._pipeline, self._num_trainers = pipeline, dist.get_world_size()
-        strides = {n: contiguous_strides(p.local_shape) for n, p in trained.placements.items()}
-        self._groups = DeltaGroups(plan, self._rank, strides, self._device)
+        self._groups = DeltaGroups(delta_builder(context))
 
     def send(self, delta: Delta) -> int:
         """Send a delta to all members. Return the bytes sent. Collective over the trainers.
@@ -96,12 +94,9 @@ class DeltaSender:
 class DeltaReceiver:
     """Receives the deltas of one tensor-parallel rank; the arguments as of `ReceivePipeline`."""
 
-    def __init__(
-        self, plan: ReshardPlan, num_trainers: int, tp_rank: int, device: torch.device
-    ) -> None:
-        self._num_trainers, self._device = num_trainers, device
-        strides = {name: contiguous_strides(spec.shape) for name, spec in plan.sources.items()}
-        self._groups = DeltaGroups(plan, num_trainers + tp_rank, strides, device)
+    def __init__(self, builder: ExchangeBuilder, num_trainers: int) -> None:
+        self._num_trainers, self._device = num_trainers, builder.device
+        self._groups = DeltaGroups(builder)
 
     def receive(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.disaggregated.records import (
@@ -17,7 +18,7 @@ from hybridengine.reshard.disaggregated.records import (
     Transfer,
 )
 from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
-from hybridengine.runtime.all_ranks import run_on_all_ranks
+from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks, run_on_all_ranks
 from hybridengine.runtime.failures import (
     CollectiveError,
     CollectiveGuard,
@@ -87,6 +88,27 @@ class EngineRank:
         value = self.on_all_ranks(lambda: fn() if self.rank == 0 else None, ReshardError)
         return self.all_gather(value)[0]
 
+    def is_true_on_rank0(self, fn: Callable[[], bool]) -> bool:
+        """Return on every rank of the engine what `fn` returns on rank 0, or raise its error.
+
+        One broadcast of one byte, and no wait of rank 0 for the others, where `fn` does not fail.
+        """
+        if self.world_size == 1:
+            return fn()
+        answer = torch.zeros(1, dtype=torch.int8, device=host_device())
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                answer.fill_(fn())
+            except Exception as caught:
+                error = caught
+                answer.fill_(-1)
+        with self._collective():
+            dist.broadcast(answer, 0)
+            if answer < 0:
+                raise_on_all_ranks(error, ReshardError)
+        return bool(answer)
+
     def on_all_ranks(self, fn: Callable[[], T], error_type: type[Exception]) -> T:
         """Return `fn()`; if it fails on a rank of the engine, raise on all."""
         if self.world_size == 1:
@@ -122,7 +144,7 @@ class EngineRank:
 
     def invitation(self) -> SyncState | None:
         """Return the sync that waits for this engine; a dropped engine shows that it is back."""
-        state: SyncState | None = self._store.get("sync")
+        state: SyncState | None = self._store.get_sync()
         if state is None or (state.number == self.last and self._is_invited(state)):
             return None
         if self._is_invited(state) and state.is_open:
@@ -144,7 +166,7 @@ class EngineRank:
         deadline = time.monotonic() + self._timeout_s
 
         def check() -> None:
-            state: SyncState | None = self._store.get("sync")
+            state: SyncState | None = self._store.get_sync()
             if state is not None:
                 self._check_trainers(state)
             if time.monotonic() > deadline:
@@ -179,13 +201,13 @@ class EngineRank:
         phase, beat, heard = self.phase, -1, time.monotonic()
 
         def read() -> SyncState | None:
-            now: SyncState = self._store.get("sync")
+            now: SyncState = self._store.get_sync()
             begun = now.number == state.number and now.attempt >= attempt and now.transfer
             return now if begun and self._is_invited(now) and self._is_member(begun) else None
 
         def check() -> None:
             nonlocal beat, heard
-            now: SyncState = self._store.get("sync")
+            now: SyncState = self._store.get_sync()
             if now.number != state.number or not self._is_invited(now) or not now.is_open:
                 if now.failure and now.number == state.number:
                     raise RankFailedError(f"{self.name}, while {phase}: {now.failure}")

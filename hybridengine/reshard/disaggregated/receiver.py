@@ -26,6 +26,7 @@ from hybridengine.reshard.disaggregated.records import (
 )
 from hybridengine.reshard.disaggregated.transfer import ReceivePipeline
 from hybridengine.reshard.disaggregated.verify import find_mismatches
+from hybridengine.reshard.execute.exchange import ExchangeBuilder
 from hybridengine.reshard.execute.memory import default_bucket_bytes
 from hybridengine.reshard.execute.report import SyncReport
 from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
@@ -34,7 +35,7 @@ from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import one_line
 from hybridengine.sharding.adapter import Adapter, adapters_of_factors
-from hybridengine.sharding.geometry import Block
+from hybridengine.sharding.geometry import Block, contiguous_strides
 from hybridengine.sharding.layout import LayoutError
 
 if TYPE_CHECKING:
@@ -54,11 +55,6 @@ class WeightReceiver:
     def __init__(
         self, engine: WeightTarget, store: dist.Store, *, index: int, timeout_s: float = 300.0
     ) -> None:
-        if engine.layout.quantized:
-            raise LayoutError(
-                "the engine's weights are quantized, which only a sync on the same ranks "
-                "(trainer.mode=sync) does: build the engine without quantization"
-            )
         self.engine, self.index = engine, index
         self._store, self._timeout_s = SyncStore(store), timeout_s
         self._device = next((t.device for t in engine.weights().values()), torch.device("cpu"))
@@ -73,7 +69,8 @@ class WeightReceiver:
 
         The engine may go on generating; the sync waits for `receive` until its timeout.
         """
-        return self._rank.on_rank0(lambda: self._rank.invitation() is not None)
+        self._rank.phase = "looking for a sync"
+        return self._rank.is_true_on_rank0(lambda: self._rank.invitation() is not None)
 
     def receive(self) -> SyncReport:
         """Take part in a sync: write the weights in place and set the weight version. Collective.
@@ -154,9 +151,12 @@ class WeightReceiver:
                 inputs, self._store, self.engine.optional_parameters, self.engine.config_differences
             )
             self._inputs, self._plan, self._plan_number = inputs, plan, transfer.plan
-            num_trainers, tp_rank = len(inputs.nodes), self.engine.tp_rank
-            self._pipeline = ReceivePipeline(plan, num_trainers, tp_rank, self._device)
-            self._delta = DeltaReceiver(plan, num_trainers, tp_rank, self._device)
+            num_trainers = len(inputs.nodes)
+            strides = {name: contiguous_strides(spec.shape) for name, spec in plan.sources.items()}
+            rank = num_trainers + self.engine.tp_rank
+            builder = ExchangeBuilder(plan, rank, strides, self._device)
+            self._pipeline = ReceivePipeline(builder, num_trainers)
+            self._delta = DeltaReceiver(builder, num_trainers)
         if self._plan.digest != transfer.digest:
             raise LayoutError(
                 f"{self._rank.name} made another reshard plan than the trainers: run the same "

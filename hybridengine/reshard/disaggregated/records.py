@@ -172,6 +172,7 @@ class SyncStore:
         # Any: torch's stubs know neither values of bytes nor `clone`.
         self._base: Any = store
         self._store: Any = dist.PrefixStore(_PREFIX, store)
+        self._has_sync = False
 
     def set(self, key: str, value: object) -> None:
         """Write a picklable value."""
@@ -182,6 +183,12 @@ class SyncStore:
         """Return the value under `key`, None if there is none."""
         with _store_errors():
             return pickle.loads(zlib.decompress(self._read(key))) if self.has(key) else None
+
+    def get_sync(self) -> Any:
+        """Return the SyncState, None if there is none. One request: it is never deleted."""
+        self._has_sync = self._has_sync or self.has("sync")
+        with _store_errors():
+            return pickle.loads(zlib.decompress(self._read("sync"))) if self._has_sync else None
 
     def has(self, key: str) -> bool:
         with _store_errors():

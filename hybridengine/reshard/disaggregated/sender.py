@@ -12,7 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.delta.find import ChangeFinder, DeltaMode, ReadChanges, check_mode
+from hybridengine.reshard.delta.find import (
+    ChangeFinder,
+    DeltaMode,
+    ReadChanges,
+    check_mode,
+    is_wanted,
+)
 from hybridengine.reshard.delta.group import group_size
 from hybridengine.reshard.delta.message import Versions
 from hybridengine.reshard.disaggregated.coordinator import Coordinator, EngineStatus
@@ -46,7 +52,6 @@ from hybridengine.runtime.failures import (
 )
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.checksums import bit_checksums
-from hybridengine.sharding.geometry import Block
 from hybridengine.sharding.layout import LayoutError
 
 T = TypeVar("T")
@@ -270,7 +275,9 @@ class WeightSender:
             failure = error
         progress = DeviceProgress(link or self._guard, self._device, limit_s=0.8 * self._timeout_s)
         self._pipeline.begin(link, progress, failure)
-        received, sent = self._pipeline.run({}, transfer.moves)
+        for_scales = self._pipeline.update_scales({}, transfer.moves)
+        moved = self._pipeline.run({}, transfer.moves)
+        received, sent = for_scales[0] + moved[0], for_scales[1] + moved[1]
         if transfer.base is not None and delta:
             sent += self._delta_sender.send(delta)
         for name in self.plan.fallback:
@@ -291,16 +298,13 @@ class WeightSender:
         return received, sent
 
     def _send_checksums(self) -> None:
-        trained, specs = self._trained, self._specs
+        trained = self._trained
         with self._guard.collective("gathering adapters to verify"):
             adapters = {name: adapter.full() for name, adapter in trained.merged.items()}
             warn_of_nan(trained.shards)
-
-        def read_shard(name: str, shard: int, block: Block) -> torch.Tensor:
-            return trained.slice(name, specs[name], shard, block, adapters.get(name))
-
         if not self._pipeline.failure:
             try:
+                read_shard = partial(self._pipeline.expected, adapters)
                 send_checksums(self.plan, self._pipeline.link, read_shard)
             except LinkError as error:
                 self._pipeline.failure = error
@@ -363,7 +367,7 @@ class WeightSender:
     def _plan_delta(self, context: RankContext, info: EngineInfo) -> None:
         machines = {machine_of(process) for process in (*self._trainers, *info.processes)}
         by_default = self._read_changes is not None or len(machines) > 1
-        wanted = self._mode == "on" or (self._mode == "auto" and by_default)
+        wanted = is_wanted(self._mode, by_default, self.plan)
         self._finder = None
         if wanted and not self._trained.unmerged:
             self._finder = ChangeFinder(context, self._mode, self._read_changes)

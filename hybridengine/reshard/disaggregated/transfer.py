@@ -15,14 +15,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybridengine.kernels import bit_checksum
 from hybridengine.reshard.disaggregated.link import ALIGNMENT, Link, LinkError, divide
 from hybridengine.reshard.execute.exchange import BucketPipeline, Exchange, ExchangeBuilder
+from hybridengine.reshard.execute.pipelining import run_pipelined
 from hybridengine.reshard.plan.buckets import Bucket
-from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.runtime.device import DeviceProgress
-from hybridengine.sharding.checksums import bit_checksum
-from hybridengine.sharding.geometry import contiguous_strides
 from hybridengine.sharding.shards import ShardSpec
+
+_SCALES = "the scales of quantized weights"
 
 
 class SendPipeline(BucketPipeline):
@@ -73,15 +74,11 @@ class SendPipeline(BucketPipeline):
             try:
                 if len(travelling) == 2:
                     self.finish(*travelling.pop(0))
-                i = number[id(exchange)]
-                outgoing = buffers.next(sizes[i]).view(exchange.bucket.engine_dtype)
+                i, dtype = number[id(exchange)], exchange.bucket.engine_dtype
+                outgoing = buffers.next(sizes[i]).view(dtype)
                 exchange.pack.copy(sources, [outgoing])
-                parts = outgoing.split(self.counts[self._rank, i].tolist())
-                self._checksums.append([bit_checksum(part) for part in parts])
-                with self.link.collective(f"sending {where}"):
-                    work = self.link.send(outgoing, self._counts_of_members(exchange, i))
+                work = self._send(f"sending {where}", outgoing, self.counts[:, i] * dtype.itemsize)
                 travelling.append((f"sending {where}", work))
-                self._bytes_sent += sizes[i]
             except LinkError as error:
                 self.failure = error
         try:
@@ -99,13 +96,35 @@ class SendPipeline(BucketPipeline):
             work.wait()
         self._progress.mark(phase)
 
-    def _counts_of_members(self, exchange: Exchange, number: int) -> list[int]:
-        """Return the bytes of one bucket from this rank to each member."""
+    def _send(self, phase: str, outgoing: torch.Tensor, sent: np.ndarray) -> dist.Work:
+        """Start to send a message, in the order of the tensor-parallel ranks.
+
+        sent: bytes from each trainer to each of these, int64 [trainers, tp_size].
+        """
+        parts = outgoing.view(torch.uint8).split(sent[self._rank].tolist())
+        self._checksums.append([bit_checksum(part) for part in parts])
         counts: list[int] = []
-        for tp_rank, members in enumerate(self.link.members_by_tp_rank):
-            sent = self.counts[:, number, tp_rank] * exchange.bucket.engine_dtype.itemsize
-            counts += divide(sent, len(members)).counts[self._rank].tolist()
-        return counts
+        for column, members in zip(sent.T, self.link.members_by_tp_rank, strict=True):
+            counts += divide(column, len(members)).counts[self._rank].tolist()
+        self._bytes_sent += outgoing.nbytes
+        with self.link.collective(phase):
+            return self.link.send(outgoing, counts)
+
+    def _deliver_scales(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Send the scales of each tensor-parallel rank, an equal part from every trainer."""
+        if self.failure:
+            return
+        num_trainers, phase = self.link.num_trainers, f"sending {_SCALES}"
+        parts = [
+            self.scales.of_rank(num_trainers + tp_rank).tensor_split(num_trainers)
+            for tp_rank in sorted(self.link.replicas)
+        ]
+        sent = np.array([[part.nbytes for part in column] for column in parts]).T
+        try:
+            outgoing = torch.cat([column[self._rank] for column in parts])
+            self.finish(phase, self._send(phase, outgoing, sent))
+        except LinkError as error:
+            self.failure = error
 
     def send_full(self, name: str, full: torch.Tensor) -> int:
         """Send a full parameter, of which each member gets a part. Return the bytes sent."""
@@ -182,16 +201,13 @@ class Arrival:
 class ReceivePipeline:
     """Receives the buckets of one tensor-parallel rank into an engine's tensors.
 
-    plan: of the trainers, then the tensor-parallel ranks. exchanges: one per bucket.
+    builder: of a plan of the trainers, then the tensor-parallel ranks. exchanges: one per bucket.
     """
 
-    def __init__(
-        self, plan: ReshardPlan, num_trainers: int, tp_rank: int, device: torch.device
-    ) -> None:
-        self._plan, self._num_trainers, self._device = plan, num_trainers, device
-        strides = {name: contiguous_strides(spec.shape) for name, spec in plan.sources.items()}
-        builder = ExchangeBuilder(plan, num_trainers + tp_rank, strides, device)
-        self.exchanges = [builder.build(bucket) for bucket in plan.buckets]
+    def __init__(self, builder: ExchangeBuilder, num_trainers: int) -> None:
+        self._plan, self._num_trainers, self._device = builder.plan, num_trainers, builder.device
+        self._rank, self._scales = builder.rank, builder.scales
+        self.exchanges = [builder.build(bucket) for bucket in builder.plan.buckets]
 
     def run(
         self,
@@ -208,15 +224,13 @@ class ReceivePipeline:
         self._checksums: list[torch.Tensor] = []  # of each message, by trainer
         self._messages: list[str] = []
         moving = [e for e in self.exchanges if moves(e.bucket)]
+        if any(e.bucket.quantized for e in moving):
+            self._receive_scales(link, progress, weights)
         buffers = _Buffers(self._plan.staging_bytes + ALIGNMENT * len(link.members), self._device)
-        previous: Iterator[None] = iter(())
-        for i, exchange in enumerate(moving, 1):
-            where = f"bucket {i} of {len(moving)}"
-            transfer = self._transfer(exchange, where, link, progress, weights, buffers)
-            next(transfer)  # start it
-            next(previous, None)  # finish the bucket before
-            previous = transfer
-        next(previous, None)
+        run_pipelined(
+            self._transfer(e, f"bucket {i} of {len(moving)}", link, progress, weights, buffers)
+            for i, e in enumerate(moving, 1)
+        )
         buffers.free()
         return self._received, self._sent
 
@@ -234,14 +248,35 @@ class ReceivePipeline:
         sent = np.array(exchange.receive_counts[: self._num_trainers]) * dtype.itemsize
         arrival = Arrival(link, sent, buffers.next, where)
         yield
+        arrived = self._finish(arrival, sent, progress, where)
+        link.phase = f"unpacking {where}"
+        destinations = [weights[name] for name in exchange.destinations]
+        exchange.unpack.copy([arrived.view(dtype)], destinations)
+
+    def _receive_scales(
+        self, link: Link, progress: DeviceProgress, weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Receive and write the scales of this engine rank's quantized tensors."""
+        scales = self._scales.of_rank(self._rank)
+        sent = np.array([part.nbytes for part in scales.tensor_split(self._num_trainers)])
+        arrival = Arrival(link, sent, self._new_buffer, _SCALES)
+        arrived = self._finish(arrival, sent, progress, _SCALES)
+        scales.copy_(arrived.view(scales.dtype))
+        self._scales.write(self._rank, weights)
+
+    def _new_buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def _finish(
+        self, arrival: Arrival, sent: np.ndarray, progress: DeviceProgress, where: str
+    ) -> torch.Tensor:
+        """Return what has arrived, uint8. sent: bytes from each trainer, int64 [N]."""
         arrived = arrival.finish(progress)
         self._received += arrival.received
         self._sent += arrival.sent
-        link.phase = f"unpacking {where}"
         self._checksums.append(torch.stack([bit_checksum(s) for s in arrived.split(sent.tolist())]))
         self._messages.append(where)
-        destinations = [weights[name] for name in exchange.destinations]
-        exchange.unpack.copy([arrived.view(dtype)], destinations)
+        return arrived
 
     def receive_full(
         self, name: str, spec: ShardSpec, link: Link, progress: DeviceProgress

@@ -13,23 +13,21 @@ import torch
 from hybridengine.reshard.disaggregated.link import Link
 from hybridengine.reshard.execute.verify import slice_checksums, slice_writes
 from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.source_class import SliceCopy
 from hybridengine.sharding.geometry import Block
 
 
 def send_checksums(
-    plan: ReshardPlan, link: Link, read_shard: Callable[[str, int, Block], torch.Tensor]
+    plan: ReshardPlan, link: Link, read_shard: Callable[[str, SliceCopy, str, Block], torch.Tensor]
 ) -> None:
-    """Send the checksums of all slices of this trainer rank.
-
-    read_shard: (parameter, shard, block) → that part of the shard on this rank.
-    """
+    """Send the checksums of all slices of this trainer rank; `read_shard` as `execute.verify`."""
     sums: dict[int, list[torch.Tensor]] = {tp_rank: [] for tp_rank in link.replicas}
     for bucket in plan.buckets:
         for tp_rank, parts in sums.items():
             receiver = link.num_trainers + tp_rank
             leaving = (d for d in plan.departures(bucket, link.rank) if d[1].receiver == receiver)
             writes = slice_writes(plan, bucket, leaving)
-            blocks = (read_shard(name, s.shard, block) for name, s, _, block in writes)
+            blocks = (read_shard(*write) for write in writes)
             parts.append(slice_checksums(blocks, bucket.engine_dtype, link.device))
     outgoing = [torch.cat(parts) for parts in sums.values()]
     of_members = [o for o, m in zip(outgoing, link.replicas.values(), strict=True) for _ in m]

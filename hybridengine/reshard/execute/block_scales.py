@@ -2,14 +2,15 @@
 
 An engine rank quantizes its own tensors (fused, of its tensor-parallel slice) in blocks of 128 x
 128. Such a block may be made of several trained parameters and lie in the shards of several ranks,
-and each engine layout has its own blocks. So before a sync packs, every rank finds the largest
-magnitudes of what it holds of each block of each layout; one all-reduce (MAX, which is exact)
-combines them. Then every rank knows all scales: senders quantize as they pack, and receivers write
-the scales of their own tensors without receiving them.
+and each engine layout has its own blocks. So before a sync packs, every trainer rank finds the
+largest magnitudes of what it holds of each block of each layout; one all-reduce (MAX, which is
+exact) combines them. Then every trainer rank knows all scales: senders quantize as they pack, and
+receivers that train, too, write the scales of their own tensors without receiving them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -48,7 +49,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class BlockScales:
     """The scales of all quantized tensors of all engine layouts of a plan, on one rank.
 
-    scale: float32 [B], of the blocks of all layouts in one numbering. `update` computes it.
+    scale: float32 [B], of the blocks of all layouts in one numbering. `combine` computes it.
 
     Raises LayoutError for a parameter that cannot be quantized.
     """
@@ -56,7 +57,7 @@ class BlockScales:
     def __init__(self, plan: ReshardPlan, device: torch.device) -> None:
         self._plan = plan
         self._first: list[dict[str, int]] = []  # by layout: engine tensor → its first block
-        count = 0
+        starts = [0]  # of each layout, and the end
         for layout in plan.layouts:
             if computed := layout.by_loader & layout.quantized.keys():
                 raise LayoutError(
@@ -65,15 +66,17 @@ class BlockScales:
                     "quantization"
                 )
             self._first.append({})
+            starts.append(starts[-1])
             for name in layout.quantized:
-                self._first[-1][name] = count
-                count += math.prod(block_grid(layout.destinations[name].shape))
+                self._first[-1][name] = starts[-1]
+                starts[-1] += math.prod(block_grid(layout.destinations[name].shape))
         dtypes = {q.dtype for layout in plan.layouts for q in layout.quantized.values()}
         if len(dtypes) > 1:
             raise LayoutError(f"the engines quantize values of {dtypes}; expected one dtype")
         self.dtype = next(iter(dtypes), torch.bfloat16)
-        self.scale = torch.zeros(count, dtype=torch.float32, device=device)
-        self._absmax = torch.zeros(count, dtype=torch.int32, device=device)
+        self.scale = torch.zeros(starts[-1], dtype=torch.float32, device=device)
+        self._absmax = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        self._of_layout = [self.scale[a:b] for a, b in itertools.pairwise(starts)]
         for name, dtype in plan.source_classes:
             if dtype == QUANTIZED_DTYPE:
                 self._check(name)
@@ -165,10 +168,17 @@ class BlockScales:
         """Include slices of this rank's shards in the magnitudes of their blocks."""
         table.absmax(sources, self._absmax, self.dtype)
 
-    def update(self, rank: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Compute the scales, and write those of this rank's engine to `weights`; collective."""
+    def combine(self) -> None:
+        """Compute the scales from the magnitudes that all trainer ranks found; collective."""
         dist.all_reduce(self._absmax, dist.ReduceOp.MAX)
         self.scale.copy_(block_scales(self._absmax))
+
+    def of_rank(self, rank: int) -> torch.Tensor:
+        """Return the part of `scale` for the engine of one rank of the plan."""
+        return self._of_layout[self._plan.layout_of[rank]]
+
+    def write(self, rank: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write the scales for the engine of one rank of the plan to its tensors."""
         layout = self._plan.layout_of[rank]
         for name, quantized in self._plan.layouts[layout].quantized.items():
             scale = weights[quantized.scale]
@@ -177,8 +187,8 @@ class BlockScales:
 
     @property
     def bytes_reduced(self) -> int:
-        """What `update` receives from, and sends to, other ranks: a ring's all-reduce."""
-        world_size = self._plan.world_size
+        """What `combine` receives from, and sends to, other ranks: a ring's all-reduce."""
+        world_size = dist.get_world_size()
         return 2 * self._absmax.nbytes * (world_size - 1) // world_size
 
     def expected(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE, BlockTable
+from hybridengine.kernels.block_quantize import BlockTable
 from hybridengine.kernels.strided_copy import CopyTable
 from hybridengine.reshard.execute.block_scales import (
     BLOCK_COLUMN,
@@ -26,6 +26,7 @@ from hybridengine.reshard.execute.block_scales import (
     measuring,
 )
 from hybridengine.reshard.execute.context import RankContext
+from hybridengine.reshard.execute.pipelining import run_pipelined
 from hybridengine.reshard.execute.rows import (
     SliceRows,
     joined,
@@ -36,7 +37,8 @@ from hybridengine.reshard.execute.rows import (
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import Chunk, SliceCopy
-from hybridengine.sharding.geometry import contiguous_strides
+from hybridengine.sharding.adapter import Adapter
+from hybridengine.sharding.geometry import Block, contiguous_strides
 from hybridengine.sharding.shards import Box, RowRange
 
 _ALIGNMENT = 16  # bytes
@@ -106,14 +108,14 @@ class ExchangeBuilder:
         strides: Mapping[str, tuple[int, ...]],
         device: torch.device,
     ) -> None:
-        self._plan, self._rank, self._strides, self._device = plan, rank, strides, device
+        self.plan, self.rank, self._strides, self.device = plan, rank, strides, device
         self.scales = BlockScales(plan, device)
         self._known: dict[tuple, dict[str, SliceRows]] = {}
 
     def build(self, bucket: Bucket) -> Exchange:
-        rows, device = self.rows(bucket), self._device
+        rows, device = self.rows(bucket), self.device
         made: dict = {"unpack": CopyTable(torch.from_numpy(rows.unpack), device)}
-        if bucket.engine_dtype == QUANTIZED_DTYPE:
+        if bucket.quantized:
             made |= {w: self.scales.quantizing(getattr(rows, w), device) for w in _READING}
             made["measured"] = measuring([rows.pack, rows.local], device)
         else:
@@ -130,19 +132,19 @@ class ExchangeBuilder:
             if key not in source_index:
                 source_index[key] = len(sources)
                 sources.append((name, self._box_read(bucket, name, chunk)))
-            names = self._plan.destinations(name, bucket.engine_dtype, self._rank)
+            names = self.plan.destinations(name, bucket.engine_dtype, self.rank)
             indices = [destination_index.setdefault(n, len(destination_index)) for n in names]
             to = np.array(indices, np.int64)
             for way, rows in self._table_rows(bucket, name, chunk).items():
                 table = rows.table.copy()
-                if bucket.engine_dtype == QUANTIZED_DTYPE and way in _READING:
-                    layouts = np.array(self._plan.layout_of)[rows.ranks[rows.slice_of]]
+                if bucket.quantized and way in _READING:
+                    layouts = np.array(self.plan.layout_of)[rows.ranks[rows.slice_of]]
                     table[:, BLOCK_COLUMN] += self.scales.first_blocks(name)[layouts, table[:, 1]]
                 table[:, 0] = 0 if way == "unpack" else source_index[key]
                 table[:, 1] = 0 if way == "pack" else to[table[:, 1]]
                 parts[way].append(rows._replace(table=table))
         pack, local, unpack = (joined(parts[way]) for way in ("pack", "local", "unpack"))
-        counts = [rows.elements_by_rank(self._plan.world_size) for rows in (pack, unpack)]
+        counts = [rows.elements_by_rank(self.plan.world_size) for rows in (pack, unpack)]
         packing, unpacking = self._place(bucket, pack, unpack)
         return ExchangeRows(
             sources, list(destination_index), packing, local.table, unpacking, *counts
@@ -161,33 +163,32 @@ class ExchangeBuilder:
 
     def _box_read(self, bucket: Bucket, name: str, chunk: Chunk) -> Box:
         """Return the box of this rank's full shard, or what of it is merged for the chunk."""
-        source_class = self._plan.source_classes[name, bucket.engine_dtype]
-        shard = int(source_class.senders.shard_of[self._rank])
+        source_class = self.plan.source_classes[name, bucket.engine_dtype]
+        shard = int(source_class.senders.shard_of[self.rank])
         if shard < 0:
             return (RowRange(0, 0),) * len(source_class.spec.shape)
         return source_class.spec.box(shard, *(chunk.row_part if bucket.merged else ()))
 
     def _table_rows(self, bucket: Bucket, name: str, chunk: Chunk) -> dict[str, SliceRows]:
         """Return the rows of pack, local and unpack, the same for all sources of a class."""
-        source_class = self._plan.source_classes[name, bucket.engine_dtype]
+        source_class = self.plan.source_classes[name, bucket.engine_dtype]
         box, strides = self._box_read(bucket, name, chunk), self._strides[name]
         origin = tuple(low for low, _ in box)
         if bucket.merged:
             strides = contiguous_strides(tuple(high - low for low, high in box))
         key: tuple = (source_class, chunk, strides, origin)
-        quantized = bucket.engine_dtype == QUANTIZED_DTYPE
-        if quantized:
+        if bucket.quantized:
             key += self.scales.shapes(name)
         if key not in self._known:
-            incoming = source_class.incoming(chunk, self._rank)
+            incoming = source_class.incoming(chunk, self.rank)
             slices = {
-                "pack": source_class.outgoing(chunk, self._rank),
-                "local": [s for s in incoming if s.sender == self._rank],
-                "unpack": [s for s in incoming if s.sender != self._rank],
+                "pack": source_class.outgoing(chunk, self.rank),
+                "local": [s for s in incoming if s.sender == self.rank],
+                "unpack": [s for s in incoming if s.sender != self.rank],
             }
             self._known[key] = {
                 way: self._quantized_rows(name, chosen, way, strides, origin)
-                if quantized and way in _READING
+                if bucket.quantized and way in _READING
                 else rows_of(chosen, way, strides, origin)
                 for way, chosen in slices.items()
             }
@@ -240,16 +241,16 @@ class BucketPipeline(ABC):
 
     def update_scales(
         self, weights: Mapping[str, torch.Tensor], moves: Callable[[Bucket], bool]
-    ) -> int:
-        """Compute the scales of quantized tensors before `run`; write those of this engine.
+    ) -> tuple[int, int]:
+        """Compute the scales of quantized tensors before `run`; write those of the engine.
 
-        moves: which buckets; either all that are quantized or none. Return the bytes received,
-        which are as many as those sent but for adapters.
+        The arguments are those of `run`; either all buckets that are quantized move, or none.
+        Return (bytes received, bytes sent).
         """
         scales, exchanges = self.scales, self._exchanges(moves)
-        moving = [e for _, e in exchanges if e.bucket.engine_dtype == QUANTIZED_DTYPE]
+        moving = [e for _, e in exchanges if e.bucket.quantized]
         if not moving:
-            return 0
+            return 0, 0
         self._guard.phase = "finding the scales of quantized weights"
         scales.begin()
         for exchange in moving:
@@ -257,8 +258,30 @@ class BucketPipeline(ABC):
             sources = [self._source(name, box) for name, box in exchange.sources]
             scales.measure(exchange.measured, sources)
         with self._guard.collective("combining the scales of quantized weights"):
-            scales.update(self._rank, weights)
-        return self._bytes_received + scales.bytes_reduced
+            scales.combine()
+        self._bytes_received += scales.bytes_reduced
+        self._bytes_sent += scales.bytes_reduced
+        self._deliver_scales(weights)
+        return self._bytes_received, self._bytes_sent
+
+    def _deliver_scales(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.scales.write(self._rank, weights)
+
+    def expected(
+        self,
+        adapters: Mapping[str, Adapter],
+        name: str,
+        slice_copy: SliceCopy,
+        destination: str,
+        block: Block,
+    ) -> torch.Tensor:
+        """Return what a block of a slice must be in the receiver's engine, in plain PyTorch.
+
+        adapters: the full adapters of merged parameters.
+        """
+        spec, adapter = self._plan.sources[name], adapters.get(name)
+        values = self._trained.slice(name, spec, slice_copy.shard, block, adapter)
+        return self.scales.expected(values, slice_copy.receiver, destination, block)
 
     def _exchanges(self, moves: Callable[[Bucket], bool]) -> list[tuple[str, Exchange]]:
         """Return (name for error messages, exchange) of the buckets of a sync; reset the bytes."""
@@ -292,13 +315,9 @@ class AllToAllPipeline(BucketPipeline):
         ends = (e.buffer_ranges(self._plan.staging_bytes)[2] for e in self.exchanges)
         self._max_buffer_bytes = max(ends, default=0)
         self._free_buffers: list[torch.Tensor] = []
-        previous: Iterator[None] = iter(())
-        for where, exchange in self._exchanges(moves):
-            transfer = self._transfer(exchange, where, weights)
-            next(transfer)  # start it
-            next(previous, None)  # finish the bucket before
-            previous = transfer
-        next(previous, None)
+        run_pipelined(
+            self._transfer(exchange, where, weights) for where, exchange in self._exchanges(moves)
+        )
         while self._free_buffers:  # gloo's threads may keep references: free the memory itself
             self._free_buffers.pop().untyped_storage().resize_(0)
         return self._bytes_received, self._bytes_sent

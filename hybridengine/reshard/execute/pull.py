@@ -96,19 +96,19 @@ class PullBuilder(ExchangeBuilder):
 
     @cached_property
     def _send_buffers(self) -> SendBuffers:
-        return SendBuffers(self._plan)
+        return SendBuffers(self.plan)
 
     def _place(
         self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
     ) -> tuple[np.ndarray, np.ndarray]:
-        buffers = [self._send_buffers.of(bucket, r) for r in range(self._plan.world_size)]
+        buffers = [self._send_buffers.of(bucket, r) for r in range(self.plan.world_size)]
         largest = max(buffer.size for buffer in buffers) * bucket.engine_dtype.itemsize
         self.buffer_bytes = max(self.buffer_bytes, largest)
-        own = buffers[self._rank]
+        own = buffers[self.rank]
         pack.table[:, 3] += own.offsets[pack.slice_of]
         offsets = np.zeros_like(unpack.numel)
         for sender, buffer in enumerate(buffers):
-            offsets[unpack.ranks == sender] = buffer.offsets[buffer.receivers == self._rank]
+            offsets[unpack.ranks == sender] = buffer.offsets[buffer.receivers == self.rank]
         unpack.table[:, 0] = unpack.ranks[unpack.slice_of]
         unpack.table[:, 2] += offsets[unpack.slice_of]
         return pack.table[own.is_first[pack.slice_of]], unpack.table

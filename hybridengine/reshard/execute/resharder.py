@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
-from hybridengine.reshard.delta.find import DeltaMode, Found, ReadChanges, check_mode, covers
+from hybridengine.reshard.delta.find import (
+    DeltaMode,
+    Found,
+    ReadChanges,
+    check_mode,
+    covers,
+    is_wanted,
+)
 from hybridengine.reshard.delta.message import CorruptDeltaError
 from hybridengine.reshard.delta.sync import DeltaSync
 from hybridengine.reshard.execute.context import RankContext
@@ -30,7 +36,6 @@ from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
 from hybridengine.reshard.plan.senders import ranks_per_node
-from hybridengine.reshard.plan.source_class import SliceCopy
 from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks, run_on_all_ranks
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import CollectiveError, CollectiveGuard
@@ -121,15 +126,10 @@ class Resharder:
         )
         self._pipeline = make_pipeline(context)
         self._frozen_in_engine: list[int] | None = None  # checksums of the frozen parameters
-        wanted = delta == "on" or (delta == "auto" and (changes is not None or len(set(nodes)) > 1))
+        by_default = changes is not None or len(set(nodes)) > 1
+        wanted = is_wanted(delta, by_default, self.plan)
         self._delta: DeltaSync | None = None
-        quantized = bool(self._layout.quantized)
-        if quantized and delta == "on":
-            raise LayoutError(
-                "delta: got 'on', but the engine's weights are quantized: the scale of a block "
-                "depends on all of it. Use delta='auto' or 'off', which send all weights"
-            )
-        if wanted and not quantized and not self._trained.unmerged and not engine.discards_weights:
+        if wanted and not self._trained.unmerged and not engine.discards_weights:
             self._delta = DeltaSync(context, engine, delta, changes)
 
     # Planning
@@ -228,15 +228,13 @@ class Resharder:
         def moves(bucket: Bucket) -> bool:
             if found is not None and covers(bucket):
                 return False
-            if bucket.engine_dtype == QUANTIZED_DTYPE and self._trained.merged:
-                return True  # frozen and trained parameters may share blocks
             return not (bucket.frozen and skip_frozen)
 
         if found is None:
             write_constants(self.engine.layout, self._weights)
             for_scales = self._pipeline.update_scales(self._weights, moves)
             received, sent = self._pipeline.run(self._weights, moves)
-            return for_scales + received, for_scales + sent
+            return for_scales[0] + received, for_scales[1] + sent
         assert self._delta is not None
         by_delta = (0, 0)
         problem: CorruptDeltaError | None = None
@@ -336,16 +334,9 @@ class Resharder:
 
     def _verify(self) -> None:
         """Raise ReshardError on every rank if an engine tensor differs from its source."""
-        trained, sources, scales = self._trained, self.plan.sources, self._pipeline.scales
         with self._guard.collective("gathering adapters to verify"):
-            adapters = {name: adapter.full() for name, adapter in trained.merged.items()}
-
-        def read_shard(
-            name: str, slice_copy: SliceCopy, destination: str, block: Block
-        ) -> torch.Tensor:
-            shard, receiver = slice_copy.shard, slice_copy.receiver
-            values = trained.slice(name, sources[name], shard, block, adapters.get(name))
-            return scales.expected(values, receiver, destination, block)
+            adapters = {name: adapter.full() for name, adapter in self._trained.merged.items()}
+        read_shard = partial(self._pipeline.expected, adapters)
 
         def read_engine(name: str, block: Block) -> torch.Tensor:
             weight = self._weights[name]
@@ -359,7 +350,7 @@ class Resharder:
                 tensors = {name: self._weights[name] for name in sorted(loaded)}
                 reload = partial(self._load_fallback, skip_frozen=False)
                 mismatches += find_unstable(self.rank, self._layout, tensors, reload)
-            warn_of_nan(trained.shards)
+            warn_of_nan(self._trained.shards)
         if mismatches:
             rank, destination, source = mismatches[0]
             raise ReshardError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
 from hybridengine.reshard.plan.source_class import Chunk, SourceClass
 from hybridengine.sharding.layout import LayoutError
 
@@ -21,8 +22,10 @@ Source = tuple[str, torch.dtype]  # trained parameter, dtype of the engine tenso
 class Bucket:
     """The content of one all-to-all: (source, chunk) pairs of equal dtypes and treatment.
 
-    frozen, merged: as `ShardSpec`, for all sources of the bucket. intra_bytes, inter_bytes: what
-    the busiest rank sends or receives (the larger of the two) inside its node and across nodes.
+    merged: as `ShardSpec`, for all sources of the bucket; frozen, too, but quantized ones are not
+    if adapters are merged: blocks may consist of frozen and trained parameters. intra_bytes,
+    inter_bytes: what the busiest rank sends or receives (the larger of the two) inside its node and
+    across nodes.
     """
 
     source_dtype: torch.dtype
@@ -32,6 +35,11 @@ class Bucket:
     chunks: list[tuple[str, Chunk]] = field(default_factory=list)
     intra_bytes: int = 0
     inter_bytes: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the values are quantized as they are packed."""
+        return self.engine_dtype == QUANTIZED_DTYPE
 
 
 class ChunkTable:
@@ -157,6 +165,7 @@ def fill_buckets(
     buckets: list[Bucket] = []
     total, max_staged = np.zeros((4, world_size), np.int64), 0
     filling: dict[tuple, _Filling] = {}  # by treatment
+    merges = any(source_class.spec.merged for source_class in classes.values())
 
     def close(treatment: tuple) -> None:
         nonlocal total, max_staged
@@ -172,7 +181,8 @@ def fill_buckets(
         if key not in tables:
             tables[key] = divide(name, *key, bucket_bytes)
         table, first = tables[key], 0
-        treatment = (spec.dtype, dtype, spec.frozen, spec.merged)
+        frozen = spec.frozen and not (merges and dtype == QUANTIZED_DTYPE)
+        treatment = (spec.dtype, dtype, frozen, spec.merged)
         while first < len(table.chunks):
             if treatment not in filling:
                 filling[treatment] = _Filling(Bucket(*treatment), world_size)
