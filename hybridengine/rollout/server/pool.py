@@ -6,13 +6,14 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from hybridengine.errors import RolloutError, UserError
+from hybridengine.rollout.engine import InFlightUpdate
 from hybridengine.rollout.server.client import ServerLostError, VllmServer
 
 _CHECK_S = 2.0  # between two health checks of a server
@@ -50,7 +51,12 @@ class ServerPool:
     A thread for each server checks its health. A lost one is reported by a warning, gets no
     requests, and joins again when it answers. Raises RolloutError where a server cannot be used or
     does not come in time.
+
+    Attributes:
+        in_flight: how servers take weights while requests run; None: when they are finished.
     """
+
+    in_flight: InFlightUpdate | None = None
 
     def __init__(
         self,
@@ -64,6 +70,8 @@ class ServerPool:
         self._join, self._max_sequences = join, max_sequences
         self._run = uuid.uuid4().hex  # no other run labels weights like this one
         self._newest: int | None = None
+        self._versions = dict[str, int]()  # by label, of all updates
+        self._updating = False
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._failure: UserError | None = None
@@ -105,9 +113,6 @@ class ServerPool:
     def _has_newest(self) -> bool:
         return any(m.version is not None and m.version == self._newest for m in self._members)
 
-    def _label(self, version: int) -> str:
-        return f"{self._run}/{version}"
-
     # Weights
 
     def update(
@@ -117,44 +122,52 @@ class ServerPool:
 
         on_lost: called with the number of a server that is lost meanwhile, and the reason.
         """
+        label = f"{self._run}/{version}"
+        keep_kv = None if self.in_flight is None else self.in_flight.keep_kv
         with self._changed:
             members = [m for m in self._members if m.joined and m.server.index in indices]
+            self._versions[label] = version
+            self._updating = True
 
         def update(member: _Member) -> None:
             with self._losing(member):
                 member.version = None
-                member.server.update(version, self._label(version))
+                member.server.update(version, label, keep_kv)
                 member.version = version
             if not member.joined:
                 on_lost(member.server.index, member.reason)
 
-        with ThreadPoolExecutor(max(1, len(members)), "server-update") as threads:
-            list(threads.map(update, members))
-        with self._changed:
+        try:
+            with ThreadPoolExecutor(max(1, len(members)), "server-update") as threads:
+                list(threads.map(update, members))
             self._newest = version
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._updating = False
+                self._changed.notify_all()
 
     # Requests
 
-    def call(self, request: Callable[[VllmServer, int, str], T], num_sequences: int) -> T:
-        """Return request(server, weight version, its label) of the server with the fewest to do.
+    def call(self, request: Callable[[VllmServer, Mapping[str, int]], T], num_sequences: int) -> T:
+        """Return request(server, weight versions by their labels) of the one with the fewest to do.
 
-        num_sequences: that the request generates. Repeated on another one where a server is lost.
-        Raises NoServerError if there is none.
+        num_sequences: that the request generates. It waits for an update that runs, and is repeated
+        on another server where one is lost. Raises NoServerError if there is none.
         """
         while True:
-            member, version = self._acquire(num_sequences)
+            member = self._acquire(num_sequences)
             try:
                 with self._losing(member):
-                    return request(member.server, version, self._label(version))
+                    return request(member.server, self._versions)
             finally:
                 with self._changed:
                     member.running -= num_sequences
                     self._changed.notify_all()
 
-    def _acquire(self, num_sequences: int) -> tuple[_Member, int]:
+    def _acquire(self, num_sequences: int) -> _Member:
         with self._changed:
             while True:
+                self._changed.wait_for(lambda: not self._updating or self._closed.is_set())
                 version = self._newest
                 ready = [m for m in self._members if m.version == version]
                 if version is None or not ready or self._closed.is_set():
@@ -163,7 +176,7 @@ class ServerPool:
                 member = min(ready, key=lambda m: m.running)
                 if not member.running or member.running + num_sequences <= self._max_sequences:
                     member.running += num_sequences
-                    return member, version
+                    return member
                 self._changed.wait()
 
     # Lost servers

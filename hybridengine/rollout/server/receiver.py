@@ -35,7 +35,7 @@ class ServerReceiver:
         self._pool.update(state.version, infos, tell)
 
     def _open_sync(self) -> SyncState | None:
-        state: SyncState | None = self._store.get("sync")
+        state: SyncState | None = self._store.get_sync()
         return state if state and state.is_open and state.number != self._last else None
 
     def _invited(self, state: SyncState) -> dict[int, EngineInfo]:

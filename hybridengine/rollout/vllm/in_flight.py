@@ -11,9 +11,9 @@ from unittest.mock import patch
 from hybridengine.reshard.execute.resharder import ReshardError
 from hybridengine.rollout.engine import InFlightUpdate
 
-__all__ = ["refresh_caches", "updates_between_steps"]
+__all__ = ["drop_cached_prefixes", "refresh_caches", "updates_between_steps"]
 
-_STEPS_BETWEEN_LOOKS = 8  # a look for new weights takes collectives over the engine's ranks
+_STEPS_BETWEEN_LOOKS = 8  # a look for new weights is a broadcast to the engine's ranks
 
 
 @contextmanager
@@ -57,18 +57,30 @@ def refresh_caches(llm: Any, keep_kv: bool) -> None:
     keep_kv: running requests keep theirs; else vLLM preempts them, and computes all their tokens
     again with the new weights before the next one.
     """
-    if keep_kv:
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        caches = scheduler.kv_cache_manager
-        cached = {b.block_id for b in caches.block_pool.blocks if b.block_hash is not None}
-        caches.evict_blocks(cached)  # from the prefix cache, not from the requests that hold them
-        is_reset = scheduler.reset_connector_cache()
-    else:
-        is_reset = llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    if not is_reset:
+    core = llm.llm_engine.engine_core.engine_core
+    if not keep_kv:
+        core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    drop_cached_prefixes(core)
+
+
+def drop_cached_prefixes(core: Any) -> None:
+    """Let no later request find keys and values of now in the caches of `core`, an `EngineCore`.
+
+    Running requests keep their own. What they add to them depends on those, and is cached so that
+    nobody else finds it. No step may be scheduled. Raises ReshardError where a KV connector fails.
+    """
+    for request in core.scheduler.requests.values():
+        if request.num_computed_tokens:
+            request.cache_salt = request.request_id
+            request.block_hashes.clear()
+            request.update_block_hashes()
+    caches = core.scheduler.kv_cache_manager
+    cached = {b.block_id for b in caches.block_pool.blocks if b.block_hash is not None}
+    caches.evict_blocks(cached)  # from the prefix cache, not from the requests that hold them
+    if not core.scheduler.reset_connector_cache():
         raise ReshardError(
-            "the KV connector of vLLM did not drop keys and values of older weights; remove "
-            "kv_transfer_config from rollout.engine_kwargs.vllm, or set rollout.in_flight_update "
-            "to off"
+            "the KV connector of vLLM did not drop keys and values of older weights; build the "
+            "engine without kv_transfer_config (rollout.engine_kwargs.vllm; of a server: "
+            "--kv-transfer-config), or set rollout.in_flight_update to off"
         )
-    llm.llm_engine.reset_encoder_cache()
+    core.reset_encoder_cache()

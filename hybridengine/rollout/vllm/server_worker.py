@@ -4,9 +4,9 @@ Init info, the same for all workers of a server: the store through which trainer
 
     {"host": "trainer-0", "port": 29500, "prefix": "…", "index": 0, "timeout_s": 480}
 
-Each worker then runs a `WeightReceiver`. Whoever drives the server pauses it, which drops its
-caches, calls `update_weights`, which takes part in one sync, and resumes it
-(`hybridengine.rollout.server`).
+Each worker then runs a `WeightReceiver`. Whoever drives the server pauses it, calls
+`update_weights`, which takes part in one sync, sets the weight version, which drops cached
+prefixes (`in_flight.drop_cached_prefixes`), and resumes it (`hybridengine.rollout.server`).
 """
 
 from __future__ import annotations

@@ -30,11 +30,13 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader import base_loader
+from vllm.v1.engine.core import EngineCore
 
 from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import parameter_shards, unwrap_peft
 from hybridengine.reshard.execute.resharder import Resharder
 from hybridengine.reshard.record.checkpoint import checkpoint_layout
+from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
 from hybridengine.rollout.vllm.server_worker import ServerWorker, StoreInfo
@@ -67,6 +69,15 @@ def register() -> None:
 
     base_loader.process_weights_after_loading = process_in_place
     check_quantization(for_this_backend)
+    set_weight_version = EngineCore.set_weight_version
+
+    def drop_and_set(self: EngineCore, weight_version: str) -> None:
+        transfer = self.vllm_config.weight_transfer_config
+        if transfer is not None and transfer.backend == BACKEND:
+            drop_cached_prefixes(self)  # also where a paused server keeps its requests
+        set_weight_version(self, weight_version)
+
+    EngineCore.set_weight_version = drop_and_set  # type: ignore[method-assign]
 
 
 def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None) -> Resharder:
