@@ -38,6 +38,43 @@ def _cap_slope(y, scale, softcap):
 
 
 @triton.jit
+def _max_of(top, logits, vocab_mask, end, readable, scale, softcap, HAS_MASK: tl.constexpr,
+            HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The maximum of top and of the columns below `end`."""
+    columns = tl.arange(0, BLOCK)
+    for begin in range(0, end, BLOCK):
+        offsets = begin + columns
+        y = _load_y(logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK,
+                    HAS_CAP)  # fmt: skip
+        top = tl.maximum(top, tl.max(y, 0))
+    return top
+
+
+@triton.jit
+def _write_row(logits, vocab_mask, out, token, top, factor2, vocab, readable, scale, softcap,
+               HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write u of every column but the token's; return the sums of E and of E log E without it."""
+    columns = tl.arange(0, BLOCK)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    e = tl.zeros((BLOCK,), tl.float32)
+    e_d = tl.zeros((BLOCK,), tl.float32)  # d in units of log 2
+    for begin in range(0, vocab, BLOCK):
+        offsets = begin + columns
+        y = _load_y(logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK,
+                    HAS_CAP)  # fmt: skip
+        d = _clamped((y - shift) * factor2)
+        value = tl.exp2(d)
+        if (token >= begin) & (token < begin + BLOCK):
+            value = tl.where(offsets == token, 0.0, value)
+        e += value
+        e_d += value * d
+        if HAS_CAP:
+            value *= _cap_slope(y, scale, softcap)
+        tl.store(out + offsets, value.to(out.dtype.element_ty), mask=offsets < vocab)
+    return tl.sum(e.to(tl.float64), 0), tl.sum(e_d.to(tl.float64), 0) * _LN2
+
+
+@triton.jit
 def unscaled_kernel(
     logits, vocab_mask, token_ids, temperatures, log_probs, entropy, row_scale, bad_label, out,
     row_stride, mask_stride, out_stride, vocab, ignore_index, temperature, scale, softcap,
@@ -58,7 +95,6 @@ def unscaled_kernel(
     token_y = _load_y(logits, vocab_mask, tl.where(here, token, 0), here, scale, softcap, HAS_MASK,
                       HAS_CAP)  # fmt: skip
     token_y = tl.where(here, token_y, -float("inf"))
-    columns = tl.arange(0, BLOCK)
     readable = tl.where(ignored, 0, vocab)  # an ignored row is not read: it may hold NaN
     top = token_y
     others = tl.zeros((), tl.float64)
@@ -66,29 +102,10 @@ def unscaled_kernel(
     search = tl.minimum(readable, BLOCK)  # columns whose maximum is taken
     again = search >= 0
     while again:
-        for begin in range(0, search, BLOCK):
-            offsets = begin + columns
-            y = _load_y(logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK,
-                        HAS_CAP)  # fmt: skip
-            top = tl.maximum(top, tl.max(y, 0))
-        shift = tl.where(top == -float("inf"), 0.0, top)
-        e = tl.zeros((BLOCK,), tl.float32)
-        e_d = tl.zeros((BLOCK,), tl.float32)  # d in units of log 2
-        for begin in range(0, vocab, BLOCK):
-            offsets = begin + columns
-            y = _load_y(logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK,
-                        HAS_CAP)  # fmt: skip
-            d = _clamped((y - shift) * factor2)
-            value = tl.exp2(d)
-            if (token >= begin) & (token < begin + BLOCK):
-                value = tl.where(offsets == token, 0.0, value)
-            e += value
-            e_d += value * d
-            if HAS_CAP:
-                value *= _cap_slope(y, scale, softcap)
-            tl.store(out + offsets, value.to(out.dtype.element_ty), mask=offsets < vocab)
-        others = tl.sum(e.to(tl.float64), 0)
-        others_d = tl.sum(e_d.to(tl.float64), 0) * _LN2
+        top = _max_of(top, logits, vocab_mask, search, readable, scale, softcap, HAS_MASK, HAS_CAP,
+                      BLOCK)  # fmt: skip
+        others, others_d = _write_row(logits, vocab_mask, out, token, top, factor2, vocab, readable,
+                                      scale, softcap, HAS_MASK, HAS_CAP, BLOCK)  # fmt: skip
         again = (search < readable) & (((others < _LIMIT) == 0) | (top == -float("inf")))
         search = readable
     others, others_d = _unbiased(others, others_d, factor, factor2)
