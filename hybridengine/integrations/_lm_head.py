@@ -10,7 +10,7 @@ linear layer (an adapter on it, say), the model computes its logits and the resu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -50,6 +50,13 @@ class OutputHead:
         if self._instance_forward is not None:
             return self._instance_forward(*args, **kwargs)
         return type(model).forward(model, *args, **kwargs)
+
+    def forward_given(
+        self, model: PreTrainedModel, args: Any, kwargs: Mapping[str, Any], **optional: Any
+    ) -> Any:
+        """Call the forward, with those of `optional` that are not None."""
+        given = {name: value for name, value in optional.items() if value is not None}
+        return self.forward(model, *args, **kwargs, **given)
 
     def call(
         self,

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.kernels import balance_by_tokens, linear_token_log_probs, token_log_probs
 
 from ._patching import Patches, Replacement
@@ -130,13 +131,12 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, vocab_parallel_logits, chunk_size, tp_group, inference_only=False):  # type: ignore[no-untyped-def]
         """chunk_size has no effect."""
-        first = torch.zeros_like(vocab_parallel_logits[..., 0], dtype=torch.int64)
         return _recorded(
             ctx,
             [vocab_parallel_logits],
             [vocab_parallel_logits.requires_grad],
             inference_only,
-            lambda logits: -token_log_probs(logits, first, group=_several(tp_group))[1],
+            lambda logits: -entropy_of_logits(logits, _several(tp_group)),
         )
 
     @staticmethod

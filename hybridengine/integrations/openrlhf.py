@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.kernels import (
     balance,
     balance_by_tokens,
@@ -67,8 +68,7 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
 
 def compute_entropy(logits: Tensor) -> Tensor:
     """Compute the entropy [...] of logits [..., V], float32; differentiable."""
-    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    return token_log_probs(logits, labels)[1]
+    return entropy_of_logits(logits)
 
 
 def get_advantages_and_returns(

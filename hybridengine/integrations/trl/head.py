@@ -75,13 +75,10 @@ def add_fused_lm_head(
         **kwargs: Any,
     ) -> Any:
         if not fused_lm_head:
-            given = {
-                "labels": labels,
-                "shift_labels": shift_labels,
-                "num_items_in_batch": num_items_in_batch,
-            }
-            kwargs |= {name: value for name, value in given.items() if value is not None}
-            return head.forward(self, *args, **kwargs)
+            return head.forward_given(
+                self, args, kwargs, labels=labels, shift_labels=shift_labels,
+                num_items_in_batch=num_items_in_batch,
+            )  # fmt: skip
         kwargs["use_cache"] = False
         row = (
             unpadded(self, kwargs, labels) if unpads and not args and shift_labels is None else None

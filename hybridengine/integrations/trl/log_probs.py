@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.kernels import linear_token_log_probs, token_log_probs
 
 __all__ = [
@@ -58,8 +59,7 @@ def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
         chunks = logits.reshape(-1, logits.shape[-1]).split(chunk_size)
         log_p = (chunk.log_softmax(-1) for chunk in chunks)
         return torch.cat([-(p.exp() * p).sum(-1) for p in log_p]).reshape(logits.shape[:-1])
-    ids = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    return token_log_probs(logits, ids)[1]
+    return entropy_of_logits(logits)
 
 
 def selective_log_softmax_and_entropy(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.integrations.verl.padding import pad_input, unpad_input
 from hybridengine.kernels import linear_token_log_probs, token_log_probs
 
@@ -64,17 +65,12 @@ def logprobs_from_logits_v2(logits: Tensor, labels: Tensor) -> Tensor:
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Compute the entropy of every row: logits [..., V]; float32 [...], differentiable."""
-    return _entropy(logits, None)
+    return entropy_of_logits(logits)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """`entropy_from_logits`, which makes no [T, V] temporary, so that no chunks are needed."""
-    return _entropy(logits, None)
-
-
-def _entropy(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    return token_log_probs(logits, labels, group=group)[1]
+    return entropy_of_logits(logits)
 
 
 def log_probs_from_logits_response(
@@ -185,14 +181,14 @@ class FusedLinearForPPO(nn.Module):
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
     """Compute the entropy [...] where every tensor-parallel rank has logits [..., V_r]."""
-    return _entropy(vocab_parallel_logits, _tensor_parallel_group())
+    return entropy_of_logits(vocab_parallel_logits, _tensor_parallel_group())
 
 
 def vocab_parallel_entropy_with_chunking(
     vocab_parallel_logits: Tensor, chunk_size: int = 2048
 ) -> Tensor:
     """`vocab_parallel_entropy`, which makes no [T, V_r] temporary."""
-    return _entropy(vocab_parallel_logits, _tensor_parallel_group())
+    return entropy_of_logits(vocab_parallel_logits, _tensor_parallel_group())
 
 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
