@@ -6,6 +6,7 @@ machine, no file. What depends on the machine, the model files or the data is `p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from operator import attrgetter
 from urllib.parse import urlsplit
@@ -164,9 +165,10 @@ def _overlap(config: GRPOConfig) -> Iterator[str]:
 
 
 # What vLLM servers set themselves, by options of their own: the only values that are accepted.
-_SET_BY_SERVERS = {
+_SET_BY_SERVERS: dict[str, object] = {
     "rollout.n_gpus_per_node": 0,
     "rollout.tensor_model_parallel_size": 1,
+    "rollout.quantization": None,
     "rollout.engine_kwargs.vllm": {},
 }
 
@@ -189,10 +191,8 @@ def _servers(config: GRPOConfig) -> Iterator[str]:
         if (value := attrgetter(name)(config)) != needed:
             yield (
                 f"{name} is {value}, but with {key} it is an option of `vllm serve`; "
-                f"leave it {needed}"
+                f"leave it {json.dumps(needed)}"
             )
-    if config.rollout.in_flight_update != "off":
-        yield f"rollout.in_flight_update is on, and {key} finish their responses first; set it off"
     if config.rollout.name == "hf":
         yield f"rollout.name is hf, and {key} are vLLM servers; leave it auto"
     if config.reshard.lora == "adapters":
@@ -251,12 +251,6 @@ def _rollout(config: GRPOConfig) -> Iterator[str]:
     sampling = config.rollout.val_kwargs
     if config.reshard.lora == "adapters" and not config.model.lora_rank:
         yield "reshard.lora is 'adapters', but no adapter is trained; set model.lora_rank"
-    if config.rollout.quantization and config.overlaps:
-        yield (
-            f"rollout.quantization is {config.rollout.quantization} and trainer.mode is "
-            f"{config.trainer.mode}, but only engines on the training ranks get quantized "
-            "weights; set trainer.mode=sync, or remove rollout.quantization"
-        )
     if config.rollout.quantization and config.reshard.delta == "on":
         yield (
             f"rollout.quantization is {config.rollout.quantization} and reshard.delta is on, but "

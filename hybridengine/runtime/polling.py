@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch.distributed as dist
+
 _SHORT_S, _LONG_S, _GROWTH = 1e-3, 2e-2, 1.1  # between two looks
 
 T = TypeVar("T")
@@ -22,3 +24,20 @@ def wait_for(read: Callable[[], T | None], check: Callable[[], None] = lambda: N
         time.sleep(pause)
         pause = min(_GROWTH * pause, _LONG_S)
     return value
+
+
+def wait_until(ready: Callable[[], T | None], timeout_s: float, what: str) -> T:
+    """Return the first value of `ready()` that is not None.
+
+    Raises DistError, a timeout, after timeout_s; the report of the failure then names where the
+    other ranks are. Lost ranks are noticed by the rank's monitor.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise dist.DistError(
+                f"timed out after {timeout_s:g} s (trainer.timeout_s) of waiting for {what}"
+            )
+
+    return wait_for(ready, check)

@@ -12,7 +12,8 @@ from hybridengine.storage import atomic_file
 History = Sequence[Mapping[str, float]]
 
 _PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor",
-           "update_weights")  # fmt: skip
+           "wait_for_critic", "update_weights")  # fmt: skip
+_CRITIC_PHASES = ("values", "update_critic")  # beside the others if the critic has its own ranks
 _HEALTHY, _PROBLEM = 0.005, 0.01  # rollout_probs_diff_mean, by verl's rule of thumb
 _VALIDATION = "val/"  # all metrics with this prefix
 _PROBS_DIFF = "training/rollout_probs_diff_mean"
@@ -37,7 +38,7 @@ _OVERLAP_PANELS = {  # of runs whose engines generate during training: several m
     "Idle share of ranks": ("trainer/idle_ratio", "rollouter/idle_ratio"),
 }
 _CRITIC_PANELS = {  # of runs whose critic has ranks of its own
-    "Idle share of the policy's and the critic's ranks": ("actor/idle_ratio", "critic/idle_ratio")
+    "Idle share of policy's, critic's ranks": ("actor/idle_ratio", "critic/idle_ratio")
 }
 _SFT_PANELS = {
     "Training loss, nats per token": "train/loss",
@@ -64,20 +65,23 @@ def plot_learning_curves(history: History, path: str | Path, *, title: str = "")
         names |= _OVERLAP_PANELS
     if "critic/idle_ratio" in logged:
         names |= _CRITIC_PANELS
-    num_rows = 1 + len(names) // 3
+    num_rows = math.ceil((len(names) + 1) / 3)
     figure = Figure(figsize=(13, 3.5 * num_rows), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=14, fontweight="bold")
     validation = sorted(name for name in logged if name.startswith(_VALIDATION))
-    *axes, last = figure.subplots(num_rows, 3).flat
-    for ax, (title, metrics) in zip(axes, names.items(), strict=True):
+    axes = iter(figure.subplots(num_rows, 3).flat)
+    for title, metrics in names.items():
+        ax = next(axes)
         for name in validation if metrics == (_VALIDATION,) else metrics:
             _plot_metric(ax, history, name)
         if metrics == (_PROBS_DIFF,):
             ax.axhline(_HEALTHY, color="C2", linestyle="--", label="healthy below")
             ax.axhline(_PROBLEM, color="C3", linestyle="--", label="problem above")
         _decorate(ax, title)
-    _plot_times(last, history)
+    _plot_times(next(axes), history)
+    for unused in axes:
+        unused.remove()
     with atomic_file(Path(path)) as temporary:
         figure.savefig(temporary)
 
@@ -103,7 +107,10 @@ def _plot_times(ax: Any, history: History) -> None:
     """Draw seconds per step: one bar per step, stacked by phase."""
     rows = [row for row in history if "timing_s/step" in row]
     bottom = [0.0] * len(rows)
+    apart = any("critic/idle_ratio" in row for row in rows)
     for phase in _PHASES:
+        if apart and phase in _CRITIC_PHASES:
+            continue
         heights = [row.get(f"timing_s/{phase}", 0.0) for row in rows]
         if any(heights):
             mean = sum(heights) / len(rows)

@@ -261,11 +261,12 @@ def _track_changes(
 ) -> Callable[[], dict[str, ChangedElements] | None] | None:
     """Make the optimizer track what changes in the engine's dtype; return what reads it.
 
-    None where it does not help: adapters are merged after the update, and in float32 nearly
-    everything changes.
+    None where it does not help: adapters are merged after the update, in float32 nearly everything
+    changes, and quantized weights are sent in full.
     """
     dtype: torch.dtype = getattr(torch, config.rollout.dtype)
-    if config.reshard.delta == "off" or config.model.lora_rank or dtype.itemsize != 2:
+    in_full = config.rollout.quantization or config.model.lora_rank
+    if config.reshard.delta == "off" or in_full or dtype.itemsize != 2:
         return None
     names = {name for name, p in actor.model.named_parameters() if p.requires_grad}
     actor.optimizer.track_changes(dict.fromkeys(names, dtype))

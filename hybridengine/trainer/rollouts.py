@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hybridengine.agent import AgentRunner
     from hybridengine.trainer.reward_model import RewardModel
 
-TOKEN_COLUMNS = {  # fields of Rollout
+TOKEN_COLUMNS = {  # fields of ScoredResponse
     "response_ids": torch.int32,
     "log_probs": torch.float32,
     "num_kept": torch.int32,
@@ -36,10 +36,11 @@ TOKEN_COLUMNS = {  # fields of Rollout
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """One scored response. log_probs are the engine's, one per response token.
+class ScoredResponse:
+    """One scored response, as an engine on ranks of its own sends it: without its prompt.
 
     group: position of its prompt in the batch; responses of one prompt share it.
+    log_probs: the engine's, one per response token.
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
     pred: a number that stands for the answer in majority votes, where the reward returns one.
     num_kept, kept_ids: as of `Completion`; empty where the engine recorded none.
@@ -52,7 +53,6 @@ class Rollout:
     """
 
     group: int
-    sample: PromptSample
     response_text: str
     response_ids: Sequence[int]
     log_probs: Sequence[float]
@@ -72,10 +72,6 @@ class Rollout:
     turn_numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def prompt_ids(self) -> Sequence[int]:
-        return self.context_ids or self.sample.prompt_ids
-
-    @property
     def version(self) -> int:
         """Of the weights that sampled the oldest token."""
         return min((version for version, _ in self.versions), default=0)
@@ -84,6 +80,26 @@ class Rollout:
     def results(self) -> dict[str, float]:
         """The score and the further results of the reward, by name."""
         return {"score": self.score, **self.extras}
+
+    def of(self, sample: PromptSample, group: int) -> Rollout:
+        """Return the rollout of this response to `sample`, which is number `group` of a batch."""
+        return Rollout(**(vars(self) | {"sample": sample, "group": group}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(ScoredResponse):
+    """One scored response with its prompt."""
+
+    sample: PromptSample
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        return self.context_ids or self.sample.prompt_ids
+
+    @property
+    def response(self) -> ScoredResponse:
+        """The response without its prompt."""
+        return ScoredResponse(**{f.name: getattr(self, f.name) for f in fields(ScoredResponse)})
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def _start_vllm_groups(rank: int, world_size: int, tp_size: int) -> None:
 
     from hybridengine.rollout.vllm.environment import strided_groups, unique_shared_memory
 
+    os.environ["VLLM_DIST_IDENT"] = "sweep"  # vLLM's worker sets it; read on CPUs with AVX-512
     with (
         set_current_vllm_config(VllmConfig()),
         strided_groups(tp_groups(world_size, tp_size)),

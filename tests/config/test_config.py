@@ -213,6 +213,7 @@ def test_what_overlapped_rollouts_refuse(overrides, message):
         ),
         ("rollout.tensor_model_parallel_size=2", "is an option of `vllm serve`; leave it 1"),
         ("rollout.engine_kwargs.vllm.block_size=32", "is an option of `vllm serve`; leave it {}"),
+        ("rollout.quantization=fp8", "is an option of `vllm serve`; leave it null"),
         ("rollout.name=hf", "rollout.name is hf, and rollout.servers are vLLM servers"),
         ("rollout.top_k=5", "do not return what sampling kept; set it to off"),
         (("model.lora_rank=4", "reshard.lora=adapters"), "take merged weights"),
@@ -227,6 +228,8 @@ def test_what_servers_refuse(overrides, message):
         config = load(servers, f"trainer.mode={mode}", "trainer.n_gpus_per_node=2")
         assert (config.world_size, config.ranks_per_node, config.num_engines) == (2, 3, 2)
         assert config.overlaps and config.staleness == (mode != "sync")
+    in_flight = load(servers, "trainer.mode=async", "rollout.in_flight_update=recompute_kv")
+    assert in_flight.rollout.in_flight_update == "recompute_kv"
     off_policy = "algorithm.rollout_correction.rollout_is=null"
     assert load(servers, off_policy).staleness == 0
 

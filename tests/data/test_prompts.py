@@ -41,7 +41,7 @@ def test_any_ground_truth_reaches_the_reward_and_the_file_of_rollouts(tokenizer,
     pq.write_table(pa.Table.from_pylist([row("1", truth=truth)]), tmp_path / "a.parquet")
     [sample] = PromptDataset(str(tmp_path / "a.parquet"), tokenizer, DataConfig())
     assert sample.ground_truth == truth
-    rollout = Rollout(0, sample, "2", [5], [-0.5], 1.0, {}, "stop")
+    rollout = Rollout(0, "2", [5], [-0.5], 1.0, {}, "stop", sample=sample)
     written = json.loads(rollout_line(rollout))["ground_truth"]
     plain = truth is None or isinstance(truth, int | list | dict)
     assert written == (truth if plain else str(truth))

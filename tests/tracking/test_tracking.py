@@ -102,7 +102,7 @@ def test_progress_on_a_terminal_shows_phase_and_rate():
 
 def rollout(**extras):
     sample = PromptSample(7, [5, 6], "1 + 1 =", "sums", "2", {})
-    return Rollout(0, sample, " 2", [9, 2], [-0.5, -0.25], 1.0, extras, "stop")
+    return Rollout(0, " 2", [9, 2], [-0.5, -0.25], 1.0, extras, "stop", sample=sample)
 
 
 def test_rollouts_keep_the_generated_ids():
@@ -136,21 +136,23 @@ def test_atomic_file_keeps_the_old_one_on_failure(tmp_path):
     assert [f.read_text() for f in tmp_path.iterdir()] == ["old"]
 
 
+OVERLAPPED = {
+    "trainer/idle_ratio": 0.2,
+    "rollouter/idle_ratio": 0.3,
+    "fully_async/trajectory_staleness/max": 1.0,
+    "fully_async/queue_size": 4.0,
+}
+CRITIC_RANKS = {"actor/idle_ratio": 0.2, "critic/idle_ratio": 0.3}
+
+
 @pytest.mark.parametrize(
     "history",
     [
         [],
         [{"step": 0, "val/strict": 0.2}, {"step": 1, **STEP, "timing_s/gen": 4.0}],
-        [
-            {
-                "step": 1,
-                **STEP,
-                "trainer/idle_ratio": 0.2,
-                "rollouter/idle_ratio": 0.3,
-                "fully_async/trajectory_staleness/max": 1.0,
-                "fully_async/queue_size": 4.0,
-            }
-        ],
+        [{"step": 1, **STEP, **OVERLAPPED}],
+        [{"step": 1, **STEP, **CRITIC_RANKS}],
+        [{"step": 1, **STEP, **OVERLAPPED, **CRITIC_RANKS}],
         [{"step": 0, "val/loss": 2.5}, {"step": 1, "train/loss": 2.0, "timing_s/step": 1.0}],
     ],
 )

@@ -4,48 +4,92 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import barrier
 
 from tests.ranks import run_ranks
 from tests.trainer.in_process import Result, _result
+from tests.trainer.test_every_key import TURN_LOOP, TURN_TOOLS
 
-__all__ = ["run_overlapped"]
+__all__ = ["MULTI_TURN", "overrides_of", "run_named", "run_overlapped"]
+
+MULTI_TURN = (
+    "rollout.multi_turn.enable=true",
+    "rollout.multi_turn.max_assistant_turns=2",
+    "rollout.multi_turn.function_tool_path={dir}/turn_tools.py",
+    "rollout.agent.default_agent_loop={dir}/turn_loop.py:Loop",
+    "data.max_response_length=20",
+)
+
+
+def overrides_of(folder: Path, base: Sequence[str], name: str, more: Sequence[str]) -> list[str]:
+    """Return the overrides of a job that writes to folder / name; {dir} in them is `folder`."""
+    given = (*base, f"trainer.default_local_dir={folder / name}", *more)
+    pairs = dict(override.format(dir=folder).split("=", 1) for override in given)
+    return [f"{key}={value}" for key, value in pairs.items()]
+
+
+def run_named(
+    folder: Path, base: Sequence[str], jobs: Mapping[str, Sequence[str]], num_ranks: int
+) -> dict[str, Result]:
+    """Run jobs, given by their overrides of `base`, by name; all must succeed."""
+    (folder / "turn_loop.py").write_text(TURN_LOOP)
+    (folder / "turn_tools.py").write_text(TURN_TOOLS)
+    overrides = [overrides_of(folder, base, name, more) for name, more in jobs.items()]
+    results = run_overlapped(folder, overrides, num_ranks)
+    assert [result.refused for result in results] == [""] * len(jobs)
+    return dict(zip(jobs, results, strict=True))
 
 
 def run_overlapped(
-    folder: Path, jobs: Sequence[Sequence[str]], num_ranks: int, timeout_s: float = 200.0
+    folder: Path,
+    jobs: Sequence[Sequence[str]],
+    num_ranks: int,
+    timeout_s: float = 200.0,
+    before: Callable[[], object] | None = None,
 ) -> list[Result]:
     """Run jobs, each given by its overrides, on `num_ranks` ranks of both roles in all.
 
-    A job that sets trainer.mode has them all; any other trains on the first ranks alone.
+    A job that sets trainer.mode has them all; any other trains on the first ranks alone. before:
+    called on every rank.
     """
-    return run_ranks(_jobs, num_ranks, folder, jobs, timeout_s=timeout_s)[0]
+    return run_ranks(_jobs, num_ranks, folder, jobs, before, timeout_s=timeout_s)[0]
 
 
-def _jobs(rank: int, num_ranks: int, folder: Path, jobs: Sequence[Sequence[str]]) -> list[Result]:
+def _jobs(
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    jobs: Sequence[Sequence[str]],
+    before: Callable[[], object] | None = None,
+) -> list[Result]:
     from hybridengine.config import load_config
     from hybridengine.runtime import failures
+    from hybridengine.runtime.restarts import connect_store
     from hybridengine.trainer import report
     from hybridengine.trainer.rl import GRPOTrainer
 
     report.plot_learning_curves = lambda *args, **options: None
+    if before:
+        before()
     environment, results = dict(os.environ), list[Any]()
     dist.barrier()
     dist.destroy_process_group()
+    store = connect_store(timeout_s=60)
     for number, overrides in enumerate(jobs):
+        # A rank that skips a job must not ask for a number while the start of that job is counted.
+        barrier(store, num_ranks, f"tests/job_{number}")
         config = load_config(None, overrides)
         ranks = config.ranks_per_node
         assert ranks <= num_ranks
         run = Path(config.trainer.default_local_dir)
         if rank < ranks:
-            # As torchrun numbers its restarts: every job has keys of its own in the store.
-            os.environ.update(environment, TORCHELASTIC_RESTART_COUNT=str(number))
-            os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-            failures._guards = itertools.count()
+            os.environ.update(environment, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+            failures._guards = itertools.count()  # a rank that skipped a job has made fewer
             code = GRPOTrainer.run(config)
             if rank == 0:
                 results.append(_result(run, f"exit code {code}" if code else ""))

@@ -24,7 +24,7 @@ def make_rollouts(vocab: int, count: int = 11) -> tuple[list[Rollout], list[torc
         response = ids(1 + (5 * i) % 9)
         log_probs = (-3 - torch.rand(len(response), generator=generator)).tolist()
         rollouts.append(
-            Rollout(i // 2, sample, "", response, log_probs, float(i % 3), {}, "length")
+            Rollout(i // 2, "", response, log_probs, float(i % 3), {}, "length", sample=sample)
         )
         advantages.append(torch.full((len(response),), (i % 5 - 2) / 2))
     return rollouts, advantages

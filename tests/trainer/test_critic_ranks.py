@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from hybridengine.preflight import check_grpo
 from hybridengine.runtime.roles import Role, Roles
 from hybridengine.runtime.session import EXIT_STOPPED
 from tests.ranks import message_of, run_ranks
-from tests.trainer.in_process import Result, run_jobs, small_job
-from tests.trainer.overlapped import run_overlapped
+from tests.trainer.in_process import Result, small_job
+from tests.trainer.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
 from tests.trainer.sft_job import start_run, write_sft_job
-from tests.trainer.test_every_key import TURN_LOOP, TURN_TOOLS
 from tests.trainer.test_failed_rank import WITHIN_S, pid_of_training_rank
 from tests.trainer.toy import start_toy, toy_job
 
@@ -44,15 +42,7 @@ MINI = (
     "trainer.save_freq=1",
     "data.val_files={dir}/rows.jsonl",
 )
-TURNS = (
-    *GAE,
-    "rollout.multi_turn.enable=true",
-    "rollout.multi_turn.max_assistant_turns=2",
-    "rollout.multi_turn.function_tool_path={dir}/turn_tools.py",
-    "rollout.agent.default_agent_loop={dir}/turn_loop.py:Loop",
-    "data.max_response_length=20",
-    "trainer.total_training_steps=2",
-)
+TURNS = (*GAE, *MULTI_TURN, "trainer.total_training_steps=2")
 RESUMED = (*MINI, "trainer.resume_mode=path")
 JOBS = {
     "mini": MINI,
@@ -83,22 +73,10 @@ if os.environ["LOCAL_RANK"] == "1":
 """
 
 
-def overrides_of(folder: Path, base: list[str], name: str, more: tuple[str, ...]) -> list[str]:
-    given = (*base, f"trainer.default_local_dir={folder / name}", *more)
-    pairs = dict(o.format(dir=folder).split("=", 1) for o in given)
-    return [f"{key}={value}" for key, value in pairs.items()]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("critic")
-    base = small_job(folder)
-    (folder / "turn_loop.py").write_text(TURN_LOOP)
-    (folder / "turn_tools.py").write_text(TURN_TOOLS)
-    jobs = [overrides_of(folder, base, name, more) for name, more in JOBS.items()]
-    found = run_overlapped(folder, jobs, num_ranks=2)
-    assert all(not result.refused for result in found)
-    return dict(zip(JOBS, found, strict=True))
+    return run_named(folder, small_job(folder), JOBS, num_ranks=2)
 
 
 def trained(result: Result) -> list[dict[str, float]]:
@@ -148,14 +126,10 @@ def test_a_checkpoint_is_resumed_wherever_the_critic_is(results: dict[str, Resul
 
 def test_groups_of_different_sizes(tmp_path: Path) -> None:
     """One rank of the policy and two of the critic, one of which has nothing to train in a step."""
-    base = small_job(tmp_path)
     small = ("actor.ppo_mini_batch_size=1", "rollout.n=2", "data.train_batch_size=2")
-    jobs = [
-        overrides_of(tmp_path, base, name, (*GAE, *small, *more))
-        for name, more in (("together", ()), ("apart", ("critic.n_gpus_per_node=2",)))
-    ]
-    together, apart = run_overlapped(tmp_path, jobs, num_ranks=3)
-    compare(apart, together)
+    shared = (*GAE, *small)
+    jobs = {"together": shared, "apart": (*shared, "critic.n_gpus_per_node=2")}
+    compare(**run_named(tmp_path, small_job(tmp_path), jobs, num_ranks=3))
 
 
 TWO = ("trainer.n_gpus_per_node=2",)
@@ -181,16 +155,11 @@ def test_several_ranks_each(
     tmp_path: Path, shared: tuple[str, ...], own: tuple[str, ...], num_ranks: int
 ) -> None:
     """Both sharded over two ranks, with Ulysses, and beside an engine on a rank of its own."""
-    base = small_job(tmp_path)
-    ranks = 2 if shared else 1
-    [together] = run_jobs(tmp_path, [overrides_of(tmp_path, base, "run", (*MINI, *shared))], ranks)
-    job = overrides_of(tmp_path, base, "apart", (*MINI, *shared, *own))
-    [apart] = run_overlapped(tmp_path, [job], num_ranks)
-    compare(apart, together)
+    jobs = {"together": (*MINI, *shared), "apart": (*MINI, *shared, *own)}
+    compare(**run_named(tmp_path, small_job(tmp_path), jobs, num_ranks))
 
 
 def compare(apart: Result, together: Result) -> None:
-    assert not apart.refused and not together.refused
     assert len(trained(apart)) == len(trained(together)) == 3
     ours, theirs = trained(apart)[0], trained(together)[0]
     assert ours.keys() == theirs.keys()
@@ -218,14 +187,10 @@ def test_a_killed_critic_ends_the_run_with_its_name(tmp_path: Path) -> None:
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": 10_000,
     }
-    run = start_toy(toy_job(tmp_path, **settings))
-    try:
+    with start_toy(toy_job(tmp_path, **settings)) as run:
         pid = pid_of_training_rank(tmp_path / "run", rank=1)
         os.kill(pid, signal.SIGKILL)
         output, _ = run.communicate(timeout=WITHIN_S)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith(f"error: rank 1 (critic, pid {pid}) was killed by SIGKILL in"), output

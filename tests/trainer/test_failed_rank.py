@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,18 +21,14 @@ WITHIN_S = 60
     "sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)]
 )
 def test_failed_rank_is_named_with_its_phase(tmp_path: Path, sent: signal.Signals) -> None:
-    run = start_toy(
+    with start_toy(
         toy_job(tmp_path, **{"rollout.name": "hf", "trainer.total_training_steps": 10_000})
-    )
-    try:
+    ) as run:
         pid = pid_of_training_rank(tmp_path / "run", rank=1)
         sent_at = time.monotonic()
         os.kill(pid, sent)
         output, _ = run.communicate(timeout=WITHIN_S)
         assert time.monotonic() - sent_at < WITHIN_S
-    finally:
-        with suppress(ProcessLookupError):  # it has ended
-            os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode not in (0, None)
     last = output.splitlines()[-1]
     how = "was killed by SIGKILL" if sent == signal.SIGKILL else "is stopped (SIGSTOP) for "
@@ -63,12 +58,8 @@ def test_a_stall_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:
         "        time.sleep(0.01)\n"
         "    return 0.5\n"
     )
-    run = start_toy(job)
-    try:
+    with start_toy(job) as run:
         output, _ = run.communicate(timeout=WITHIN_S)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith("error: rank 0 (pid "), output
@@ -106,12 +97,8 @@ def test_exit_code_0_in_the_middle_is_a_failure(tmp_path: Path, ranks: int, call
         f"        {call}\n"
         "    return advantages('grpo', responses, options)\n"
     )
-    run = start_toy(job)
-    try:
+    with start_toy(job) as run:
         output, _ = run.communicate(timeout=2 * WITHIN_S)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith(f"error: rank {ranks - 1} (pid "), output

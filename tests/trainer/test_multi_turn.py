@@ -208,9 +208,9 @@ def make_trajectories(rank: int, world_size: int) -> Any:
 
     def rollout(ids: list[int], mask: list[int], score: float, **more: Any) -> Rollout:
         return Rollout(
-            0, sample, "", array("i", ids), array("f", [-1.0 * m for m in mask]), score, {}, "stop",
+            0, "", array("i", ids), array("f", [-1.0 * m for m in mask]), score, {}, "stop",
             sampled=array("b", mask), turn_rewards=array("f", [0.25, *[0.0] * (len(ids) - 1)]),
-            turns=[{}], turn_numbers={"num_turns": 3.0}, **more,
+            turns=[{}], turn_numbers={"num_turns": 3.0}, sample=sample, **more,
         )  # fmt: skip
 
     own = [

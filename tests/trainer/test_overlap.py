@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybridengine.runtime.session import EXIT_STOPPED
-from tests.trainer.in_process import Result, run_jobs, small_job
-from tests.trainer.overlapped import run_overlapped
-from tests.trainer.test_every_key import TURN_LOOP, TURN_TOOLS
+from tests.trainer.in_process import Result, small_job
+from tests.trainer.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
 from tests.trainer.test_failed_rank import WITHIN_S, pid_of_training_rank
 from tests.trainer.toy import start_toy, toy_job
 
@@ -22,14 +20,7 @@ pytestmark = pytest.mark.multirank
 STEPS = 4
 ONE_ENGINE = ("rollout.n_gpus_per_node=1",)
 ONE_STEP = (*ONE_ENGINE, "trainer.mode=one_step_off")
-TURNS = (
-    "rollout.multi_turn.enable=true",
-    "rollout.multi_turn.max_assistant_turns=2",
-    "rollout.multi_turn.function_tool_path={dir}/turn_tools.py",
-    "rollout.agent.default_agent_loop={dir}/turn_loop.py:Loop",
-    "model.path={dir}/stopping",
-    "data.max_response_length=20",
-)
+TURNS = (*MULTI_TURN, "model.path={dir}/stopping")
 JOBS = {
     "sync": (),
     "frozen": ("actor.optim.lr=1e-30",),
@@ -58,26 +49,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def overrides_of(folder: Path, base: list[str], name: str, more: tuple[str, ...]) -> list[str]:
-    common = (
-        f"trainer.total_training_steps={STEPS}",
-        f"data.val_files={folder}/rows.jsonl",
-        f"trainer.default_local_dir={folder / name}",
-    )
-    pairs = dict(o.format(dir=folder).split("=", 1) for o in (*base, *common, *more))
-    return [f"{key}={value}" for key, value in pairs.items()]
+def base_of(folder: Path) -> list[str]:
+    steps = f"trainer.total_training_steps={STEPS}"
+    return [*small_job(folder), steps, f"data.val_files={folder}/rows.jsonl"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("overlap")
-    base = small_job(folder)
-    (folder / "turn_loop.py").write_text(TURN_LOOP)
-    (folder / "turn_tools.py").write_text(TURN_TOOLS)
-    jobs = [overrides_of(folder, base, name, more) for name, more in JOBS.items()]
-    found = run_overlapped(folder, jobs, num_ranks=2)
-    assert all(not result.refused for result in found)
-    return dict(zip(JOBS, found, strict=True))
+    return run_named(folder, base_of(folder), JOBS, num_ranks=2)
 
 
 def steps_of(result: Result) -> list[dict[str, float]]:
@@ -167,21 +147,23 @@ def test_async_is_within_the_bound(results: dict[str, Result]) -> None:
 
 def test_two_engines_share_a_batch_as_two_replicas(tmp_path: Path) -> None:
     """Two engines for one trainer rank generate what two ranks do that also train."""
-    base = small_job(tmp_path)
-    shared = ("data.train_batch_size=5", "trainer.total_training_steps=1")
-    job = overrides_of(tmp_path, base, "run", (*shared, "trainer.n_gpus_per_node=2"))
-    [two] = run_jobs(tmp_path, [job], world_size=2)
-    job = overrides_of(tmp_path, base, "split", (*shared, *ONE_STEP, "rollout.n_gpus_per_node=2"))
-    [split] = run_overlapped(tmp_path, [job], num_ranks=3)
-    assert not two.refused and not split.refused
+    shared = (
+        "data.train_batch_size=5",
+        "trainer.total_training_steps=1",
+        "actor.optim.lr=1e-30",  # else the last bits depend on the number of ranks that train
+    )
+    jobs = {
+        "two": (*shared, "trainer.n_gpus_per_node=2"),
+        "split": (*shared, *ONE_STEP, "rollout.n_gpus_per_node=2"),
+    }
+    two, split = run_named(tmp_path, base_of(tmp_path), jobs, num_ranks=3).values()
     assert two.rollouts == split.rollouts and len(two.rollouts["step_1"]) == 20
 
 
 def test_a_signal_to_an_engine_rank_stops_the_run_after_a_checkpoint(tmp_path: Path) -> None:
-    base = small_job(tmp_path)
     (tmp_path / "stopping.py").write_text(STOPPING)
     path = f"reward.custom_reward_function.path={tmp_path}/stopping.py"
-    job = overrides_of(tmp_path, base, "run", (*ONE_STEP, path, "data.val_files=null"))
+    job = overrides_of(tmp_path, base_of(tmp_path), "run", (*ONE_STEP, path, "data.val_files=null"))
     stopped, restarted = run_overlapped(tmp_path, [job, job], num_ranks=2)
     assert stopped.refused == f"exit code {EXIT_STOPPED}"
     assert len(stopped.rows) >= 1 and "final/complete.json" not in stopped.files
@@ -200,14 +182,10 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path: Path) -> None:
         "trainer.mode": "one_step_off",
         "trainer.total_training_steps": 10_000,
     }
-    run = start_toy(toy_job(tmp_path, **settings))
-    try:
+    with start_toy(toy_job(tmp_path, **settings)) as run:
         pid = pid_of_training_rank(tmp_path / "run", rank=1)
         os.kill(pid, signal.SIGKILL)
         output, _ = run.communicate(timeout=WITHIN_S)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith(f"error: rank 1 (engine 0, pid {pid}) was killed by SIGKILL in"), output

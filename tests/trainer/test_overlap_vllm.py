@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reshard.quantized_kernel import register_kernel
 from tests.trainer.in_process import small_job
 from tests.trainer.overlapped import run_overlapped
 
@@ -13,8 +14,18 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.multirank
 
 
-def test_a_tensor_parallel_engine_beside_a_trainer_rank(tmp_path: Path) -> None:
-    settings = {
+FP8 = {"rollout.quantization": "fp8", "rollout.dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "rounding"),
+    [({}, 1e-3), pytest.param(FP8, 8e-3, marks=pytest.mark.exhaustive)],
+    ids=["float32", "fp8"],
+)
+def test_a_tensor_parallel_engine_beside_a_trainer_rank(
+    tmp_path: Path, weights, rounding: float
+) -> None:
+    settings = weights | {
         "rollout.name": "vllm",
         "rollout.enforce_eager": "true",
         "rollout.kv_cache_gib": 0.05,
@@ -26,10 +37,12 @@ def test_a_tensor_parallel_engine_beside_a_trainer_rank(tmp_path: Path) -> None:
     }
     job = [*small_job(tmp_path), *(f"{key}={value}" for key, value in settings.items())]
     pairs = dict(o.split("=", 1) for o in job)
-    [run] = run_overlapped(tmp_path, [[f"{k}={v}" for k, v in pairs.items()]], num_ranks=3)
+    job = [f"{k}={v}" for k, v in pairs.items()]
+    before = register_kernel if weights else None
+    [run] = run_overlapped(tmp_path, [job], num_ranks=3, before=before)
     assert not run.refused
     versions = [{r["weight_version"] for r in run.rollouts[f"step_{k}"]} for k in (1, 2, 3)]
     assert versions == [{0}, {0}, {1}]
     # Engine and trainer have the same weights in the first step; then the engine's are older.
     diffs = [row["training/rollout_probs_diff_mean"] for row in run.rows if "actor/pg_loss" in row]
-    assert diffs[0] < 1e-3 < min(diffs[1:])
+    assert diffs[0] < rounding < min(diffs[1:])

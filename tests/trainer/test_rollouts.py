@@ -14,7 +14,7 @@ SAMPLES = [PromptSample(index, [1], "", "", "", {}) for index in range(23)]
 def group(number: int, index: int, scores: list[float], acc: list[float] | None = None):
     accs = acc or scores
     return [
-        Rollout(number, SAMPLES[index], "", [1], [0.0], score, {"acc": a}, "stop")
+        Rollout(number, "", [1], [0.0], score, {"acc": a}, "stop", sample=SAMPLES[index])
         for score, a in zip(scores, accs, strict=True)
     ]
 

@@ -14,9 +14,9 @@ from hybridengine.data import PromptLoader, PromptSample
 from hybridengine.preflight import _check_baselines
 from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.roles import Link, Role, Roles
-from hybridengine.trainer.overlap.queue import Finished, WorkItem, wait_until
+from hybridengine.trainer.overlap.queue import Finished, WorkItem
 from hybridengine.trainer.overlap.source import OverlappedRollouts
-from hybridengine.trainer.rollouts import Rollout
+from hybridengine.trainer.rollouts import ScoredResponse
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl", "rollout.n_gpus_per_node=3"]
 
@@ -45,12 +45,11 @@ class Engines:
     def weights_follow(self) -> None:
         self.lost, self.late = False, set()
 
-    def receive(self, result: Finished) -> list[Rollout]:
+    def receive(self, result: Finished) -> list[ScoredResponse]:
         self.received.append(result.number)
-        item, nobody = self.items[result.number], None
         return [
-            Rollout(k, nobody, "", [5], [-1.0], 0.5, {}, "stop", versions=[(result.version, 1)])  # type: ignore[arg-type]
-            for k in item.positions
+            ScoredResponse(k, "", [5], [-1.0], 0.5, {}, "stop", versions=[(result.version, 1)])
+            for k in self.items[result.number].positions
         ]
 
 
@@ -150,12 +149,6 @@ def test_one_step_off_waits_for_its_own_batch(world: None) -> None:
     engines.late = {3}
     with pytest.raises(dist.DistError, match=r"timed out after 1 s .*4 of 4 prompts"):
         source.next_batch(2, 0)
-
-
-def test_a_wait_has_a_limit() -> None:
-    assert wait_until(lambda: 3, 0.0, "nothing") == 3
-    with pytest.raises(dist.DistError, match="waiting for work"):
-        wait_until(lambda: None, 0.0, "work")
 
 
 def test_roles_of_the_ranks_of_two_machines() -> None:

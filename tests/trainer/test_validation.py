@@ -66,7 +66,7 @@ def test_one_response_has_a_mean_only() -> None:
 
 def rollout(index: int, source: str, score: float, pred: float | None = None) -> Rollout:
     sample = PromptSample(index, [5], "?", source, "2", {})
-    return Rollout(index, sample, " 2", [9], [-0.5], score, {}, "stop", pred=pred)
+    return Rollout(index, " 2", [9], [-0.5], score, {}, "stop", pred=pred, sample=sample)
 
 
 def problems(rollouts: list[Rollout]):

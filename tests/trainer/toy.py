@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.tiny_models import save_tiny
@@ -53,7 +57,15 @@ def toy_job(folder: Path, **overrides: object) -> list[str]:
     return [sys.executable, "-m", "hybridengine.cli", "grpo", str(folder / "config.yaml"), *pairs]
 
 
-def start_toy(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def start_toy(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a job, whose stderr goes to its stdout; none of its processes is left at the end."""
+    run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+    try:
+        yield run
+    finally:
+        with suppress(ProcessLookupError):  # they have ended
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridengine.checkpoint import CheckpointError
 from hybridengine.config import GRPOConfig
+from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.batch import MiniBatch, RolloutBatch
 from hybridengine.trainer.critic.channel import (
@@ -31,7 +32,6 @@ from hybridengine.trainer.critic.channel import (
 )
 from hybridengine.trainer.critic.model import StepCritic
 from hybridengine.trainer.exchange import Placement
-from hybridengine.trainer.overlap.queue import wait_until
 from hybridengine.trainer.rollouts import Rollouts
 
 

@@ -9,22 +9,19 @@ never waits for another one.
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from hybridengine.rollout import SamplingSpec
-from hybridengine.runtime.polling import wait_for
+from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.roles import Link
-from hybridengine.trainer.rollouts import Rollout
-
-T = TypeVar("T")
+from hybridengine.trainer.rollouts import ScoredResponse
 
 
 @dataclass(frozen=True)
@@ -61,23 +58,6 @@ class Finished:
     version: int
     num_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-def wait_until(ready: Callable[[], T | None], timeout_s: float, what: str) -> T:
-    """Return the first value of `ready()` that is not None.
-
-    Raises DistError, a timeout, after timeout_s; the report of the failure then names where the
-    other ranks are. Lost ranks are noticed by the rank's monitor.
-    """
-    deadline = time.monotonic() + timeout_s
-
-    def check() -> None:
-        if time.monotonic() > deadline:
-            raise dist.DistError(
-                f"timed out after {timeout_s:g} s (trainer.timeout_s) of waiting for {what}"
-            )
-
-    return wait_for(ready, check)
 
 
 def report_signal(link: Link, number: int) -> None:
@@ -118,14 +98,14 @@ class TrainerQueue(_Queue):
         announced = self._read(f"finished/{number}")
         return None if announced is None else pickle.loads(announced)
 
-    def receive(self, result: Finished) -> list[Rollout]:
-        """Receive the rollouts of a finished item, without their samples."""
+    def receive(self, result: Finished) -> list[ScoredResponse]:
+        """Receive the responses of a finished item."""
         buffer = torch.empty(result.num_bytes, dtype=torch.uint8)
         source = self.link.roles.num_trainers + result.engine
         self._group.recv([buffer], source, result.number).wait()
         self._store.set(f"received/{result.number}", "")
-        rollouts: list[Rollout] = pickle.loads(buffer.numpy().tobytes())
-        return rollouts
+        responses: list[ScoredResponse] = pickle.loads(buffer.numpy().tobytes())
+        return responses
 
     def wants_weights(self) -> bool:
         """Return whether an engine has lost its weights and waits for new ones."""
@@ -182,10 +162,14 @@ class EngineQueue(_Queue):
         self._store.set("weights_wanted", "")
 
     def send(
-        self, item: WorkItem, rollouts: Sequence[Rollout], version: int, seconds: dict[str, float]
+        self,
+        item: WorkItem,
+        responses: Sequence[ScoredResponse],
+        version: int,
+        seconds: dict[str, float],
     ) -> None:
-        """Announce an item's rollouts and start to send them; does not wait."""
-        message = bytearray(pickle.dumps(list(rollouts)))
+        """Announce an item's responses and start to send them; does not wait."""
+        message = bytearray(pickle.dumps(list(responses)))
         buffer = torch.frombuffer(message, dtype=torch.uint8)
         work = self._group.send([buffer], item.receiver, item.number)
         self._sending[item.number] = (work, buffer)

@@ -22,10 +22,11 @@ from hybridengine.data import PromptDataset, PromptLoader, PromptSample, Subset
 from hybridengine.reshard import SyncReport
 from hybridengine.rollout import SamplingSpec, derive_seed
 from hybridengine.runtime.all_ranks import broadcast_from_rank0
+from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_sender
 from hybridengine.trainer.models import Actor
-from hybridengine.trainer.overlap.queue import Finished, TrainerQueue, WorkItem, wait_until
+from hybridengine.trainer.overlap.queue import Finished, TrainerQueue, WorkItem
 from hybridengine.trainer.overlap.staleness import staleness_metrics
 from hybridengine.trainer.overlap.utilisation import Utilisation
 from hybridengine.trainer.reward_model import RewardModel
@@ -236,9 +237,9 @@ class OverlappedRollouts(RolloutSource):
         with self._session.phase("receive_rollouts"):
             for item, result in results:
                 if item.receiver == self._session.rank:
-                    for r in self._queue.receive(result):
-                        group = group_of[item.number, r.group]
-                        own.append(replace(r, group=group, sample=prompts[group]))
+                    for response in self._queue.receive(result):
+                        group = group_of[item.number, response.group]
+                        own.append(response.of(prompts[group], group))
         own.sort(key=lambda r: r.group)  # stable
         return gather_rollouts(prompts, own, self._session, self._reward_model)
 

@@ -13,9 +13,10 @@ from hybridengine.config import GRPOConfig
 from hybridengine.reshard.disaggregated import WeightReceiver
 from hybridengine.rollout import InFlightUpdate, RolloutEngine
 from hybridengine.rollout.server import NoServerError, ServerReceiver
+from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_agents, build_engine, build_receiver, load_data
-from hybridengine.trainer.overlap.queue import EngineQueue, WorkItem, report_signal, wait_until
+from hybridengine.trainer.overlap.queue import EngineQueue, WorkItem, report_signal
 from hybridengine.trainer.overlap.servers import connect_servers
 from hybridengine.trainer.plan import resolve_dtypes
 from hybridengine.trainer.rollouts import RolloutGenerator
@@ -124,8 +125,7 @@ class RolloutWorker:
             return
         if self._queue is not None:
             version, seconds = min(r.version for r in rollouts), session.take_timings()
-            without = [replace(r, sample=None) for r in rollouts]  # type: ignore[arg-type]
-            self._queue.send(item, without, version, seconds)
+            self._queue.send(item, [r.response for r in rollouts], version, seconds)
 
 
 def _with_own_share_of_cores(config: GRPOConfig) -> GRPOConfig:
