@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from getpass import getuser
 
 _AVX2 = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "ATEN_CPU_CAPABILITY": "avx2",
+    # torch.compile's cache ignores the line above: kernels of wider vectors would be taken from it.
+    "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getuser()}_avx2",
 }
 # By name, the environment that limits this package, vLLM's kernels, oneDNN, MKL and ATen.
 LIMITS = {

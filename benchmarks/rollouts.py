@@ -98,7 +98,14 @@ def _generate(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     prompts = [PromptSample(i, own, "x" * 4 * len(own), "", "", {}) for i, own in enumerate(ids)]
     rollouts = [
         Rollout(
-            i, prompts[i], "x" * 4 * n, array("i", [7] * n), array("f", [-0.5] * n), 0.0, {}, "stop"
+            i,
+            "x" * 4 * n,
+            array("i", [7] * n),
+            array("f", [-0.5] * n),
+            0.0,
+            {},
+            "stop",
+            sample=prompts[i],
         )
         for i in range(rank, PROMPTS, world_size)
         for n in lengths[i]
