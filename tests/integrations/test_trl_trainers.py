@@ -89,7 +89,7 @@ def trained(path: str, sharded: bool) -> torch.nn.Module:
 
 def synced(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """Sync through TRL's class, and compare with what vLLM's loader writes."""
-    from hybridengine.rollout.vllm.environment import prepare_environment
+    from hybridengine.rollout.vllm.environment import prepare_environment, unique_shared_memory
 
     prepare_environment()
     import functools
@@ -107,9 +107,11 @@ def synced(rank: int, world_size: int, path: str) -> dict[str, Any]:
         num_processes=world_size, process_index=rank, local_process_index=rank,
         device=torch.device("cpu"), wait_for_everyone=torch.distributed.barrier,
     )  # fmt: skip
-    generation = vllm_generation.VLLMGeneration(
-        trained(path, True), accelerator, None, tensor_parallel_size=world_size, max_model_length=64
-    )
+    with unique_shared_memory():  # vLLM's own names are the same in every run
+        generation = vllm_generation.VLLMGeneration(
+            trained(path, True), accelerator, None, tensor_parallel_size=world_size,
+            max_model_length=64,
+        )  # fmt: skip
     generation._iter_named_params = lambda: pytest.fail("TRL's own sync ran")
     runner = generation.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     weights = {n: p.data for n, p in runner.get_model().named_parameters()}
