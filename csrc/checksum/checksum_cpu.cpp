@@ -4,18 +4,13 @@
 
 #include "checksum/params.h"
 #include "common/parallel.h"
+#include "common/simd.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 8;
-#elif defined(__AVX2__)
-constexpr int kLanes = 4;
-#else
-constexpr int kLanes = 2;
-#endif
+constexpr int kLanes = kWidth / 2;         // 64 bits each
 constexpr int kLoads = 2;                  // whose sums do not wait for each other
 constexpr int kRow = 2 * kLanes * kLoads;  // words
 constexpr int64_t kGrain = 1 << 16;        // words of a thread, at least

@@ -18,6 +18,7 @@ from hybridengine.kernels import (
 )
 
 from tests.kernels.batches import batch, random_mask
+from tests.kernels.cuda_graph import capture
 from tests.tolerances import ADVANTAGE, POLICY_LOSS
 
 pytestmark = pytest.mark.gpu
@@ -173,15 +174,8 @@ def test_no_wait_and_capture():
         torch.randn(8).cuda(),
         torch.arange(8).cuda() // 4,
     )
-    eager = step(inputs, *arguments)  # compiles and loads what is lazy
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(inputs, *arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(inputs, *arguments)
+    graph, captured = capture(lambda: step(inputs, *arguments))
+    eager = step(inputs, *arguments)
     graph.replay()
     for got, want in zip(captured, eager, strict=True):
         assert torch.equal(got, want)

@@ -216,15 +216,27 @@ def test_a_server_with_fp8_weights(model: str, tmp_path: Path) -> None:
             )
             engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8)
             receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
-            factor = 1.0
-            for version in (1, 2):
-                factor *= FACTORS[version]
-                step_until(lambda version=version: engine.weight_version == version, receiver)
-                digests = server._request("POST", "/weight_checker", {"action": "checksum"})
-                assert digests["checksums"] == expected_digests(model, 1, factor, quantized=True)
+            check_updates(
+                server, engine, receiver, partial(expected_digests, model, 1, quantized=True)
+            )
             outputs = engine.generate([[5, 9, 33, 2]], SamplingSpec(max_tokens=4), seed=5)
             assert [len(c.token_ids) for c in outputs[0]] == [4]
         pool.close()
+
+
+def check_updates(
+    server: VllmServer,
+    engine: ServerEngine,
+    receiver: ServerReceiver,
+    expected: Callable[..., dict[str, str]],
+) -> None:
+    """Take versions 1 and 2, and compare the server's weights with `expected(factor=)`."""
+    factor = 1.0
+    for version in (1, 2):
+        factor *= FACTORS[version]
+        step_until(lambda version=version: engine.weight_version == version, receiver)
+        digests = server._request("POST", "/weight_checker", {"action": "checksum"})
+        assert digests["checksums"] == expected(factor=factor)
 
 
 def step_until(done: Callable[[], bool], receiver: ServerReceiver) -> None:
@@ -359,13 +371,8 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
         pool = ServerPool([server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S)
         engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8)
         receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
-        factor = 1.0
-        for version in (1, 2):
-            factor *= FACTORS[version]
-            step_until(lambda version=version: engine.weight_version == version, receiver)
-            digests = server._request("POST", "/weight_checker", {"action": "checksum"})
-            assert digests["checksums"] == expected_digests(model, tp_size, factor)
-        check_generation(engine, model, factor)
+        check_updates(server, engine, receiver, partial(expected_digests, model, tp_size))
+        check_generation(engine, model, FACTORS[1] * FACTORS[2])
         engine.in_flight = InFlightUpdate(receiver.pending, receiver.receive, keep_kv=True)
         with (
             pytest.warns(RuntimeWarning, match="the trainers gave up the sync.*injected"),

@@ -181,14 +181,16 @@ class SyncStore:
 
     def get(self, key: str) -> Any:
         """Return the value under `key`, None if there is none."""
-        with _store_errors():
-            return pickle.loads(zlib.decompress(self._read(key))) if self.has(key) else None
+        return self._value(key) if self.has(key) else None
 
     def get_sync(self) -> Any:
         """Return the SyncState, None if there is none. One request: it is never deleted."""
         self._has_sync = self._has_sync or self.has("sync")
+        return self._value("sync") if self._has_sync else None
+
+    def _value(self, key: str) -> Any:
         with _store_errors():
-            return pickle.loads(zlib.decompress(self._read("sync"))) if self._has_sync else None
+            return pickle.loads(zlib.decompress(self._read(key)))
 
     def has(self, key: str) -> bool:
         with _store_errors():

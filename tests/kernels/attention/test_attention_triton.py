@@ -6,6 +6,7 @@ from hybridengine.kernels import tree_attention
 
 from tests.kernels.attention.cases import forest_of, problem, random_forest
 from tests.kernels.attention.triton_cases import OPTIONS, assert_exact, ours
+from tests.kernels.cuda_graph import capture
 from tests.kernels.interpreter import run_interpreted
 
 pytest.importorskip("triton")
@@ -82,18 +83,7 @@ def test_a_cuda_graph_follows_the_forest_at_every_replay():
         out = tree_attention(q, k, v, ends, positions, window_size=150)
         return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for forest in forests:
         ends.copy_(forest.subtree_ends)
         positions.copy_(forest.position_ids)

@@ -5,6 +5,7 @@ import torch
 from hybridengine.kernels import linear_policy_loss
 from hybridengine.kernels.linear.chunks import Chunks
 
+from tests.kernels.cuda_graph import capture
 from tests.kernels.linear.cases import (
     DEVICES,
     ROUNDED,
@@ -100,18 +101,7 @@ def test_a_cuda_graph_replays_the_loss(budget_bytes, active):
         )
         return (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for share in (0.0, 0.3, 1.0):
         arguments["response_mask"].copy_(torch.rand(700, device="cuda") < share)
         graph.replay()
