@@ -141,13 +141,13 @@ def verl_algorithms() -> Any | None:
         return None
 
 
-def _require_compile() -> None:
+def require_compile() -> None:
     if is_limited():
         raise RuntimeError("the bfloat16 code of torch.compile crashes under --isa")
 
 
 def compiled(function: Callable) -> Callable:
-    _require_compile()
+    require_compile()
     return torch.compile(function)
 
 
@@ -220,7 +220,7 @@ def _liger() -> LogProbs:
 def _cut_cross_entropy(impl: str) -> LogProbs:
     """Log-probs only. `filter_eps=None`: else its kernels drop small gradients."""
     if impl == "torch_compile":
-        _require_compile()
+        require_compile()
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return lambda hidden, weight, ids: (
         -function(hidden, weight, ids, impl=impl, reduction="none", filter_eps=None),
@@ -264,7 +264,7 @@ def _liger_fused_cross_entropy() -> Callable[..., Tensor]:
 
 def _cut_cross_entropy_mean(impl: str) -> Callable[..., Tensor]:
     if impl == "torch_compile":
-        _require_compile()
+        require_compile()
     elif not torch.cuda.is_available():
         raise RuntimeError("its Triton kernels need a GPU")
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy

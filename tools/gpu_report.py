@@ -38,6 +38,7 @@ LIMIT_S = 530  # of a part
 KERNELS = (
     *("logprob", "linear", "strided_copy", "packing", "policy_loss", "advantage", "attention"),
     *("shared_prefix", "sparse_linear", "head_share", "linear_cross_entropy", "distillation"),
+    *("adamw", "block_quantize"),
 )
 PARTS = {
     "build": ("tools/gpu_build.py",),
