@@ -17,11 +17,15 @@ from functools import cache
 import torch
 
 from hybridengine.config.simulation import ClusterConfig, EfficiencyConfig
+from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE
 
 
 @dataclass(frozen=True)
 class Device:
-    """Of one rank: FLOP/s in the compute type, bytes, and bytes per second per direction."""
+    """Of one rank: FLOP/s in the compute type, bytes, and bytes per second per direction.
+
+    kv_block: tokens of a block of the engine's KV cache.
+    """
 
     flops: float
     memory_bytes: float
@@ -31,6 +35,7 @@ class Device:
     host_rate: float
     intra_latency_s: float = 10e-6
     inter_latency_s: float = 25e-6
+    kv_block: int = 16
 
 
 _GB, _GIB = 1e9, 2.0**30
@@ -153,7 +158,7 @@ def measured_cpu(ranks: int) -> Device:
     copied = data.nbytes / _fastest(lambda: target.copy_(data))
     return Device(
         products / ranks, math.inf, read / ranks, copied / ranks, copied / ranks, copied / ranks,
-        intra_latency_s=100e-6, inter_latency_s=100e-6,
+        intra_latency_s=100e-6, inter_latency_s=100e-6, kv_block=CPU_BLOCK_SIZE,
     )  # fmt: skip
 
 

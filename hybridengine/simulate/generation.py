@@ -46,10 +46,11 @@ class EngineModel:
         self.model, self.work, self.cluster, self.tp_size = model, work, cluster, tp_size
         self.kv_bytes = model.kv_bytes(tp_size, work.engine_itemsize)
 
-    def prefill(self, tokens: float, pairs: float) -> float:
-        """Seconds to compute prompts."""
+    def prefill(self, tokens: float, pairs: float, batch: int) -> float:
+        """Seconds to compute prompts, and the first token of `batch` sequences."""
         model, cluster, tp_size = self.model, self.cluster, self.tp_size
-        products = cluster.products(tokens * model.token_flops / tp_size)
+        flops = tokens * model.token_flops + batch * model.head_flops
+        products = cluster.products(flops / tp_size)
         attention = cluster.attention(pairs * model.pair_flops / tp_size)
         steps = math.ceil(tokens / 8192)  # vLLM's max_num_batched_tokens: steps of a prefill
         return products + attention + self._reductions(tokens, steps) + steps * self._fixed()
@@ -82,7 +83,7 @@ class _Schedule:
     """Sequences of one engine, in numbers of tokens; see the module.
 
     done, remaining: generated and to come, of the sequences in decoding. waiting: the same pairs of
-    those that wait. own_prompt: cached tokens of a prompt per response that shares it.
+    those that wait. own_prompt: cached tokens of a prompt per response, see `prompt_per_response`.
     """
 
     def __init__(self, lengths: np.ndarray, own_prompt: float, slots: int, capacity: int) -> None:
@@ -92,7 +93,10 @@ class _Schedule:
         self.preempted = 0
 
     def admit(self) -> np.ndarray:
-        """Move sequences that fit from waiting to decoding; return their generated tokens."""
+        """Move sequences that fit from waiting to decoding; return their generated tokens.
+
+        The prefill computes these again, and generates one token more.
+        """
         admitted = list[tuple[int, int]]()
         cached = self.cached
         while self.waiting and len(self.done) + len(admitted) < self.slots:
@@ -102,8 +106,9 @@ class _Schedule:
             cached += needed
             admitted.append(self.waiting.popleft())
         new = np.array(admitted, np.int64).reshape(-1, 2)
-        self.done = np.concatenate([self.done, new[:, 0]])
-        self.remaining = np.concatenate([self.remaining, new[:, 1]])
+        going_on = new[new[:, 1] > 1]
+        self.done = np.concatenate([self.done, going_on[:, 0] + 1])
+        self.remaining = np.concatenate([self.remaining, going_on[:, 1] - 1])
         return new[:, 0]
 
     def decode(self) -> int:
@@ -124,27 +129,39 @@ class _Schedule:
         return float(self.done.sum()) + self.own_prompt * len(self.done)
 
 
+def prompt_per_response(prompt: float, n: int, block: int) -> float:
+    """Return the tokens of a prompt that are computed and stored per response.
+
+    Prefix caching shares full blocks of the KV cache; the last token is always computed.
+    """
+    shared = (prompt - 1) // block * block
+    return shared / n + (prompt - shared)
+
+
 @lru_cache(maxsize=1024)
 def generate(
     model: ModelShape, work: Workload, cluster: Cluster, tp_size: int, engines: int, capacity: int
 ) -> Generation:
     """Return the time of the engine with the most tokens.
 
-    capacity: tokens in the KV cache of an engine. A prompt's keys and values are computed and
-    stored once for its responses (prefix caching), and read by each of them.
+    capacity: tokens in the KV cache of an engine. Full blocks of a prompt are computed and stored
+    once for its responses (prefix caching), and read by each of them.
     """
     engine, prompt = EngineModel(model, work, cluster, tp_size), work.config.prompt_length
+    own_prompt = prompt_per_response(prompt, work.config.n, cluster.device.kv_block)
     lengths = max(np.array_split(work.lengths, engines), key=lambda part: int(part.sum()))
     slots = work.config.max_num_seqs
-    schedule = _Schedule(lengths, prompt / work.config.n, slots, capacity)
+    schedule = _Schedule(lengths, own_prompt, slots, capacity)
     prefill = decode = tail = batch_seconds = 0.0
     while schedule.waiting or len(schedule.done):
         again = schedule.admit()
         if len(again):
-            tokens = schedule.own_prompt * len(again) + again.sum()
-            pairs = schedule.own_prompt * len(again) * prompt / 2
+            tokens = own_prompt * len(again) + again.sum()
+            pairs = own_prompt * len(again) * prompt / 2
             pairs += (again * (prompt + again / 2)).sum()
-            prefill += engine.prefill(float(tokens), float(pairs))
+            prefill += engine.prefill(float(tokens), float(pairs), len(again))
+        if not len(schedule.done):  # one token was all
+            continue
         batch, before = len(schedule.done), schedule.done.sum()
         steps = schedule.decode()
         read = before + (prompt + steps / 2) * batch
@@ -153,5 +170,5 @@ def generate(
         batch_seconds += seconds * batch
         tail += seconds if batch < min(slots, len(lengths)) / 4 else 0.0
     return Generation(
-        prefill, decode, tail, batch_seconds / decode, schedule.preempted / len(lengths)
+        prefill, decode, tail, batch_seconds / max(decode, 1e-9), schedule.preempted / len(lengths)
     )

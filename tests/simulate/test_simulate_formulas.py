@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 from hybridengine.config.simulation import ClusterConfig, EfficiencyConfig, WorkloadConfig
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.simulate import Cluster, Layout, ModelShape, Workload
-from hybridengine.simulate.generation import EngineModel, generate
+from hybridengine.simulate.generation import EngineModel, generate, prompt_per_response
 from hybridengine.simulate.layout import truncated_exponential
 from hybridengine.simulate.memory import memory_of
 from hybridengine.simulate.training import TrainingModel
@@ -155,9 +155,14 @@ def test_generation_by_hand_and_under_a_full_cache(llama) -> None:
     work = Workload(WorkloadConfig(prompts=2, n=1, prompt_length=4.0, response_lengths=(2, 6)))
     engine = EngineModel(llama, work, cluster, 1)
     roomy = generate(llama, work, cluster, 1, 1, 10**6)
-    # Two sequences for two steps, then one for four; the cache is read at its mean length.
-    by_hand = 2 * engine.decode_step(2, 2 * (4 + 1)) + 4 * engine.decode_step(1, 4 + 2 + 2)
+    # Of the prefill a token each; two sequences for a step, then one for four; the cache is read
+    # at its mean length.
+    by_hand = engine.decode_step(2, 2 * (4 + 1.5)) + 4 * engine.decode_step(1, 4 + 2 + 2)
     assert roomy.decode == pytest.approx(by_hand)
+    prefill = engine.prefill(2 * 4, 2 * 4 * 4 / 2, 2)
+    assert roomy.prefill == pytest.approx(prefill)
+    of_one_token = replace(work.config, response_lengths=(1,))
+    assert generate(llama, Workload(of_one_token), cluster, 1, 1, 10**6).seconds == prefill
     assert roomy.preempted == 0 and roomy.tail == 0
     long = Workload(WorkloadConfig(prompts=64, n=1, prompt_length=4.0, response_lengths=(10, 50)))
     times = [generate(llama, long, cluster, 1, 1, capacity) for capacity in (100, 400, 10**6)]
@@ -166,6 +171,12 @@ def test_generation_by_hand_and_under_a_full_cache(llama) -> None:
     assert times[0].mean_batch < times[1].mean_batch < times[2].mean_batch
     one_engine, two = (generate(llama, long, cluster, 1, e, 10**6).seconds for e in (1, 2))
     assert two < one_engine
+
+
+def test_responses_share_the_full_blocks_of_a_prompt() -> None:
+    assert prompt_per_response(256, n=8, block=16) == 240 / 8 + 16
+    assert prompt_per_response(257, n=8, block=16) == 256 / 8 + 1
+    assert prompt_per_response(22, n=8, block=32) == 22
 
 
 def test_memory_by_kind(llama) -> None:

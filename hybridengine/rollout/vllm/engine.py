@@ -28,6 +28,7 @@ from hybridengine.rollout.engine import (
 )
 from hybridengine.rollout.kept import pack_kept
 from hybridengine.rollout.vllm.environment import (
+    CPU_BLOCK_SIZE,
     prepare_environment,
     strided_groups,
     unchanged_local_world_size,
@@ -88,6 +89,9 @@ class VllmEngine(VllmWeights, RolloutEngine):
         self.tp_size, self.replicas = tp_size, len(groups)
         self.replica = next(j for j, group in enumerate(groups) if dist.get_rank() in group)
         self._stop_token_ids, self.free_cache = list(stop_token_ids), free_cache
+        options = dict(engine_options or {})
+        if not torch.cuda.is_available():
+            options.setdefault("block_size", CPU_BLOCK_SIZE)
         with (
             unchanged_local_world_size(),
             strided_groups(groups),
@@ -110,7 +114,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
                 kv_cache_memory_bytes=kv_cache_bytes,
                 gpu_memory_utilization=memory_share,
                 enable_sleep_mode=free_cache and torch.cuda.is_available(),
-                **(engine_options or {}),
+                **options,
             )
         super().__init__(self._llm, checkpoint, post_load)
         self._slot = LoraSlot(self._runner) if lora_rank else None

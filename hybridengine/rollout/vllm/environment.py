@@ -19,6 +19,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+# Tokens of a KV cache block on a CPU: the fewest that vLLM's attention takes there. Responses share
+# the full blocks of their prompt, and vLLM's default, 128, is longer than many prompts.
+CPU_BLOCK_SIZE = 32
+
 
 def vllm_available() -> bool:
     """Whether vLLM is installed."""
