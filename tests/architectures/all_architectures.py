@@ -15,9 +15,10 @@ from tests.architectures.sweep import Outcome, sweep_body
 from tests.architectures.table import is_exact, render
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.multirank, pytest.mark.timeout(3600)]
-
 WORLDS = {1: 2, 2: 4, 4: 4}  # TP size → ranks
+TIMEOUT_S = 60.0 * len(CATALOGUE)  # of a world
+pytestmark = [pytest.mark.multirank, pytest.mark.timeout(TIMEOUT_S * len(WORLDS))]
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 # What stops these lies outside the package; the table shows each one's reason.
@@ -36,7 +37,7 @@ def results(tmp_path_factory) -> dict[int, dict[str, list[Outcome]]]:
     for tp_size, world_size in WORLDS.items():
         folder = str(tmp_path_factory.mktemp(f"tp{tp_size}"))
         per_rank = run_ranks(
-            sweep_body, world_size, tp_size, folder, list(CATALOGUE), timeout_s=1200
+            sweep_body, world_size, tp_size, folder, list(CATALOGUE), timeout_s=TIMEOUT_S
         )
         found[tp_size] = {o[0].architecture: list(o) for o in zip(*per_rank, strict=True)}
     DOCUMENT.write_text(render(found))
