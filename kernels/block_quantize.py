@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
+from .memory_pool import empty_from_pool
 
 register_backends("block_quantize", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
@@ -127,11 +128,12 @@ def quantize_values(values: Tensor, scale: Tensor) -> Tensor:
 def _block_quantize(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
     reference = choose_backend(_OP, weight.device, backend) == "reference"
     weight = weight.contiguous()
-    quantized, scale = _empty(weight)
     if not weight.numel():
-        return quantized, scale
+        return _empty(weight)
     if reference:
         return _reference(weight)
+    quantized = empty_from_pool(weight.shape, QUANTIZED_DTYPE, weight.device)
+    scale = _empty_scale(weight)
     table, blocks = _rows_of(weight.shape)
     native_table = native().CopyTable(table, blocks)
     absmax = torch.zeros(scale.numel(), dtype=torch.int32, device=weight.device)
@@ -148,7 +150,11 @@ def _(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
 
 def _empty(weight: Tensor) -> tuple[Tensor, Tensor]:
     quantized = weight.new_empty(weight.shape, dtype=QUANTIZED_DTYPE)
-    return quantized, weight.new_empty(block_grid(weight.shape), dtype=torch.float32)
+    return quantized, _empty_scale(weight)
+
+
+def _empty_scale(weight: Tensor) -> Tensor:
+    return weight.new_empty(block_grid(weight.shape), dtype=torch.float32)
 
 
 def _rows_of(shape: Sequence[int]) -> tuple[Tensor, Tensor]:

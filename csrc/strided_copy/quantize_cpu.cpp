@@ -1,4 +1,6 @@
 // Block quantization on the CPU: threads take equal numbers of slices.
+#include <algorithm>
+
 #include "common/parallel.h"
 #include "common/simd.h"
 #include "strided_copy/quantize.h"
@@ -22,15 +24,31 @@ HE_SIMD VecF load_as(const S* p) {
   }
 }
 
+// The lowest byte of every lane.
+HE_SIMD VecB low_bytes(VecU v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // where the compiler would take lane by lane
+  const __m256i in_halves = _mm256_shuffle_epi8((__m256i)v, _mm256_set1_epi32(0x0C080400));
+  const __m256i first_of_halves = _mm256_setr_epi32(0, 4, 0, 0, 0, 0, 0, 0);
+  const __m256i joined = _mm256_permutevar8x32_epi32(in_halves, first_of_halves);
+  const int64_t bits = _mm_cvtsi128_si64(_mm256_castsi256_si128(joined));
+  VecB bytes;
+  std::memcpy(&bytes, &bits, sizeof bytes);
+  return bytes;
+#else
+  return __builtin_convertvector(v, VecB);
+#endif
+}
+
 // As to_e4m3, without branches.
 HE_SIMD void store_e4m3(uint8_t* p, VecF v) {
   const VecU sign = (VecU)v & 0x80000000u;
   const VecU magnitude = (VecU)v ^ sign;
   const VecU small = (VecU)((VecF)magnitude + float_of(kE4m3Rounder)) - kE4m3Rounder;
   const VecU normal = (magnitude - (120u << 23) + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20;
-  VecU rounded = magnitude < kE4m3Normal ? small : normal;
-  rounded = magnitude >= kE4m3Overflow ? VecU{} + 0x7Fu : rounded;
-  const VecB bytes = __builtin_convertvector(rounded | sign >> 24, VecB);
+  const VecI ordered = (VecI)magnitude;  // without the sign bit: signed comparisons are cheaper
+  VecU rounded = ordered < static_cast<int32_t>(kE4m3Normal) ? small : normal;
+  rounded = ordered >= static_cast<int32_t>(kE4m3Overflow) ? VecU{} + 0x7Fu : rounded;
+  const VecB bytes = low_bytes(rounded | sign >> 24);
   std::memcpy(p, &bytes, sizeof bytes);
 }
 
@@ -47,21 +65,21 @@ void for_each_run(const CopyRow& row, const Run& run) {
 template <typename S, typename E>
 uint32_t absmax_of(const CopyRow& row, const S* source) {
   const int64_t step = row.src_stride[kCopyDims - 1];
-  VecU most = {};
+  VecI most = {};
   uint32_t rest = 0;
   for_each_run(row, [&](int64_t src, int64_t, int64_t count) {
     const S* in = source + src;
     int64_t i = 0;
     for (; step == 1 && i + kWidth <= count; i += kWidth) {
-      const VecU bits = (VecU)load_as<S, E>(in + i) & 0x7FFFFFFFu;
+      const VecI bits = (VecI)load_as<S, E>(in + i) & 0x7FFFFFFF;
       most = bits > most ? bits : most;
     }
     for (; i < count; ++i) {
       const uint32_t bits = magnitude_bits(engine_value<S, E>(in[i * step]));
-      rest = bits > rest ? bits : rest;
+      rest = std::max(rest, bits);
     }
   });
-  for (int i = 0; i < kWidth; ++i) rest = most[i] > rest ? most[i] : rest;
+  for (int i = 0; i < kWidth; ++i) rest = std::max(rest, static_cast<uint32_t>(most[i]));
   return rest;
 }
 
