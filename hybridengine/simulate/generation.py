@@ -134,7 +134,7 @@ def prompt_per_response(prompt: float, n: int, block: int) -> float:
 
     Prefix caching shares full blocks of the KV cache; the last token is always computed.
     """
-    shared = (prompt - 1) // block * block
+    shared = max(0.0, prompt - 1) // block * block
     return shared / n + (prompt - shared)
 
 

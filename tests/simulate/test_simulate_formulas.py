@@ -161,6 +161,10 @@ def test_generation_by_hand_and_under_a_full_cache(llama) -> None:
     assert roomy.decode == pytest.approx(by_hand)
     prefill = engine.prefill(2 * 4, 2 * 4 * 4 / 2, 2)
     assert roomy.prefill == pytest.approx(prefill)
+    cluster_of_products = Cluster.of(replace(CLUSTER, memory_gb_per_s=1e9))
+    products = EngineModel(llama, work, cluster_of_products, 1)
+    by_token = products.prefill(8, 0, 3) - products.prefill(8, 0, 2)
+    assert by_token == pytest.approx(cluster_of_products.products(llama.head_flops))
     of_one_token = replace(work.config, response_lengths=(1,))
     assert generate(llama, Workload(of_one_token), cluster, 1, 1, 10**6).seconds == prefill
     assert roomy.preempted == 0 and roomy.tail == 0
@@ -177,6 +181,7 @@ def test_responses_share_the_full_blocks_of_a_prompt() -> None:
     assert prompt_per_response(256, n=8, block=16) == 240 / 8 + 16
     assert prompt_per_response(257, n=8, block=16) == 256 / 8 + 1
     assert prompt_per_response(22, n=8, block=32) == 22
+    assert prompt_per_response(0.5, n=8, block=16) == 0.5  # a mean
 
 
 def test_memory_by_kind(llama) -> None:
