@@ -43,7 +43,7 @@ def test_unreachable_hub_fails_within_seconds(name, monkeypatch):
     start = time.monotonic()
     with pytest.raises(ModelError, match="is not a local folder, and the Hugging Face hub has no"):
         check_model(name)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 20
 
 
 def test_hub_that_never_answers_times_out(monkeypatch):

