@@ -6,8 +6,9 @@ import tempfile
 import torch
 from hypothesis import settings
 
-# The first example of a process may take longer than any deadline.
-settings.register_profile("hybridengine", deadline=None)
+# The first example of a process may take longer than any deadline. Every run has the same examples:
+# a rare one that fails would be a failure of a change that has nothing to do with it.
+settings.register_profile("hybridengine", deadline=None, derandomize=True)
 settings.load_profile("hybridengine")
 
 # Processes that the tests start inherit it.

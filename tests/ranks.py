@@ -39,7 +39,7 @@ __all__ = ["RankFailure", "Ranks", "message_of", "run_ranks"]
 class _Server(forkserver.ForkServer):
     """A process that imports `modules`, those that are there, and forks ranks."""
 
-    _starting = threading.Lock()
+    starting = threading.Lock()  # changes os.environ
 
     def __init__(self, *modules: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Server(forkserver.ForkServer):
             "OMP_NUM_THREADS": "1",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else a look for GPUs would spoil its forks
         }
-        with self._starting:
+        with self.starting:
             with patch.dict(os.environ, environment):
                 self.ensure_running()
             with patch.object(forkserver, "connect_to_new_process", self.connect_to_new_process):
@@ -94,7 +94,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
     env: dict[str, str] | None = None,
     device: str = "cpu",
 ) -> list[Any]:
@@ -120,7 +120,7 @@ class Ranks:
         fn: Callable[..., Any],
         world_size: int,
         *args: Any,
-        timeout_s: float = 120.0,
+        timeout_s: float = 300.0,
         env: dict[str, str] | None = None,
         device: str = "cpu",
     ) -> None:
@@ -132,9 +132,11 @@ class Ranks:
         self._timeout_s = timeout_s
         self.processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}
+        with _Server.starting:
+            inherited = dict(os.environ)
         for rank in range(world_size):
             place = _rank_env(rank, world_size, self._store.port)
-            environment = {**os.environ, **place, **(env or {})}
+            environment = {**inherited, **place, **(env or {})}
             if device == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""
             process, pipe = _start_rank(server, rank, environment, payload, timeout_s)

@@ -141,7 +141,7 @@ def test_a_hanging_tool_is_left_alone() -> None:
         return "quick"
 
     async def all_three() -> Any:
-        toolbox = box(hanging, stubborn, quick, tool_timeout_s=0.3)
+        toolbox = box(hanging, stubborn, quick, tool_timeout_s=2.0)
         calls = [ToolCall(name, {}) for name in ("hanging", "stubborn", "quick")]
         results = await asyncio.gather(*map(toolbox.run, calls))
         release.set()
@@ -151,7 +151,7 @@ def test_a_hanging_tool_is_left_alone() -> None:
     started = time.monotonic()
     toolbox, (first, second, third) = asyncio.run(all_three())
     assert time.monotonic() - started < 30
-    assert first.text == "Error: tool 'hanging' gave no result within 0.3 s"
+    assert first.text == "Error: tool 'hanging' gave no result within 2 s"
     assert second.error and not third.error and third.text == "quick"
     assert toolbox.num_errors == 2
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.ports import free_port
 from tests.ranks import message_of, run_ranks
 from tests.trainer.in_process import small_job
 from tests.trainer.sft_job import sft_settings, write_sft_job
@@ -115,7 +116,9 @@ def _life(rank: int, world_size: int, folder: Path) -> dict:
     found["files"] = sorted(path.name for path in (folder / "api").iterdir())
 
     # The loop of the command line, with the same reward from a file.
-    os.environ.update(dict(zip(TORCHRUN, ("0", "0", "1", "1", "127.0.0.1", _port()), strict=True)))
+    os.environ.update(
+        dict(zip(TORCHRUN, ("0", "0", "1", "1", "127.0.0.1", str(free_port())), strict=True))
+    )
     cli = settings_of(folder, "cli", **{"data.val_files": folder / "rows.jsonl"})
     cli["reward.custom_reward_function.path"] = folder / "right.py"
     with agent_store():
@@ -130,14 +133,6 @@ def _life(rank: int, world_size: int, folder: Path) -> dict:
     with Trainer(config, model=model, tokenizer=tokenizer, reward=right) as trainer:
         found["fit"] = trainer.fit()["training/global_step"]
     return found
-
-
-def _port() -> str:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 @contextmanager

@@ -106,10 +106,11 @@ def test_templates_that_fail(tokenizer, template, message):
 
 
 def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch):
-    monkeypatch.setattr(chats, "_RENDER_TIMEOUT_S", 0.2)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(DataError, match=r"TimeoutError: no text within 0\.2 s; does it loop"):
-        render(tokenizer, loop)
+    with monkeypatch.context() as patch:
+        patch.setattr(chats, "_RENDER_TIMEOUT_S", 0.2)
+        with pytest.raises(DataError, match=r"TimeoutError: no text within 0\.2 s; does it loop"):
+            render(tokenizer, loop)
     with pytest.raises(DataError, match="got multiple values for keyword argument 'tokenize'"):
         render(tokenizer, "{{ 1 }}", tokenize=True)
 

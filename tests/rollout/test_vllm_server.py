@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,11 +30,12 @@ from hybridengine.rollout.server import (
     TrainersStore,
     VllmServer,
 )
+from tests.ports import free_port
 from tests.ranks import Ranks, message_of
 from tests.rollout.version_oracle import logits_by_version
 from tests.tiny_models import save_tiny
 from tests.trainer.in_process import Result, small_job
-from tests.trainer.overlapped import run_overlapped
+from tests.trainer.overlapped import run_overlapped, update_inside_items
 
 START_S = 900  # of a server; a minute where nothing else runs
 
@@ -108,9 +108,7 @@ def server(model: str, tp_size: int, slow_file: Path) -> Iterator[VllmServer]:
 
 @contextmanager
 def serving(model: str, tp_size: int, folder: Path, fp8: bool = False) -> Iterator[VllmServer]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = start(model, port, tp_size, folder, fp8)
     server = VllmServer(f"http://127.0.0.1:{port}", 0, TIMEOUT_S)
     try:
@@ -335,6 +333,7 @@ def update_inside_responses(url: str, slow: Path) -> None:
 
     worker.InFlightUpdate = waiting  # type: ignore[misc, assignment]
     worker.RolloutWorker._generate = generating  # type: ignore[method-assign]
+    update_inside_items()
 
 
 def metric(url: str, name: str) -> float:

@@ -37,7 +37,7 @@ def run(tmp_path, monkeypatch):
         results = gpu_report.Results(file, {"device": "a GPU", "commit": commit})
         status = gpu_report.run_part(
             *(part, [sys.executable, "-c", PART, how], results),
-            resume=resume, environment=dict(os.environ), limit_s=3.0,
+            resume=resume, environment=dict(os.environ), limit_s=10.0 if how == "stalls" else 120.0,
         )  # fmt: skip
         document = json.loads(file.read_text())
         assert document["device"] == "a GPU"
@@ -51,8 +51,8 @@ def test_a_part_that_fails_or_stalls_keeps_its_rows_and_those_of_others(run):
     assert status == parts["kernels"]["status"] == "exit code 4"
     assert parts["kernels"]["rows"] == ["row 1"]
     status, parts = run("step", "stalls")
-    assert status == "not finished after 3 s" and parts["step"]["rows"] == ["row 1"]
-    assert parts["step"]["sources_commit"] == "c0ffee" and parts["step"]["seconds"] >= 3
+    assert status == "not finished after 10 s" and parts["step"]["rows"] == ["row 1"]
+    assert parts["step"]["sources_commit"] == "c0ffee" and parts["step"]["seconds"] >= 10
     status, parts = run("build", "passes")
     assert status == "passed" and list(parts) == ["build", "kernels", "step"], "in order of PARTS"
     assert parts["kernels"]["rows"] == ["row 1"]

@@ -106,7 +106,7 @@ def save_stopping(folder: Path) -> None:
 
 
 def run_jobs(
-    folder: Path, jobs: Sequence[Sequence[str]], world_size: int = 1, timeout_s: float = 200.0
+    folder: Path, jobs: Sequence[Sequence[str]], world_size: int = 1, timeout_s: float = 400.0
 ) -> list[Result]:
     """Run jobs, each given by its overrides (and a config file before them), on gloo ranks."""
     return run_ranks(_jobs, world_size, folder, jobs, timeout_s=timeout_s)[0]

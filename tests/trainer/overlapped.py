@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.trainer.in_process import Result, _result
 from tests.trainer.test_every_key import TURN_LOOP, TURN_TOOLS
 
-__all__ = ["MULTI_TURN", "overrides_of", "run_named", "run_overlapped"]
+__all__ = ["MULTI_TURN", "overrides_of", "run_named", "run_overlapped", "update_inside_items"]
 
 MULTI_TURN = (
     "rollout.multi_turn.enable=true",
@@ -49,7 +49,7 @@ def run_overlapped(
     folder: Path,
     jobs: Sequence[Sequence[str]],
     num_ranks: int,
-    timeout_s: float = 200.0,
+    timeout_s: float = 400.0,
     before: Callable[[], object] | None = None,
 ) -> list[Result]:
     """Run jobs, each given by its overrides, on `num_ranks` ranks of both roles in all.
@@ -58,6 +58,20 @@ def run_overlapped(
     called on every rank.
     """
     return run_ranks(_jobs, num_ranks, folder, jobs, before, timeout_s=timeout_s)[0]
+
+
+def update_inside_items() -> None:
+    """On an engine's rank: let an update that comes early wait for the item that is to take it."""
+    from hybridengine.trainer.overlap import worker
+
+    choose = worker.RolloutWorker._choose_on_first_rank
+
+    def choose_items_first(self: Any, queue: Any, pending: bool) -> Any:
+        item, version = queue.peek(), self._engine.weight_version
+        can_run = item is not None and version is not None and item.min_version <= version
+        return choose(self, queue, pending and not can_run)
+
+    worker.RolloutWorker._choose_on_first_rank = choose_items_first  # type: ignore[method-assign]
 
 
 def _jobs(

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.test_resume import metrics
+from tests.ports import free_port
 from tests.trainer.in_process import run_jobs, small_job
 
 pytestmark = [
@@ -78,10 +78,7 @@ def run_to_the_end(folder: Path, agents: list[list[str]], overrides: list[str]) 
 
 def two_nodes() -> list[list[str]]:
     """Two agents that meet at one of them; each counts restarts for itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     return [agent(1, "--nnodes", "2", "--local-addr", "127.0.0.1", *meeting)] * 2
 
 

@@ -14,7 +14,32 @@ from tests.trainer.toy import start_toy, toy_job
 
 pytestmark = pytest.mark.multirank
 
-WITHIN_S = 60
+START_S = 300  # of a run on two ranks, up to its second step
+WITHIN_S = 240  # of the end after a failure; far less than trainer.timeout_s
+
+# Limits collectives from the first step on: ranks may start at times that are further apart.
+SHORT_TIMEOUT = """
+from datetime import timedelta
+from torch.distributed import distributed_c10d
+from hybridengine.trainer import rollouts
+gather = rollouts.gather_rollouts
+def gather_within_4_s(*args):
+    distributed_c10d._set_pg_timeout(timedelta(seconds=4))
+    return gather(*args)
+rollouts.gather_rollouts = gather_within_4_s
+"""
+STALLING_REWARD = """
+import os, time
+from pathlib import Path
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    stalls = Path(__file__).with_name("stalls")
+    while os.environ.get("RANK") == "1" and solution_str:
+        stalls.touch()
+        time.sleep(0.01)
+    while os.environ.get("RANK") == "0" and solution_str and not stalls.exists():
+        time.sleep(0.01)
+    return 0.5
+"""
 
 
 @pytest.mark.parametrize(
@@ -25,10 +50,8 @@ def test_failed_rank_is_named_with_its_phase(tmp_path: Path, sent: signal.Signal
         toy_job(tmp_path, **{"rollout.name": "hf", "trainer.total_training_steps": 10_000})
     ) as run:
         pid = pid_of_training_rank(tmp_path / "run", rank=1)
-        sent_at = time.monotonic()
         os.kill(pid, sent)
         output, _ = run.communicate(timeout=WITHIN_S)
-        assert time.monotonic() - sent_at < WITHIN_S
     assert run.returncode not in (0, None)
     last = output.splitlines()[-1]
     how = "was killed by SIGKILL" if sent == signal.SIGKILL else "is stopped (SIGSTOP) for "
@@ -38,28 +61,27 @@ def test_failed_rank_is_named_with_its_phase(tmp_path: Path, sent: signal.Signal
 
 def pid_of_training_rank(folder: Path, rank: int) -> int:
     """Wait until `rank` is in the middle of a step."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         status = read_status(folder).get(rank)
         if status is not None and status.step >= 2:
             return status.pid
         time.sleep(0.05)
-    raise AssertionError("the run did not reach step 2 within 120 s")
+    raise AssertionError(f"the run did not reach step 2 within {START_S} s")
 
 
 def test_a_stall_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:
     """Rank 1 waits for its reward; rank 0 waits for rank 1 in the next collective."""
-    settings = {"rollout.name": "hf", "trainer.timeout_s": 4, "reward.timeout_s": 99}
+    settings = {
+        "rollout.name": "hf",
+        "reward.timeout_s": 500,
+        "model.external_lib": tmp_path / "mine.py",
+    }
     job = toy_job(tmp_path, **settings)
-    (tmp_path / "reward.py").write_text(
-        "import os, time\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    while os.environ.get('RANK') == '1' and solution_str:\n"
-        "        time.sleep(0.01)\n"
-        "    return 0.5\n"
-    )
+    (tmp_path / "mine.py").write_text(SHORT_TIMEOUT)
+    (tmp_path / "reward.py").write_text(STALLING_REWARD)
     with start_toy(job) as run:
-        output, _ = run.communicate(timeout=WITHIN_S)
+        output, _ = run.communicate(timeout=START_S)
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith("error: rank 0 (pid "), output
@@ -98,7 +120,7 @@ def test_exit_code_0_in_the_middle_is_a_failure(tmp_path: Path, ranks: int, call
         "    return advantages('grpo', responses, options)\n"
     )
     with start_toy(job) as run:
-        output, _ = run.communicate(timeout=2 * WITHIN_S)
+        output, _ = run.communicate(timeout=START_S)
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith(f"error: rank {ranks - 1} (pid "), output

@@ -13,7 +13,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.rollout.version_oracle import logits_by_version
 from tests.trainer.in_process import Result, small_job
-from tests.trainer.overlapped import _jobs
+from tests.trainer.overlapped import _jobs, update_inside_items
 
 pytestmark = pytest.mark.multirank
 
@@ -78,6 +78,7 @@ def body(rank: int, num_ranks: int, folder: Path, jobs: Any) -> Any:
     worker.RolloutWorker._generate = counting  # type: ignore[method-assign]
     worker.RolloutWorker.run, worker.RolloutWorker._update = beginning, copying  # type: ignore[method-assign]
     EngineQueue.send = noting  # type: ignore[method-assign]
+    update_inside_items()
     return _jobs(rank, num_ranks, folder, jobs), announced, weights
 
 

@@ -90,13 +90,13 @@ def test_a_lost_rank_or_link_ends_the_run_and_costs_the_running_step(
     pairs = dict(o.split("=", 1) for o in small_job(tmp_path)) | settings
     overrides = [f"{key}={value}" for key, value in pairs.items()]
     found: list[int] = []
-    with Ranks(run_rank, 2, tmp_path, overrides, fault == "link", timeout_s=100) as ranks:
+    with Ranks(run_rank, 2, tmp_path, overrides, fault == "link", timeout_s=500) as ranks:
         if lost is not None:
             pid = pid_of_training_rank(tmp_path / "run", lost)
             found = [c.step for c in find_checkpoints(tmp_path / "run")]
             os.kill(pid, fault)
         survivor = ranks.processes[ENGINE if lost == TRAINER else TRAINER]
-        survivor.join(90)
+        survivor.join(240)
         assert survivor.exitcode == EXIT_RANK_FAILED
     number = ENGINE if lost == TRAINER else TRAINER
     record = json.loads((tmp_path / f"record_{number}.json").read_text())["message"]["message"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 import urllib.request
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.ranks import Ranks
 from tests.rollout.stand_in_server import serve
 from tests.trainer.in_process import Result, small_job
@@ -28,11 +28,7 @@ class Servers:
 
     def __init__(self, model: str, number: int, stack: ExitStack) -> None:
         self._model, self._stack, self._processes = model, stack, dict[int, Ranks]()
-        with ExitStack() as sockets:
-            free = [sockets.enter_context(socket.socket()) for _ in range(number)]
-            for one in free:
-                one.bind(("127.0.0.1", 0))
-            self.ports = [one.getsockname()[1] for one in free]
+        self.ports = [free_port() for _ in range(number)]
         for index in range(number):
             self.start(index)
 
