@@ -248,9 +248,11 @@ def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
 def free_space(path: str | Path) -> str:
     """Return how much space is left for `path`, such as "1.5 GiB free"."""
     folder = Path(path).absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    return f"{_readable(shutil.disk_usage(folder).free)} free"
+    while True:
+        try:
+            return f"{_readable(shutil.disk_usage(folder).free)} free"
+        except (FileNotFoundError, NotADirectoryError):  # not there yet, or removed just now
+            folder = folder.parent
 
 
 def _readable(num_bytes: int) -> str:

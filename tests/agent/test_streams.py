@@ -124,7 +124,7 @@ def trajectories_body(rank: int, world_size: int, path: str) -> Any:
 def test_tensor_parallel_ranks_take_the_same_steps(tmp_path: Path) -> None:
     """The second rank only follows; samples do not depend on which tool was faster."""
     path = save_tiny("llama", tmp_path)
-    leader, follower = run_ranks(trajectories_body, 2, path, timeout_s=240)
+    leader, follower = run_ranks(trajectories_body, 2, path, timeout_s=500)
     assert follower == [{}, {}]
     first, second = leader
     assert len(first) == 9

@@ -37,7 +37,7 @@ def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
     may_write, write = threading.Event(), filesystem.FileSystemWriter.write_data
 
     def slow(*args, **kwargs):
-        assert may_write.wait(60)
+        assert may_write.wait(300)
         return write(*args, **kwargs)
 
     filesystem.FileSystemWriter.write_data = slow

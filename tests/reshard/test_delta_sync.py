@@ -115,7 +115,7 @@ CASES = [
 def test_several_steps_in_a_row_equal_dense_syncs(world_size: int, tp_size: int) -> None:
     """Uneven and empty shards, Shard(1), HSDP, fallback, change sets of an optimizer, of some."""
     cases = CASES if world_size > 2 else [CASES[0], CASES[5]]
-    ranks = run_ranks(steps_body, world_size, tp_size, [dict(c) for c in cases], timeout_s=200)
+    ranks = run_ranks(steps_body, world_size, tp_size, [dict(c) for c in cases], timeout_s=400)
     for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
         for result in results:
             assert result["right"] == [True] * len(STEPS), case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from unittest.mock import patch
 
 import numpy as np
@@ -31,11 +32,26 @@ UNEVEN: Shapes = {
     "computed": ("replicated", (7, 5)),
 }
 FACTORS = {1: 1.0, 2: -3.0, 3: 0.5}  # by version: the parameters are multiplied, later by 2
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def link_store(port: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+
+
+def wait_for_dropped(store: dist.Store, rank: int, version: int, dropped_in: int) -> None:
+    """On a trainer rank after each sync: wait for the engine that one of them drops."""
+    if rank == 0:
+        store.set(f"test/synced {version}", "1")
+    if version == dropped_in:
+        store.wait(["test/back"], timedelta(seconds=200))
+
+
+def come_back(store: dist.Store, receiver: WeightReceiver, version: int) -> None:
+    """On the engine that was dropped in the sync to `version`."""
+    store.wait([f"test/synced {version}"], timedelta(seconds=200))
+    assert not receiver.pending()  # shows that it is back
+    store.set("test/back", "1")
 
 
 def full_at(version: int) -> dict[str, torch.Tensor]:
@@ -106,7 +122,7 @@ def test_replicas_share_what_the_trainers_send(sent: list[int], replicas: int) -
 
 
 @contextmanager
-def worlds(*arguments: tuple, timeout_s: float = 100.0) -> Iterator[tuple]:
+def worlds(*arguments: tuple, timeout_s: float = 400.0) -> Iterator[tuple]:
     """Start a world for each (function, ranks, *arguments); all get the port of one store.
 
     Yields (port, *worlds).

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -17,7 +16,7 @@ from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
 from tests.reshard.test_delta_sync import Tracker, train
-from tests.reshard.test_disaggregated import TIMEOUT_S, link_store, worlds
+from tests.reshard.test_disaggregated import come_back, link_store, wait_for_dropped, worlds
 
 pytestmark = pytest.mark.multirank
 
@@ -31,6 +30,7 @@ SHAPES: Shapes = {
 }
 # Shares of the elements that change before each sync, of version 1 and up.
 SHARES = (1.0, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.0, 0.9, 0.01, 0.02, 0.02, 0.02)
+TIMEOUT_S = 20.0  # the sync with a damaged delta lasts as long
 FAILS, DAMAGED, WRITTEN, NEW_SENDER = 3, 5, 6, 11  # versions
 LAST = len(SHARES)
 
@@ -63,10 +63,7 @@ def trainer_body(rank: int, world_size: int, port: int) -> dict:
             warnings.simplefilter("always")
             reports.append(sender.sync(version, verify=version in (2, WRITTEN)))
         warned += [str(w.message) for w in caught]
-        if rank == 0:
-            store.set(f"test/synced {version}", "1")
-        if version == FAILS:
-            store.wait(["test/back"], timedelta(seconds=60))
+        wait_for_dropped(store, rank, version, FAILS)
         if version == LAST - 1:  # all engines have it
             assert sender.sync(version).bytes_sent == 0
     return {
@@ -113,9 +110,7 @@ def engine_body(rank: int, world_size: int, port: int, index: int) -> dict:
         if (index, version) == (1, FAILS):
             with mock.patch.object(engine, "_finish_update", side_effect=RuntimeError("cache")):
                 delta.append(message_of(receiver.receive))
-            store.wait([f"test/synced {FAILS}"], timedelta(seconds=60))
-            assert not receiver.pending()  # shows that it is back
-            store.set("test/back", "1")
+            come_back(store, receiver, version)
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -15,7 +15,13 @@ from hybridengine.sharding.adapter import Adapter
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
-from tests.reshard.test_disaggregated import TIMEOUT_S, link_store, worlds
+from tests.reshard.test_disaggregated import (
+    TIMEOUT_S,
+    come_back,
+    link_store,
+    wait_for_dropped,
+    worlds,
+)
 
 pytestmark = pytest.mark.multirank
 
@@ -48,8 +54,9 @@ def trainer_body(rank: int, world_size: int, port: int, merge: bool) -> dict:
     adapters: dict[str, Adapter] = {}
     for name, adapter in factors(1).items():
         adapters[name] = Adapter(shard(adapter.left, mesh, 0), shard(adapter.right, mesh, 0), 0.5)
+    store = link_store(port)
     sender = WeightSender(
-        lambda: shards, link_store(port), num_engines=2, bucket_bytes=4096,
+        lambda: shards, store, num_engines=2, bucket_bytes=4096,
         adapters=lambda: adapters, merge=merge, timeout_s=TIMEOUT_S,
     )  # fmt: skip
     sent, states = [], []
@@ -64,6 +71,7 @@ def trainer_body(rank: int, world_size: int, port: int, merge: bool) -> dict:
             warnings.simplefilter("always")
             sent.append(sender.sync(version, verify=True).bytes_sent)
         states.append([e.state for e in sender.engines.values()])
+        wait_for_dropped(store, rank, version, 2)
     return {"sent": sent, "states": states, "warned": [str(w.message) for w in caught]}
 
 
@@ -75,7 +83,8 @@ class AdaptedEngine(MemoryEngine):
 def engine_body(rank: int, world_size: int, port: int, index: int, merge: bool) -> dict:
     """Engine 1 gets a wrong bit in the sync to version 2."""
     engine = AdaptedEngine(fused_layout(SHAPES, 0, 1), 0, 1)
-    receiver = WeightReceiver(engine, link_store(port), index=index, timeout_s=TIMEOUT_S)
+    store = link_store(port)
+    receiver = WeightReceiver(engine, store, index=index, timeout_s=TIMEOUT_S)
     copy, right, errors = CopyTable.copy, [], []
 
     def damaging(table, sources, destinations):
@@ -87,6 +96,8 @@ def engine_body(rank: int, world_size: int, port: int, index: int, merge: bool) 
             time.sleep(0.01)
         CopyTable.copy = damaging if (index, version) == (1, 2) else copy
         errors.append(message_of(receiver.receive))
+        if errors[-1] != "no error":
+            come_back(store, receiver, version)
         full, adapters = values(SHAPES), factors(version)
         pairs = []
         if merge:

@@ -19,7 +19,13 @@ from hybridengine.sharding.adapter import Adapter
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, mesh_of, quantize, shard
-from tests.reshard.test_disaggregated import TIMEOUT_S, link_store, worlds
+from tests.reshard.test_disaggregated import (
+    TIMEOUT_S,
+    come_back,
+    link_store,
+    wait_for_dropped,
+    worlds,
+)
 from tests.reshard.test_disaggregated_faults import damage_arrivals
 from tests.reshard.test_quantized_sync import QUANTIZED, SHAPES, differing, trained
 
@@ -118,6 +124,7 @@ def adapter_trainer_body(rank: int, world_size: int, port: int) -> dict:
     adapters = {"q": adapter_at(1)}
     shards = sharded(trained(0, torch.float32), world_size)
     sender = make_sender(port, "", shards, num_engines=2, adapters=lambda: adapters)
+    store = link_store(port)
     sent, states = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -125,13 +132,14 @@ def adapter_trainer_body(rank: int, world_size: int, port: int) -> dict:
             adapters["q"] = adapter_at(version)
             sent.append(sender.sync(version, verify=True).bytes_sent)
             states.append([e.state for e in sender.engines.values()])
+            wait_for_dropped(store, rank, version, 2)
     return {"sent": sent, "states": states, "warned": [str(w.message) for w in caught]}
 
 
 def adapter_engine_body(rank: int, world_size: int, port: int, index: int) -> dict:
     """Engine 0: its scales arrive damaged in the sync to version 2; engine 1: its weights are."""
     engine = build_engine(rank, 1)
-    receiver = make_receiver(port, "", engine, index)
+    receiver, store = make_receiver(port, "", engine, index), link_store(port)
     copy, wrong, errors, warned = CopyTable.copy, [], [], []
 
     def damaging(table, sources, destinations):
@@ -147,6 +155,8 @@ def adapter_engine_body(rank: int, world_size: int, port: int, index: int) -> di
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             errors.append(message_of(receiver.receive))
+            if errors[-1] != "no error":
+                come_back(store, receiver, version)
         warned += [str(w.message) for w in caught]
         full, adapter = trained(0, torch.float32), adapter_at(version)
         delta = adapter.scale * (adapter.left.double() @ adapter.right.double())

@@ -166,7 +166,7 @@ def test_a_dp_ep_engine_gets_what_vllms_own_loader_makes(tmp_path: Path) -> None
     """Four ranks, an expert each. The layouts recorded in one process are those of real groups."""
     pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
     path = save_tiny("qwen3_moe", tmp_path)
-    (recorded,) = run_ranks(recorded_body, 1, path, timeout_s=240)
+    (recorded,) = run_ranks(recorded_body, 1, path, timeout_s=500)
     ranks = run_ranks(engine_body, 4, path, timeout_s=300)
     for result in ranks:
         assert result["unequal"] == [] and result["experts"] == 1

@@ -25,7 +25,9 @@ def save(folder: Path) -> str:
     config = tiny_config("qwen2")  # biases, untied head
     config.hidden_size, config.intermediate_size = 192, 360
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 6, 2, 32
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
 

@@ -57,7 +57,7 @@ def test_engine_tensors_equal_vllms_own_loader(
     """Tied and untied embeddings, biases, grouped queries, one KV head on two TP ranks."""
     tp_size = 2
     path = save_tiny(architecture, tmp_path)
-    results = run_ranks(sync_body, world_size, path, tp_size, timeout_s=240)
+    results = run_ranks(sync_body, world_size, path, tp_size, timeout_s=500)
     for rank, result in enumerate(results):
         assert result["unequal"] == []
         assert result["engine_tensors"] >= 10
@@ -114,7 +114,7 @@ def test_greedy_generations_agree_with_hugging_face(
     tmp_path: Path, architecture: str, world_size: int
 ) -> None:
     path = save_tiny(architecture, tmp_path)
-    results = run_ranks(generate_body, world_size, path, 2, timeout_s=240)
+    results = run_ranks(generate_body, world_size, path, 2, timeout_s=500)
     for result in results:
         assert result["greedy"] == result["hf"]
         # float32 on both sides; the sums run in another order over two tensor-parallel halves

@@ -163,7 +163,7 @@ def test_log_probs_are_those_of_the_version_of_each_token(tmp_path: Path, kind: 
 
     paths = [save_tiny("llama", tmp_path / f"{seed}", seed=seed) for seed in range(2)]
     ranks = 2 if kind == "vllm" else 1
-    found, *others = run_ranks(body, ranks, paths, kind, timeout_s=240)
+    found, *others = run_ranks(body, ranks, paths, kind, timeout_s=500)
     loaded = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float64) for p in paths]
     models = {version: loaded[(version - 1) % 2] for version in range(1, 9)}
     for name in ("keep_kv", "recompute_kv", "stream"):

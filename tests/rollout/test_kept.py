@@ -138,7 +138,7 @@ def test_engines_record_the_entries_that_sampling_kept(
         pytest.skip("the rollout engine; `make setup` installs it")
     path = save_tiny("llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    result, *others = run_ranks(body, world_size, path, kind, timeout_s=240)
+    result, *others = run_ranks(body, world_size, path, kind, timeout_s=500)
     truncations = TRUNCATIONS + TRUNCATIONS[1:2] * (kind == "vllm")
     for truncation, groups in zip(truncations, result["sampled"], strict=True):
         for prompt, group in zip(PROMPTS, groups, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from hybridengine.rollout.server import (
     pool,
 )
 from hybridengine.rollout.server.network import address_for, set_network_interface
+from tests.ports import free_port
 from tests.rollout.stand_in_server import SETTINGS, answer_requests, as_choice
 
 SPEC = SamplingSpec(n=2, max_tokens=3, stop=("END",))
@@ -91,7 +91,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
 
 
 @contextmanager
-def engine_of(*stand_ins: StandIn, timeout_s: float = 5.0) -> Iterator[ServerEngine]:
+def engine_of(*stand_ins: StandIn, timeout_s: float = 60.0) -> Iterator[ServerEngine]:
     servers = [VllmServer(s.url, i, timeout_s) for i, s in enumerate(stand_ins)]
 
     def join(server: VllmServer) -> None:
@@ -212,9 +212,9 @@ def test_settings_are_checked_before_the_first_request(stand_ins: list[StandIn])
         pass
     del second.routes["/server_info"]  # without VLLM_SERVER_DEV_MODE=1
     with pytest.raises(RolloutError, match=r"does not know it; start it with VLLM_SERVER_DEV_MODE"):
-        VllmServer(second.url, 0, 1.0).check_settings(64)
+        VllmServer(second.url, 0, 60.0).check_settings(64)
     with pytest.raises(RolloutError, match=r"--max-model-len 64, less than .* 65 tokens"):
-        VllmServer(first.url, 0, 1.0).check_settings(65)
+        VllmServer(first.url, 0, 60.0).check_settings(65)
     first.routes["/init_weight_transfer_engine"] = 500, {"error": {"message": "another model"}}
     with pytest.raises(RolloutError, match=rf"{first.url}.*another model"), engine_of(first):
         pass
@@ -266,7 +266,7 @@ def test_an_update_inside_a_response(
     def generate(body: Any) -> Any:
         began = one.label
         running.append(began)
-        assert updated.wait(20)
+        assert updated.wait(60)
         answer = one.generate(body)
         span = {"version": began, "start": 0, "end": 1}
         answer["choices"][0]["weight_versions"] = [span, {**span, "version": one.label, "end": 2}]
@@ -303,15 +303,16 @@ def test_an_update_inside_a_response(
 
 
 def test_a_server_that_is_back_waits_for_weights(stand_ins: list[StandIn]) -> None:
-    first = stand_ins[0]
+    first = stand_ins[0] = StandIn(free_port())
     with engine_of(first) as engine:
         engine.pool.update(0, {0}, print)
-        first.close()
-        with pytest.warns(RuntimeWarning, match=first.url), pytest.raises(NoServerError):
-            engine.generate([[1]], SPEC, 1)
+        with pytest.warns(RuntimeWarning, match=first.url):
+            first.close()
+            with pytest.raises(NoServerError):
+                engine.generate([[1]], SPEC, 1)
         assert engine.weight_version is None and not engine.wants_weights
         stand_ins[0] = back = StandIn(first.port)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not engine.wants_weights:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -328,10 +329,11 @@ def test_addresses_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) ->
     assert address_for("localhost", ("10.1.2.3", 1)) == ("10.1.2.3", 1)
     with pytest.raises(RolloutError, match=r"the host 'no\.such\.host\.invalid' is unknown"):
         address_for("no.such.host.invalid", local)
-    own = socket.gethostbyname(socket.gethostname())
+    own = "10.9.8.7"
     monkeypatch.setattr(network, "_own_address_towards", lambda host: own)
     assert address_for("192.0.2.1", local) == (own, 29500)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # to be restored
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     set_network_interface(["http://127.0.0.1:8000", "http://no.such.host.invalid:8000"])
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setattr(network, "_own_address_towards", lambda host: "127.0.0.1")

@@ -62,7 +62,7 @@ def body(rank: int, world_size: int, path: str, kind: str):
 def test_a_stop_text_ends_a_response(tmp_path: Path, kind: str) -> None:
     if kind == "vllm" and not vllm_available():
         pytest.skip("the rollout engine; `make setup` installs it")
-    [pairs] = run_ranks(body, 1, save_tiny("llama", tmp_path), kind, timeout_s=240)
+    [pairs] = run_ranks(body, 1, save_tiny("llama", tmp_path), kind, timeout_s=500)
     for free, ended, first in pairs:
         wanted = free.token_ids if first is None else first
         assert ended.token_ids == wanted

@@ -102,8 +102,8 @@ def loaded_body(rank: int, world_size: int, folder: str) -> list:
 
 def test_synced_engine_generates_as_one_loaded_from_the_export(tmp_path: Path) -> None:
     """DeepSeek-V2: latent attention multiplies out a weight, CPU experts are packed."""
-    (synced,) = run_ranks(trained_body, 1, str(tmp_path), "deepseek_v2", timeout_s=240)
-    (loaded,) = run_ranks(loaded_body, 1, str(tmp_path), timeout_s=240)
+    (synced,) = run_ranks(trained_body, 1, str(tmp_path), "deepseek_v2", timeout_s=500)
+    (loaded,) = run_ranks(loaded_body, 1, str(tmp_path), timeout_s=500)
     for (ids, log_probs), (expected_ids, expected) in zip(synced, loaded, strict=True):
         assert ids == expected_ids
         assert max(abs(a - b) for a, b in zip(log_probs, expected, strict=True)) < 1e-5
@@ -122,7 +122,7 @@ def sinks_body(rank: int, world_size: int, folder: str) -> list[tuple[torch.Tens
 
 def test_parameters_that_a_backend_casts_as_it_first_runs_follow(tmp_path: Path) -> None:
     """gpt-oss in float16: the CPU's attention replaces its sinks by a float32 copy."""
-    (layers,) = run_ranks(sinks_body, 1, str(tmp_path), timeout_s=240)
+    (layers,) = run_ranks(sinks_body, 1, str(tmp_path), timeout_s=500)
     assert layers
     for used, trained in layers:
         assert torch.equal(used, trained)

@@ -215,7 +215,7 @@ def test_a_server_with_fp8_weights(model: str, tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
     with serving(model, 1, tmp_path, fp8=True) as server:
-        with Ranks(trainer_body, 2, model, store.port, (1, 2), timeout_s=TIMEOUT_S):
+        with Ranks(trainer_body, 2, model, store.port, (1, 2)):
             pool = ServerPool(
                 [server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S
             )
@@ -358,7 +358,7 @@ def test_an_update_inside_responses(
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
     prompts, size = [[3 + k % 40 for k in range(62)], [7, 8, 9]], 450
-    with Ranks(trainer_body, 2, model, store.port, (1, 2), timeout_s=TIMEOUT_S) as trainers:
+    with Ranks(trainer_body, 2, model, store.port, (1, 2)) as trainers:
         pool = ServerPool([server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S)
         engine = EndlessResponses(pool, stop_token_ids=[], max_sequences=8)
         receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
@@ -419,7 +419,7 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
 ) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
-    with Ranks(trainer_body, 2, model, store.port, (1, 2, 3), timeout_s=TIMEOUT_S) as trainers:
+    with Ranks(trainer_body, 2, model, store.port, (1, 2, 3)) as trainers:
         pool = ServerPool([server], lambda s: s.join(place), max_sequences=8, timeout_s=TIMEOUT_S)
         engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8)
         receiver = ServerReceiver(pool, dist.PrefixStore("w", store))

@@ -91,7 +91,7 @@ def test_every_update_is_taken_inside_responses(tmp_path: Path) -> None:
         for m in MODES
     ]
     settings = [[f"{key}={value}" for key, value in job.items()] for job in jobs]
-    (results, *_), (_, announced, weights) = run_ranks(body, 2, tmp_path, settings, timeout_s=200)
+    (results, *_), (_, announced, weights) = run_ranks(body, 2, tmp_path, settings, timeout_s=400)
     assert announced == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2)] * 2
     for mode, run, weights_of in zip(MODES, results, weights, strict=True):
         assert not run.refused

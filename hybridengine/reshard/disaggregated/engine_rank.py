@@ -211,6 +211,7 @@ class EngineRank:
             if now.number != state.number or not self._is_invited(now) or not now.is_open:
                 if now.failure and now.number == state.number:
                     raise RankFailedError(f"{self.name}, while {phase}: {now.failure}")
+                self._check_own_engine(state)  # it may be why the trainers go on without it
                 raise ReshardError(
                     f"{self.name} was dropped from the sync to version {state.version} while "
                     f"{phase}; it takes part in the next one"

@@ -130,12 +130,13 @@ class ServerPool:
             self._updating = True
 
         def update(member: _Member) -> None:
-            with self._losing(member):
-                member.version = None
+            member.version = None
+            try:
                 member.server.update(version, label, keep_kv)
                 member.version = version
-            if not member.joined:
-                on_lost(member.server.index, member.reason)
+            except ServerLostError as error:
+                self._lose(member, str(error))
+                on_lost(member.server.index, str(error))
 
         try:
             with ThreadPoolExecutor(max(1, len(members)), "server-update") as threads:
