@@ -1,13 +1,15 @@
 """Checkpoint folders: only complete ones are used; the newest k and the best are kept."""
 
 import json
+import re
+import shutil
 
 import pytest
 
 from hybridengine.checkpoint import CheckpointError, find_checkpoints, resume_plan
 from hybridengine.checkpoint.folders import open_checkpoint, partial_folder, prune, publish
 from hybridengine.errors import ModelError
-from hybridengine.storage import check_disk_space
+from hybridengine.storage import check_disk_space, free_space
 
 DATA = b"x" * 100
 
@@ -145,3 +147,17 @@ def test_disk_space(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="is not writable"):
         check_disk_space(tmp_path / "file" / "below", 1)
+
+
+def test_free_space_of_a_folder_that_another_rank_removes(tmp_path, monkeypatch):
+    folder, usage = tmp_path / "global_step_2.partial", shutil.disk_usage
+    folder.mkdir()
+
+    def remove_first(path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", remove_first)
+    assert re.fullmatch(r"\d+(\.\d)? \w+ free", free_space(folder / "tensors"))
+    (tmp_path / "file").touch()
+    assert free_space(tmp_path / "file" / "below").endswith(" free")
