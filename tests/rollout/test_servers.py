@@ -303,6 +303,7 @@ def test_an_update_inside_a_response(
 
 
 def test_a_server_that_is_back_waits_for_weights(stand_ins: list[StandIn]) -> None:
+    stand_ins[0].close()
     first = stand_ins[0] = StandIn(free_port())
     with engine_of(first) as engine:
         engine.pool.update(0, {0}, print)
