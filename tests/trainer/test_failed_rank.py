@@ -20,10 +20,13 @@ WITHIN_S = 240  # of the end after a failure; far less than trainer.timeout_s
 # Limits collectives from the first step on: ranks may start at times that are further apart.
 SHORT_TIMEOUT = """
 from datetime import timedelta
+import torch
 from torch.distributed import distributed_c10d
 from hybridengine.trainer import rollouts
 gather = rollouts.gather_rollouts
 def gather_within_4_s(*args):
+    group = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    assert group.options._timeout == timedelta(seconds=555), group.options._timeout
     distributed_c10d._set_pg_timeout(timedelta(seconds=4))
     return gather(*args)
 rollouts.gather_rollouts = gather_within_4_s
@@ -75,6 +78,7 @@ def test_a_stall_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:
     settings = {
         "rollout.name": "hf",
         "reward.timeout_s": 500,
+        "trainer.timeout_s": 555,
         "model.external_lib": tmp_path / "mine.py",
     }
     job = toy_job(tmp_path, **settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +30,20 @@ MODES = ("keep_kv", "recompute_kv")
 def body(rank: int, num_ranks: int, folder: Path, jobs: Any) -> Any:
     """(results, (number, version) of each item that the engine announced, its weights of each job).
 
-    A batch is two items. The engine waits for an update in the first one of every batch but the
-    first batch's: what comes before is all that the trainer rank needs for it.
+    The engine waits for each update after PAUSE tokens.
     """
-    from hybridengine.rollout import InFlightUpdate
     from hybridengine.trainer.overlap import worker
     from hybridengine.trainer.overlap.queue import EngineQueue
 
     announced, steps = list[tuple[int, int]](), itertools.count()
     weights = list[dict[int, Any]]()  # of each job, by version
+    run, update, send = worker.RolloutWorker.run, worker.RolloutWorker._update, EngineQueue.send
 
-    def paused(is_due: Any, update: Any, keep_kv: bool) -> InFlightUpdate:
-        def waits() -> bool:
-            if next(steps) != PAUSE - 1:
-                return False
-            deadline = time.monotonic() + 60
-            while not is_due():
-                assert time.monotonic() < deadline, "no update came while the engine waited"
-                time.sleep(0.01)
-            return True
+    def begin() -> None:
+        nonlocal steps
+        steps = itertools.count(1)
 
-        return InFlightUpdate(waits, update, keep_kv)
-
-    generate, send = worker.RolloutWorker._generate, EngineQueue.send
-    run, update = worker.RolloutWorker.run, worker.RolloutWorker._update
-
-    def beginning(self: Any) -> None:
+    def running(self: Any) -> None:
         weights.append({})
         run(self)
 
@@ -65,20 +52,13 @@ def body(rank: int, num_ranks: int, folder: Path, jobs: Any) -> Any:
         engine = self._engine
         weights[-1][engine.weight_version] = {n: t.clone() for n, t in engine.weights().items()}
 
-    def counting(self: Any, item: Any) -> None:
-        nonlocal steps
-        steps = itertools.count(0 if item.number >= 2 and item.number % 2 == 0 else PAUSE)
-        generate(self, item)
-
     def noting(self: Any, item: Any, rollouts: Any, version: int, seconds: Any) -> None:
         announced.append((item.number, version))
         send(self, item, rollouts, version, seconds)
 
-    worker.InFlightUpdate = paused  # type: ignore[misc, assignment]
-    worker.RolloutWorker._generate = counting  # type: ignore[method-assign]
-    worker.RolloutWorker.run, worker.RolloutWorker._update = beginning, copying  # type: ignore[method-assign]
+    update_inside_items(begin, lambda: next(steps) == PAUSE, lambda: None)
+    worker.RolloutWorker.run, worker.RolloutWorker._update = running, copying  # type: ignore[method-assign]
     EngineQueue.send = noting  # type: ignore[method-assign]
-    update_inside_items()
     return _jobs(rank, num_ranks, folder, jobs), announced, weights
 
 
