@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures test-dropins test-exhaustive lint check bench dist cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-exhaustive lint check bench dist cuda-check clean
 .PHONY: gpu-report gpu-rehearsal gpu-pack
 
 help: ## List these commands
@@ -11,7 +11,7 @@ help: ## List these commands
 setup: ## Make .venv with everything and build the extension (once; later runs do what changed)
 	@tools/setup_env.sh
 
-demo: setup ## GRPO on a real 135M model, two ranks, under ten minutes on two cores
+demo: setup ## GRPO on a real 135M model, two ranks, about two minutes on two cores after set-up
 	@$(PY) examples/demo/prepare.py
 	@$(BIN)/hybridengine grpo examples/demo/config.yaml
 
@@ -34,6 +34,9 @@ test: setup ## The tests, two at a time (GPU tests run where there is a GPU)
 
 test-exhaustive: setup ## The long tests that `make test` leaves out: each has a cheaper sibling there
 	@$(TEST) -m exhaustive
+
+test-security: setup ## What every process of a run listens on, and what it does with others' bytes
+	@$(TEST) tests/security
 
 test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py

@@ -29,6 +29,7 @@ from benchmarks.sync import _Tensors
 from hybridengine.reshard import Resharder
 from hybridengine.reshard.execute import pull
 from hybridengine.sharding.changes import ChangedElements
+from hybridengine.sharding.checksums import bit_checksums
 from tests.ranks import run_ranks
 
 RANKS, TP_SIZE = 4, 2
@@ -89,6 +90,10 @@ class _Model:
             self.shards[name] = DTensor.from_local(values, mesh, [Shard(dim)], run_check=False)
         self._locals = {name: tensor.to_local() for name, tensor in self.shards.items()}
         self._masks = {name: change_mask(tensor) for name, tensor in self._locals.items()}
+        self._taken = self._checksums()
+
+    def _checksums(self) -> dict[str, int]:
+        return dict(zip(self._locals, bit_checksums(list(self._locals.values())), strict=True))
 
     def choose(self, share: float) -> None:
         """Choose the elements that `train` changes."""
@@ -109,7 +114,11 @@ class _Model:
         tensors = list(self._locals.values())
         taken = take_changed(list(self._masks.values()), tensors, dtype=torch.bfloat16)
         assert taken is not None
-        return {n: ChangedElements(*t) for n, t in zip(self._locals, taken, strict=True)}
+        before, self._taken = self._taken, self._checksums()
+        return {
+            name: ChangedElements(indices, values, before[name], self._taken[name])
+            for name, (indices, values) in zip(self._locals, taken, strict=True)
+        }
 
 
 def _rank(

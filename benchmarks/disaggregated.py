@@ -10,6 +10,7 @@ Rows, on the same ranks, model and engines:
 from __future__ import annotations
 
 import importlib.util
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from benchmarks._bench import OURS, Bench
 from benchmarks.reshard import _write_config
+from hybridengine.runtime.signed_store import SECRET, new_secret
 from tests.ranks import Ranks
 
 CASES = ((2, 2, 1), (2, 1, 2))  # trainers, engines, TP size
@@ -38,6 +40,7 @@ def run(bench: Bench) -> None:
         return
     for trainers, engines, tp_size in CASES:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            os.environ.setdefault(SECRET, new_secret())  # the worlds inherit it
             million = _write_config(Path(folder), bench.quick)
             store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
             place = folder, store.port, engines, tp_size

@@ -10,11 +10,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -27,11 +29,13 @@ from hybridengine.config import (
     GRPOConfig,
     JobConfig,
     SFTConfig,
+    config_to_yaml,
     load_config,
     load_sft_config,
     load_simulation_config,
 )
 from hybridengine.errors import (
+    EXIT_STOPPED,
     EXIT_USER_ERROR,
     ConfigError,
     ConfigNote,
@@ -72,28 +76,47 @@ def _hybridengine(
 
 
 _Settings = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(metavar="[CONFIG.YAML] [KEY=VALUE]...", help="A YAML file, settings, or both."),
 ]
 _DryRun = Annotated[bool, typer.Option(help="Check everything, print the plan, exit.")]
+_PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print all keys with their values as YAML, exit.")
+]
+_ConfigPath = Annotated[str | None, typer.Option(help="Hydra's: the folder of --config-name.")]
+_ConfigName = Annotated[
+    str | None, typer.Option(help="Hydra's: the YAML file, with or without .yaml.")
+]
 
 
-@app.command()
-def grpo(settings: _Settings, dry_run: _DryRun = False) -> None:
-    """Train with GRPO. Starts the ranks itself unless run under torchrun."""
-    _job(lambda: load_config(*_split(settings)), dry_run)
+def _add_job(kind: str, load: Callable[[str | None, list[str]], JobConfig], help: str) -> None:
+    """Add the command that runs a job of `kind`, whose configuration `load` reads."""
+
+    @app.command(kind, help=help)
+    def job(
+        settings: _Settings = None,
+        dry_run: _DryRun = False,
+        print_config: _PrintConfig = False,
+        config_path: _ConfigPath = None,
+        config_name: _ConfigName = None,
+    ) -> None:
+        with _stop_before_the_start(), _report_user_errors():
+            file, overrides = _split(settings or [], config_path, config_name)
+            config = _load(lambda: load(file, overrides))
+            if print_config:
+                print(config_to_yaml(config), end="")
+            else:
+                _run(config, dry_run)
 
 
-@app.command()
-def ppo(settings: _Settings, dry_run: _DryRun = False) -> None:
-    """Train with PPO: as grpo, with a critic (algorithm.adv_estimator=gae by default)."""
-    _job(lambda: load_config(*_split(settings), PPO), dry_run)
-
-
-@app.command()
-def sft(settings: _Settings, dry_run: _DryRun = False) -> None:
-    """Fine-tune on conversations. Starts the ranks itself unless run under torchrun."""
-    _job(lambda: load_sft_config(*_split(settings)), dry_run)
+_STARTS = "Starts the ranks itself unless run under torchrun."
+_add_job("grpo", load_config, f"Train with GRPO. {_STARTS}")
+_add_job(
+    "ppo",
+    lambda file, overrides: load_config(file, overrides, PPO),
+    "Train with PPO: as grpo, with a critic (algorithm.adv_estimator=gae by default).",
+)
+_add_job("sft", load_sft_config, f"Fine-tune on conversations. {_STARTS}")
 
 
 @app.command()
@@ -109,34 +132,73 @@ def keys(
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def _split(settings: list[str]) -> tuple[str | None, list[str]]:
-    """Return the YAML file or None, and the overrides."""
-    first, *others = settings
+def _split(
+    settings: list[str], config_path: str | None = None, config_name: str | None = None
+) -> tuple[str | None, list[str]]:
+    """Return the YAML file or None, and the overrides.
+
+    config_path, config_name: Hydra's way to name the file; the folder is relative to the working
+    directory.
+    """
+    if config_path is not None and config_name is not None:
+        return str(Path(config_path, f"{config_name.removesuffix('.yaml')}.yaml")), settings
+    if config_path is not None or config_name is not None:
+        raise ConfigError(
+            "--config-path and --config-name, Hydra's folder and name of a YAML file, go together; "
+            "give both, or `hybridengine grpo FILE.yaml key=value …`, or leave out a --config-name "
+            "that names a file of verl itself: its defaults are not read"
+        )
+    first = settings[0] if settings else "="
     if "=" in first and not Path(first).is_file():
         return None, settings
-    return first, others
+    return first, settings[1:]
 
 
-def _job(load: Callable[[], JobConfig], dry_run: bool) -> None:
-    is_first = os.environ.get("RANK", "0") == "0"
-    with _report_user_errors():
-        with warnings.catch_warnings(record=True) as notes:
-            warnings.simplefilter("always", ConfigNote)
-            config = load()
-        for note in notes if is_first else ():
-            print_note(str(note.message))
+@contextmanager
+def _stop_before_the_start() -> Iterator[None]:
+    """End with EXIT_STOPPED on SIGINT or SIGTERM, until the launcher or the rank handles them."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, _end_by) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            if signal.getsignal(number) is _end_by:
+                signal.signal(number, handler)
 
-        from hybridengine.preflight import check_launch
-        from hybridengine.trainer.start import launch, start_rank
 
-        if not dry_run:
-            check_launch(config)
-        if is_first:
-            plan = _check_and_plan(config, dry_run)
-            if dry_run:
-                Console().print(plan)
-        if not dry_run:
-            raise typer.Exit(start_rank(config) if "RANK" in os.environ else launch(config))
+def _end_by(signum: int, frame: FrameType | None) -> None:
+    name = signal.Signals(signum).name
+    print(f"stopped by {name} before the start; run the same command again", file=sys.stderr)
+    raise SystemExit(EXIT_STOPPED)
+
+
+def _load(load: Callable[[], JobConfig]) -> JobConfig:
+    """Return the configuration; print notes on keys without effect, on rank 0."""
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always", ConfigNote)
+        config = load()
+    for note in notes if _is_first() else ():
+        print_note(str(note.message))
+    return config
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _run(config: JobConfig, dry_run: bool) -> None:
+    from hybridengine.preflight import check_launch
+    from hybridengine.trainer.start import launch, start_rank
+
+    if not dry_run:
+        check_launch(config)
+    if _is_first():
+        plan = _check_and_plan(config, dry_run)
+        if dry_run:
+            Console().print(plan)
+    if not dry_run:
+        raise typer.Exit(start_rank(config) if "RANK" in os.environ else launch(config))
 
 
 def _check_and_plan(config: JobConfig, dry_run: bool) -> Table:
@@ -170,7 +232,9 @@ def export(
         Path, typer.Argument(help="A checkpoint (also verl's) or a run's folder.")
     ],
     out: Annotated[Path, typer.Option(help="The Hugging Face folder to write.")],
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32; default: the run's.")
+    ] = None,
     as_adapter: Annotated[bool, typer.Option(help="Write only the LoRA adapter.")] = False,
     trust_remote_code: Annotated[bool, typer.Option()] = False,
 ) -> None:
@@ -182,12 +246,12 @@ def export(
 
     disable_progress_bar()
     with _report_user_errors():
-        if dtype not in ("bfloat16", "float16", "float32"):
+        if dtype not in (None, "bfloat16", "float16", "float32"):
             raise ConfigError(f"--dtype is {dtype!r}, expected bfloat16, float16 or float32")
         source = export_checkpoint(
             checkpoint.expanduser(),
             out.expanduser(),
-            getattr(torch, dtype),
+            None if dtype is None else getattr(torch, dtype),
             trust_remote_code,
             as_adapter,
         )
@@ -223,14 +287,14 @@ def env() -> None:
 
 @app.command()
 def simulate(
-    settings: _Settings,
+    settings: _Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no tables.")] = False,
     png: Annotated[Path | None, typer.Option(help="Draw the step to this file.")] = None,
     plan_sync: Annotated[bool, typer.Option(help="Plan the best layout's weight sync.")] = True,
 ) -> None:
     """Predict a step on a cluster and search the best layout; needs no weights and no GPUs."""
     with _report_user_errors():
-        config = load_simulation_config(*_split(settings))
+        config = load_simulation_config(*_split(settings or []))
 
         from hybridengine.simulate.report import as_dict, draw_timeline, print_simulation
         from hybridengine.simulate.run import simulate as run_simulation

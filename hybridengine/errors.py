@@ -1,4 +1,4 @@
-"""The errors that a user can correct, their exit code, and how they are printed.
+"""The errors that a user can correct, exit codes, and how errors are printed.
 
 Imports only the standard library, so that the command line and reward workers start fast.
 """
@@ -6,10 +6,13 @@ Imports only the standard library, so that the command line and reward workers s
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 __all__ = [
+    "EXIT_STOPPED",
     "EXIT_USER_ERROR",
     "CallbackError",
+    "CheckpointError",
     "ConfigError",
     "ConfigNote",
     "DataError",
@@ -19,12 +22,14 @@ __all__ = [
     "RolloutError",
     "UsageError",
     "UserError",
+    "located",
     "print_error",
     "print_note",
     "shorten",
 ]
 
 EXIT_USER_ERROR = 2
+EXIT_STOPPED = 3  # exit code of a run that a signal stopped; it can be resumed
 
 
 class UserError(ValueError):
@@ -48,6 +53,10 @@ class ConfigError(UserError):
 
     def __reduce__(self) -> tuple[type, tuple[str, ...]]:
         return type(self), self.faults
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, found or read; the message names it and the reason."""
 
 
 class DataError(UserError):
@@ -80,6 +89,11 @@ class UsageError(RuntimeError):
 
 class ConfigNote(UserWarning):
     """A key that is accepted and has no effect here."""
+
+
+def located(path: str | Path) -> str:
+    """Return `path`, with the folder that it is relative to."""
+    return str(path) if Path(path).is_absolute() else f"{path} (in {Path.cwd()})"
 
 
 def shorten(text: str, limit: int) -> str:

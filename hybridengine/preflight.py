@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -19,17 +17,19 @@ from transformers import PretrainedConfig
 from hybridengine.checkpoint import check_resume
 from hybridengine.config import ConfigError, GRPOConfig, JobConfig, SFTConfig
 from hybridengine.data import PromptDataset, PromptLoader, SFTDataset
+from hybridengine.data.files import data_files
 from hybridengine.errors import UserError
 from hybridengine.model import check_sequence_parallel, check_target_modules, is_sequence_classifier
 from hybridengine.model.compile import check_compiler
-from hybridengine.model.validation import check_model, check_weights, longest_sequence
+from hybridengine.model.validation import check_model, check_weights
+from hybridengine.preflight_engine import check_engine, check_heads, check_length
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+from hybridengine.reward_worker.function import import_reward_function
 from hybridengine.rewards import RewardManager, RewardResult, score_checked
-from hybridengine.rollout.vllm.environment import check_engine_options
 from hybridengine.storage import check_disk_space
 from hybridengine.tracking.metrics import check_loggers
 from hybridengine.trainer.algorithms import NEEDS
-from hybridengine.trainer.build import engine_name, load_data, load_tokenizer
+from hybridengine.trainer.build import load_data, load_tokenizer
 from hybridengine.trainer.build_models import saved_states
 from hybridengine.trainer.outcomes import SCORE_NAMES
 from hybridengine.trainer.sft import load_sft_data
@@ -47,45 +47,61 @@ def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]
     Returns the training and the validation prompts. Raises ConfigError, ModelError, DataError or
     RewardError for one fault, and a ConfigError with a line for each of several.
     """
-    model, faults = _check_run(config), _Faults()
-    with faults:
-        _check_heads(config, model)
-    with faults:
-        check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
-    with faults:
-        no_sharing_reason(config)
-    with faults:
-        _check_engine(config, model)
-    with faults:
-        _check_adapters(config, model)
+    faults = _Faults()
+    model = _check_run(config, faults)
+    if model is not None:
+        with faults:
+            check_heads(config, model)
+        with faults:
+            check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
+        with faults:
+            no_sharing_reason(config)
+        with faults:
+            check_engine(config, model)
+        with faults:
+            _check_adapters(config, model)
+        with faults:
+            _check_teacher(config)
     with faults:
         _check_value_models(config)
     with faults:
-        _check_teacher(config)
-    with faults:
         _check_baselines(config)
-    with faults:
-        _, train, val, reward = load_data(config)
-        _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
-        _check_resume(config, train, model)
-        _check_reward(config, reward, train, val)
+    if model is None:
+        _check_files(config, faults)
+    else:
+        with faults:
+            _, train, val, reward = load_data(config)
+            with faults:
+                _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
+            with faults:
+                _check_resume(config, train, model)
+            with faults:
+                _check_reward(config, reward, train, val)
     faults.report()
     return train, val
 
 
 def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
     """As `check_grpo`, for SFT; returns the training and the validation conversations."""
-    model, faults = _check_run(config), _Faults()
-    with faults:
-        check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
-    with faults:
-        _check_adapters(config, model)
-    with faults:
-        _, train, val = load_sft_data(config)
-        samples = [sample.ids for part in (train, val) for sample in part or ()]
-        _check_tokens(model, samples)
-        _check_length(model, max(map(len, samples)), "the longest conversation", "data.max_length")
-        _check_resume(config, train, model)
+    faults = _Faults()
+    model = _check_run(config, faults)
+    if model is None:
+        _check_files(config, faults)
+    else:
+        with faults:
+            check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
+        with faults:
+            _check_adapters(config, model)
+        with faults:
+            _, train, val = load_sft_data(config)
+            samples = [sample.ids for part in (train, val) for sample in part or ()]
+            longest = max(map(len, samples))
+            with faults:
+                _check_tokens(model, samples)
+            with faults:
+                check_length(model, longest, "the longest conversation", "data.max_length")
+            with faults:
+                _check_resume(config, train, model)
     faults.report()
     return train, val
 
@@ -141,21 +157,47 @@ class _Faults:
             raise ConfigError(*map(str, self._errors))
 
 
-def _check_run(config: GRPOConfig | SFTConfig) -> PretrainedConfig:
-    """Check what every kind of training needs; return the model's configuration."""
+def _check_files(config: GRPOConfig | SFTConfig, faults: _Faults) -> None:
+    """Check that the files of data and rewards exist, where the model's tokenizer does not."""
+    for files in (config.data.train_files, config.data.val_files or ()):
+        for name in files:
+            with faults:
+                data_files(name)
+    if isinstance(config, GRPOConfig):
+        for path, name in config.reward.functions:
+            if not path.startswith(("http://", "https://")):
+                with faults:
+                    import_reward_function(path, name, None)
+
+
+def _check_run(config: GRPOConfig | SFTConfig, faults: _Faults) -> PretrainedConfig | None:
+    """Check what every kind of training needs; return the model's configuration.
+
+    None where the model cannot be used, which is one of `faults`.
+    """
+    model: PretrainedConfig | None = None
     trainer, trust = config.trainer, config.model.trust_remote_code
     ranks, devices = _rank_keys(config), torch.cuda.device_count()
-    if devices and sum(ranks.values()) > devices:
-        keys = " and ".join(f"{key} is {n}" for key, n in ranks.items())
-        raise ConfigError(f"{keys} but this machine has {devices} GPUs; lower it")
-    check_loggers(trainer.logger)
-    if config.model.compile:
-        check_compiler()
-    model = check_model(config.model.path, trust)
-    check_weights(config.model.path, model, trust)
-    shapes = checkpoint_layout_from_config(model, trust).tensors.values()
-    num_bytes = sum(map(math.prod, shapes)) * torch.bfloat16.itemsize
-    check_disk_space(trainer.default_local_dir, num_bytes)
+    with faults:
+        if devices and sum(ranks.values()) > devices:
+            keys = " and ".join(f"{key} is {n}" for key, n in ranks.items())
+            raise ConfigError(f"{keys} but this machine has {devices} GPUs; lower it")
+    with faults:
+        check_loggers(trainer.logger)
+    with faults:
+        if config.model.compile:
+            check_compiler()
+    num_bytes = 0
+    with faults:
+        config_of_model = check_model(config.model.path, trust)
+        check_weights(config.model.path, config_of_model, trust)
+        shapes = checkpoint_layout_from_config(config_of_model, trust).tensors.values()
+        # Not resolve_dtypes, a collective, for a type that the caller left auto.
+        dtype = "float32" if trainer.save_dtype == "auto" else trainer.save_dtype
+        num_bytes = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
+        model = config_of_model
+    with faults:
+        check_disk_space(trainer.default_local_dir, num_bytes)
     return model
 
 
@@ -175,15 +217,6 @@ def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -
         )
 
 
-def _check_length(model: PretrainedConfig, length: int, what: str, key: str) -> None:
-    limit = longest_sequence(model)
-    if limit is not None and length > limit:
-        raise ConfigError(
-            f"{what} has {length} tokens, but the model was made for {limit} "
-            f"(max_position_embeddings); lower {key}"
-        )
-
-
 def _check_resume(
     config: GRPOConfig | SFTConfig, train: PromptDataset | SFTDataset, model: PretrainedConfig
 ) -> None:
@@ -192,101 +225,6 @@ def _check_resume(
     loader = PromptLoader(train, data.train_batch_size, seed=config.seed, shuffle=data.shuffle)
     layout = checkpoint_layout_from_config(model, config.model.trust_remote_code)
     check_resume(config, loader, layout.parameters, saved_states(config))
-
-
-def _check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
-    """Check the tensor-parallel size against attention heads, key-value heads and engine."""
-    text, tp_size = model.get_text_config(), config.rollout.tensor_model_parallel_size
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-
-    def fits(size: int) -> bool:  # fewer key-value heads than ranks are replicated evenly
-        return heads % size == 0 and max(kv_heads, size) % min(kv_heads, size) == 0
-
-    if not fits(tp_size):
-        fitting = [size for size in range(1, heads + 1) if fits(size)]
-        raise ConfigError(
-            f"rollout.tensor_model_parallel_size is {tp_size}, which does not divide the model's "
-            f"{heads} attention heads ({kv_heads} key-value heads); choose one of {fitting}"
-        )
-    adapters = config.reshard.lora == "adapters"
-    if engine_name(config) == "hf" and (tp_size > 1 or adapters):
-        key = "reshard.lora=adapters" if adapters else "rollout.tensor_model_parallel_size above 1"
-        raise ConfigError(
-            f"{key} needs vLLM, and the engine is plain generate; set rollout.name=vllm (`make "
-            "setup` installs it), or change the key"
-        )
-
-
-def _check_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
-    """Check the engine's sequence length, memory and further arguments."""
-    rollout = config.rollout
-    _check_length(
-        model,
-        config.max_model_len,
-        "the longest sequence",
-        "rollout.max_model_len"
-        if rollout.max_model_len
-        else "data.max_prompt_length or data.max_response_length",
-    )
-    if rollout.servers:
-        return
-    if engine_name(config) == "hf":
-        if rollout.engine_kwargs.vllm:
-            raise ConfigError(
-                f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, but the engine "
-                "is plain generate; set rollout.name=vllm, or remove it"
-            )
-        if rollout.quantization:
-            raise ConfigError(
-                f"rollout.quantization is {rollout.quantization}, but the engine is plain "
-                "generate; set rollout.name=vllm, or remove it"
-            )
-        return
-    if rollout.quantization and rollout.dtype == "float32":
-        raise ConfigError(
-            f"rollout.quantization is {rollout.quantization} and rollout.dtype is float32, but "
-            "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
-        )
-    if rollout.engine_kwargs.vllm:
-        try:
-            check_engine_options(rollout.engine_kwargs.vllm)
-        except ValueError as error:
-            raise ConfigError(f"rollout.engine_kwargs.vllm: {error}") from None
-    _check_engine_memory(config, model)
-
-
-def _check_engine_memory(config: GRPOConfig, model: PretrainedConfig) -> None:
-    rollout = config.rollout
-    ranks = rollout.n_gpus_per_node if config.overlaps else config.trainer.n_gpus_per_node
-    if not torch.cuda.is_available():
-        total, memory = rollout.kv_cache_gib * ranks, _host_memory() / 2**30
-        if total > memory:
-            raise ConfigError(
-                f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
-                f"{total:.1f} GiB in all, but this machine has {memory:.1f} GiB of memory; lower it"
-            )
-        return
-    shapes = checkpoint_layout_from_config(model, config.model.trust_remote_code).parameters
-    numel = sum(map(math.prod, shapes.values())) / rollout.tensor_model_parallel_size
-    weights = numel * getattr(torch, rollout.dtype).itemsize / 2**30
-    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    if weights > rollout.gpu_memory_utilization * memory:
-        raise ConfigError(
-            f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization:g} of "
-            f"{memory:.1f} GiB, less than the engine's weights of {weights:.1f} GiB per rank; "
-            "raise it, or rollout.tensor_model_parallel_size"
-        )
-
-
-def _host_memory() -> float:
-    """Return the bytes of memory of this machine, or of its control group."""
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for limit in (Path("/sys/fs/cgroup/memory.max"),
-                  Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):  # fmt: skip
-        with suppress(OSError, ValueError):  # "max": without a limit
-            memory = min(memory, float(limit.read_text()))
-    return memory
 
 
 def _check_baselines(config: GRPOConfig) -> None:
@@ -334,7 +272,7 @@ def _check_teacher(config: GRPOConfig) -> None:
             "the divergence compares distributions over the same tokens, so give a teacher with "
             "the student's tokenizer"
         )
-    _check_length(
+    check_length(
         teacher,
         config.max_sequence_length,
         "for the teacher, the longest sequence",

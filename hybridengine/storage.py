@@ -8,25 +8,30 @@ files listed there; anything else is moved to `previous-<n>/` next to it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import ModelError, OutputError
+from hybridengine.writes import note_progress, writing_to
 
 MANIFEST = "complete.json"
+_KEYS = {"files", "step", "score", "exported_from"}  # of all manifests, besides the checksum
 
 Record = list[int]  # [bytes, CRC-32]
 
 # Of writes to a disk that is full, over a quota or a limit, read-only or damaged.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
+_TEMPORARY = "hybridengine-errors-"  # the beginning of names in the system's temporary folder
 _PREVIOUS = re.compile(r"previous-(\d+)")
 
 
@@ -55,8 +60,8 @@ def write_manifest(folder: Path, records: Mapping[str, Record] | None = None, **
     extra: further entries of the manifest.
     """
     records = file_records(folder) if records is None else records
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({**extra, "files": dict(records)}, indent=1))
+    manifest, content = folder / MANIFEST, {**extra, "files": dict(records)}
+    manifest.write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1))
     mode = manifest.stat().st_mode & 0o666
     for name in records:
         (folder / name).chmod(mode)
@@ -66,9 +71,15 @@ def write_manifest(folder: Path, records: Mapping[str, Record] | None = None, **
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of `folder`; StorageError if there is none, or it is damaged."""
+    """Return the manifest of `folder`; StorageError if there is none, or it is damaged.
+
+    One of an older version has no checksum of its own.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
+        checksum = manifest.pop("checksum", None)
+        if manifest.keys() - _KEYS or checksum not in (None, _checksum(manifest)):
+            raise ValueError("its checksum differs from its content")
         for name, record in manifest["files"].items():
             if isinstance(record, int):
                 raise StorageError("was written by an older version, without checksums")
@@ -138,6 +149,36 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder in the system's temporary folder; it is removed at the end.
+
+    Its process holds a lock on it. Folders whose process was killed have none, and are removed.
+    """
+    root = Path(tempfile.gettempdir())
+    for left in root.glob(_TEMPORARY + "*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    hidden = Path(tempfile.mkdtemp(prefix="." + _TEMPORARY))
+    with _locked(hidden):
+        folder = hidden.rename(root / hidden.name[1:])
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; OSError if another process has it, or it is not accessible."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def atomic_folder(name: Path, **extra: Any) -> Iterator[Path]:
     """Yield a hidden folder next to `name` to write files into.
 
@@ -145,14 +186,15 @@ def atomic_folder(name: Path, **extra: Any) -> Iterator[Path]:
     else it is removed.
     """
     partial = name.with_name(f".{name.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        write_manifest(partial, **extra)
-        replace_folder(partial, name)
-    finally:
+    with writing_to(partial):
         shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            write_manifest(partial, **extra)
+            replace_folder(partial, name)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def replace_folder(written: Path, name: Path) -> None:
@@ -176,11 +218,18 @@ def replace_folder(written: Path, name: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete the files that the manifest of `folder` lists, and `folder` if it is then empty."""
-    own = _own_files(folder)
+    """Delete the files that the manifest of `folder` lists, and `folder` if it is then empty.
+
+    Of a symbolic link, to the folder or inside it, only the link is removed.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    own = {_first_link(folder, name) for name in _own_files(folder)}
     (folder / MANIFEST).unlink(missing_ok=True)  # first: a partly deleted folder is incomplete
     for name in own:
         (folder / name).unlink(missing_ok=True)
+        note_progress()
     inner = sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True)
     for path in [*inner, folder]:
         if not any(path.iterdir()):
@@ -204,6 +253,7 @@ def fsync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        note_progress()
     finally:
         os.close(descriptor)
 
@@ -214,6 +264,16 @@ def _own_files(folder: Path) -> set[str]:
         return {MANIFEST, *read_manifest(folder)["files"]}
     except StorageError:
         return set()
+
+
+def _first_link(folder: Path, name: str) -> str:
+    """Return the outermost part of the path `name` that is a link; `name` if there is none."""
+    parts = [str(parent) for parent in reversed(Path(name).parents)]
+    return next((part for part in parts[1:] if (folder / part).is_symlink()), name)
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _files(folder: Path) -> set[str]:
@@ -227,6 +287,7 @@ def _crc32(file: Path) -> int:
     with file.open("rb") as source:
         while chunk := source.read(1 << 22):
             value = zlib.crc32(chunk, value)
+            note_progress()
     return value
 
 
@@ -237,7 +298,12 @@ def check_disk_space(out_dir: str | Path, num_bytes: int) -> None:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ModelError(f"output folder {str(out_dir)!r}: {str(folder)!r} is not writable")
-    free = shutil.disk_usage(folder).free
+    total, _, free = shutil.disk_usage(folder)
+    if total == 0:
+        raise ModelError(
+            f"output folder {str(out_dir)!r}: the file system of {str(folder)!r} stores no files; "
+            "choose another folder"
+        )
     if free < num_bytes:
         raise ModelError(
             f"output folder {str(out_dir)!r} has {_readable(free)} free, needs "

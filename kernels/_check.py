@@ -108,9 +108,10 @@ def _wrong_shape(
 def dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype] = FLOATS) -> None:
     """Check that `tensor` has an allowed dtype."""
     if tensor.dtype not in allowed:
+        names = [_short(one) for one in dict.fromkeys(allowed)]
         raise ValueError(
             f"{op}: {name} has dtype {_short(tensor.dtype)}; expected "
-            f"{_listed([_short(one) for one in allowed])}: convert it with .to()."
+            f"{_listed(names)}: convert it with .to()."
         )
 
 
@@ -263,15 +264,26 @@ def choice(
     )
 
 
-def no_forward_ad(op: str, **tensors: Tensor | None) -> None:
-    """Check that no tensor has a forward-mode tangent, which would be dropped silently."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+def reverse_mode_only(op: str, **tensors: Tensor | None) -> None:
+    """Check that no tensor has a forward-mode tangent or is inside a derivative of torch.func.
+
+    A tangent would be dropped silently; torch.func would raise an error without the operator's
+    name.
+    """
+    if torch.compiler.is_compiling():
         return
     for name, tensor in tensors.items():
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+        if tensor is None:
+            continue
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
                 f"{op}: {name} has a forward-mode tangent, and {op} has no forward-mode formula; "
                 "use reverse mode, or a plain PyTorch expression."
+            )
+        if torch._C._functorch.is_gradtrackingtensor(tensor):
+            raise NotImplementedError(
+                f"{op}: {name} is inside a derivative of torch.func, which {op} does not support; "
+                "use torch.autograd.grad, or a plain PyTorch expression."
             )
 
 

@@ -78,6 +78,19 @@ def compute_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
+def choose_number(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
+    """Return `yes` where the condition holds, else `no`. (torch.where makes float32 of numbers.)"""
+    return torch.where(condition, torch.full((), yes, dtype=dtype, device=condition.device), no)
+
+
+def unit_inner_stride(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a contiguous copy if the stride of its last dimension is not 1.
+
+    (`contiguous()` keeps the strides of a tensor without elements.)
+    """
+    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def as_mask(response_mask: Tensor | None, like: Tensor) -> Tensor:
     """Return the mask as bool; all True for None."""
     if response_mask is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
+from ._library import custom_op
 from .changes import check_engine_dtype, mark_
 
 register_backends("adamw_", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
@@ -91,9 +92,7 @@ def adamw_(
     )  # fmt: skip
 
 
-@torch.library.custom_op(
-    "hybridengine::adamw_", mutates_args={"params", "exp_avgs", "exp_avg_sqs", "changed"}
-)
+@custom_op("hybridengine::adamw_", mutates_args={"params", "exp_avgs", "exp_avg_sqs", "changed"})
 def _adamw(
     params: list[Tensor],
     grads: list[Tensor],

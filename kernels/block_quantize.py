@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
+from ._library import custom_op
 from .memory_pool import empty_from_pool
 
 register_backends("block_quantize", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
@@ -124,7 +125,7 @@ def quantize_values(values: Tensor, scale: Tensor) -> Tensor:
     return (values * (1.0 / scale)).to(QUANTIZED_DTYPE)
 
 
-@torch.library.custom_op("hybridengine::block_quantize", mutates_args=())
+@custom_op("hybridengine::block_quantize", mutates_args=())
 def _block_quantize(weight: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
     reference = choose_backend(_OP, weight.device, backend) == "reference"
     weight = weight.contiguous()

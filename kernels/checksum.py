@@ -1,12 +1,15 @@
 """bit_checksum: a checksum of the bits of a tensor, equal in every process and on every device.
 
-The sum of (2 i + 1) x[i] modulo 2^64 over the 32-bit words x, unsigned, the last one padded with
-zeros. Up to 2^31 words (8 GiB) these always change it:
+The sum of w[i] x[i] modulo 2^64 over the 32-bit words x, unsigned, the last one padded with zeros,
+with the weights w[0] = 2^32 + 1 and w[i] = 2 i - 1. Up to 2^31 words (8 GiB) these always change
+it:
 
 - bits that flip within one word: the weight is odd, so nothing but 0 times it is 0 modulo 2^64;
 - two bits anywhere: unless they have the same position b in their words, the sum changes by an odd
   multiple of the lower one; else by 2^b (w ± w'), where b < 32 and 0 < |w ± w'| < 2^33;
-- two words that change places: by (w - w')(x' - x), where |w - w'| < 2^32 > |x' - x|.
+- two words that change places: by (w - w')(x' - x), where |w - w'| <= 2^32 > |x' - x|;
+- the same number d added to every word, as by `mul_(2)` of floats, or by ones instead of zeros: by
+  d times the sum of n weights, (n - 1)^2 + 1 + 2^32, which is odd or twice an odd number.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from ._backend import choose_backend, native, register_backends
 
 register_backends("bit_checksum", cpu=("cpp", "reference"), cuda=("reference",))
 
+_FIRST_WEIGHT = (1 << 32) + 1
 _ROW = 1 << 10  # words
 _CHUNK = 1 << 22  # words that the reference converts at a time: 32 MiB
 
@@ -35,16 +39,17 @@ def bit_checksum(tensor: Tensor, *, backend: str | None = None) -> Tensor:
         An int64 scalar on the tensor's device.
 
     Example:
-        >>> bit_checksum(torch.tensor([1, 2, 3], dtype=torch.int32)).item()  # 1 * 1 + 3 * 2 + 5 * 3
-        22
+        >>> bit_checksum(torch.tensor([1, 2, 3], dtype=torch.int32)).item()  # w[0] + 1 * 2 + 3 * 3
+        4294967308
     """
     data = tensor.reshape(-1).view(torch.uint8)
-    if choose_backend("bit_checksum", data.device, backend) == "reference":
-        return _reference(data)
-    return native().bit_checksum(data)
+    reference = choose_backend("bit_checksum", data.device, backend) == "reference"
+    odd_weights = _reference if reference else native().bit_checksum
+    return odd_weights(data[4:]) + _FIRST_WEIGHT * odd_weights(data[:4])
 
 
 def _reference(data: Tensor) -> Tensor:
+    """Return the sum of (2 i + 1) x[i], as the C++ operator does."""
     if data.storage_offset() % 4:
         data = data.clone()
     end = data.numel() // 4 * 4

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import _check as check
 from ._backend import choose_backend, native, register_backends
+from ._library import custom_op
 
 register_backends("strided_copy", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
@@ -83,7 +84,7 @@ def strided_copy(
     torch.ops.hybridengine.strided_copy(sources, destinations, table, backend)
 
 
-@torch.library.custom_op("hybridengine::strided_copy", mutates_args={"destinations"})
+@custom_op("hybridengine::strided_copy", mutates_args={"destinations"})
 def _strided_copy(
     sources: list[Tensor], destinations: list[Tensor], table: Tensor, backend: str | None
 ) -> None:

@@ -14,6 +14,7 @@ settings.load_profile("hybridengine")
 # Processes that the tests start inherit it.
 _CACHE = tempfile.TemporaryDirectory(prefix="hybridengine-cache-")
 os.environ["HYBRIDENGINE_CACHE"] = _CACHE.name
+os.environ["HYBRIDENGINE_SECRET"] = "the secret of all processes of the tests"
 
 
 _LONGEST_FIRST = ("trainer", "checkpoint")  # a long test at the end leaves other workers idle

@@ -14,14 +14,14 @@ def main() -> None:
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         sys.exit(
-            f"hybridengine: Python's C headers are missing ({include}/Python.h): install them "
+            f"Python's C headers are missing ({include}/Python.h): install them "
             f"(for example the package python{sys.version_info[0]}.{sys.version_info[1]}-dev)."
         )
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         sys.exit(
-            f"hybridengine: torch is not installed for {sys.executable}: run `pip install torch` "
-            "first, and build with `pip install --no-build-isolation .`"
+            f"torch is not installed for {sys.executable}: run `pip install torch==2.13.0` first, "
+            "and build with `pip install --no-build-isolation .`"
         )
     # Read torch/version.py as text: importing torch takes seconds on every configure.
     torch_dir = Path(spec.origin).parent
@@ -29,10 +29,16 @@ def main() -> None:
     version = re.search(r"__version__ = '([^']+)'", version_text)
     cuda = re.search(r"^cuda[^=]*= '([^']+)'", version_text, re.MULTILINE)
     if version is None:
-        sys.exit(f"hybridengine: cannot read torch's version from {torch_dir}/version.py.")
+        sys.exit(
+            f"torch's version cannot be read from {torch_dir}/version.py: install torch again with "
+            "`pip install --force-reinstall torch==2.13.0`."
+        )
     major, minor = (int(part) for part in version[1].split(".")[:2])
     if not (2, 11) <= (major, minor) <= (2, 13):
-        sys.exit(f"hybridengine: torch {version[1]} is installed; 2.11 to 2.13 is supported.")
+        sys.exit(
+            f"torch {version[1]} is installed, 2.11 to 2.13 is supported: run `pip install "
+            "torch==2.13.0`."
+        )
     facts = {
         "TORCH_VERSION": version[1],
         "TORCH_CUDA": cuda[1] if cuda else "",

@@ -16,7 +16,7 @@ OPTIONAL = {
     *("vllm", "trl", "liger_kernel", "cut_cross_entropy", "flash_attn", "datasets"),
     *("verl", "ray", "tensordict"),  # verl and what it imports
 }
-TRAIN = {"omegaconf", "pydantic", "pydantic_core", "math_verify"}
+TRAIN = {"msgspec", "omegaconf", "pydantic", "pydantic_core", "math_verify"}
 
 
 def modules() -> list[str]:

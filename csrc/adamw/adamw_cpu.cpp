@@ -35,6 +35,7 @@ HE_SIMD VecF rounded_product(VecF a, VecF b) {
 
 struct VectorMath {
   HE_SIMD VecF root(VecF x) { return sqrt(x); }
+  HE_SIMD VecF select(VecI mask, VecF yes, VecF no) { return mask ? yes : no; }
   HE_SIMD VecF product(VecF a, VecF b) { return rounded_product(a, b); }
   HE_SIMD VecF product(VecF a, float b) { return rounded_product(a, splat(b)); }
 };

@@ -24,6 +24,9 @@ static_assert(sizeof(AdamwLaunch) <= 4096);
 
 struct DeviceMath {
   static __device__ float root(float x) { return sqrtf(x); }
+  static __device__ float select(bool condition, float yes, float no) {
+    return condition ? yes : no;
+  }
   static __device__ float product(float a, float b) { return __fmul_rn(a, b); }
 };
 

@@ -53,14 +53,25 @@ HE_HOST_DEVICE Float interpolate(Float from, Float to, float weight) {
   return weight < 0.5f ? from + weight * (to - from) : to - (1.0f - weight) * (to - from);
 }
 
+// The average of squares with the square of `g`. Where that overflows its weighted part need not,
+// and where the average has overflowed, inf - inf would be NaN.
+template <typename Math, typename Float>
+HE_HOST_DEVICE Float average_square(Float average, Float g, float weight) {
+  const Float square = Math::product(g, g);
+  return Math::select((average == INFINITY) | (square == INFINITY),
+                      (1.0f - weight) * average + Math::product(Math::product(g, weight), g),
+                      interpolate<Float>(average, square, weight));
+}
+
 // Float: float or a vector of them. Math::product(a, b) is rounded, not fused into a sum, so that
-// an element does not depend on the code around it; Math::root is the square root.
+// an element does not depend on the code around it; Math::root is the square root, and
+// Math::select(condition, yes, no) chooses.
 template <typename Math, typename Float>
 HE_HOST_DEVICE void adamw_update(const AdamwScalars& s, Float grad, Float& param, Float& exp_avg,
                                  Float& exp_avg_sq) {
   const Float g = Math::product(grad, s.grad_factor);
   exp_avg = interpolate<Float>(exp_avg, g, s.avg_weight);
-  exp_avg_sq = interpolate<Float>(exp_avg_sq, Math::product(g, g), s.sq_weight);
+  exp_avg_sq = average_square<Math, Float>(exp_avg_sq, g, s.sq_weight);
   const Float denom = Math::root(exp_avg_sq) * s.denom_scale + s.eps;
   param = Math::product(param, s.decay) - s.step_size * (exp_avg / denom);
 }

@@ -54,6 +54,7 @@ void distillation(at::Tensor& student, at::Tensor& teacher, const Transform& stu
   p.rows = student.size(0);
   p.vocab = student.size(1);
   p.beta = static_cast<float>(beta);
+  p.rest = static_cast<float>(1 - beta);
   p.losses = losses.mutable_data_ptr<float>();
   p.grad_dtype = DType::f32;
   if (grad) {

@@ -100,33 +100,55 @@ struct Entry {
   VecF loss, a, share;
 };
 
-HE_SIMD Entry forward_kl(VecF q, VecF p, VecF log_ratio, float) {
+HE_SIMD Entry forward_kl(VecF q, VecF p, VecF log_ratio) {
   return {zero_unless(p > 0.0f, p * log_ratio), q - p, VecF{}};
 }
 
-HE_SIMD Entry reverse_kl(VecF q, VecF, VecF log_ratio, float) {
+HE_SIMD Entry reverse_kl(VecF q, VecF, VecF log_ratio) {
   const VecF loss = zero_unless(q > 0.0f, -(q * log_ratio));
   return {loss, loss, loss};
 }
 
-// log_ratio: log p - log q. log m - log q = log(beta e^r + 1 - beta), by e^-|r|, which is at
-// most 1.
-HE_SIMD Entry jensen_shannon(VecF q, VecF p, VecF log_ratio, float beta) {
-  const VecF magnitude = (VecF)((VecI)log_ratio & 0x7FFFFFFF);
-  const VecF small = exp(-magnitude);
-  const VecI p_is_larger = log_ratio > 0.0f;
-  const VecF larger = select(p_is_larger, splat(beta), splat(1 - beta));
-  const VecF log_m = log(larger + (1.0f - larger) * small);  // relative to the larger of p and q
-  const VecF from_p = select(p_is_larger, -log_m, log_ratio - log_m);  // log p - log m
-  const VecF from_q = select(p_is_larger, -log_ratio - log_m, -log_m);
-  const VecF of_q = zero_unless(q > 0.0f, (1 - beta) * q * from_q);
-  return {zero_unless(p > 0.0f, beta * p * from_p) + of_q, of_q, of_q};
+// e^-x - 1 for x >= 0, given e^-x: by its series near 0, where the difference loses digits.
+HE_SIMD VecF exp_minus_one(VecF x, VecF exp_x) {
+  VecF series = splat(1.0f / 720);
+  series = series * x - 1.0f / 120;
+  series = series * x + 1.0f / 24;
+  series = series * x - 1.0f / 6;
+  series = series * x + 0.5f;
+  series = series * x - 1.0f;
+  return select(x < 0.35f, series * x, exp_x - 1.0f);
+}
+
+struct Weights {
+  float beta, rest;  // of p and q; they add up to 1
+};
+
+// log_ratio: log p - log q. Of p and q, `major` has the larger weight in m, and d is log minor -
+// log major. log m - log major = log(1 + y), y = weight (e^d - 1) >= -1/2, which keeps its digits
+// however small the weight is; where y is large, log m - log minor takes its place.
+HE_SIMD Entry jensen_shannon(VecF q, VecF p, VecF log_ratio, const Weights& weights) {
+  const bool q_is_major = weights.beta < 0.5f;
+  const float weight = q_is_major ? weights.beta : weights.rest;
+  const float major_weight = q_is_major ? weights.rest : weights.beta;
+  const VecF d = q_is_major ? log_ratio : -log_ratio;
+  const VecF magnitude = (VecF)((VecI)d & 0x7FFFFFFF);
+  const VecF small = exp(-magnitude), change = exp_minus_one(magnitude, small);
+  const VecF y = weight * select(d > 0.0f, -change / small, change);
+  const VecI is_near = y <= 1.0f;
+  const VecF sum = select(is_near, 1.0f + y, weight + major_weight * small);
+  const VecF log_sum = log(sum) + select(is_near, y - (sum - 1.0f), VecF{});
+  const VecF of_major = select(is_near, -log_sum, -d - log_sum);  // log major - log m
+  const VecF of_minor = select(is_near, d - log_sum, -log_sum);   // log minor - log m
+  const VecF of_q = zero_unless(q > 0.0f, weights.rest * q * (q_is_major ? of_major : of_minor));
+  const VecF of_p = zero_unless(p > 0.0f, weights.beta * p * (q_is_major ? of_minor : of_major));
+  return {of_p + of_q, of_q, of_q};
 }
 
 // Replaces the student's row by a dz / dx and the teacher's by q dz / dx, if `keep`. Returns the
 // divergence, and s.
 template <typename Function>
-std::pair<double, double> diverge(const Row& student, const Row& teacher, float beta, bool keep,
+std::pair<double, double> diverge(const Row& student, const Row& teacher, bool keep,
                                   const Function& function) {
   double loss = 0, share = 0;
   VecF block_loss{}, block_share{};
@@ -136,7 +158,7 @@ std::pair<double, double> diverge(const Row& student, const Row& teacher, float 
         const VecF log_q = student.distance(i, count) - student.log_sum;
         const VecF log_p = teacher.distance(i, count) - teacher.log_sum;
         const VecF q = exp(log_q);
-        const Entry entry = function(q, exp(log_p), log_p - log_q, beta);
+        const Entry entry = function(q, exp(log_p), log_p - log_q);
         block_loss += entry.loss;
         block_share += entry.share;
         if (keep) {
@@ -173,7 +195,7 @@ void rows_of(const Distillation& p, const Function& function) {
       Row teacher(p.teacher + row * p.teacher_stride, p.vocab, p.teacher_transform);
       student.prepare();
       teacher.prepare();
-      const auto [loss, share] = diverge(student, teacher, p.beta, p.incoming, function);
+      const auto [loss, share] = diverge(student, teacher, p.incoming, function);
       p.losses[row] = static_cast<float>(loss);
       if (!p.incoming) continue;
       write_gradient(static_cast<T*>(p.grad) + row * p.grad_stride, student.x, teacher.x, p.vocab,
@@ -185,8 +207,9 @@ void rows_of(const Distillation& p, const Function& function) {
 template <typename T>
 void by_divergence(const Distillation& p) {
   if (p.beta == 0) return rows_of<T>(p, [](auto... x) { return forward_kl(x...); });
-  if (p.beta == 1) return rows_of<T>(p, [](auto... x) { return reverse_kl(x...); });
-  rows_of<T>(p, [](auto... x) { return jensen_shannon(x...); });
+  if (p.rest == 0) return rows_of<T>(p, [](auto... x) { return reverse_kl(x...); });
+  const Weights weights{p.beta, p.rest};
+  rows_of<T>(p, [weights](auto... x) { return jensen_shannon(x..., weights); });
 }
 
 }  // namespace

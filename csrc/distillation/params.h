@@ -32,6 +32,7 @@ struct Distillation {
   int64_t rows;
   int64_t vocab;
   float beta;
+  float rest;             // 1 - beta, rounded once
   float* losses;          // [rows]
   const float* incoming;  // [rows], the gradients of the losses; null: no gradient
   void* grad;             // [rows, vocab], of the student's x; may be `student`

@@ -7,8 +7,8 @@
                 trajectory.messages.append({"role": "user", "content": answer_to(turn.text)})
 
 `rollout.agent.default_agent_loop` is a registered name, file.py:Class or package.module.Class; a
-row may name another in `extra_info.agent_name`. A class with `reset` and `step` is an environment,
-see `environment`.
+row may select another registered one in `extra_info.agent_name`. A class with `reset` and `step` is
+an environment, see `environment`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def find_loop(name: str) -> Callable[[LoopContext], AgentLoop]:
     """Return what builds the loop `name`; ConfigError where there is none."""
     from hybridengine.agent.environment import environment_loop
 
-    key = "rollout.agent.default_agent_loop (or a row's extra_info.agent_name)"
+    key = "rollout.agent.default_agent_loop"
     if name in LOOPS:
         return LOOPS[name]
     if "." not in name:

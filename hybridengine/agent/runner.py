@@ -16,7 +16,7 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hybridengine.agent.loops import AgentLoop, LoopContext, find_loop
+from hybridengine.agent.loops import LOOPS, AgentLoop, LoopContext, find_loop
 from hybridengine.agent.template import TurnTemplate
 from hybridengine.agent.toolbox import Toolbox
 from hybridengine.agent.tools import Tool
@@ -34,6 +34,7 @@ from hybridengine.rollout import (
 
 __all__ = ["AgentRunner"]
 
+_REQUESTS = list[Request] | None  # of a step, to all ranks of a replica
 _HEARTBEAT_S = 1.0  # while all tools run: between messages to other ranks, looks for new weights
 
 
@@ -120,6 +121,12 @@ class AgentRunner:
             raise AgentError(f"agent loop {name!r}: {reason}; prompt {prompt!r}") from error
 
     def _find(self, name: str) -> Callable[[LoopContext], AgentLoop]:
+        if name != self.loop_name and name not in LOOPS:
+            raise AgentError(
+                f"extra_info.agent_name of the row is {name!r}, expected one of "
+                f"{', '.join(LOOPS)}: data selects among registered loops; register yours with "
+                "register_agent_loop in model.external_lib"
+            )
         if name not in self._loops:
             self._loops[name] = find_loop(name)
         return self._loops[name]
@@ -225,15 +232,15 @@ def _lead(engine: RolloutEngine, stream: RequestStream, queue: _RequestQueue) ->
                 wait_for = queue.num_live if stream.in_batches else 1
                 if engine.tp_size > 1 or (engine.in_flight and not stream.in_batches):
                     timeout_s = _HEARTBEAT_S
-            requests = engine.broadcast(queue.take(wait_for, timeout_s))
+            requests = engine.broadcast(queue.take(wait_for, timeout_s), _REQUESTS)
             queue.deliver(_step(engine, stream, requests))
     finally:
-        engine.broadcast(None)
+        engine.broadcast(None, _REQUESTS)
 
 
 def _follow(engine: RolloutEngine, stream: RequestStream) -> None:
     """Take the same steps as the first rank of the replica."""
-    while (requests := engine.broadcast(None)) is not None:
+    while (requests := engine.broadcast(None, _REQUESTS)) is not None:
         _step(engine, stream, requests)
 
 

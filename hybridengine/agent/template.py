@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.errors import DataError
 
 __all__ = ["Extension", "ModelTurn", "Segment", "TurnTemplate"]
@@ -76,7 +77,8 @@ class TurnTemplate:
     """A chat template and tokenizer for chats that grow.
 
     render: (chat, with a generation prompt) → text; raises DataError where the template refuses.
-    stop_token_ids: tokens that end a turn.
+    stop_token_ids: tokens that end a turn. special: hides special tokens in the messages of others
+    than the model, so that the result of a tool cannot end its turn.
     """
 
     def __init__(
@@ -84,8 +86,9 @@ class TurnTemplate:
         render: Callable[[Sequence[Message], bool], str],
         tokenizer: Any,
         stop_token_ids: Sequence[int],
+        special: SpecialTokens,
     ) -> None:
-        self._render, self._tokenizer = render, tokenizer
+        self._render, self._tokenizer, self._special = render, tokenizer, special
         self._stop_texts = {token: self.decode([token]) for token in stop_token_ids}
         self.form = next(filter(self._renders, _FORMS), "raw")
 
@@ -105,7 +108,7 @@ class TurnTemplate:
         for turn, result in zip(turns, results, strict=True):
             chat += [turn, result]
         try:
-            text = self._render(_messages(chat, form), True)
+            text = self._render(self._messages(chat, form), True)
         except DataError:
             return False
         return all(str(result["content"]) in text for result in results)
@@ -120,12 +123,12 @@ class TurnTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of text in which the template has written the special tokens."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._special.encode([text])["input_ids"][0])
 
     def begin(self, chat: Sequence[Message]) -> Segment:
         """Return the prompt of a chat."""
-        text = self._render(chat, True)
-        return Segment(text, self.encode(text))
+        text = self._render(self._messages(chat, self.form), True)
+        return Segment(self._special.reveal(text), self.encode(text))
 
     def sampled_text(self, ids: Sequence[int]) -> str:
         """Return the text of a sampled turn without the token that ended it."""
@@ -138,7 +141,8 @@ class TurnTemplate:
         the template's rendering of that turn. chat: all of it, new messages at the end. Raises
         DataError where the template refuses the chat, or leaves out new messages.
         """
-        text = self._render(_messages(chat, self.form), True)
+        rendered_chat = self._render(self._messages(chat, self.form), True)
+        text = self._special.reveal(rendered_chat)  # of the same length
         last = max(i for i, entry in enumerate(chat) if isinstance(entry, ModelTurn))
         for entry in chat[last + 1 :]:
             if isinstance(entry, Mapping) and not _mentions(text, str(entry["content"])):
@@ -149,14 +153,15 @@ class TurnTemplate:
         before = [segment.text for segment in segments[:-1]]
         sampled: str | None = segments[-1].text
         if self.form == "structured":
-            turns = _messages(chat[: last + 1], self.form)
+            turns = self._messages(chat[: last + 1], self.form)
             rendered = self._through_stop(self._render(turns, False))
             if not self._is_ended(segments[-1].ids):  # the template then ends the turn
                 rendered = self._before_stop(rendered)
+            rendered = self._special.reveal(rendered)
             start = prefix_end(rendered, "".join(before))
             sampled = None if start is None else rendered[start:]
         ends = _ends(text, [*before, sampled])
-        ids, after = segments[-1].ids, text[ends[-1] :]
+        ids, after = segments[-1].ids, rendered_chat[ends[-1] :]
         is_sampled_end = self.form != "structured" and self._is_ended(ids)
         if len(ends) > len(segments) and is_sampled_end:
             rest = self._without_stop(after)
@@ -168,8 +173,17 @@ class TurnTemplate:
         if kept == len(segments):
             segments[-1].text = text[ends[-2] : len(text) - len(after)]
         else:
-            after, ids = text[ends[-1] :], segments[kept - 1].ids if kept else []
-        return Extension(kept, Segment(after, self._encode_after(ids, after)))
+            after, ids = rendered_chat[ends[-1] :], segments[kept - 1].ids if kept else []
+        added = Segment(self._special.reveal(after), self._encode_after(ids, after))
+        return Extension(kept, added)
+
+    def _messages(self, chat: Sequence[Entry], form: str) -> list[Message]:
+        """Return a chat as templates take it, with special tokens hidden in others' messages."""
+        hidden = [
+            entry if isinstance(entry, ModelTurn) else self._special.hide("a message", entry)
+            for entry in chat
+        ]
+        return _messages(hidden, form)
 
     def _encode_after(self, ids: Sequence[int], text: str) -> list[int]:
         """Encode text that follows `ids`; some tokenizers treat the beginning of text specially."""

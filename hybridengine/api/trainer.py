@@ -38,7 +38,7 @@ from hybridengine.model import on_device
 from hybridengine.preflight import check_grpo, check_sft
 from hybridengine.reshard import SyncReport
 from hybridengine.rewards.local import given_functions
-from hybridengine.runtime.all_ranks import broadcast_from_rank0
+from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.runtime.session import rank_session, script_session
 from hybridengine.runtime.status import run_lock
 from hybridengine.trainer.callbacks import Callbacks, MetricsCallback, SaveCallback
@@ -204,15 +204,21 @@ class Trainer:
         """Save a checkpoint, from which a later run resumes; return its folder. Collective."""
         run = self._between_steps("save a checkpoint")
         folder: Path = run.dir / f"global_step_{self.steps_done}"
-        if not broadcast_from_rank0(folder.is_dir()):
+        if not broadcast_value(folder.is_dir(), bool):
             run.save(self.steps_done, None)
         return Path(run.wait_for_save(self.steps_done))
 
     def export(self, folder: str | Path) -> Path:
-        """Write the model and its tokenizer as a Hugging Face folder, in bfloat16. Collective."""
+        """Write the model and its tokenizer as a Hugging Face folder, in trainer.save_dtype.
+
+        Collective.
+        """
         self._check_open()
+        checkpoints = self._run.checkpoints
+        checkpoints.wait()
         with on_device(self.model):
-            save_pretrained(self.model, self.tokenizer, folder)
+            dtype, group = self._run.save_dtype, checkpoints.group
+            save_pretrained(self.model, self.tokenizer, folder, dtype, group=group)
         return Path(folder)
 
     def sync(self) -> SyncReport | None:

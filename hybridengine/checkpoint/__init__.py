@@ -2,13 +2,13 @@
 
 from hybridengine.checkpoint.checkpointer import Checkpointer
 from hybridengine.checkpoint.folders import (
-    CheckpointError,
     SavedCheckpoint,
     changed_settings,
     check_resume,
     find_checkpoints,
     resume_plan,
 )
+from hybridengine.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",

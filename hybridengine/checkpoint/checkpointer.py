@@ -26,12 +26,13 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from hybridengine.checkpoint import folders
-from hybridengine.checkpoint.folders import CONFIG, STATE, CheckpointError, SavedCheckpoint
+from hybridengine.checkpoint.folders import CONFIG, STATE, SavedCheckpoint
 from hybridengine.checkpoint.tensors import RemotePart, TensorFiles, reason_of, remote_folder
-from hybridengine.errors import UserError
+from hybridengine.errors import CheckpointError, UserError
 from hybridengine.model.optim import Optimizer
 from hybridengine.runtime import all_ranks
 from hybridengine.storage import check_disk_space, free_space
+from hybridengine.writes import writing_to
 
 
 class Checkpointer:
@@ -82,9 +83,9 @@ class Checkpointer:
 
         def prepare() -> None:
             with self._removed_if_failed(folder):
-                all_ranks.run_on_rank0(lambda: self._prepare(folder), doing)
+                all_ranks.run_on_rank0(lambda: self._prepare(folder), doing, self.group)
                 all_ranks.run_on_all_ranks(
-                    lambda: torch.save(_random_state(), random_file), CheckpointError, doing
+                    lambda: _save_random_state(random_file), CheckpointError, doing, self.group
                 )
                 write_extra(folder)
 
@@ -92,6 +93,11 @@ class Checkpointer:
         if self._remote is not None:
             self._remote.save(folder)
         self._pending = self._worker.submit(self._finish, saving, step, score)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group in which ranks wait for the writes of others; in use until `wait`."""
+        return self._tensors.group
 
     def wait(self) -> None:
         """Wait until a started save is on the disk; raise CheckpointError if it failed."""
@@ -113,8 +119,7 @@ class Checkpointer:
         plan = all_ranks.run_on_rank0(
             lambda: folders.resume_plan(self._root, mode, path), "resuming"
         )
-        plan = all_ranks.broadcast_from_rank0(plan)
-        assert plan is not None
+        plan = all_ranks.broadcast_value(plan, folders.ResumePlan)
         plan = folders.without_damaged(plan, _verify_part)
         self.skipped = list(plan.skipped)
         if not plan.candidates:
@@ -134,12 +139,14 @@ class Checkpointer:
     def _prepare(self, folder: Path) -> None:
         remote_bytes = self._remote.num_bytes if self._remote is not None else 0
         for leftover in self._root.glob(".global_step_*.partial"):
-            shutil.rmtree(leftover)
+            with writing_to(leftover):
+                shutil.rmtree(leftover)
         check_disk_space(self._root, self._tensors.num_bytes + remote_bytes)
-        folder.mkdir(parents=True)
         state = {name: stateful.state_dict() for name, stateful in self._states.items()}
-        (folder / STATE).write_text(json.dumps(state, indent=1))
-        (folder / CONFIG).write_text(self._config)
+        with writing_to(folder):
+            folder.mkdir(parents=True)
+            (folder / STATE).write_text(json.dumps(state, indent=1))
+            (folder / CONFIG).write_text(self._config)
 
     def _finish(self, saving: Future[Any], step: int, score: float | None) -> None:
         """Wait until the tensors are written, then complete the checkpoint. On every rank."""
@@ -154,8 +161,9 @@ class Checkpointer:
 
             def complete() -> None:
                 if dist.get_rank() == 0:
-                    folders.publish(self._root, step, score, files)
-                    folders.prune(self._root, self._keep)
+                    with writing_to(folder):
+                        folders.publish(self._root, step, score, files)
+                        folders.prune(self._root, self._keep)
 
             all_ranks.run_on_all_ranks(complete, CheckpointError, doing, self._tensors.group)
 
@@ -212,6 +220,11 @@ def _random_state() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _save_random_state(file: Path) -> None:
+    with writing_to(file):
+        torch.save(_random_state(), file)
 
 
 def _restore_random_state(checkpoint: SavedCheckpoint, rank: int) -> None:

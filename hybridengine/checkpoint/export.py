@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hybridengine import storage
-from hybridengine.checkpoint.folders import TENSORS, CheckpointError, open_checkpoint, resume_plan
+from hybridengine.checkpoint.folders import TENSORS, open_checkpoint, resume_plan
+from hybridengine.checkpoint.metadata import MetadataReader
 from hybridengine.checkpoint.pretrained import write_pretrained
-from hybridengine.errors import ModelError
+from hybridengine.errors import CheckpointError, ModelError
 from hybridengine.model.parameters import parameter_shards
 
 _ADAPTER = "adapter"  # folder of a LoRA run's checkpoint
@@ -30,13 +31,14 @@ _VERL_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 def export_checkpoint(
     path: str | Path,
     out: str | Path,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     as_adapter: bool = False,
 ) -> Path:
     """Write the model of a checkpoint to `out`, then read it back and compare.
 
     path: a checkpoint, or a run's folder, whose newest checkpoint is taken. Return the checkpoint.
+    dtype: of the weights; None: that of the checkpoint's config, the run's trainer.save_dtype.
     as_adapter: write the adapter of a LoRA run in PEFT's format; otherwise it is merged.
 
     Raises:
@@ -87,9 +89,22 @@ def _find_checkpoint(path: Path) -> Path:
         raise CheckpointError(
             f"{plan.skipped[-1]}; to export an older one, name it, e.g. {plan.candidates[0].path}"
         )
+    if not plan.candidates and (folder := _exported(path)):
+        raise CheckpointError(
+            f"{str(path)!r} has no checkpoint, and needs none: {str(folder)!r} is a Hugging Face "
+            "folder with the trained weights; use that (trainer.save_freq saves checkpoints)"
+        )
     checkpoint = plan.candidates[0] if plan.candidates else open_checkpoint(path)
     checkpoint.verify()
     return checkpoint.path
+
+
+def _exported(path: Path) -> Path | None:
+    """Return the Hugging Face folder with weights that `path` is, or that its run finished with."""
+    for folder in (path / "final", path):
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            return folder
+    return None
 
 
 def _export_adapter(folder: Path, out: Path) -> None:
@@ -104,11 +119,14 @@ def _export_adapter(folder: Path, out: Path) -> None:
         )
 
 
-def _export_model(folder: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool) -> None:
+def _export_model(
+    folder: Path, out: Path, dtype: torch.dtype | None, trust_remote_code: bool
+) -> None:
     hf_folder = folder / "huggingface"
     if not (hf_folder / "config.json").is_file():
         raise CheckpointError(f"checkpoint {folder} has no huggingface/config.json")
     config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=trust_remote_code)
+    dtype = dtype or config.dtype or torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     expected = parameter_shards(model)
@@ -139,7 +157,7 @@ def _read_dcp(
     try:
         with warnings.catch_warnings():  # "assuming the intent is to load in a single process"
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(saved, checkpoint_id=folder / TENSORS, no_dist=True)
+            dcp.load(saved, storage_reader=MetadataReader(folder / TENSORS), no_dist=True)
     except dcp.CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise CheckpointError(

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.stateful import Stateful
 
 from hybridengine import storage
+from hybridengine.checkpoint.metadata import MetadataReader
 from hybridengine.config import JobConfig, config_to_yaml
-from hybridengine.errors import UserError
+from hybridengine.errors import CheckpointError
 
 TENSORS = "tensors"  # the folder of a checkpoint that DCP writes
 STATE = "state.json"  # counters, schedules, position in the data
@@ -27,10 +27,6 @@ CONFIG = "config.yaml"  # the resolved configuration of the run that wrote the c
 
 # Keys that do not affect training.
 _IGNORED_KEYS = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be written, found or read; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,11 @@ def open_checkpoint(path: str | Path) -> SavedCheckpoint:
     step, score = manifest.get("step"), manifest.get("score")
     if not isinstance(step, int) or not isinstance(score, float | int | None):
         raise CheckpointError(f"{path} is not a checkpoint: complete.json has no step")
+    if _step_of(path) not in (0, step):  # 0: a folder of another name
+        raise CheckpointError(
+            f"checkpoint {path} is of step {step}, as complete.json records; give the folder its "
+            f"name global_step_{step}, or restore it"
+        )
     if damage := storage.find_damage(path, manifest["files"], checksums=False):
         raise CheckpointError(f"checkpoint {path}: {damage}")
     return SavedCheckpoint(step, path, score, manifest["files"])
@@ -182,7 +183,7 @@ def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointError:
 
 def _step_of(folder: Path) -> int:
     number = folder.name.removeprefix("global_step_")
-    return int(number) if number.isdigit() else 0
+    return int(number) if number.isdecimal() else 0
 
 
 def read_state(checkpoint: SavedCheckpoint) -> dict[str, Any]:
@@ -237,12 +238,7 @@ def _verify_small_files(checkpoint: SavedCheckpoint) -> None:
 def _check_tensors(
     checkpoint: SavedCheckpoint, config: JobConfig, parameters: Mapping[str, tuple[int, ...]]
 ) -> None:
-    try:
-        saved = FileSystemReader(checkpoint.path / TENSORS).read_metadata().state_dict_metadata
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path}: its metadata cannot be read: {error}"
-        ) from None
+    saved = MetadataReader(checkpoint.path / TENSORS).read_metadata().state_dict_metadata
     shapes = {
         name.removeprefix("actor/model/"): tuple(tensor.size)
         for name, tensor in saved.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import set_tqdm_hook
 
 from hybridengine.errors import ModelError
 from hybridengine.model.lora import adapter_shards, lora_layers
@@ -18,18 +19,24 @@ from hybridengine.model.parameters import original_class, parameter_shards, use_
 from hybridengine.runtime.all_ranks import run_on_rank0
 from hybridengine.sharding.shards import full_tensor
 from hybridengine.storage import atomic_folder, check_disk_space
+from hybridengine.writes import note_progress, writing_to
 
 
 def save_pretrained(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     out_dir: str | Path,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write weights (in `dtype`), config, generation config and tokenizer; collective.
 
     Adapters are merged. The folder is read back and compared before it takes its name, and replaces
     an existing one.
+
+    group: in which the other ranks wait for the write, see `all_ranks.new_write_group`; None: the
+    default group, whose timeout limits the write.
 
     Raises:
         ModelError: on every rank, if rank 0 cannot write; no incomplete folder is left.
@@ -37,32 +44,43 @@ def save_pretrained(
     out = Path(out_dir).absolute()
     num_bytes = sum(t.numel() for t in parameter_shards(model).values()) * dtype.itemsize
     doing = f"saving the model to {str(out)!r}"
-    run_on_rank0(lambda: check_disk_space(out, num_bytes), doing)
+    run_on_rank0(lambda: check_disk_space(out, num_bytes), doing, group)
     state_dict = _full_state_dict(model, dtype)
-    run_on_rank0(lambda: write_pretrained(model, tokenizer, state_dict, out), doing)
+    run_on_rank0(lambda: write_pretrained(model, tokenizer, state_dict, out), doing, group)
 
 
 def save_model_files(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, weights: bool
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype,
+    weights: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write `huggingface/` and, with LoRA, `adapter/` into a checkpoint's `folder`; collective.
 
+    dtype: of the weights, and of a later export of the checkpoint.
     weights: write the full weights as well as config and tokenizer.
+    group: see `save_pretrained`.
     """
     hf_folder = folder / "huggingface"
 
     def save_configs() -> None:
-        model.config.save_pretrained(hf_folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(hf_folder)
-        tokenizer.save_pretrained(hf_folder)
+        config = copy.deepcopy(model.config)
+        config.dtype = dtype
+        with writing_to(hf_folder):
+            config.save_pretrained(hf_folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(hf_folder)
+            tokenizer.save_pretrained(hf_folder)
 
     if weights:
-        save_pretrained(model, tokenizer, hf_folder)
+        save_pretrained(model, tokenizer, hf_folder, dtype, group=group)
     else:
-        run_on_rank0(save_configs, f"saving the model's configuration to {str(hf_folder)!r}")
+        doing = f"saving the model's configuration to {str(hf_folder)!r}"
+        run_on_rank0(save_configs, doing, group)
     if hasattr(model, "peft_config"):
-        save_adapter(model, folder / "adapter")
+        save_adapter(model, folder / "adapter", group)
 
 
 @torch.no_grad()
@@ -115,9 +133,16 @@ def write_pretrained(
 def _compare(
     model_class: Any, folder: Path, written: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    model, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    loaded = parameter_shards(model)
-    wrong = {name for name, x in loaded.items() if not torch.equal(x, written[name].to(x.dtype))}
+    before = set_tqdm_hook(_note_loaded)
+    try:
+        model, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    finally:
+        set_tqdm_hook(before)
+    loaded, wrong = parameter_shards(model), set()
+    for name, x in loaded.items():
+        note_progress()
+        if not torch.equal(x, written[name].to(x.dtype)):
+            wrong.add(name)
     if names := sorted(wrong | set(report["missing_keys"]) | (set(written) - set(loaded))):
         raise ModelError(
             f"the saved model differs from the model in memory: {len(names)} tensors, such as "
@@ -125,9 +150,24 @@ def _compare(
         )
 
 
+def _note_loaded(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Note progress at every item of a progress bar of transformers: a tensor that is read."""
+
+    def items() -> Iterator[Any]:
+        for item in args[0]:
+            note_progress()
+            yield item
+
+    return bar(*(items() for _ in args[:1]), *args[1:], **kwargs)
+
+
 @torch.no_grad()
-def save_adapter(model: PreTrainedModel, out_dir: str | Path) -> None:
+def save_adapter(
+    model: PreTrainedModel, out_dir: str | Path, group: dist.ProcessGroup | None = None
+) -> None:
     """Write the adapter in float32 as a folder for `peft.PeftModel.from_pretrained`; collective.
+
+    group: see `save_pretrained`.
 
     Raises:
         ModelError: on every rank, if rank 0 cannot write.
@@ -149,7 +189,7 @@ def save_adapter(model: PreTrainedModel, out_dir: str | Path) -> None:
             save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
             config.save_pretrained(str(out))
 
-    run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}")
+    run_on_rank0(write, f"saving the adapter to {str(out_dir)!r}", group)
 
 
 def _base_name(name: str) -> str:

@@ -11,6 +11,9 @@ from hybridengine.storage import archive
 
 _RESULTS = ("final", "final_adapter", "summary.json", "curves.png")
 _LOGS = ("metrics.jsonl", "config.yaml", "rollouts", "tensorboard")
+_TEMPORARY = re.compile(  # of `storage.atomic_file`
+    r"\.(?:config|curves|metrics|summary|step_\d+|val_\d+)\.\d+\.(?:json|jsonl|png|yaml)"
+)
 _NUMBERED = re.compile(r"(?:global_step|step|val)_(\d+)(?:\.jsonl)?")
 
 
@@ -21,8 +24,12 @@ def archive_earlier_run(dir: Path, rollouts: Path, resumed: SavedCheckpoint | No
     run resumed from a checkpoint of `dir` continues everything up to that step; later checkpoints,
     if there are any, are archived with the output of the later steps.
 
-    rollouts: folder of the rollouts, `<dir>/rollouts` or another one.
+    rollouts: folder of the rollouts, `<dir>/rollouts` or another one. Temporary files that a killed
+    run has left are removed.
     """
+    for file in [*dir.glob(".*"), *rollouts.glob(".*")]:
+        if _TEMPORARY.fullmatch(file.name):
+            file.unlink()
     if resumed is not None and resumed.path.resolve().parent == dir.resolve():
         return _archive_later_steps(dir, rollouts, resumed.step)
     checkpoints = _after(-1, dir, "global_step_*")

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,12 +25,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hybridengine.checkpoint.folders import TENSORS, CheckpointError
+from hybridengine.checkpoint.folders import TENSORS
+from hybridengine.checkpoint.metadata import MetadataReader
+from hybridengine.errors import CheckpointError
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer
 from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.runtime import all_ranks
 from hybridengine.storage import file_records
+from hybridengine.writes import writing_to
 
 
 class RemotePart(Protocol):
@@ -52,6 +56,14 @@ class RemotePart(Protocol):
         """Load the tensors of a checkpoint. Collective."""
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Writes the tensors of one rank, limited by its progress."""
+
+    def write_data(self, *args: Any) -> Any:
+        with writing_to(Path(self.path)):
+            return super().write_data(*args)
+
+
 class TensorFiles:
     """Writes and reads the tensors of `models` (by name, each with its optimizer) of one world.
 
@@ -62,7 +74,7 @@ class TensorFiles:
         self, models: Mapping[str, tuple[nn.Module, Optimizer | None]], name: str = TENSORS
     ) -> None:
         self._models, self._name = models, name
-        self.group = dist.new_group(backend="gloo")  # a save runs concurrently with training
+        self.group = all_ranks.new_write_group()  # a save runs concurrently with training
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +89,7 @@ class TensorFiles:
         with self._on_device() as tensors:
             prepare()
             saving = dcp.async_save(
-                tensors, checkpoint_id=folder / self._name, process_group=self.group
+                tensors, storage_writer=_Writer(folder / self._name), process_group=self.group
             )
             assert isinstance(saving, Future)
             return saving
@@ -88,18 +100,18 @@ class TensorFiles:
         A rank reads what it has written, rank 0 also files without a rank in the name. doing: what
         a CheckpointError says has failed.
         """
-        own = all_ranks.run_on_all_ranks(
-            lambda: file_records(folder, _files_of_rank(folder, files)),
-            CheckpointError,
-            doing,
-            self.group,
-        )
-        parts: list[dict[str, list[int]]] = [{}] * self.group.size()
-        dist.all_gather_object(parts, own, group=self.group)
+
+        def own_records() -> dict[str, list[int]]:
+            with writing_to(folder):
+                return file_records(folder, _files_of_rank(folder, files))
+
+        own = all_ranks.run_on_all_ranks(own_records, CheckpointError, doing, self.group)
+        parts = all_ranks.all_gather_values(own, dict[str, list[int]], self.group)
         return {name: record for part in parts for name, record in part.items()}
 
     def load(self, folder: Path) -> None:
         """Load the tensors of a checkpoint; raise CheckpointError if they do not fit."""
+        doing = f"loading checkpoint {folder}"
         with self._on_device() as tensors:
             for source in sorted({_source(folder, part) for part in self._models}):
                 wanted = {
@@ -107,16 +119,19 @@ class TensorFiles:
                     for name, x in tensors.items()
                     if _source(folder, name.partition("/")[0]) == source
                 }
+                reader = all_ranks.run_on_all_ranks(
+                    partial(MetadataReader, source), CheckpointError, doing, self.group
+                )
                 try:
-                    dcp.load(wanted, checkpoint_id=source, process_group=self.group)
+                    dcp.load(wanted, storage_reader=reader, process_group=self.group)
                 except dcp.CheckpointException as error:
                     reason = next(iter(error.failures.values()))[0]
                     raise CheckpointError(
                         f"checkpoint {folder} does not fit this job: {reason}"
                     ) from error
-            self._check_finite(folder, tensors)
+            self._check_finite(doing, tensors)
 
-    def _check_finite(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_finite(self, doing: str, tensors: Mapping[str, torch.Tensor]) -> None:
         trained = {
             f"{part}/model/{name}"
             for part, (model, _) in self._models.items()
@@ -128,7 +143,7 @@ class TensorFiles:
             and f"{name} contains NaN or infinity; resume from an older one with "
             "trainer.resume_mode=path",
             CheckpointError,
-            f"loading checkpoint {folder}",
+            doing,
         )
 
     @contextmanager
@@ -196,7 +211,7 @@ class PartWriter:
             answer: Mapping[str, list[int]] | str = self._files.records(
                 folder, files, f"saving {self._subfolder}"
             )
-        except (dcp.CheckpointException, CheckpointError, OSError) as error:
+        except (Exception, dcp.CheckpointException) as error:  # others wait for an answer
             answer = f"saving failed{reason_of(error)}"
         self._announce(folder, answer)
 

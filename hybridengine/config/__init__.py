@@ -9,6 +9,7 @@ one error. Nothing here imports torch.
     common, rl, sft, simulation    every key: type, range, default, meaning
     aliases            verl's keys
     loading            YAML and overrides → a checked configuration
+    suggest            the keys that a misspelt key may mean
     validation         keys checked against each other
     reference          the list that `hybridengine keys` prints
 """

@@ -2,7 +2,8 @@
 
 A native key is taken as it is. Every other key is first renamed by `aliases` (the longest prefix
 wins, the rest of the path is kept), so the patterns below are about names without
-`actor_rollout_ref.`; then the first table with a matching pattern decides, in this order:
+`actor_rollout_ref.`; `values` renames values of native keys. Then the first table with a matching
+pattern decides, in this order:
 
     fixed     the setting has one value here: these values are accepted, any other is refused
     shared    the setting is that of another native key: the value has to be equal
@@ -15,7 +16,7 @@ Patterns (`*` matches dots too) are separated by blanks. All tables accept null,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -28,6 +29,7 @@ class AliasTable:
     shared: Mapping[str, str]  # patterns → native key
     refused: Mapping[str, str]  # patterns → what to do instead
     ignored: Mapping[str, str]  # patterns → why it has no effect
+    values: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # key=value → native, why
 
     def native(self, given: str) -> str:
         """Return `given` with the longest prefix that is an alias replaced."""
@@ -45,6 +47,7 @@ _OFFLOAD = "offload of all models follows actor.fsdp_config"
 _AS_ACTOR = "critic and reference are sharded as the actor"
 _RAY = "ranks are started by torchrun, not by Ray"
 _ENGINE = "pass it to the engine in rollout.engine_kwargs.vllm"
+_VLLM = "the engine is vLLM, or plain generate"
 _OWN_CODE = "register your own under a name, see model.external_lib"
 _OWN_LOOP = "name the class in rollout.agent.default_agent_loop"
 _COLOCATED = "set trainer.mode and rollout.n_gpus_per_node for engines on ranks of their own"
@@ -60,8 +63,10 @@ _REFUSED = {
     "*override_config.*": "edit the model's config.json",
     "*.override_optimizer_config*": "the optimizer is AdamW with betas and weight_decay",
     "*.hf_config_path *.tokenizer_path": "config and tokenizer come from the model's folder",
+    "data.image_key data.video_key data.audio_key": f"{_TEXT}; leave it out",
     "*.lora_adapter_path *.lora.adapter_path": "merge the adapter into the model first",
     "model.exclude_modules": "name the modules to adapt in model.target_modules",
+    "data.sampler.*": "order the rows of the data files, and set data.shuffle=false",
     "*.custom_cls.*": "convert the data to verl's columns",
     "trainer.checkpoint_callback_class": _UNSUPPORTED,
     "trainer.default_hdfs_dir": "copy the run's folder yourself",
@@ -82,7 +87,6 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.qat.enable *.mtp.enable *.tiled_mlp.enabled *.full_determinism "
     "*.use_no_sync_for_gradient_accumulation trainer.esi_redundant_time trainer.val_only": (
         _OFF, _UNSUPPORTED),
-    "*.enable_activation_offload": (_OFF, "set model.enable_gradient_checkpointing to save memory"),
     "*.pad_to_length": (_OFF, _PACKED),
     "*.lora.rank": ((0,), "set model.lora_rank"),
     "*.freeze_vision_tower": (_OFF, _TEXT),
@@ -103,6 +107,8 @@ _IGNORED = {
     "traced; a run writes its timings to metrics.jsonl",
     "*.checkpoint.* checkpoint.*": "a checkpoint always has everything, saved in the background; "
     "trainer.save_hf_model adds a Hugging Face folder",
+    "*.enable_activation_offload": "activations stay on the GPU; "
+    "model.enable_gradient_checkpointing saves their memory",
     "*.qat.* *.turbo_config.* *.mtp.* *.lora.*": "it belongs to a feature that is off",
     "*.use_shm data.tokenizer data.*num_workers data.filter_overlong_prompts_workers "
     "data.return_raw* data.return_full_prompt": "it changes how data is loaded, not what",
@@ -119,6 +125,7 @@ RL_ALIASES = AliasTable(
         "actor_rollout_ref.ref": "ref",
         "actor_rollout_ref.model.custom_chat_template": "data.chat_template",
         "actor_rollout_ref.rollout.seed": "seed",
+        "actor_rollout_ref.model.torch_dtype": "actor.fsdp_config.dtype",
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "reshard.bucket_mib",
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size":
             "actor.ulysses_sequence_parallel_size",
@@ -141,7 +148,6 @@ RL_ALIASES = AliasTable(
         "data.function_tool_path": "rollout.multi_turn.function_tool_path",
     },
     refused=_REFUSED | {
-        "actor.ppo_micro_batch_size": "set actor.ppo_max_token_len_per_gpu, in tokens",
         "ref.model.*": "the reference is the initial model",
         "actor.tis_imp_ratio_cap": "set algorithm.rollout_correction.rollout_is_threshold",
         "actor.policy_loss.?*": "the constants of a loss mode are its paper's, see "
@@ -154,7 +160,6 @@ RL_ALIASES = AliasTable(
         "constants into the reward function",
         "reward.sandbox_fusion.url": "call the sandbox in your reward function",
         "reward.reward_loop_* reward.reward_model.reward_loop_*": _OWN_CODE,
-        "model.torch_dtype": "set actor.fsdp_config.dtype",
         "rollout.agent.agent_loop_config_path rollout.agent.custom_async_server.*": _OWN_LOOP,
         "rollout.multi_turn.interaction_config_path": _OWN_LOOP,
         "async_training.staleness_threshold": "set trainer.mode=async and trainer.staleness, in "
@@ -177,7 +182,6 @@ RL_ALIASES = AliasTable(
         "actor_rollout_ref.hybrid_engine": ((True,), _COLOCATED),
         "rollout.do_sample": ((True,), "set rollout.temperature low to sample less"),
         "rollout.ignore_eos": (_OFF, "a response ends at the end-of-sequence token"),
-        "rollout.over_sample_rate": (_OFF, "every prompt gets rollout.n responses"),
         "rollout.logprobs_mode": (("processed_logprobs",), "log-probs are those sampled from"),
         "rollout.data_parallel_size rollout.expert_parallel_size "
         "rollout.pipeline_model_parallel_size": (
@@ -188,14 +192,16 @@ RL_ALIASES = AliasTable(
         "rollout.quantization_config_file rollout.mtp rollout.qat": (
             (), "the engine's weights are the trainer's; set rollout.quantization=fp8 for FP8"),
         "rollout.enable_rollout_routing_replay algorithm.use_pf_ppo distillation.enabled "
-        "algorithm.rollout_correction.bypass_mode transfer_queue.enable skip.*.enable "
-        "algorithm.rollout_correction.rollout_is_batch_normalize": (_OFF, _UNSUPPORTED),
+        "transfer_queue.enable skip.*.enable": (_OFF, _UNSUPPORTED),
+        "algorithm.rollout_correction.bypass_mode": (
+            _OFF, "the ratio of the loss is to the policy's own log-probs; rollout_is corrects for "
+            "those of the engine"),
+        "algorithm.rollout_correction.rollout_is_batch_normalize": (
+            _OFF, "importance weights are truncated, not normalised"),
         "rollout.disaggregation.enabled": (_OFF, _COLOCATED),
         "rollout.multi_turn.use_inference_chat_template": (
             _OFF, "sampled tokens stay as they are, see docs/multi_turn.md"),
         "rollout.nnodes": ((0,), _COLOCATED),
-        "rollout.engine_kwargs.sglang.* rollout.engine_kwargs.trtllm.*": (
-            (), "the engine is vLLM or plain generate"),
         "critic.model.lora_rank critic.model.lora.rank": ((0,), "the critic trains all weights"),
         "critic.enable": ((True,), "only algorithm.adv_estimator=gae has a critic"),
         "algorithm.rollout_correction.loss_type": (
@@ -248,8 +254,10 @@ RL_ALIASES = AliasTable(
         "rollout.multi_turn.num_repeat_rollouts rollout.agent._target_ data.need_tools_kwargs":
             "turns are always checked against the chat template",
         "data.gen_batch_size": "prompts are generated data.train_batch_size at a time",
-        "data.image_* data.video_key data.audio_key data.return_multi_modal_inputs "
-        "data.mm_processor_kwargs.*": _TEXT,
+        "data.return_multi_modal_inputs data.mm_processor_kwargs.* data.image_patch_size": _TEXT,
+        "rollout.engine_kwargs.sglang.* rollout.engine_kwargs.trtllm.* "
+        "rollout.sglang_rollout_mode rollout.server.*": _VLLM,
+        "rollout.over_sample_rate": "every prompt gets rollout.n full responses",
         "algorithm.pf_ppo.* distillation.* transfer_queue.* skip.* trainer.v1.*": "it belongs to a "
         "feature that is off",
         "algorithm.filter_groups.max_inflight_gen_batches": "batches are generated one by one",
@@ -264,6 +272,10 @@ RL_ALIASES = AliasTable(
         "trainer.log_val_generations trainer.validation_data_dir": "all rollouts are written, see "
         "trainer.rollout_data_dir",
         "trainer.max_critic_ckpt_to_keep": "actor and critic share a checkpoint",
+    },
+    values={
+        "rollout.name=sglang": ("vllm", _VLLM),
+        "rollout.name=trtllm": ("vllm", _VLLM),
     },
 )  # fmt: skip
 
@@ -287,8 +299,6 @@ SFT_ALIASES = AliasTable(
         "data.seed": "seed",
     },
     refused=_REFUSED | {
-        "data.prompt_dict_keys data.response_dict_keys": "write the texts to columns of their own "
-        "and name them in data.prompt_key and data.response_key",
         "model.external_lib": "an SFT run has no registries",
     },
     fixed=_FIXED | {

@@ -53,6 +53,7 @@ Options = Mapping[str, Any]  # any keys, passed on to another library
 Logger = Literal["console", "jsonl", "tensorboard", "wandb"]
 Loggers = Annotated[tuple[Logger, ...], BeforeValidator(_as_list)]
 Truncation = Literal["error", "left", "right"]
+SpecialTokensInData = Literal["text", "allow", "error"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]
 InFlight = Annotated[Literal["off", "keep_kv", "recompute_kv"], BeforeValidator(_as_switch)]
@@ -116,6 +117,7 @@ class RunConfig:
     val_before_train: StrictBool = True  # also validate before the first step
     save_freq: IntOrOff = -1  # steps between checkpoints; -1: none
     save_hf_model: StrictBool = False  # also write a Hugging Face folder with every checkpoint
+    save_dtype: Dtype = "auto"  # of final/ and Hugging Face folders; auto: as fsdp_config.dtype
     max_actor_ckpt_to_keep: PositiveInt | None = None  # the newest and the best; null: all
     resume_mode: ResumeMode = "auto"  # auto: the newest checkpoint
     resume_from_path: PathText | None = None  # a checkpoint folder, for resume_mode path

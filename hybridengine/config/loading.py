@@ -6,7 +6,7 @@ Keys are flattened, renamed to native ones (`config.aliases`), checked by pydant
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import functools
 import itertools
 import re
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
-from operator import attrgetter
+from operator import attrgetter, getitem
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,8 +30,10 @@ from hybridengine.config.common import JobConfig, Options
 from hybridengine.config.rl import GRPOConfig
 from hybridengine.config.sft import SFTConfig
 from hybridengine.config.simulation import SimulationConfig
-from hybridengine.config.validation import find_faults
-from hybridengine.errors import ConfigError, ConfigNote
+from hybridengine.config.suggest import similar_keys
+from hybridengine.config.trl_names import TRL_NAMES
+from hybridengine.config.validation import find_faults, find_notes
+from hybridengine.errors import ConfigError, ConfigNote, located
 
 # The defaults of `hybridengine ppo` that differ from those of `hybridengine grpo`.
 PPO = {
@@ -47,6 +49,7 @@ _KINDS: dict[type, tuple[str, AliasTable, tuple[str, ...]]] = {  # name, aliases
 }
 _HYDRA_KEYS = ("_target_", "hydra", "defaults")
 _KEYS_IN_TEXT = re.compile(r"[\w.]*\w")
+_MESSAGES = {"tuple_type": "input should be a list"}  # of pydantic's error types, for YAML
 _type_adapter = functools.cache(TypeAdapter)
 
 
@@ -80,7 +83,7 @@ def load_simulation_config(
 
 
 def parse_overrides(overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Return the settings of a list of `key=value`, nested. Raises ConfigError for other texts."""
+    """Return key → value of a list of `key=value`, in order. Raises ConfigError for other texts."""
     faults: list[str] = []
     settings = _read_overrides(overrides, faults)
     if faults:
@@ -112,36 +115,52 @@ def _load(schema: Any, path: Any, overrides: Any, defaults: Mapping[str, Any]) -
         given.add(path, "the configuration")
     elif path is not None:
         file = Path(path).expanduser()
-        given.add(_read(lambda: OmegaConf.load(file), f"config file {file}"), str(path))
+        given.add(_read(lambda: OmegaConf.load(file), f"config file {located(file)}"), str(path))
     if isinstance(overrides, Mapping):
-        given.add(overrides, "overrides")
+        given.add(overrides, "overrides", last_wins=True)
     else:
-        given.add(_read_overrides(overrides, given.faults), "the command line")
+        settings = _read_overrides(overrides, given.faults)
+        given.add(settings, "the command line", last_wins=True)
     for key in required:
         if not given.values.get(key) and key not in given.faulty_keys:
+            given.values.pop(key, None)
             given.add_fault(f"{key} is required and was not given; set it in the config", key)
     config = _validate(schema, given)
     crossed = itertools.chain(find_faults(config), given.shared_faults(config))
     given.faults += [f for f in crossed if not given.faulty_keys & set(_KEYS_IN_TEXT.findall(f))]
     if given.faults:
         raise ConfigError(*given.faults)
+    for note in find_notes(config):
+        warnings.warn(note, ConfigNote, stacklevel=3)
     for reason, ignored in given.notes.items():
         warnings.warn(f"ignored: {', '.join(ignored)} ({reason})", ConfigNote, stacklevel=3)
     return config
 
 
-def _read_overrides(overrides: Sequence[str], faults: list[str]) -> Mapping[str, Any]:
-    """Read `key=value`, with Hydra's `+` and `++` before the key; append what is no such pair."""
-    pairs = []
+def _read_overrides(overrides: Sequence[str], faults: list[str]) -> dict[str, Any]:
+    """Return the value of each `key=value`, in the order of the last settings of the keys.
+
+    Hydra's `+` and `++` before a key are dropped. Appends to `faults` what is no such pair.
+    """
+    pairs = dict[str, str]()
     for override in overrides:
         key, equals, _ = override.partition("=")
         if override.startswith("~"):
             faults.append(f"override {override!r} would remove a key; set {key[1:]}=null instead")
+        elif "[" in key:
+            faults.append(f"override {override!r} sets an entry of a list; give the full list")
         elif not equals or not key.strip("+"):
             faults.append(f"override {override!r} is not `key=value`, e.g. actor.optim.lr=1e-6")
         else:
-            pairs.append(override.lstrip("+"))
-    return _read(lambda: OmegaConf.from_dotlist(pairs), f"overrides {pairs}")
+            pairs.pop(key.lstrip("+"), None)
+            pairs[key.lstrip("+")] = override.lstrip("+")
+    dotlist = list(pairs.values())
+    tree = _read(lambda: OmegaConf.from_dotlist(dotlist), f"overrides {dotlist}")
+    values = {}
+    for key in pairs:
+        with contextlib.suppress(KeyError, TypeError):  # a later override replaced its group
+            values[key] = functools.reduce(getitem, key.split("."), tree)
+    return values
 
 
 def _read(read: Callable[[], Any], what: str) -> Mapping[str, Any]:
@@ -176,11 +195,15 @@ class _Settings:
     notes: dict[str, list[str]] = field(default_factory=dict)
     _shared: list[tuple[str, str, Any]] = field(default_factory=list)
 
-    def add(self, tree: Mapping[str, Any], source: str) -> None:
-        """Add the settings of one source; they replace those of earlier sources."""
+    def add(self, tree: Mapping[str, Any], source: str, last_wins: bool = False) -> None:
+        """Add the settings of one source; they replace those of earlier sources.
+
+        last_wins: of two names of one key, the last in `tree` counts; otherwise both are a fault.
+        """
         here: dict[str, tuple[str, Any]] = {}
         for given, value in _leaves(tree, self.free):
             key, value = self.aliases.native(given), _as_text(value)
+            key, value = self._in_mapping(key, value)
             if key in self.free and isinstance(value, Mapping):
                 merged = OmegaConf.merge(self.values.get(key) or {}, value)
                 self.values[key] = OmegaConf.to_container(merged)
@@ -188,12 +211,26 @@ class _Settings:
                 self._add_foreign(given, key, value, source)
             elif value is None and given != key:  # verl's "not set"
                 continue
-            elif key in here and here[key][1] not in (None, value):
+            elif key in here and here[key][1] not in (None, value) and not last_wins:
                 both = f"{here[key][0]} and {given}"
                 self.add_fault(f"{key} is given twice in {source}, as {both}; keep one", key)
             else:
-                here[key] = (given, value)
+                here[key] = (given, self._translated(key, value))
         self.values |= {key: value for key, (_, value) in here.items()}
+
+    def _in_mapping(self, key: str, value: Any) -> tuple[str, Any]:
+        """Return the setting of one entry of a mapping as that of the mapping."""
+        for free in self.free:
+            if key.startswith(f"{free}."):
+                return free, _nested({key.removeprefix(f"{free}."): value})
+        return key, value
+
+    def _translated(self, key: str, value: Any) -> Any:
+        """Return the native value of one that has another name in verl, and note it."""
+        native, reason = self.aliases.values.get(f"{key}={value}", (value, ""))
+        if reason:
+            self.notes.setdefault(reason, []).append(f"{key}={value}")
+        return native
 
     def add_fault(self, text: str, *keys: str) -> None:
         self.faults.append(text)
@@ -213,7 +250,8 @@ class _Settings:
         if rule := _match(table.fixed, given, key):
             accepted, reason = rule
             if value is not None and not any(_same(value, a) for a in accepted):
-                self.add_fault(f"{where} is {value!r}, which cannot be set here: {reason}")
+                advice = "" if "set " in reason else "; leave it out"
+                self.add_fault(f"{where} is {value!r}, which cannot be set here: {reason}{advice}")
             else:
                 self.notes.setdefault(reason, []).append(given)
         elif ours := _match(table.shared, given, key):
@@ -227,8 +265,18 @@ class _Settings:
         elif group := [k for k in self.known if k.startswith(f"{key}.")]:
             self.add_fault(f"{where} is a group of keys, not {value!r}", *group)
         else:
-            close = _similar_keys(key, self.known)
+            trl = TRL_NAMES.get(self.kind, {}).get(key)
+            close = list(trl) if trl else similar_keys(key, self._names())
             self.add_fault(f"{where} is not a known key; {self._advice(key, close)}", *close)
+
+    def _names(self) -> dict[str, str]:
+        """Return all native keys and their other names, each with its native key."""
+        others = {}
+        for alias, key in self.aliases.aliases.items():
+            group, _, leaf = alias.rpartition(".")
+            if key in self.known:
+                others[f"{self.aliases.native(group)}.{leaf}"] = key
+        return others | {key: key for key in sorted(self.known)}
 
     def _advice(self, key: str, close: list[str]) -> str:
         if close:
@@ -272,24 +320,6 @@ def _same(value: Any, accepted: Any) -> bool:
     return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
 
 
-def _similar_keys(key: str, known: frozenset[str]) -> list[str]:
-    """Return up to three keys with the same last part, else one whose last part is misspelt."""
-    group, _, leaf = key.rpartition(".")
-    same_group: dict[str, str] = {}
-    by_leaf: dict[str, list[str]] = {}
-    for k in sorted(known):
-        own_group, _, own_leaf = k.rpartition(".")
-        by_leaf.setdefault(own_leaf, []).append(k)
-        if own_group == group:
-            same_group[own_leaf] = k
-    if leaf in by_leaf:
-        return difflib.get_close_matches(key, by_leaf[leaf], cutoff=0)
-    if near := difflib.get_close_matches(leaf, same_group, 1, cutoff=0.66):
-        return [same_group[near[0]]]
-    near = difflib.get_close_matches(leaf, by_leaf, 1, cutoff=0.85)
-    return difflib.get_close_matches(key, by_leaf[near[0]], 1, cutoff=0) if near else []
-
-
 def _validate(schema: Any, given: _Settings) -> Any:
     """Return the configuration, with defaults in place of values of a wrong type or range."""
     while True:
@@ -317,5 +347,6 @@ def _messages(error: ValidationError, values: Mapping[str, Any]) -> dict[str, st
     for fault in error.errors():
         paths = itertools.accumulate(map(str, fault["loc"]), "{}.{}".format)
         key = next(path for path in paths if path in values)
-        messages.setdefault(key, f"{fault['msg'][0].lower()}{fault['msg'][1:]}")
+        message = _MESSAGES.get(fault["type"], fault["msg"])
+        messages.setdefault(key, f"{message[0].lower()}{message[1:]}")
     return messages

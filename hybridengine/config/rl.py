@@ -30,6 +30,7 @@ from hybridengine.config.common import (
     RunConfig,
     Seed,
     ShardingConfig,
+    SpecialTokensInData,
     Switch,
     Texts,
     TrainedModelConfig,
@@ -63,6 +64,7 @@ class DataConfig:
     shuffle: StrictBool = True  # a new order every epoch, by seed
     chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
     apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
+    special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class ActorConfig:
     ppo_max_token_len_per_gpu: PositiveInt = 16384  # tokens in one micro-batch
     shared_prefix: Switch = "auto"  # compute a prompt once for its responses; auto: if possible
     clip_ratio: PositiveFloat = 0.2  # clip range of the probability ratio
-    clip_ratio_low: Fraction | None = None  # null: clip_ratio
+    clip_ratio_low: PositiveFloat | None = None  # null: clip_ratio; 1 or more: no lower bound
     clip_ratio_high: PositiveFloat | None = None  # null: clip_ratio
     clip_ratio_c: AboveOne = 3.0  # dual-clip bound for negative advantages
     loss_agg_mode: Literal[

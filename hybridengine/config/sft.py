@@ -17,6 +17,8 @@ from hybridengine.config.common import (
     RunConfig,
     Seed,
     ShardingConfig,
+    SpecialTokensInData,
+    Texts,
     TrainedModelConfig,
     Truncation,
 )
@@ -38,7 +40,9 @@ class SFTDataConfig:
     val_files: PathTexts | None = None  # null: no validation at all
     messages_key: str | None = None  # column of chats; null: prompt_key and response_key
     prompt_key: str = "prompt"  # column of a text or a chat
+    prompt_dict_keys: Texts | None = None  # names that lead to the prompt inside its column
     response_key: str = "response"  # column of the text that is trained on
+    response_dict_keys: Texts | None = None  # names that lead to the response inside its column
     tools_key: str = "tools"  # column of tool schemas, where a row has it
     enable_thinking_key: str = "enable_thinking"  # column of that variable, where a row has it
     max_length: PositiveInt = 1024  # of a conversation, in tokens
@@ -49,6 +53,7 @@ class SFTDataConfig:
     shuffle: StrictBool = True  # a new order every epoch, by seed
     chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
     apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
+    special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
 
 
 @dataclass(frozen=True)

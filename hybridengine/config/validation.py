@@ -46,6 +46,26 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
         yield from _critic_ranks(config)
 
 
+# Estimators whose baseline is made of the other responses of a group.
+_GROUP_ESTIMATORS = {
+    "grpo", "grpo_vectorized", "dr_grpo", "rloo", "rloo_vectorized", "grpo_passk", "max_mean",
+    "opo", "gdpo", "reinforce_plus_plus_baseline",
+}  # fmt: skip
+
+
+def find_notes(config: JobConfig | SimulationConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that runs, but hardly as it was meant."""
+    if not isinstance(config, GRPOConfig) or config.distills:
+        return
+    estimator = config.algorithm.adv_estimator
+    if config.rollout.n == 1 and estimator in _GROUP_ESTIMATORS:
+        yield (
+            f"rollout.n is 1, and algorithm.adv_estimator {estimator} compares the responses of a "
+            "group: with one, its advantage is its score or 0; set rollout.n to 2 or more, or "
+            "adv_estimator=reinforce_plus_plus"
+        )
+
+
 def _simulation(config: SimulationConfig) -> Iterator[str]:
     workload, layout = config.workload, config.layout
     if not workload.response_lengths and workload.response_length > workload.max_response_length:

@@ -1,43 +1,53 @@
-"""Cache tokenised datasets in memory-mapped files: written once per machine, shared by its ranks.
+"""Cache tokenised datasets in files: written once per machine, shared by its ranks.
 
 An entry is a file, `<HYBRIDENGINE_CACHE>/data/<key>` (by default under ~/.cache/hybridengine). The
 key is a hash of all that the content depends on: data files, tokenizer, template, settings, and the
-code of this package. The first process writes it; the others wait at a file lock.
+code of this package. The first process writes it; the others wait at a file lock. Records are
+msgpack with a checksum each: a damaged entry is noticed, and none runs code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
-import mmap
 import os
-import pickle
 import shutil
 import struct
 import sys
 import time
-from array import array
+import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
+from hybridengine.data.records import Records
+from hybridengine.errors import DataError
+
 T = TypeVar("T")
 
-_FOOTER = struct.Struct("qq")  # number of samples, number of dropped ones
+_PLACE = struct.Struct("<QII")  # offset, size and checksum of a record
+_FOOTER = struct.Struct("<QQQI")  # end of the records, number of samples, of dropped ones, checksum
 _MAX_UNUSED_S = 30 * 24 * 3600.0  # after which an entry is removed
 
 
-def fingerprint(tokenizer: Any, files: Iterable[Path], *settings: Any) -> str:
-    """Return a hash of tokenizer, files' content in order, settings and this package's code."""
+def content_hash(files: Iterable[Path]) -> str:
+    """Return a hash of the files' contents, in order."""
     digest = hashlib.sha256()
-    version = importlib.metadata.version("transformers")
-    for part in (version, sys.byteorder, *_tokenizer_state(tokenizer), *settings):
-        digest.update(f"{part!r}\0".encode(errors="surrogatepass"))
-    for file in [*sorted(Path(__file__).parent.glob("*.py")), *files]:
+    for file in files:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def fingerprint(tokenizer: Any, content: str, *settings: Any) -> str:
+    """Return a hash of tokenizer, content hash of the files, settings and this package's code."""
+    digest = hashlib.sha256()
+    version = importlib.metadata.version("transformers")
+    code = content_hash(sorted(Path(__file__).parent.glob("*.py")))
+    for part in (version, sys.byteorder, *_tokenizer_state(tokenizer), content, code, *settings):
+        digest.update(f"{part!r}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()[:32]
 
 
@@ -50,16 +60,18 @@ def _tokenizer_state(tokenizer: Any) -> tuple[Any, ...]:
 class CachedDataset(Sequence[T], Generic[T]):
     """The samples that `make` yields, read from the cache entry `key` where it exists.
 
+    sample_type: of the samples, see `Records`.
+
     Attributes:
         dropped: the number of None that `make` yielded, which are left out.
 
     Without a writable cache the samples are held in memory.
     """
 
-    def __init__(self, key: str, make: Callable[[], Iterable[T | None]]) -> None:
+    def __init__(self, key: str, make: Callable[[], Iterable[T | None]], sample_type: Any) -> None:
         self._samples: Sequence[T]
         try:
-            self._samples = entry = _read_or_write(_cache_folder() / key, make)
+            self._samples = entry = _read_or_write(_cache_folder() / key, make, sample_type)
             self.dropped = entry.dropped
         except OSError as error:
             print(f"tokenised data is not cached: {error}", file=sys.stderr)
@@ -88,69 +100,89 @@ def _cache_folder() -> Path:
     return cache / "data"
 
 
-class _MappedSamples(Sequence[Any]):
-    """A file of pickled samples, then the offset of each and of their end, then the footer.
+class _StoredSamples(Sequence[T]):
+    """A file of records, then offset, size and CRC-32 of each (`_PLACE`), then the footer.
 
-    Raises OSError where there is no such file, and ValueError where its sizes do not agree.
+    Every record is read when it is asked for and compared with its checksum. Raises OSError where
+    there is no such file, and ValueError where it is none or is truncated.
     """
 
-    def __init__(self, file: Path) -> None:
-        with file.open("rb") as content:
-            self._data = memoryview(mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ))
-        begin = end = len(self._data) - _FOOTER.size
-        if end >= 0:
-            num_samples, self.dropped = _FOOTER.unpack(self._data[end:])
-            begin -= 8 * (num_samples + 1)
-        if not 0 <= begin < end:
-            raise ValueError(f"{file} is truncated")
-        self._offsets = self._data[begin:end].cast("q")
-        if self._offsets[-1] != begin:
-            raise ValueError(f"{file} is truncated")
-        os.utime(file)
+    def __init__(self, path: Path, sample_type: Any) -> None:
+        self._file, self._records = path.open("rb"), Records[T](sample_type)
+        size = os.fstat(self._file.fileno()).st_size
+        footer = os.pread(self._file.fileno(), _FOOTER.size, max(0, size - _FOOTER.size))
+        if len(footer) < _FOOTER.size or zlib.crc32(footer[:-4]) != _FOOTER.unpack(footer)[-1]:
+            raise ValueError(f"{path} is damaged")
+        self._end, self._len, self.dropped, _ = _FOOTER.unpack(footer)
+        if self._end + _PLACE.size * self._len + _FOOTER.size != size:
+            raise ValueError(f"{path} is damaged")
+        os.utime(path)
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return self._len
 
     def __getitem__(self, index: Any) -> Any:
         i = range(len(self))[index]  # negative: from the end
-        return pickle.loads(self._data[self._offsets[i] : self._offsets[i + 1]])
+        with suppress(OSError, ValueError, struct.error):
+            return self._read(i)
+        path = Path(self._file.name)
+        with suppress(OSError):
+            path.unlink()
+        raise DataError(
+            f"the cache of tokenised data {path} is damaged at sample {i} and has been removed; "
+            "start the run again, which makes it anew"
+        )
+
+    def _read(self, i: int) -> T:
+        place = os.pread(self._file.fileno(), _PLACE.size, self._end + _PLACE.size * i)
+        offset, size, checksum = _PLACE.unpack(place)
+        if offset + size > self._end:
+            raise ValueError
+        record = os.pread(self._file.fileno(), size, offset)
+        if len(record) != size or zlib.crc32(record) != checksum:
+            raise ValueError
+        return self._records.decode(record)
 
 
-def _read_or_write(file: Path, make: Callable[[], Iterable[Any]]) -> _MappedSamples:
+def _read_or_write(
+    file: Path, make: Callable[[], Iterable[T | None]], sample_type: Any
+) -> _StoredSamples[T]:
     """Return the entry; write it first where it is missing or damaged."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError, ValueError):
-            return _MappedSamples(file)
+        with suppress(OSError, ValueError):
+            return _StoredSamples(file, sample_type)
         partial = file.with_suffix(".partial")
         try:
-            _write(partial, make())
+            _write(partial, make(), Records(sample_type))
             partial.replace(file)
         finally:
             partial.unlink(missing_ok=True)
         _remove_unused(file.parent)
-        return _MappedSamples(file)
+        return _StoredSamples(file, sample_type)
 
 
-def _write(path: Path, samples: Iterable[Any]) -> None:
-    offsets, dropped = array("q", [0]), 0
+def _write(path: Path, samples: Iterable[T | None], records: Records[T]) -> None:
+    places, dropped, end = list[bytes](), 0, 0
     with path.open("wb") as file:
         for sample in samples:
             if sample is None:
                 dropped += 1
             else:
-                file.write(pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL))
-                offsets.append(file.tell())
-        offsets.tofile(file)
-        file.write(_FOOTER.pack(len(offsets) - 1, dropped))
+                record = records.encode(sample)
+                places.append(_PLACE.pack(end, len(record), zlib.crc32(record)))
+                end += file.write(record)
+        file.writelines(places)
+        footer = _FOOTER.pack(end, len(places), dropped, 0)[:-4]
+        file.write(footer + struct.pack("<I", zlib.crc32(footer)))
         file.flush()
         os.fsync(file.fileno())
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove entries that no run has used for 30 days; a run keeps the pages it has mapped."""
+    """Remove entries that no run has used for 30 days; a run keeps the file it has open."""
     for entry in folder.iterdir():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if time.time() - entry.stat().st_mtime > _MAX_UNUSED_S:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from hybridengine.config import DataConfig, SFTDataConfig
+from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.errors import DataError, shorten
 
 _RENDER_TIMEOUT_S = 10.0  # for one chat; a template may loop forever
@@ -76,8 +77,8 @@ class ChatTemplate:
     """The chat template of a run, with its variables.
 
     data: chat_template is Jinja text, a file with it, or None for the tokenizer's own;
-    apply_chat_template_kwargs are further variables of the template. tools: schemas of the tools
-    that the model may call.
+    apply_chat_template_kwargs are further variables of the template; special_tokens is the policy
+    of `SpecialTokens`. tools: schemas of the tools that the model may call.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._tokenizer, self.tools = tokenizer, list(tools)
+        self.special = SpecialTokens(tokenizer, data.special_tokens)
         self.options = dict(data.apply_chat_template_kwargs)
         self.text = _find_template(tokenizer, data.chat_template)
 
@@ -99,8 +101,25 @@ class ChatTemplate:
     def render(self, where: str, chat: Sequence[Mapping[str, Any]], prompt: bool) -> str:
         """Return the chat as text; prompt: with the generation prompt of the assistant at its end.
 
-        Raises DataError where the template raises, loops or returns no text.
+        Special tokens that are hidden in the chat are hidden in the text.
+
+        Raises DataError where the template raises, loops, returns no text, or changes what is
+        hidden.
         """
+        text = self._render(where, chat, self.tools, prompt)
+        shown, tools = self.special.reveal(chat), self.special.reveal(self.tools)
+        if (shown, tools) != (list(chat), self.tools) and (
+            self._render(where, shown, tools, prompt) != self.special.reveal(text)
+        ):
+            raise DataError(
+                f"{where}: the chat template changes a special token in a message, so that it "
+                "cannot be told from its own; remove it, or set data.special_tokens=allow"
+            )
+        return text
+
+    def _render(
+        self, where: str, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any], prompt: bool
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -110,7 +129,7 @@ class ChatTemplate:
                     chat_template=self.text,
                     tokenize=False,
                     add_generation_prompt=prompt,
-                    tools=self.tools or None,
+                    tools=tools or None,
                     **self.options,
                 )
                 text.encode()

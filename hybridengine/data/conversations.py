@@ -12,19 +12,24 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridengine.config import SFTDataConfig
-from hybridengine.data.cache import CachedDataset, fingerprint
+from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
 from hybridengine.data.chats import ChatTemplate, parse_chat
 from hybridengine.data.files import data_files, read_chunks, require_columns
 from hybridengine.data.tools import check_tools_shown, parse_tools, plain_tool_calls, tool_names
 from hybridengine.errors import DataError, shorten
 
+if TYPE_CHECKING:
+    Ids = array[int]
+else:
+    Ids = array  # which takes no parameter before Python 3.12
+
 
 @dataclass(frozen=True)
 class SFTSample:
-    ids: array[int]
+    ids: Ids
     loss_mask: bytes  # 1 for each token that is trained on, else 0; as long as ids
 
     @property
@@ -42,6 +47,9 @@ class _Rendered:
 class SFTDataset(CachedDataset[SFTSample]):
     """All conversations of one or more files, tokenised once per machine.
 
+    Attributes:
+        content: hash of the files' contents.
+
     Raises DataError for any fault of a file, a row or the template.
     """
 
@@ -54,10 +62,13 @@ class SFTDataset(CachedDataset[SFTSample]):
         settings = (
             *(data.messages_key, data.prompt_key, data.response_key, data.max_length),
             *(data.tools_key, data.enable_thinking_key),
-            *(data.truncation, template.text, sorted(template.options.items())),
+            *(data.prompt_dict_keys, data.response_dict_keys),
+            *(data.truncation, data.special_tokens, template.text),
+            *sorted(template.options.items()),
         )
-        key = fingerprint(tokenizer, paths, "sft", *settings)
-        super().__init__(key, lambda: _samples(files, tokenizer, template, data))
+        self.content = content_hash(paths)
+        key = fingerprint(tokenizer, self.content, "sft", *settings)
+        super().__init__(key, lambda: _samples(files, tokenizer, template, data), SFTSample)
 
 
 def _samples(
@@ -65,9 +76,8 @@ def _samples(
 ) -> Iterator[SFTSample]:
     for chunk in read_chunks(files):
         rows = [_render(where, row, template, data) for where, row in chunk]
-        encoded = tokenizer(
-            [row.text for row in rows], add_special_tokens=False, return_offsets_mapping=True
-        )
+        texts = [row.text for row in rows]
+        encoded = template.special.encode(texts, return_offsets_mapping=True)
         tokens = zip(rows, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         for row, ids, offsets in tokens:
             yield _sample(row, ids, offsets, tokenizer, data)
@@ -78,6 +88,7 @@ def _render(
 ) -> _Rendered:
     chat = [plain_tool_calls(where, message) for message in _chat(where, row, data)]
     tools, thinking = parse_tools(where, row, data.tools_key), row.get(data.enable_thinking_key)
+    chat, tools = (template.special.hide(where, value) for value in (chat, tools))
     if thinking is not None and not isinstance(thinking, bool):
         raise DataError(
             f"{where}: {data.enable_thinking_key} is {shorten(repr(thinking), 80)}, expected true "
@@ -150,15 +161,32 @@ def _chat(where: str, row: Mapping[str, Any], data: SFTDataConfig) -> list[dict[
         require_columns(where, row, data.messages_key)
         return parse_chat(where, row, data.messages_key)
     require_columns(where, row, data.prompt_key, data.response_key)
-    prompt, response = row[data.prompt_key], row[data.response_key]
-    if isinstance(prompt, str):
-        row = {data.prompt_key: [{"role": "user", "content": prompt}]}
+    prompt = _inside(where, row, data.prompt_key, data.prompt_dict_keys)
+    response = _inside(where, row, data.response_key, data.response_dict_keys)
+    is_text = isinstance(prompt, str)
+    row = {data.prompt_key: [{"role": "user", "content": prompt}] if is_text else prompt}
     if not isinstance(response, str):
         raise DataError(
             f"{where}: {data.response_key} is {shorten(repr(response), 80)}, expected text"
         )
     chat = parse_chat(where, row, data.prompt_key)
     return [*chat, {"role": "assistant", "content": response}]
+
+
+def _inside(where: str, row: Mapping[str, Any], column: str, names: Sequence[str] | None) -> Any:
+    """Return the value of a column, or what `names` lead to inside it."""
+    value = row[column]
+    for depth, name in enumerate(names or ()):
+        if not isinstance(value, Mapping) or name not in value:
+            at = ".".join((column, *(names or ())[:depth]))
+            has = (
+                f"only {', '.join(value)}"
+                if isinstance(value, Mapping)
+                else shorten(repr(value), 80)
+            )
+            raise DataError(f"{where}: {at} has no {name!r}, it has {has}")
+        value = value[name]
+    return value
 
 
 def _sample(

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import DataError
+from hybridengine.errors import DataError, located
 
 _ENDINGS = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _EXPECTED = f"{', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}"
@@ -44,7 +44,9 @@ def data_files(names: str | Sequence[str]) -> list[Path]:
             files = [f for f in files if f.is_file()]
             if not files:
                 verb = "matches no file" if glob.has_magic(name) else "does not exist"
-                raise DataError(f"data file {path} {verb}; check data.train_files / data.val_files")
+                raise DataError(
+                    f"data file {located(path)} {verb}; check data.train_files / data.val_files"
+                )
         paths += files
     for file in paths:
         if not file.name.endswith(_ENDINGS):

@@ -91,12 +91,20 @@ class PromptLoader:
         return {"batch": self._batch - self.in_flight, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after `state`; DataError if the data or the seed have changed since."""
+        """Continue after `state`; DataError if the data or the seed have changed since.
+
+        The state of an older version has no hash of the files' contents, which is not compared.
+        """
         for key, now in self._identity().items():
-            if state[key] != now:
-                raise DataError(
-                    f"cannot resume the data order: {key} was {state[key]} and is {now}"
-                )
+            if (was := state.get(key, now)) == now:
+                continue
+            change = f"{key} was {was} and is {now}"
+            if key == "content":
+                change = "the rows of data.train_files have changed; restore the files"
+            raise DataError(
+                f"cannot resume the data order: {change}, or start anew with "
+                "trainer.resume_mode=disable"
+            )
         self._batch = state["batch"]
 
     def _identity(self) -> dict[str, Any]:
@@ -105,4 +113,5 @@ class PromptLoader:
             "batch_size": self._batch_size,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "content": getattr(self._dataset, "content", None),
         }

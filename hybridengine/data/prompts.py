@@ -3,6 +3,9 @@
 A row has `data_source`, `prompt` (a chat: list of {role, content}), `reward_model.ground_truth` and
 optionally `extra_info`. `tools_kwargs`, `interaction_kwargs` and `agent_name`, of multi-turn
 rollouts, may be columns of their own or keys of `extra_info`. Other columns are ignored.
+
+A row with neither `data_source` nor `reward_model` is one of TRL: `prompt`, and any other columns,
+which are the sample's `extra_info`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.config import DataConfig
-from hybridengine.data.cache import CachedDataset, fingerprint
+from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
 from hybridengine.data.chats import ChatTemplate, parse_chat
 from hybridengine.data.files import data_files, read_chunks, require_columns
 from hybridengine.errors import DataError, shorten
@@ -38,6 +41,7 @@ class PromptDataset(CachedDataset[PromptSample]):
 
     Attributes:
         dropped: the number of rows that `filter_overlong_prompts` removed.
+        content: hash of the files' contents.
 
     Raises DataError for any fault of a file, a row or the template.
     """
@@ -52,11 +56,17 @@ class PromptDataset(CachedDataset[PromptSample]):
         paths, template = data_files(files), ChatTemplate(tokenizer, data, tools)
         settings = (
             *(data.prompt_key, data.reward_fn_key, data.max_prompt_length, data.truncation),
-            *(data.filter_overlong_prompts, template.text, sorted(template.options.items())),
+            *(
+                data.filter_overlong_prompts,
+                data.special_tokens,
+                template.text,
+                sorted(template.options.items()),
+            ),
             *(str(tool) for tool in tools),
         )
-        key = fingerprint(tokenizer, paths, "prompts", *settings)
-        super().__init__(key, lambda: _samples(files, tokenizer, template, data))
+        self.content = content_hash(paths)
+        key = fingerprint(tokenizer, self.content, "prompts", *settings)
+        super().__init__(key, lambda: _samples(files, tokenizer, template, data), PromptSample)
         if not self:
             raise DataError(
                 f"all {self.dropped} prompts of {files} are longer than "
@@ -70,12 +80,14 @@ def _samples(
     """Yield a sample for each row, None for one that is dropped."""
     index = -1
     for rows in read_chunks(files):
+        rows = [(where, _verl_row(row, data)) for where, row in rows]
         chats = [_chat(where, row, data) for where, row in rows]
         texts = [
-            template.render(where, chat, True) for (where, _), chat in zip(rows, chats, strict=True)
+            template.render(where, template.special.hide(where, chat), True)
+            for (where, _), chat in zip(rows, chats, strict=True)
         ]
         # The template has already written the special tokens.
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        encoded = template.special.encode(texts)["input_ids"]
         for (where, row), chat, text, ids in zip(rows, chats, texts, encoded, strict=True):
             index += 1
             if len(ids) > data.max_prompt_length:
@@ -84,10 +96,24 @@ def _samples(
                     continue
                 ids = _truncate(where, ids, data)
                 text = tokenizer.decode(ids)
+            text = template.special.reveal(text)
             if not ids:
                 raise DataError(f"{where}: the chat template made an empty prompt")
             source, truth = str(row[data.reward_fn_key]), row["reward_model"]["ground_truth"]
             yield PromptSample(index, ids, text, source, truth, _extra_info(row), chat)
+
+
+def _verl_row(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
+    """Return a row of TRL in verl's schema, any other as it is."""
+    if data.reward_fn_key in row or "reward_model" in row or data.prompt_key not in row:
+        return row
+    columns = {name: value for name, value in row.items() if name != data.prompt_key}
+    return {
+        data.prompt_key: row[data.prompt_key],
+        data.reward_fn_key: "data",  # names the validation metrics
+        "reward_model": {"ground_truth": columns.pop("ground_truth", None)},
+        "extra_info": columns,
+    }
 
 
 def _chat(where: str, row: Mapping[str, Any], data: DataConfig) -> list[dict[str, Any]]:

@@ -51,7 +51,5 @@ def reshard(model: torch.nn.Module, llm: LLM) -> SyncReport:
     try:
         return known[1].sync()
     except PlanOutdatedError:  # on every rank
-        version = known[1].engine.weight_version
         _, resharder = _connected[llm] = (model, connect(model, llm))
-        resharder.engine.weight_version = version
         return resharder.sync()

@@ -1,4 +1,10 @@
-"""AdamW on local shards, which can also tell what changed for the engine between weight syncs."""
+"""AdamW on local shards, which can also tell what changed for the engine between weight syncs.
+
+Anything may write to a parameter between two updates, in many ways that no version counter shows
+(DTensor's operations, `.data`, a tensor that takes its place). So the changes of several updates
+name the bits that they lead from and to by checksums, which a sync compares with what it has sent
+and with what it reads.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,7 @@ from torch import Tensor
 from hybridengine.errors import ModelError
 from hybridengine.kernels import adamw_, change_mask, take_changed
 from hybridengine.sharding.changes import ChangedElements
+from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.shards import local_shard
 
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -20,15 +27,17 @@ _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 @dataclass
 class _Tracked:
-    """Changes of one parameter since they were last taken.
+    """Changes of one parameter by the updates since they were last taken.
 
-    version: of the shard as the mask describes it, None while that is unknown: the first time, or
-    after a write by something else (a checkpoint that is loaded, say).
+    before: checksum of the shard before the first of these updates; None without an update, and
+      if something else wrote to the shard between two of them.
+    after: checksum of the shard after the last of these updates; None without one.
     """
 
     dtype: torch.dtype
     mask: Tensor
-    version: int | None = None
+    before: int | None = None
+    after: int | None = None
 
 
 class AdamW(torch.optim.AdamW):
@@ -84,7 +93,11 @@ class AdamW(torch.optim.AdamW):
         shards = [local_shard(param) for param in params]
         grads = [param.grad for param in params if param.grad is not None]
         tracked = [self._tracked[param] for param in params] if engine_dtype else []
-        known = [t.version == shard._version for t, shard in zip(tracked, shards, strict=False)]
+        for t, checksum in zip(tracked, bit_checksums(shards[: len(tracked)]), strict=True):
+            if t.after is None:
+                t.before = checksum
+            elif t.after != checksum:
+                t.before = None
         torch._foreach_add_(steps, 1)
         adamw_(
             shards,
@@ -96,8 +109,8 @@ class AdamW(torch.optim.AdamW):
             changed=[t.mask for t in tracked],
             engine_dtype=engine_dtype,
         )
-        for t, shard, was_known in zip(tracked, shards, known, strict=False):
-            t.version = shard._version if was_known else None
+        for t, checksum in zip(tracked, bit_checksums(shards[: len(tracked)]), strict=True):
+            t.after = checksum
 
     @torch.no_grad()
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
@@ -123,45 +136,38 @@ class AdamW(torch.optim.AdamW):
             )
         groups = [{**group, "fused": True, "foreach": None} for group in groups]
         super().load_state_dict({**state_dict, "param_groups": groups})
-        self.forget_changes()
 
     def track_changes(self, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         """Begin to mark what changes of the given parameters, each in its engine's dtype.
 
-        It takes a bit per element. What was marked before is dropped.
+        It takes a bit per element, and two reads of the parameter in an update. What was marked
+        before is dropped.
         """
         self._tracked = {
             param: _Tracked(dtype, change_mask(local_shard(param)))
             for param, dtype in dtypes.items()
         }
 
-    def forget_changes(self) -> None:
-        """Make all changes unknown until they have been taken once more."""
-        for tracked in self._tracked.values():
-            tracked.version = None
-
     @torch.no_grad()
     def take_changes(self, max_share: float = 1.0) -> dict[Tensor, ChangedElements] | None:
-        """Return what changed since the last call, for every tracked parameter.
+        """Return what the updates since the last call changed, for every tracked parameter.
 
-        An element is in it if an update in between changed its value in the engine's dtype, with
-        the value that it has now. None: unknown for at least one parameter (the first time, or it
-        was written by something else), or more than `max_share` of the elements of one dtype.
+        An element is in it if one of them changed its value in the engine's dtype, with the value
+        that it has now. None: more than `max_share` of the elements of one dtype.
         """
         by_call: dict[Any, list[Tensor]] = defaultdict(list)
-        known = True
         for param, tracked in self._tracked.items():
             shard = local_shard(param)
-            known &= tracked.version == shard._version
-            tracked.version = shard._version
             by_call[shard.device, shard.dtype, tracked.dtype].append(param)
         changes: dict[Tensor, ChangedElements] = {}
+        few = True
         for (*_, dtype), params in by_call.items():
-            masks = [self._tracked[param].mask for param in params]
-            shards = [local_shard(param) for param in params]
-            taken = take_changed(masks, shards, dtype=dtype, max_share=max_share if known else 0)
-            if taken is None:
-                known = False
-            else:
-                changes |= {p: ChangedElements(*one) for p, one in zip(params, taken, strict=True)}
-        return changes if known else None
+            all_tracked = [self._tracked[param] for param in params]
+            masks, shards = [t.mask for t in all_tracked], [local_shard(param) for param in params]
+            taken = take_changed(masks, shards, dtype=dtype, max_share=max_share)
+            few &= taken is not None
+            for param, t, (indices, values) in zip(params, all_tracked, taken or [], strict=False):
+                changes[param] = ChangedElements(indices, values, t.before, t.after)
+            for t in all_tracked:
+                t.before = t.after = None
+        return changes if few else None

@@ -6,8 +6,7 @@ flash-attn's `flash_attn_varlen_func`; transformers models pass `cu_seq_lens_q`,
 forest, which `subtree_ends` describes (see `hybridengine.kernels.tree_attention`). No token attends
 to another sequence, and no mask is built.
 
-- CUDA in half precision without a forest: flash-attn if installed, else
-  `torch.nn.attention.varlen`.
+- CUDA in half precision without a forest: `hybridengine.model.flash_attention`.
 - Everything else: `tree_attention`. On a CPU a sequence's result does not depend on the others,
   bit for bit.
 - Without `cu_seq_lens_q`: every row is one sequence; padding masks and KV caches work as with
@@ -16,26 +15,19 @@ to another sequence, and no mask is built.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from hybridengine.errors import ModelError
 from hybridengine.kernels import tree_attention
+from hybridengine.model.flash_attention import flash_kernel
 from hybridengine.model.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
-
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
 
 ATTENTION = "hybridengine_varlen"
 
@@ -123,9 +115,10 @@ def varlen_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = gather_seq_scatter_heads(q, k, v, sequence_parallel)
-    if subtree_ends is None and _has_varlen_kernel(q, v, options):
+    flash = flash_kernel()
+    if subtree_ends is None and flash.fits(q, v, softcap):
         max_seqlen = max_length_q or int(cu_seq_lens_q.diff().max())
-        out = _varlen_kernel(q, k, v, cu_seq_lens_q, max_seqlen, options)
+        out = flash(q, k, v, cu_seq_lens_q, max_seqlen, scaling, sliding_window, softcap)
     else:
         if subtree_ends is None:
             subtree_ends, tree_position_ids = torch.ops.hybridengine.sequence_layout(
@@ -256,46 +249,6 @@ def _sequence_layout(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tenso
 def _(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     return cu_seqlens.new_empty(num_tokens), cu_seqlens.new_empty(num_tokens)
 
-
-def _has_varlen_kernel(q: Tensor, v: Tensor, options: _ScoreOptions) -> bool:
-    """Return whether flash-attn's kernels, or torch's copy of them, take these tensors."""
-    half = q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16)
-    head_size = q.shape[-1]
-    fits = head_size == v.shape[-1] and head_size <= 256 and head_size % 8 == 0
-    return half and fits and (options.softcap is None or flash_attn_varlen_func is not None)
-
-
-def _varlen_kernel(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: _ScoreOptions
-) -> Tensor:
-    """Packed attention by flash-attn, else by torch's varlen kernel.
-
-    q [T, H, D], k and v [T, H_kv, D*] -> [T, H, D_v].
-    """
-    packed = (q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    window = (-1 if options.window_size is None else options.window_size - 1, 0)
-    if flash_attn_varlen_func is not None:
-        return flash_attn_varlen_func(
-            *packed, softmax_scale=options.softmax_scale, causal=True, window_size=window,
-            softcap=options.softcap or 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-    out = varlen_attn(*packed, scale=options.softmax_scale, window_size=window, **_TORCH_GQA)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _gqa_option(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keyword with which torch's `varlen_attn` takes fewer key-value than query heads.
-
-    torch 2.11 has none and always takes them, as flash-attn's kernels below it do in both passes;
-    2.13 refuses them without `enable_gqa`.
-    """
-    known = "enable_gqa" in inspect.signature(function).parameters
-    return {"enable_gqa": True} if known else {}
-
-
-_TORCH_GQA = _gqa_option(varlen_attn)
 
 AttentionInterface.register(ATTENTION, varlen_attention)
 AttentionMaskInterface.register(ATTENTION, _attention_mask)

@@ -30,12 +30,13 @@ from hybridengine.errors import ModelError
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.collectives import use_direct_collectives
 from hybridengine.model.compile import compile_layers
+from hybridengine.model.flash_attention import choose_flash_kernel
 from hybridengine.model.head import patch_head
 from hybridengine.model.lora import columns_of
 from hybridengine.model.offload import Offloader
 from hybridengine.model.parameters import is_finite, parameter_shards
 from hybridengine.model.validation import check_model
-from hybridengine.runtime.all_ranks import broadcast_from_rank0, run_on_rank0
+from hybridengine.runtime.all_ranks import broadcast_value, group_timeout, run_on_rank0
 
 
 def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
@@ -46,8 +47,12 @@ def sharding_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> Dev
     """
     if fsdp_size in (-1, world_size):
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    shape = (world_size // fsdp_size, fsdp_size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))
+    ranks = torch.arange(world_size).view(-1, fsdp_size)
+    timeout = group_timeout()
+    groups = [
+        dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0] for lists in (ranks.T, ranks)
+    ]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replica", "shard"))
 
 
 def load_causal_lm(
@@ -95,14 +100,17 @@ def load_causal_lm(
         ModelError: on every rank, also if only rank 0 fails (unreadable or missing weights).
     """
     config = check_model(path, trust_remote_code)
+    choose_flash_kernel(torch.device(mesh.device_type))
     weights = run_on_rank0(
         lambda: _read_weights(path, config, trust_remote_code, value_head),
         f"loading model {path!r}",
     )
     model = _build_model(path, config, trust_remote_code, value_head)
     if model.can_generate() and not value_head:
-        settings = weights.generation_config if weights is not None else None
-        model.generation_config = broadcast_from_rank0(settings) or GenerationConfig()
+        own_settings = weights.generation_config if weights is not None else None
+        plain = None if own_settings is None else own_settings.to_dict()
+        settings: Any = broadcast_value(plain, dict[str, Any] | None)
+        model.generation_config = GenerationConfig.from_dict(settings or {})
     if adapt is not None:
         adapt(model)
         run_on_rank0(functools.partial(adapt, weights), "adapting the model")  # type: ignore[arg-type]
@@ -274,8 +282,8 @@ def _load_weights(
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
     # Computed buffers (rotary frequencies) are not in the state dict. Buffers are not offloaded.
-    buffers = broadcast_from_rank0(None if weights is None else dict(weights.named_buffers()))
-    assert buffers is not None
+    own = None if weights is None else dict(weights.named_buffers())
+    buffers = broadcast_value(own, dict[str, torch.Tensor])
     for name, buffer in buffers.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, buffer.to(device))

@@ -120,8 +120,8 @@ class Optimizer:
     def take_changes(self, max_share: float = 1 / 3) -> dict[str, ChangedElements] | None:
         """Return what this rank's updates changed since the last call, by tracked parameter.
 
-        None: unknown (the first time, after a checkpoint was loaded or another write), or more than
-        `max_share` of the elements, which are sent in fewer bytes as a whole.
+        None: more than `max_share` of the elements, which are sent in fewer bytes as a whole. The
+        changes have one reader: another one sends everything.
         """
         changes = self.adamw.take_changes(max_share)
         if changes is None:
@@ -154,7 +154,6 @@ class Optimizer:
             self.loss_scale = state["loss_scale"]
             self._steps_at_scale = int(state["steps_at_scale"])
         self._num_steps = int(state["schedule_step"])
-        self.adamw.forget_changes()
 
 
 @torch.no_grad()

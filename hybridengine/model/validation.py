@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from hybridengine.errors import ModelError
+from hybridengine.errors import ModelError, located
 
 _HUB_SECONDS = 8.0
 _SCALED = {"linear", "dynamic", "ntk"}  # rotary types whose limit grows by their factor
@@ -44,7 +44,7 @@ def check_model(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
     elif local.exists():
         raise ModelError(f"model path {path!r} is a file; expected a folder with config.json")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ModelError(f"model path {path!r} does not exist; check the path")
+        raise ModelError(f"model path {located(path)} does not exist; check the path")
     config = _read_config(path, trust_remote_code)
     _check_config(path, config, trust_remote_code)
     return config
@@ -178,8 +178,8 @@ def _read_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     if Path(path).is_dir():
         raise ModelError(f"model {path!r}: config.json cannot be used: {result}") from result
     raise ModelError(
-        f"model {path!r} is not a local folder, and the Hugging Face hub has no such model "
-        f"({result}); check the name, give a local folder, or download the model first"
+        f"model {path!r} is not a local folder in {Path.cwd()}, and the Hugging Face hub has no "
+        f"such model ({result}); check the name, give a local folder, or download the model first"
     ) from result
 
 

@@ -28,12 +28,17 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """Where a reward function is defined; is_async: whether it is a coroutine function."""
+    """Where a reward function is defined.
+
+    is_async: whether it is a coroutine function.
+    columns: of a function in TRL's form, the arguments that it takes, ("*",) for all; else None.
+    """
 
     file: Path
     name: str
     line: int
     is_async: bool = False
+    columns: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.file}:{self.line})"
@@ -50,6 +55,11 @@ def reward_file(path: str | Path) -> Path:
     Raises RewardError where it does not exist.
     """
     file = BUILT_IN.get(str(path), Path(path).expanduser().resolve())
+    if file.is_dir():
+        raise RewardError(
+            f"reward file {file} is a folder; name the Python file in "
+            "reward.custom_reward_function.path"
+        )
     if not file.is_file():
         raise RewardError(
             f"reward file {file} does not exist; check reward.custom_reward_function.path"
@@ -76,11 +86,30 @@ def import_reward_function(
             f"reward file {file} has no function {name!r}; functions there: "
             f"{', '.join(functions) or 'none'} (reward.custom_reward_function.name)"
         )
-    if arguments is not None:
+    columns = trl_columns(call)
+    if arguments is not None and columns is None:
         _check_signature(call, name, file, arguments)
     code = getattr(inspect.unwrap(call), "__code__", None)
     is_async = inspect.iscoroutinefunction(call)
-    return call, FunctionSource(file, name, code.co_firstlineno if code else 1, is_async)
+    line = code.co_firstlineno if code else 1
+    return call, FunctionSource(file, name, line, is_async, columns)
+
+
+def trl_columns(call: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Return the arguments of a function in TRL's form, ("*",) for any; None for another form.
+
+    Its form is `(prompts, completions, **columns) -> list[float]`; an argument without a default
+    has to be a column of every row.
+    """
+    try:
+        parameters = inspect.signature(call).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None
+    if "completions" not in parameters:
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return ("*",)
+    return tuple(parameters)
 
 
 def _check_signature(

@@ -23,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import RewardError
-from hybridengine.reward_worker.function import ARGUMENTS, BATCH_ARGUMENTS, FunctionSource
+from hybridengine.reward_worker.function import (
+    ARGUMENTS,
+    BATCH_ARGUMENTS,
+    FunctionSource,
+    trl_columns,
+)
 from hybridengine.reward_worker.main import CallServer
 from hybridengine.rewards.workers import RewardFunction, RewardWorkers, Worker, WorkerError
 
@@ -82,11 +87,12 @@ class LocalFunctions(RewardWorkers):
         `prompt`, the chat, may be among them. Raises RewardError where it requires others.
         """
         function = given_function(str(path))
-        names = _accepted(function, str(path).removeprefix(PREFIX), tuple(arguments))
         source = _source_of(function, str(path).removeprefix(PREFIX))
+        if source.columns is None:
+            arguments = _accepted(function, source.name, tuple(arguments))
         key = len(self._functions)
         self._functions[key] = (function, source)
-        return RewardFunction(source, key, self, names)
+        return RewardFunction(source, key, self, arguments)
 
     def _start(self, indices: Collection[int]) -> None:
         if not self._workers or self._workers[0].has_ended():
@@ -155,11 +161,12 @@ def _accepted(
     return accepted
 
 
-def _source_of(function: Callable[..., Any], name: str) -> FunctionSource:
+def _source_of(given: Callable[..., Any], name: str) -> FunctionSource:
+    function = given
     while isinstance(function, functools.partial):
         function = function.func
     own = function if hasattr(function, "__code__") else getattr(function, "__call__", function)  # noqa: B004
     code = getattr(inspect.unwrap(own), "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else ("<builtin>", 1)
     is_async = inspect.iscoroutinefunction(own)
-    return FunctionSource(Path(file), name, line, is_async)
+    return FunctionSource(Path(file), name, line, is_async, trl_columns(given))

@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybridengine.config import RewardConfig
 from hybridengine.data import PromptSample
 from hybridengine.errors import RewardError, shorten
-from hybridengine.reward_worker.function import ARGUMENTS, BATCH_ARGUMENTS
+from hybridengine.reward_worker.function import ARGUMENTS, BATCH_ARGUMENTS, FunctionSource
 from hybridengine.rewards.workers import CallError, RewardFunction
 
 MANAGERS: dict[str, type[RewardManager]] = {}
@@ -56,7 +56,8 @@ def score_responses(
     The function returns a number, or a dict with "score" and further results. Further numbers
     become `extras`, and must have the same names for every response; texts are ignored.
 
-    batched: one call with lists (verl's batch manager), instead of one call each.
+    batched: one call with lists (verl's batch manager), instead of one call each. A function in
+    TRL's form always gets lists.
 
     Raises RewardError, with the sample, when the function raises, exceeds the workers' time-out,
     ends its process, or returns anything else.
@@ -70,7 +71,10 @@ def score_responses(
     names = (*BATCH_ARGUMENTS, "prompts") if batched else (*ARGUMENTS, "prompt")
     taken = [(i, name) for i, name in enumerate(names) if name in function.arguments]
     try:
-        if batched:
+        if function.source.columns is not None:
+            columns = _trl_columns(function.source, samples, responses)
+            rows = function.workers.call_batch(function, columns, len(samples))
+        elif batched:
             columns = {name: [row[i] for row in values] for i, name in taken}
             rows = function.workers.call_batch(function, columns, len(samples))
         else:
@@ -89,6 +93,20 @@ def score_responses(
             )
     extras = {name: [row[name] for row in rows] for name in rows[0]}
     return RewardResult(extras.pop("score"), extras)
+
+
+def _trl_columns(
+    source: FunctionSource, samples: Sequence[PromptSample], responses: Sequence[str]
+) -> dict[str, list[Any]]:
+    """Return the arguments of a function in TRL's form: chats, and what each row has besides."""
+    rows = [{"ground_truth": s.ground_truth, **s.extra_info} for s in samples]
+    columns: dict[str, list[Any]] = {
+        name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))
+    }
+    columns["prompts"] = [list(s.chat) for s in samples]
+    columns["completions"] = [[{"role": "assistant", "content": text}] for text in responses]
+    taken = columns if source.columns == ("*",) else source.columns or ()
+    return {name: columns[name] for name in taken if name in columns}
 
 
 def _describe(sample: PromptSample, response: str) -> str:

@@ -204,8 +204,11 @@ class RolloutEngine(WeightTarget):
         if self.in_flight is not None and self.in_flight.is_due():
             self.in_flight.update()
 
-    def broadcast(self, value: Any) -> Any:
-        """Return the `value` of the replica's first rank on each of its ranks. Collective."""
+    def broadcast(self, value: Any, expected: Any) -> Any:
+        """Return the `value` of the replica's first rank on each of its ranks. Collective.
+
+        expected: its type, as of `runtime.messages`.
+        """
         return value
 
     def _check_weights(self) -> None:

@@ -15,9 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from hybridengine.reshard.plan.coverage import describe_differences
+from hybridengine.kernels import token_log_probs
+from hybridengine.reshard.plan.configuration import config_differences, in_words
 from hybridengine.rollout.engine import (
     Completion,
     Request,
@@ -65,11 +75,12 @@ class HfEngine(RolloutEngine):
         self._max_num_seqs, self._tokenizer = max_num_seqs, tokenizer
         tensors = self._tensors()
         self.optional_parameters = checkpoint.buffers
-        self.config_differences = describe_differences(checkpoint.config, config.to_dict())
+        self.config_differences = config_differences(checkpoint.config, config.to_dict())
         if extra := sorted(checkpoint.parameters.keys() - tensors.keys()):
             raise LayoutError(
                 f"the engine's model has no parameter {extra[0]!r} (and {len(extra) - 1} more of "
-                f"the trained model). Were both built from the same model?{self.config_differences}"
+                "the trained model). Were both built from the same model?"
+                + in_words(self.config_differences)
             )
         self.layout = identity_layout({n: tensors[n] for n in checkpoint.parameters})
 
@@ -132,26 +143,25 @@ class HfEngine(RolloutEngine):
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
         ids = pad(rows).to(self._model.device)
         mask = pad([torch.ones_like(row) for row in rows]).to(ids.device)
-        top_k, limit = max(spec.top_k, 0), spec.max_tokens - num_new
-        sampled = {"temperature": spec.temperature, "top_p": spec.top_p, "top_k": top_k}
+        limit = spec.max_tokens - num_new
+        sampler = _Sampler(spec)
         stops = _StopTexts(self._tokenizer, spec.stop, ids.shape[1] - num_new)
         updates = _UpdatesBetweenSteps(self)
         out = self._model.generate(
             ids,
             attention_mask=mask,
+            logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([updates, *([stops] if spec.stop else [])]),
             max_new_tokens=limit,
             eos_token_id=self._stop_token_ids,
             pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
             do_sample=spec.temperature != 0,
-            **(sampled if spec.temperature else {}),
+            temperature=1.0,  # `sampler` applies these three
+            top_k=0,
+            top_p=1.0,
         )
-        log_probs = self._model.compute_transition_scores(
-            out.sequences, out.scores, normalize_logits=True
-        ).tolist()
-        new = out.sequences[:, ids.shape[1] :].tolist()
+        log_probs = sampler.finish(out)
+        new = out[:, ids.shape[1] :].tolist()
         completions = []
         for row, token_ids in enumerate(new):
             end = self._end(token_ids, stops.ends.get(row, 0) - num_new)
@@ -163,7 +173,7 @@ class HfEngine(RolloutEngine):
                     token_ids[:size], log_probs[row][:size], reason, versions=join_runs(versions)
                 )
             )
-        return _with_kept(completions, out.scores) if spec.records else completions
+        return sampler.with_kept(completions) if spec.records else completions
 
     def _end(self, ids: list[int], stopped: int) -> int | None:
         """Return how many tokens there are up to the one that ends the response, None without one.
@@ -240,16 +250,57 @@ def _join(c: Completion, more: Completion) -> Completion:
     return replace(joined, num_kept=num_kept, kept_ids=kept_ids)
 
 
-def _with_kept(completions: list[Completion], scores: Sequence[torch.Tensor]) -> list[Completion]:
-    """Add the kept vocabulary entries. scores: the processed logits [B, V] of each step."""
-    steps = [[row.nonzero().flatten().tolist() for row in step > -torch.inf] for step in scores]
-    vocab_size = scores[0].shape[1]
-    result = []
-    for i, c in enumerate(completions):
-        kept = [step[i] for step in steps[: len(c.token_ids)]]
-        num_kept, kept_ids = pack_kept(c.token_ids, kept, vocab_size)
-        result.append(replace(c, num_kept=num_kept, kept_ids=kept_ids))
-    return result
+class _Sampler(LogitsProcessor):
+    """Applies temperature, top-k and top-p, and records what each step sampled.
+
+    It keeps the logits [B, V] of one step only. transformers' `output_scores` keeps those of all
+    steps: 30 GB for 64 responses of 256 tokens over 152k vocabulary entries.
+    """
+
+    def __init__(self, spec: SamplingSpec) -> None:
+        self._warpers: Any = LogitsProcessorList()
+        if spec.temperature not in (0, 1):
+            self._warpers.append(TemperatureLogitsWarper(spec.temperature))
+        if spec.temperature and spec.top_k > 0:
+            self._warpers.append(TopKLogitsWarper(spec.top_k))
+        if spec.temperature and spec.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(spec.top_p))
+        self._records_kept = spec.records
+        self._scores: torch.Tensor | None = None  # of the step whose tokens are not known yet
+        self._log_probs: list[torch.Tensor] = []  # of each step, [B]
+        self._kept: list[tuple[torch.Tensor, ...]] = []  # of each step, the ids of each row
+        self._vocab_size = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._scores is not None:
+            self._record(input_ids[:, -1])
+        self._scores = self._warpers(input_ids, scores)
+        self._vocab_size = scores.shape[1]
+        return self._scores
+
+    def finish(self, sequences: torch.Tensor) -> list[list[float]]:
+        """Return the log-prob of every new token of each row. sequences: what was generated."""
+        self._record(sequences[:, -1])
+        self._scores = None
+        return torch.stack(self._log_probs, 1).tolist()
+
+    def _record(self, token_ids: torch.Tensor) -> None:
+        assert self._scores is not None
+        self._log_probs.append(token_log_probs(self._scores, token_ids)[0])
+        if self._records_kept:
+            is_kept = self._scores > -torch.inf
+            counts = is_kept.sum(1).tolist()
+            self._kept.append(is_kept.nonzero()[:, 1].cpu().split(counts))
+
+    def with_kept(self, completions: list[Completion]) -> list[Completion]:
+        """Add the vocabulary entries that each token was sampled from."""
+        assert self._scores is None, "finish() comes first"
+        result = []
+        for row, c in enumerate(completions):
+            kept = [step[row].tolist() for step in self._kept[: len(c.token_ids)]]
+            num_kept, kept_ids = pack_kept(c.token_ids, kept, self._vocab_size)
+            result.append(replace(c, num_kept=num_kept, kept_ids=kept_ids))
+        return result
 
 
 class _UpdatesBetweenSteps(StoppingCriteria):

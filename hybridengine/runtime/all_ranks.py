@@ -1,16 +1,82 @@
-"""Work whose errors all ranks raise together, so that none waits for one that has failed."""
+"""Values that ranks exchange, and work whose errors all of them raise together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from hybridengine.errors import ModelError
+from hybridengine.runtime.messages import decode, encode
 
 T = TypeVar("T")
+
+_BLOCK_BYTES = 512  # exchanged at once: the size of a message and its first bytes
+_SIZE_BYTES = 8
+
+
+def all_gather_values(value: T, expected: Any, group: Any = None) -> list[T]:
+    """Return the value of every rank, of type `expected` (see `messages`). Collective.
+
+    group: of the ranks; None: the default group.
+    """
+    group = group or dist.group.WORLD
+    if group.size() == 1:
+        return [value]
+    message = encode(value)
+    blocks = _all_gather_bytes(_block(message), group)
+    sizes = [int.from_bytes(block[:_SIZE_BYTES].tobytes(), "little") for block in blocks]
+    messages = blocks[:, _SIZE_BYTES:]
+    if (longest := max(sizes)) > _BLOCK_BYTES - _SIZE_BYTES:
+        messages = _all_gather_bytes(message.ljust(longest, b"\0"), group)
+    pairs = enumerate(zip(messages, sizes, strict=True))
+    return [decode(m[:size].data, expected, f"the message of rank {r}") for r, (m, size) in pairs]
+
+
+def broadcast_value(value: T | None, expected: Any, source: int = 0, group: Any = None) -> T:
+    """Return the value of rank `source` of the group on every rank. Collective.
+
+    expected, group: as `all_gather_values`.
+    """
+    group = group or dist.group.WORLD
+    is_source = group.rank() == source
+    message = encode(value) if is_source and group.size() > 1 else b""
+    if group.size() > 1:
+        block = _broadcast_bytes(_block(message), source, group)
+        size = int.from_bytes(block[:_SIZE_BYTES].tobytes(), "little")
+        data = block[_SIZE_BYTES:][:size]
+        if size > _BLOCK_BYTES - _SIZE_BYTES:
+            data = _broadcast_bytes(message or bytes(size), source, group)
+    if is_source:
+        return value  # type: ignore[return-value]
+    received: T = decode(data.data, expected, f"the message of rank {source}")
+    return received
+
+
+def _block(message: bytes) -> bytes:
+    start = len(message).to_bytes(_SIZE_BYTES, "little") + message
+    return start[:_BLOCK_BYTES].ljust(_BLOCK_BYTES, b"\0")
+
+
+def _all_gather_bytes(own: bytes, group: Any) -> np.ndarray:
+    """Return the bytes of all ranks, which are equally many: uint8 [ranks, bytes]."""
+    part = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(host_device(group))
+    gathered = part.new_empty(group.size() * part.numel())
+    group._allgather_base(gathered, part).wait()
+    rows: np.ndarray = gathered.view(group.size(), -1).cpu().numpy()
+    return rows
+
+
+def _broadcast_bytes(own: bytes, source: int, group: Any) -> np.ndarray:
+    """Return the bytes of rank `source`; the other ranks pass as many."""
+    data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(host_device(group))
+    group.broadcast(data, source).wait()
+    received: np.ndarray = data.cpu().numpy()
+    return received
 
 
 def run_on_all_ranks(
@@ -41,10 +107,7 @@ def raise_on_all_ranks(
 ) -> None:
     """Raise `error_type` on every rank if any rank has an error. Collective."""
     text = _text(error, error_type) if isinstance(error, Exception) else error
-    group = group or dist.group.WORLD
-    assert group is not None
-    texts: list[str | None] = [None] * group.size()
-    dist.all_gather_object(texts, text, group)
+    texts = all_gather_values(text, str | None, group)
     first: dict[str, int] = {}  # the same error of several ranks is reported once
     for rank, found in enumerate(texts):
         if found is not None:
@@ -62,24 +125,44 @@ def _text(error: Exception, expected: type[Exception]) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def host_device() -> torch.device:
-    """Return the device of small tensors that all ranks agree on.
+def host_device(group: Any = None) -> torch.device:
+    """Return the device of small tensors that the ranks of a group agree on.
 
-    The CPU where the default group has a CPU backend: its collectives wait on the host, so that a
-    lost rank is an error there. Else the group's own device.
+    The CPU where the group has a CPU backend: its collectives wait on the host, so that a lost rank
+    is an error there. Else the group's own device. None: the default group.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    if isinstance(group, dist.ProcessGroupGloo):
+        return torch.device("cpu")
+    device: torch.device = min(group._device_types, key=lambda device: device.type != "cpu")
+    return device
+
+
+def group_timeout() -> timedelta:
+    """Return the timeout of the default group, for groups of some of its ranks.
+
+    torch gives a new group 10 or 30 minutes, whatever the default group has.
     """
     group = dist.distributed_c10d._get_default_group()
-    return min(group._device_types, key=lambda device: device.type != "cpu")
+    return group._get_backend(host_device()).options._timeout
 
 
-def run_on_rank0(fn: Callable[[], T], doing: str) -> T | None:
-    """Return `fn()` on rank 0, None elsewhere. If it fails, raise ModelError on all. Collective."""
+def run_on_rank0(
+    fn: Callable[[], T], doing: str, group: dist.ProcessGroup | None = None
+) -> T | None:
+    """Return `fn()` on rank 0, None elsewhere. If it fails, raise ModelError on all. Collective.
+
+    group: of all ranks; None: the default group.
+    """
     is_main = dist.get_rank() == 0
-    return run_on_all_ranks(lambda: fn() if is_main else None, ModelError, doing)
+    return run_on_all_ranks(lambda: fn() if is_main else None, ModelError, doing, group)
 
 
-def broadcast_from_rank0(value: T) -> T:
-    """Return rank 0's picklable `value` on every rank. Collective."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+def new_write_group() -> dist.ProcessGroup:
+    """Return a gloo group whose collectives wait for a write on another rank. Collective.
+
+    They have no limit: the monitor of that rank limits its write, see `writes`.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+    assert isinstance(group, dist.ProcessGroup)
+    return group

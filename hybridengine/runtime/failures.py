@@ -12,17 +12,23 @@ import faulthandler
 import functools
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch.distributed as dist
+
+from hybridengine.runtime.limits import default_groups, limited
+from hybridengine.runtime.messages import MessageError
+from hybridengine.runtime.signed_store import SignedStore
 
 STORE_GONE = "the rendezvous store is gone: its host, rank 0's node or agent, ended"
 STORE_SILENT = "the rendezvous store, on rank 0's node, has not answered"
@@ -69,12 +75,22 @@ class CollectiveGuard:
 
     store: of a connection that only the guard and its `RankMonitor` use, so that a run is observed
     all the time; default: the store of the process group, observed during an operation.
+    timeout_s: of collectives; None: that of their process groups.
+    groups: returns the process groups of the collectives; default: the default group.
 
     Attributes:
         phase: what this rank does now, for messages.
     """
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None = None,
+        timeout_s: float | None = None,
+        groups: Callable[[], Iterable[dist.ProcessGroup]] = default_groups,
+    ) -> None:
+        self._timeout_s, self._groups = timeout_s, groups
         self.rank, self.others = rank, [r for r in range(world_size) if r != rank]
         self.phase = "starting"
         restarts = os.environ.get(RESTART_COUNT, "0")
@@ -113,11 +129,16 @@ class CollectiveGuard:
             done.set()
 
     @contextmanager
-    def collective(self, phase: str) -> Iterator[None]:
-        """Raise CollectiveError if what runs inside fails because of another rank."""
+    def collective(self, phase: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Raise CollectiveError if what runs inside fails because of another rank.
+
+        timeout_s: instead of the guard's.
+        """
         self.phase = phase
+        limit_s = timeout_s or self._timeout_s
         try:
-            yield
+            with limited(self._groups(), limit_s) if limit_s else nullcontext():
+                yield
         except RuntimeError as error:
             if not is_collective_error(error) or not self.others:
                 raise
@@ -196,6 +217,13 @@ class CollectiveGuard:
         while not done.wait(_POLL_S):
             self.answer()
 
+    def end_stopped_ranks(self) -> None:
+        """Kill the other ranks on this machine that are stopped: SIGTERM would not end them."""
+        for rank in self.others:
+            if process_state(process := self.get(f"process/{rank}")) == "stopped":
+                with suppress(ProcessLookupError):
+                    os.kill(int(process.rpartition("|")[2]), signal.SIGKILL)
+
     def process_state(self, rank: int) -> str:
         """Return "running", "stopped" or "ended"; "remote" for a process on another machine."""
         return process_state(self.get(f"process/{rank}"))
@@ -224,13 +252,15 @@ class CollectiveGuard:
     def get(self, key: str) -> str:
         """Return what the store has under `key`, or ""."""
         with self._lock, suppress(RuntimeError, ValueError):
-            store = self._store()
-            return store.get(key).decode() if store.check([key]) else ""
+            try:
+                return self._store().get(key, str) or ""
+            except MessageError as error:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
         return ""
 
-    def _store(self) -> dist.Store:
+    def _store(self) -> SignedStore:
         store = self._own_store or dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(self._prefix, store)
+        return SignedStore(store, self._prefix, is_required=False)
 
 
 def is_collective_error(error: BaseException) -> bool:

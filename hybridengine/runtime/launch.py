@@ -11,28 +11,35 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-from hybridengine.errors import print_error
+from hybridengine.errors import EXIT_STOPPED, EXIT_USER_ERROR, print_error
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED
-from hybridengine.runtime.session import EXIT_STOPPED, STOP_SIGNALS
+from hybridengine.runtime.session import STOP_SIGNALS
+from hybridengine.runtime.signed_store import SECRET, new_secret
 from hybridengine.runtime.status import RankStatus, read_status
+from hybridengine.storage import temporary_folder
 
 _STOPPED = (EXIT_STOPPED, -signal.SIGTERM, -signal.SIGINT)  # exit codes of ranks ended by request
 
 
 def launch_ranks(
-    arguments: Sequence[str], run_dir: Path, num_ranks: int, how_to_resume: Callable[[], str]
+    arguments: Sequence[str],
+    run_dir: Path,
+    num_ranks: int,
+    how_to_resume: Callable[[], str],
+    address: str = "127.0.0.1",
 ) -> int:
     """Run `python arguments...` as `num_ranks` ranks until they end and return the exit code.
 
     run_dir: where the ranks write their status (`PhaseStatus`); the caller holds its lock.
-    how_to_resume: called after a stop without a checkpoint for the end of the message.
+    how_to_resume: called after a stop without a checkpoint for the end of the message. address:
+    on which the store of the ranks listens; "" is every one of this machine.
 
-    0: the run has finished. EXIT_STOPPED: SIGINT or SIGTERM ended it, and it can be resumed. 1: a
-    rank failed; one sentence on stderr says which, how, and in which phase.
+    0: the run has finished. EXIT_STOPPED: SIGINT or SIGTERM ended it, and it can be resumed.
+    EXIT_USER_ERROR: a UserError before the first step. 1: a rank failed. After a failure one
+    sentence on stderr says which rank failed, how, and in which phase.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -40,9 +47,10 @@ def launch_ranks(
 
     _set_environment(num_ranks)
     requests, failures = _StopRequests(run_dir, num_ranks), dict[int, Any]()
-    with TemporaryDirectory(prefix="hybridengine-") as errors:  # the run's disk may be full
+    with temporary_folder() as errors:  # the run's disk may be full
         try:
-            elastic_launch(_elastic_config(errors, num_ranks), sys.executable)(*arguments)
+            config = _elastic_config(str(errors), num_ranks, address)
+            elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             failures = dict(error.failures)
         except SignalException as error:
@@ -50,36 +58,39 @@ def launch_ranks(
     statuses = read_status(run_dir)
     if any(status.end == "stopped" for status in statuses.values()):  # rank 0 has printed it
         return EXIT_STOPPED
-    only_stopped = all(f.exitcode in _STOPPED and not _record(f) for f in failures.values())
-    if only_stopped and (requests.signum or failures):
+    if only_stopped(failures) and (requests.signum or failures):
         by = signal.Signals(requests.signum).name if requests.signum else "a signal to a rank"
         print(f"stopped by {by}: {how_to_resume()}", file=sys.stderr)
         return EXIT_STOPPED
     if not failures and all(s.end == "finished" for s in statuses.values()) and statuses:
         return 0
     print_error(describe_failure(failures, statuses))
-    return 1
+    return _exit_code(failures, statuses)
 
 
 def _set_environment(num_ranks: int) -> None:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    os.environ.setdefault(SECRET, new_secret())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the engine
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.disable(logging.ERROR)  # of torch's launcher; `describe_failure` replaces it
 
 
-def _elastic_config(error_dir: str, num_ranks: int) -> Any:
+def _elastic_config(error_dir: str, num_ranks: int, address: str) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    from hybridengine.runtime import rendezvous
+
+    rendezvous.register()
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=rendezvous.BACKEND,
+        rdzv_endpoint=address,
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=error_dir),  # of the error records
         signals_to_handle="SIGHUP,SIGQUIT",  # `_StopRequests` handles the others
@@ -121,13 +132,35 @@ class _StopRequests:
                 os.kill(status.pid, signum)
 
 
+def only_stopped(failures: Mapping[int, Any]) -> bool:
+    """Return whether all ranks were ended by request, or failed since such a rank had ended.
+
+    The ranks reach the first step one after another: a signal ends some of them at once, while
+    others wait for these in their step.
+
+    failures: see `describe_failure`.
+    """
+    stopped = {r for r, f in failures.items() if f.exitcode in _STOPPED and not _record(f)}
+    causes = {rank: r["extraInfo"]["cause"] for rank, r in _records(failures).items()}
+    victims = {r for r, c in causes.items() if c and c["state"] == "ended" and c["rank"] in stopped}
+    return failures.keys() == stopped | victims
+
+
+def _exit_code(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) -> int:
+    """Return EXIT_USER_ERROR if the rank to blame has met a UserError before its first step."""
+    rank = _first_failure(failures, statuses, _records(failures))[0]
+    if rank not in failures or rank not in statuses or statuses[rank].step:
+        return 1
+    return EXIT_USER_ERROR if failures[rank].exitcode == EXIT_USER_ERROR else 1
+
+
 def describe_failure(failures: Mapping[int, Any], statuses: Mapping[int, RankStatus]) -> str:
     """Name the rank that failed first, how, and in which phase.
 
     failures: by rank, torch's `ProcessFailure` of every rank whose exit code is not 0, those that
     the launcher ended by SIGTERM included.
     """
-    records = {rank: r for rank, f in failures.items() if (r := _record(f))}
+    records = _records(failures)
     rank, how = _first_failure(failures, statuses, records)
     status, failure, record = statuses.get(rank), failures.get(rank), records.get(rank)
     where = f"in phase {status.phase!r} of step {status.step}" if status else "while starting"
@@ -163,6 +196,10 @@ def _first_failure(
         return (*named, *unfinished, 0)[0], "ended without finishing the run (exit code 0)"
     rank = min(failures)
     return rank, f"ended with exit code {failures[rank].exitcode}"
+
+
+def _records(failures: Mapping[int, Any]) -> dict[int, Any]:
+    return {rank: record for rank, f in failures.items() if (record := _record(f))}
 
 
 def _record(failure: Any) -> Any:

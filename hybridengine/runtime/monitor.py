@@ -18,6 +18,7 @@ from contextlib import suppress
 from hybridengine.runtime.failures import STORE_GONE, STORE_SILENT, CollectiveGuard, RankReport
 from hybridengine.runtime.restarts import connect_store
 from hybridengine.runtime.status import write_error_record
+from hybridengine.writes import active_writes
 
 EXIT_RANK_FAILED = 75  # the exit code of a rank that ends because another one failed or stalled
 
@@ -40,11 +41,12 @@ class RankMonitor:
 
     When another rank has failed or stalled, it ends this process, whose main thread may wait in
     native code for ever. It also answers the hang reports that other ranks request. A second thread
-    ends the process when the first one waits for the store: calls to it have no timeout of their
-    own if its host is unreachable or stopped.
+    ends the process when the first one waits for the store, or a write makes no progress: calls to
+    a store or a disk have no timeout of their own if its host is unreachable or stopped.
 
     timeout_s: how long a rank may take to start, how long one that runs on this machine may be
-    without heartbeat, and how long the store may take to answer. must_end: whether this rank was
+    without heartbeat, how long the store may take to answer, and how long a write may be without
+    progress. must_end: whether this rank was
     told to end, as the launcher does after a failure elsewhere; it then ends as soon as the failure
     of another rank is known.
     """
@@ -64,7 +66,7 @@ class RankMonitor:
         self._stop = threading.Event()
         self._publish()
         self._began = time.monotonic()  # of the current round of the thread
-        targets = {"rank-monitor": self._run, "store-monitor": self._watch_store}
+        targets = {"rank-monitor": self._run, "wait-monitor": self._watch_waits}
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for name, target in targets.items()
@@ -102,14 +104,20 @@ class RankMonitor:
                 if failed := self.judge(rank, silent_s):
                     self._end(f"{failed}; it was last in {self._phase_of(rank)}", failed)
 
-    def _watch_store(self) -> None:
-        now = time.monotonic()
+    def _watch_waits(self) -> None:
+        now, limit = time.monotonic(), f"for {self._timeout_s:g} s (trainer.timeout_s)"
         while not self._stop.wait(_INTERVAL_S):
             before, now = now, time.monotonic()
+            writes = active_writes()
             if now - before > 6 * _INTERVAL_S:  # this process was stopped
                 self._began = now
+                for write in writes:
+                    write.progressed = now
             if now - self._began > self._timeout_s:
-                self._end(f"{STORE_SILENT} for {self._timeout_s:g} s (trainer.timeout_s)")
+                self._end(f"{STORE_SILENT} {limit}")
+            for write in writes:
+                if now - write.progressed > self._timeout_s:
+                    self._end(f"writing {str(write.folder)!r} has made no progress {limit}")
 
     def read_heartbeats(self) -> None:
         for rank, last in self._heartbeats.items():
@@ -150,5 +158,7 @@ class RankMonitor:
                 print(f"rank {self._guard.rank}, in {self._guard.place}: {reason}", file=sys.stderr)
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                 sys.stderr.flush()
+            if cause is not None and cause.state == "stopped":
+                self._guard.end_stopped_ranks()
         finally:
             os._exit(EXIT_RANK_FAILED)

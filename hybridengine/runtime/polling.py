@@ -26,8 +26,15 @@ def wait_for(read: Callable[[], T | None], check: Callable[[], None] = lambda: N
     return value
 
 
-def wait_until(ready: Callable[[], T | None], timeout_s: float, what: str) -> T:
+def wait_until(
+    ready: Callable[[], T | None],
+    timeout_s: float,
+    what: str,
+    is_writing: Callable[[], bool] = lambda: False,
+) -> T:
     """Return the first value of `ready()` that is not None.
+
+    is_writing: whether the awaited rank waits for its disk; that time does not count.
 
     Raises DistError, a timeout, after timeout_s; the report of the failure then names where the
     other ranks are. Lost ranks are noticed by the rank's monitor.
@@ -35,7 +42,11 @@ def wait_until(ready: Callable[[], T | None], timeout_s: float, what: str) -> T:
     deadline = time.monotonic() + timeout_s
 
     def check() -> None:
-        if time.monotonic() > deadline:
+        nonlocal deadline
+        now = time.monotonic()
+        if is_writing():
+            deadline = now + timeout_s
+        elif now > deadline:
             raise dist.DistError(
                 f"timed out after {timeout_s:g} s (trainer.timeout_s) of waiting for {what}"
             )

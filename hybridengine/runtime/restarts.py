@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridengine.runtime.signed_store import SignedStore
+
 _PREFIX = "hybridengine/starts"
 _POLL_S = 0.02
 
@@ -35,32 +37,33 @@ def number_of_start(store: Any, rank: int, world_size: int, timeout_s: float) ->
 
     Raises DistError, a timeout, if rank 0 does not start.
     """
-    store = dist.PrefixStore(_PREFIX, store)
+    counters: Any = dist.PrefixStore(_PREFIX, store)
     if rank == 0:
-        number: int = store.add("number", 1)
+        number: int = counters.add("number", 1)
         arguments = store.clone(), number, world_size - 1
         threading.Thread(target=_answer, args=arguments, name="start-number", daemon=True).start()
         return number
-    answer = f"answer/{store.add('questions', 1)}"
+    answer = f"answer/{counters.add('questions', 1)}"
     try:
-        store.wait([answer], timedelta(seconds=timeout_s))
+        counters.wait([answer], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         raise dist.DistError(
             f"timed out: rank 0 has not started within {timeout_s:g} s (trainer.timeout_s)"
         ) from error
-    number = int(store.get(answer))
-    store.add(f"{number}/joined", 1)
+    number = SignedStore(store, _PREFIX).read(answer, int)
+    counters.add(f"{number}/joined", 1)
     return number
 
 
 def _answer(store: Any, number: int, others: int) -> None:
     """Answer questions until all other ranks of this start have theirs."""
+    counters, answers = dist.PrefixStore(_PREFIX, store), SignedStore(store, _PREFIX)
     answered = 0
     with suppress(RuntimeError):  # the store is gone
-        while store.add(f"{number}/joined", 0) < others:
-            asked = store.add("questions", 0)
+        while counters.add(f"{number}/joined", 0) < others:
+            asked = counters.add("questions", 0)
             for question in range(answered + 1, asked + 1):
-                store.set(f"answer/{question}", str(number))
+                answers.set(f"answer/{question}", number)
             answered = asked
             time.sleep(_POLL_S)
 
@@ -75,9 +78,9 @@ class RunMark:
     """
 
     def __init__(self, store: Any, folder: str | Path) -> None:
-        self._store = dist.PrefixStore(_PREFIX, store)
+        self._store = SignedStore(store, _PREFIX)
         self._key = f"begun/{Path(folder).resolve()}"
-        self.was_set: bool = self._store.check([self._key])
+        self.was_set = bool(self._store.get(self._key, bool))
 
     def set(self) -> None:
-        self._store.set(self._key, "")
+        self._store.set(self._key, True)

@@ -8,6 +8,8 @@ rank or the world size sees its own world.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from hybridengine.runtime.failures import RESTART_COUNT
 from hybridengine.runtime.restarts import connect_store
+from hybridengine.runtime.signed_store import SignedStore
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,27 @@ class Link:
     """What connects the worlds of all roles: a store that all ranks reach.
 
     store: of a connection of its own, with keys that no restart and no other use shares: those that
-    begin with `prefix` of the `TCPStore` at (host, port).
+    begin with its name in the `TCPStore` at (host, port).
     """
 
     roles: Roles
     role: Role
-    store: dist.Store
+    store: SignedStore
     timeout_s: float
     address: tuple[str, int] = ("", 0)
-    prefix: str = ""
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Tell the ranks of the other worlds that those of this one wait for a disk."""
+        self.store.set("writing", True)
+        try:
+            yield
+        finally:
+            self.store.delete("writing")
+
+    def is_writing(self) -> bool:
+        """Return whether the ranks of another world wait for a disk: they give no work."""
+        return self.store.has("writing")
 
 
 def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> Link:
@@ -116,7 +131,7 @@ def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> Link:
     """
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     prefix = f"hybridengine/roles/{os.environ.get(RESTART_COUNT, '0')}"
-    store = dist.PrefixStore(prefix, connect_store(timeout_s))
+    store = SignedStore(connect_store(timeout_s), prefix)
     role = roles.role_of(rank)
     os.environ.update(
         RANK=str(role.rank),
@@ -125,10 +140,9 @@ def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> Link:
     )
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(role.world, store),
+        store=store.substore(role.world),
         rank=role.rank,
         world_size=role.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    link_store = dist.PrefixStore("link", store)
-    return Link(roles, role, link_store, timeout_s, address, f"{prefix}/link")
+    return Link(roles, role, store.within("link"), timeout_s, address)

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from hybridengine.errors import EXIT_USER_ERROR, UserError
+from hybridengine.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from hybridengine.runtime.failures import (
     RESTART_COUNT,
     CollectiveGuard,
@@ -32,9 +32,9 @@ from hybridengine.runtime.failures import (
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED, RankMonitor, connect_guard
 from hybridengine.runtime.restarts import RunMark, connect_store, number_of_start
 from hybridengine.runtime.roles import Link, Role, Roles, join_world
+from hybridengine.runtime.signed_store import check_secret, share_secret
 from hybridengine.runtime.status import PhaseStatus, write_error_record
 
-EXIT_STOPPED = 3  # exit code of a run that a signal stopped; it can be resumed
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _SAME_REQUEST_S = 1.0  # schedulers signal every process, and torchrun forwards its own signal
@@ -46,8 +46,6 @@ class EarlyExit(RuntimeError):
 
 class Session:
     """What every phase of a run needs to know about its rank.
-
-    timings: seconds per phase since `take_timings`, under the phase's name.
 
     Attributes:
         was_stopped: whether the run ends before its last step because a signal requested it.
@@ -87,22 +85,33 @@ class Session:
         return self.link.roles.num_nodes * self.link.roles.ranks_per_node
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, *, absorbs: bool = False) -> Iterator[None]:
         """Name and time what runs inside; the name appears in the message of any failure.
 
-        A phase inside another one interrupts it; its time is not the other one's.
+        A phase inside another one interrupts it; its time is not the other one's. absorbs: the time
+        of phases inside this one is that of this one alone.
         """
         outer, self._phase = self._phase, name
         self._enter(name)
-        started, others = time.perf_counter(), sum(self._timings.values())
+        started, before = time.perf_counter(), dict(self._timings)
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - started - (sum(self._timings.values()) - others)
+        if absorbs:
+            self._timings = dict(before)
+        others = sum(self._timings.values()) - sum(before.values())
+        seconds = time.perf_counter() - started - others
         self._timings[name] = self._timings.get(name, 0.0) + seconds
         self._phase = outer
         if outer is not None:
             self._enter(outer)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """As `phase`, where all ranks of this world wait for a disk; those of others wait too."""
+        link = self.link if self.is_main else None
+        with link.writing() if link is not None else nullcontext(), self.phase(name):
+            yield
 
     def _enter(self, phase: str) -> None:
         if self._guard is not None:
@@ -185,10 +194,12 @@ def rank_session(
     device = _device(role)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if device.type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if _on_one_machine():
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     signals, status = StopSignals(), PhaseStatus(run_dir, rank, role.world if role else "")
-    store = _join_start(rank, world_size, timeout_s)
+    secret_file = Path(run_dir) / ".secret"
+    store = _join_start(rank, world_size, timeout_s, secret_file)
     guard = connect_guard(rank, world_size)
     monitor = RankMonitor(guard, timeout_s, lambda: signals.requested == signal.SIGTERM)
     try:
@@ -212,19 +223,30 @@ def rank_session(
     except BaseException as error:
         signals.close(signal.SIG_DFL)
         if _report(error, guard):  # connections to the failed rank would delay an orderly exit
+            guard.end_stopped_ranks()
             os._exit(EXIT_RANK_FAILED)
         raise
     finally:
         monitor.close()
+        if rank == 0:
+            secret_file.unlink(missing_ok=True)
     if dist.is_initialized():  # vLLM's own shutdown ends it too
         dist.destroy_process_group()
 
 
-def _join_start(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def _on_one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def _join_start(rank: int, world_size: int, timeout_s: float, secret_file: Path) -> dist.Store:
     """Make torchrun's number of restarts the same on all ranks; return a connection to its store.
 
-    Keys of later connections contain that number.
+    Keys of later connections contain that number. secret_file: see `share_secret`.
     """
+    if _on_one_machine():
+        share_secret(secret_file, is_owner=rank == 0)
+    else:
+        check_secret("ranks on several machines sign their messages by it")
     store = connect_store(timeout_s)
     try:
         number = number_of_start(store, rank, world_size, timeout_s)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -16,27 +20,53 @@ class StaleWeightsError(RuntimeError):
     """The engine's weights are missing or partially updated."""
 
 
+@dataclass
+class WeightState:
+    """What an engine's weights are.
+
+    version: of the last complete update, None before the first.
+    discarded: whether the weights were freed without a copy since.
+    updates_begun: number of updates so far, those that failed included.
+    updating_to: version of the update that has begun and not completed, None after a complete one.
+    """
+
+    version: int | None = None
+    discarded: bool = False
+    updates_begun: int = 0
+    updating_to: int | None = None
+
+
+def _of_state(field: str) -> Any:
+    """Return a property that reads and writes a field of `state`."""
+    return property(
+        lambda target: getattr(target.state, field),
+        lambda target, value: setattr(target.state, field, value),
+    )
+
+
 class WeightTarget(ABC):
     """One rank's engine weights, which a reshard writes in place.
 
     tp_rank: rank in the tensor-parallel group. layout: how the weights derive from trained
     parameters. optional_parameters: trained parameters that the engine need not read (persistent
-    buffers). config_differences: a sentence for error messages about how the engine's configuration
-    differs from the trained model's. weight_version: of the last complete update, None before the
-    first. discarded: whether the weights were freed without a copy since. updates_begun: number of
-    updates so far, those that failed included. discards_weights: whether the weights are discarded
-    between any two updates, so that each has to write all of them.
+    buffers). config_differences: configuration keys whose values differ from the trained model's →
+    the values in words. weight_version, discarded, updates_begun: of `state`, which all targets
+    that write to one engine share. discards_weights: whether the weights are discarded between any
+    two updates, so that each has to write all of them.
     """
 
     tp_rank: int
     layout: EngineLayout
     optional_parameters: Set[str] = frozenset()
-    config_differences: str = ""
-    weight_version: int | None = None
-    discarded: bool = False
-    updates_begun: int = 0
+    config_differences: Mapping[str, str] = MappingProxyType({})
     discards_weights: bool = False
-    _updating_to: int | None = None
+    weight_version: int | None = _of_state("version")
+    discarded: bool = _of_state("discarded")
+    updates_begun: int = _of_state("updates_begun")
+
+    @cached_property
+    def state(self) -> WeightState:
+        return WeightState()
 
     @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:
@@ -61,10 +91,10 @@ class WeightTarget(ABC):
 
     def check_complete(self) -> None:
         """Raise StaleWeightsError while the weights are discarded or partially updated."""
-        if self._updating_to is not None:
+        if self.state.updating_to is not None:
             raise StaleWeightsError(
                 f"the engine's weights are partially updated: the sync to weight version "
-                f"{self._updating_to} did not finish (last complete version: "
+                f"{self.state.updating_to} did not finish (last complete version: "
                 f"{self.weight_version}). Run a complete sync() first."
             )
         if self.discarded:
@@ -74,15 +104,21 @@ class WeightTarget(ABC):
             )
 
     @contextmanager
-    def weight_update(self, version: int) -> Iterator[None]:
-        """Mark the weights as partially updated until the body has finished without an error."""
-        self._updating_to = version
-        self.updates_begun += 1
+    def weight_update(
+        self, version: int, run_on_all_ranks: Callable[[Callable[[], None]], object]
+    ) -> Iterator[None]:
+        """Mark the weights as partially updated until they are complete on all ranks.
+
+        run_on_all_ranks: called after the body with the last step of the update. Runs it, and
+        raises on every rank if it, or anything before it, has failed on any rank.
+        """
+        state = self.state
+        state.updating_to = version
+        state.updates_begun += 1
         self._prepare_update()
         yield
-        self._finish_update()
-        self.weight_version = version
-        self.discarded, self._updating_to = False, None
+        run_on_all_ranks(self._finish_update)
+        state.version, state.discarded, state.updating_to = version, False, None
 
     def _prepare_update(self) -> None:  # noqa: B027, optional
         """Bring the weights back into memory."""

@@ -16,11 +16,13 @@ def rollout_line(rollout: Any) -> str:
     r = rollout
     row = {
         "index": r.sample.index,
+        "data_source": r.sample.data_source,
         "prompt": r.sample.prompt_text,
         "response": r.response_text,
         "ground_truth": _plain(r.sample.ground_truth),
         "reward": r.score,
         **r.extras,
+        "finish_reason": r.finish_reason,
         "weight_version": r.version,
         **({"weight_versions": list(map(list, r.versions))} if len(r.versions) > 1 else {}),
         **({} if r.pred is None else {"pred": r.pred}),

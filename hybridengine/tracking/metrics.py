@@ -93,8 +93,7 @@ class MetricsLogger(ExitStack):
 
     def _open_jsonl(self, file: Path, first_step: int) -> FileIO:
         if first_step and file.exists():
-            lines = (line for line in file.read_text().splitlines() if line.endswith("}"))
-            rows = [row for row in map(json.loads, lines) if row["step"] <= first_step]
+            rows = [r for r in map(_read_row, file.open("rb")) if r and r["step"] <= first_step]
             with atomic_file(file) as temporary:
                 temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
             self.history = [{k: v for k, v in row.items() if v is not None} for row in rows]
@@ -129,6 +128,15 @@ class MetricsLogger(ExitStack):
             head = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
             line = Text("  ".join([head, *parts]), style="bold green" if validation else "")
             self._console.print(line, soft_wrap=True)
+
+
+def _read_row(line: bytes) -> dict[str, Any] | None:
+    """Return a row, None for a line that a crash has left incomplete or damaged."""
+    try:
+        row = json.loads(line)
+        return row if isinstance(row["step"], int) else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _by_source(values: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -66,8 +66,9 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _show(self, description: str) -> None:
         task, now = self._task, time.monotonic()
+        is_same = description == task.description
         self._bar.update(task.id, description=description)
-        if self._console.is_terminal or now - self._last_line < _PLAIN_LINE_EVERY_S:
+        if self._console.is_terminal or is_same or now - self._last_line < _PLAIN_LINE_EVERY_S:
             return
         self._last_line = now
         seconds = task.time_remaining

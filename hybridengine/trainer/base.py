@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch.distributed.checkpoint.stateful import Stateful
@@ -23,18 +24,20 @@ from hybridengine.checkpoint import (
     changed_settings,
     find_checkpoints,
 )
-from hybridengine.checkpoint.pretrained import save_adapter, save_model_files, save_pretrained
+from hybridengine.checkpoint.pretrained import save_model_files
 from hybridengine.checkpoint.run_dir import archive_earlier_run
 from hybridengine.checkpoint.tensors import RemotePart
 from hybridengine.config import JobConfig, config_to_yaml
 from hybridengine.data import PromptLoader
 from hybridengine.errors import ModelError
 from hybridengine.kernels import check_labels
-from hybridengine.model import SavedWork, on_device
-from hybridengine.runtime.all_ranks import broadcast_from_rank0, run_on_rank0
+from hybridengine.model import SavedWork
+from hybridengine.runtime.all_ranks import broadcast_value, run_on_rank0
 from hybridengine.runtime.session import Session, run_rank
+from hybridengine.tracking.clock import RunClock
 from hybridengine.tracking.performance import FlopCounter, performance_metrics
 from hybridengine.trainer.callbacks import Callbacks
+from hybridengine.trainer.final import write_final
 from hybridengine.trainer.report import Reporter
 
 MAX_SKIPPED_UPDATES = 10  # in a row, for a gradient norm that is not finite; then the run fails
@@ -70,7 +73,7 @@ class Trainer(ABC, Generic[ConfigT]):
     saved = SavedWork()
 
     def __init__(self, config: ConfigT, session: Session) -> None:
-        self.started = time.perf_counter()
+        self.clock = RunClock("start")
         self.session, self.config = session, config
         self.dir = Path(config.trainer.default_local_dir)
         self.rollout_dir = self.dir / "rollouts"
@@ -105,6 +108,9 @@ class Trainer(ABC, Generic[ConfigT]):
         """Run one training step; return (metrics, length of every sequence)."""
         return self.update(step, self.collect(step))
 
+    def end_rollouts(self) -> None:
+        """Begin to release what generates rollouts: no more are needed."""
+
     def close(self) -> None:
         """Release what outlives the run. The trainer cannot be used afterwards."""
 
@@ -132,10 +138,11 @@ class Trainer(ABC, Generic[ConfigT]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the summary of a resumed run needs to know of the earlier part."""
-        return {"seconds": time.perf_counter() - self.started}
+        parts = self.clock.seconds()
+        return {"seconds": sum(parts.values()), "timing_s": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.started -= state["seconds"]
+        self.clock.add(state.get("timing_s", {"other": state["seconds"]}))
 
     def build_checkpoints(
         self,
@@ -180,7 +187,7 @@ class Trainer(ABC, Generic[ConfigT]):
 
     def start_report(self) -> Reporter:
         """Move the files of an earlier run away; return the reports of this one, a context."""
-        with self.session.phase("resume"):
+        with self.session.phase("archive"):
             moved_to = run_on_rank0(
                 lambda: archive_earlier_run(self.dir, self.rollout_dir, self._resumed),
                 "moving the files of an earlier run",
@@ -194,6 +201,7 @@ class Trainer(ABC, Generic[ConfigT]):
         """Print the plan, synchronize the weights, and validate before the first step."""
         self.report.print(self.plan())
         self.sync(self.steps_done)
+        self.clock.enter("other")
         self.session.let_steps_finish()
         if self.config.trainer.val_before_train and not self._first:
             self.run_validation(0)
@@ -205,6 +213,7 @@ class Trainer(ABC, Generic[ConfigT]):
             return None
         session.step = self.steps_done + 1
         session.take_timings()
+        self.clock.enter("step")
         self._step_started, self._epoch = time.perf_counter(), self.loader.epoch
         return session.step
 
@@ -216,6 +225,8 @@ class Trainer(ABC, Generic[ConfigT]):
         is_due = self._is_due(step, trainer.test_freq)
         score, _ = self.run_validation(step) if is_due else (None, {})
         stopping = self.stop_signal() if step < self.steps else None
+        if stopping or step == self.steps:
+            self.end_rollouts()
         save_due = trainer.save_freq > 0 and self._is_due(step, trainer.save_freq)
         if save_due or stopping:
             self.save(step, score)
@@ -229,7 +240,7 @@ class Trainer(ABC, Generic[ConfigT]):
         """Return, and print, whether an earlier run in this folder took the last step."""
         is_own = resumed is not None and resumed.path.resolve().parent == self.dir.resolve()
         complete = (self.dir / "final").is_dir() and (self.dir / "summary.json").is_file()
-        finished = broadcast_from_rank0(is_own and complete and self._first >= self.steps)
+        finished = broadcast_value(is_own and complete and self._first >= self.steps, bool)
         if finished and self.session.is_main:
             print(
                 f"nothing was trained: the run in {self.dir} finished its {self._first} steps "
@@ -259,6 +270,7 @@ class Trainer(ABC, Generic[ConfigT]):
         session = self.session
         check_labels(session.device)  # the metrics have waited for the device
         seconds, timings = self.step_seconds, session.take_timings()
+        self.clock.enter("other")
         if update_seconds := timings.get("update_actor"):
             trained = [*lengths] * self.epochs_per_step
             saved = SavedWork(*(self.epochs_per_step * number for number in self.saved))
@@ -297,7 +309,7 @@ class Trainer(ABC, Generic[ConfigT]):
         """Validate and log; return (score, metrics), (None, {}) without validation data."""
         if self.val is None:
             return None, {}
-        with self.session.phase("testing"):
+        with self.clock.inside("testing"), self.session.phase("testing", absorbs=True):
             score, metrics = self.validate(step)
         metrics = self._log_with_time(step, "testing", metrics)
         self.callbacks.call("on_validation", step, metrics)
@@ -305,20 +317,25 @@ class Trainer(ABC, Generic[ConfigT]):
 
     def save(self, step: int, score: float | None) -> None:
         """Start to save a checkpoint; wait for it only where a callback is told of it."""
-
-        def describe(folder: Path) -> None:
-            save_hf = self.config.trainer.save_hf_model
-            save_model_files(self.model, self.tokenizer, folder, save_hf)
-
-        with self.session.phase("save_checkpoint"):
-            self.checkpoints.save(step, score, describe)
+        self.start_save(step, score)
         self._log_with_time(step, "save_checkpoint", {})
         if self.callbacks.on_save is not None:
             self.callbacks.call("on_save", step, self.wait_for_save(step))
 
+    def start_save(self, step: int, score: float | None) -> None:
+        """Start to save a checkpoint. Collective."""
+
+        def describe(folder: Path) -> None:
+            save_hf, group = self.config.trainer.save_hf_model, self.checkpoints.group
+            dtype = self.save_dtype
+            save_model_files(self.model, self.tokenizer, folder, dtype, save_hf, group)
+
+        with self.clock.inside("save_checkpoint"), self.session.writing("save_checkpoint"):
+            self.checkpoints.save(step, score, describe)
+
     def wait_for_save(self, step: int) -> Path:
         """Wait until the checkpoint of `step` is on the disk; return its folder. Collective."""
-        with self.session.phase("wait_for_save"):
+        with self.clock.inside("save_checkpoint"), self.session.writing("wait_for_save"):
             self.checkpoints.wait()
             dist.barrier()  # rank 0 has given the checkpoint its name
         self.session.take_timing("wait_for_save")
@@ -329,11 +346,17 @@ class Trainer(ABC, Generic[ConfigT]):
         self.report.log(step, metrics)
         return metrics
 
+    @property
+    def save_dtype(self) -> torch.dtype:
+        """The type of saved weights."""
+        dtype: torch.dtype = getattr(torch, self.config.trainer.save_dtype)
+        return dtype
+
     def _stop(self, stopping: signal.Signals, step: int) -> None:
         """Wait for the checkpoint of `step`, draw the curves and print how to resume."""
-        self.report.draw()
         saved = self.wait_for_save(step)
         self.session.was_stopped = True
+        self.report.draw()
         mode = self.config.trainer.resume_mode
         option = "" if mode == "auto" else " with trainer.resume_mode=auto"
         self.report.print(
@@ -346,20 +369,19 @@ class Trainer(ABC, Generic[ConfigT]):
         session = self.session
         if session.was_stopped:
             return
-        with session.phase("save_checkpoint"), on_device(self.model):
-            save_pretrained(self.model, self.tokenizer, self.dir / "final")
-            if self.config.model.lora_rank:
-                save_adapter(self.model, self.dir / "final_adapter")
-            self.checkpoints.wait()
+        write_final(self)
         with session.phase("summary"):
             self.report.draw()
+            parts = self.clock.seconds()
             summary = {
-                "seconds": round(time.perf_counter() - self.started, 1),
+                "seconds": round(sum(parts.values()), 1),
+                "timing_s": {name: round(x, 3) for name, x in parts.items()},
                 "steps": self.steps_done,
                 "resumed_after_step": self._first or None,
                 "world_size": session.world_size,
                 "seed": self.config.seed,
                 "dtype": self.config.sharding.dtype,
+                "save_dtype": self.config.trainer.save_dtype,
                 **self.summary(),
             }
             self.report.finish(summary)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridengine.data import PromptSample
 from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
+from hybridengine.runtime.all_ranks import group_timeout
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.exchange import Placement, RowExchange
 from hybridengine.trainer.outcomes import Outcomes
@@ -125,9 +126,10 @@ class DataParallel:
         self.sp_group: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
         if sp_size > 1:
-            self.sp_group, _ = dist.new_subgroups(sp_size)
+            timeout = group_timeout()
+            self.sp_group, _ = dist.new_subgroups(sp_size, timeout=timeout)
             across = [list(range(i, session.world_size, sp_size)) for i in range(sp_size)]
-            self.group, _ = dist.new_subgroups_by_enumeration(across)
+            self.group, _ = dist.new_subgroups_by_enumeration(across, timeout)
 
     def micro_batches(
         self,

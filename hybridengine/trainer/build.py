@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridengine.agent import (
@@ -23,7 +22,8 @@ from hybridengine.agent import (
 from hybridengine.config import ConfigError, GRPOConfig, JobConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.chats import ChatTemplate
-from hybridengine.errors import ModelError, UserError
+from hybridengine.data.special_tokens import SpecialTokens
+from hybridengine.errors import ModelError, UserError, located
 from hybridengine.model import adapter_shards, parameter_shards
 from hybridengine.model.parameters import unwrapped_name
 from hybridengine.model.validation import check_model
@@ -93,7 +93,9 @@ def build_agents(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Agen
     tools = load_tools(turns)
     chats = ChatTemplate(tokenizer, config.data, [tool.schema for tool in tools.values()])
     render = partial(chats.render, "a trajectory")
-    template = TurnTemplate(render, tokenizer, find_stop_token_ids(config.model.path, tokenizer))
+    stops = find_stop_token_ids(config.model.path, tokenizer)
+    policy = config.data.special_tokens.replace("error", "text")  # of tools: never an error
+    template = TurnTemplate(render, tokenizer, stops, SpecialTokens(tokenizer, policy))
     context = LoopContext(turns, find_parser(turns.format, tokenizer))
     return AgentRunner(context, name, template, tools)
 
@@ -122,7 +124,7 @@ def _import_external(name: str) -> None:
     file = Path(name).expanduser()
     if file.suffix == ".py":
         if not file.is_file():
-            raise ConfigError(f"model.external_lib {name!r} does not exist; check the path")
+            raise ConfigError(f"model.external_lib {located(name)} does not exist; check the path")
         import_file(file.resolve())
         return
     try:
@@ -237,7 +239,7 @@ def build_sender(config: GRPOConfig, actor: Actor, link: Link) -> WeightSender:
     mib = config.reshard.bucket_mib
     return WeightSender(
         partial(parameter_shards, actor.model),
-        dist.PrefixStore("weights", link.store),
+        link.store.substore("weights"),
         num_engines=config.num_engines,
         bucket_bytes=None if mib is None else mib << 20,
         adapters=partial(adapter_shards, actor.model),
@@ -251,7 +253,7 @@ def build_sender(config: GRPOConfig, actor: Actor, link: Link) -> WeightSender:
 def build_receiver(engine: RolloutEngine, link: Link) -> WeightReceiver:
     """Build an engine rank's side of the weight sync."""
     assert link.role.engine is not None
-    store = dist.PrefixStore("weights", link.store)
+    store = link.store.substore("weights")
     timeout_s = SYNC_SHARE * link.timeout_s
     return WeightReceiver(engine, store, index=link.role.engine, timeout_s=timeout_s)
 

@@ -50,7 +50,9 @@ def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | No
             + _engines(config),
             **_critic_rows(config),
             "precision": describe_precision(
-                ("trainer", config.sharding.dtype), ("engine", config.rollout.dtype)
+                ("trainer", config.sharding.dtype),
+                ("engine", config.rollout.dtype),
+                ("saved weights", trainer.save_dtype),
             ),
             "mesh": _mesh(config),
             "training": f"{len(train)} prompts{dropped}, {per_epoch} steps per epoch, "
@@ -85,7 +87,9 @@ def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Ta
         {
             "model": config.model.path,
             "ranks": f"{config.world_size}, {config.data_parallel_size} data parallel",
-            "precision": describe_precision(("trainer", config.sharding.dtype)),
+            "precision": describe_precision(
+                ("trainer", config.sharding.dtype), ("saved weights", trainer.save_dtype)
+            ),
             "training": f"{len(train)} conversations, {tokens} tokens, "
             f"{trained} of them trained on",
             "validation": f"{len(val)} conversations" if val is not None else "none",
@@ -228,12 +232,14 @@ def _memory_gib(config: GRPOConfig) -> dict[str, float]:
 def resolve_dtypes(config: _Config) -> _Config:
     """Return the configuration with a type in place of every `auto`.
 
-    Collective inside a process group: all ranks get float32 unless bfloat16 is fast on every rank.
+    Engine and saved weights follow the compute type, `fsdp_config.dtype`. Collective inside a
+    process group: all ranks get float32 unless bfloat16 is fast on every rank.
     """
     fast = torch.tensor(int(_fast_bfloat16()))
     if dist.is_initialized():
         dist.all_reduce(fast, op=dist.ReduceOp.MIN)
-    chosen = "bfloat16" if fast else "float32"
+    compute = config.sharding.dtype
+    chosen = ("bfloat16" if fast else "float32") if compute == "auto" else compute
     for key, kind in keys_of(type(config)):
         if kind == Dtype and reduce(getattr, key.split("."), config) == "auto":
             config = _with_value(config, key, chosen)

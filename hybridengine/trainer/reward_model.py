@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.model import on_device, pack_rollouts, packed_values
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.exchange import RowExchange
@@ -62,7 +63,7 @@ class RewardModel:
         if self.tokenizer is None:
             return [*rollout.prompt_ids, *rollout.response_ids]
         answer = {"role": "assistant", "content": rollout.response_text}
-        ids = self.tokenizer.apply_chat_template(
-            [*map(dict, rollout.sample.chat), answer], tokenize=True, return_dict=False
-        )
-        return list(ids)
+        special = SpecialTokens(self.tokenizer, "text")  # a response cannot end its own turn
+        chat = special.hide("a response", [*map(dict, rollout.sample.chat), answer])
+        text = self.tokenizer.apply_chat_template(chat, tokenize=False)
+        return list(special.encode([str(text)])["input_ids"][0])

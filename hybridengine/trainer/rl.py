@@ -29,7 +29,7 @@ from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
 from hybridengine.rewards import RewardManager
 from hybridengine.rollout import SamplingSpec
-from hybridengine.rollout.server.network import set_network_interface
+from hybridengine.rollout.server.network import prepare_network
 from hybridengine.runtime.roles import Roles
 from hybridengine.runtime.session import Session, run_rank
 from hybridengine.trainer.advantages import compute_advantages, compute_rewards
@@ -138,8 +138,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
             rollout.tensor_model_parallel_size, uses_servers=bool(rollout.servers),
             critics_per_node=config.critic.n_gpus_per_node,
         )  # fmt: skip
-        if rollout.servers:
-            set_network_interface(rollout.servers)
+        prepare_network(rollout.servers)
         return run_rank(main, trainer.default_local_dir, trainer.timeout_s, roles)
 
     def _build_source(self, reward: RewardManager) -> RolloutSource:
@@ -286,6 +285,9 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         chosen = rows[:: max(1, len(rows) // _NUM_PRINTED)][:_NUM_PRINTED]
         lines = b"".join(texts_on_rank0(rollouts, lambda r: format_rollout(r) + "\n", chosen))
         self.report.print(lines.decode().removesuffix("\n"))
+
+    def end_rollouts(self) -> None:
+        self.source.end()
 
     def close(self) -> None:
         if self.critic is not None:

@@ -10,13 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
 from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptLoader, PromptSample, Subset
 from hybridengine.reshard import SyncReport
 from hybridengine.rewards import RewardManager
 from hybridengine.rollout import SamplingSpec, derive_seed
+from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_agents, build_engine, build_resharder
 from hybridengine.trainer.models import Actor
@@ -65,6 +64,9 @@ class RolloutSource(ABC):
     @abstractmethod
     def summary(self, last: SyncReport) -> dict[str, Any]:
         """Return entries of summary.json. last: of the last sync."""
+
+    def end(self) -> None:  # noqa: B027, optional
+        """Begin to release the engines: no more rollouts are needed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -124,12 +126,13 @@ class ColocatedRollouts(RolloutSource):
         return rows | ({"fully gathered": ", ".join(plan.fallback)} if plan.fallback else {})
 
     def summary(self, last: SyncReport) -> dict[str, Any]:
-        received: list[int] = [0] * self._session.world_size
-        dist.all_gather_object(received, last.bytes_received)
         return {
             "tp_size": self.engine.tp_size,
-            "reshard_bytes_received_per_rank": received,
-            "reshard_bytes_lower_bound_per_rank": self._resharder.plan.lower_bound,
+            "reshard_bytes_received_by_last_sync_per_rank": all_gather_values(
+                last.bytes_received, int
+            ),
+            "reshard_bytes_received_by_dense_sync_per_rank": self._resharder.plan.bytes_received,
+            "reshard_bytes_lower_bound_of_dense_sync_per_rank": self._resharder.plan.lower_bound,
         }
 
     def close(self) -> None:

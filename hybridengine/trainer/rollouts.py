@@ -76,6 +76,16 @@ class ScoredResponse:
         """Of the weights that sampled the oldest token."""
         return min((version for version, _ in self.versions), default=0)
 
+    def compact(self) -> ScoredResponse:
+        """Return it with arrays in place of lists of numbers, which take 8 times the memory."""
+        codes = {torch.int32: "i", torch.float32: "f", torch.int8: "b"}
+        columns: dict[str, Any] = {
+            name: array(codes[dtype], values)
+            for name, dtype in TOKEN_COLUMNS.items()
+            if (values := getattr(self, name))
+        }
+        return replace(self, **columns)
+
     @property
     def results(self) -> dict[str, float]:
         """The score and the further results of the reward, by name."""

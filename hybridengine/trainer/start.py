@@ -9,11 +9,20 @@ import os
 import sys
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridengine.checkpoint.folders import find_checkpoints
-from hybridengine.config import JobConfig, SFTConfig, config_to_yaml, load_config, load_sft_config
+from hybridengine.config import (
+    GRPOConfig,
+    JobConfig,
+    SFTConfig,
+    config_to_yaml,
+    load_config,
+    load_sft_config,
+)
+from hybridengine.rollout.server.network import has_remote, prepare_network
 from hybridengine.runtime.launch import launch_ranks
 from hybridengine.runtime.status import clear_status, run_lock
 from hybridengine.storage import atomic_file
@@ -28,13 +37,17 @@ def launch(config: JobConfig) -> int:
     Raises ConfigError if another run is using the folder.
     """
     dir = Path(config.trainer.default_local_dir)
+    servers = config.rollout.servers if isinstance(config, GRPOConfig) else ()
+    prepare_network(servers)
+    address = "" if has_remote(servers) else "127.0.0.1"
     with run_lock(dir):
         clear_status(dir)
         config_file = dir / ".status" / "config.yaml"  # overrides applied
         with atomic_file(config_file) as temporary:
             temporary.write_text(config_to_yaml(config))
         module = ("-m", "hybridengine.trainer.start", type(config).__name__, str(config_file))
-        return launch_ranks(module, dir, config.ranks_per_node, lambda: _how_to_resume(dir))
+        resuming = partial(_how_to_resume, dir)
+        return launch_ranks(module, dir, config.ranks_per_node, resuming, address)
 
 
 def start_rank(config: JobConfig) -> int:

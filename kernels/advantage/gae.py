@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .._backend import choose_backend, native, register_backends
+from .._library import custom_op
 from .._per_token import as_mask, compute_dtype, token_arguments
 
 register_backends("gae", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
@@ -115,7 +116,7 @@ def _reference(
     return rewards.new_tensor(advantages), rewards.new_tensor(returns)
 
 
-@torch.library.custom_op("hybridengine::gae", mutates_args=())
+@custom_op("hybridengine::gae", mutates_args=())
 def _gae(
     rewards: Tensor,
     values: Tensor | None,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .._backend import choose_backend, native, register_backends
+from .._library import custom_op
 from .._per_token import compute_dtype, row_cu_seqlens
 from .gae import check_finite
 
@@ -214,7 +215,7 @@ def _leave_one_out(r: Tensor, norm_by_std: bool, epsilon: float) -> Tensor:
     return torch.where(lowest == highest, result, result / (std + epsilon))
 
 
-@torch.library.custom_op("hybridengine::group_advantage", mutates_args=())
+@custom_op("hybridengine::group_advantage", mutates_args=())
 def _group_advantage(
     rewards: Tensor,
     group_ids: Tensor,

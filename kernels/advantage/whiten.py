@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .._backend import choose_backend, register_backends
+from .._library import custom_op
 from .._per_token import compute_dtype
 
 register_backends("whiten", cpu=("reference",), cuda=("triton", "reference"))
@@ -80,7 +81,7 @@ def _zero_masked_(values: Tensor, mask: Tensor) -> Tensor:
     return values
 
 
-@torch.library.custom_op("hybridengine::whiten_moments", mutates_args=())
+@custom_op("hybridengine::whiten_moments", mutates_args=())
 def _moments(values: Tensor, mask: Tensor | None, backend: str) -> Tensor:
     """Compute (count, mean, sum of squared deviations) of the unmasked entries, float64 [3]."""
     if backend == "triton":
@@ -105,7 +106,7 @@ def _(values: Tensor, mask: Tensor | None, backend: str) -> Tensor:
     return values.new_empty(3, dtype=torch.float64)
 
 
-@torch.library.custom_op("hybridengine::whiten_apply", mutates_args=())
+@custom_op("hybridengine::whiten_apply", mutates_args=())
 def _apply(
     values: Tensor,
     mask: Tensor | None,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .. import _check as check
 from .._backend import choose_backend, native, register_backends
-from .._per_token import compute_dtype
+from .._library import custom_op
+from .._per_token import compute_dtype, unit_inner_stride
 from . import reference
 
 OP = "tree_attention"
@@ -79,7 +80,7 @@ def tree_attention(
     check.same_device(
         OP, query=query, key=key, value=value, subtree_ends=subtree_ends, position_ids=position_ids
     )
-    check.no_forward_ad(OP, query=query, key=key, value=value)
+    check.reverse_mode_only(OP, query=query, key=key, value=value)
     check.floats(OP, query=query)
     sizes: check.Sizes = {}
     check.shape(OP, "query", query, "T H D", sizes)
@@ -127,12 +128,10 @@ def _check_ends(ends: Tensor) -> None:
 
 
 def _unit_inner_stride(argument: Any) -> Any:
-    if not isinstance(argument, Tensor) or argument.stride(-1) == 1:
-        return argument
-    return argument.contiguous()
+    return unit_inner_stride(argument) if isinstance(argument, Tensor) else argument
 
 
-@torch.library.custom_op(
+@custom_op(
     f"hybridengine::{OP}",
     mutates_args=(),
     schema=f"(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor, Tensor)",
@@ -158,7 +157,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor,
     return out, query.new_empty(heads, tokens, dtype=compute_dtype(query))
 
 
-@torch.library.custom_op(
+@custom_op(
     f"hybridengine::{OP}_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "

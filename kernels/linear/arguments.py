@@ -37,7 +37,7 @@ def check_linear(
     check.same_device(
         op, hidden=hidden, weight=weight, token_ids=token_ids, bias=bias, main_grad=main_grad
     )
-    check.no_forward_ad(op, hidden=hidden, weight=weight, bias=bias)
+    check.reverse_mode_only(op, hidden=hidden, weight=weight, bias=bias)
     check.floats(op, hidden=hidden)
     sizes: check.Sizes = {}
     check.shape(op, "hidden", hidden, "... H", sizes)

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from .._per_token import compute_dtype
 from ..memory_pool import empty_from_pool
-from .mixed_gemm import WIDENED_BYTES, keeps_16_bits, mixed_gemm
+from .mixed_gemm import WIDENED_BYTES, keeps_16_bits, mixed_gemm, unit_stride
 
 # Rows of a matrix product in the deterministic mode, where every product has the same shape.
 _DETERMINISTIC_ROWS = 128
+# Columns of its result at least: for fewer, MKL sums some rows of an operand in another order than
+# others.
+_DETERMINISTIC_COLUMNS = 64
 # Rows of a chunk where a group exchanges its row sums: the same number on all ranks, whatever the
 # sizes of their vocabulary slices.
 _GROUP_ROWS = 512
@@ -34,7 +37,7 @@ class Chunks:
 
     Args:
         budget_bytes: memory for the buffers and for temporary copies of hidden and weight.
-        deterministic: pad every product to the same number of rows.
+        deterministic: pad every product to the same number of rows, and to enough columns.
         grad_rows: rows whose gradient is computed; 0: logits only.
         group: name of the process group of vocabulary-parallel ranks; "": none.
         kept: all logits are given (`logits_fit`); one chunk, with a buffer for its gradient.
@@ -51,7 +54,7 @@ class Chunks:
         group: str = "",
         kept: bool = False,
     ) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.hidden, self.weight, self.bias = unit_stride(hidden), unit_stride(weight), bias
         self.deterministic = deterministic
         dtype = compute_dtype(hidden)
         grad_dtype = hidden.dtype if keeps_16_bits(hidden) else dtype
@@ -95,17 +98,18 @@ class Chunks:
         hidden = self.hidden[rows]
         padded = self._padded(hidden)
         out = self._logits[offset : offset + padded.shape[0]]
-        mixed_gemm(out, padded, self.weight, self.bias)
+        self._multiply(out, padded, self.weight, self.bias)
         return out[: hidden.shape[0]]
 
     def hidden_grad(self, grad_logits: Tensor, factors: Tensor | None) -> Tensor:
         """Compute grad_logits @ weight; row t times factors[t], float32, before it is rounded."""
         padded = self._padded(grad_logits)
-        if factors is None and padded.dtype == self.weight.dtype and padded.is_cpu:
+        direct = factors is None and padded.dtype == self.weight.dtype and padded.is_cpu
+        if direct and not self._is_narrow(self.weight.shape[1]):
             return (padded @ self.weight)[: grad_logits.shape[0]]
         # float32: cuBLAS may split the sum over V, and then adds 16-bit results in 16 bits.
         out = padded.new_empty(padded.shape[0], self.weight.shape[1], dtype=compute_dtype(padded))
-        mixed_gemm(out, padded, self.weight.t())
+        self._multiply(out, padded, self.weight.t())
         out = out[: grad_logits.shape[0]]
         return (
             out.to(self.weight.dtype) if factors is None else scale_rows(out, factors, self.weight)
@@ -114,6 +118,22 @@ class Chunks:
     def weight_grad(self, total: Tensor, grad_logits: Tensor, hidden: Tensor, add: bool) -> None:
         """Compute total [V, H] = grad_logits.T @ hidden, or += with `add`, in total's dtype."""
         mixed_gemm(total, grad_logits.t(), hidden.to(grad_logits.dtype).t(), accumulate=add)
+
+    def _is_narrow(self, columns: int) -> bool:
+        """Return whether a product with so few columns has to be padded."""
+        return self.deterministic and columns < _DETERMINISTIC_COLUMNS
+
+    def _multiply(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
+        """Compute out = a @ b.T + bias; each row of `a` in the same way if deterministic."""
+        columns = b.shape[0]
+        if not self._is_narrow(columns):
+            mixed_gemm(out, a, b, bias)
+            return
+        padded = b.new_zeros(_DETERMINISTIC_COLUMNS, b.shape[1])
+        padded[:columns] = b
+        result = out.new_empty(a.shape[0], _DETERMINISTIC_COLUMNS)
+        mixed_gemm(result, a, padded)
+        out.copy_(result[:, :columns] if bias is None else result[:, :columns] + bias)
 
     def _padded(self, rows: Tensor) -> Tensor:
         if not self.deterministic or rows.shape[0] == self.rows:

@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import _check as check
 from .._aggregation import global_count
 from .._backend import choose_backend, register_backends
+from .._library import custom_op
 from .._per_token import compute_dtype
 from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import (
@@ -41,6 +42,7 @@ from .arguments import (
 from .attach import attach_gradients, fake_gradients, wanted_gradients
 from .chunks import Chunks
 from .gradients import LinearGradients, sum_over_ranks
+from .reference import reference_logits
 
 register_backends(
     "linear_cross_entropy", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
@@ -131,8 +133,9 @@ def linear_cross_entropy(
         inactive.view(-1)[active_rows] = False
         labels = labels.masked_fill(inactive, ignore_index)
     options = row_options(
-        op, labels, weight.shape[0], temperature, logit_scale, softcap, ignore_index, None, group
-    )
+        op, labels, weight.shape[0], temperature, logit_scale, softcap,
+        ignore_index, None, group, compute_dtype(hidden),
+    )  # fmt: skip
     shape, labels = labels.shape, labels.flatten()
     tensors = (hidden if hidden.dim() == 2 else hidden.flatten(0, -2), weight, bias)
     divisor = torch.ones((), dtype=torch.float64, device=labels.device)
@@ -176,11 +179,8 @@ def _reference(
     smoothing: float, lse_square_scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute losses and z-losses [T] in plain PyTorch: the specification."""
-    dtype, ignored = compute_dtype(tensors[0]), labels == options.ignore_index
-    hidden, weight, bias = (None if t is None else t.to(dtype) for t in tensors)
-    assert hidden is not None and weight is not None
-    z = torch.nn.functional.linear(hidden.masked_fill(ignored[:, None], 0), weight, bias)
-    z = _capped(z, options) * _per_row(options.factor)
+    ignored = labels == options.ignore_index
+    z = _capped(reference_logits(*tensors, ignored), options) * _per_row(options.factor)
     loss = torch.nn.functional.cross_entropy(
         z, labels, ignore_index=options.ignore_index, reduction="none", label_smoothing=smoothing
     )
@@ -188,7 +188,7 @@ def _reference(
     return loss + z_loss, z_loss.detach()
 
 
-@torch.library.custom_op(
+@custom_op(
     "hybridengine::linear_cross_entropy",
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor incoming, float smoothing, float lse_square_scale, "
@@ -336,27 +336,36 @@ class _Target:
         incoming: Tensor,
         backend: str,
     ) -> None:
-        """Write the gradient of the logits, for the gradient `incoming` of the losses, to `out`."""
+        """Write the gradient of the logits, for the gradient `incoming` of the losses, to `out`.
+
+        The logits are overwritten.
+        """
         incoming = incoming.masked_fill(self.ignored, 0)
         z_part = 2 * self.lse_square_scale * self._lse(results)
         of_log_probs = -incoming * (1 + z_part)
         at_label = (incoming * (z_part + self.smoothing))[:, None]
         uniform = (incoming * self.smoothing / self.vocab)[:, None]
+        # The part of the smoothed target nearly cancels p where p is nearly uniform: subtract it
+        # before p is rounded to the dtype of `out`. The logits are not needed any more.
+        adds = bool(self.smoothing or self.lse_square_scale)
         for rows in self._blocks(logits) if self.smoothing else [slice(None)]:
             block, options, column = logits[rows], self.options.select(rows), self.column[rows]
             if block.shape[1]:  # not an empty slice of the vocabulary; before it is overwritten
                 at_label[rows] *= _logit_grad(block.gather(1, column), options)
             logit_grad = _logit_grad(block, options) if self.smoothing else None
+            grad = block if adds else out[rows]
             rows_backward(
-                block, out[rows], self.labels[rows], options, [r[rows] for r in results],
+                block, grad, self.labels[rows], options, [r[rows] for r in results],
                 of_log_probs[rows], None, backend,
             )  # fmt: skip
             if logit_grad is not None:  # 0 in ignored rows, which may hold NaN
                 change = (uniform[rows] * logit_grad).masked_fill(self.ignored[rows, None], 0)
-                out[rows].sub_(change)
-            if block.shape[1] and (self.smoothing or self.lse_square_scale):
+                grad.sub_(change)
+            if block.shape[1] and adds:
                 change = torch.where(self.is_own[rows], at_label[rows], 0)
-                out[rows].scatter_add_(1, column, change.to(out.dtype))
+                grad.scatter_add_(1, column, change)
+            if adds and out.dtype != logits.dtype:
+                out[rows].copy_(grad)
 
 
 def _capped(logits: Tensor, options: RowOptions) -> Tensor:

@@ -14,25 +14,29 @@ them in the forward: 6 T H V operations for the student and 2 T H V for the teac
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import _check as check
 from .._aggregation import global_count
 from .._backend import choose_backend, native, register_backends
+from .._library import custom_op
 from .._per_token import compute_dtype
 from ..logprob.options import in_shape
 from .arguments import check_active_rows, check_budget
 from .attach import attach_gradients, fake_gradients, wanted_gradients
 from .chunks import Chunks
 from .gradients import LinearGradients
+from .reference import reference_logits
 
 register_backends(
     "linear_distillation_loss", cpu=("cpp", "reference"), cuda=("triton", "reference")
 )
+
+_SMALLEST = 2.0**-126  # normal float32
 
 
 class Transform(NamedTuple):
@@ -169,7 +173,7 @@ def _check_models(
         for part, tensor in zip(("hidden", "weight"), pair, strict=True)
     }
     check.same_device(op, **named, student_bias=biases[0], teacher_bias=biases[1])
-    check.no_forward_ad(op, **named, student_bias=biases[0], teacher_bias=biases[1])
+    check.reverse_mode_only(op, **named, student_bias=biases[0], teacher_bias=biases[1])
     sizes: check.Sizes = {}
     for name, bias in zip(("student", "teacher"), biases, strict=True):
         hidden, weight = named[f"{name}_hidden"], named[f"{name}_weight"]
@@ -211,37 +215,48 @@ def _reference(
     student: tuple, teacher: tuple, mask: Tensor, transforms: list[Transform], beta: float
 ) -> Tensor:
     """Compute the divergences [T] in plain PyTorch: the specification."""
-    log_probs = []
-    for (hidden, weight, bias), transform in zip((student, teacher), transforms, strict=True):
-        dtype = compute_dtype(hidden)
-        rows = hidden.masked_fill(~mask[:, None], 0).to(dtype)
-        logits = F.linear(rows, weight.to(dtype), None if bias is None else bias.to(dtype))
-        log_probs.append(torch.log_softmax(transform(logits), dim=1))
-    log_q, log_p = log_probs
+    log_q, log_p = (
+        torch.log_softmax(transform(reference_logits(*tensors, ignored=~mask)), dim=1)
+        for tensors, transform in zip((student, teacher), transforms, strict=True)
+    )
     return _divergence(log_q, log_p, beta).sum(1).masked_fill(~mask, 0)
 
 
 def _divergence(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     """Return the terms of every entry, [T, V]; 0 log 0 is 0."""
-    if beta == 0:
-        return _kl_terms(log_p, log_q)
-    if beta == 1:
-        return _kl_terms(log_q, log_p)
-    weights = log_q.new_tensor([1 - beta, beta]).log()
     removed = log_q.isinf() & log_p.isinf()  # -inf in both has no gradient
-    log_m = torch.logaddexp(
-        log_q.masked_fill(removed, 0) + weights[0], log_p.masked_fill(removed, 0) + weights[1]
-    )
-    return beta * _kl_terms(log_p, log_m) + (1 - beta) * _kl_terms(log_q, log_m)
+    ratio = log_p.masked_fill(removed, 0) - log_q.masked_fill(removed, 0)
+    if beta == 0:
+        return _weighted(log_p, ratio)
+    if beta == 1:
+        return _weighted(log_q, -ratio)
+    if beta < 0.5:
+        of_q, of_p = _log_ratios_to_mixture(ratio, beta)
+    else:
+        of_p, of_q = _log_ratios_to_mixture(-ratio, 1 - beta)
+    return beta * _weighted(log_p, of_p) + (1 - beta) * _weighted(log_q, of_q)
 
 
-def _kl_terms(log_a: Tensor, log_b: Tensor) -> Tensor:
+def _log_ratios_to_mixture(d: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """Return log a - log m and log b - log m for m = (1 - weight) a + weight b, d = log b - log a.
+
+    log m - log a = log(1 + weight (e^d - 1)), whose digits do not depend on the weight, at most
+    1/2; where d is large, log m - log b takes its place.
+    """
+    is_near = d <= -math.log(weight)
+    near, far = d.masked_fill(~is_near, 0), d.masked_fill(is_near, 0)
+    from_a = torch.log1p(weight * torch.expm1(near))
+    from_b = torch.log(weight + (1 - weight) * torch.exp(-far))
+    return -from_a.where(is_near, d + from_b), (d - from_a).where(is_near, -from_b)
+
+
+def _weighted(log_a: Tensor, values: Tensor) -> Tensor:
+    """Return a * values; 0 where a is 0."""
     a = log_a.exp()
-    removed = a == 0
-    return a * (log_a.masked_fill(removed, 0) - log_b.masked_fill(removed, 0))
+    return a * values.masked_fill(a == 0, 0)
 
 
-@torch.library.custom_op(
+@custom_op(
     "hybridengine::linear_distillation",
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, "
@@ -292,6 +307,7 @@ def _epilogue(
 
     The logits are overwritten.
     """
+    beta = max(beta, _SMALLEST) if beta else beta
     if backend == "triton":
         from . import distillation_triton
 

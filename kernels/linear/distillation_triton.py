@@ -55,10 +55,22 @@ def _load_log_probs(
 
 
 @triton.jit
-def _entry(log_q, log_p, beta, FORM: tl.constexpr):
+def _exp_minus_one(x, exp_x):
+    """e^-x - 1 for x >= 0, given e^-x: by its series near 0, where the difference loses digits."""
+    series = x * (1.0 / 720) - 1.0 / 120
+    series = series * x + 1.0 / 24
+    series = series * x - 1.0 / 6
+    series = series * x + 0.5
+    series = series * x - 1.0
+    return tl.where(x < 0.35, series * x, exp_x - 1.0)
+
+
+@triton.jit
+def _entry(log_q, log_p, beta, rest, FORM: tl.constexpr):
     """Return what an entry adds to the divergence and to the sum s, a, and q.
 
-    The gradient is a - s q. FORM: 0 forward KL, 1 reverse KL, 2 between them.
+    The gradient is a - s q. FORM: 0 forward KL, 1 reverse KL; between them, 2: q has the larger
+    weight in m, 3: p has it. csrc/distillation explains the terms of 2 and 3.
     """
     q, p, log_ratio = tl.exp(log_q), tl.exp(log_p), log_p - log_q
     if FORM == 0:
@@ -67,14 +79,20 @@ def _entry(log_q, log_p, beta, FORM: tl.constexpr):
         loss = tl.where(q > 0, -q * log_ratio, 0.0)
         return loss, loss, loss, q
     else:
-        small = tl.exp(-tl.abs(log_ratio))
-        p_is_larger = log_ratio > 0
-        larger = tl.where(p_is_larger, beta, 1.0 - beta)
-        log_m = tl.log(larger + (1.0 - larger) * small)  # relative to the larger of p and q
-        from_p = tl.where(p_is_larger, -log_m, log_ratio - log_m)  # log p - log m
-        from_q = tl.where(p_is_larger, -log_ratio - log_m, -log_m)
-        of_q = tl.where(q > 0, (1.0 - beta) * q * from_q, 0.0)
-        return tl.where(p > 0, beta * p * from_p, 0.0) + of_q, of_q, of_q, q
+        d = log_ratio if FORM == 2 else -log_ratio
+        weight = beta if FORM == 2 else rest
+        major_weight = rest if FORM == 2 else beta
+        small = tl.exp(-tl.abs(d))
+        change = _exp_minus_one(tl.abs(d), small)
+        y = weight * tl.where(d > 0, -change / small, change)
+        is_near = y <= 1.0
+        sum_m = tl.where(is_near, 1.0 + y, weight + major_weight * small)
+        log_m = tl.log(sum_m) + tl.where(is_near, y - (sum_m - 1.0), 0.0)
+        of_major = tl.where(is_near, -log_m, -d - log_m)  # log major - log m
+        of_minor = tl.where(is_near, d - log_m, -log_m)
+        of_q = tl.where(q > 0, rest * q * (of_major if FORM == 2 else of_minor), 0.0)
+        of_p = tl.where(p > 0, beta * p * (of_minor if FORM == 2 else of_major), 0.0)
+        return of_p + of_q, of_q, of_q, q
 
 
 @triton.jit
@@ -90,7 +108,7 @@ def _write(out, columns, vocab, grad, z, factor, grad_factor, softcap, HAS_CAP: 
 def distillation_kernel(
     student, teacher, out, losses, incoming, student_stride, teacher_stride, out_stride, vocab,
     factor, grad_factor, cap_scale, softcap, teacher_factor, teacher_cap_scale, teacher_softcap,
-    beta, FORM: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_HAS_CAP: tl.constexpr,
+    beta, rest, FORM: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_HAS_CAP: tl.constexpr,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -115,7 +133,7 @@ def distillation_kernel(
             teacher, columns, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, top_p,
             sum_p, TEACHER_HAS_CAP,
         )  # fmt: skip
-        loss, own, grad, _ = _entry(log_q, log_p, beta, FORM)
+        loss, own, grad, _ = _entry(log_q, log_p, beta, rest, FORM)
         total += tl.sum(loss, 0)
         share += tl.sum(own, 0)
         if GRADIENT and FORM == 0:
@@ -132,7 +150,7 @@ def distillation_kernel(
                 teacher, columns, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, top_p,
                 sum_p, TEACHER_HAS_CAP,
             )  # fmt: skip
-            _, _, grad, q = _entry(log_q, log_p, beta, FORM)
+            _, _, grad, q = _entry(log_q, log_p, beta, rest, FORM)
             grad -= of_row * q
             _write(out, columns, vocab, grad, z, factor, weight, softcap, HAS_CAP)
 
@@ -158,9 +176,10 @@ def distillation(
         numbers.append((factor, scale / temperature, scale / softcap if softcap else 0.0, softcap))
     (factor, grad_factor, cap_scale, softcap), (teacher_factor, _, *teacher_cap) = numbers
     target = student if out is None else out
+    form = {0.0: 0, 1.0: 1}.get(beta, 2 if beta < 0.5 else 3)
     distillation_kernel[(student.shape[0],)](
         student, teacher, target, losses, incoming, student.stride(0), teacher.stride(0),
         target.stride(0), student.shape[1], factor, grad_factor, cap_scale, softcap,
-        teacher_factor, *teacher_cap, beta, {0.0: 0, 1.0: 1}.get(beta, 2), softcap != 0,
+        teacher_factor, *teacher_cap, beta, 1 - beta, form, softcap != 0,
         transforms[1][1] != 0, out is not None, BLOCK, num_warps=8,
     )  # fmt: skip

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._backend import choose_backend, register_backends
+from .._library import custom_op
 from .._per_token import compute_dtype
 from ..logprob.options import RowOptions, in_shape, row_options
 from ..logprob.rows import rows_forward
@@ -103,8 +104,8 @@ def linear_token_log_probs(
     op = "linear_token_log_probs"
     token_ids = check_linear(op, hidden, weight, token_ids, bias, main_grad)
     options = row_options(
-        op, token_ids, weight.shape[0], temperature, logit_scale, softcap, ignore_index,
-        vocab_mask, group,
+        op, token_ids, weight.shape[0], temperature, logit_scale, softcap,
+        ignore_index, vocab_mask, group, compute_dtype(hidden),
     )  # fmt: skip
     budget_bytes = check_budget(op, hidden, budget_bytes)
     if return_stats and group is not None:
@@ -137,7 +138,7 @@ def _keeps_logits(
     return logits_fit(hidden, weight, budget_bytes)
 
 
-@torch.library.custom_op(
+@custom_op(
     "hybridengine::linear_token_log_probs",
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor? main_grad, str? backend, bool keep_logits, bool want_stats)"
@@ -195,7 +196,7 @@ def _argmax(logits: Tensor, options: RowOptions, wanted: bool) -> Tensor:
     return logits.argmax(-1)
 
 
-@torch.library.custom_op(
+@custom_op(
     "hybridengine::linear_token_log_probs_backward",
     mutates_args=("main_grad",),
     schema=f"({LINEAR_SCHEMA}, Tensor(a!)? main_grad, str? backend, bool keep_logits, "

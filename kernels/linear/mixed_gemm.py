@@ -45,8 +45,8 @@ def mixed_gemm(
 ) -> None:
     """Compute out [m, n] = a [m, k] @ b [n, k].T + bias [n], or out += a @ b.T with `accumulate`.
 
-    `out` is float32 if a or b is 16-bit, otherwise of their dtype. Both a and b have stride 1 along
-    one dimension.
+    `out` is float32 if a or b is 16-bit, otherwise of their dtype. a, b and bias have any strides;
+    operands without stride 1 along a dimension are copied.
 
     Example:
         >>> out = torch.empty(2, 3)
@@ -68,11 +68,19 @@ def mixed_gemm(
         if bias is not None:
             out += bias
     elif a.dtype == b.dtype and has_fast_products(a.dtype, a.device):
-        native().mixed_gemm(a, b, None if bias is None else bias.float(), out, accumulate)
+        bias = None if bias is None else bias.float().contiguous()
+        native().mixed_gemm(unit_stride(a), unit_stride(b), bias, out, accumulate)
     else:
         if bias is not None:
             out.copy_(bias.expand_as(out))
         _widened(out, a, b, accumulate or bias is not None)
+
+
+def unit_stride(matrix: Tensor) -> Tensor:
+    """Return the matrix, or a contiguous copy if it has no dimension of stride 1."""
+    if 1 in matrix.stride():
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _widened(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:

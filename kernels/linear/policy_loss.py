@@ -20,7 +20,8 @@ from torch import Tensor
 from .. import _check as check
 from .._aggregation import LOSS_AGG_MODES, loss_denominators, token_weights
 from .._backend import choose_backend, register_backends
-from .._per_token import compute_dtype, token_arguments
+from .._library import custom_op
+from .._per_token import token_arguments
 from ..logprob.op import token_log_probs
 from ..logprob.options import in_shape, row_options
 from ..logprob.rows import has_unscaled_gradient, rows_forward, rows_unscaled_gradient
@@ -45,6 +46,7 @@ from .attach import attach_gradients, fake_gradients, wanted_gradients
 from .chunks import Chunks, gradients_fit
 from .gradients import LogProbGradients
 from .logprob import linear_token_log_probs
+from .reference import reference_logits
 
 register_backends(
     "linear_policy_loss", cpu=("cpp", "reference"), cuda=("cuda", "triton", "reference")
@@ -198,13 +200,8 @@ def _two_step_loss(
     """Compute log-probs, then the loss: the specification, and a form of sequence-level modes."""
     bias = head["bias"]
     if backend == "reference" and head["main_grad"] is None and not head["deterministic"]:
-        dtype = compute_dtype(hidden)
         masked = token_ids == row_arguments["ignore_index"]
-        logits = torch.nn.functional.linear(
-            hidden.masked_fill(masked.unsqueeze(-1), 0).to(dtype),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-        )
+        logits = reference_logits(hidden, weight, bias, masked)
         log_probs, entropy = token_log_probs(logits, token_ids, backend=backend, **row_arguments)
     else:
         log_probs, entropy = linear_token_log_probs(
@@ -288,7 +285,7 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
     return *per_token, cu_seqlens if mode in SEQUENCE_MODES else None, plan, numbers, is_bounds
 
 
-@torch.library.custom_op(
+@custom_op(
     "hybridengine::linear_policy_gradient",
     mutates_args=(),
     schema=f"({LINEAR_SCHEMA}, Tensor advantages, Tensor? old_log_probs, Tensor mask, "

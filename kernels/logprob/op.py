@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from .. import _check as check
+from .._library import custom_op
 from .._per_token import compute_dtype
 from .options import ROW_SCHEMA, RowOptions, in_shape, row_options
 from .rows import rows_backward, rows_forward
@@ -112,8 +113,8 @@ def token_log_probs(
         return selected_results(results, *entries)
     token_ids = _check_logits(op, logits, token_ids)
     options = row_options(
-        op, token_ids, logits.shape[-1], temperature, logit_scale, softcap, ignore_index,
-        vocab_mask, group,
+        op, token_ids, logits.shape[-1], temperature, logit_scale, softcap,
+        ignore_index, vocab_mask, group, compute_dtype(logits),
     )  # fmt: skip
     shape = token_ids.shape
     flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
@@ -175,7 +176,7 @@ def token_entropy(
 def _check_logits(op: str, logits: Tensor, token_ids: Tensor, shape: str = "...") -> Tensor:
     """Check that logits are [..., V] and token_ids of this shape; return token_ids as int64."""
     check.same_device(op, logits=logits, token_ids=token_ids)
-    check.no_forward_ad(op, logits=logits)
+    check.reverse_mode_only(op, logits=logits)
     sizes: check.Sizes = {}
     check.shape(op, "logits", logits, "... V", sizes)
     check.shape(op, "token_ids", token_ids, shape, sizes)
@@ -183,7 +184,7 @@ def _check_logits(op: str, logits: Tensor, token_ids: Tensor, shape: str = "..."
     return check.ids(op, "token_ids", token_ids)
 
 
-@torch.library.custom_op(
+@custom_op(
     "hybridengine::token_log_probs",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, bool want_squares, "
@@ -203,7 +204,7 @@ def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return *vectors, logits.new_empty(rows if want_squares else 0, dtype=dtype)
 
 
-@torch.library.custom_op(
+@custom_op(
     "hybridengine::token_log_probs_backward",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor token_ids, {ROW_SCHEMA}, Tensor[] row_results, "

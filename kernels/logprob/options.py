@@ -22,7 +22,7 @@ class RowOptions(NamedTuple):
     """z = softcap * tanh(logit_scale * x / softcap) / temperature, over the unmasked entries."""
 
     temperature: float
-    temperatures: Tensor | None  # [T] float32; temperature is 1 then
+    temperatures: Tensor | None  # [T], like the computed logits; temperature is 1 then
     logit_scale: float
     softcap: float  # 0: none
     ignore_index: int
@@ -74,16 +74,20 @@ def row_options(
     ignore_index: int = -100,
     vocab_mask: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> RowOptions:
     """Check the arguments of operator `op` and return them as RowOptions.
 
-    token_ids: int64, in the shape of the rows. vocab: size of this rank's slice.
+    Args:
+        token_ids: int64, in the shape of the rows.
+        vocab: size of this rank's slice.
+        dtype: in which the logits are computed.
     """
     check.integer(op, "ignore_index", ignore_index)
     sizes: check.Sizes = {"...": (tuple(token_ids.shape), "token_ids"), "V": (vocab, "logits")}
     temperatures = None
     if isinstance(temperature, Tensor):
-        temperatures = _per_token(op, temperature, token_ids, ignore_index, sizes)
+        temperatures = _per_token(op, temperature, token_ids, ignore_index, sizes, dtype)
         temperature = 1.0
     if vocab_mask is not None:
         check.shape(op, "vocab_mask", vocab_mask, "... V", sizes)
@@ -109,16 +113,21 @@ def row_options(
 
 
 def _per_token(
-    op: str, temperature: Tensor, token_ids: Tensor, ignore_index: int, sizes: check.Sizes
+    op: str,
+    temperature: Tensor,
+    token_ids: Tensor,
+    ignore_index: int,
+    sizes: check.Sizes,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return [T] float32. A wrong value raises an error on a CPU and becomes NaN elsewhere."""
+    """Return [T] in `dtype`. A wrong value raises an error on a CPU and becomes NaN elsewhere."""
     check.shape(op, "temperature", temperature, "...", sizes)
     check.dtype(op, "temperature", temperature)
     if temperature.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{op}: temperature requires a gradient, which is not computed; detach it."
         )
-    flat = temperature.detach().float().flatten().contiguous()
+    flat = temperature.detach().to(dtype).flatten().contiguous()
     good = (flat > 0) & (flat < torch.inf)
     if not check.readable(flat):
         return torch.where(good, flat, torch.nan)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._backend import choose_backend, has_triton, native, register_backends
+from .._per_token import unit_inner_stride
 from .options import RowOptions
 from .reference import reference_backward, reference_forward
 from .vocab_parallel import merge_partials
@@ -30,7 +31,7 @@ def rows_forward(
     if backend == "reference":
         with torch.no_grad():
             return reference_forward(logits, token_ids, options, want_squares)
-    logits, bad_label = _inner_contiguous(logits), _bad_label(logits.device)
+    logits, bad_label = unit_inner_stride(logits), _bad_label(logits.device)
     parallel = options.group != ""
     if backend == "triton":
         from . import triton as logprob_triton
@@ -80,7 +81,7 @@ def rows_backward(
         None if grad is None else grad.float().contiguous()
         for grad in (grad_log_probs, grad_entropy)
     )
-    logits, row_results = _inner_contiguous(logits), list(row_results)
+    logits, row_results = unit_inner_stride(logits), list(row_results)
     if backend == "triton":
         from . import triton as logprob_triton
 
@@ -145,7 +146,3 @@ def _backend_for(logits: Tensor, requested: str | None) -> str:
     if logits.dtype == torch.float64:
         requested = requested or "reference"
     return choose_backend("token_log_probs", logits.device, requested)
-
-
-def _inner_contiguous(logits: Tensor) -> Tensor:
-    return logits if logits.shape[1] <= 1 or logits.stride(1) == 1 else logits.contiguous()

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._library import custom_op
 from .options import RowOptions
 
 
@@ -14,7 +15,7 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-@torch.library.custom_op("hybridengine::vocab_range", mutates_args=())
+@custom_op("hybridengine::vocab_range", mutates_args=())
 def vocab_range(like: Tensor, vocab: int, group: str) -> Tensor:
     """Return int64 [2]: the first id of this rank's slice of `vocab` entries, and the total size.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import _check as check
 from .._backend import choose_backend, native, register_backends
+from .._library import custom_op
 from .packed import Packed, inverse_order
 from .reference import layout_reference, move_reference
 
@@ -112,7 +113,7 @@ def unpack(
     several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     named = {f"tensors[{i}]": tensor for i, tensor in enumerate(several)}
     check.same_device("unpack", **{"packed.indices": packed.indices}, **named)
-    check.no_forward_ad("unpack", **named)
+    check.reverse_mode_only("unpack", **named)
     num_rows = packed.indices.size(0)
     for i, tensor in enumerate(several):
         if tensor.dim() == 0 or tensor.size(0) != num_rows:
@@ -172,7 +173,7 @@ def _check_padded(tensors: list[Tensor], mask: Tensor, shifted: list[int]) -> Te
         raise ValueError(f"pack: mask has shape {list(mask.shape)}; expected [B, L]")
     named = {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}
     check.same_device("pack", mask=mask, **named)
-    check.no_forward_ad("pack", **named)
+    check.reverse_mode_only("pack", **named)
     for name, tensor in named.items():
         if tensor.shape[:2] != mask.shape:
             raise ValueError(
@@ -208,7 +209,7 @@ def _fill(op: str, name: str, value: float, tensor: Tensor) -> float:
     return value
 
 
-@torch.library.custom_op("hybridengine::pack_layout", mutates_args=())
+@custom_op("hybridengine::pack_layout", mutates_args=())
 def _pack_layout(
     mask: Tensor, capacity: int | None, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -231,7 +232,7 @@ def _(mask: Tensor, capacity: int | None, backend: str | None) -> tuple[Tensor, 
     return cu_seqlens, longs(rows), longs(rows), longs(mask.numel()), longs(), max_seqlen
 
 
-@torch.library.custom_op("hybridengine::move_rows", mutates_args=())
+@custom_op("hybridengine::move_rows", mutates_args=())
 def _move_rows(
     sources: list[Tensor],
     index: Tensor,

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import _check as check
 from .._aggregation import LOSS_AGG_MODES, kernel_denominators, loss_denominators
 from .._backend import native, register_backends
+from .._library import custom_op
 from .._per_token import as_mask
 from .arguments import LossInputs, check_inputs
 from .reference import policy_loss_reference
@@ -200,7 +201,7 @@ def kernel_arguments(
     """Return the arguments of the op policy_loss."""
     tokens, cu_seqlens, seq_num_tokens, settings, options, backend = inputs
     log_probs, entropy = tokens["log_probs"], tokens.get("entropy")
-    check.no_forward_ad(op, log_probs=log_probs, entropy=entropy)
+    check.reverse_mode_only(op, log_probs=log_probs, entropy=entropy)
     denominators, numbers = kernel_denominators(
         op, settings.loss_agg_mode, cu_seqlens, *counts, log_probs.device
     )
@@ -271,7 +272,7 @@ def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
     return *(gradient if needs else None for gradient, needs in needed), *[None] * 12
 
 
-@torch.library.custom_op("hybridengine::policy_loss", mutates_args=())
+@custom_op("hybridengine::policy_loss", mutates_args=())
 def _policy_loss(
     log_probs: Tensor,
     entropy: Tensor | None,

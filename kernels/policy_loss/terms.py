@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from .. import _check as check
-from .._per_token import compute_dtype
+from .._per_token import choose_number, compute_dtype
 
 LOSS_MODES = (
     "ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov",
@@ -154,7 +154,7 @@ def _dual_clip(
 
 
 def _sapo(ratio: Tensor, advantages: Tensor, options: LossOptions) -> Tensor:
-    tau = torch.where(advantages > 0, options.tau_pos, options.tau_neg).to(ratio.dtype)
+    tau = choose_number(advantages > 0, options.tau_pos, options.tau_neg, ratio.dtype)
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
 
 

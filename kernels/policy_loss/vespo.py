@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from .. import _check as check
-from .._per_token import TokenSequences, as_mask, compute_dtype, token_arguments, zero_masked
+from .._per_token import (
+    TokenSequences,
+    as_mask,
+    choose_number,
+    compute_dtype,
+    token_arguments,
+    zero_masked,
+)
 from .terms import MAX_LOG_RATIO, clamped_log_ratio
 
 _MIN_LOG_WEIGHT = math.log(1e-8)
@@ -77,7 +84,7 @@ def vespo_weights(
         log_w = log_w.clamp(_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
         positive = values["advantages"] >= 0
         k, rate = (
-            torch.where(positive, pos, neg).to(dtype)
+            choose_number(positive, pos, neg, dtype)
             for pos, neg in ((k_pos, k_neg), (lambda_pos, lambda_neg))
         )
         phi = (rate + k * log_w - rate * log_w.exp()).exp()

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import _check as check
 from .._aggregation import kernel_denominators
 from .._backend import choose_backend, register_backends
+from .._library import custom_op
 from .._per_token import compute_dtype, token_arguments
 from ..policy_loss.importance import ImportanceBounds
 from .reference import REJECTION_CRITERIA, Bounds, correct
@@ -120,7 +121,7 @@ def rollout_correction(
     )
 
 
-@torch.library.custom_op("hybridengine::rollout_correction", mutates_args=())
+@custom_op("hybridengine::rollout_correction", mutates_args=())
 def _rollout_correction(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,

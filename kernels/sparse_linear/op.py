@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _check as check
+from .._library import custom_op
 from .._per_token import compute_dtype
 from ..linear import linear_token_log_probs
 from ..linear.arguments import check_linear, register_linear_autograd, split_row_options
@@ -90,8 +91,9 @@ def sparse_linear_token_log_probs(
     check.shape(OP, "hidden", hidden, "T H", {})
     token_ids = check_linear(OP, hidden, weight, token_ids, bias, main_grad)
     options = row_options(
-        OP, token_ids, weight.shape[0], temperature, logit_scale, softcap, ignore_index, None, group
-    )
+        OP, token_ids, weight.shape[0], temperature, logit_scale, softcap,
+        ignore_index, None, group, compute_dtype(hidden),
+    )  # fmt: skip
     check.same_device(OP, hidden=hidden, kept_ids=kept_ids, cu_kept=cu_kept)
     check.shape(OP, "kept_ids", kept_ids, "K", {})
     kept_ids = check.ids(OP, "kept_ids", kept_ids)
@@ -186,7 +188,7 @@ def _is_token(products: Products, token_ids: Tensor) -> Tensor:
     return (products.ids == token_ids[products.row_index]).double()
 
 
-@torch.library.custom_op(
+@custom_op(
     f"hybridengine::{OP}",
     mutates_args=(),
     schema=f"({SCHEMA}, Tensor? main_grad) -> (Tensor, Tensor, Tensor)",
@@ -221,7 +223,7 @@ def _(
     return log_probs, entropy, hidden.new_empty(ids.shape[0], dtype=dtype)
 
 
-@torch.library.custom_op(
+@custom_op(
     f"hybridengine::{OP}_backward",
     mutates_args=("main_grad",),
     schema=f"({SCHEMA}, Tensor(a!)? main_grad, Tensor logits, Tensor entropy, "

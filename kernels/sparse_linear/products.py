@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._backend import choose_backend, native, register_backends
-from .._per_token import compute_dtype
+from .._per_token import compute_dtype, unit_inner_stride
 from ..linear.chunks import empty_like_from_pool
 
 OP = "sparse_linear_token_log_probs"
@@ -55,7 +55,7 @@ class Products(NamedTuple):
     ) -> Products:
         """Return the problem with the backend that runs it; float64 needs the reference."""
         chosen = choose_backend(OP, hidden.device, backend, hidden.dtype)
-        hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (hidden, weight))
+        hidden, weight = unit_inner_stride(hidden), unit_inner_stride(weight)
         rows = row_index(ends, ids.shape[0])
         return Products(hidden, weight, ids, ends, rows, vocab_range, chosen)
 

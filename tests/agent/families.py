@@ -104,4 +104,4 @@ def turn_template(family: str, tools: Any = ()) -> tuple[TurnTemplate, int]:
         end = "</s>"
     chats = ChatTemplate(tokenizer, DataConfig(chat_template=text), tools)
     stop = tokenizer.convert_tokens_to_ids(end)
-    return TurnTemplate(partial(chats.render, "test"), tokenizer, [stop]), stop
+    return TurnTemplate(partial(chats.render, "test"), tokenizer, [stop], chats.special), stop

@@ -75,7 +75,7 @@ class Engine:
         if self.in_flight is not None and self.in_flight.is_due():
             self.in_flight.update()
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, expected: Any) -> Any:
         self.sent.append(value)
         return value
 
@@ -278,3 +278,24 @@ def test_loops_are_found_by_name_and_file(tmp_path: Path) -> None:
     assert find_loop("test_own") is Own
     with pytest.raises(ValueError, match="already registered"):
         register_agent_loop("test_own")(type("Other", (Own,), {}))
+
+
+def test_a_row_cannot_name_code(tmp_path: Path) -> None:
+    """A row selects among registered loops; what the configuration names is imported, once."""
+    ran = tmp_path / "ran"
+    file = tmp_path / "loop.py"
+    file.write_text(
+        f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n"
+        "class Environment:\n    def reset(self, sample): ...\n"
+        "    def step(self, action): return '', 0.0, True\n"
+    )
+    name = f"{file}:Environment"
+    context = LoopContext(MultiTurnConfig(enable=True), parse=lambda text: [])
+    template, _ = turn_template(CHATML)
+    for given in (name, "os.system", "package.module.Class", "unknown"):
+        agents = AgentRunner(context, "single_turn_agent", template, {})
+        with pytest.raises(AgentError, match=r"expected one of single_turn_agent, tool_agent"):
+            agents._find(given)
+        assert not ran.exists()
+    assert AgentRunner(context, name, template, {})._find("tool_agent")
+    assert AgentRunner(context, name, template, {})._find(name) and ran.exists()

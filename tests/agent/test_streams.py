@@ -84,6 +84,7 @@ def trajectories_body(rank: int, world_size: int, path: str) -> Any:
     from hybridengine.agent import AgentLoop, AgentRunner, LoopContext, TurnTemplate
     from hybridengine.config.rl import MultiTurnConfig
     from hybridengine.data import PromptSample
+    from hybridengine.data.special_tokens import SpecialTokens
     from hybridengine.rollout import SamplingSpec
 
     engine, tokenizer = build(path, "vllm", 2, [2, *range(70, 101)])
@@ -100,7 +101,9 @@ def trajectories_body(rank: int, world_size: int, path: str) -> Any:
         return "".join(f"{message['content']} " for message in chat)
 
     context = LoopContext(MultiTurnConfig(enable=True), parse=lambda text: [])
-    template = TurnTemplate(render, tokenizer, [2, *range(70, 101)])
+    template = TurnTemplate(
+        render, tokenizer, [2, *range(70, 101)], SpecialTokens(tokenizer, "text")
+    )
     runner = AgentRunner(context, "slow", template, {}, {"slow": Slow})
     samples = {
         i: PromptSample(i, prompt, tokenizer.decode(prompt) + " ", "toy", None, {},

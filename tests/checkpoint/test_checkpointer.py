@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoint.hostile import hostile_metadata, replace_metadata
 from tests.ranks import run_ranks
 from tests.trainer.sft_job import save_checkpoint, start_run, write_sft_job
 
@@ -170,6 +171,13 @@ def resume_damaged(rank: int, world_size: int, folder: Path) -> tuple[list[str],
     torch.distributed.barrier()  # rank 0 gives the folder its name
     with pytest.raises(CheckpointError) as diverged:
         run.checkpoints.resume("path", folder / "run" / "global_step_3")
+    if rank == 0:
+        _, content = next(hostile_metadata(folder / "ran"))
+        replace_metadata(folder / "run" / "global_step_1", content)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as hostile:
+        run.checkpoints.resume("path", folder / "run" / "global_step_1")
+    assert "posix.system" in str(hostile.value) and not (folder / "ran").exists()
     return skipped, str(by_path.value), str(diverged.value)
 
 
@@ -217,6 +225,11 @@ def test_unusable_checkpoints_are_reported_before_ranks_start(tmp_path: Path) ->
     metadata.write_bytes(bytes(255 - byte for byte in metadata.read_bytes()))
     code, output = preflight()
     assert code == 2 and ".metadata is damaged" in output, output
+    _, content = next(hostile_metadata(tmp_path / "ran"))
+    replace_metadata(checkpoint.path, content)
+    code, output = preflight()
+    assert code == 2 and "it names posix.system" in output, output
+    assert not (tmp_path / "ran").exists()
     (checkpoint.path / "complete.json").write_text("{")
     code, output = preflight()
     assert code == 2 and "damaged complete.json" in output, output

@@ -15,6 +15,7 @@ from hybridengine.checkpoint import CheckpointError
 from hybridengine.checkpoint.export import export_checkpoint
 from hybridengine.errors import ModelError
 from hybridengine.storage import write_manifest
+from tests.checkpoint.hostile import hostile_metadata, replace_metadata
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.tolerances import MERGED
@@ -47,12 +48,21 @@ def assert_equal(one: Path, other: Path, **tolerance: float) -> None:
         torch.testing.assert_close(first[name].data, second[name].data, **close, msg=name)
 
 
+def test_a_run_without_checkpoints_names_its_final_folder(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "run" / "final")
+    for given in (tmp_path / "run", tmp_path / "run" / "final"):
+        with pytest.raises(CheckpointError, match=r"needs none: .*final' is a Hugging Face folder"):
+            export_checkpoint(given, tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
 def test_offline_equals_online(tmp_path: Path, kind: str) -> None:
     folder = write_sft_job(tmp_path)  # untied
     if kind == "tied":
         save_tiny("llama", folder / "model")
     run_ranks(save_and_export, 2, folder, {"model.lora_rank": 2} if kind == "lora" else {})
+    export_checkpoint(folder / "run", tmp_path / "own")
+    assert {p.dtype for p in parameters(tmp_path / "own").values()} == {torch.float32}
     source = export_checkpoint(folder / "run", tmp_path / "out", torch.float32)
     assert source.name == "global_step_1"
     assert_equal(tmp_path / "out", folder / "online", **(MERGED if kind == "lora" else {}))
@@ -61,6 +71,12 @@ def test_offline_equals_online(tmp_path: Path, kind: str) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.tie_word_embeddings == (kind == "tied")
+    if kind == "untied":
+        _, content = next(hostile_metadata(tmp_path / "ran"))
+        replace_metadata(source, content)
+        with pytest.raises(CheckpointError, match=r"it names posix\.system"):
+            export_checkpoint(folder / "run", tmp_path / "out", torch.float32)
+        assert not (tmp_path / "ran").exists()
     if kind == "lora":
         adapter = tmp_path / "adapter"
         export_checkpoint(folder / "run", adapter, as_adapter=True)

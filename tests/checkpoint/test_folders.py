@@ -3,13 +3,15 @@
 import json
 import re
 import shutil
+import tempfile
+from contextlib import suppress
 
 import pytest
 
 from hybridengine.checkpoint import CheckpointError, find_checkpoints, resume_plan
 from hybridengine.checkpoint.folders import open_checkpoint, partial_folder, prune, publish
 from hybridengine.errors import ModelError
-from hybridengine.storage import check_disk_space, free_space
+from hybridengine.storage import check_disk_space, free_space, temporary_folder
 
 DATA = b"x" * 100
 
@@ -67,6 +69,54 @@ def test_a_checkpoint_without_checksums_is_reported(tmp_path):
     (tmp_path / "global_step_4" / "complete.json").write_text(manifest)
     with pytest.raises(CheckpointError, match="older version, without checksums"):
         open_checkpoint(tmp_path / "global_step_4")
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed_or_changes_nothing(tmp_path):
+    save(tmp_path, 6, 0.5)
+    folder = tmp_path / "global_step_6"
+    written, saved = (folder / "complete.json").read_bytes(), open_checkpoint(folder)
+    for bit in range(8 * len(written)):
+        (folder / "complete.json").write_bytes(flipped(written, bit))
+        with suppress(CheckpointError):
+            assert open_checkpoint(folder) == saved, bit
+
+
+def test_a_manifest_of_another_step_is_not_resumed_from(tmp_path):
+    save(tmp_path, 4)
+    save(tmp_path, 6)
+    file = tmp_path / "global_step_6" / "complete.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps({**manifest, "step": 7}))
+    with pytest.raises(CheckpointError, match="its checksum differs from its content"):
+        open_checkpoint(file.parent)
+    old = {name: value for name, value in manifest.items() if name != "checksum"}
+    file.write_text(json.dumps({**old, "step": 7}))
+    with pytest.raises(CheckpointError, match=r"is of step 7, .* its name global_step_7"):
+        open_checkpoint(file.parent)
+    assert resume_plan(tmp_path, "auto").step == 4
+    file.write_text(json.dumps(old))  # of an older version, without a checksum of its own
+    assert resume_plan(tmp_path, "auto").step == 6
+    file.parent.rename(tmp_path / "best")
+    assert resume_plan(tmp_path, "path", tmp_path / "best").step == 6
+
+
+def test_pruning_removes_links_and_not_what_they_point_to(tmp_path):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    for step in (1, 2, 3):
+        save(run, step)
+    disk.mkdir()
+    shutil.move(run / "global_step_1", disk / "one")
+    (run / "global_step_1").symlink_to(disk / "one")
+    shutil.move(run / "global_step_2" / "tensors", disk / "tensors")
+    (run / "global_step_2" / "tensors").symlink_to(disk / "tensors")
+    prune(run, 1)
+    assert [path.name for path in run.iterdir()] == ["global_step_3"]
+    open_checkpoint(disk / "one").verify()
+    assert (disk / "tensors" / "data").read_bytes() == DATA
 
 
 def test_auto_does_not_start_anew_with_damaged_checkpoints(tmp_path):
@@ -138,6 +188,18 @@ def test_files_have_the_mode_of_the_umask(tmp_path):
     assert {file.stat().st_mode for file in files} == {wanted} and len(files) == 2
     manifest = json.loads((tmp_path / "global_step_1" / "complete.json").read_text())
     assert manifest["files"]["data"][0] == len(DATA)
+
+
+def test_a_killed_process_leaves_no_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "hybridengine-errors-left").mkdir()
+    (tmp_path / "hybridengine-errors-left" / "record").touch()
+    (tmp_path / "hybridengine-clone").mkdir()
+    with temporary_folder() as first, temporary_folder() as second:
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "hybridengine-clone", first.name, second.name}  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["hybridengine-clone"]
 
 
 def test_disk_space(tmp_path):

@@ -91,3 +91,14 @@ def test_a_start_that_left_nothing_is_not_kept(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     assert archive_earlier_run(tmp_path, tmp_path / "rollouts", None) is None
     assert not (tmp_path / "previous-1").exists()
+
+
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    used_folder(tmp_path, tmp_path / "rollouts")
+    before = files(tmp_path)
+    left = (".curves.123.png", ".summary.7.json", "rollouts/.step_5.99.jsonl")
+    own = {".notes.2024.txt", ".curves.old.png"}
+    for name in (*left, *own):
+        (tmp_path / name).touch()
+    archive_earlier_run(tmp_path, tmp_path / "rollouts", saved(tmp_path, 4))
+    assert files(tmp_path) == before | own

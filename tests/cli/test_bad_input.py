@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import cli
+from hybridengine.tracking import metrics
 from tests.cli.conftest import PROMPT, refusal
 
 
@@ -112,7 +113,40 @@ def test_malformed_parquet(dry_run, tmp_path):
 
 def test_missing_config():
     result = CliRunner().invoke(cli.app, ["grpo", "none.yaml"])
-    assert refusal(result) == "error: config file none.yaml does not exist; check the path"
+    where = f"none.yaml (in {Path.cwd()})"
+    assert refusal(result) == f"error: config file {where} does not exist; check the path"
+
+
+def test_relative_paths_name_the_folder_they_start_from(dry_run):
+    for override in ("data.train_files=a.jsonl", "model.external_lib=a.py", "model.path=./a"):
+        line = refusal(dry_run(override))
+        assert f"(in {Path.cwd()}) does not exist" in line
+
+
+def test_mistakes_of_all_stages_come_together(dry_run, tmp_path, monkeypatch):
+    """Loggers, disk, model, data and reward; the batch where there is a tokenizer."""
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    wandb, reward = "trainer.logger=[wandb]", f"reward.custom_reward_function.path={tmp_path}"
+    good_model = dry_run(wandb, "data.train_batch_size=5", reward)
+    assert "names wandb, which is not installed" in good_model.stderr
+    assert f"reward file {tmp_path} is a folder" in good_model.stderr
+    batch = dry_run(wandb, "data.train_batch_size=5", "rollout.max_model_len=4096")
+    for part in ("names wandb", "only 4 training prompts", "lower rollout.max_model_len"):
+        assert part in batch.stderr
+    files = ["model.path=./a", "data.train_files=a.jsonl", "trainer.default_local_dir=/proc/nope"]
+    result = dry_run(wandb, *files, reward)
+    assert result.exit_code == 2 and result.stderr.startswith("error: 5 settings cannot be used")
+    for part in ("names wandb", "model path", "data file", "stores no files", "is a folder"):
+        assert part in result.stderr
+    sft = dry_run(wandb, *files, kind="sft")
+    assert sft.stderr.startswith("error: 4 settings cannot be used")
+
+
+def test_a_group_of_one_is_noted(dry_run):
+    result = dry_run("rollout.n=1")
+    assert result.exit_code == 0
+    assert "note: rollout.n is 1, and algorithm.adv_estimator grpo" in result.stderr
+    assert "rollout.n is" not in dry_run("rollout.n=2").stderr
 
 
 def test_several_nodes_need_torchrun(dry_run):

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import __version__, cli
+from hybridengine.config import load_config
 
 # Runs the command, then reports on stderr which heavy packages it loaded.
 PROBE = """
@@ -29,7 +30,7 @@ finally:
         (["grpo", "--help"], 0, "KEY=VALUE"),
         (["keys", "sft", "optim"], 0, "optim.lr_warmup_steps_ratio"),
         (["keys", "nothing"], 2, "expected one of grpo, ppo, sft"),
-        (["grpo", "none.yaml"], 2, "none.yaml does not exist"),
+        (["grpo", "none.yaml"], 2, "none.yaml (in "),
         (["ppo", "model.path=m", "data.train_files=t.jsonl", "rollout.nn=2"], 2, "rollout.n?"),
         (["sft", "model.path=m", "data.train_files=t.jsonl", "optim.lr=fast"], 2, "optim.lr is"),
     ],
@@ -52,6 +53,21 @@ def test_keys_lists_every_key_with_its_meaning():
     assert "[0.9, 0.999]" in lines["actor.optim.betas"]
     assert "list of console | jsonl" in lines["trainer.logger"]
     assert "1e-05" in lines["critic.optim.lr"]
+
+
+def test_hydras_way_to_name_the_file(tmp_path):
+    (tmp_path / "multi.yaml").write_text("defaults: [ppo_trainer]\nrollout: {n: 3, top_k: 7}\n")
+    given = [f"--config-path={tmp_path}", "--config-name=multi"]
+    rest = ["model.path=m", "data.train_files=t.jsonl", "actor_rollout_ref.rollout.n=4"]
+    result = CliRunner().invoke(cli.app, ["grpo", *given, *rest, "--print-config"])
+    assert result.exit_code == 0, result.output
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(result.stdout)
+    config = load_config(printed)
+    assert (config.rollout.n, config.rollout.top_k, config.model.path) == (4, 7, "m")
+    assert config == load_config(tmp_path / "multi.yaml", rest)
+    result = CliRunner().invoke(cli.app, ["grpo", "--config-name=ppo_megatron_trainer", *rest])
+    assert result.exit_code == 2 and "go together" in result.stderr
 
 
 def test_an_error_comes_without_notes(tmp_path):

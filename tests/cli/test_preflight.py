@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridengine.checkpoint.folders import partial_folder, publish
-from hybridengine.config import load_sft_config
+from hybridengine.config import ConfigError, load_sft_config
 from hybridengine.model.validation import check_model, check_weights, longest_sequence
+from hybridengine.preflight_engine import check_head_size
+from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES
 from hybridengine.trainer.plan import start_of
 from tests.cli.conftest import refusal
 from tests.tiny_models import save_tiny, tiny_config
@@ -178,12 +180,40 @@ def test_a_cache_larger_than_the_memory(dry_run):
         ("block_sise=1", ["did you mean block_size?"]),
         ("enforce_eager=true", ["enforce_eager is set by rollout.enforce_eager"]),
         ("load_format=auto", ["load_format is set by the trainer"]),
+        (
+            "logits_processors=[m.Bias]",
+            ["logits_processors would sample from another distribution"],
+        ),
+        ("speculative_config.method=ngram", ["speculative_config would sample by a draft model"]),
+        ("kv_cache_dtype=fp8", ["kv_cache_dtype would sample from another distribution"]),
+        (
+            "override_generation_config.repetition_penalty=1.2",
+            ["override_generation_config has no effect", "set rollout.temperature"],
+        ),
     ],
 )
 def test_invalid_engine_options(dry_run, override, words):
     line = refusal(dry_run("rollout.name=vllm", f"rollout.engine_kwargs.vllm.{override}"))
     for word in ("rollout.engine_kwargs.vllm", *words):
         assert word in line
+
+
+def test_a_variable_that_the_engine_cannot_have(dry_run, monkeypatch):
+    monkeypatch.setenv("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "1")
+    line = refusal(dry_run("rollout.name=vllm"))
+    assert "VLLM_DISTRIBUTED_USE_SPLIT_GROUP is set" in line and "unset it" in line
+    assert dry_run().exit_code == 0, "the plain engine does not read it"
+
+
+def test_head_sizes_of_vllms_attention_on_a_cpu(monkeypatch):
+    backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    assert [*CPU_HEAD_SIZES] == backend.get_supported_head_sizes()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = tiny_config("llama")
+    check_head_size(model)
+    model.head_dim = 48
+    with pytest.raises(ConfigError, match=r"no heads of size 48.*set rollout.name=hf"):
+        check_head_size(model)
 
 
 def test_engine_options_need_vllm(dry_run):

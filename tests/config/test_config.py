@@ -94,6 +94,11 @@ def test_null_falls_back_to_other_keys():
         ("actor.optim.learning_rate=1", "actor.optim.learning_rate.*the command line.*not a known"),
         ("actor.clip_rato=0.1", "did you mean actor.clip_ratio"),
         ("lr=0.1", "did you mean actor.optim.lr or critic.optim.lr"),
+        ("data.bathc_size=4", "did you mean data.val_batch_size or data.train_batch_size"),
+        ("actor.optim.warmup_stlye=cosine", "did you mean actor.optim.lr_scheduler_type"),
+        ("data.train_files=null", "data.train_files is required and was not given"),
+        ("data.train_files[0]=t.jsonl", "sets an entry of a list; give the full list"),
+        ("reward.weights=3", "reward.weights is 3: input should be a list"),
         ("critic.betas=[0,0]", "did you mean actor.optim.betas"),
         ("rollout.optim.learning_rate=1", "known key; `hybridengine keys grpo` lists them"),
         ("actor_rollout_ref.actor.grad_clp=1", "did you mean actor.grad_clip"),
@@ -247,8 +252,10 @@ def test_required_keys(key):
 
 
 def test_a_key_under_both_names_is_an_error(tmp_path):
+    """In a file, whose order means nothing; of overrides, the last wins."""
+    text = "rollout: {n: 2}\nactor_rollout_ref: {rollout: {n: 3}}\n"
     with pytest.raises(ConfigError, match=r"rollout\.n is given twice"):
-        load("rollout.n=2", "actor_rollout_ref.rollout.n=3")
+        load_config(write(tmp_path / "c.yaml", text), NEEDED)
 
 
 @pytest.mark.parametrize(

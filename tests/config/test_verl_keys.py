@@ -1,6 +1,7 @@
 """verl's keys: each is native, renamed, ignored with a reason, or refused with a sentence."""
 
 import importlib.util
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from hybridengine.config import (
     SFTConfig,
     load_config,
     load_sft_config,
+    parse_overrides,
 )
 
+# Settings of verl's example commands, one of each set of keys, with what is refused of each.
+COMMANDS = json.loads((Path(__file__).parent / "verl_commands.json").read_text())
 COMMON = """
     data.train_files=train.parquet data.val_files=test.parquet data.max_prompt_length=512
     data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error
@@ -147,6 +151,41 @@ def test_a_pasted_script_runs(script, load):
     assert len(texts) <= 14
 
 
+@pytest.mark.parametrize("name", COMMANDS["commands"])
+def test_an_example_command_of_verl(name):
+    """It loads, or exactly the keys that cannot work are refused."""
+    command = COMMANDS["commands"][name]
+    settings = [COMMANDS["settings"][i] for i in command["settings"]]
+    load = load_sft_config if command["kind"] == "sft" else load_config
+    defaults = [PPO] if command["kind"] == "ppo" else []
+    faults = faults_of(lambda given: load(None, given, *defaults), settings)
+    assert sorted({fault.split(" ", 1)[0] for fault in faults}) == command["refused"], faults
+    assert not any("not a known key" in f for f in faults) or name.startswith("generation/")
+
+
+def test_other_engines_are_vllm():
+    needed = ["model.path=m", "data.train_files=t.jsonl"]
+    other = ["rollout.name=sglang", "+rollout.engine_kwargs.sglang.attention_backend=triton"]
+    with pytest.warns(ConfigNote, match="rollout.name=sglang.*the engine is vLLM"):
+        config = load_config(None, [*needed, *other])
+    assert config.rollout.name == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("given", "n"),
+    [
+        (["rollout.n=4", "actor_rollout_ref.rollout.n=2"], 2),
+        (["actor_rollout_ref.rollout.n=2", "rollout.n=4"], 4),
+        (["rollout.n=4", "actor_rollout_ref.rollout.n=2", "++rollout.n=3"], 3),
+        (["rollout={n: 4, top_k: 5}", "actor_rollout_ref.rollout.n=2"], 2),
+    ],
+)
+def test_the_last_of_two_overrides_wins(given, n):
+    needed = ["model.path=m", "data.train_files=t.jsonl"]
+    assert load_config(None, [*needed, *given]).rollout.n == n
+    assert load_config(None, parse_overrides([*needed, *given])).rollout.n == n
+
+
 def test_one_note_per_reason():
     with pytest.warns(ConfigNote) as notes:
         load_config(None, GRPO.split())
@@ -214,6 +253,9 @@ def test_verls_own_defaults_are_all_known(tmp_path):
                         ("optim", "optim/fsdp"), ("profiler", "profiler/profiler")):  # fmt: skip
         sft[group] = read(name)
     refused = {  # null or 0 has another meaning in verl
+        "data.image_key",
+        "data.video_key",
+        "data.audio_key",  # refused, though they are set
         "data.tools_key",
         "data.enable_thinking_key",
         "algorithm.filter_groups.max_num_gen_batches",
@@ -230,11 +272,11 @@ def test_verls_own_defaults_are_all_known(tmp_path):
         assert not [f for f in faults if f.split(" ", 1)[0] not in refused], faults
 
 
-def faults_of(load: Any, file: Path) -> tuple[str, ...]:
+def faults_of(load: Any, given: Any) -> tuple[str, ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigNote)
         try:
-            config = load(file)
+            config = load(given)
         except ConfigError as error:
             return error.faults
     assert isinstance(config, GRPOConfig | SFTConfig)

@@ -1,17 +1,25 @@
 """The cache of tokenised data: written once, shared, and a new entry for any change."""
 
+import math
 import os
+import pickle
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
 
 import pytest
 
 from hybridengine.config import DataConfig, SFTDataConfig
-from hybridengine.data import DataError, PromptDataset, chats
+from hybridengine.data import DataError, PromptDataset, PromptSample, chats
 from hybridengine.data import cache as cache_files
 from hybridengine.data.cache import CachedDataset
 from hybridengine.data.conversations import SFTDataset
+from tests.checkpoint.hostile import Call
 from tests.data.rows import TEMPLATE, row, write_jsonl
 
 
@@ -107,31 +115,97 @@ def test_a_bad_row_leaves_no_entry(tokenizer, tmp_path, cache):
     assert [f.suffix for f in cache.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("size", [-1, -8, -24, 16, 8, 0])
+@pytest.mark.parametrize("size", [-1, -8, -28, 28, 8, 0])
 def test_a_damaged_entry_is_rewritten(cache, size):
-    assert list(CachedDataset("key", lambda: [1, None, "two"])) == [1, "two"]
+    assert list(CachedDataset("key", lambda: [1, None, "two"], Any)) == [1, "two"]
     damaged = cache / "key"
     damaged.write_bytes(damaged.read_bytes()[:size])
-    again = CachedDataset("key", lambda: [3, None, None])
+    again = CachedDataset("key", lambda: [3, None, None], Any)
     assert list(again) == [3] and again.dropped == 2
+
+
+def damage_cases(written: bytes):
+    """300 flipped bits, and 20 truncations."""
+    draw = random.Random(26)
+    for bit in (draw.randrange(8 * len(written)) for _ in range(300)):
+        damaged = bytearray(written)
+        damaged[bit // 8] ^= 1 << bit % 8
+        yield bytes(damaged)
+    for size in range(0, len(written), len(written) // 20):
+        yield written[:size]
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_damaged_entry_never_gives_other_data(cache, in_use):
+    """An entry that is opened is made anew or ends in an error; one in use, in an error."""
+    samples = [
+        PromptSample(n, [n, 7], f"{n}", "source", n, {"k": [n, 0.5]}, [{"role": "user"}])
+        for n in range(8)
+    ]
+    entry, made = cache / "key", 0
+
+    def make():
+        nonlocal made
+        made += 1
+        return samples
+
+    CachedDataset("key", make, PromptSample)
+    written, num_cases, num_errors = entry.read_bytes(), 0, 0
+    for damaged in damage_cases(written):
+        entry.write_bytes(written if in_use else damaged)
+        dataset = CachedDataset("key", make, PromptSample)
+        num_cases += 1
+        if in_use:
+            entry.write_bytes(damaged)
+        try:
+            assert list(dataset) == samples
+        except DataError as error:
+            assert "is damaged at sample" in str(error) and not entry.exists()
+            num_errors += 1
+    size = len(written) - 28
+    in_footer = sum(damaged[:size] == written[:size] for damaged in damage_cases(written))
+    assert num_errors == num_cases - in_footer if in_use else num_errors + made - 1 == num_cases
+
+
+def test_values_of_parquet_and_json_come_back_as_they_were(cache):
+    moment = datetime(2026, 2, 3, 4, 5, 6, 789, timezone(timedelta(hours=2)))
+    row = {
+        "plain": [None, True, -1, 2**64 - 1, 0.1, math.inf, "tëxt\0", b"\xff", {"": []}],
+        "integers": [2**64, -(2**63) - 1, 10**40],
+        "times": [moment, moment.replace(tzinfo=None), moment.date(), moment.time(),
+                  timedelta(days=-1, microseconds=7)],
+        "other": [Decimal("1.50"), UUID(int=5), ("a", (1, [2]))],
+    }  # fmt: skip
+    sample = PromptSample(3, [1, 70000], "text", "source", row, {"row": row}, [{"content": "c"}])
+    for _ in range(2):
+        [read] = CachedDataset("key", lambda: [sample], PromptSample)
+        assert read == sample and repr(read) == repr(sample)
+
+
+def test_no_entry_names_code(cache):
+    CachedDataset("key", lambda: [1], Any)
+    ran, entry = cache / "ran", cache / "key"
+    entry.write_bytes(pickle.dumps(Call(os.system, f"touch {ran}")))
+    assert list(CachedDataset("key", lambda: [2], Any)) == [2]
+    assert not ran.exists()
 
 
 def test_an_entry_without_samples(cache):
     for _ in range(2):
-        empty = CachedDataset("key", lambda: [None])
+        empty = CachedDataset("key", lambda: [None], Any)
         assert (list(empty), empty.dropped) == ([], 1)
 
 
 def test_unused_entries_are_removed(cache):
     for key in ("unused", "used"):
-        CachedDataset(key, lambda: [1])
+        CachedDataset(key, lambda: [1], Any)
     long_ago = time.time() - 2 * cache_files._MAX_UNUSED_S
     for path in cache.iterdir():
         os.utime(path, (long_ago, long_ago))
-    assert list(CachedDataset("used", lambda: [2])) == [1]  # which renews it
-    CachedDataset("new", lambda: [3])
+    assert list(CachedDataset("used", lambda: [2], Any)) == [1]  # which renews it
+    CachedDataset("new", lambda: [3], Any)
     assert {path.name for path in cache.iterdir() if not path.suffix} == {"used", "new"}
-    assert list(CachedDataset("unused", lambda: [4])) == [4]
+    assert list(CachedDataset("unused", lambda: [4], Any)) == [4]
 
 
 def test_one_process_writes_and_the_others_wait(cache):
@@ -144,6 +218,6 @@ def test_one_process_writes_and_the_others_wait(cache):
         yield from range(5)
 
     with ThreadPoolExecutor(3) as pool:
-        found = pool.map(lambda _: list(CachedDataset("key", make)), range(3))
+        found = pool.map(lambda _: list(CachedDataset("key", make, Any)), range(3))
         assert list(found) == [list(range(5))] * 3
     assert len(made) == 1

@@ -57,6 +57,20 @@ def test_prompt_and_response(tmp_path, chatml):
     assert sample.num_loss_tokens == 3
 
 
+def test_prompt_and_response_inside_a_column(tmp_path, chatml):
+    rows = [{"extra_info": {"question": "1", "solution": {"text": "3 4"}}}]
+    keys = {"prompt_key": "extra_info", "response_key": "extra_info"}
+    inside = {"prompt_dict_keys": ["question"], "response_dict_keys": ["solution", "text"]}
+    [sample] = read(tmp_path, chatml, rows, **keys, **inside)
+    [plain] = read(tmp_path, chatml, [{"prompt": "1", "response": "3 4"}])
+    assert (sample.ids, sample.loss_mask) == (plain.ids, plain.loss_mask)
+    inside["response_dict_keys"] = ["solution", "txt"]
+    with pytest.raises(
+        DataError, match=r"line 1: extra_info.solution has no 'txt', it has only te"
+    ):
+        read(tmp_path, chatml, rows, **keys, **inside)
+
+
 def test_every_assistant_turn_of_a_chat(tmp_path, chatml):
     chat = [
         {"role": "system", "content": "9"},

@@ -1,10 +1,14 @@
 """The order of prompts: the same on every rank, whole epochs, exact after a resume."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.data import DataError, PromptLoader, Subset
+from hybridengine.config import DataConfig
+from hybridengine.data import DataError, PromptDataset, PromptLoader, Subset
+from tests.data.rows import row, write_jsonl
 
 
 def loader(n=10, batch=3, seed=1, shuffle=True) -> PromptLoader:
@@ -55,6 +59,27 @@ def test_resume_goes_on_exactly(steps):
 def test_resume_on_other_data_is_refused():
     with pytest.raises(DataError, match="prompts was 10 and is 11"):
         loader(11).load_state_dict(loader(10).state_dict())
+
+
+@pytest.mark.parametrize("change", ["reversed", "edited", "same rows, moved"])
+def test_changed_rows_are_noticed_at_resume(tokenizer, tmp_path, change):
+    rows = [row(f"{n}", truth=n) for n in range(10)]
+
+    def loader_of(rows, file):
+        data = PromptDataset(write_jsonl(tmp_path / file, rows), tokenizer, DataConfig())
+        return PromptLoader(data, 3, seed=1)
+
+    state = loader_of(rows, "a.jsonl").state_dict()
+    state = json.loads(json.dumps(state))
+    if change == "same rows, moved":
+        loader_of(rows, "b.jsonl").load_state_dict(state)
+        return
+    changed = rows[::-1] if change == "reversed" else [*rows[:4], row("4", truth=5), *rows[5:]]
+    resumed = loader_of(changed, "a.jsonl")
+    with pytest.raises(DataError, match=r"the rows of data\.train_files have changed"):
+        resumed.load_state_dict(state)
+    del state["content"]  # of an older version
+    resumed.load_state_dict(state)
 
 
 def test_a_subset_reads_from_its_dataset_when_accessed():

@@ -159,3 +159,12 @@ def test_tokenizer_without_template(tokenizer, tmp_path):
             PromptDataset(file, tokenizer, DataConfig())
     finally:
         tokenizer.chat_template = TEMPLATE
+
+
+def test_rows_of_trl(tokenizer, tmp_path):
+    chat = [{"role": "user", "content": "1 2"}]
+    rows = [{"prompt": chat, "answer": "3", "level": 1}, {"prompt": chat, "ground_truth": "4"}]
+    first, second = PromptDataset(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, DataConfig())
+    assert (first.chat, first.ground_truth, first.data_source) == (chat, None, "data")
+    assert first.extra_info == {"answer": "3", "level": 1}
+    assert (second.ground_truth, second.extra_info) == ("4", {})

@@ -161,6 +161,30 @@ def test_values_that_are_not_finite(backend):
     assert marks(mask, 5).tolist() == [True, True, False, True, False]  # 3: weight decay
 
 
+LARGE = [1e20, -3e19, 1e20, 1.0, 1e38, 0.0, 1e-3] * 5  # vectors, and a tail
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("betas", ((0.9, 0.999), (0.3, 0.4)))
+def test_a_gradient_whose_square_overflows(betas, backend):
+    """The parameter stays finite as in torch, whose average of squares may become infinite."""
+    param = torch.linspace(-1, 1, len(LARGE))
+    state = [torch.zeros(len(LARGE)) for _ in range(2)]
+    theirs = torch.nn.Parameter(param.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=0.1, betas=betas, weight_decay=0.1)
+    options = {**OPTIONS, "lr": 0.1, "betas": betas, "backend": backend}
+    for step, scale in enumerate((1.0, 1.0, 1e-20, 0.0), 1):
+        theirs.grad = torch.tensor(LARGE) * scale
+        optimizer.step()
+        adamw_(
+            [param], [theirs.grad], *([s] for s in state), [torch.tensor(float(step))], **options
+        )
+        assert param.isfinite().all()
+        torch.testing.assert_close(param, theirs.detach(), **ADAMW)
+        assert torch.equal(state[1].isinf(), optimizer.state[theirs]["exp_avg_sq"].isinf())
+        assert not state[1].isnan().any()
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.integers(0, 300), max_size=5),

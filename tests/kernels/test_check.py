@@ -177,14 +177,14 @@ def test_a_second_derivative_names_the_operator():
 
 def test_a_forward_mode_tangent_is_refused():
     x = torch.ones(2)
-    check.no_forward_ad("op", x=x, y=None)
+    check.reverse_mode_only("op", x=x, y=None)
     with forward_ad.dual_level():
-        check.no_forward_ad("op", x=x)
+        check.reverse_mode_only("op", x=x)
         with pytest.raises(NotImplementedError, match="op: y has a forward-mode tangent"):
-            check.no_forward_ad("op", x=x, y=forward_ad.make_dual(x, x))
+            check.reverse_mode_only("op", x=x, y=forward_ad.make_dual(x, x))
 
     def through(y):
-        check.no_forward_ad("op", y=y)
+        check.reverse_mode_only("op", y=y)
         return y
 
     with pytest.raises(NotImplementedError, match="op: y has a forward-mode tangent"):
@@ -194,7 +194,7 @@ def test_a_forward_mode_tangent_is_refused():
 def test_checks_are_traced_without_a_break():
     @torch.compile(fullgraph=True, backend="eager")
     def checked(logits, token_ids, mask, ends, temperature):
-        check.no_forward_ad("op", logits=logits)
+        check.reverse_mode_only("op", logits=logits)
         check.same_device("op", logits=logits, token_ids=token_ids, mask=mask)
         sizes = {}
         check.shape("op", "logits", logits, "... V", sizes)

@@ -19,7 +19,8 @@ def random_bytes(size: int, seed: int = 0) -> torch.Tensor:
 
 def oracle(data: torch.Tensor) -> int:
     padded = np.pad(data.numpy(), (0, -data.numel() % 4)).view(np.uint32).astype(np.uint64)
-    weights = 2 * np.arange(len(padded), dtype=np.uint64) + np.uint64(1)
+    weights = 2 * np.arange(len(padded), dtype=np.uint64) - np.uint64(1)
+    weights[:1] = 2**32 + 1
     return int((padded * weights).sum(dtype=np.uint64).astype(np.int64))
 
 
@@ -81,6 +82,22 @@ def test_a_bit_that_flips_in_two_words(bit: int) -> None:
 
 def int32_bit(bit: int) -> int:
     return 1 << bit if bit < 31 else -(1 << 31)
+
+
+@pytest.mark.parametrize("shape", [(576,), (3, 5), (2048, 1024), ((1 << 21) + 2,), (3 << 20,)])
+def test_writes_that_add_one_number_to_all_words(shape: tuple[int, ...]) -> None:
+    """Factors that are powers of two, other signs, one number for another."""
+    tensor = torch.full(shape, 0.75)
+    for dtype in (torch.float32, torch.bfloat16):
+        cast = tensor.to(dtype)
+        seen = {int(bit_checksum(cast * factor)) for factor in (0, 1, -1, 2, 0.5, 256, 2.0**-60)}
+        assert len(seen) == 7, dtype
+    if tensor.dim() == 2:
+        expected = bit_checksum(tensor)
+        for part in (tensor[: len(tensor) // 2], tensor[len(tensor) // 2 :], tensor[:, ::2]):
+            part.mul_(2)
+            assert bit_checksum(tensor) != expected
+            part.div_(2)
 
 
 def test_words_and_messages_that_change_places() -> None:

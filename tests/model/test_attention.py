@@ -1,6 +1,8 @@
 """The packed attention function against plain attention of each sequence, in float64."""
 
 import itertools
+import sys
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.errors import ModelError
-from hybridengine.model import attention
-from hybridengine.model.attention import _attention_mask, _gqa_option, varlen_attention
+from hybridengine.model import flash_attention
+from hybridengine.model.attention import _attention_mask, varlen_attention
+from hybridengine.model.flash_attention import FlashKernel, find_flash_kernel, torch_kernel
 
 
 class Layer(torch.nn.Module):
@@ -141,6 +144,20 @@ def test_cuda_kernels_stay_near_the_oracle(dtype, window):
         torch.testing.assert_close(a.double().cpu() / scale, b / scale, **tolerance)
 
 
+@dataclass(frozen=True)
+class OnCpu(FlashKernel):
+    """A flash-attention kernel for tensors of a CPU."""
+
+    def fits(self, q, v, softcap):
+        return True
+
+
+def use(monkeypatch, kernel):
+    """Make attention call a kernel, with the function and options that it has."""
+    on_cpu = OnCpu(**{field.name: getattr(kernel, field.name) for field in fields(kernel)})
+    monkeypatch.setattr(flash_attention, "_chosen", on_cpu)
+
+
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("asks_for_gqa", [True, False])
 def test_torchs_kernel_gets_the_arguments_of_its_version(monkeypatch, asks_for_gqa, window):
@@ -157,14 +174,60 @@ def test_torchs_kernel_gets_the_arguments_of_its_version(monkeypatch, asks_for_g
         assert enable_gqa
         return without(*packed, scale=scale, window_size=window_size)
 
-    kernel = with_option if asks_for_gqa else without
-    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_TORCH_GQA", _gqa_option(kernel))
+    use(monkeypatch, torch_kernel(with_option if asks_for_gqa else without))
     q, k, v = random_qkv(32, 4, 2, 8)
     out = packed(q, k, v, lengths, scaling=0.3, sliding_window=window)
     torch.testing.assert_close(out, oracle(q, k, v, lengths, 0.3, window))
+
+
+PACKAGES = ["flash_attn", "flash_attn_interface", "flash_attn.cute"]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_flash_attention_gets_its_arguments(monkeypatch, package, window):
+    """Number 4 names an unlimited window None and returns the log-sum-exp, the others do not."""
+    lengths, is_newest = [20, 3, 9], package == "flash_attn.cute"
+
+    def attend(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size, softcap,
+               deterministic):  # fmt: skip
+        assert causal and cu_q.tolist() == cu_k.tolist() == [0, 20, 23, 32] and max_q == max_k == 20
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
+        unlimited = (None if is_newest else -1, 0)
+        assert window_size == (unlimited if window is None else (6, 0))
+        out = oracle(q, k, v, lengths, softmax_scale, window, softcap or None)
+        return (out, None) if is_newest else out
+
+    for name in PACKAGES:  # the others are not installed
+        module = SimpleNamespace(flash_attn_varlen_func=attend) if name == package else None
+        monkeypatch.setitem(sys.modules, name, module)
+    capability = {"flash_attn": 8, "flash_attn_interface": 9, "flash_attn.cute": 10}[package]
+    use(monkeypatch, find_flash_kernel(capability))
+    q, k, v = random_qkv(32, 4, 2, 8)
+    out = packed(q, k, v, lengths, scaling=0.3, sliding_window=window, softcap=2.0)
+    torch.testing.assert_close(out, oracle(q, k, v, lengths, 0.3, window, 2.0))
+    torch.use_deterministic_algorithms(True)
+    try:
+        packed(q, k, v, lengths, scaling=0.3, sliding_window=window, softcap=2.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_newest_flash_attention_that_fits_the_gpu_is_chosen(monkeypatch):
+    def install(*packages):
+        for name in PACKAGES:
+            module = SimpleNamespace(flash_attn_varlen_func=name) if name in packages else None
+            monkeypatch.setitem(sys.modules, name, module)
+        return [find_flash_kernel(capability).function for capability in (8, 9, 10)]
+
+    assert install(*PACKAGES) == PACKAGES
+    assert install("flash_attn") == ["flash_attn"] * 3
+    assert install("flash_attn", "flash_attn_interface")[1:] == PACKAGES[1::-1]
+    install()
+    kernel = find_flash_kernel(9)
+    assert not kernel.has_softcap, "torch's kernel"
+    q = torch.empty(4, 2, 64, dtype=torch.bfloat16)
+    assert not kernel.fits(q, q, None), "a CPU has none"
 
 
 def test_default_scaling_is_one_over_root_of_head_dim():

@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+from hybridengine.kernels import tree_attention
 from torch._dynamo.utils import counters
 
 from hybridengine.errors import ModelError
 from hybridengine.model import (
     adapters_disabled,
     apply_lora,
-    attention,
+    flash_attention,
     pack_rollouts,
     packed_log_probs,
 )
@@ -146,10 +147,10 @@ def test_the_longest_sequence_is_no_constant_of_the_graph(traced, monkeypatch) -
 
     def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, **options):
         ends, _ = torch.ops.hybridengine.sequence_layout(cu_q, q.shape[0])
-        return attention.tree_attention(q, k, v, ends, softmax_scale=softmax_scale * max_q / max_k)
+        return tree_attention(q, k, v, ends, softmax_scale=softmax_scale * max_q / max_k)
 
-    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash)
+    monkeypatch.setattr(flash_attention.FlashKernel, "fits", lambda *_: True)
+    monkeypatch.setattr(flash_attention, "_chosen", flash_attention.FlashKernel(flash))
     eager, compiled = pair_of_models("qwen2")
     for sizes in LENGTHS:
         assert_same_results(eager, compiled, pack_rollouts(rollouts(sizes)))

@@ -133,6 +133,37 @@ def replaced(case: Case) -> dict:
     }
 
 
+def alternating(case: Case) -> dict:
+    """Two models with LoRA adapters, each with its own frozen base, in turn into one engine."""
+    from peft import LoraConfig, get_peft_model
+
+    from hybridengine.integrations.vllm import connect, reshard
+    from hybridengine.model.parameters import unwrap_peft
+
+    bases, models = [], []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        bases.append(build_model())
+        adapters = LoraConfig(r=2, target_modules=["q_proj"])  # they begin at zero
+        models.append(get_peft_model(build_model(), adapters))
+        state = {n: p.full_tensor() for n, p in bases[-1].named_parameters()}
+        own = dict(unwrap_peft(models[-1]).named_parameters())
+        for name, parameter in own.items():
+            plain = name.replace(".base_layer", "")
+            if plain in state:
+                with torch.no_grad():
+                    parameter.to_local().copy_(state[plain])
+    first, second = (connect(model, case.llm) for model in models)
+    versions = [r.sync().version for r in (first, second, first)]
+    wrong = case.wrong_tensors(bases[0])
+    versions += [reshard(model, case.llm).version for model in (*models, models[0])]
+    wrong += case.wrong_tensors(bases[0])
+    second._finish_on_device = lambda phase: 1 / 0
+    failed = message_of(second.sync)
+    versions.append(reshard(models[0], case.llm).version)
+    return {"versions": versions, "wrong": wrong + case.wrong_tensors(bases[0]), "failed": failed}
+
+
 def busy(case: Case) -> dict:
     """Requests, caches, sleep and moved experts at the time of a sync."""
     from vllm import SamplingParams
@@ -141,7 +172,7 @@ def busy(case: Case) -> dict:
 
     model, engine = build_model(), case.engine
     resharder = connect(model, case.llm)
-    resharder.sync()
+    version = resharder.sync().version
     sampling = SamplingParams(temperature=0, max_tokens=4, detokenize=False, ignore_eos=True)
     prompt = {"prompt_token_ids": PROMPT}
 
@@ -153,7 +184,7 @@ def busy(case: Case) -> dict:
     engine.add_request("r", prompt, sampling)
     engine.step()
     results["running"] = message_of(resharder.sync)
-    results["version"] = resharder.engine.weight_version
+    results["moved"] = resharder.engine.weight_version != version
     engine.abort_request(["r"])
     case.runner.encoder_cache["image"] = torch.ones(2)
     scheduler = engine.engine_core.engine_core.scheduler
@@ -216,6 +247,14 @@ def unlike(case: Case) -> dict[str, str]:
                     torch.ones(parameter.shape, dtype=torch.int8), requires_grad=False
                 )
     models["int8"] = integers
+    models["another RoPE"] = build_model(
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}
+    )
+    models["another norm"] = build_model(rms_norm_eps=0.1)
+    models["fewer, longer heads"] = build_model(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64
+    )
+    models["no transformers model"] = torch.nn.Linear(4, 4)
     return {name: message_of(lambda m=m: connect(m, case.llm)) for name, m in models.items()}
 
 
@@ -291,15 +330,17 @@ def not_a_number(case: Case) -> dict:
         model.model.norm.weight.to_local()[1] = -float("nan")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = connect(model, case.llm).sync(verify=True)
+        resharder = connect(model, case.llm)
+        version = resharder.sync(verify=True).version
     messages = [str(w.message) for w in caught if "NaN" in str(w.message)]
-    return {"version": report.version, "messages": messages}
+    return {"committed": resharder.engine.weight_version == version, "messages": messages}
 
 
 def connect_body(rank: int, world_size: int, path: str) -> dict[str, dict]:
     case = Case(path)
     return {
-        check.__name__: check(case) for check in (replaced, busy, unlike, processed, not_a_number)
+        check.__name__: check(case)
+        for check in (replaced, alternating, busy, unlike, processed, not_a_number)
     }
 
 
@@ -324,14 +365,22 @@ def test_replaced_tensors_and_reordered_weights_are_followed(results) -> None:
     )
 
 
+def test_connections_that_alternate_leave_no_weights_of_each_other(results) -> None:
+    result = results["alternating"]
+    assert result["wrong"] == []
+    first = result["versions"][0]
+    assert result["versions"] == list(range(first, first + 7)), "they rise whoever syncs"
+    assert "ZeroDivisionError" in result["failed"]
+
+
 def test_a_busy_or_changed_engine_is_refused(results) -> None:
     result = results["busy"]
     assert result["first"] == 0 < result["cached"], "the prefix cache is on"
     assert "LayoutError: on rank 0: the engine has 1 unfinished request" in result["running"]
-    assert "abort" in result["running"] and result["version"] == 1
+    assert "abort" in result["running"] and not result["moved"]
     assert result["after a sync"] == 0, "the prefix of older weights is reused"
     assert result["encoder"] == result["scheduler"] == 0
-    assert "ReshardError: vLLM did not drop its prefix cache" in result["kept cache"]
+    assert "ReshardError: on rank 0: vLLM did not drop its prefix cache" in result["kept cache"]
     assert "StaleWeightsError" in result["generate"]
     assert "the engine sleeps" in result["asleep"] and "wake_up" in result["asleep"]
     moments = ("at level 1", "at level 2", "after a sync")
@@ -358,6 +407,25 @@ def test_a_model_that_is_not_the_engines_is_refused(results, kind, parameter, ke
     assert parameter in message and key in message, message
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("another RoPE", "rope_parameters.rope_theta (500000.0 in the trained model"),
+        ("another norm", "rms_norm_eps (0.1 in the trained model"),
+        ("fewer, longer heads", "num_attention_heads (2 in the trained model"),
+    ],
+)
+def test_a_model_that_computes_another_function_is_refused(results, kind, key) -> None:
+    message = results["unlike"][kind]
+    assert message.startswith("LayoutError: "), message
+    assert "another function of the trained weights" in message and key in message, message
+
+
+def test_a_model_of_another_library_is_refused(results) -> None:
+    message = results["unlike"]["no transformers model"]
+    assert message.startswith("TypeError: model: got a Linear, expected a transformers model")
+
+
 def test_quantized_parameters_are_refused(results) -> None:
     message = results["unlike"]["int8"]
     assert "LayoutError" in message and "norm.weight' is torch.int8" in message, message
@@ -381,6 +449,6 @@ def test_what_processing_after_loading_does_is_followed_or_refused_by_name(resul
 
 def test_nan_is_reported_as_nan(results) -> None:
     result = results["not_a_number"]
-    assert result["version"] == 1
+    assert result["committed"]
     (message,) = result["messages"]
     assert "'model.norm.weight'" in message

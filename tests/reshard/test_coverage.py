@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard.plan.coverage import check_sources, describe_differences
+from hybridengine.reshard.plan.coverage import check_sources
 from hybridengine.sharding import Copy, EngineLayout, LayoutError
 from hybridengine.sharding.geometry import contiguous_strides
 
@@ -56,13 +56,3 @@ def test_the_dimension_that_is_too_short_is_named() -> None:
         check_sources({"gate": (160, 128)}, halves)
     with pytest.raises(LayoutError, match="reads nothing of the trained parameter 'head'"):
         check_sources({"head": (4, 4)}, halves)
-
-
-def test_differing_keys_are_named() -> None:
-    trained = {"size": 4, "text": {"heads": 2, "tied": True}, "dtype": "float32", "only": 1}
-    engine = {"size": 4, "text": {"heads": 4, "tied": False}, "dtype": "bfloat16"}
-    assert describe_differences(trained, engine) == (
-        " Their configurations differ in text.heads (2 in the trained model, 4 in the engine), "
-        "text.tied (True in the trained model, False in the engine)."
-    )
-    assert describe_differences(trained, trained) == ""

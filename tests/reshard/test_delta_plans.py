@@ -45,7 +45,7 @@ def changes_of(world, rank, group, sources, before) -> dict[Part, ChangedElement
             shard, old = shard[inside].contiguous(), old[inside].contiguous()
         now, old = shard.flatten(), old.flatten()
         chosen = (now != old).nonzero()[:, 0]
-        changes[part] = ChangedElements(chosen, now[chosen])
+        changes[part] = ChangedElements(chosen, now[chosen], None, None)
     return changes
 
 

@@ -16,6 +16,7 @@ from hybridengine.rollout import SamplingSpec
 from hybridengine.sharding import LayoutError
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.changes import ChangedElements
+from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.shards import local_shard
 from tests.ranks import message_of, run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, values
@@ -51,14 +52,17 @@ class Tracker:
 
     def __call__(self) -> dict[str, ChangedElements] | None:
         self.calls += 1
-        now = {n: local_shard(t).bfloat16().flatten() for n, t in self.shards.items()}
+        now = {n: local_shard(t).flatten().clone() for n, t in self.shards.items()}
         before, self.before = self.before, now
         if before is None:
             return None
-        chosen = {n: (t != before[n]).nonzero()[:, 0].int() for n, t in now.items()}
-        return {
-            n: ChangedElements(i, now[n][i]) for n, i in chosen.items() if n not in self.untracked
-        }
+        changes = {}
+        for name in now.keys() - self.untracked:
+            then, bits = before[name].bfloat16(), now[name].bfloat16()
+            indices = (bits != then).nonzero()[:, 0].int()
+            states = bit_checksums([before[name], now[name]])
+            changes[name] = ChangedElements(indices, bits[indices], *states)
+        return changes
 
 
 STEPS = (1.0, 0.02, 0.02, 0.0, 0.2, 0.9, 0.01)  # shares of elements that change before each sync

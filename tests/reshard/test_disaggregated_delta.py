@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 
 from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
 from hybridengine.reshard.disaggregated.transfer import Arrival
+from hybridengine.rollout import SamplingSpec
 from hybridengine.sharding.shards import local_shard
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
@@ -58,11 +60,14 @@ def trainer_body(rank: int, world_size: int, port: int) -> dict:
             local_shard(shards[name]).copy_(local_shard(tensor))
         if version == NEW_SENDER:
             tracked.update({n: t for n, t in shards.items() if n != "computed"})
+            earlier = sender
             sender = WeightSender(lambda: shards, store, changes=Tracker(tracked), **options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             reports.append(sender.sync(version, verify=version in (2, WRITTEN)))
         warned += [str(w.message) for w in caught]
+        if version == NEW_SENDER:
+            assert "newer WeightSender" in message_of(lambda: earlier.sync(version + 1))  # noqa: B023
         wait_for_dropped(store, rank, version, FAILS)
         if version == LAST - 1:  # all engines have it
             assert sender.sync(version).bytes_sent == 0
@@ -102,14 +107,23 @@ def engine_body(rank: int, world_size: int, port: int, index: int) -> dict:
     received, right, warned = [], [], []
     for version in range(1, LAST + 1):
         if (index, version) == (1, WRITTEN):
-            with engine.weight_update(version - 1):
+            update = engine.weight_update(version - 1, lambda finish: finish())
+            with update if rank == 0 else contextlib.nullcontext():
                 for tensor in engine.tensors.values():
-                    tensor.fill_(7)
+                    tensor.data.fill_(7)
         while not receiver.pending():
             time.sleep(0.01)
         if (index, version) == (1, FAILS):
-            with mock.patch.object(engine, "_finish_update", side_effect=RuntimeError("cache")):
+            with contextlib.ExitStack() as stack:
+                if rank == 1:
+                    fault = mock.patch.object(
+                        engine, "_finish_update", side_effect=ValueError("cache")
+                    )
+                    stack.enter_context(fault)
                 delta.append(message_of(receiver.receive))
+            assert engine.weight_version == version - 1, "no rank of the engine has committed"
+            refused = message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0))
+            assert "sync to weight version 3 did not finish" in refused
             come_back(store, receiver, version)
             continue
         with warnings.catch_warnings(record=True) as caught:

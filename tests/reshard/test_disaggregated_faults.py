@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 
@@ -20,6 +21,8 @@ from hybridengine.reshard import ReshardError
 from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
 from hybridengine.reshard.disaggregated.link import Link
 from hybridengine.rollout import SamplingSpec
+from hybridengine.runtime.failures import process_state, this_process
+from hybridengine.runtime.polling import wait_for
 from tests.ranks import Ranks, message_of
 from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shard, values
 from tests.reshard.test_disaggregated import (
@@ -193,6 +196,37 @@ def test_late_and_stalled_engines_are_dropped_and_a_lost_trainer_is_named() -> N
     assert "RankFailedError: rank 0 of engine 0" in of_punctual["error"]
     assert re.search(r"while receiving bucket .* rank 1 has ended", of_punctual["error"])
     assert "sync to weight version 4 did not finish" in of_punctual["refused"]
+
+
+def stopped_body(rank: int, world_size: int, port: int, side: str) -> str:
+    """Begin a sync while rank 1 is stopped."""
+    store = link_store(port)
+    if side == "trainers":
+        shards = {"q": shard(torch.ones(4, 2), mesh_of(world_size, 1), 0)}
+        sender = WeightSender(lambda: shards, store, num_engines=1, timeout_s=1)
+        begin = partial(sender.sync, 1)
+    else:
+        engine = build_engine(rank, world_size)
+        begin = WeightReceiver(engine, store, index=0, timeout_s=1).receive
+    if rank == 1:
+        store.set("test/process", this_process())
+        os.kill(os.getpid(), signal.SIGSTOP)
+    process = store.get("test/process").decode()
+    wait_for(lambda: True if process_state(process) == "stopped" else None)
+    return message_of(begin)
+
+
+@pytest.mark.parametrize("side", ["trainers", "engine"])
+def test_a_stopped_rank_is_named_after_the_timeout_of_the_sync(side: str) -> None:
+    """Not after that of the process group, which is as long as the ranks may run."""
+    with worlds((stopped_body, 2, side)) as (_, ranks):
+        message = ranks.results_without(1)[0]
+    phase = {
+        "trainers": "the sync to version 1 while agreeing to start",
+        "engine": "waiting for a sync",
+    }
+    assert message.startswith("RankFailedError: "), message
+    assert f"rank 0 stopped in {phase[side]}: rank 1 is stopped (SIGSTOP)" in message
 
 
 def test_damaged_bytes_are_sent_again_and_never_generated_from() -> None:

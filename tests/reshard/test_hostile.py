@@ -188,6 +188,31 @@ def test_a_rank_that_fails_in_the_middle_is_named(how: str, transport: str) -> N
             assert "rank 1 was killed or stalled" in message
 
 
+def uncommitted_body(rank: int, world_size: int) -> list:
+    """Rank 1 fails as it finishes an update, when all weights are written."""
+    engine, _, resharder = build(SHAPES, 2, full=values(SHAPES))
+    resharder.sync()
+    if rank == 1:
+        engine._finish_update = lambda: 1 / 0
+    results = [message_of(resharder.sync), engine.weight_version]
+    results.append(message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0)))
+    engine._finish_update = lambda: None
+    if rank == 1:
+        engine.weight_version = None  # as where its connection broke off after the agreement
+    want = expected(engine, values(SHAPES))
+    for tensor in engine.tensors.values():
+        tensor.fill_(7)
+    results.append(resharder.sync().version)
+    return [*results, all(torch.equal(engine.tensors[n], t) for n, t in want.items())]
+
+
+def test_a_failure_after_the_last_write_is_one_of_all_ranks() -> None:
+    for error, version, refused, healed, arrived in run_ranks(uncommitted_body, 2):
+        assert error.startswith("ReshardError: on rank 1: ZeroDivisionError"), error
+        assert version == 1 and "sync to weight version 2 did not finish" in refused
+        assert healed == 2 and arrived
+
+
 def test_ranks_that_do_not_agree_all_end_at_planning() -> None:
     for rank, messages in enumerate(run_ranks(world_body, 4)):
         assert "LayoutError: ranks [2] made another reshard plan than rank 0" in messages["bucket"]

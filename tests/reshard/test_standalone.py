@@ -126,7 +126,7 @@ def test_plain_model_and_plain_vllm(tmp_path: Path) -> None:
         assert result["wrong"] == []
         before, after, again = result["tokens"]
         assert before == again != after
-        assert result["versions"] == [1, 2]
+        assert result["versions"] == [3, 4]
         assert result["sent"][0] > result["sent"][1]  # the base is frozen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ import torch.distributed as dist
 
 from hybridengine.reshard import PlanOutdatedError, Resharder, ReshardError, build_plan
 from hybridengine.reshard.execute import memory
+from hybridengine.reshard.plan.configuration import config_differences
 from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.sharding import LayoutError, StaleWeightsError
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.checksums import bit_checksums
+from hybridengine.sharding.layout import identity_layout
 from tests.reshard.memory_engine import Shapes, build, expected, values
 
 SHAPES: Shapes = {
@@ -105,22 +108,49 @@ def test_a_sync_commits_when_the_device_has_finished() -> None:
 
 
 def test_discarded_weights_are_all_sent_again() -> None:
-    """Frozen weights travel once, unless the engine's memory was freed since."""
+    """Frozen weights travel once, unless something wrote to the engine or freed its memory."""
     full = values(SHAPES)
     engine, shards, _ = build(SHAPES, 1, full=full)
     adapters = {"q": Adapter(torch.ones(24, 2), torch.ones(2, 10), 0.5)}
     resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters)
     merged = full | {"q": full["q"] + 1}
     resharder.sync(1)
-    engine.tensors["norm"].fill_(7)
-    resharder.sync(2)
-    assert engine.tensors["norm"].eq(7).all(), "a frozen weight is not sent again"
-    engine.discarded = True
-    with pytest.raises(StaleWeightsError, match=r"were discarded .* Run sync\(\)"):
-        engine.generate([[1]], SamplingSpec(), seed=0)
-    resharder.sync(3)
+    with mock.patch.object(resharder, "_move", wraps=resharder._move) as move:
+        resharder.sync(2)
+        engine.tensors["norm"].data.fill_(7)
+        resharder.sync(3)
+        assert_arrived(engine, merged)
+        engine.discarded = True
+        with pytest.raises(StaleWeightsError, match=r"were discarded .* Run sync\(\)"):
+            engine.generate([[1]], SamplingSpec(), seed=0)
+        resharder.sync(4)
+    assert [call.args[1] for call in move.call_args_list] == [True, False, False]
     assert_arrived(engine, merged)
     assert engine.generate([[1]], SamplingSpec(), seed=0) == [[]]
+
+
+@pytest.mark.parametrize("other_fails", [False, True])
+def test_frozen_weights_are_sent_again_after_another_update(other_fails: bool) -> None:
+    full, of_other = values(SHAPES), values(SHAPES, seed=1)
+    engine, shards, _ = build(SHAPES, 1, full=full)
+    _, other_shards, _ = build(SHAPES, 1, full=of_other)
+    adapters = {"q": Adapter(torch.ones(24, 2), torch.ones(2, 10), 0.5)}
+    ours, other = (
+        Resharder(lambda s=s: s, engine, 4096, lambda: adapters) for s in (shards, other_shards)
+    )
+    assert ours.sync().version == 1
+    if other_fails:
+        other._finish_on_device = lambda phase: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            other.sync()
+    else:
+        assert other.sync().version == 2
+        assert_arrived(engine, of_other | {"q": of_other["q"] + 1})
+    assert ours.sync().version == 3 - other_fails
+    assert_arrived(engine, full | {"q": full["q"] + 1})
+    with mock.patch.object(ours, "_move", wraps=ours._move) as move:
+        ours.sync()
+    assert move.call_args.args[1], "skipped: nothing else has updated the engine since"
 
 
 def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch) -> None:
@@ -130,7 +160,10 @@ def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch
     assert memory.default_bucket_bytes(torch.device("cpu")) == 64 << 20
     engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
     sizes = []
-    monkeypatch.setattr(Resharder, "_all_gather", lambda self, value: [value, 5000] * 2)
+    monkeypatch.setattr(
+        "hybridengine.reshard.execute.resharder.all_gather_values",
+        lambda value, expected: [value, 5000] * 2,
+    )
     monkeypatch.setattr(
         Resharder, "_gather_layouts", lambda self: sizes.append(1) or [self._layout]
     )
@@ -160,11 +193,35 @@ def test_an_engine_that_is_not_ready_is_left_alone() -> None:
 def test_a_parameter_that_no_engine_reads_is_refused() -> None:
     engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
     shards["head"] = torch.ones(4, 2)
-    engine.config_differences = " Their configurations differ in tied."
-    with pytest.raises(LayoutError, match=r"reads nothing of .*'head'.*differ in tied\."):
+    engine.config_differences = {"text.tie_word_embeddings": "True here, False there"}
+    with pytest.raises(LayoutError, match=r"nothing of .*'head'.*differ in text\.tie_word_.*here"):
         Resharder(lambda: shards, engine)
     engine.optional_parameters = {"head"}
     Resharder(lambda: shards, engine).sync(1)
+
+
+def test_an_engine_that_computes_another_function_is_refused() -> None:
+    engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
+    engine.config_differences = config_differences({"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6})
+    with pytest.raises(LayoutError, match=r"another function.*rms_norm_eps \(1e-05 in the trained"):
+        Resharder(lambda: shards, engine)
+    assert engine.weight_version is None
+
+
+def test_a_dimension_of_size_1_has_no_stride() -> None:
+    engine, _, _ = build(SHAPES, 1, full=values(SHAPES))
+    one = torch.arange(4.0)
+    engine.layout = identity_layout({"one": one.reshape(1, 4)})
+    engine.tensors = {"one": torch.zeros(1, 4)}
+    parameters = {"one": one.reshape(1, 4)}
+    resharder = Resharder(lambda: parameters, engine)
+    parameters["one"] = (one + 1).as_strided((1, 4), (2, 1))
+    resharder.sync(verify=True)
+    assert engine.tensors["one"].tolist() == [[1, 2, 3, 4]]
+    parameters["one"] = torch.stack([one, one], 1)[:, 0].reshape(1, 4)
+    assert parameters["one"].stride(1) == 2
+    with pytest.raises(PlanOutdatedError, match="changed its local_stride"):
+        resharder.sync()
 
 
 def test_integers_are_refused() -> None:

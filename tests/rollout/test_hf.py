@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,33 @@ def test_fallback_generates_as_hugging_face_does(tmp_path: Path) -> None:
             assert got.finish_reason == ("stop" if ends else "length")
         assert greedy[0].finish_reason == "stop"
         assert gap < 1e-4  # float32; left padding changes the order of the attention sums
+
+
+def logits_body(rank: int, world_size: int, path: str) -> list[int]:
+    """Return the number of [B, V] tensors that are alive after every step."""
+    from hybridengine.rollout import SamplingSpec
+    from hybridengine.rollout.engine import InFlightUpdate
+    from tests.tiny_models import VOCAB
+
+    engine, resharder = build(path, world_size, [])
+    resharder.sync(1)
+    alive = []
+
+    def count() -> bool:
+        shapes = [x.shape for x in gc.get_objects() if type(x) is torch.Tensor]
+        alive.append(shapes.count((2, VOCAB)))
+        return False
+
+    engine.in_flight = InFlightUpdate(is_due=count, update=lambda: None, keep_kv=True)
+    spec = SamplingSpec(max_tokens=12, temperature=0.9, top_p=0.8, record_kept=True)
+    engine.generate(PROMPTS[:2], spec, seed=0)
+    return alive
+
+
+def test_logits_do_not_add_up_over_steps(tmp_path: Path) -> None:
+    [alive] = run_ranks(logits_body, 1, save_tiny("qwen2", tmp_path))
+    assert len(alive) == 12
+    assert 1 <= max(alive[2:]) == alive[2] <= 4, "logits of one step, whatever the length"
 
 
 def partial_update_body(rank: int, world_size: int, path: str) -> list[str]:

@@ -29,7 +29,7 @@ from hybridengine.rollout.server import (
     network,
     pool,
 )
-from hybridengine.rollout.server.network import address_for, set_network_interface
+from hybridengine.rollout.server.network import address_for, prepare_network
 from tests.ports import free_port
 from tests.rollout.stand_in_server import SETTINGS, answer_requests, as_choice
 
@@ -220,6 +220,46 @@ def test_settings_are_checked_before_the_first_request(stand_ins: list[StandIn])
         pass
 
 
+def test_a_wait_for_servers_is_reported(
+    stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, seen = list[str](), threading.Event()
+    monkeypatch.setattr(pool, "_REPORT_S", 0.01)
+    monkeypatch.setattr(pool, "print_note", lambda note: (notes.append(note), seen.set()))
+    late = stand_ins[1]
+    late.routes["/health"] = lambda body: None if seen.is_set() else 503
+    with engine_of(*stand_ins):
+        pass
+    assert (
+        "waiting for" in notes[-1] and "of 2 servers" in notes[-1] and "at most 60 s" in notes[-1]
+    )
+    assert f"server {late.url}, GET /health: status 503" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "changed"),
+    [
+        ("--logits-processors", {"model_config": {"logits_processors": ["package.Bias"]}}),
+        ("--speculative-config", {"speculative_config": {"method": "ngram"}}),
+        ("--kv-cache-dtype", {"cache_config": {"cache_dtype": "fp8"}}),
+        ("--watermark-config", {"watermark_config": {"method": "any"}}),
+    ],
+)
+def test_a_server_that_samples_from_another_distribution(
+    stand_ins: list[StandIn], option: str, changed: dict[str, Any]
+) -> None:
+    model = {**SETTINGS["model_config"], **changed.get("model_config", {})}
+    config = {**SETTINGS, "cache_config": {"cache_dtype": "auto"}}
+    server = VllmServer(stand_ins[0].url, 0, 60.0)
+    stand_ins[0].routes["/server_info"] = {"vllm_config": config}
+    server.check_settings(64)
+    stand_ins[0].routes["/server_info"] = {
+        "vllm_config": {**config, **changed, "model_config": model}
+    }
+    with pytest.raises(RolloutError, match=rf"{server.url} has {option}, which would sample"):
+        server.check_settings(64)
+
+
 def test_every_wait_ends_with_the_name_of_the_server(stand_ins: list[StandIn]) -> None:
     slow, asked, release = stand_ins[0], threading.Event(), threading.Event()
     slow.routes["/pause"] = lambda body: release.wait(20)
@@ -234,7 +274,7 @@ def test_every_wait_ends_with_the_name_of_the_server(stand_ins: list[StandIn]) -
     assert "no answer within" not in str(caught.value)
     release.set()
     slow.close()
-    with pytest.raises(RolloutError, match=rf"not all servers have come within 0.3 s .*{slow.url}"):
+    with pytest.raises(RolloutError, match=rf"within 0.3 s .*{slow.url}.*--enforce-eager"):
         ServerPool([server], lambda s: None, max_sequences=1, timeout_s=0.3)
 
 
@@ -333,10 +373,11 @@ def test_addresses_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) ->
     own = "10.9.8.7"
     monkeypatch.setattr(network, "_own_address_towards", lambda host: own)
     assert address_for("192.0.2.1", local) == (own, 29500)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # to be restored
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    set_network_interface(["http://127.0.0.1:8000", "http://no.such.host.invalid:8000"])
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # to be restored
+        monkeypatch.delenv(name)
+    prepare_network(["http://127.0.0.1:8000", "http://no.such.host.invalid:8000"])
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setattr(network, "_own_address_towards", lambda host: "127.0.0.1")
-    set_network_interface(["http://127.0.0.1:1", "http://192.0.2.1:8000"])
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    prepare_network(["http://127.0.0.1:1", "http://192.0.2.1:8000"])
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,8 @@ from hybridengine.rollout.server import VllmServer
 from tests.ports import free_port
 from tests.ranks import message_of
 
-__all__ = ["BLOCK", "START_S", "TIMEOUT_S", "expected_digests", "metric", "serving"]
+__all__ = ["BLOCK", "ENTRY", "START_S", "TIMEOUT_S", "expected_digests", "metric", "serving",
+           "serving_options"]  # fmt: skip
 
 START_S = 900  # of a server; a minute where nothing else runs
 TIMEOUT_S = 60.0
@@ -80,6 +82,14 @@ def start(model: str, port: int, tp_size: int, folder: Path, fp8: bool) -> subpr
     return subprocess.Popen(
         command, env=environment, stdout=output, stderr=output, start_new_session=True
     )
+
+
+def serving_options(words: list[str]) -> Namespace:
+    """Return the options of a server, those behind `vllm serve`, as vLLM reads them."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(words)
 
 
 def metric(url: str, name: str) -> float:

@@ -40,3 +40,33 @@ def test_all_ranks_raise_what_any_rank_finds() -> None:
             "ModelError: saving failed on rank 0: no model",
             "None" if rank else "value",
         ]
+
+
+def groups_body(rank: int, world_size: int) -> list[float]:
+    """Return the timeouts of the groups of HSDP and of Ulysses, and that of the world, last."""
+    from types import SimpleNamespace
+    from typing import Any
+
+    import torch
+    import torch.distributed as dist
+
+    from hybridengine.model import sharding_mesh
+    from hybridengine.runtime.all_ranks import group_timeout
+    from hybridengine.trainer.batch import DataParallel
+
+    def timeout_s(group: Any) -> float:
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    mesh = sharding_mesh("cpu", world_size, fsdp_size=1)
+    assert mesh.mesh.tolist() == [[0], [1]] and mesh.mesh_dim_names == ("replica", "shard")
+    assert dist.get_process_group_ranks(mesh.get_group("replica")) == [0, 1]
+    assert dist.get_process_group_ranks(mesh.get_group("shard")) == [rank]
+    session: Any = SimpleNamespace(world_size=world_size, rank=rank)
+    parallel = DataParallel(session, sp_size=2)
+    groups = (*mesh.get_all_groups(), parallel.sp_group, parallel.group)
+    return [*map(timeout_s, groups), group_timeout().total_seconds()]
+
+
+def test_groups_have_the_timeout_of_the_world() -> None:
+    for timeouts in run_ranks(groups_body, 2, timeout_s=123.0):
+        assert timeouts == [123.0] * 5

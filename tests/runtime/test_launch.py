@@ -7,10 +7,11 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from hybridengine.errors import EXIT_STOPPED, EXIT_USER_ERROR
+from hybridengine.runtime import launch
 from hybridengine.runtime.failures import RankReport
-from hybridengine.runtime.launch import describe_failure
+from hybridengine.runtime.launch import describe_failure, only_stopped
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED
-from hybridengine.runtime.session import EXIT_STOPPED
 from hybridengine.runtime.status import PhaseStatus, clear_status, read_status, write_error_record
 from tests.trainer.toy import start_toy, toy_job
 
@@ -79,6 +80,34 @@ def test_a_rank_that_ends_with_exit_code_0_is_blamed(tmp_path, failure):
     assert message == f"{where} 'adv' of step 2; the other ranks were stopped."
     (tmp_path / ".status" / "rank_0.json").unlink()
     assert describe_failure({}, read_status(tmp_path)) == f"{where} 'adv' of step 2."
+
+
+def test_a_stop_is_told_from_failures_that_end_in_the_same_codes(failure):
+    stopped, waits = failure(EXIT_STOPPED), RankReport(1, "ended", "has ended")
+    assert only_stopped({}) and only_stopped({1: stopped})
+    assert only_stopped({0: failure(EXIT_RANK_FAILED, "…", waits), 1: stopped})
+    silent = RankReport(1, "running", "has sent no heartbeat for 301 s")  # ended by the launcher
+    for causes in (
+        {0: failure(EXIT_RANK_FAILED, "…", silent), 1: stopped},
+        {0: failure(EXIT_RANK_FAILED, "…", waits), 1: failure(-signal.SIGKILL)},
+        {0: failure(EXIT_RANK_FAILED, "…", waits)},
+        {0: failure(1, "ValueError: x"), 1: stopped},
+        {0: failure(-signal.SIGTERM, "RewardError: no number"), 1: stopped},
+    ):
+        assert not only_stopped(causes)
+
+
+def test_what_cannot_be_used_has_its_own_exit_code(tmp_path, failure):
+    """All checkpoints are damaged, say: a rank reads all of their bytes, the launcher does not."""
+    failures = {k: failure(EXIT_USER_ERROR, "CheckpointError: damaged") for k in (0, 1)}
+    for rank in (0, 1):
+        PhaseStatus(tmp_path, rank).enter("resume", 0)
+    assert launch._exit_code(failures, read_status(tmp_path)) == EXIT_USER_ERROR
+    victim = failure(EXIT_RANK_FAILED, "…", RankReport(0, "failed", "failed in …"))
+    assert launch._exit_code({**failures, 1: victim}, read_status(tmp_path)) == EXIT_USER_ERROR
+    assert launch._exit_code({0: failure(1, "OSError: x")}, read_status(tmp_path)) == 1
+    PhaseStatus(tmp_path, 0).enter("reward", 3)
+    assert launch._exit_code(failures, read_status(tmp_path)) == 1, "a rank failed in its step"
 
 
 def test_status_is_what_each_rank_last_entered(tmp_path):

@@ -40,3 +40,12 @@ def test_a_phase_inside_another_one_interrupts_it(
         now += 4
     assert entered[-2:] == ["gen", "idle"]
     assert rank.take_timings() == {"gen": 6, "update_weights": 20, "idle": 4}
+    with rank.phase("step"):
+        now += 1
+        with rank.phase("gen"):
+            now += 7
+        with rank.phase("testing", absorbs=True):
+            now += 100
+            with rank.phase("gen"):
+                now += 1000
+    assert rank.take_timings() == {"step": 1, "gen": 7, "testing": 1100}

@@ -1,4 +1,4 @@
-"""A store that stops answering, as behind a stalled link, does not keep a rank for ever."""
+"""A store or a disk that stops answering does not keep a rank for ever."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+from hybridengine import storage, writes
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED
 
 RANK = """
@@ -91,3 +93,54 @@ def test_a_rank_ends_when_its_store_is_silent_and_its_log_broken(tmp_path: Path)
     log = ranks[0].stderr.read()
     assert f"rank 0, in phase 'gen' of step 3: {reason}" in log, log
     assert json.loads(record.read_text())["message"]["message"] == reason
+
+
+STUCK = """
+import time
+from pathlib import Path
+from hybridengine.runtime.monitor import RankMonitor, connect_guard
+from hybridengine.writes import writing_to
+
+guard = connect_guard(0, 1)
+guard.phase = "phase 'export' of step 3"
+monitor = RankMonitor(guard, timeout_s=2.0)
+with writing_to(Path("final")):
+    time.sleep(600)
+"""
+
+
+def test_a_rank_ends_when_a_write_makes_no_progress(tmp_path: Path) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = subprocess.run(
+        [sys.executable, "-c", STUCK],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)},
+        timeout=240,
+    )
+    assert rank.returncode == EXIT_RANK_FAILED
+    reason = "writing 'final' has made no progress for 2 s (trainer.timeout_s)"
+    assert f"rank 0, in phase 'export' of step 3: {reason}" in rank.stderr, rank.stderr
+
+
+def test_progress_is_bytes_or_what_the_writer_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(writes.time, "monotonic", lambda: now)
+    write = writes.Write(tmp_path / "folder")
+    seen = []
+    for change in (None, "file", None, "longer", "noted", "read", None):
+        now += 1
+        if change == "file":
+            (tmp_path / "folder").mkdir()
+            (tmp_path / "folder" / "part").write_bytes(b"1")
+        elif change == "longer":
+            (tmp_path / "folder" / "part").write_bytes(b"12")
+        elif change == "noted":
+            writes.note_progress()
+        elif change == "read":
+            storage.file_records(tmp_path / "folder")
+        write.observe()
+        seen.append(write.progressed)
+    assert seen == [1, 2, 2, 4, 5, 6, 6]

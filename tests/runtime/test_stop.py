@@ -1,4 +1,4 @@
-"""Stop signals of one rank, also while its main thread is in native code."""
+"""Stop signals to the launcher and to ranks, also while the main thread is in native code."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from hybridengine.runtime.session import EXIT_STOPPED
+from hybridengine.errors import EXIT_STOPPED
+from hybridengine.runtime.launch import describe_failure, only_stopped
+from hybridengine.runtime.monitor import EXIT_RANK_FAILED
+from tests.ranks import Ranks
 
 RANK = """
 import os, sys, time, threading
@@ -69,3 +74,92 @@ def test_the_first_signal_requests_a_stop_the_second_ends(can_wait: bool) -> Non
             os.kill(child, signal.SIGKILL)
         rank.kill()
         rank.wait()
+
+
+def first_step(rank: int, world_size: int, folder: Path, sent: signal.Signals) -> int:
+    """Rank 0 is in its first step, and waits for rank 1, which sends itself a signal before it."""
+    import torch
+    import torch.distributed as dist
+
+    from hybridengine.runtime import monitor, session
+
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"record_{rank}.json")
+    monitor._STOPPED_S = 1.0  # not 10
+
+    def main(run: session.Session) -> None:
+        dist.barrier()
+        if rank == 0:
+            run.let_steps_finish()
+            (folder / "waits").touch()
+            dist.all_reduce(torch.ones(1))
+        while not (folder / "waits").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), sent)
+        time.sleep(600)
+
+    return session.run_rank(main, folder, timeout_s=240.0)
+
+
+def failures_of(folder: Path, sent: signal.Signals) -> dict[int, ProcessFailure]:
+    """Return how the ranks of `first_step` ended, as the launcher sees it."""
+    with Ranks(first_step, 2, folder, sent) as ranks:
+        for process in ranks.processes:
+            process.join(120)
+        return {
+            k: ProcessFailure(k, p.pid or 0, p.exitcode or 0, str(folder / f"record_{k}.json"))
+            for k, p in enumerate(ranks.processes)
+        }
+
+
+@pytest.mark.multirank
+def test_a_signal_while_the_ranks_reach_the_first_step_is_a_stop(tmp_path: Path) -> None:
+    failures = failures_of(tmp_path, signal.SIGTERM)
+    codes = [failure.exitcode for failure in failures.values()]
+    assert codes == [EXIT_RANK_FAILED, EXIT_STOPPED]
+    assert only_stopped(failures)
+
+
+@pytest.mark.multirank
+def test_a_rank_that_is_stopped_ends_with_the_run(tmp_path: Path) -> None:
+    """It does not wait for SIGCONT, nor the launcher for it."""
+    failures = failures_of(tmp_path, signal.SIGSTOP)
+    codes = [failure.exitcode for failure in failures.values()]
+    assert codes == [EXIT_RANK_FAILED, -signal.SIGKILL]
+    assert not only_stopped(failures)
+    assert "rank 1" in (told := describe_failure(failures, {})) and "(SIGSTOP)" in told
+
+
+IMPORTING = """
+import pathlib, time
+pathlib.Path({folder!r}, "imports").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_launcher_imports_is_a_stop(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
+    (tmp_path / "torch.py").write_text(IMPORTING.format(folder=str(tmp_path)))
+    settings = ["model.path=m", "data.train_files=f", "trainer.default_local_dir=run"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "hybridengine.cli", "sft", *settings],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not (tmp_path / "imports").exists():
+            assert launcher.poll() is None, launcher.communicate()
+            time.sleep(0.01)
+        launcher.send_signal(sent)
+        output = launcher.communicate(timeout=60)[1]
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == EXIT_STOPPED, output
+    told = f"stopped by {sent.name} before the start; run the same command again"
+    assert output.splitlines() == [told]

@@ -12,6 +12,7 @@ from rich.console import Console
 from hybridengine.config import load_sft_config
 from hybridengine.data import PromptSample
 from hybridengine.storage import atomic_file
+from hybridengine.tracking import progress as progress_line
 from hybridengine.tracking.curves import plot_learning_curves
 from hybridengine.tracking.files import rollout_line, write_summary
 from hybridengine.tracking.metrics import MetricsLogger
@@ -89,6 +90,15 @@ def test_progress_without_a_terminal_is_a_few_plain_lines():
     assert line == "[0/2]  step 1 gen"
 
 
+def test_a_phase_that_goes_on_is_not_printed_again(monkeypatch):
+    monkeypatch.setattr(progress_line, "_PLAIN_LINE_EVERY_S", 0.0)
+    console = plain_console()
+    with Progress(2, console=console) as progress:
+        for phase in ("resume", "resume", "gen"):
+            progress.enter(phase, 1)
+    assert console.file.getvalue().splitlines() == ["[0/2]  step 1 resume", "[0/2]  step 1 gen"]
+
+
 def test_progress_on_a_terminal_shows_phase_and_rate():
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
     with Progress(3, console=console) as progress:
@@ -109,11 +119,13 @@ def test_rollouts_keep_the_generated_ids():
     [line] = rollout_line(rollout(strict=1.0)).splitlines()
     assert json.loads(line) == {
         "index": 7,
+        "data_source": "sums",
         "prompt": "1 + 1 =",
         "response": " 2",
         "ground_truth": "2",
         "reward": 1.0,
         "strict": 1.0,
+        "finish_reason": "stop",
         "weight_version": 0,
         "prompt_ids": [5, 6],
         "response_ids": [9, 2],
@@ -203,3 +215,14 @@ def test_gain_interval_pairs_the_problems():
     assert mean == 0.5
     assert high - mean == pytest.approx(1.96 * math.sqrt(0.25 * 100 / 99 / 100), rel=1e-4)
     assert low == pytest.approx(2 * mean - high)
+
+
+def test_a_resumed_run_keeps_what_can_be_read(tmp_path):
+    rows = [b'{"step": 1, "a": 0.5}', b'{"step": 2, "a": nul}', b"\0\0\0}", b"[1]", b'{"a": 1}',
+            b'{"step": 3, "a": 1.5}', b'{"step": 4, "a": 2.5}', b'{"step": 5, "\xe2']  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(rows))
+    with MetricsLogger(tmp_path, ["jsonl"], plain_console(), 9, first_step=3) as metrics:
+        metrics.log(4, {"a": 3.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "a": 0.5}, {"step": 3, "a": 1.5}, {"step": 4, "a": 3.0}]
+    assert metrics.history == lines

@@ -75,6 +75,7 @@ DISTILLED = ("algorithm.distill.teacher_path={dir}/other", TWO_STEPS)
 LONG = ("data.max_prompt_length=2", "data.train_batch_size=2")
 LORA = ("model.lora_rank=4",)
 SAVED = (TWO_STEPS, "trainer.save_freq=1")
+SPECIAL = ("data.train_files={dir}/special.jsonl", "data.special_tokens=allow")
 OPTIONS = ("{{word: w51}}", ("data.chat_template={dir}/template.jinja",))
 
 # key: (another value, overrides under which the key matters)
@@ -96,6 +97,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "data.filter_overlong_prompts": ("true", LONG),
     "data.chat_template": ("{dir}/template.jinja", ()),
     "data.apply_chat_template_kwargs": OPTIONS,
+    "data.special_tokens": ("error", SPECIAL),
     "actor.ppo_mini_batch_size": ("2", ()),
     "actor.ppo_max_token_len_per_gpu": ("48", ()),
     "actor.shared_prefix": ("off", ()),
@@ -222,6 +224,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "trainer.val_before_train": ("false", VALIDATED),
     "trainer.save_freq": ("1", (TWO_STEPS,)),
     "trainer.save_hf_model": ("", SAVED),
+    "trainer.save_dtype": ("bfloat16", ()),
     "trainer.max_actor_ckpt_to_keep": ("1", SAVED),
     "trainer.resume_mode": ("path", ()),
     "trainer.resume_from_path": ("{dir}/nothing", ("trainer.resume_mode=path",)),
@@ -272,6 +275,9 @@ SFT_FLIPS = {key: FLIPS[key] for key in (
     "model.fsdp_config.dtype": ("bfloat16", ()),
     "model.fsdp_config.fsdp_size": ("2", ()),
     "data.messages_key": ("chat", ()),
+    "data.special_tokens": ("error", SPECIAL),
+    "data.prompt_dict_keys": ("[inner]", ()),
+    "data.response_dict_keys": ("[inner]", ()),
     "data.tools_key": ("prompt", ()),
     "data.enable_thinking_key": ("prompt", ()),
     "data.max_length": ("6", CUT),

@@ -74,5 +74,9 @@ def save_checkpoint(run, step: int, score: float | None = None) -> None:
     from hybridengine.checkpoint.pretrained import save_model_files
 
     run.checkpoints.save(
-        step, score, lambda folder: save_model_files(run.model, run.tokenizer, folder, False)
+        step,
+        score,
+        lambda folder: save_model_files(
+            run.model, run.tokenizer, folder, torch.bfloat16, False, run.checkpoints.group
+        ),
     )

@@ -1,5 +1,6 @@
 """What a job hands on to vLLM, and what is said where vLLM does not start with it."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,13 @@ from transformers import AutoTokenizer
 
 from hybridengine.config import ConfigError, load_config
 from hybridengine.rollout.vllm import engine as vllm
+from hybridengine.rollout.vllm import options
+from hybridengine.rollout.vllm.options import check_engine_options
 from hybridengine.trainer.build import build_engine
 from tests.tiny_models import save_tiny
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+from vllm.engine.arg_utils import EngineArgs
 
 
 def build(folder: Path, *overrides: str):
@@ -19,6 +23,24 @@ def build(folder: Path, *overrides: str):
     dtypes = ["rollout.dtype=float32", "actor.fsdp_config.dtype=float32"]
     config = load_config(None, [*needed, *dtypes, *overrides])
     return build_engine(config, AutoTokenizer.from_pretrained(path))
+
+
+def test_every_argument_of_vllm_is_sorted():
+    """A new version's argument is refused until somebody has looked at it."""
+    arguments = {field.name for field in fields(EngineArgs)}
+    assert not options.ALLOWED & options.REFUSED.keys()
+    assert options.ALLOWED | options.REFUSED.keys() == arguments
+    check_engine_options(dict.fromkeys(options.ALLOWED, 1))
+    for name in options.REFUSED:
+        with pytest.raises(ValueError, match=f"^{name} "):
+            check_engine_options({name: 1})
+    check_engine_options({"kv_cache_dtype": None})  # vLLM's default
+
+
+def test_an_argument_that_is_in_no_table(monkeypatch):
+    monkeypatch.setattr(options, "ALLOWED", options.ALLOWED - {"block_size"})
+    with pytest.raises(ValueError, match="block_size is not examined, an argument of vLLM"):
+        check_engine_options({"block_size": 32})
 
 
 def test_options_and_stop_texts_reach_the_engine(tmp_path, monkeypatch):

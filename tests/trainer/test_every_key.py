@@ -73,6 +73,7 @@ def prepare(folder: Path) -> list[str]:
             save_head(folder / name)
     rows = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "others.jsonl").write_text("\n".join(rows[4:] + rows[:3]))
+    (folder / "special.jsonl").write_text("\n".join(rows).replace("w9", "</s>"))
     (folder / "turn_loop.py").write_text(TURN_LOOP)
     (folder / "turn_tools.py").write_text(TURN_TOOLS)
     (folder / "slow_tools.py").write_text(
@@ -121,6 +122,7 @@ def prepare_sft(folder: Path) -> list[str]:
     lines = [json.dumps(row) + "\n" for row in rows]
     (folder / "rows.jsonl").write_text("".join(lines))
     (folder / "others.jsonl").write_text("".join(lines[3:]))
+    (folder / "special.jsonl").write_text("".join(lines).replace("w9", "</s>"))
     (folder / "template.jinja").write_text(
         "{% for m in messages %}{{ word or 'w50' }} {{ m.content }} {% endfor %}"
     )

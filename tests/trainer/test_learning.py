@@ -42,8 +42,8 @@ def test_tiny_model_masters_the_toy_task(tmp_path: Path) -> None:
     assert max(row["training/rollout_probs_diff_mean"] for row in steps) < 0.01
     summary = json.loads((out / "summary.json").read_text())
     assert summary["val_score_end"] > 0.8 and summary["tp_size"] == 2
-    received = summary["reshard_bytes_received_per_rank"]
-    assert received == summary["reshard_bytes_lower_bound_per_rank"]
+    received = summary["reshard_bytes_received_by_dense_sync_per_rank"]
+    assert received == summary["reshard_bytes_lower_bound_of_dense_sync_per_rank"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "tensorboard").glob("events*"))
     assert_rollouts_whole(out / "rollouts" / "step_40.jsonl", count=16 * 8)

@@ -29,8 +29,17 @@ def test_auto_is_the_default_and_becomes_a_type(fast):
     assert config.sharding.dtype == config.rollout.dtype == sft.sharding.dtype == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_engine_and_saved_weights_follow_the_compute_type(fast, dtype):
+    config = resolve_dtypes(load_config(None, [*GRPO, f"actor.fsdp_config.dtype={dtype}"]))
+    assert config.rollout.dtype == config.trainer.save_dtype == dtype
+    sft = resolve_dtypes(load_sft_config(None, [*REQUIRED, f"model.fsdp_config.dtype={dtype}"]))
+    assert sft.trainer.save_dtype == dtype
+
+
 def test_a_given_type_stays(fast):
-    given = load_config(None, [*GRPO, "actor.fsdp_config.dtype=float16", "rollout.dtype=bfloat16"])
+    types = ["rollout.dtype=bfloat16", "trainer.save_dtype=float32"]
+    given = load_config(None, [*GRPO, "actor.fsdp_config.dtype=float16", *types])
     assert resolve_dtypes(given) == given
     half = resolve_dtypes(load_config(None, [*GRPO, "rollout.dtype=float16"]))
     assert half.rollout.dtype == "float16"
@@ -45,6 +54,7 @@ def test_resuming_in_another_type_is_reported(tmp_path, monkeypatch):
     assert changed_settings(SavedCheckpoint(1, tmp_path, None, {}), resolve_dtypes(config)) == [
         "actor.fsdp_config.dtype: bfloat16 → float32",
         "rollout.dtype: bfloat16 → float32",
+        "trainer.save_dtype: bfloat16 → float32",
     ]
 
 

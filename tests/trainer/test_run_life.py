@@ -42,6 +42,67 @@ def seconds_after_resume(rank: int, world_size: int, folder: Path) -> float:
     return run.state_dict()["seconds"]
 
 
+def train_by_the_clock(rank: int, world_size: int, folder: Path) -> tuple[Any, Any, float]:
+    """Return the summary, the metrics and the resumed seconds of a run under a clock that its parts
+    alone advance."""
+    from types import SimpleNamespace
+
+    from hybridengine.runtime import session
+    from hybridengine.tracking import clock
+    from hybridengine.trainer import base, final
+
+    now = 0.0
+    time = SimpleNamespace(perf_counter=lambda: now)
+    session.time = clock.time = base.time = time
+
+    def takes(owner: Any, name: str, seconds: float) -> None:
+        call = getattr(owner, name)
+
+        def slow(*args: Any, **options: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return call(*args, **options)
+
+        setattr(owner, name, slow)
+
+    run = start_run(
+        rank, world_size, folder,
+        **{"data.val_files": folder / "rows.jsonl", "trainer.total_training_steps": 3,
+           "trainer.test_freq": 2, "trainer.save_freq": 2},
+    )  # fmt: skip
+    run.load_state_dict({"seconds": 7.0, "timing_s": {"start": 5.0, "step": 2.0}})
+    takes(run.checkpoints, "resume", 1)
+    takes(run, "collect", 10)
+    takes(run.optimizer, "step", 100)
+    takes(run, "loss_of", 1e3)
+    takes(run.checkpoints, "save", 1e4)
+    takes(run.checkpoints, "wait", 1e5)
+    takes(final, "save_pretrained", 1e6)
+
+    def validate(step: int) -> tuple[float, dict[str, float]]:
+        with run.session.phase("gen"):  # inside the validation, as of an RL run
+            return 0.0, {"val/loss": run.loss_of(run.val)}
+
+    run.validate = validate
+    with contextlib.redirect_stdout(io.StringIO()):
+        run.train()
+    rows = [*map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())]
+    return json.loads((folder / "run" / "summary.json").read_text()), rows, now
+
+
+def test_the_times_of_a_run_add_up(tmp_path: Path) -> None:
+    [(summary, rows, now)] = run_ranks(train_by_the_clock, 1, write_sft_job(tmp_path))
+    waited = summary["timing_s"]["save_checkpoint"] - 2e4  # of two saves
+    assert waited > 0 and waited % 1e5 == 0
+    spent = {"start": 6.0, "step": 332.0, "testing": 3e3, "export": 1e6, "other": 0.0}
+    spent["save_checkpoint"] = 2e4 + waited
+    assert summary["timing_s"] == spent
+    assert summary["seconds"] == sum(spent.values()) == now + 7
+    times = {n: [row[n] for row in rows if n in row] for n in ("timing_s/step", "timing_s/testing")}
+    assert times == {"timing_s/step": [110.0] * 3, "timing_s/testing": [1e3] * 3}
+    assert not any("timing_s/gen" in row for row in rows)
+
+
 def test_resumed_finished_and_new_runs(tmp_path: Path) -> None:
     folder = write_sft_job(tmp_path)
     saving = {"trainer.save_freq": 1}

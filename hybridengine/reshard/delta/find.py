@@ -14,6 +14,7 @@ from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.runtime.all_ranks import host_device
 from hybridengine.sharding.changes import ChangedElements
+from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.shards import Box, RowRange
 
@@ -74,9 +75,10 @@ class ChangeFinder:
     """Finds changes in the optimizer's change sets, and by comparison where there are none.
 
     read_changes: returns parameter → what changed since the last call, in the engine's dtype, for
-    the parameters that the optimizer keeps track of; None where it does not know, or where too much
-    changed. A parameter that it does not name is compared with the bits that were sent last: a copy
-    of the shard in the engine's dtype, on the shard's device.
+      the parameters that the optimizer keeps track of; None where it does not know, or where too
+      much changed. They are used if they lead from the bits of the shard that were sent last to
+      those that it has now, by checksums. A parameter that it does not name is compared with a copy
+      of what was sent last, in the engine's dtype, on the shard's device.
 
     Attributes:
         changed: the share of elements that changed before the last sync, over all ranks; None where
@@ -92,7 +94,9 @@ class ChangeFinder:
         self._read_changes = read_changes
         buckets = [bucket for bucket in context.plan.buckets if covers(bucket)]
         self._parts = list(dict.fromkeys(p for bucket in buckets for p in self._parts_of(bucket)))
-        self._sent: dict[Part, torch.Tensor] = {}
+        # What was sent last: copies of the parts that are compared, checksums of the other shards.
+        self._copies: dict[Part, torch.Tensor] = {}
+        self._checksums: dict[str, int] = {}
         self._changes: Mapping[str, ChangedElements] | None = {}
 
     def _parts_of(self, bucket: Bucket) -> Iterator[Part]:
@@ -115,12 +119,11 @@ class ChangeFinder:
         self.changed = None
         if self._read_changes is not None:
             self._changes = self._read_changes()
+        compared, num_bytes = self._compare(allowed)
+        tracked = self._check_tracked()
         if not allowed:
-            for part in self._parts:
-                if self._is_compared(part):
-                    self._sent[part] = self._read(part)[0].to(part.dtype, copy=True)
             return None
-        changes, num_bytes = self._look()
+        changes = None if compared is None or tracked is None else compared | tracked
         count = sum(len(c.indices) for c in changes.values()) if changes is not None else 0
         total = sum(self._numel(part) for part in self._parts)
         sums = torch.tensor([count, total, changes is None], device=host_device())
@@ -134,32 +137,67 @@ class ChangeFinder:
             return None
         return Found(changes, self.changed, num_bytes)
 
-    def _look(self) -> tuple[dict[Part, ChangedElements] | None, int]:
-        """Return what changed on this rank, None if it is not known or too much; bytes gathered."""
-        changes: dict[Part, ChangedElements] = {}
-        compared: dict[torch.dtype, dict[Part, torch.Tensor]] = {}  # masks
-        num_bytes, known = 0, self._changes is not None
+    def _compare(self, allowed: bool) -> tuple[dict[Part, ChangedElements] | None, int]:
+        """Return what changed of the parts that are compared, and bytes gathered; renew the copies.
+
+        None: a part has no copy yet, or too much changed.
+        """
+        copies: dict[Part, torch.Tensor] = {}
+        by_dtype: dict[torch.dtype, dict[Part, torch.Tensor]] = {}  # masks
+        num_bytes, known = 0, allowed
         for part in self._parts:
-            if self._is_compared(part):
-                current, gathered = self._read(part)
-                num_bytes += gathered
-                if part in self._sent:
-                    mask = change_mask(current)
-                    mark_changed_(current, self._sent[part], mask)
-                    compared.setdefault(part.dtype, {})[part] = mask
-                else:
-                    self._sent[part], known = current.to(part.dtype, copy=True), False
-            elif self._changes is not None:
-                changes[part] = self._changes[part.name]
+            if not self._is_compared(part):
+                continue
+            current, gathered = self._read(part)
+            num_bytes += gathered
+            copy = self._copies.get(part)
+            if copy is None:
+                copy, known = current.to(part.dtype, copy=True), False
+            elif allowed:
+                mask = change_mask(current)
+                mark_changed_(current, copy, mask)
+                by_dtype.setdefault(part.dtype, {})[part] = mask
+            else:
+                copy.copy_(current)
+            copies[part] = copy
+        self._copies = copies
+        changes: dict[Part, ChangedElements] = {}
         budget = sum(self._numel(part) for part in self._parts) // 3 + _MIN_BUDGET
-        for dtype, masks in compared.items():
-            sent = [self._sent[part] for part in masks]
+        for dtype, masks in by_dtype.items():
+            sent = [copies[part] for part in masks]
             share = min(1.0, budget / max(1, sum(t.numel() for t in sent)))
             taken = take_changed(list(masks.values()), sent, dtype=dtype, max_share=share)
             if taken is None:
                 return None, num_bytes
-            changes |= {p: ChangedElements(*one) for p, one in zip(masks, taken, strict=True)}
+            for part, (indices, values) in zip(masks, taken, strict=True):
+                changes[part] = ChangedElements(indices, values, None, None)
         return changes if known else None, num_bytes
+
+    def _check_tracked(self) -> dict[Part, ChangedElements] | None:
+        """Return what changed of the parts that are not compared; renew their checksums.
+
+        None: the optimizer's changes do not lead from what was sent last to what is there now.
+        """
+        parts = [part for part in self._parts if part not in self._copies]
+        shards = self._context.trained.shards
+        names = list(dict.fromkeys(part.name for part in parts))
+        now = dict(zip(names, bit_checksums([shards[name] for name in names]), strict=True))
+        sent, self._checksums = self._checksums, now
+        given = self._changes or {}
+        changes: dict[Part, ChangedElements] = {}
+        for part in parts:
+            before, after = sent.get(part.name), now[part.name]
+            change = given.get(part.name)
+            if before == after:
+                indices, values = (
+                    torch.empty(0, dtype=dtype, device=shards[part.name].device)
+                    for dtype in (torch.int32, part.dtype)
+                )
+                change = ChangedElements(indices, values, before, after)
+            if before is None or change is None or (change.before, change.after) != (before, after):
+                return None
+            changes[part] = change
+        return changes
 
     def _is_compared(self, part: Part) -> bool:
         """Return whether the optimizer does not tell what changed; the same on all ranks if merged,
@@ -167,13 +205,13 @@ class ChangeFinder:
         if part.box is not None:
             return True
         if self._changes is None:  # which it leaves out is known from earlier calls
-            return part in self._sent
+            return part in self._copies
         known = self._changes.get(part.name)
         return known is None or known.values.dtype != part.dtype
 
     def _numel(self, part: Part) -> int:
         if part.box is not None:
-            return self._sent[part].numel()
+            return self._copies[part].numel()
         return self._context.trained.shards[part.name].numel()
 
     def _read(self, part: Part) -> tuple[torch.Tensor, int]:

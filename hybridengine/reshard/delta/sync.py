@@ -1,14 +1,13 @@
 """Delta syncs between ranks that train and hold the engine.
 
-A delta needs an unbroken chain: the engine holds the version that the last sync of this resharder
-committed, and nothing else has begun to write to it since. A new engine, a restart, a failed sync
-or discarded weights break the chain; a dense sync begins a new one.
+A delta needs an unbroken chain: the engine holds the bits that the last sync of this resharder left
+there (`execute.target.EngineState`). A new engine, a restart, a failed sync, discarded weights or a
+write by anything else break the chain; a dense sync begins a new one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,44 +19,19 @@ from hybridengine.reshard.execute.context import RankContext
 from hybridengine.reshard.execute.pipelining import run_pipelined
 from hybridengine.runtime.all_ranks import host_device
 
-if TYPE_CHECKING:
-    from hybridengine.sharding.weight_target import WeightTarget
-
 
 class DeltaSync:
     """Delta syncs of one resharder. finder: what changed."""
 
     def __init__(
-        self,
-        context: RankContext,
-        engine: WeightTarget,
-        mode: DeltaMode,
-        read_changes: ReadChanges | None,
+        self, context: RankContext, mode: DeltaMode, read_changes: ReadChanges | None
     ) -> None:
         self._guard, self._progress = context.guard, context.progress
         self.finder = ChangeFinder(context, mode, read_changes)
-        self._engine = engine
         self._groups = DeltaGroups(delta_builder(context))
-        self._base: tuple[int, int] | None = None  # weight version, number of the update
-
-    @property
-    def chain_is_broken(self) -> bool:
-        """Whether this rank's engine may differ from what was sent last."""
-        engine = self._engine
-        state = (engine.weight_version, engine.updates_begun)
-        return self._base is None or engine.discarded or self._base != state
-
-    def find(self, chain_is_intact: bool) -> Found | None:
-        """Return what changed, None for a dense sync. Collective, the same choice on all ranks.
-
-        chain_is_intact: on all ranks, the same on all of them.
-        """
-        base, self._base = self._base, None  # until the sync has finished
-        self._base_version = base[0] if base else -1
-        return self.finder.find(chain_is_intact)
 
     def apply(
-        self, found: Found, weights: Mapping[str, torch.Tensor], version: int
+        self, found: Found, weights: Mapping[str, torch.Tensor], versions: Versions
     ) -> tuple[int, int]:
         """Write what changed into `weights`. Return (bytes received, bytes sent). Collective.
 
@@ -66,7 +40,6 @@ class DeltaSync:
         """
         self._moved = [found.num_bytes, 0]
         self._problem: CorruptDeltaError | None = None
-        versions = Versions(self._base_version, version)
         groups = self._groups.of_size(group_size(found.share))
         run_pipelined(
             self._transfer(group, f"delta {i} of {len(groups)}", found, weights, versions)
@@ -113,7 +86,3 @@ class DeltaSync:
         with self._guard.collective(f"exchanging the sizes of {where}"):
             dist.all_to_all_single(received, sent)
             return [Header(*row) for row in received.tolist()]
-
-    def commit(self, version: int) -> None:
-        """All ranks' engines hold `version`: the next sync can be a delta."""
-        self._base = (version, self._engine.updates_begun)

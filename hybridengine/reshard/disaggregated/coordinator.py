@@ -41,6 +41,7 @@ class EngineStatus:
     version: int | None = None
     reason: str = ""
     incarnation: int = 0
+    num_ranks: int = 0
     dropped_in: int = 0  # number of the sync
     has: Generations = NOTHING  # of the parameters
 
@@ -57,7 +58,7 @@ class Coordinator:
     ) -> None:
         self._store, self._timeout_s = store, timeout_s
         self.engines = {index: EngineStatus() for index in range(num_engines)}
-        number = store.add("trainers")
+        number = store.next_number("trainers")
         store.set(f"trainers/{number}", list(trainers))
         last = store.get_sync()  # of trainers that ran before on this store
         self._state = last or SyncState(0, 0, number, {})
@@ -65,7 +66,13 @@ class Coordinator:
         self._beats = threading.Event()
 
     def _publish(self, **changes: Any) -> None:
-        self._state = replace(self._state, **changes)
+        state, now = replace(self._state, **changes), self._store.get_sync()
+        if now is not None and now.trainers > state.trainers:
+            raise ReshardError(
+                "a newer WeightSender on the same store has taken the place of this one: sync with "
+                "the newer one, or make this one again"
+            )
+        self._state = state
         self._store.set("sync", self._state)
 
     # Who takes part
@@ -117,13 +124,16 @@ class Coordinator:
 
     def _look_at(self, index: int) -> EngineInfo | None:
         """Return an engine that has joined; update its status if it is new or back."""
-        status, info = self.engines[index], self._store.get(f"engine/{index}")
+        status, info = self.engines[index], self._store.get(f"engine/{index}", EngineInfo)
         if info is None:
             return None
         if info.incarnation != status.incarnation:
-            self.engines[index] = EngineStatus("live", incarnation=info.incarnation)
+            self.engines[index] = EngineStatus(
+                "live", incarnation=info.incarnation, num_ranks=len(info.processes)
+            )
         elif status.state == "dropped":
-            incarnation, number = self._store.get(f"engine/{index}/back") or (0, 0)
+            back = self._store.get(f"engine/{index}/back", tuple[int, int])
+            incarnation, number = back or (0, 0)
             if incarnation == info.incarnation and number >= status.dropped_in:
                 status.state, status.version = "live", None
         return info
@@ -136,7 +146,7 @@ class Coordinator:
 
     def _ready(self, info: EngineInfo, attempt: int) -> bool:
         key = f"{self._state.number}/{attempt}/ready/{info.key}"
-        return self._store.count(key) == len(info.processes)
+        return self._store.all_marked(key, len(info.processes))
 
     def _wait(self, info: EngineInfo, read: Callable, deadline: float) -> object:
         """Return what `read` returns, or why there is nothing to wait for."""
@@ -145,7 +155,7 @@ class Coordinator:
         def look() -> object:
             if (result := read()) is not None:
                 return result
-            if isinstance(text := self._store.get(state_key), str):
+            if isinstance(text := self._store.get(state_key, Holding | str), str):
                 return text
             if (rank := info.ended_rank()) is not None:
                 return f"rank {rank} has ended"
@@ -169,7 +179,7 @@ class Coordinator:
     # Transfer
 
     def _holding(self, info: EngineInfo) -> Holding:
-        held = self._store.get(f"{self._state.number}/state/{info.key}")
+        held = self._store.get(f"{self._state.number}/state/{info.key}", Holding | str)
         return held if isinstance(held, Holding) else Holding(True, None)
 
     def has_frozen(self, infos: Sequence[EngineInfo], generation: int) -> bool:
@@ -212,7 +222,7 @@ class Coordinator:
         for info in infos:
 
             def outcome(info: EngineInfo = info) -> object:
-                if self._store.count(f"{number}/committed/{info.key}") == len(info.processes):
+                if self._store.all_marked(f"{number}/committed/{info.key}", len(info.processes)):
                     return "committed", ""
                 return ("again", "") if self._ready(info, attempt + 1) else None
 
@@ -259,13 +269,14 @@ class Coordinator:
         with suppress(ReshardError):  # the store is gone
             store = self._store.own_connection()
             while not done.wait(BEAT_S):
-                store.add("beat")
+                store.next_number("beat")
 
     def _forget_keys(self) -> None:
         """Delete the keys of the last sync."""
         number, attempts = self._state.number, self._state.attempt + 2
         for index, status in self.engines.items():
             key = f"{index}.{status.incarnation}"
-            self._store.delete([f"{number}/state/{key}", f"{number}/committed/{key}"])
-            for attempt in range(attempts):
-                self._store.delete([f"{number}/{attempt}/{k}/{key}" for k in ("ready", "done")])
+            steps = [f"{a}/{k}" for a in range(attempts) for k in ("ready", "moving", "committing")]
+            kinds = ["committed", *steps]
+            marks = [f"{number}/{k}/{key}/{r}" for k in kinds for r in range(status.num_ranks)]
+            self._store.delete([f"{number}/state/{key}", *marks])

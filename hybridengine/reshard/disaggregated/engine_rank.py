@@ -18,7 +18,13 @@ from hybridengine.reshard.disaggregated.records import (
     Transfer,
 )
 from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
-from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks, run_on_all_ranks
+from hybridengine.runtime.all_ranks import (
+    all_gather_values,
+    broadcast_value,
+    host_device,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+)
 from hybridengine.runtime.failures import (
     CollectiveError,
     CollectiveGuard,
@@ -65,28 +71,35 @@ class EngineRank:
 
     # Engine's world
 
-    def all_gather(self, value: Any) -> list:
-        """Return the value of every rank of the engine."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            with self._collective():
-                dist.all_gather_object(values, value)
-        return values
+    def all_gather(self, value: T, expected: Any, timeout_s: float | None = None) -> list[T]:
+        """Return the value of every rank of the engine; expected: its type.
+
+        timeout_s: as of `CollectiveGuard.collective`.
+        """
+        if self.world_size == 1:
+            return [value]
+        with self._collective(timeout_s):
+            return all_gather_values(value, expected)
 
     @contextmanager
-    def _collective(self) -> Iterator[None]:
+    def _collective(self, timeout_s: float | None = None) -> Iterator[None]:
         try:
-            with self._guard.collective(self.phase):
+            with self._guard.collective(self.phase, timeout_s):
                 yield
         except CollectiveError as error:
             raise RankFailedError(f"{self.name}: {error}") from error
 
-    def on_rank0(self, fn: Callable[[], T]) -> T:
-        """Return on every rank of the engine what `fn` returns on rank 0, or raise its error."""
+    def on_rank0(self, fn: Callable[[], T], expected: Any, timeout_s: float | None = None) -> T:
+        """Return on every rank of the engine what `fn` returns on rank 0, or raise its error.
+
+        expected, timeout_s: as of `all_gather`.
+        """
         if self.world_size == 1:
             return fn()
-        value = self.on_all_ranks(lambda: fn() if self.rank == 0 else None, ReshardError)
-        return self.all_gather(value)[0]
+        run = fn if self.rank == 0 else lambda: None
+        value = self.on_all_ranks(run, ReshardError, timeout_s)
+        with self._collective(timeout_s):
+            return broadcast_value(value, expected)
 
     def is_true_on_rank0(self, fn: Callable[[], bool]) -> bool:
         """Return on every rank of the engine what `fn` returns on rank 0, or raise its error.
@@ -109,23 +122,30 @@ class EngineRank:
                 raise_on_all_ranks(error, ReshardError)
         return bool(answer)
 
-    def on_all_ranks(self, fn: Callable[[], T], error_type: type[Exception]) -> T:
-        """Return `fn()`; if it fails on a rank of the engine, raise on all."""
+    def on_all_ranks(
+        self, fn: Callable[[], T], error_type: type[Exception], timeout_s: float | None = None
+    ) -> T:
+        """Return `fn()`; if it fails on a rank of the engine, raise on all.
+
+        timeout_s: as `CollectiveGuard`'s.
+        """
         if self.world_size == 1:
             return fn()
-        with self._collective():
+        with self._collective(timeout_s):
             return run_on_all_ranks(fn, error_type)
 
     def _join(self, engine: WeightTarget, bucket_bytes: int, device: str) -> EngineInfo:
         digest = engine.layout.digest()
         if not self._store.has(f"layout/{digest}"):
             self._store.set(f"layout/{digest}", engine.layout)
-        incarnation = self.on_rank0(lambda: self._store.add(f"engine/{self._index}/incarnations"))
-        ranks = self.all_gather((this_process(), engine.tp_rank, digest, bucket_bytes))
+        count = f"engine/{self._index}/incarnations"
+        incarnation = self.on_rank0(lambda: self._store.next_number(count), int)
+        own = this_process(), engine.tp_rank, digest, bucket_bytes
+        ranks = self.all_gather(own, tuple[str, int, str, int])
         processes, tp_ranks, layouts, sizes = zip(*ranks, strict=True)
         info = EngineInfo(
             self._index, incarnation, processes, tp_ranks, layouts,
-            frozenset(engine.optional_parameters), engine.config_differences,
+            frozenset(engine.optional_parameters), dict(engine.config_differences),
             device, min(sizes),
         )  # fmt: skip
         odd = {
@@ -144,7 +164,7 @@ class EngineRank:
 
     def invitation(self) -> SyncState | None:
         """Return the sync that waits for this engine; a dropped engine shows that it is back."""
-        state: SyncState | None = self._store.get_sync()
+        state = self._store.get_sync()
         if state is None or (state.number == self.last and self._is_invited(state)):
             return None
         if self._is_invited(state) and state.is_open:
@@ -162,11 +182,10 @@ class EngineRank:
 
     def wait_for_invitation(self) -> SyncState:
         """Return the sync that waits for this engine, once one does."""
-        self.phase = "waiting for a sync"
         deadline = time.monotonic() + self._timeout_s
 
         def check() -> None:
-            state: SyncState | None = self._store.get_sync()
+            state = self._store.get_sync()
             if state is not None:
                 self._check_trainers(state)
             if time.monotonic() > deadline:
@@ -186,28 +205,35 @@ class EngineRank:
     def trainers(self, state: SyncState) -> list[str]:
         """Return the processes of the trainer ranks."""
         if self._known_trainers[0] != state.trainers:
-            self._known_trainers = state.trainers, self._store.get(f"trainers/{state.trainers}")
+            processes = self._store.get(f"trainers/{state.trainers}", list[str])
+            self._known_trainers = state.trainers, processes
         return self._known_trainers[1]
 
     def _fail(self, cause: str) -> NoReturn:
         raise RankFailedError(f"{self.name} stopped while {self.phase}: {cause}")
 
+    def _sync(self) -> SyncState:
+        """Return the state of the sync that this engine takes part in."""
+        state = self._store.get_sync()
+        assert state is not None
+        return state
+
     def tell_ready(self, state: SyncState, attempt: int) -> None:
         """Tell the trainers that this rank waits for an attempt to begin."""
-        self._store.add(f"{state.number}/{attempt}/ready/{self.info.key}")
+        self._store.mark(f"{state.number}/{attempt}/ready/{self.info.key}", self.rank)
 
     def wait_for_transfer(self, state: SyncState, attempt: int) -> tuple[SyncState, Transfer]:
         """Return once the trainers begin the attempt; raise if they go on without this engine."""
         phase, beat, heard = self.phase, -1, time.monotonic()
 
         def read() -> SyncState | None:
-            now: SyncState = self._store.get_sync()
+            now = self._sync()
             begun = now.number == state.number and now.attempt >= attempt and now.transfer
             return now if begun and self._is_invited(now) and self._is_member(begun) else None
 
         def check() -> None:
             nonlocal beat, heard
-            now: SyncState = self._store.get_sync()
+            now = self._sync()
             if now.number != state.number or not self._is_invited(now) or not now.is_open:
                 if now.failure and now.number == state.number:
                     raise RankFailedError(f"{self.name}, while {phase}: {now.failure}")
@@ -218,7 +244,7 @@ class EngineRank:
                 )
             self._check_trainers(now)
             self._check_own_engine(state)
-            if (count := self._store.count("beat")) != beat:
+            if (count := self._store.get("beat", int) or 0) != beat:
                 beat, heard = count, time.monotonic()
             if time.monotonic() - heard > self._timeout_s:
                 self._fail(f"trainer rank 0 was not heard of for {self._timeout_s:g} s")
@@ -229,7 +255,8 @@ class EngineRank:
 
     def _check_own_engine(self, state: SyncState) -> None:
         """Raise if another rank of this engine has failed or ended."""
-        if isinstance(text := self._store.get(f"{state.number}/state/{self.info.key}"), str):
+        key = f"{state.number}/state/{self.info.key}"
+        if isinstance(text := self._store.get(key, Holding | str), str):
             self._fail(f"its {text}")
         if (rank := self.info.ended_rank()) is not None:
             self._fail(f"its rank {rank} has ended")
@@ -240,23 +267,23 @@ class EngineRank:
 
     def tell_committed(self, state: SyncState) -> None:
         """Tell the trainers that the weight version of this rank has moved."""
-        self._store.add(f"{state.number}/committed/{self.info.key}")
+        self._store.mark(f"{state.number}/committed/{self.info.key}", self.rank)
 
-    def all_finish(self, state: SyncState) -> bool:
-        """Return True when all ranks of the engine have received everything.
+    def all_finish(self, state: SyncState, step: str) -> bool:
+        """Return True when all ranks of the engine have finished a step of an attempt.
 
-        False if another one asks for another attempt.
+        False if another one asks for another attempt. Raises RankFailedError if another one fails.
         """
-        self.phase = "waiting for the other ranks of the engine"
-        done = f"{state.number}/{state.attempt}/done/{self.info.key}"
+        done = f"{state.number}/{state.attempt}/{step}/{self.info.key}"
         again = f"{state.number}/{state.attempt + 1}/ready/{self.info.key}"
         deadline = time.monotonic() + self._timeout_s
-        self._store.add(done)
+        self._store.mark(done, self.rank)
 
         def read() -> bool | None:
-            if self._store.count(done) == self.world_size:
+            if self._store.all_marked(done, self.world_size):
                 return True
-            return False if self._store.count(again) else None
+            others = range(self.world_size)
+            return False if any(self._store.is_marked(again, r) for r in others) else None
 
         def check() -> None:
             self._check_own_engine(state)

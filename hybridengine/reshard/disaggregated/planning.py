@@ -8,6 +8,7 @@ import torch
 
 from hybridengine.reshard.disaggregated.records import FactorSpec, PlanInputs, SyncStore
 from hybridengine.reshard.execute.trained import TrainedTensors
+from hybridengine.reshard.plan.configuration import check_configuration, in_words
 from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
 from hybridengine.sharding.layout import EngineLayout, LayoutError
@@ -28,11 +29,14 @@ def plan_inputs(
         )
         for name, a in trained.unmerged.items()
     }
-    return PlanInputs(specs, layouts, factors, bucket_bytes, nodes)
+    return PlanInputs.of(specs, layouts, factors, bucket_bytes, nodes)
 
 
 def make_plan(
-    inputs: PlanInputs, store: SyncStore, optional_parameters: Set[str], config_differences: str
+    inputs: PlanInputs,
+    store: SyncStore,
+    optional_parameters: Set[str],
+    config_differences: Mapping[str, str],
 ) -> ReshardPlan:
     """Plan for the trainers, then one receiving rank for each tensor-parallel rank.
 
@@ -45,14 +49,15 @@ def make_plan(
         for side, shape, dtype in zip(("left", "right"), factor[:2], factor.dtypes, strict=True)
     }
     layouts = [
-        store.get(f"layout/{digest}").with_full_tensors(factors)
+        store.get(f"layout/{digest}", EngineLayout).with_full_tensors(factors)
         for _, digest in sorted(inputs.layouts.items())
     ]
     try:
         shapes = {name: spec.shape for name, spec in inputs.specs.items()}
         check_sources(shapes, layouts, optional_parameters)
     except LayoutError as error:
-        raise LayoutError(f"{error}{config_differences}") from None
+        raise LayoutError(f"{error}{in_words(config_differences)}") from None
+    check_configuration(config_differences)
     empty = EngineLayout({})
     nodes = [*inputs.nodes, *[max(inputs.nodes) + 1] * len(layouts)]
     plan = build_plan(

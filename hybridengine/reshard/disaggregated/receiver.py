@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from hybridengine.reshard.execute.exchange import ExchangeBuilder
 from hybridengine.reshard.execute.memory import default_bucket_bytes
 from hybridengine.reshard.execute.report import SyncReport
 from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
-from hybridengine.reshard.execute.target import engine_weights, write_constants
+from hybridengine.reshard.execute.target import EngineState, engine_weights, write_constants
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import one_line
@@ -62,7 +62,7 @@ class WeightReceiver:
         self._rank = EngineRank(engine, self._store, index, timeout_s, size, self._device.type)
         self._link: Link | None = None
         self._group_number = self._plan_number = 0
-        self._base: tuple[int, int] | None = None  # version and number of the last update
+        self._engine_state: EngineState | None = None  # after the last sync
 
     def pending(self) -> bool:
         """Return whether a sync waits for this engine, the same on every rank. Collective.
@@ -85,11 +85,18 @@ class WeightReceiver:
         generate until the next complete sync.
         """
         rank = self._rank
-        state = rank.on_rank0(rank.wait_for_invitation)
+        rank.phase = "waiting for a sync"
+        state = rank.on_rank0(rank.wait_for_invitation, SyncState, 2 * self._timeout_s)
         started = time.perf_counter()
         rank.phase = "starting"
         self._check_engine()
         rank.last = state.number
+
+        def finish_on_all_ranks(finish: Callable[[], None]) -> None:
+            rank.phase = "committing"
+            finish()
+            rank.all_finish(state, "committing")
+
         with self._operation(state):
             holding = self._holding()
             if rank.rank == 0:
@@ -97,11 +104,11 @@ class WeightReceiver:
             rank.tell_ready(state, 0)
             state, transfer = rank.wait_for_transfer(state, 0)
             plan = self._plan_for(transfer)
-            with self.engine.weight_update(state.version), torch.no_grad():
+            with self.engine.weight_update(state.version, finish_on_all_ranks), torch.no_grad():
                 while (moved := self._try(plan, transfer, state)) is None:
                     rank.tell_ready(state, state.attempt + 1)
                     state, transfer = rank.wait_for_transfer(state, state.attempt + 1)
-            self._base = (state.version, self.engine.updates_begun)
+            self._engine_state = EngineState.of(self.engine)
             rank.tell_committed(state)
         elapsed = (time.perf_counter() - started) * 1e3
         return SyncReport(state.version, *moved, elapsed, transfer.base is not None)
@@ -115,14 +122,14 @@ class WeightReceiver:
             self.engine.check_ready()
             engine_weights(self.engine, self._device)
 
-        self._rank.on_all_ranks(check, LayoutError)
+        self._rank.on_all_ranks(check, LayoutError, self._timeout_s)
 
     def _holding(self) -> Holding:
         """Return what all ranks of the engine have."""
-        engine = self.engine
-        lost = engine.weight_version is None or engine.discarded
-        is_base = not lost and self._base == (engine.weight_version, engine.updates_begun)
-        ranks = self._rank.all_gather(Holding(lost, engine.weight_version if is_base else None))
+        held = self._engine_state
+        base = held.version if held and held.is_kept_by(self.engine) else None
+        own = Holding(base is None, base)
+        ranks = self._rank.all_gather(own, Holding, self._timeout_s)
         bases = {holding.base for holding in ranks}
         base = bases.pop() if len(bases) == 1 else None
         return Holding(any(holding.lost for holding in ranks), base)
@@ -146,7 +153,7 @@ class WeightReceiver:
     def _plan_for(self, transfer: Transfer) -> ReshardPlan:
         if transfer.plan != self._plan_number:
             self._rank.phase = "planning"
-            inputs: PlanInputs = self._store.get(f"plan/{transfer.plan}")
+            inputs: PlanInputs = self._store.get(f"plan/{transfer.plan}", PlanInputs)
             plan = make_plan(
                 inputs, self._store, self.engine.optional_parameters, self.engine.config_differences
             )
@@ -186,7 +193,8 @@ class WeightReceiver:
             self._rank.tell_state(state, Holding(False, None))
             self._close_link()
             return None
-        if self._rank.all_finish(state):
+        self._rank.phase = "waiting for the other ranks of the engine"
+        if self._rank.all_finish(state, "moving"):
             return moved
         self._close_link()
         return None
@@ -237,7 +245,7 @@ class WeightReceiver:
             peers = {f"trainer rank {r}": p for r, p in enumerate(trainers)}
             others = [m for m in transfer.members if (m.engine, m.rank) != place]
             infos: dict[int, EngineInfo] = {
-                i: self._store.get(f"engine/{i}") for i in {m.engine for m in others}
+                i: self._store.get(f"engine/{i}", EngineInfo) for i in {m.engine for m in others}
             }
             for _, index, rank in others:
                 peers[f"rank {rank} of engine {index}"] = infos[index].processes[rank]

@@ -6,28 +6,30 @@ and "trainers/T" (processes). Each engine writes its own keys:
     engine/I                EngineInfo of the process group that is engine number I
     engine/I/back           (incarnation, sync): a dropped engine is back since that sync
     layout/DIGEST           EngineLayout
-    S/A/ready/I.N           ranks that wait for attempt A of sync S (I.N: engine, incarnation)
-    S/A/done/I.N            ranks that have received everything
+    S/A/ready/I.N/R         rank R waits for attempt A of sync S (I.N: engine, incarnation)
+    S/A/done/I.N/R          rank R has received everything
     S/state/I.N             Holding of the engine, or why it failed
-    S/committed/I.N         ranks whose weight version has moved
+    S/committed/I.N/R       the weight version of rank R has moved
 """
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.delta.find import covers
 from hybridengine.reshard.execute.resharder import RankFailedError
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.runtime.failures import STORE_GONE, one_line, process_state
-from hybridengine.sharding.shards import ShardSpec
+from hybridengine.runtime.messages import MessageError
+from hybridengine.runtime.signed_store import SignedStore
+from hybridengine.sharding.shards import Holders, ShardSpec
 
 _PREFIX = "hybridengine/disaggregated"
 
@@ -54,7 +56,7 @@ class EngineInfo:
     tp_ranks: Sequence[int]
     layouts: Sequence[str]
     optional_parameters: frozenset[str]
-    config_differences: str
+    config_differences: dict[str, str]
     device: str
     bucket_bytes: int
 
@@ -77,8 +79,9 @@ class EngineInfo:
 class Holding(NamedTuple):
     """What an engine has as it comes to a sync, on all its ranks.
 
-    lost: it has no weights. base: their version, if nothing but the syncs has written to them since
-    the last one was complete; None: the engine needs all weights.
+    lost: its weights are missing, or something else has written to them since the last sync was
+      complete: the engine needs all of them.
+    base: their version; None if the engine needs all trained weights.
     """
 
     lost: bool
@@ -100,7 +103,7 @@ class FactorSpec(NamedTuple):
 
     left: tuple[int, ...]
     right: tuple[int, ...]
-    dtypes: tuple[Any, Any]
+    dtypes: tuple[torch.dtype, torch.dtype]
     scale: float
 
 
@@ -108,14 +111,35 @@ class FactorSpec(NamedTuple):
 class PlanInputs:
     """All that the plan is made from; every trainer and engine rank computes the plan itself.
 
-    layouts: digest by TP rank. factors: parameter → adapter that is not merged.
+    shards: parameter → its placement, without holders. holders, holders_of: the holders, once for
+    all parameters that have the same ones, and parameter → their index. layouts: digest by TP rank.
+    factors: parameter → adapter that is not merged.
     """
 
-    specs: Mapping[str, ShardSpec]
+    shards: Mapping[str, ShardSpec]
+    holders: Sequence[Holders]
+    holders_of: Mapping[str, int]
     layouts: Mapping[int, str]
     factors: Mapping[str, FactorSpec]
     bucket_bytes: int
     nodes: Sequence[int]
+
+    @classmethod
+    def of(cls, specs: Mapping[str, ShardSpec], *rest: Any) -> PlanInputs:
+        """Return the inputs for parameters with `specs`; rest: the fields after `holders_of`."""
+        distinct = {id(s.holders): s.holders for s in specs.values()}  # each has all ranks
+        index = {i: k for k, i in enumerate(distinct)}
+        shards = {name: replace(s, holders=()) for name, s in specs.items()}
+        holders_of = {name: index[id(s.holders)] for name, s in specs.items()}
+        return cls(shards, list(distinct.values()), holders_of, *rest)
+
+    @cached_property
+    def specs(self) -> dict[str, ShardSpec]:
+        """Parameter → its placement."""
+        return {
+            name: replace(spec, holders=self.holders[self.holders_of[name]])
+            for name, spec in self.shards.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -166,63 +190,64 @@ class SyncState:
 
 
 class SyncStore:
-    """The records of all syncs, in a `torch.distributed` store."""
+    """The records of all syncs, in a `torch.distributed` store, signed by HYBRIDENGINE_SECRET.
+
+    All methods raise RankFailedError if the store is gone, and those that read MessageError for a
+    record that no process of the run has written.
+    """
 
     def __init__(self, store: dist.Store) -> None:
-        # Any: torch's stubs know neither values of bytes nor `clone`.
-        self._base: Any = store
-        self._store: Any = dist.PrefixStore(_PREFIX, store)
+        self._records = SignedStore(store, _PREFIX)
         self._has_sync = False
 
     def set(self, key: str, value: object) -> None:
-        """Write a picklable value."""
         with _store_errors():
-            self._store.set(key, zlib.compress(pickle.dumps(value), 1))
+            self._records.set(key, value)
 
-    def get(self, key: str) -> Any:
-        """Return the value under `key`, None if there is none."""
-        return self._value(key) if self.has(key) else None
-
-    def get_sync(self) -> Any:
-        """Return the SyncState, None if there is none. One request: it is never deleted."""
-        self._has_sync = self._has_sync or self.has("sync")
-        return self._value("sync") if self._has_sync else None
-
-    def _value(self, key: str) -> Any:
+    def get(self, key: str, expected: Any) -> Any:
+        """Return the value of type `expected` under `key`, None if there is none."""
         with _store_errors():
-            return pickle.loads(zlib.decompress(self._read(key)))
+            return self._records.get(key, expected)
+
+    def get_sync(self) -> SyncState | None:
+        """Return the state of the sync, None if there is none. One request: it is never deleted."""
+        with _store_errors():
+            self._has_sync = self._has_sync or self._records.has("sync")
+            return self._records.read("sync", SyncState) if self._has_sync else None
 
     def has(self, key: str) -> bool:
         with _store_errors():
-            return self._store.check([key])
+            return self._records.has(key)
 
-    def _read(self, key: str) -> bytes:
-        return self._store.get(key)
+    def next_number(self, key: str) -> int:
+        """Count from 1. One process at a time counts under a key."""
+        number: int = (self.get(key, int) or 0) + 1
+        self.set(key, number)
+        return number
 
-    def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter, 0 at first, and return it."""
-        with _store_errors():
-            return self._store.add(key, amount)
+    def mark(self, key: str, rank: int) -> None:
+        """Tell that a rank of an engine has come to `key`."""
+        self.set(f"{key}/{rank}", True)
 
-    def count(self, key: str) -> int:
-        """Return a counter."""
-        with _store_errors():
-            return int(self._read(key)) if self.has(key) else 0
+    def is_marked(self, key: str, rank: int) -> bool:
+        return bool(self.get(f"{key}/{rank}", bool))
+
+    def all_marked(self, key: str, num_ranks: int) -> bool:
+        return all(self.is_marked(key, rank) for rank in range(num_ranks))
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete what there is of `keys`."""
         with _store_errors():
-            for key in keys:
-                self._store.delete_key(key)
+            self._records.delete(*keys)
 
     def for_group(self, number: int, name: str) -> dist.Store:
         """Return where the members of a process group meet."""
-        return dist.PrefixStore(f"group/{number}/{name}", self._store)
+        return self._records.substore(f"group/{number}/{name}")
 
     def own_connection(self) -> SyncStore:
         """Return the same records over a connection for another thread."""
         with _store_errors():
-            return SyncStore(self._base.clone())
+            return SyncStore(self._records.base.clone())
 
 
 @contextmanager
@@ -230,6 +255,6 @@ def _store_errors() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        if isinstance(error, RankFailedError):
+        if isinstance(error, RankFailedError | MessageError):
             raise
         raise RankFailedError(f"{STORE_GONE} ({one_line(error)})") from error

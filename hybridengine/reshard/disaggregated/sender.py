@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -38,7 +37,8 @@ from hybridengine.reshard.execute.verify import warn_of_nan
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.senders import ranks_per_node
 from hybridengine.runtime.all_ranks import (
-    broadcast_from_rank0,
+    all_gather_values,
+    broadcast_value,
     raise_on_all_ranks,
     run_on_all_ranks,
 )
@@ -67,8 +67,10 @@ class WeightSender:
       processes that hold a `WeightReceiver` with that index.
     bucket_bytes: staging memory of one bucket; two are in use at a time. None: 64 MiB on CPUs, on
       GPUs by the free memory, at most 1 GiB; the least of all ranks.
-    timeout_s: how long an engine may take to come to a sync, and a rank to answer; less than the
-      timeout of the trainers' process group.
+    timeout_s: how long an engine may take to come to a sync, and a rank to answer. A trainer rank
+      that stalls is named after `timeout_s`, or after up to 3.25 times while rank 0 waits for
+      engines. The timeout of the trainers' process group should be longer; under NCCL without a CPU
+      backend it is the only one.
 
     Needs the trainers' default process group. A new WeightSender on the same store takes the place
     of an earlier one.
@@ -94,13 +96,15 @@ class WeightSender:
         self._store, self._timeout_s = SyncStore(store), timeout_s
         self._bucket_bytes = bucket_bytes
         self._trained = TrainedTensors(parameters, adapters, merge)
-        self._guard = CollectiveGuard(self.rank, self.world_size)
+        self._guard = CollectiveGuard(
+            self.rank, self.world_size, timeout_s=timeout_s, groups=self._trained.groups
+        )
         specs = run_on_all_ranks(partial(self._trained.read_specs, self.world_size), LayoutError)
         self._specs = unite_holders(specs)
         self._placements = self._trained.placements
         shards = self._trained.shards.values()
         self._device = next((t.device for t in shards), torch.device("cpu"))
-        self._trainers = self._all_gather(this_process())
+        self._trainers = all_gather_values(this_process(), str)
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
             self._coordinator = Coordinator(self._store, num_engines, self._trainers, timeout_s)
@@ -139,7 +143,12 @@ class WeightSender:
         is_delta, changed = False, None
         with self._operation(version), torch.no_grad():
             self._start(version)
-            infos = self._on_rank0(lambda c: c.open(version), "waiting for engines")
+            infos = self._on_rank0(
+                lambda c: c.open(version),
+                "waiting for engines",
+                list[EngineInfo],
+                wait_s=self._timeout_s,
+            )
             if infos:
                 infos, is_delta = self._plan_for(infos), True
                 delta = self._find(version)
@@ -153,7 +162,8 @@ class WeightSender:
                 dense_bytes = sum(self._pipeline.bytes_of(transfer.moves_densely))
                 infos = self._settle(some) + [info for info in infos if info not in some]
                 self._base = version
-            self._engines = self._on_rank0(lambda c: c.close(), "ending")
+            statuses = dict[int, EngineStatus]
+            self._engines = self._on_rank0(lambda c: c.close(), "ending", statuses)
         elapsed = (time.perf_counter() - started) * 1e3
         return SyncReport(version, received, sent, elapsed, is_delta, changed, dense_bytes)
 
@@ -188,7 +198,8 @@ class WeightSender:
             raise_on_all_ranks(problem, LayoutError)
             hint = "since the sender was made: make a new WeightSender"
             raise_on_all_ranks(changed and f"{changed} {hint}", PlanOutdatedError)
-            differs = self._all_gather((version, checksums != self._frozen_checksums))
+            own = version, checksums != self._frozen_checksums
+            differs = all_gather_values(own, tuple[int, bool])
         if len(versions := {v for v, _ in differs}) > 1:
             raise ReshardError(
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "
@@ -220,7 +231,9 @@ class WeightSender:
             if delta:
                 able = coordinator.take_delta(infos, delta.versions.base, delta.generation)
             some = able or infos
-            groups = self._store.add("groups") if self._linked_to != some else self._group_number
+            groups = self._group_number
+            if self._linked_to != some:
+                groups = self._store.next_number("groups")
             members = sorted(m for info in some for m in info.members())
             has_frozen = coordinator.has_frozen(some, self._sent.frozen)
             transfer = Transfer(
@@ -231,7 +244,8 @@ class WeightSender:
             coordinator.begin(transfer)
             return some, transfer
 
-        return self._on_rank0(begin, "starting the transfer")
+        expected = tuple[list[EngineInfo], Transfer]
+        return self._on_rank0(begin, "starting the transfer", expected)
 
     def _transfer_on_all_ranks(
         self, infos: list[EngineInfo], transfer: Transfer, delta: Delta | None
@@ -245,9 +259,10 @@ class WeightSender:
         except Exception as caught:
             error = caught
             self._close_link()
-        with self._guard.collective("agreeing that everything was sent"):
+        # Until then a rank may wait for a connection, and for an engine that another has not.
+        with self._guard.collective("agreeing that everything was sent", 3 * self._timeout_s):
             raise_on_all_ranks(error, ReshardError, "the transfer")
-            if not all(self._all_gather(self._link is not None)):
+            if not all(all_gather_values(self._link is not None, bool)):
                 self._close_link()
         return moved
 
@@ -255,7 +270,10 @@ class WeightSender:
         """Wait until the engines have committed; return those that ask for another attempt."""
         sent = self._sent
         again, committed = self._on_rank0(
-            lambda c: c.settle(infos, sent), "waiting for engines to commit"
+            lambda c: c.settle(infos, sent),
+            "waiting for engines to commit",
+            tuple[list[EngineInfo], bool],
+            wait_s=1.25 * self._timeout_s + 2,
         )
         if not committed:  # an engine has closed its connections
             self._close_link()
@@ -336,18 +354,20 @@ class WeightSender:
         layouts = self._layouts if self._layouts in known else known[0]
         if layouts != self._layouts:
             self._plan(layouts, infos[known.index(layouts)])
-        return self._on_rank0(lambda c: c.select(infos, layouts), "choosing engines")
+        return self._on_rank0(
+            lambda c: c.select(infos, layouts), "choosing engines", list[EngineInfo]
+        )
 
     def _plan(self, layouts: dict[int, str], info: EngineInfo) -> None:
         default = min(default_bucket_bytes(self._device), info.bucket_bytes)
         node = self.rank // ranks_per_node(self.world_size)
         with self._guard.collective("planning"):
-            gathered = self._all_gather((default, node))
+            gathered = all_gather_values((default, node), tuple[int, int])
             size = min(d for d, _ in gathered) if self._bucket_bytes is None else self._bucket_bytes
             nodes, trained = [n for _, n in gathered], self._trained
             self._inputs = plan_inputs(self._specs, trained, layouts, size, nodes)
             self.plan: ReshardPlan = run_on_all_ranks(lambda: self._make_plan(info), LayoutError)
-            digests = self._all_gather(self.plan.digest)
+            digests = all_gather_values(self.plan.digest, str)
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise LayoutError(
                 f"ranks {odd} made another reshard plan than rank 0: their model or bucket size "
@@ -360,9 +380,10 @@ class WeightSender:
         )
         self._pipeline = SendPipeline(context)
         self._plan_delta(context, info)
-        counts = self._all_gather(self._pipeline.sent_elements(self.world_size))
-        self._pipeline.counts = np.stack(counts)
-        self._plan_number = self._on_rank0(lambda c: self._publish_plan(), "publishing the plan")
+        sent = torch.from_numpy(self._pipeline.sent_elements(self.world_size))
+        self._pipeline.counts = torch.stack(all_gather_values(sent, torch.Tensor)).numpy()
+        publish = self._publish_plan
+        self._plan_number = self._on_rank0(lambda c: publish(), "publishing the plan", int)
 
     def _plan_delta(self, context: RankContext, info: EngineInfo) -> None:
         machines = {machine_of(process) for process in (*self._trainers, *info.processes)}
@@ -383,21 +404,22 @@ class WeightSender:
         return make_plan(self._inputs, self._store, *options)
 
     def _publish_plan(self) -> int:
-        number = self._store.add("plans")
+        number = self._store.next_number("plans")
         self._store.set(f"plan/{number}", self._inputs)
         return number
 
     # Agreement
 
-    def _all_gather(self, value: Any) -> list:
-        values: list = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+    def _on_rank0(
+        self, fn: Callable[[Coordinator], T], phase: str, expected: Any, wait_s: float = 0
+    ) -> T:
+        """Return on every rank what the coordinator on rank 0 returns; raise its error on all.
 
-    def _on_rank0(self, fn: Callable[[Coordinator], T], phase: str) -> T:
-        """Return on every rank what the coordinator on rank 0 returns; raise its error on all."""
+        expected: the type of the value.
+        wait_s: how long `fn` may wait for engines.
+        """
         run: Callable[[], Any] = (
             partial(fn, self._coordinator) if self._coordinator else lambda: None
         )
-        with self._guard.collective(phase):
-            return broadcast_from_rank0(run_on_all_ranks(run, ReshardError))
+        with self._guard.collective(phase, self._timeout_s + wait_s):
+            return broadcast_value(run_on_all_ranks(run, ReshardError), expected)

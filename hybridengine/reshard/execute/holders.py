@@ -11,8 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
-
+from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value
 from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.shards import Holders, ShardSpec
 
@@ -28,15 +27,11 @@ def unite_holders(specs: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
     by_id = {id(s.holders): s.holders for s in specs.values()}  # compare each object once
     index = {i: distinct.setdefault(holders, len(distinct)) for i, holders in by_id.items()}
     own: _View = list(distinct), {name: index[id(s.holders)] for name, s in specs.items()}
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr(own).encode()).hexdigest())
+    digests = all_gather_values(hashlib.sha256(repr(own).encode()).hexdigest(), str)
     if len(set(digests)) == 1:
         return dict(specs)
-    views: list[_View] = []
-    for first in sorted({digests.index(digest) for digest in digests}):
-        box: list = [own if first == dist.get_rank() else None]
-        dist.broadcast_object_list(box, first)
-        views.append(box[0])
+    firsts = sorted({digests.index(digest) for digest in digests})
+    views = [broadcast_value(own, _View, first) for first in firsts]
     if any(numbers.keys() != specs.keys() for _, numbers in views):
         return dict(specs)  # ranks train different models: their plans' digests will tell
     united: dict[tuple[int, ...], Holders] = {}

@@ -24,6 +24,7 @@ from hybridengine.reshard.execute.shared_memory import SharedMemory, share_memor
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import Chunk, SourceClass
+from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.runtime.failures import machine_id
 
 _ALIGNMENT = 16  # bytes; of every slice, for vector accesses
@@ -161,8 +162,7 @@ class PullPipeline(BucketPipeline):
 def make_pipeline(context: RankContext) -> BucketPipeline:
     """Return a pull if the ranks can map each other's memory, else an all-to-all. Collective."""
     plan = context.plan
-    machines: list[str] = [""] * plan.world_size
-    dist.all_gather_object(machines, machine_id())
+    machines = all_gather_values(machine_id(), str)
     if len(set(machines)) == 1 and any(plan.bytes_sent):
         pipeline = PullPipeline(context)
         if memory := share_memory(pipeline.memory_bytes, context.device):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,21 +22,28 @@ from hybridengine.reshard.delta.find import (
     covers,
     is_wanted,
 )
-from hybridengine.reshard.delta.message import CorruptDeltaError
+from hybridengine.reshard.delta.message import CorruptDeltaError, Versions
 from hybridengine.reshard.delta.sync import DeltaSync
 from hybridengine.reshard.execute.context import RankContext
 from hybridengine.reshard.execute.holders import unite_holders
 from hybridengine.reshard.execute.memory import default_bucket_bytes
 from hybridengine.reshard.execute.pull import make_pipeline
 from hybridengine.reshard.execute.report import SyncReport
-from hybridengine.reshard.execute.target import engine_weights, write_constants
+from hybridengine.reshard.execute.target import EngineState, engine_weights, write_constants
 from hybridengine.reshard.execute.trained import Parameters, TrainedTensors
 from hybridengine.reshard.execute.verify import find_mismatches, find_unstable, warn_of_nan
 from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.plan.configuration import check_configuration, in_words
 from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
 from hybridengine.reshard.plan.senders import ranks_per_node
-from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks, run_on_all_ranks
+from hybridengine.runtime.all_ranks import (
+    all_gather_values,
+    broadcast_value,
+    host_device,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+)
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import CollectiveError, CollectiveGuard
 from hybridengine.sharding.adapter import Adapter, adapters_of_factors
@@ -47,6 +54,9 @@ from hybridengine.sharding.shards import ShardSpec
 
 if TYPE_CHECKING:
     from hybridengine.sharding.weight_target import WeightTarget
+
+
+_NEXT = -1  # in place of a version: the next one
 
 
 class ReshardError(RuntimeError):
@@ -72,14 +82,14 @@ class Resharder:
       by the memory that is free on the GPUs now, at most 1 GiB; 64 MiB on CPUs.
     adapters: function that returns parameter → LoRA adapter. With `merge`, adapters are merged when
       the parameter is packed, else the engine receives them in addition to its weights. All other
-      parameters are frozen: they travel again only if their bits change.
+      parameters are frozen: they travel again only if their bits change, here or in the engine.
     delta: whether a sync moves only the elements whose bits changed since the last one, where its
       changes are few and the engine still holds what that sync wrote. on: also where finding them
       takes a comparison with a copy of what was sent, 16 bits per element of the shards. auto:
       with `changes`, or across nodes.
     changes: function that returns, for the parameters that the optimizer keeps track of, what
-      changed since its last call; None where that is not known. Only the optimizer may write to
-      these parameters.
+      changed since its last call; None where that is not known. A write to these parameters by
+      anything else, or a second reader of the changes, makes the next sync move everything.
 
     The plan is computed once, verified to be equal on all ranks by its digest, and reused by every
     `sync()`. Raises LayoutError on every rank if any rank detects a problem.
@@ -105,15 +115,16 @@ class Resharder:
         shards = self._trained.shards.values()
         self._device = next((t.device for t in shards), torch.device("cpu"))
         self._progress = DeviceProgress(self._guard, self._device)
-        defaults = self._all_gather(default_bucket_bytes(self._device))
+        defaults = all_gather_values(default_bucket_bytes(self._device), int)
         size = min(defaults) if bucket_bytes is None else bucket_bytes
         self._layout = engine.layout.with_full_tensors(self._trained.factors)
         layouts = self._gather_layouts()
-        nodes = self._all_gather(self.rank // ranks_per_node(self.world_size))
+        nodes = all_gather_values(self.rank // ranks_per_node(self.world_size), int)
         self.plan: ReshardPlan = run_on_all_ranks(
             lambda: self._plan(specs, layouts, size, nodes), LayoutError
         )
-        digests = self._all_gather((self.plan.digest, delta, changes is None))
+        described = (self.plan.digest, delta, changes is None)
+        digests = all_gather_values(described, tuple[str, str, bool])
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise LayoutError(
                 f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
@@ -125,31 +136,28 @@ class Resharder:
             self.plan, self.rank, self._trained, self._device, self._guard, self._progress
         )
         self._pipeline = make_pipeline(context)
-        self._frozen_in_engine: list[int] | None = None  # checksums of the frozen parameters
+        self._frozen: list[int] = []  # checksums of the frozen parameters
+        self._engine_state: EngineState | None = None  # after the last sync; None: write everything
         by_default = changes is not None or len(set(nodes)) > 1
         wanted = is_wanted(delta, by_default, self.plan)
         self._delta: DeltaSync | None = None
         if wanted and not self._trained.unmerged and not engine.discards_weights:
-            self._delta = DeltaSync(context, engine, delta, changes)
+            self._delta = DeltaSync(context, delta, changes)
+        frozen = any(spec.frozen for spec in specs.values())
+        self._writes_parts = (frozen or self._delta is not None) and not engine.discards_weights
 
     # Planning
 
-    def _all_gather(self, value: Any) -> list:
-        values: list = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
-        keys = self._all_gather((self.engine.tp_rank, self._layout.digest()))
+        own = self.engine.tp_rank, self._layout.digest()
+        keys = all_gather_values(own, tuple[int, str])
         layouts: dict[tuple, EngineLayout] = {}
         first: dict[int, int] = {}  # TP rank → the first rank with it
         for rank, key in enumerate(keys):
             if key in layouts:
                 continue
-            box: list = [self._layout if rank == self.rank else None]
-            dist.broadcast_object_list(box, rank)
-            layouts[key] = box[0]
+            layouts[key] = broadcast_value(self._layout, EngineLayout, rank)
             if (other := first.setdefault(key[0], rank)) != rank:
                 raise LayoutError(
                     f"the engines of ranks {other} and {rank} are both TP rank {key[0]}, but "
@@ -170,18 +178,36 @@ class Resharder:
             shapes = {name: spec.shape for name, spec in specs.items()}
             check_sources(shapes, distinct, self.engine.optional_parameters)
         except LayoutError as error:
-            raise LayoutError(f"{error}{self.engine.config_differences}") from None
+            raise LayoutError(f"{error}{in_words(self.engine.config_differences)}") from None
+        check_configuration(self.engine.config_differences)
         plan = build_plan(specs, layouts, bucket_bytes, nodes)
         check_casts(plan.buckets)
         return plan
 
     # Sync
 
+    @property
+    def _next_version(self) -> int:
+        return (self.engine.weight_version or 0) + 1
+
+    @contextmanager
+    def _operation(self, version: int | None) -> Iterator[None]:
+        """The collectives of one sync. RankFailedError where one fails because of another rank."""
+        to = self._next_version if version is None else version
+        try:
+            with self._guard.operation(f"the sync to version {to}"):
+                yield
+        except CollectiveError as error:
+            raise RankFailedError(
+                f"{error} The engine's weights are partially updated: restart the failed ranks and "
+                "sync again."
+            ) from error
+
     def sync(self, version: int | None = None, *, verify: bool = False) -> SyncReport:
         """Write the current parameters into the engine and set its weight version.
 
         Collective: every rank calls it. On return every rank's engine generates from `version`.
-        version: default is the last version plus one.
+        version: default is the last version of any rank plus one.
         verify: compare checksums of all slices, shards against engine weights, afterwards.
 
         Raises LayoutError on every rank, before anything moves, if the engine differs from the plan
@@ -191,15 +217,13 @@ class Resharder:
         during the transfer the engine refuses to generate until the next complete sync.
         """
         started = time.perf_counter()
-        if version is None:
-            version = (self.engine.weight_version or 0) + 1
-        with _sync_operation(self._guard, version), torch.no_grad():
-            skip_frozen, chain_is_intact, checksums = self._start(version)
-            found = self._delta.find(chain_is_intact) if self._delta else None
-            with self.engine.weight_update(version):
-                self._frozen_in_engine = None
-                received, sent = self._move(version, skip_frozen, found)
-                self._load_fallback(skip_frozen)
+        with self._operation(version), torch.no_grad():
+            version, intact = self._start(version)
+            self._engine_state = None  # until this sync is complete
+            found = self._delta.finder.find(intact) if self._delta else None
+            with self.engine.weight_update(version, self._finish_on_all_ranks):
+                received, sent = self._move(version, intact, found)
+                self._load_fallback(intact)
                 if verify:
                     self._finish_on_device("before verifying")
                     self._verify()
@@ -207,14 +231,10 @@ class Resharder:
                     adapters = adapters_of_factors(self._trained.unmerged, self._weights)
                     self.engine.load_adapters(adapters, version)
                 self._finish_on_device("before committing")
-                with self._guard.collective("committing"):
-                    dist.barrier()  # the version changes only after all ranks have finished
-                self._frozen_in_engine = checksums
-        changed = None
-        if self._delta:
-            self._delta.commit(version)
-            changed = self._delta.finder.changed
-        densely = self._pipeline.bytes_of(lambda bucket: not (bucket.frozen and skip_frozen))
+        if self._writes_parts:
+            self._engine_state = EngineState.of(self.engine)
+        changed = self._delta.finder.changed if self._delta else None
+        densely = self._pipeline.bytes_of(lambda bucket: not (bucket.frozen and intact))
         elapsed = (time.perf_counter() - started) * 1e3
         is_delta = found is not None
         return SyncReport(version, received, sent, elapsed, is_delta, changed, sum(densely))
@@ -239,14 +259,11 @@ class Resharder:
         by_delta = (0, 0)
         problem: CorruptDeltaError | None = None
         try:
-            by_delta = self._delta.apply(found, self._weights, version)
+            versions = Versions(self.engine.weight_version or 0, version)
+            by_delta = self._delta.apply(found, self._weights, versions)
         except CorruptDeltaError as error:
             problem = error
-        failed = torch.tensor(int(problem is not None), device=host_device())
-        with self._guard.collective("checking the delta"):
-            dist.all_reduce(failed, dist.ReduceOp.MAX)
-            if failed.item():
-                raise_on_all_ranks(problem, ReshardError)
+        self._raise_on_all_ranks(problem, "checking the delta")
         densely = self._pipeline.run(self._weights, moves)
         return by_delta[0] + densely[0], by_delta[1] + densely[1]
 
@@ -255,27 +272,44 @@ class Resharder:
         self._progress.mark(f"waiting for the device {phase}")
         self._progress.wait()
 
-    def _start(self, version: int) -> tuple[bool, bool, list[int]]:
+    def _finish_on_all_ranks(self, finish: Callable[[], None]) -> None:
+        """Call `finish`; the weight version may change when no rank has raised."""
+        problem: Exception | None = None
+        try:
+            finish()
+        except Exception as error:
+            problem = error
+        self._raise_on_all_ranks(problem, "committing")
+
+    def _raise_on_all_ranks(self, problem: Exception | None, phase: str) -> None:
+        """Raise ReshardError on every rank if any rank has a problem."""
+        failed = torch.tensor(int(problem is not None), device=host_device())
+        with self._guard.collective(phase):
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+            if failed.item():
+                raise_on_all_ranks(problem, ReshardError)
+
+    def _start(self, version: int | None) -> tuple[int, bool]:
         """Check model, engine and world; continue only if no rank has a problem.
 
-        Return (whether all engines have the current frozen parameters, whether they can also take a
-        delta, checksums of the frozen parameters).
+        Return (version of this sync; whether all engines are kept, so that it may write a part).
         """
         changed: str | None = None
         problem: Exception | None = None
+        stale = True
         try:
             changed = self._check_against_plan()
+            if not changed:
+                stale = not self._engine_is_kept()
         except Exception as error:
             problem = error
-        checksums = [] if changed or problem else self._frozen_checksums()
-        lost = self.engine.weight_version is None or self.engine.discarded
-        stale = lost or checksums != self._frozen_in_engine
-        broken = stale or (self._delta is not None and self._delta.chain_is_broken)
-        state = [problem is not None, changed is not None, version, -version, stale, broken]
+        given = _NEXT if version is None else version
+        problems = problem is not None, changed is not None
+        state = [*problems, stale, given, -given, self._next_version]
         flags = torch.tensor(state, device=host_device())
         with self._guard.collective("agreeing to start"):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-            failed, outdated, highest, lowest, stale, broken = flags.tolist()
+            failed, outdated, stale, highest, lowest, next_version = flags.tolist()
             if failed or outdated:
                 raise_on_all_ranks(
                     problem or changed, PlanOutdatedError if outdated else LayoutError
@@ -285,7 +319,18 @@ class Resharder:
                 f"rank {self.rank} syncs to version {version}, other ranks to versions between "
                 f"{-lowest} and {highest}: every rank must call sync() with the same version"
             )
-        return not stale, not broken, checksums
+        return next_version if version is None else version, not stale
+
+    def _engine_is_kept(self) -> bool:
+        """Return whether the engine holds what the last sync left there, frozen weights included.
+
+        Sets `_frozen`.
+        """
+        frozen = [name for name, spec in self.plan.sources.items() if spec.frozen]
+        checksums = bit_checksums([self._trained.shards[name] for name in frozen])
+        if checksums != self._frozen:
+            self._frozen, self._engine_state = checksums, None
+        return self._engine_state is not None and self._engine_state.is_kept_by(self.engine)
 
     def _check_against_plan(self) -> str | None:
         """Return how the parameters differ from the plan. LayoutError if the engine is not ready.
@@ -313,10 +358,6 @@ class Resharder:
             name: torch.empty(t.shape, dtype=t.dtype, device=self._device)
             for name, t in self._trained.factors.items()
         }
-
-    def _frozen_checksums(self) -> list[int]:
-        frozen = [name for name, spec in self.plan.sources.items() if spec.frozen]
-        return bit_checksums([self._trained.shards[name] for name in frozen])
 
     def _load_fallback(self, skip_frozen: bool) -> None:
         """Gather the parameters that are no pure copies, one at a time, for the engine's loader.
@@ -358,16 +399,3 @@ class Resharder:
                 f"source {source!r} ({len(mismatches)} slices differ in all): data was corrupted "
                 "in transfer, or something else wrote to the engine. Sync again."
             )
-
-
-@contextmanager
-def _sync_operation(guard: CollectiveGuard, version: int) -> Iterator[None]:
-    """The collectives of one sync. RankFailedError where one fails because of another rank."""
-    try:
-        with guard.operation(f"the sync to version {version}"):
-            yield
-    except CollectiveError as error:
-        raise RankFailedError(
-            f"{error} The engine's weights are partially updated: restart the failed ranks and "
-            "sync again."
-        ) from error

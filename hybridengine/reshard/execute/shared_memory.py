@@ -11,10 +11,12 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.runtime.failures import one_line
 
 
@@ -81,8 +83,10 @@ def share_memory(size: int, device: torch.device) -> SharedMemory | None:
         own = (_HostMemory if device.type == "cpu" else _DeviceMemory)(size, device)
     except Exception as error:
         problem = one_line(error)
-    offers = _all_gather((own and own.address, problem))
-    addresses, problems = ([offer[i] for offer in offers] for i in range(2))
+    offer = (own and own.address, problem)
+    offers = all_gather_values(offer, tuple[str | int | None, str | None])
+    addresses: list[Any] = [address for address, _ in offers]
+    problems = [text for _, text in offers]
     if device.type == "cuda" and not _access_each_other(addresses):
         return None
     if own is not None:
@@ -91,7 +95,7 @@ def share_memory(size: int, device: torch.device) -> SharedMemory | None:
                 buffers = own.map(addresses)
             except Exception as error:
                 problem = one_line(error)
-            problems = _all_gather(problem)  # from here on every rank has mapped
+            problems = all_gather_values(problem, str | None)  # from here on every rank has mapped
         own.close()
     if failed := [rank for rank, text in enumerate(problems) if text]:
         if dist.get_rank() == 0:
@@ -109,9 +113,3 @@ def _access_each_other(gpus: Sequence[int | None]) -> bool:
     """Return whether each of the GPUs can read the memory of all others."""
     found = {gpu for gpu in gpus if gpu is not None}
     return all(torch.cuda.can_device_access_peer(a, b) for a in found for b in found - {a})
-
-
-def _all_gather(value: object) -> list:
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -1,16 +1,45 @@
-"""The tensors of an engine that a sync writes, checked, and their constant regions."""
+"""The tensors of an engine that a sync writes: checked, recorded, and their constant regions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.layout import EngineLayout, LayoutError, TensorSpec
 
 if TYPE_CHECKING:
     from hybridengine.sharding.weight_target import WeightTarget
+
+
+class EngineState(NamedTuple):
+    """What an engine held when a sync was complete.
+
+    version: its weight version.
+    updates_begun: as `WeightTarget.updates_begun`.
+    checksums: of the bits of its tensors. Versions of tensors do not show what a loader writes
+      through `.data`.
+    """
+
+    version: int | None
+    updates_begun: int
+    checksums: list[int]
+
+    @classmethod
+    def of(cls, engine: WeightTarget) -> EngineState:
+        """Read the current state of an engine."""
+        weights = engine.weights()
+        names = (engine.layout.destinations | engine.layout.scales).keys()
+        checksums = bit_checksums([weights[name] for name in names])
+        return cls(engine.weight_version, engine.updates_begun, checksums)
+
+    def is_kept_by(self, engine: WeightTarget) -> bool:
+        """Return whether nothing has written to the engine's tensors, or discarded them, since."""
+        if engine.discarded or self[:2] != (engine.weight_version, engine.updates_begun):
+            return False
+        return self.checksums == EngineState.of(engine).checksums
 
 
 def engine_weights(engine: WeightTarget, device: torch.device) -> dict[str, torch.Tensor]:

@@ -11,7 +11,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from hybridengine.runtime.limits import default_groups
 from hybridengine.sharding.adapter import Adapter, adapter_factors
 from hybridengine.sharding.geometry import Block, reach
 from hybridengine.sharding.shards import Box, RowRange, ShardSpec, full_tensor, local_shard
@@ -34,9 +37,19 @@ class Placement(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> Placement:
         local, mesh = local_shard(tensor), getattr(tensor, "device_mesh", None)
         placements = getattr(tensor, "placements", None)
-        sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, local.stride()))
+        sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, _strides(local)))
         shape, local_shape, stride = sizes
         return cls(shape, tensor.dtype, local.device, placements, mesh, local_shape, stride)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides; of a dimension of size 1, which has any, that of a contiguous tensor."""
+    strides: list[int] = []
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        strides.append(step if size == 1 else stride)
+        step = strides[-1] * size
+    return tuple(reversed(strides))
 
 
 class TrainedTensors:
@@ -73,6 +86,11 @@ class TrainedTensors:
         self.shards = {name: local_shard(t).detach() for name, t in self.parameters.items()}
         tensors = {**self.parameters, **adapter_factors(self.merged)}
         self.placements = {name: Placement.of(tensor) for name, tensor in tensors.items()}
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Return the process groups that gather parameters, and the default group."""
+        meshes = {t.device_mesh for t in self.parameters.values() if isinstance(t, DTensor)}
+        return [g for mesh in meshes for g in mesh.get_all_groups()] + default_groups()
 
     def read_specs(self, world_size: int) -> dict[str, ShardSpec]:
         """Read, and return the sharding of every parameter for the plan. Raises LayoutError."""

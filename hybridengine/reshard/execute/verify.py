@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import SliceCopy
+from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.sharding.checksums import chunks, value_checksum
 from hybridengine.sharding.geometry import Block
 from hybridengine.sharding.layout import EngineLayout
@@ -58,7 +60,7 @@ def find_mismatches(
         for i in (expected != actual).nonzero().flatten().tolist():
             name, _, destination, _ = received[i]
             mismatches.append((rank, destination, name))
-    return _from_all_ranks(mismatches)
+    return _from_all_ranks(mismatches, _Mismatch)
 
 
 def slice_writes(
@@ -88,7 +90,8 @@ def find_unstable(
             (rank, name, ", ".join(sources[name]) or "the loader's input")
             for name, tensor in tensors.items()
             if int(value_checksum(tensor, tensor.dtype)) != before[name]
-        ]
+        ],
+        _Mismatch,
     )
 
 
@@ -99,7 +102,7 @@ def warn_of_nan(shards: Mapping[str, torch.Tensor]) -> None:
         for name, shard in shards.items()
         if shard.is_floating_point() and any(bool(part.isnan().any()) for part in chunks(shard))
     ]
-    if all_names := sorted(set(_from_all_ranks(names))):
+    if all_names := sorted(set(_from_all_ranks(names, str))):
         warnings.warn(
             f"the trained parameter {all_names[0]!r} (and {len(all_names) - 1} more) contains NaN, "
             "and so does the engine now. The sync itself is correct.",
@@ -108,10 +111,12 @@ def warn_of_nan(shards: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _from_all_ranks(entries: list) -> list:
-    """Return the entries of all ranks in rank order, without repetitions within a rank."""
-    parts: list[list] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, entries)
+def _from_all_ranks(entries: list, expected: Any) -> list:
+    """Return the entries of all ranks in rank order, without repetitions within a rank.
+
+    expected: type of an entry.
+    """
+    parts = all_gather_values(entries, list[expected])
     return [entry for part in parts for entry in dict.fromkeys(part)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -127,31 +127,6 @@ def check_casts(buckets: Iterable[Bucket]) -> None:
                 f"{engine}: a quantized model cannot be synced. Train in a floating-point "
                 "dtype."
             )
-
-
-_INCIDENTAL = ("_token_id", "dtype", "version", "name_or_path", "use_cache", "architectures")
-
-
-def describe_differences(trained: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
-    """Return a sentence with the common configuration keys whose values differ, else "".
-
-    Keys that do not change the weights are left out.
-    """
-    ours, theirs = (dict(_flatten(config)) for config in (trained, engine))
-    different = [
-        f"{key} ({value} in the trained model, {theirs[key]} in the engine)"
-        for key, value in ours.items()
-        if key in theirs and theirs[key] != value and not key.endswith(_INCIDENTAL)
-    ]
-    return f" Their configurations differ in {', '.join(different[:5])}." if different else ""
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, bool | int | float | str):
-            yield f"{prefix}{key}", value
 
 
 def _run_lengths(region: Region) -> Iterator[int]:

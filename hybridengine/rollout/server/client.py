@@ -23,11 +23,13 @@ from hybridengine.rollout.engine import Completion
 BACKEND = "hybridengine"  # of vLLM's weight transfer
 HOW_TO_START = (
     "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode "
-    f'processed_logprobs --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
+    f'processed_logprobs --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'; '
+    "on a CPU also with --enforce-eager"
 )
 # Queries of /pause, by keep_kv. vLLM clears its caches unless told otherwise, and preempts running
 # requests for that. Else the plug-in drops cached prefixes as the label of the weights changes.
 _PAUSES = {None: "mode=wait", False: "mode=keep", True: "mode=keep&clear_cache=false"}
+_CACHE_DTYPES = (None, "auto", "float16", "bfloat16", "float32")  # of a server: not quantized
 _SHORT_TIMEOUT_S = 10.0  # of requests that need neither the engine nor another process
 
 
@@ -90,6 +92,20 @@ class VllmServer:
             raise RolloutError(
                 f"{self} has --weight-transfer-config {transfer or None} and --logprobs-mode "
                 f"{model['logprobs_mode']}; {HOW_TO_START}"
+            )
+        cache = info.get("cache_config") or {}
+        sampling = {  # see hybridengine.rollout.vllm.options
+            "--logits-processors": model.get("logits_processors"),
+            "--speculative-config": info.get("speculative_config"),
+            "--watermark-config": info.get("watermark_config"),
+            "--reasoning-config": info.get("reasoning_config"),
+            "--diffusion-config": info.get("diffusion_config"),
+            "--kv-cache-dtype": (dtype := cache.get("cache_dtype")) not in _CACHE_DTYPES and dtype,
+        }
+        if given := [option for option, value in sampling.items() if value]:
+            raise RolloutError(
+                f"{self} has {' and '.join(given)}, which would sample from another distribution "
+                "than the one that is trained; start it without"
             )
         if model["max_model_len"] < max_model_len:
             raise RolloutError(

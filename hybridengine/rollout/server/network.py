@@ -5,15 +5,16 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 import psutil
 
 from hybridengine.errors import RolloutError
+from hybridengine.runtime.signed_store import check_secret
 
-__all__ = ["address_for", "set_network_interface"]
+__all__ = ["address_for", "has_remote", "prepare_network"]
 
 
 def address_for(host: str, address: tuple[str, int]) -> tuple[str, int]:
@@ -31,21 +32,35 @@ def address_for(host: str, address: tuple[str, int]) -> tuple[str, int]:
     return own, port
 
 
-def set_network_interface(urls: Iterable[str]) -> None:
-    """Let gloo use the interface towards servers on other machines, unless one is set.
+def prepare_network(urls: Sequence[str]) -> None:
+    """Let gloo and NCCL use the interface towards servers on other machines, unless one is set.
 
-    On one machine alone it uses the loopback interface, which others cannot reach. Does nothing for
-    hosts that are unknown: who connects to them reports it.
+    On one machine alone they use the loopback interface, which others cannot reach. Does nothing
+    for hosts that are unknown: who connects to them reports it. Raises SecretError if there are
+    servers and no secret, which they must have in common with the ranks.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
+    if urls:
+        check_secret("the servers of rollout.servers verify by it what the trainers tell them")
     with suppress(RolloutError):
-        hosts = (urlsplit(url).hostname or "" for url in urls)
-        remote = next((host for host in hosts if not _is_loopback(host)), None)
-        own = remote and _own_address_towards(remote)
+        remote = _remote_hosts(urls)
+        own = _own_address_towards(remote[0]) if remote else None
         for name, addresses in psutil.net_if_addrs().items():
             if any(entry.address.partition("%")[0] == own for entry in addresses):
-                os.environ["GLOO_SOCKET_IFNAME"] = name
+                for library in ("GLOO", "NCCL"):
+                    os.environ.setdefault(f"{library}_SOCKET_IFNAME", name)
+
+
+def has_remote(urls: Sequence[str]) -> bool:
+    """Return whether a server may be on another machine."""
+    try:
+        return bool(_remote_hosts(urls))
+    except RolloutError:
+        return True
+
+
+def _remote_hosts(urls: Sequence[str]) -> list[str]:
+    hosts = (urlsplit(url).hostname or "" for url in urls)
+    return [host for host in hosts if not _is_loopback(host)]
 
 
 def _is_loopback(host: str) -> bool:

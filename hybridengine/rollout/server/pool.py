@@ -12,11 +12,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hybridengine.errors import RolloutError, UserError
+from hybridengine.errors import RolloutError, UserError, print_note
 from hybridengine.rollout.engine import InFlightUpdate
 from hybridengine.rollout.server.client import ServerLostError, VllmServer
 
 _CHECK_S = 2.0  # between two health checks of a server
+_REPORT_S = 15.0  # between two notes about servers that have not come yet
 _MAX_MISSES = 3  # failed health checks in a row, until a server is lost
 
 T = TypeVar("T")
@@ -78,17 +79,29 @@ class ServerPool:
         self._started = False
         for member in self._members:
             threading.Thread(target=self._supervise, args=(member,), daemon=True).start()
-        deadline = time.monotonic() + timeout_s
+        self._wait_for_all(timeout_s)
+        self._started = True
+
+    def _wait_for_all(self, timeout_s: float) -> None:
+        """Wait until all servers have joined; a note tells from time to time which have not."""
+        started = reported = time.monotonic()
         with self._changed:
             while missing := [m for m in self._members if not m.joined]:
-                if self._failure is not None or time.monotonic() > deadline:
+                now = time.monotonic()
+                reasons = "; ".join(f"{m.server}: {m.reason}" for m in missing)
+                if self._failure is not None or now - started > timeout_s:
                     self._closed.set()
-                    reasons = "; ".join(f"{m.server}: {m.reason}" for m in missing)
                     raise self._failure or RolloutError(
-                        f"not all servers have come within {timeout_s:g} s ({reasons})"
+                        f"not all servers have come within {timeout_s:g} s ({reasons}); start them "
+                        "before the run, raise trainer.timeout_s, and on a CPU use --enforce-eager"
+                    )
+                if now - reported > _REPORT_S:
+                    reported = now
+                    print_note(
+                        f"waiting for {len(missing)} of {len(self._members)} servers since "
+                        f"{now - started:.0f} s, at most {timeout_s:g} s ({reasons})"
                     )
                 self._changed.wait(0.1)
-        self._started = True
 
     # State
 

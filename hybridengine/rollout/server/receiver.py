@@ -35,14 +35,14 @@ class ServerReceiver:
         self._pool.update(state.version, infos, tell)
 
     def _open_sync(self) -> SyncState | None:
-        state: SyncState | None = self._store.get_sync()
+        state = self._store.get_sync()
         return state if state and state.is_open and state.number != self._last else None
 
     def _invited(self, state: SyncState) -> dict[int, EngineInfo]:
         """Return the own servers, as they are now, that take part; tell of those that are lost."""
         infos = {}
         for index, reason in self._pool.joined().items():
-            info: EngineInfo | None = self._store.get(f"engine/{index}")
+            info: EngineInfo | None = self._store.get(f"engine/{index}", EngineInfo)
             if info is None or state.invited.get(index) != info.incarnation:
                 continue
             if reason:

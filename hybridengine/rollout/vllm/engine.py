@@ -43,6 +43,7 @@ from hybridengine.rollout.vllm.seeds import request_generators, seeded
 from hybridengine.rollout.vllm.sleep import Level2Sleep
 from hybridengine.rollout.vllm.stream import VllmStream
 from hybridengine.rollout.vllm.weights import LoraSlot, VllmWeights, slot_options
+from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.sharding.layout import CheckpointLayout
 from hybridengine.sharding.tp_groups import tp_groups
 
@@ -176,11 +177,10 @@ class VllmEngine(VllmWeights, RolloutEngine):
             finally:
                 stream.abort()
 
-    @contextmanager
-    def weight_update(self, version: int) -> Iterator[None]:
-        with super().weight_update(version):
-            yield
-        self._llm.llm_engine.set_weight_version(str(version))  # vLLM notes it with each token
+    def _finish_update(self) -> None:
+        super()._finish_update()
+        version = str(self.state.updating_to)
+        self._llm.llm_engine.set_weight_version(version)  # vLLM notes it with each token
 
     def check_ready(self) -> None:
         if self.in_flight is None:
@@ -194,12 +194,12 @@ class VllmEngine(VllmWeights, RolloutEngine):
         else:
             refresh_caches(self._llm, self.in_flight.keep_kv)
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, expected: Any) -> Any:
         if self.tp_size == 1:
             return value
         from vllm.distributed.parallel_state import get_tp_group
 
-        return get_tp_group().broadcast_object(value, src=0)
+        return broadcast_value(value, expected, 0, get_tp_group().cpu_group)
 
     def _suspend(self) -> None:
         if torch.cuda.is_available():

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from vllm import LLM
 from vllm.config import get_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -43,9 +44,11 @@ from hybridengine.rollout.vllm.server_worker import ServerWorker, StoreInfo
 from hybridengine.rollout.vllm.weights import VllmWeights
 from hybridengine.runtime.all_ranks import run_on_all_ranks
 from hybridengine.sharding.layout import LayoutError
+from hybridengine.sharding.weight_target import WeightState
 
 BACKEND = "hybridengine"
 _POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
+_STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
 
 
 def register() -> None:
@@ -96,6 +99,11 @@ def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None) -> Resha
             f'build it with weight_transfer_config={{"backend": "{BACKEND}"}}'
         )
     source: Any = unwrap_peft(model)
+    if not isinstance(source, PreTrainedModel):
+        raise TypeError(
+            f"model: got a {type(source).__name__}, expected a transformers model, alone or "
+            "inside PEFT's wrapper: the names in its checkpoint come from transformers"
+        )
     target = run_on_all_ranks(
         lambda: _LlmWeights(llm, checkpoint_layout(source), post_load), LayoutError
     )
@@ -104,21 +112,30 @@ def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None) -> Resha
     )
 
 
+def _state_of(llm: LLM) -> WeightState:
+    """Return the state of the weights of `llm`, one object for all connections."""
+    engine: Any = llm.llm_engine
+    if (state := getattr(engine, _STATE, None)) is None:
+        state, sleep = WeightState(), engine.sleep
+
+        def recording_sleep(level: int = 1, *args: Any, **kwargs: Any) -> None:
+            state.discarded = state.discarded or level == 2
+            sleep(level, *args, **kwargs)
+
+        engine.sleep = recording_sleep
+        setattr(engine, _STATE, state)
+    return state
+
+
 class _LlmWeights(VllmWeights):
     """The weights of an `LLM` that accepts no request while they are partially updated.
 
-    After `llm.sleep(level=2)` frozen weights travel again with the next sync.
+    Frozen weights travel again after another connection's sync, and after `llm.sleep(level=2)`.
     """
 
     def __init__(self, llm: LLM, *args: Any) -> None:
         super().__init__(llm, *args)
-        sleep = llm.llm_engine.sleep
-
-        def recording_sleep(level: int = 1, *args: Any, **kwargs: Any) -> None:
-            self.discarded = self.discarded or level == 2
-            sleep(level, *args, **kwargs)
-
-        llm.llm_engine.sleep = recording_sleep  # type: ignore[method-assign]
+        self.state = _state_of(llm)
 
     def check_ready(self) -> None:
         super().check_ready()
@@ -129,10 +146,10 @@ class _LlmWeights(VllmWeights):
             )
 
     @contextmanager
-    def weight_update(self, version: int) -> Iterator[None]:
+    def weight_update(self, *args: Any) -> Iterator[None]:
         engine = self._llm.llm_engine
         engine.add_request = lambda *args, **kwargs: self.check_complete()
-        with super().weight_update(version):
+        with super().weight_update(*args):
             yield
         del engine.add_request
 

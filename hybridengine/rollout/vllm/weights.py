@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 
 from hybridengine.reshard.execute.resharder import ReshardError
-from hybridengine.reshard.plan.coverage import describe_differences
+from hybridengine.reshard.plan.configuration import config_differences, in_words
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import VLLM_NAME, quantizes_at_load
 from hybridengine.rollout.vllm.record import record_engine_layout
@@ -43,13 +43,13 @@ class ModelWeights(WeightTarget):
         self.tp_rank = get_tensor_model_parallel_rank()
         self.dtype = config.model_config.dtype
         self.optional_parameters = optional_parameters(checkpoint)
-        self.config_differences = describe_differences(
+        self.config_differences = config_differences(
             checkpoint.config, config.model_config.hf_config.to_dict()
         )
         try:
             self.layout = record_engine_layout(config, checkpoint, self.dtype)
         except LayoutError as error:
-            raise LayoutError(f"{error}{self.config_differences}") from error
+            raise LayoutError(f"{error}{in_words(self.config_differences)}") from error
         self.layout = post_load.adapt_layout(self._model, self.layout, checkpoint.parameters)
 
     def check_ready(self) -> None:

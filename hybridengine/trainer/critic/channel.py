@@ -12,18 +12,18 @@ Tokens and what is computed of them go from rank to rank by `RowExchange`; no ra
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import Tensor
 
 from hybridengine.config import GRPOConfig
+from hybridengine.runtime.all_ranks import broadcast_value
+from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.roles import Link
 from hybridengine.trainer.exchange import Placement, RowExchange
 from hybridengine.trainer.outcomes import Outcomes
@@ -33,23 +33,20 @@ T = TypeVar("T")
 COLUMNS = ("response_ids", "log_probs", "sampled", "context_ids")  # what a critic's batch needs
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(Struct):
     """What the critic is built from. num_updates: its optimizer steps in the whole run."""
 
     config: GRPOConfig
     num_updates: int
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Struct):
     """The critic is built."""
 
     optimizer_state: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class TrainStep:
+class TrainStep(Struct, tag=True):
     """A step begins. prompts: the token ids of each group. actor: which of the policy's ranks hold
     which responses."""
 
@@ -59,31 +56,27 @@ class TrainStep:
     actor: Placement
 
 
-@dataclass(frozen=True)
-class SaveTensors:
+class SaveTensors(Struct, tag=True):
     """Write the critic's tensors into this folder of a checkpoint."""
 
     folder: Path
 
 
-@dataclass(frozen=True)
-class LoadTensors:
+class LoadTensors(Struct, tag=True):
     """Load the critic's tensors from this folder of a checkpoint."""
 
     folder: Path
     optimizer_state: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class End:
+class End(Struct, tag=True):
     how: Literal["finished", "stopped"]
 
 
 Command = TrainStep | SaveTensors | LoadTensors | End
 
 
-@dataclass(frozen=True)
-class StepReport:
+class StepReport(Struct):
     """What the critic reports after its update.
 
     seconds: by phase, without waiting. skipped_norms: of updates skipped in this step. num_bytes:
@@ -107,35 +100,34 @@ class CriticChannel:
 
     def __init__(self, link: Link) -> None:
         roles, role = link.roles, link.role
+        self._link, self._num_sent = link, 0
         self.num_actors, self.num_critics = roles.num_trainers, roles.num_critics
-        self._rank = role.rank + (self.num_actors if role.kind == "critic" else 0)
+        rank = role.rank + (self.num_actors if role.kind == "critic" else 0)
         self._group: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("critic", link.store),
-            self._rank,
+            link.store.substore("critic"),
+            rank,
             self.num_actors + self.num_critics,
             timedelta(seconds=link.timeout_s),
         )
 
-    def from_actor(self, value: T | None = None) -> T:
-        """Return the value that the policy's first rank passes, on every rank."""
-        return self._broadcast(value, 0)
+    def from_actor(self, expected: Any, value: T | None = None) -> T:
+        """Return the value, of type `expected`, that the policy's first rank passes, everywhere.
 
-    def from_critic(self, value: T | None = None) -> T:
-        """Return the value that the critic's first rank passes, on every rank."""
-        return self._broadcast(value, self.num_actors)
+        The critic's ranks wait for it longer than trainer.timeout_s where a disk is slow.
+        """
+        link, self._num_sent = self._link, self._num_sent + 1
+        if link.role.kind == "critic":
+            wait_until(self._is_sent, link.timeout_s, "the policy's ranks", link.is_writing)
+        elif link.role.rank == 0:
+            link.store.set("critic_sent", self._num_sent)
+        return broadcast_value(value, expected, 0, self._group)
 
-    def _broadcast(self, value: T | None, source: int) -> T:
-        is_source = self._rank == source
-        message = pickle.dumps(value) if is_source else b""
-        size = torch.tensor([len(message)])
-        self._group.broadcast(size, source).wait()
-        if is_source:
-            buffer = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        else:
-            buffer = torch.empty(int(size), dtype=torch.uint8)
-        self._group.broadcast(buffer, source).wait()
-        received: T = value if is_source else pickle.loads(buffer.numpy().tobytes())  # type: ignore[assignment]
-        return received
+    def _is_sent(self) -> Literal[True] | None:
+        return (self._link.store.get("critic_sent", int) or 0) >= self._num_sent or None
+
+    def from_critic(self, expected: Any, value: T | None = None) -> T:
+        """Return the value, of type `expected`, that the critic's first rank passes, everywhere."""
+        return broadcast_value(value, expected, self.num_actors, self._group)
 
     def to_critic(self, sources: Tensor, critic: Placement) -> RowExchange:
         """Return what moves rows to the critic's ranks; sources: int64 [N], the policy's ranks."""

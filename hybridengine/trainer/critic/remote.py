@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from hybridengine.checkpoint import CheckpointError
 from hybridengine.config import GRPOConfig
-from hybridengine.runtime.polling import wait_until
+from hybridengine.runtime.polling import wait_for
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.batch import MiniBatch, RolloutBatch
 from hybridengine.trainer.critic.channel import (
     COLUMNS,
+    Command,
     CriticChannel,
     End,
     LoadTensors,
@@ -78,12 +78,12 @@ class RemoteCritic(StepCritic):
         self._total = Counter[str]()  # seconds of the run: step, actor and critic idle
         with session.phase("connect_critic"):
             self._channel = CriticChannel(self._link)
-            self._channel.from_actor(Setup(config, num_updates))
+            self._channel.from_actor(Setup, Setup(config, num_updates))
 
     def wait_until_built(self) -> None:
         """Wait until the critic's ranks have loaded their model."""
         with self._session.phase("wait_for_critic"):
-            ready: Ready = self._channel.from_critic()
+            ready: Ready = self._channel.from_critic(Ready)
         self.optimizer.load_state_dict(dict(ready.optimizer_state))
 
     def begin(self, step: int, rollouts: Rollouts, batch: RolloutBatch) -> None:
@@ -96,8 +96,8 @@ class RemoteCritic(StepCritic):
             if self._session.is_main:
                 prompts = [prompt.prompt_ids for prompt in rollouts.prompts]
                 command = TrainStep(step, rollouts.outcomes, prompts, self._actor)
-            self._channel.from_actor(command)
-            self._critic: Placement = self._channel.from_critic()
+            self._channel.from_actor(Command, command)
+            self._critic: Placement = self._channel.from_critic(Placement)
             exchange = self._channel.to_critic(rollouts.outcomes.ranks, self._critic)
             rollouts.move(exchange, "cpu", COLUMNS)
 
@@ -117,7 +117,7 @@ class RemoteCritic(StepCritic):
     def finish(self, seconds: float) -> dict[str, float]:
         before_s = self._waited_s
         with self._waiting():
-            report: StepReport = self._channel.from_critic()
+            report: StepReport = self._channel.from_critic(StepReport)
         seconds += self._waited_s - before_s
         self.optimizer.report(report)
         self.num_bytes, self._signal = report.num_bytes, report.signal
@@ -148,11 +148,11 @@ class RemoteCritic(StepCritic):
 
     def close(self, how: Literal["finished", "stopped"]) -> None:
         with self._session.phase("end_critic"):
-            self._channel.from_actor(End(how))
+            self._channel.from_actor(Command, End(how))
 
     def save(self, folder: Path) -> None:
         """Start to write the critic's tensors into a checkpoint. Collective."""
-        self._channel.from_actor(SaveTensors(folder))
+        self._channel.from_actor(Command, SaveTensors(folder))
 
     def saved(self, folder: Path) -> Mapping[str, list[int]]:
         """Wait until they are written; return size and checksum of every file. On one rank.
@@ -160,19 +160,17 @@ class RemoteCritic(StepCritic):
         Raises CheckpointError if a rank of the critic could not write.
         """
         key, store = saved_key(folder), self._link.store
-        wait_until(
-            lambda: store.check([key]) or None, self._link.timeout_s, "the critic's checkpoint"
-        )
-        answer = pickle.loads(store.get(key))
-        store.delete_key(key)
+        answer: dict[str, list[int]] | str = wait_for(
+            lambda: store.get(key, dict[str, list[int]] | str)
+        )  # each of its ranks limits its own write
+        store.delete(key)
         if isinstance(answer, str):
             raise CheckpointError(f"the critic's ranks: {answer}")
-        records: Mapping[str, list[int]] = answer
-        return records
+        return answer
 
     def load(self, folder: Path) -> None:
         """Let the critic's ranks load their part of a checkpoint; `optimizer` is loaded already.
 
         Collective.
         """
-        self._channel.from_actor(LoadTensors(folder, self.optimizer.state_dict()))
+        self._channel.from_actor(Command, LoadTensors(folder, self.optimizer.state_dict()))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +45,7 @@ class CriticWorker:
         self._session, self._link = session, session.link
         with session.phase("connect_critic"):
             self._channel = CriticChannel(self._link)
-            setup: Setup = self._channel.from_actor()
+            setup: Setup = self._channel.from_actor(Setup)
         self._config = config = setup.config  # with the same data types
         torch.manual_seed(config.seed)
         with session.phase("load_model"):
@@ -56,7 +54,7 @@ class CriticWorker:
             self._critic = build_critic(config, self._dp, setup.num_updates)
         model, optimizer = self._critic.model, self._critic.optimizer
         self._tensors = PartWriter(self._critic.name, model, optimizer, self._announce)
-        self._channel.from_critic(Ready(optimizer.state_dict()))
+        self._channel.from_critic(Ready, Ready(optimizer.state_dict()))
 
     def run(self) -> None:
         """Work until the policy's ranks end the run."""
@@ -75,7 +73,7 @@ class CriticWorker:
 
     def _next_command(self) -> Command:
         with self._session.phase(_WAITING):
-            command: Command = self._channel.from_actor()
+            command: Command = self._channel.from_actor(Command)
             return command
 
     def _train(self, command: TrainStep) -> None:
@@ -86,7 +84,7 @@ class CriticWorker:
         rollouts = Rollouts(Subset(prompts, range(len(prompts))), command.outcomes, [], rank=-1)
 
         def receive(placement: Placement) -> Mapping[str, Tensor]:
-            self._channel.from_critic(placement)
+            self._channel.from_critic(Placement, placement)
             exchange = self._channel.to_critic(command.outcomes.ranks, placement)
             return rollouts.move(exchange, "cpu", COLUMNS)
 
@@ -108,6 +106,7 @@ class CriticWorker:
         optimizer, seconds = self._critic.optimizer, self._session.take_timings()
         del seconds[_WAITING]
         self._channel.from_critic(
+            StepReport,
             StepReport(
                 metrics,
                 seconds,
@@ -116,7 +115,7 @@ class CriticWorker:
                 optimizer.state_dict(),
                 self._tensors.num_bytes,
                 self._session.requested_signal,
-            )
+            ),
         )
 
     def _load(self, command: LoadTensors) -> None:
@@ -127,5 +126,4 @@ class CriticWorker:
     def _announce(self, folder: Path, answer: Mapping[str, list[int]] | str) -> None:
         """Tell the policy's first rank what is written, or why it is not."""
         if self._session.is_main:
-            store: Any = self._link.store  # torch's stubs do not know values of bytes
-            store.set(saved_key(folder), pickle.dumps(answer))
+            self._link.store.set(saved_key(folder), answer)

@@ -8,7 +8,6 @@ never waits for another one.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.rollout import SamplingSpec
+from hybridengine.runtime.messages import decode, encode
 from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.roles import Link
 from hybridengine.trainer.rollouts import ScoredResponse
@@ -62,7 +62,7 @@ class Finished:
 
 def report_signal(link: Link, number: int) -> None:
     """Tell the trainer ranks of a stop signal to this rank."""
-    link.store.set("signal", str(number))
+    link.store.set("signal", number)
 
 
 class _Queue:
@@ -74,57 +74,58 @@ class _Queue:
     def __init__(self, link: Link) -> None:
         roles, role = link.roles, link.role
         self.link = link
-        self._store: Any = link.store  # torch's stubs do not know values of bytes
+        self._store = link.store
         rank = role.rank if role.engine is None else roles.num_trainers + role.engine
         self._group: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("rollouts", link.store),
+            link.store.substore("rollouts"),
             rank,
             roles.num_trainers + roles.num_engines,
             timedelta(seconds=link.timeout_s),
         )
-
-    def _read(self, key: str) -> bytes | None:
-        return self._store.get(key) if self._store.check([key]) else None
 
 
 class TrainerQueue(_Queue):
     """One trainer rank's side."""
 
     def submit(self, item: WorkItem) -> None:
-        self._store.set(f"item/{item.number}", pickle.dumps(item))
+        self._store.set(f"item/{item.number}", item)
 
     def finished(self, number: int) -> Finished | None:
         """Return what an engine has announced of an item, None before."""
-        announced = self._read(f"finished/{number}")
-        return None if announced is None else pickle.loads(announced)
+        announced: Finished | None = self._store.get(f"finished/{number}", Finished)
+        return announced
 
     def receive(self, result: Finished) -> list[ScoredResponse]:
         """Receive the responses of a finished item."""
         buffer = torch.empty(result.num_bytes, dtype=torch.uint8)
         source = self.link.roles.num_trainers + result.engine
         self._group.recv([buffer], source, result.number).wait()
-        self._store.set(f"received/{result.number}", "")
-        responses: list[ScoredResponse] = pickle.loads(buffer.numpy().tobytes())
-        return responses
+        self._store.set(f"received/{result.number}", True)
+        what = f"the message of engine {result.engine}"
+        responses = decode(buffer.numpy().data, list[ScoredResponse], what)
+        return [response.compact() for response in responses]
 
     def wants_weights(self) -> bool:
         """Return whether an engine has lost its weights and waits for new ones."""
-        return bool(self._store.check(["weights_wanted"]))
+        return bool(self._store.get("weights_wanted", bool))
 
     def weights_follow(self) -> None:
         """A sync follows, for the engines that wait for weights."""
-        self._store.delete_key("weights_wanted")
+        self._store.delete("weights_wanted")
 
     def signal(self) -> int:
         """Return the number of a stop signal that an engine rank has received; 0: none."""
-        return int(self._read("signal") or 0)
+        return self._store.get("signal", int) or 0
 
-    def end(self, how: Literal["finished", "stopped"]) -> None:
-        """Tell the engines to end, and wait until they have."""
-        self._store.set("end", how)
+    def end(self) -> None:
+        """Tell the engines to end as soon as they have generated what they generate now."""
+        self._store.set("end", True)
+
+    def wait_for_end(self) -> None:
+        """Wait until all engines have ended."""
         for engine in range(self.link.roles.num_engines):
-            what = f"engine {engine} to end"
-            wait_until(partial(self._read, f"ended/{engine}"), self.link.timeout_s, what)
+            ended = partial(self._store.get, f"ended/{engine}", bool)
+            wait_until(ended, self.link.timeout_s, f"engine {engine} to end")
 
 
 class EngineQueue(_Queue):
@@ -134,6 +135,7 @@ class EngineQueue(_Queue):
         super().__init__(link)
         assert link.role.engine is not None
         self._engine = link.role.engine
+        self._next = 0  # the first item that it has not tried to claim
         self._claimed: int | None = None
         self._item: WorkItem | None = None
         self._sending: dict[int, tuple[dist.Work, torch.Tensor]] = {}
@@ -141,16 +143,17 @@ class EngineQueue(_Queue):
     def peek(self) -> WorkItem | None:
         """Return the next item of this engine, None while there is none."""
         if self._item is None:
-            if self._claimed is None:
-                self._claimed = self._store.add("claimed", 1) - 1
-            if (written := self._read(f"item/{self._claimed}")) is not None:
-                self._item = pickle.loads(written)
+            while self._claimed is None:
+                owner = self._store.claim(f"owner/{self._next}", self._engine, int)
+                self._claimed = self._next if owner == self._engine else None
+                self._next += 1
+            self._item = self._store.get(f"item/{self._claimed}", WorkItem)
         return self._item
 
     def pop(self) -> None:
         """The item that `peek` returned is taken."""
         assert self._item is not None
-        self._store.delete_key(f"item/{self._item.number}")
+        self._store.delete(f"item/{self._item.number}")
         self._item = self._claimed = None
 
     def put_back(self, item: WorkItem) -> None:
@@ -159,7 +162,7 @@ class EngineQueue(_Queue):
 
     def request_weights(self) -> None:
         """Ask the trainer ranks for a sync, because this engine has lost its weights."""
-        self._store.set("weights_wanted", "")
+        self._store.set("weights_wanted", True)
 
     def send(
         self,
@@ -169,25 +172,23 @@ class EngineQueue(_Queue):
         seconds: dict[str, float],
     ) -> None:
         """Announce an item's responses and start to send them; does not wait."""
-        message = bytearray(pickle.dumps(list(responses)))
+        message = bytearray(encode(list(responses)))
         buffer = torch.frombuffer(message, dtype=torch.uint8)
         work = self._group.send([buffer], item.receiver, item.number)
         self._sending[item.number] = (work, buffer)
         finished = Finished(item.number, self._engine, version, len(message), seconds)
-        self._store.set(f"finished/{item.number}", pickle.dumps(finished))
+        self._store.set(f"finished/{item.number}", finished)
 
     def release(self) -> None:
         """Free the messages that have been received."""
-        for number in [n for n in self._sending if self._store.check([f"received/{n}"])]:
+        for number in [n for n in self._sending if self._store.get(f"received/{n}", bool)]:
             work, _ = self._sending.pop(number)
             work.wait()
-            for kind in ("received", "finished"):
-                self._store.delete_key(f"{kind}/{number}")
+            self._store.delete(f"received/{number}", f"finished/{number}")
 
-    def ended(self) -> Literal["finished", "stopped"] | None:
-        """Return how the run ended, None before."""
-        how = self._read("end")
-        return None if how is None else how.decode()  # type: ignore[return-value]
+    def is_ended(self) -> bool:
+        """Return whether the trainer ranks need no more rollouts."""
+        return self._store.has("end")
 
     def confirm_end(self) -> None:
-        self._store.set(f"ended/{self._engine}", "")
+        self._store.set(f"ended/{self._engine}", True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from hybridengine.config import GRPOConfig
@@ -33,7 +32,7 @@ def connect_servers(
     def join(server: VllmServer) -> None:
         server.check_settings(config.max_model_len)
         host, port = address_for(server.host, link.address)
-        server.join(TrainersStore(host, port, f"{link.prefix}/weights", limit_s))
+        server.join(TrainersStore(host, port, f"{link.store.name}/weights", limit_s))
 
     most = rollout.max_num_seqs
     pool = ServerPool(servers, join, max_sequences=most, timeout_s=limit_s)
@@ -42,4 +41,4 @@ def connect_servers(
         stop_token_ids=find_stop_token_ids(config.model.path, tokenizer),
         max_sequences=most * len(servers),
     )
-    return engine, ServerReceiver(pool, dist.PrefixStore("weights", link.store))
+    return engine, ServerReceiver(pool, link.store.substore("weights"))

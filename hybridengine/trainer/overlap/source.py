@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,7 +20,7 @@ from hybridengine.config import GRPOConfig
 from hybridengine.data import PromptDataset, PromptLoader, PromptSample, Subset
 from hybridengine.reshard import SyncReport
 from hybridengine.rollout import SamplingSpec, derive_seed
-from hybridengine.runtime.all_ranks import broadcast_from_rank0
+from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value
 from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_sender
@@ -32,8 +31,6 @@ from hybridengine.trainer.overlap.utilisation import Utilisation
 from hybridengine.trainer.reward_model import RewardModel
 from hybridengine.trainer.rollout_source import RolloutSource
 from hybridengine.trainer.rollouts import Rollouts, gather_rollouts
-
-T = TypeVar("T")
 
 
 class OverlappedRollouts(RolloutSource):
@@ -135,38 +132,41 @@ class OverlappedRollouts(RolloutSource):
 
     def _finished(self, item: WorkItem) -> Finished:
         """Return the announcement of an item that is finished, on every rank."""
-        result = broadcast_from_rank0(
-            self._queue.finished(item.number) if self._session.is_main else None
-        )
-        assert result is not None
-        return result
+        result = self._queue.finished(item.number) if self._session.is_main else None
+        return broadcast_value(result, Finished)
 
     def _wait_for(self, items: Mapping[int, WorkItem], unless_lost: bool = False) -> None:
         """Wait until items are finished; unless_lost: or until an engine has lost its weights."""
         for number in items:
             what = f"the rollouts of item {number}"
-            if self._wait(partial(self._queue.finished, number), what, unless_lost) is None:
+
+            def look(number: int = number) -> list[Finished] | None:
+                result = self._queue.finished(number)
+                return None if result is None else [result]
+
+            if self._wait(look, what, unless_lost) is None:
                 return
 
-    def _wait(self, look: Callable[[], T | None], what: str, unless_lost: bool = False) -> T | None:
+    def _wait(
+        self, look: Callable[[], list[Finished] | None], what: str, unless_lost: bool = False
+    ) -> list[Finished] | None:
         """Return on every rank what `look` returns on rank 0, once it is not None. Collective.
 
         Engines that have lost their weights get them again meanwhile; unless_lost: return None.
         """
 
-        def look_at_both() -> tuple[T | None] | None:
+        def look_at_both() -> tuple[list[Finished] | None] | None:
             if (found := look()) is not None or self._queue.wants_weights():
                 return (found,)
             return None
 
         while True:
-            result: tuple[T | None] | None = None
+            found: list[Finished] | None = None
             if self._session.is_main:
-                result = wait_until(look_at_both, self._link.timeout_s, what)
-            result = broadcast_from_rank0(result)
-            assert result is not None
-            if result[0] is not None or unless_lost:
-                return result[0]
+                (found,) = wait_until(look_at_both, self._link.timeout_s, what)
+            found = broadcast_value(found, list[Finished] | None)
+            if found is not None or unless_lost:
+                return found
             self._send(self._version)
 
     def _send(self, version: int) -> SyncReport:
@@ -268,16 +268,19 @@ class OverlappedRollouts(RolloutSource):
         }
 
     def summary(self, last: SyncReport) -> dict[str, Any]:
-        sent: list[int] = [0] * self._session.world_size
-        dist.all_gather_object(sent, last.bytes_sent)
         return {
             "tp_size": self._link.roles.tp_size,
-            "reshard_bytes_sent_per_rank": sent,
+            "reshard_bytes_sent_by_last_sync_per_rank": all_gather_values(last.bytes_sent, int),
             **self._utilisation.summary(),
         }
+
+    def end(self) -> None:
+        if self._session.is_main:
+            self._queue.end()
 
     def close(self) -> None:
         with self._session.phase("end_engines"):
             if self._session.is_main:
-                self._queue.end("stopped" if self._session.was_stopped else "finished")
+                self._queue.end()
+                self._queue.wait_for_end()
             dist.barrier()

@@ -21,7 +21,7 @@ from hybridengine.trainer.overlap.servers import connect_servers
 from hybridengine.trainer.plan import resolve_dtypes
 from hybridengine.trainer.rollouts import RolloutGenerator
 
-Action = WorkItem | Literal["update", "finished", "stopped"]
+Action = WorkItem | Literal["update", "end"]
 
 
 class RolloutWorker:
@@ -63,15 +63,13 @@ class RolloutWorker:
         session.take_timings()
 
     def run(self) -> None:
-        """Work until the trainer ranks end the run."""
-        session, engine = self._session, self._engine
-        while not isinstance(action := self._next_action(), str) or action == "update":
+        """Work until the trainer ranks need no more rollouts; they may still have to save."""
+        while (action := self._next_action()) != "end":
             if isinstance(action, WorkItem):
                 self._generate(action)
             else:
                 self._update()
-        session.was_stopped = action == "stopped"
-        engine.shutdown()
+        self._engine.shutdown()
         if self._queue is not None:
             self._queue.confirm_end()
 
@@ -84,7 +82,7 @@ class RolloutWorker:
         """Wait for the next action, the same on every rank of the engine. Collective over them."""
         with self._session.phase("idle"):
             timeout_s, what = self._link.timeout_s, "work from the trainer ranks"
-            return wait_until(self._choose, timeout_s, what)
+            return wait_until(self._choose, timeout_s, what, self._link.is_writing)
 
     def _choose(self) -> Action | None:
         """Choose what to do next, None while there is nothing. Collective."""
@@ -93,10 +91,12 @@ class RolloutWorker:
         pending, action = self._receiver.pending(), None
         if self._queue is not None:
             action = self._choose_on_first_rank(self._queue, pending)
-        return self._engine.broadcast(action)
+        return self._engine.broadcast(action, Action | None)
 
     def _choose_on_first_rank(self, queue: EngineQueue, pending: bool) -> Action | None:
         queue.release()
+        if queue.is_ended():
+            return "end"
         item, version = queue.peek(), self._engine.weight_version
         can_run = item is not None and version is not None and item.min_version <= version
         if pending and (self._eager or not can_run):
@@ -106,7 +106,7 @@ class RolloutWorker:
             return item
         if self._engine.wants_weights and not pending:
             queue.request_weights()
-        return queue.ended()
+        return None
 
     def _generate(self, item: WorkItem) -> None:
         session, engine = self._session, self._engine

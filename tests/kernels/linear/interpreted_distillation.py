@@ -5,7 +5,7 @@ import torch
 from hybridengine.kernels.linear import distillation, distillation_triton
 
 from tests import tolerances
-from tests.kernels.linear.distillation_cases import BETAS
+from tests.kernels.linear.distillation_cases import BETAS, SKEWED, decimal_divergence, skewed_rows
 
 
 @pytest.mark.parametrize("in_place", (True, False))
@@ -30,3 +30,16 @@ def test_rows(beta, capped, in_place):
     distillation_triton.distillation(*arguments)
     torch.testing.assert_close(losses.double(), expected.detach(), **tolerances.LOG_PROB)
     torch.testing.assert_close(out.double(), gradient, **tolerances.LOG_PROB_GRAD)
+
+
+@pytest.mark.parametrize("beta", SKEWED)
+def test_no_digit_is_lost_where_beta_is_near_0_or_1(beta):
+    student, teacher = skewed_rows()
+    transforms = (distillation.Transform(1.0, 0.0, 1.0),) * 2
+    losses, out, incoming = torch.empty(3), torch.empty_like(student), torch.ones(3)
+    distillation_triton.distillation(student, teacher, out, losses, incoming, transforms, beta)
+    for row in range(3):
+        loss, gradient = decimal_divergence(student[row], teacher[row], beta)
+        exact = torch.tensor(gradient, dtype=torch.float64)
+        assert abs(losses[row].item() - loss) <= 1e-5 * loss
+        assert (out[row] - exact).abs().max() <= 1e-5 * exact.abs().max()

@@ -347,3 +347,30 @@ def test_vocabulary_parallel_equals_one_rank():
             part = slice(*bounds[rank : rank + 2])
             for got, expected in zip(values, (sums, each, each), strict=True):
                 assert_all_close(got, [*expected[:3], *(e[part] for e in expected[3:])])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("smoothing", (0.9, 1.0))
+@pytest.mark.parametrize("softcap", (None, 5.0))
+def test_smoothing_is_subtracted_before_the_gradient_is_rounded(
+    monkeypatch, softcap, smoothing, dtype
+):
+    """With 16-bit products: p nearly equals the uniform target."""
+    monkeypatch.setattr(linear_chunks, "keeps_16_bits", lambda like: True)
+    tensors, labels = problem(256, 16, 257, seed=5)[:2]
+    tensors = [(0.1 * t).to(dtype).requires_grad_() for t in tensors]
+    options = {"label_smoothing": smoothing, "lse_square_scale": 1e-3}
+    loss, _ = linear_cross_entropy(
+        tensors[0], tensors[1], labels, bias=tensors[2], softcap=softcap, grad_scale=1024,
+        **options,
+    )  # fmt: skip
+    grads = torch.autograd.grad(1024 * loss, tensors)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    z = torch.nn.functional.linear(*exact)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    loss = torch.nn.functional.cross_entropy(z, labels, label_smoothing=smoothing)
+    loss = loss + 1e-3 * z.logsumexp(1).square().mean()
+    for grad, want in zip(grads, torch.autograd.grad(1024 * loss, exact), strict=True):
+        error = (grad.double() - want).norm() / want.norm()
+        assert error <= 2 * torch.finfo(dtype).eps, error

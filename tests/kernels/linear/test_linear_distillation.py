@@ -9,7 +9,17 @@ from hybridengine.kernels.linear.chunks import Chunks
 from tests import tolerances
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.linear.cases import DEVICES, ROUNDED, assert_all_close
-from tests.kernels.linear.distillation_cases import BETAS, CAPPED, ROWS, exact, problem, results
+from tests.kernels.linear.distillation_cases import (
+    BETAS,
+    CAPPED,
+    ROWS,
+    SKEWED,
+    decimal_divergence,
+    exact,
+    problem,
+    results,
+    skewed_rows,
+)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -210,3 +220,37 @@ def test_the_definition_is_that_of_trl():
             terms = weight * kl(log_p, mixture) + (1 - weight) * kl(log_q, mixture)
         got = results(tensors, mask, beta)[1][mask]
         torch.testing.assert_close(got, terms.sum(-1)[mask], **tolerances.LINEAR)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_loss", "of_gradient"),
+    # float32: that of log-probs. The gradient of the reference is that of autograd, which adds
+    # terms that cancel: 1e-16 relative to them, 1e-7 to what is left of a factor of 1e-9.
+    [(torch.float32, 1e-5, 1e-5), (torch.float64, 1e-12, 1e-6)],
+)
+@pytest.mark.parametrize("beta", SKEWED)
+def test_no_digit_is_lost_where_beta_is_near_0_or_1(beta, dtype, of_loss, of_gradient):
+    student, teacher = skewed_rows()
+    vocab = student.shape[1]
+    hidden = student.to(dtype).requires_grad_()
+    eye = torch.eye(vocab, dtype=dtype)
+    loss, divergences = linear_distillation_loss(
+        hidden, eye, teacher.to(dtype), eye, beta=beta, num_items_in_batch=1
+    )
+    (gradients,) = torch.autograd.grad(loss, hidden)
+    for row in range(len(student)):
+        loss, gradient = decimal_divergence(student[row], teacher[row], beta)
+        exact = torch.tensor(gradient, dtype=torch.float64)
+        assert abs(divergences[row].item() - loss) <= of_loss * loss
+        assert (gradients[row] - exact).abs().max() <= of_gradient * exact.abs().max()
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+def test_a_beta_below_the_smallest_float32(backend):
+    student, teacher = skewed_rows()
+    teacher[:, 3] = -torch.inf
+    eye = torch.eye(student.shape[1])
+    loss, _ = linear_distillation_loss(
+        student, eye, student.clone(), eye, teacher_bias=teacher[0], beta=1e-300, backend=backend
+    )
+    assert 0 <= loss.item() <= 1e-30

@@ -1,0 +1,131 @@
+"""Flash attention over packed sequences: the newest kernel that is installed and fits the GPU.
+
+| kernel | package | GPUs |
+|---|---|---|
+| FlashAttention 4 | `flash_attn.cute` | Blackwell, heads of up to 128 |
+| FlashAttention 3 | `flash_attn_interface` | Hopper |
+| FlashAttention 2 | `flash_attn`, else `torch.nn.attention.varlen` | Ampere and later |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+__all__ = [
+    "FlashKernel",
+    "choose_flash_kernel",
+    "find_flash_kernel",
+    "flash_kernel",
+    "torch_kernel",
+]
+
+
+@dataclass(frozen=True)
+class FlashKernel:
+    """One implementation of `flash_attn_varlen_func`.
+
+    function: takes q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, and options.
+    max_head_size: the largest head that it has a backward for.
+    no_window: how it names an unlimited window.
+    has_softcap: whether it caps logits.
+    """
+
+    function: Callable[..., Any]
+    max_head_size: int = 256
+    no_window: int | None = -1
+    has_softcap: bool = True
+
+    def fits(self, q: Tensor, v: Tensor, softcap: float | None) -> bool:
+        """Return whether it takes q [T, H, D] and v [T, H_kv, D_v]."""
+        half = q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16)
+        head_size = q.shape[-1]
+        sizes = head_size == v.shape[-1] and head_size <= self.max_head_size and head_size % 8 == 0
+        return half and sizes and (softcap is None or self.has_softcap)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        window_size: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Causal attention: q [T, H, D], k and v [T, H_kv, D] -> [T, H, D].
+
+        Gradients are added in a fixed order where `torch.use_deterministic_algorithms` says so.
+        """
+        left = self.no_window if window_size is None else window_size - 1
+        out = self.function(
+            *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+            softmax_scale=scale,
+            causal=True,
+            window_size=(left, 0),
+            softcap=softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return out[0] if isinstance(out, tuple) else out  # some return the log-sum-exp, too
+
+
+def torch_kernel(function: Callable[..., Any] = varlen_attn) -> FlashKernel:
+    """Return torch's copy of FlashAttention 2, which is always there.
+
+    It takes fewer key-value than query heads with `enable_gqa`; in torch 2.11, which has no such
+    option, always. It reads `torch.use_deterministic_algorithms` by itself.
+    """
+    known = "enable_gqa" in inspect.signature(function).parameters
+    gqa = {"enable_gqa": True} if known else {}
+
+    def attend(
+        *packed: Any, softmax_scale: float, window_size: tuple[int, int], **options: Any
+    ) -> Any:
+        left, _ = window_size
+        return function(*packed, scale=softmax_scale, window_size=(left, 0), **gqa)
+
+    return FlashKernel(attend, has_softcap=False)
+
+
+# (package, major compute capabilities, options), newest first.
+_PACKAGES: tuple[tuple[str, Sequence[int], dict[str, Any]], ...] = (
+    ("flash_attn.cute", (10, 11), {"max_head_size": 128, "no_window": None}),
+    ("flash_attn_interface", (9,), {}),
+    ("flash_attn", range(8, 100), {}),
+)
+
+
+def find_flash_kernel(capability: int) -> FlashKernel:
+    """Return the newest installed kernel for GPUs of a major compute capability."""
+    for package, capabilities, options in _PACKAGES:
+        if capability in capabilities:
+            with suppress(ImportError, AttributeError):
+                return FlashKernel(import_module(package).flash_attn_varlen_func, **options)
+    return torch_kernel()
+
+
+_chosen = torch_kernel()
+
+
+def choose_flash_kernel(device: torch.device) -> None:
+    """Choose the kernel of this process by the GPU that it computes on.
+
+    Called before a model is built: compiled layers read the choice as a constant.
+    """
+    global _chosen
+    if device.type == "cuda":
+        _chosen = find_flash_kernel(torch.cuda.get_device_capability(device)[0])
+
+
+def flash_kernel() -> FlashKernel:
+    """Return the kernel that `choose_flash_kernel` chose; torch's before that."""
+    return _chosen

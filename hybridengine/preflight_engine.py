@@ -1,0 +1,140 @@
+"""Check the configuration of the rollout engine against the model and the machine.
+
+A part of `hybridengine.preflight`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from hybridengine.config import ConfigError, GRPOConfig
+from hybridengine.model.validation import longest_sequence
+from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES, prepare_environment
+from hybridengine.rollout.vllm.options import check_engine_options
+from hybridengine.trainer.build import engine_name
+
+
+def check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
+    """Check the tensor-parallel size against attention heads, key-value heads and engine."""
+    text, tp_size = model.get_text_config(), config.rollout.tensor_model_parallel_size
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+
+    def fits(size: int) -> bool:  # fewer key-value heads than ranks are replicated evenly
+        return heads % size == 0 and max(kv_heads, size) % min(kv_heads, size) == 0
+
+    if not fits(tp_size):
+        fitting = [size for size in range(1, heads + 1) if fits(size)]
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size is {tp_size}, which does not divide the model's "
+            f"{heads} attention heads ({kv_heads} key-value heads); choose one of {fitting}"
+        )
+    adapters = config.reshard.lora == "adapters"
+    if engine_name(config) == "hf" and (tp_size > 1 or adapters):
+        key = "reshard.lora=adapters" if adapters else "rollout.tensor_model_parallel_size above 1"
+        raise ConfigError(
+            f"{key} needs vLLM, and the engine is plain generate; set rollout.name=vllm (`make "
+            "setup` installs it), or change the key"
+        )
+
+
+def check_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
+    """Check the engine's sequence length, memory and further arguments."""
+    rollout = config.rollout
+    check_length(
+        model,
+        config.max_model_len,
+        "the longest sequence",
+        "rollout.max_model_len"
+        if rollout.max_model_len
+        else "data.max_prompt_length or data.max_response_length",
+    )
+    if rollout.servers:
+        return
+    if engine_name(config) == "hf":
+        if rollout.engine_kwargs.vllm:
+            raise ConfigError(
+                f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, but the engine "
+                "is plain generate; set rollout.name=vllm, or remove it"
+            )
+        if rollout.quantization:
+            raise ConfigError(
+                f"rollout.quantization is {rollout.quantization}, but the engine is plain "
+                "generate; set rollout.name=vllm, or remove it"
+            )
+        return
+    if rollout.quantization and rollout.dtype == "float32":
+        raise ConfigError(
+            f"rollout.quantization is {rollout.quantization} and rollout.dtype is float32, but "
+            "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
+        )
+    prepare_environment()
+    check_head_size(model)
+    if rollout.engine_kwargs.vllm:
+        try:
+            check_engine_options(rollout.engine_kwargs.vllm)
+        except ValueError as error:
+            raise ConfigError(f"rollout.engine_kwargs.vllm: {error}") from None
+    _check_engine_memory(config, model)
+
+
+def check_head_size(model: PretrainedConfig) -> None:
+    """Check that vLLM's attention on a CPU has heads of the model's size."""
+    text = model.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    latent = getattr(text, "kv_lora_rank", None)  # attention over latent vectors has other sizes
+    if not torch.cuda.is_available() and latent is None and size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"rollout.name is vllm, whose attention on a CPU has no heads of size {size}, the "
+            f"model's head_dim (it has {', '.join(map(str, CPU_HEAD_SIZES))}); set rollout.name=hf,"
+            " or use a GPU"
+        )
+
+
+def _check_engine_memory(config: GRPOConfig, model: PretrainedConfig) -> None:
+    rollout = config.rollout
+    ranks = rollout.n_gpus_per_node if config.overlaps else config.trainer.n_gpus_per_node
+    if not torch.cuda.is_available():
+        total, memory = rollout.kv_cache_gib * ranks, _host_memory() / 2**30
+        if total > memory:
+            raise ConfigError(
+                f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
+                f"{total:.1f} GiB in all, but this machine has {memory:.1f} GiB of memory; lower it"
+            )
+        return
+    shapes = checkpoint_layout_from_config(model, config.model.trust_remote_code).parameters
+    numel = sum(map(math.prod, shapes.values())) / rollout.tensor_model_parallel_size
+    weights = numel * getattr(torch, rollout.dtype).itemsize / 2**30
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    if weights > rollout.gpu_memory_utilization * memory:
+        raise ConfigError(
+            f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization:g} of "
+            f"{memory:.1f} GiB, less than the engine's weights of {weights:.1f} GiB per rank; "
+            "raise it, or rollout.tensor_model_parallel_size"
+        )
+
+
+def _host_memory() -> float:
+    """Return the bytes of memory of this machine, or of its control group."""
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for limit in (Path("/sys/fs/cgroup/memory.max"),
+                  Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):  # fmt: skip
+        with suppress(OSError, ValueError):  # "max": without a limit
+            memory = min(memory, float(limit.read_text()))
+    return memory
+
+
+def check_length(model: PretrainedConfig, length: int, what: str, key: str) -> None:
+    limit = longest_sequence(model)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"{what} has {length} tokens, but the model was made for {limit} "
+            f"(max_position_embeddings); lower {key}"
+        )

@@ -1,0 +1,34 @@
+"""The declaration of operators: `torch.library.custom_op` with autocast off inside.
+
+An operator chooses the dtypes of its products itself. Autocast would round operands of float32
+products in it to 16 bits, in the forward as in a backward that runs inside autocast.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+def custom_op(
+    name: str, *, mutates_args: str | Iterable[str], schema: str | None = None
+) -> Callable[[Callable], Any]:
+    """Decorate the implementation of an op: `torch.library.custom_op`, with autocast off inside.
+
+    Args:
+        name, mutates_args, schema: as there.
+    """
+
+    def decorate(function: Callable) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._DisableAutocast():
+                return function(*args, **kwargs)
+
+        signature = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
+        return torch.library.custom_op(name, run, mutates_args=mutates_args, schema=signature)
+
+    return decorate

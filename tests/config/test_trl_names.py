@@ -1,0 +1,46 @@
+"""TRL's names: every key of the table exists, the page has the table, suggestions use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from hybridengine.config import ConfigError, GRPOConfig, SFTConfig, load_config, load_sft_config
+from hybridengine.config.loading import keys_of
+from hybridengine.config.trl_names import TRL_NAMES
+
+PAGE = Path(__file__).parents[2] / "docs" / "from_trl.md"
+KINDS = {"grpo": (GRPOConfig, load_config), "sft": (SFTConfig, load_sft_config)}
+OTHERS = {"model_name_or_path", "dataset_name", "reward_funcs"}  # scripts' and trainers' arguments
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_name_has_keys_and_is_suggested(kind: str) -> None:
+    schema, load = KINDS[kind]
+    keys = dict(keys_of(schema))
+    for name, ours in TRL_NAMES[kind].items():
+        assert set(ours) <= keys.keys()
+        if name in keys:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            load(None, [f"{name}=1", "model.path=x", "data.train_files=x"])
+        assert f"did you mean {' or '.join(ours)}?" in str(caught.value)
+
+
+def test_names_are_of_trl() -> None:
+    trl = pytest.importorskip("trl")
+    for kind, theirs in (("grpo", trl.GRPOConfig), ("sft", trl.SFTConfig)):
+        names = {field.name for field in dataclasses.fields(theirs)}
+        old = {"max_prompt_length", "warmup_ratio", "vllm_importance_sampling_cap"}  # earlier ones
+        assert TRL_NAMES[kind].keys() - OTHERS - old <= names
+
+
+def test_the_page_has_the_table() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    expected = [
+        (n, ", ".join(f"`{k}`" for k in ks)) for t in TRL_NAMES.values() for n, ks in t.items()
+    ]
+    assert rows == expected

@@ -1,0 +1,78 @@
+"""Every code block of the documentation runs as printed, or says what it needs (see `blocks`)."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, commands_of
+from tests.docs.commands import check
+from tests.docs.python_blocks import faults_of, trains
+from tests.tiny_models import save_tiny
+
+BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
+
+
+def pages_with(language: str) -> list[str]:
+    return [page for page in PAGES if any(b.language == language for b in BLOCKS[page])]
+
+
+def python_of(page: str) -> list[Block]:
+    return [b for b in BLOCKS[page] if b.language == "python"]
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridengine.trainer import algorithms
+
+    monkeypatch.setattr(algorithms, "ESTIMATORS", dict(algorithms.ESTIMATORS))
+    namespace: dict[str, object] = {"__name__": "docs"}
+    blocks = python_of(page)
+    for number, block in enumerate(blocks):
+        assert not faults_of(block, blocks[:number]), block
+        if not block.needs and not trains(block):
+            exec(compile(block.text, str(block), "exec"), namespace)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `.cache` that the demo's preparing commands make, with a tiny model."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        save_tiny("llama", folder / ".cache" / "demo" / "smollm2-135m-instruct")
+        for name in ("demo", "multi_turn"):
+            patch.setattr(sys, "argv", ["prepare.py"])
+            runpy.run_path(str(ROOT / "examples" / name / "prepare.py"), run_name="__main__")
+    return folder / ".cache"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what git tracks, as links, in which a reader starts."""
+    for name in ("examples", "docs", "tests", "benchmarks", "tools", "Makefile", "setup.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_commands(page: str, checkout: Path, prepared: Path) -> None:
+    for block in BLOCKS[page]:
+        for command in commands_of(block) if block.language == "bash" else ():
+            try:
+                check(command, prepared)
+            except Exception as error:
+                pytest.fail(f"{command}\n{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("page", pages_with("yaml"))
+def test_yaml(page: str) -> None:
+    for block in BLOCKS[page]:
+        if block.language == "yaml":
+            assert isinstance(yaml.safe_load(block.text), dict), block

@@ -1,0 +1,124 @@
+"""What a run on one machine listens on, and what those sockets do with the bytes of others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.in_process import small_job
+
+pytestmark = pytest.mark.multirank
+
+# The first call, in the middle of the first step, looks at all processes of the run, sends garbage
+# to each listener and valid commands to the store. A new process does it: torch takes a while.
+REWARD = """
+import fcntl, os, subprocess, sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with open(HERE / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if "MASTER_PORT" in os.environ and not (HERE / "seen.json").exists():  # not a check before
+            launcher = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+            subprocess.run([sys.executable, HERE / "intrude.py", launcher], check=True)
+    return float(len(solution_str))
+"""
+INTRUDE = """
+import json, os, pickle, socket, sys
+from datetime import timedelta
+from pathlib import Path
+import psutil
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (str(HERE / "made"),)
+
+launcher = psutil.Process(int(sys.argv[1]))
+processes = [launcher, *launcher.children(recursive=True)]
+listeners = {}
+for process in processes:
+    if process.pid != os.getpid():
+        for c in process.net_connections("inet"):
+            if c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM:
+                listeners[str(c.laddr)] = (c.laddr.ip, c.laddr.port, " ".join(process.cmdline()))
+for garbage in (b"GET / HTTP/1.1\\r\\n\\r\\n", bytes(64), b"\\xff" * 64, pickle.dumps(Bomb())):
+    for ip, port, _ in listeners.values():
+        with socket.create_connection((ip, port), timeout=10) as connection:
+            connection.sendall(garbage)
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False,
+                      timeout=timedelta(seconds=30))
+written = []
+for key in store.list_keys():
+    if any(part in key for part in ("heartbeat", "process/", "answer/", "question")):
+        store.set(key, pickle.dumps(Bomb()))
+        written.append(key)
+for key in ("signal", "weights_wanted", "end", "item/99", "finished/99", "received/99"):
+    store.set(f"nobody/{key}", pickle.dumps(Bomb()))
+store.set("hybridengine/0/0/0/failure/0", pickle.dumps(Bomb()))
+store.check(["last"])
+seen = {"listeners": list(listeners.values()), "written": written, "processes": len(processes)}
+(HERE / "seen.json").write_text(json.dumps(seen))
+"""
+
+ALL_ROLES = (
+    "trainer.mode=one_step_off",
+    "rollout.n_gpus_per_node=1",
+    "critic.n_gpus_per_node=1",
+    "algorithm.adv_estimator=gae",
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks"),
+    [
+        pytest.param(ALL_ROLES, 3, id="roles"),
+        pytest.param((), 2, id="sync", marks=pytest.mark.exhaustive),
+        pytest.param(
+            ("trainer.mode=async", "rollout.n_gpus_per_node=1"),
+            2,
+            id="async",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "launcher", ["own", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
+)
+def test_others_reach_nothing(
+    settings: tuple[str, ...], num_ranks: int, launcher: str, tmp_path: Path
+) -> None:
+    job = [*small_job(tmp_path), *settings, "trainer.total_training_steps=2"]
+    if not settings:
+        job.append("trainer.n_gpus_per_node=2")
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "intrude.py").write_text(INTRUDE)
+    command = [sys.executable, "-m", "hybridengine.cli", "grpo", *job]
+    if launcher == "torchrun":
+        run = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
+        command = [sys.executable, *run, "-m", "hybridengine.cli", "grpo", *job]
+    taken_away = ("HYBRIDENGINE_SECRET", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    environment = {k: v for k, v in os.environ.items() if k not in taken_away}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "made").exists(), "a message of somebody else ran code"
+    assert (tmp_path / "run" / "summary.json").is_file()
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["written"] and seen["processes"] > num_ranks
+    assert "was refused: it is not signed by the HYBRIDENGINE_SECRET" in done.stderr
+    for ip, port, process in seen["listeners"]:
+        ours = ip in ("127.0.0.1", "::ffff:127.0.0.1", "::1")
+        # torch's own store under torchrun listens on all interfaces; docs/security.md.
+        assert ours or (launcher == "torchrun" and "torch.distributed.run" in process), (
+            f"{process} listens on {ip}:{port}"
+        )
+    assert not (tmp_path / "run" / ".secret").exists()
