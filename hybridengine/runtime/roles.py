@@ -116,11 +116,11 @@ class Link:
         try:
             yield
         finally:
-            self.store.delete("writing")
+            self.store.set("writing", False)
 
     def is_writing(self) -> bool:
         """Return whether the ranks of another world wait for a disk: they give no work."""
-        return self.store.has("writing")
+        return bool(self.store.get("writing", bool))
 
 
 def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> Link:

@@ -1,28 +1,31 @@
-"""A logits processor of a vLLM server that makes its decode steps slow, while a file exists."""
+"""A plugin of a vLLM server that makes its steps slow, while a file exists.
+
+What is sampled does not change, so that the server's settings are those of a run.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+__all__ = ["slow_down_steps"]
 
 STEP_S = 0.4  # a response of 450 tokens takes three minutes
 
 
-class SlowDecoding(LogitsProcessor):
-    def __init__(self, *args: object) -> None:
-        self._file = Path(os.environ["SLOW_DECODING_FILE"])
+def slow_down_steps() -> None:
+    """Wait before each step of the scheduler, which all workers of the server follow."""
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    def apply(self, logits: Tensor) -> Tensor:
-        if self._file.exists():
+    file, schedule = Path(os.environ["SLOW_DECODING_FILE"]), Scheduler.schedule
+
+    @functools.wraps(schedule)
+    def schedule_slowly(*args: Any, **kwargs: Any) -> Any:
+        if file.exists():
             time.sleep(STEP_S)
-        return logits
+        return schedule(*args, **kwargs)
 
-    def is_argmax_invariant(self) -> bool:
-        return True
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Do nothing."""
+    Scheduler.schedule = schedule_slowly  # type: ignore[method-assign]

@@ -98,12 +98,6 @@ def _fail(*args: Any) -> None:
 
 @pytest.mark.exhaustive
 def test_a_server_with_fp8_weights(model: str, tmp_path: Path) -> None:
-    """Its matrix product is the tests' own, which vLLM finds as a plugin."""
-    metadata = tmp_path / "kernel-1.dist-info"
-    metadata.mkdir()
-    plugin = "kernel = tests.reshard.quantized_kernel:register_kernel"
-    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{plugin}\n")
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernel\nVersion: 1\n")
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     place = TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S / 2)
     with serving(model, 1, tmp_path, fp8=True) as server:

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,17 +52,20 @@ def start(model: str, port: int, tp_size: int, folder: Path, fp8: bool) -> subpr
     """Start a server, with `folder` on its import path.
 
     It writes to folder / server.log; its steps are slow while there is a file folder / slow.
+    fp8: with FP8 weights. Their matrix product is the tests' own.
     """
     options = {
         "model": model, "host": "127.0.0.1", "port": port, "dtype": "float32",
         "load-format": "dummy", "tensor-parallel-size": tp_size, "max-model-len": 512,
         "max-num-seqs": 8, "kv-cache-memory-bytes": 16 << 20, "block-size": BLOCK,
         "logprobs-mode": "processed_logprobs",
-        "logits-processors": "tests.rollout.slow_decoding:SlowDecoding",
         "weight-transfer-config": '{"backend": "hybridengine"}',
     }  # fmt: skip
+    plugins = {"slow": "tests.rollout.slow_decoding:slow_down_steps"}
     if fp8:
         options |= {"dtype": "bfloat16", "quantization": "fp8_per_block"}
+        plugins["kernel"] = "tests.reshard.quantized_kernel:register_kernel"
+    write_plugins(folder, plugins)
     arguments = [x for key, value in options.items() for x in (f"--{key}", str(value))]
     flags = ["--enable-scale-out", "--enforce-eager", "--skip-tokenizer-init"]
     environment = os.environ | {
@@ -82,6 +85,15 @@ def start(model: str, port: int, tp_size: int, folder: Path, fp8: bool) -> subpr
     return subprocess.Popen(
         command, env=environment, stdout=output, stderr=output, start_new_session=True
     )
+
+
+def write_plugins(folder: Path, functions: Mapping[str, str]) -> None:
+    """Make a server with `folder` on its import path call functions (module:name) as it starts."""
+    metadata = folder / "test_plugins-1.dist-info"
+    metadata.mkdir(exist_ok=True)
+    lines = [f"{name} = {function}" for name, function in functions.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: test_plugins\nVersion: 1\n")
 
 
 def serving_options(words: list[str]) -> Namespace:

@@ -62,8 +62,10 @@ def test_a_rank_without_answer_is_named_by_the_state_of_its_process(guards: Guar
 def test_errors_of_this_rank_are_raised_as_they_are(guards: Guards) -> None:
     with pytest.raises(ValueError, match="mine"), guards[0].collective("committing"):
         raise ValueError("mine")
-    alone = CollectiveGuard.__new__(CollectiveGuard)
-    alone.others = []
+
+
+def test_errors_of_a_rank_alone_are_raised_as_they_are() -> None:
+    alone = CollectiveGuard(0, 1, dist.HashStore())
     with pytest.raises(RuntimeError, match="mine"), alone.collective("committing"):
         raise RuntimeError("mine")
 

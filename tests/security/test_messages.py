@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from hybridengine.errors import UserError
 from hybridengine.reshard.disaggregated.records import Holding, PlanInputs, SyncState, SyncStore
+from hybridengine.rollout import SamplingSpec
 from hybridengine.rollout.server.network import has_remote, prepare_network
 from hybridengine.runtime import signed_store
 from hybridengine.runtime.failures import CollectiveGuard
@@ -28,7 +30,7 @@ from hybridengine.runtime.signed_store import SECRET, SignedStore, share_secret
 from hybridengine.sharding.shards import ShardSpec
 from hybridengine.trainer.critic.channel import Command, End, TrainStep
 from hybridengine.trainer.exchange import Placement
-from hybridengine.trainer.overlap.queue import EngineQueue, TrainerQueue
+from hybridengine.trainer.overlap.queue import EngineQueue, TrainerQueue, WorkItem
 
 
 class Bomb:
@@ -197,35 +199,45 @@ def test_the_records_of_a_sync(stores: tuple, tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_the_queue_of_rollouts(stores: tuple, tmp_path: Path) -> None:
-    ours, theirs = stores
+@pytest.fixture
+def queues(stores: tuple, monkeypatch: pytest.MonkeyPatch) -> tuple[TrainerQueue, EngineQueue]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     roles = Roles(1, trainers_per_node=1, engines_per_node=1, tp_size=1)
+
+    def queue(kind: type, rank: int) -> Any:
+        store = SignedStore(stores[0].clone(), "link")
+        return kind(Link(roles, roles.role_of(rank), store, 60.0))
+
+    with ThreadPoolExecutor(2) as pool:
+        trainer, engine = pool.map(queue, (TrainerQueue, EngineQueue), (0, 1))
+    return trainer, engine
+
+
+def test_the_queue_of_rollouts(stores: tuple, queues: tuple, tmp_path: Path) -> None:
+    theirs, (trainer, engine) = stores[1], queues
+    spec = SamplingSpec(max_tokens=1)
+    trainer.submit(WorkItem(0, 0, "train", range(1), [0], spec, 0, 0, receiver=0))
+    item = engine.peek()
+    engine.pop()
+    engine.send(item, [], 0, {})
+    assert trainer.receive(trainer.finished(0)) == []
     bomb = pickle.dumps(Bomb(tmp_path / "made"))
-
-    def queue(kind: type, rank: int):
-        made = kind.__new__(kind)  # without the group, of which no message is read here
-        made.link = Link(roles, roles.role_of(rank), SignedStore(ours, "link"), 5.0)
-        made._store = made.link.store
-        made._engine, made._next, made._sending = 0, 0, {1: ()}
-        made._claimed = made._item = None
-        return made
-
-    trainer, engine = queue(TrainerQueue, 0), queue(EngineQueue, 1)
     for key, read in {
-        "finished/3": lambda: trainer.finished(3),
+        "finished/0": lambda: trainer.finished(0),
         "weights_wanted": trainer.wants_weights,
         "signal": trainer.signal,
-        "ended/0": lambda: trainer.end("finished"),
-        "item/0": engine.peek,
-        "received/1": engine.release,
-        "end": engine.ended,
+        "ended/0": trainer.wait_for_end,
+        "received/0": engine.release,
+        "end": engine.is_ended,
+        "writing": engine.link.is_writing,
+        "owner/1": engine.peek,
     }.items():
         put(theirs, f"link/{key}", bomb)
         with pytest.raises(MessageError, match=f"link/{key}"):
             read()
-    put(theirs, "link/owner/1", bomb)
-    engine._claimed = None
-    with pytest.raises(MessageError, match="link/owner/1"):
+    theirs.delete_key("link/owner/1")
+    put(theirs, "link/item/1", bomb)
+    with pytest.raises(MessageError, match="link/item/1"):
         engine.peek()
     assert not (tmp_path / "made").exists()
 

@@ -188,7 +188,7 @@ class EngineQueue(_Queue):
 
     def is_ended(self) -> bool:
         """Return whether the trainer ranks need no more rollouts."""
-        return self._store.has("end")
+        return bool(self._store.get("end", bool))
 
     def confirm_end(self) -> None:
         self._store.set(f"ended/{self._engine}", True)
