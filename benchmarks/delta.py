@@ -27,7 +27,7 @@ from benchmarks._bench import OURS, Bench
 from benchmarks.strided_copy import llama
 from benchmarks.sync import _Tensors
 from hybridengine.reshard import Resharder
-from hybridengine.reshard.execute import pull
+from hybridengine.reshard import resharder as module
 from hybridengine.sharding.changes import ChangedElements
 from hybridengine.sharding.checksums import bit_checksums
 from tests.ranks import run_ranks
@@ -153,7 +153,7 @@ def _rank(
         return Resharder(lambda: model.shards, engine, **options)  # type: ignore[arg-type]
 
     measure("dense", 1.0, make(delta="off"))
-    with mock.patch.object(pull, "share_memory", lambda *args: None):
+    with mock.patch.object(module, "share_memory", lambda *args: None):
         measure("dense_all_to_all", 1.0, make(delta="off"))
     ways: dict[str, Callable[[], Resharder]] = {
         OURS: lambda: make(delta="on", changes=model.take_changes),

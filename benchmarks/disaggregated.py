@@ -82,7 +82,7 @@ def _trainer(
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hybridengine.reshard.disaggregated import WeightSender
+    from hybridengine.reshard import WeightSender
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
@@ -129,7 +129,7 @@ def _engine(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hybridengine.reshard.disaggregated import WeightReceiver
+    from hybridengine.reshard import WeightReceiver
     from hybridengine.reshard.record.checkpoint import checkpoint_layout
     from hybridengine.rollout.vllm.engine import VllmEngine
 

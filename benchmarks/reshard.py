@@ -114,7 +114,7 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.execute import pull
+    from hybridengine.reshard import resharder as module
     from hybridengine.reshard.record.checkpoint import checkpoint_layout
     from hybridengine.rollout.vllm.engine import VllmEngine
 
@@ -143,7 +143,7 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
         parameter.data.normal_()
     parameters = dict(model.named_parameters())
     resharder = Resharder(lambda: parameters, engine)
-    with mock.patch.object(pull, "share_memory", lambda *args: None):
+    with mock.patch.object(module, "share_memory", lambda *args: None):
         all_to_all = Resharder(lambda: parameters, engine)
     own = sum(p.to_local().numel() for p in parameters.values())
     rest = sum(p.numel() for p in parameters.values()) - own

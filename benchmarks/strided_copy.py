@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks._bench import OURS, Bench
 from hybridengine.reshard import build_plan
-from hybridengine.reshard.execute.exchange import Exchange, ExchangeBuilder
+from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder
 from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
 from hybridengine.sharding.geometry import contiguous_strides
 
@@ -45,7 +45,7 @@ def run(bench: Bench) -> None:
     local = {n: local_shape(spec) for n, spec in sources.items()}
     strides = {n: contiguous_strides(shape) for n, shape in local.items()}
     builder = ExchangeBuilder(plan, RANK, strides, bench.device)
-    with mock.patch("hybridengine.reshard.execute.exchange.CopyTable", _WithRows):
+    with mock.patch("hybridengine.reshard.payload.rows.CopyTable", _WithRows):
         exchanges = [builder.build(bucket) for bucket in plan.buckets]
     # Random bits would be NaNs; zeros would be one page of memory.
     shards = {n: torch.randn(shape, device=bench.device) for n, shape in local.items()}
@@ -74,7 +74,11 @@ def measure(
         table: _WithRows = getattr(exchange, kind)
         if not len(table):
             continue
-        read = [buffer] if kind == "unpack" else [shards[name] for name, _ in exchange.sources]
+        read = (
+            [*buffer.split(exchange.receive_counts)]
+            if kind == "unpack"
+            else [shards[name] for name, _ in exchange.sources]
+        )
         write = [buffer] if kind == "pack" else [engine[name] for name in exchange.destinations]
         ours.append(partial(table.copy, read, write))
         eager.append(partial(strided_copy, read, write, table.rows, backend="reference"))

@@ -102,7 +102,7 @@ def _rank(
     from torch.distributed.tensor import DTensor, Shard
 
     from hybridengine.reshard import Resharder
-    from hybridengine.reshard.execute import pull
+    from hybridengine.reshard import resharder as module
 
     shapes, layouts = llama(*sizes, tp=tp_size)
     tp_rank = rank * tp_size // world_size
@@ -116,7 +116,7 @@ def _rank(
     engine = _Tensors(layouts[tp_rank], tp_rank, device)
     resharder = Resharder(lambda: shards, engine)
     resharder.sync(verify=True)
-    with mock.patch.object(pull, "share_memory", lambda *args: None):
+    with mock.patch.object(module, "share_memory", lambda *args: None):
         all_to_all = Resharder(lambda: shards, engine)
     numel = sum(p.numel() for p in shards.values())
 

@@ -16,23 +16,25 @@
 `record` and `plan` run once, `execute` at every step. The advisor plans without running anything.
 """
 
-from hybridengine.reshard.execute.report import SyncReport
-from hybridengine.reshard.execute.resharder import (
-    PlanOutdatedError,
-    RankFailedError,
-    Resharder,
-    ReshardError,
-)
+from hybridengine.reshard.commit.coordinator import EngineStatus
+from hybridengine.reshard.errors import PlanOutdatedError, RankFailedError, ReshardError
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
+from hybridengine.reshard.receiver import WeightReceiver
 from hybridengine.reshard.record.loader import record_checkpoint, record_layout
+from hybridengine.reshard.report import SyncReport
+from hybridengine.reshard.resharder import Resharder
+from hybridengine.reshard.sender import WeightSender
 
 __all__ = [
+    "EngineStatus",
     "PlanOutdatedError",
     "RankFailedError",
     "ReshardError",
     "ReshardPlan",
     "Resharder",
     "SyncReport",
+    "WeightReceiver",
+    "WeightSender",
     "build_plan",
     "record_checkpoint",
     "record_layout",

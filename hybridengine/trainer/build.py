@@ -27,8 +27,7 @@ from hybridengine.errors import ModelError, UserError, located
 from hybridengine.model import adapter_shards, parameter_shards
 from hybridengine.model.parameters import unwrapped_name
 from hybridengine.model.validation import check_model
-from hybridengine.reshard import Resharder
-from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
+from hybridengine.reshard import Resharder, WeightReceiver, WeightSender
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.reward_worker.function import import_file
 from hybridengine.rewards import RewardManager, build_reward_manager

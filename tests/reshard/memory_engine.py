@@ -103,7 +103,7 @@ def build(
     }
     with pulling(transport == "pull"):
         resharder = Resharder(lambda: shards, engine, bucket_bytes, **options)
-    assert world_size == 1 or resharder._pipeline.transport == transport
+    assert world_size == 1 or resharder._transport.name == transport
     return engine, shards, resharder
 
 
@@ -113,7 +113,7 @@ def pulling(allowed: bool) -> Iterator[None]:
     if allowed:
         yield
     else:
-        with mock.patch("hybridengine.reshard.execute.pull.share_memory", lambda *args: None):
+        with mock.patch("hybridengine.reshard.resharder.share_memory", lambda *args: None):
             yield
 
 

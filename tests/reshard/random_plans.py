@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from hybridengine.reshard import ReshardPlan
-from hybridengine.reshard.execute.exchange import Exchange, ExchangeBuilder
-from hybridengine.reshard.execute.pull import PullBuilder
+from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder, PullBuilder
 from hybridengine.sharding import Copy, EngineLayout, ShardSpec, TensorSpec
 from hybridengine.sharding.geometry import Axis, Block, contiguous_strides
 from hybridengine.sharding.shards import Box, Split
@@ -179,9 +178,9 @@ def exchange_all(
             for r, step in enumerate(steps)
         ]
         for r, step in enumerate(steps):
-            inbox = torch.cat([outboxes[sender][r] for sender in world.ranks])
-            assert [outboxes[sender][r].numel() for sender in world.ranks] == step.receive_counts
-            step.unpack.copy([inbox], world.targets(r, step))
+            inbox = [outboxes[sender][r] for sender in world.ranks]
+            assert [part.numel() for part in inbox] == step.receive_counts
+            step.unpack.copy(inbox, world.targets(r, step))
     return world.engines
 
 

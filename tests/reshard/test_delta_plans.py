@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.reshard import build_plan
-from hybridengine.reshard.delta.find import Part
-from hybridengine.reshard.delta.group import DeltaGroup, group_size, joined
-from hybridengine.reshard.delta.message import CorruptDeltaError, Versions, decode, encode
-from hybridengine.reshard.execute.exchange import ExchangeBuilder
+from hybridengine.reshard.payload.delta import DeltaGroup, group_size, joined
+from hybridengine.reshard.payload.message import CorruptDeltaError, Versions, decode, encode
+from hybridengine.reshard.payload.tables import ExchangeBuilder
+from hybridengine.reshard.source.changes import Part
 from hybridengine.sharding.changes import ChangedElements
 from tests.reshard.random_plans import Case, _Ranks, assert_written, random_cases, values_of
 
@@ -30,7 +30,7 @@ def delta_all(world: _Ranks, plan, sources, before: dict[str, torch.Tensor], gro
             group.write_local(changes, world.engines[rank])
         for rank, group in enumerate(built):
             headers, parts = zip(*(messages[rank] for messages in sent), strict=True)
-            group.write(headers, torch.cat(parts), Versions(1, 2), world.engines[rank])
+            group.write(headers, parts, Versions(1, 2), world.engines[rank])
 
 
 def changes_of(world, rank, group, sources, before) -> dict[Part, ChangedElements]:
@@ -98,15 +98,19 @@ def test_messages_that_do_not_fit_their_header() -> None:
     headers, messages = encode(positions, numbers, cuts, starts, versions)
     assert [h.num_changes for h in headers] == [2, 0, 1] and headers[0][:2] == versions
     assert [h.num_bytes for h in headers] == [8, 0, 8] and len(messages) == 16
-    decoded = decode(headers, messages, torch.bfloat16, starts, versions)
-    for tensor, sent in zip(decoded, (positions, numbers), strict=True):
-        assert torch.equal(tensor, sent)
-    for end, change in ((400, {}), (401, {"num_changes": 0}), (401, {"gap_width": 3})):
+    parts, counts = messages.split([h.num_bytes for h in headers]), [3, 7, 381]
+    places, decoded = decode(headers, parts, torch.bfloat16, counts, versions)
+    for low, high, start, place, value in zip(
+        cuts, cuts[1:], starts, places, decoded, strict=False
+    ):
+        assert torch.equal(place + start, positions[low:high])
+        assert torch.equal(value, numbers[low:high])
+    for count, change in ((380, {}), (381, {"num_changes": 0}), (381, {"gap_width": 3})):
         wrong = [*headers[:2], headers[2]._replace(**change)]
         with pytest.raises(CorruptDeltaError, match="from rank 2 was not applied"):
-            decode(wrong, messages, torch.bfloat16, [*starts[:3], end], versions)
+            decode(wrong, parts, torch.bfloat16, [*counts[:2], count], versions)
     with pytest.raises(CorruptDeltaError, match="from version 3 to 4, expected 2 to 4"):
-        decode(headers, messages, torch.bfloat16, starts, Versions(2, 4))
+        decode(headers, parts, torch.bfloat16, counts, Versions(2, 4))
 
 
 def test_messages_of_a_group_take_about_two_buckets() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridengine.reshard import Resharder
-from hybridengine.reshard.delta import group as group_module
+from hybridengine.reshard.payload import delta as group_module
 from hybridengine.rollout import SamplingSpec
 from hybridengine.sharding import LayoutError
 from hybridengine.sharding.adapter import Adapter

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
-from hybridengine.reshard.disaggregated.link import divide
-from hybridengine.reshard.disaggregated.records import SyncState, SyncStore
+from hybridengine.reshard import WeightReceiver, WeightSender, sender
+from hybridengine.reshard.commit.records import SyncState, SyncStore
+from hybridengine.reshard.transport.link import divide
 from tests.ranks import Ranks, message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
@@ -36,7 +36,17 @@ TIMEOUT_S = 60.0
 
 
 def link_store(port: int) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    """Return the store of `worlds`; senders of this process use the links that it tells."""
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    over = store.get("test/over").decode()
+
+    def feeders(trainers, devices, infos):
+        members = sorted(member for info in infos for member in info.members())
+        return {member: [i % len(trainers)] for i, member in enumerate(members)}
+
+    if over != "memory":
+        sender.feeders_of = feeders if over == "relayed" else lambda *args: None
+    return store
 
 
 def wait_for_dropped(store: dist.Store, rank: int, version: int, dropped_in: int) -> None:
@@ -78,21 +88,21 @@ def trainer_body(rank: int, world_size: int, port: int, num_engines: int, case: 
     store, sent = link_store(port), []
     for version, factor in FACTORS.items():
         if version != 2:  # the trainers are replaced before version 3
-            sender = WeightSender(
+            ours = WeightSender(
                 lambda: shards, store, num_engines=num_engines, bucket_bytes=4096,
                 timeout_s=TIMEOUT_S,
             )  # fmt: skip
         for tensor in shards.values():
             tensor.to_local().mul_(factor)
-        sent.append(sender.sync(version, verify=version != 2).bytes_sent)
-    assert sender.sync(version).bytes_sent == 0, "all engines have it"
-    plan = sender.plan
+        sent.append(ours.sync(version, verify=version != 2).bytes_sent)
+    assert ours.sync(version).bytes_sent == 0, "all engines have it"
+    plan = ours.plan
     return {
         "sent": sent,
         "planned": plan.bytes_sent[rank],
         "needed": sum(plan.bytes_needed),
         "buckets": len(plan.buckets),
-        "states": [(e.state, e.version) for e in sender.engines.values()],
+        "states": [(e.state, e.version) for e in ours.engines.values()],
     }
 
 
@@ -122,12 +132,16 @@ def test_replicas_share_what_the_trainers_send(sent: list[int], replicas: int) -
 
 
 @contextmanager
-def worlds(*arguments: tuple, timeout_s: float = 400.0) -> Iterator[tuple]:
+def worlds(*arguments: tuple, timeout_s: float = 400.0, over: str = "groups") -> Iterator[tuple]:
     """Start a world for each (function, ranks, *arguments); all get the port of one store.
+
+    over: the links between trainers and engines: process "groups", "memory" that all of them map,
+    or "relayed", memory of one trainer for each engine rank, as on GPUs.
 
     Yields (port, *worlds).
     """
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    store.set("test/over", over)
     with ExitStack() as stack:
         started = [
             stack.enter_context(Ranks(fn, ranks, store.port, *rest, timeout_s=timeout_s))
@@ -137,27 +151,38 @@ def worlds(*arguments: tuple, timeout_s: float = 400.0) -> Iterator[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("trainers", "engines", "tp_size", "case"),
+    ("trainers", "engines", "tp_size", "case", "over"),
     [
-        (2, [1], 1, {}),
-        (3, [2, 2], 2, {}),
-        (2, [1, 2], 1, {"rows_on_dim1": False}),  # one engine of two replicas
-        (4, [2], 2, {"replicas": 2}),
+        (2, [1], 1, {}, "groups"),
+        (3, [2, 2], 2, {}, "groups"),
+        (2, [1, 2], 1, {"rows_on_dim1": False}, "groups"),  # one engine of two replicas
+        (4, [2], 2, {"replicas": 2}, "groups"),
+        (3, [2, 2], 2, {}, "memory"),
+        (2, [1, 2], 1, {"rows_on_dim1": False}, "memory"),
+        (4, [2], 2, {"replicas": 2}, "relayed"),  # two trainers have no engine
+        (2, [2, 1], 1, {}, "relayed"),  # one of them has two engine ranks
     ],
 )
-def test_every_byte_crosses_once(trainers: int, engines: list[int], tp_size: int, case) -> None:
+def test_every_byte_crosses_once(
+    trainers: int, engines: list[int], tp_size: int, case: dict, over: str
+) -> None:
     started = [(trainer_body, trainers, len(engines), case)]
     started += [(engine_body, ranks, i, tp_size) for i, ranks in enumerate(engines)]
-    with worlds(*started) as (_, *running):
+    with worlds(*started, over=over) as (_, *running):
         of_trainers, *of_engines = [ranks.results() for ranks in running]
     for result in of_engines:
         for rank in result:
             assert rank["right"] == [True] * 3
     assert of_trainers[0]["buckets"] > 1
-    full = 7 * 5 * 4  # the parameter of the loader travels in float32, once
+    # The parameter of the loader travels in float32, once, or once from each trainer that relays.
+    full = 7 * 5 * 4 * (min(trainers, sum(engines)) if over == "relayed" else 1)
     for sync in range(3):
         crossed = sum(rank["sent"][sync] for rank in of_trainers)
         assert crossed == of_trainers[0]["needed"] + full
+        if over != "groups":  # each reads what it needs, and nothing else
+            read = [rank["received"][sync] for engine in of_engines for rank in engine]
+            needed = of_trainers[0]["needed"] // tp_size + 7 * 5 * 4
+            assert sum(read) == sum(engines) * needed
     for rank in of_trainers:
         assert rank["states"] == [("live", 3)] * len(engines)
 

@@ -17,9 +17,8 @@ import pytest
 import torch
 from hybridengine.kernels.strided_copy import CopyTable
 
-from hybridengine.reshard import ReshardError
-from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
-from hybridengine.reshard.disaggregated.link import Link
+from hybridengine.reshard import ReshardError, WeightReceiver, WeightSender
+from hybridengine.reshard.transport.link import GroupLink
 from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.failures import process_state, this_process
 from hybridengine.runtime.polling import wait_for
@@ -52,14 +51,14 @@ def signal_at_second_copy(signum: int) -> None:
 
 def damage_arrivals(times: int) -> None:
     """Flip a bit of the next `times` messages that this process receives."""
-    gather, left = Link.gather, iter(range(times))
+    gather, left = GroupLink.gather, iter(range(times))
 
     def gather_damaged(link, buffer, among="replicas"):
         gather(link, buffer, among)
         if buffer.numel() and next(left, None) is not None:
             buffer[7] ^= 128
 
-    Link.gather = gather_damaged
+    GroupLink.gather = gather_damaged
 
 
 def trainer_body(
@@ -145,11 +144,13 @@ def is_right(engine: MemoryEngine, version: int) -> bool:
     return all(torch.equal(engine.tensors[name], tensor) for name, tensor in want.items())
 
 
-def test_an_engine_that_ends_is_dropped_and_its_successor_brought_up_to_date() -> None:
+@pytest.mark.parametrize("over", ["groups", "memory", "relayed"])
+def test_an_engine_that_ends_is_dropped_and_its_successor_brought_up_to_date(over: str) -> None:
     with worlds(
         (trainer_body, 2, 3, 2, 0, TIMEOUT_S),
         (engine_body, 2, 0, 3, TIMEOUT_S),
         (engine_body, 2, 1, 3, TIMEOUT_S, (signal.SIGKILL, 2)),
+        over=over,
     ) as (port, trainers, follower, ended):
         survivor = ended.results_without(0)[1]
         with Ranks(engine_body, 2, port, 1, 3, TIMEOUT_S) as successor:
@@ -171,12 +172,14 @@ def test_an_engine_that_ends_is_dropped_and_its_successor_brought_up_to_date() -
     assert "rank 0 has ended" in warning and of_trainers[1]["warned"] == []
 
 
-def test_late_and_stalled_engines_are_dropped_and_a_lost_trainer_is_named() -> None:
+@pytest.mark.parametrize("over", ["groups", "memory", "relayed"])
+def test_late_and_stalled_engines_are_dropped_and_a_lost_trainer_is_named(over: str) -> None:
     timeout_s = 5.0
     with worlds(
         (trainer_body, 2, 4, 1, 4, timeout_s),
         (engine_body, 1, 0, 4, timeout_s),
         (engine_body, 1, 1, 4, timeout_s, (signal.SIGSTOP, 3), 1),
+        over=over,
     ) as (_, trainers, punctual, late):
         of_trainers = trainers.results_without(1)
         (of_punctual,) = punctual.results()

@@ -9,8 +9,7 @@ import pytest
 import torch
 from hybridengine.kernels.strided_copy import CopyTable
 
-from hybridengine.reshard import ReshardError
-from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
+from hybridengine.reshard import ReshardError, WeightReceiver, WeightSender
 from hybridengine.sharding.adapter import Adapter
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
@@ -113,10 +112,12 @@ def engine_body(rank: int, world_size: int, port: int, index: int, merge: bool) 
     return {"right": right, "errors": errors}
 
 
-@pytest.mark.parametrize("merge", [True, False], ids=["merged", "adapters"])
-def test_adapters_and_checksums(merge: bool) -> None:
+@pytest.mark.parametrize(
+    ("merge", "over"), [(True, "groups"), (False, "groups"), (True, "memory"), (True, "relayed")]
+)
+def test_adapters_and_checksums(merge: bool, over: str) -> None:
     with worlds(
-        (trainer_body, 2, merge), (engine_body, 1, 0, merge), (engine_body, 1, 1, merge)
+        (trainer_body, 2, merge), (engine_body, 1, 0, merge), (engine_body, 1, 1, merge), over=over
     ) as (_, trainers, good, damaged):
         of_trainers, (of_good,), (of_damaged,) = (w.results() for w in (trainers, good, damaged))
     assert of_good["right"] == [True] * 3 and of_good["errors"] == ["no error"] * 3

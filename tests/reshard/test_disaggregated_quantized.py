@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybridengine.kernels.block_quantize import QUANTIZED_DTYPE
 from hybridengine.kernels.strided_copy import CopyTable
 
-from hybridengine.reshard.disaggregated import WeightReceiver, WeightSender
+from hybridengine.reshard import WeightReceiver, WeightSender
 from hybridengine.sharding.adapter import Adapter
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
@@ -91,16 +91,20 @@ def engine_body(rank: int, world_size: int, port: int, index: int, tp_size: int)
 
 
 @pytest.mark.parametrize(
-    ("trainers", "engines", "tp_size"),
-    [(2, [1, 1], 1), (2, [2], 2), (3, [4], 2)],
-    ids=["two engines of TP 1", "TP 2", "two replicas of TP 2"],
+    ("trainers", "engines", "tp_size", "over"),
+    [
+        (2, [1, 1], 1, "groups"),
+        (2, [2], 2, "memory"),
+        (3, [4], 2, "groups"),
+        (2, [2], 2, "relayed"),
+    ],
 )
 def test_bits_of_full_tensors_cross_once_at_half_the_bytes(
-    trainers: int, engines: list[int], tp_size: int
+    trainers: int, engines: list[int], tp_size: int, over: str
 ) -> None:
     started = [(trainer_body, trainers, len(engines))]
     started += [(engine_body, ranks, i, tp_size) for i, ranks in enumerate(engines)]
-    with worlds(*started) as (_, *running):
+    with worlds(*started, over=over) as (_, *running):
         of_trainers, *of_engines = [ranks.results() for ranks in running]
     for rank in (rank for engine in of_engines for rank in engine):
         assert rank["wrong"] == [] and rank["quantized"] == sorted(QUANTIZED)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hybridengine.kernels.strided_copy import CopyTable
 
 from hybridengine.reshard import Resharder
-from hybridengine.reshard.execute import shared_memory
+from hybridengine.reshard.transport import shared_memory
 from tests.ranks import run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, values
 
@@ -38,8 +38,8 @@ class Counted:
     what a pull reads of the memory of other ranks."""
 
     def __init__(self, resharder) -> None:
-        self.pulls = [e.unpack for e in resharder._pipeline.exchanges]
-        self.pulls *= resharder._pipeline.transport == "pull"
+        self.pulls = [e.unpack for e in resharder._mover.dense.exchanges]
+        self.pulls *= resharder._transport.name == "pull"
 
     def __enter__(self):
         self.original, self.received, self.copy = dist.all_to_all_single, 0, CopyTable.copy
@@ -181,7 +181,7 @@ def memory_body(rank: int, world_size: int) -> dict:
         shard_bytes = sum(t.to_local().nbytes for t in shards.values())
         resharder.sync(1, verify=True)
         peaks[size, transport] = {
-            "shared": resharder._pipeline.memory.buffers[0].nbytes if transport == "pull" else 0,
+            "shared": resharder._transport.memory.buffers[0].nbytes if transport == "pull" else 0,
             "allocator": allocator_peak(lambda r=resharder: r.sync(2)),
             "verified": allocator_peak(lambda r=resharder: r.sync(3, verify=True)),
             "staged": resharder.plan.staging_bytes,
@@ -223,41 +223,45 @@ def test_peak_memory_is_two_buckets() -> None:
 
 
 def overlap_body(rank: int, world_size: int) -> dict:
-    from hybridengine.reshard.execute import exchange as module
+    from hybridengine.reshard.transport.in_world import AllToAll
 
     _, _, resharder = build(BIG, 2, full=values(BIG), bucket_bytes=1 << 20, transport="all-to-all")
     log: list[str] = []
     waits: list[bool] = []
-    start, copy = module._all_to_all, CopyTable.copy
+    start, copy = AllToAll.post_bucket, CopyTable.copy
     names = {}
-    for i, e in enumerate(resharder._pipeline.exchanges):
+    for i, e in enumerate(resharder._mover.dense.exchanges):
         names |= {id(e.pack): f"pack {i}", id(e.local): f"local {i}", id(e.unpack): f"unpack {i}"}
 
-    class Work:
-        def __init__(self, work, i: int) -> None:
-            self.work, self.i = work, i
-
-        def wait(self) -> None:
-            deadline = time.monotonic() + 60
-            while not self.work.is_completed() and time.monotonic() < deadline:
-                time.sleep(0.001)  # nobody waits for it
-            waits.append(self.work.is_completed())
-            log.append(f"wait {self.i}")
-            self.work.wait()
-
-    def noted_start(inbox, outbox, exchange):
-        i = resharder._pipeline.exchanges.index(exchange)
+    def noted_start(transport, where, exchange, pack):
+        i = resharder._mover.dense.exchanges.index(exchange)
+        pending = start(transport, where, exchange, pack)
         log.append(f"send {i}")
-        return Work(start(inbox, outbox, exchange), i)
+        wait, work = pending.wait, pending._work
+
+        def noted_wait():
+            deadline = time.monotonic() + 60
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(0.001)  # nobody waits for it
+            waits.append(work.is_completed())
+            log.append(f"wait {i}")
+            return wait()
+
+        pending.wait = noted_wait
+        return pending
 
     def noted_copy(table, sources, destinations):
         if len(table):
             log.append(names[id(table)])
         copy(table, sources, destinations)
 
-    module._all_to_all, CopyTable.copy = noted_start, noted_copy
+    AllToAll.post_bucket, CopyTable.copy = noted_start, noted_copy
     resharder.sync(1)
-    return {"log": log, "crossed_before_wait": waits, "buckets": len(resharder._pipeline.exchanges)}
+    return {
+        "log": log,
+        "crossed_before_wait": waits,
+        "buckets": len(resharder._mover.dense.exchanges),
+    }
 
 
 def test_packing_sending_and_unpacking_overlap() -> None:
@@ -283,7 +287,7 @@ def unshared_body(rank: int, world_size: int) -> dict:
     resharder.sync(1, verify=True)
     files = [os.readlink(entry) for entry in glob("/proc/self/fd/*") if os.path.islink(entry)]
     return {
-        "transport": resharder._pipeline.transport,
+        "transport": resharder._transport.name,
         "right": all(torch.equal(engine.tensors[n], t) for n, t in expected(engine, full).items()),
         "warnings": [str(w.message) for w in caught],
         "open": [name for name in files if "memfd:hybridengine" in name],
@@ -302,7 +306,7 @@ def reuse_body(rank: int, world_size: int) -> list[bool]:
     """Ranks that pack, copy and unpack at different speeds, another in each bucket."""
     shapes = {f"r{i}": ("replicated", (64, 64)) for i in range(8)} | {"c": ("column", (8, 4))}
     engine, shards, resharder = build(shapes, 2, full=values(shapes))
-    assert len(resharder._pipeline.exchanges) > 10
+    assert len(resharder._mover.dense.exchanges) > 10
     copy, calls = CopyTable.copy, itertools.count(rank)
 
     def slow_copy(table, sources, destinations):
@@ -326,7 +330,8 @@ def test_a_send_buffer_is_not_reused_before_all_ranks_read_it() -> None:
 
 
 def planless_body(rank: int, world_size: int) -> int:
-    from hybridengine.reshard.execute import exchange, pull, resharder
+    from hybridengine.reshard import resharder
+    from hybridengine.reshard.payload import rows, tables
     from hybridengine.reshard.plan import planner, source_class
 
     engine, _, made = build(UNEVEN, 2, full=values(UNEVEN))
@@ -338,9 +343,9 @@ def planless_body(rank: int, world_size: int) -> int:
     for owner, names in (
         (planner, ("Planner", "ReshardPlan", "build_plan", "check_coverage")),
         (source_class, ("cut", "SourceClass")),
-        (resharder, ("build_plan", "make_pipeline")),
-        (exchange, ("CopyTable", "ExchangeBuilder")),
-        (pull, ("PullBuilder", "SendBuffers", "share_memory")),
+        (resharder, ("plan_sync", "Mover", "share_memory")),
+        (tables, ("ExchangeBuilder", "PullBuilder", "SendBuffers")),
+        (rows, ("CopyTable",)),
         (source_class.SourceClass, ("incoming", "outgoing", "count_needed", "loads")),
     ):
         for name in names:

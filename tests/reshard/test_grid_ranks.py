@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hybridengine.reshard import Resharder
-from hybridengine.reshard.execute.holders import unite_holders
+from hybridengine.reshard.source.holders import unite_holders
 from hybridengine.reshard.trainer_layout import TrainerLayout
 from hybridengine.sharding import Adapter, ShardSpec
 from tests.ranks import message_of, run_ranks

@@ -100,13 +100,13 @@ def corrupt_body(rank: int, world_size: int, transport: str) -> dict[str, str]:
     """Flip a bit of the data that rank 1 receives: in its receive buffer, or as it reads the first
     slice that another rank packed."""
     engine, _, resharder = build(SHAPES, 2, full=values(SHAPES), transport=transport)
-    unpack = resharder._pipeline.exchanges[0].unpack
+    unpack = resharder._mover.dense.exchanges[0].unpack
 
     class Damaging(type(unpack)):
         def copy(self, sources, destinations):
             damaged = [source.clone() for source in sources]
             for buffer in damaged:
-                buffer.view(torch.uint8)[0] ^= 64
+                buffer.view(torch.uint8)[:1] ^= 64  # of none where nothing is sent
             super().copy(damaged, destinations)
 
     intact = unpack.__class__
@@ -142,7 +142,7 @@ def failing_body(rank: int, world_size: int, how: str, transport: str) -> dict:
     resharder.sync(1)
     group = dist.distributed_c10d._get_default_group()
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=3))
-    pack = resharder._pipeline.exchanges[0].pack
+    pack = resharder._mover.dense.exchanges[0].pack
 
     class Failing(type(pack)):
         def copy(self, *tensors):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridengine.reshard.execute.pipelining import run_pipelined
+from hybridengine.reshard.transport.base import run_transfers
 
 
 @pytest.mark.parametrize("count", (0, 1, 3))
@@ -18,6 +18,6 @@ def test_each_transfer_starts_before_the_one_before_is_finished(count: int) -> N
         yield
         events.append(("finish", number))
 
-    run_pipelined(transfer(number) for number in range(count))
+    run_transfers(transfer(number) for number in range(count))
     expected = [("start", 0), ("start", 1), ("finish", 0), ("start", 2), ("finish", 1)]
     assert events == [e for e in (*expected, ("finish", 2)) if e[1] < count]

@@ -80,7 +80,7 @@ def sync_body(rank: int, world_size: int, path: str) -> dict:
         "dtypes": {n: str(t.dtype) for n, t in written.items()},
         "received": report.bytes_received,
         "planned": resharder.plan.bytes_received[rank],
-        "for_scales": resharder._pipeline.scales.bytes_reduced,
+        "for_scales": resharder._mover.dense.scales.bytes_reduced,
         "version": engine.weight_version,
         "responses": [len(o.token_ids) for completions in outputs for o in completions],
     }
@@ -112,7 +112,7 @@ def trainer_body(rank: int, world_size: int, port: int, path: str) -> int:
     from torch.distributed.fsdp import fully_shard
 
     from hybridengine.model import parameter_shards
-    from hybridengine.reshard.disaggregated import WeightSender
+    from hybridengine.reshard import WeightSender
 
     model = load_trained(path)
     for layer in model.model.layers:
@@ -130,7 +130,7 @@ def trainer_body(rank: int, world_size: int, port: int, path: str) -> int:
 
 
 def engine_body(rank: int, world_size: int, port: int, path: str) -> dict:
-    from hybridengine.reshard.disaggregated import WeightReceiver
+    from hybridengine.reshard import WeightReceiver
     from hybridengine.rollout import SamplingSpec
 
     register_kernel()

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import PlanOutdatedError, Resharder, ReshardError, build_plan
-from hybridengine.reshard.execute import memory
+from hybridengine.reshard import PlanOutdatedError, Resharder, ReshardError, build_plan, memory
 from hybridengine.reshard.plan.configuration import config_differences
 from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.device import DeviceProgress
@@ -95,7 +94,7 @@ def test_a_sync_commits_when_the_device_has_finished() -> None:
             return self.left < 0
 
     resharder._progress = DeviceProgress(resharder._guard, torch.device("cpu"), Event, limit_s=9)
-    resharder._pipeline._progress = resharder._progress
+    resharder._transport.progress = resharder._progress
     resharder.sync(1)
     assert seen == [(left, None) for left in (3, 2, 1, 0)] * (len(resharder.plan.buckets) + 1)
     assert engine.weight_version == 1
@@ -115,7 +114,7 @@ def test_discarded_weights_are_all_sent_again() -> None:
     resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters)
     merged = full | {"q": full["q"] + 1}
     resharder.sync(1)
-    with mock.patch.object(resharder, "_move", wraps=resharder._move) as move:
+    with mock.patch.object(resharder._mover, "move", wraps=resharder._mover.move) as move:
         resharder.sync(2)
         engine.tensors["norm"].data.fill_(7)
         resharder.sync(3)
@@ -124,7 +123,7 @@ def test_discarded_weights_are_all_sent_again() -> None:
         with pytest.raises(StaleWeightsError, match=r"were discarded .* Run sync\(\)"):
             engine.generate([[1]], SamplingSpec(), seed=0)
         resharder.sync(4)
-    assert [call.args[1] for call in move.call_args_list] == [True, False, False]
+    assert [call.args[1].skip_frozen for call in move.call_args_list] == [True, False, False]
     assert_arrived(engine, merged)
     assert engine.generate([[1]], SamplingSpec(), seed=0) == [[]]
 
@@ -148,9 +147,9 @@ def test_frozen_weights_are_sent_again_after_another_update(other_fails: bool) -
         assert_arrived(engine, of_other | {"q": of_other["q"] + 1})
     assert ours.sync().version == 3 - other_fails
     assert_arrived(engine, full | {"q": full["q"] + 1})
-    with mock.patch.object(ours, "_move", wraps=ours._move) as move:
+    with mock.patch.object(ours._mover, "move", wraps=ours._mover.move) as move:
         ours.sync()
-    assert move.call_args.args[1], "skipped: nothing else has updated the engine since"
+    assert move.call_args.args[1].skip_frozen, "skipped: nothing else has updated the engine since"
 
 
 def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch) -> None:
@@ -161,15 +160,15 @@ def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch
     engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
     sizes = []
     monkeypatch.setattr(
-        "hybridengine.reshard.execute.resharder.all_gather_values",
+        "hybridengine.reshard.resharder.all_gather_values",
         lambda value, expected: [value, 5000] * 2,
     )
     monkeypatch.setattr(
         Resharder, "_gather_layouts", lambda self: sizes.append(1) or [self._layout]
     )
     monkeypatch.setattr(
-        "hybridengine.reshard.execute.resharder.build_plan",
-        lambda specs, layouts, size, nodes: sizes.append(size) or build_plan(specs, layouts, size),
+        "hybridengine.reshard.resharder.plan_sync",
+        lambda specs, layouts, size, *_: sizes.append(size) or build_plan(specs, layouts, size),
     )
     with pytest.raises(LayoutError, match="made another reshard plan"):
         Resharder(lambda: shards, engine)

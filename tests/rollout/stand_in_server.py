@@ -77,7 +77,7 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
     """As vLLM's `/pause`, `/update_weights`, … with one engine."""
     from transformers import AutoConfig
 
-    from hybridengine.reshard.disaggregated import WeightReceiver
+    from hybridengine.reshard import WeightReceiver
     from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
     from hybridengine.rollout import SamplingSpec
     from hybridengine.rollout.hf import HfEngine

@@ -72,8 +72,8 @@ def trainer_body(
 ) -> list[str]:
     """Sync to each of `versions`, of FACTORS; the third fails after the first bucket."""
     from hybridengine.model import parameter_shards
-    from hybridengine.reshard.disaggregated import WeightSender
-    from hybridengine.reshard.disaggregated.transfer import SendPipeline
+    from hybridengine.reshard import WeightSender
+    from hybridengine.reshard.transport.between_worlds import TrainersEnd
 
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     trained = sharded(model)
@@ -87,7 +87,7 @@ def trainer_body(
             for parameter in trained.parameters():
                 parameter.mul_(FACTORS[version])
         if version == 3:
-            SendPipeline.finish = _fail  # type: ignore[method-assign]
+            TrainersEnd._post = _fail  # type: ignore[method-assign]
         messages.append(message_of(lambda version=version: sender.sync(version)))
     return messages
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridengine.errors import UserError
-from hybridengine.reshard.disaggregated.records import Holding, PlanInputs, SyncState, SyncStore
+from hybridengine.reshard.commit.records import Holding, PlanInputs, SyncState, SyncStore
 from hybridengine.rollout import SamplingSpec
 from hybridengine.rollout.server.network import has_remote, prepare_network
 from hybridengine.runtime import signed_store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybridengine.reshard.disaggregated.records import EngineInfo, SyncState, SyncStore
+from hybridengine.reshard.commit.records import EngineInfo, SyncState, SyncStore
 from hybridengine.rollout.server.pool import ServerPool
 
 

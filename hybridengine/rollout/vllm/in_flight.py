@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from hybridengine.reshard.execute.resharder import ReshardError
+from hybridengine.reshard.errors import ReshardError
 from hybridengine.rollout.engine import InFlightUpdate
 
 __all__ = ["drop_cached_prefixes", "refresh_caches", "updates_between_steps"]

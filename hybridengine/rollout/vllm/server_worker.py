@@ -19,8 +19,8 @@ import torch.distributed as dist
 from transformers import AutoConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
-from hybridengine.reshard.disaggregated import WeightReceiver
-from hybridengine.reshard.execute.resharder import ReshardError
+from hybridengine.reshard import WeightReceiver
+from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.seeds import request_generators

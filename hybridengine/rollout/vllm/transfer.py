@@ -35,8 +35,8 @@ from vllm.v1.engine.core import EngineCore
 
 from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import parameter_shards, unwrap_peft
-from hybridengine.reshard.execute.resharder import Resharder
 from hybridengine.reshard.record.checkpoint import checkpoint_layout
+from hybridengine.reshard.resharder import Resharder
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization

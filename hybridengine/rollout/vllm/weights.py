@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import torch
 
-from hybridengine.reshard.execute.resharder import ReshardError
+from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.plan.configuration import config_differences, in_words
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import VLLM_NAME, quantizes_at_load

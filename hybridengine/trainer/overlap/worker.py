@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from hybridengine.config import GRPOConfig
-from hybridengine.reshard.disaggregated import WeightReceiver
+from hybridengine.reshard import WeightReceiver
 from hybridengine.rollout import InFlightUpdate, RolloutEngine
 from hybridengine.rollout.server import NoServerError, ServerReceiver
 from hybridengine.runtime.polling import wait_until

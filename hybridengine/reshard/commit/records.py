@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.delta.find import covers
-from hybridengine.reshard.execute.resharder import RankFailedError
-from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.errors import RankFailedError
+from hybridengine.reshard.move import Order
 from hybridengine.runtime.failures import STORE_GONE, one_line, process_state
 from hybridengine.runtime.messages import MessageError
 from hybridengine.runtime.signed_store import SignedStore
@@ -47,7 +46,8 @@ class EngineInfo:
     """What an engine tells as it joins; the lists have one entry per rank.
 
     index: its number among the engines. incarnation: counts the process groups that were this
-    engine. processes: as `this_process`. layouts: digests. device: type. bucket_bytes: its default.
+    engine. processes: as `this_process`. layouts: digests. device: type. devices: as `device_id`.
+    bucket_bytes: its default.
     """
 
     index: int
@@ -58,6 +58,7 @@ class EngineInfo:
     optional_parameters: frozenset[str]
     config_differences: dict[str, str]
     device: str
+    devices: Sequence[str]
     bucket_bytes: int
 
     @property
@@ -146,28 +147,17 @@ class PlanInputs:
 class Transfer:
     """One attempt to move the weights to some engines.
 
-    groups: number of the process groups; engines that have them use them again. members: in order
-    of their ranks, after the trainers. plan: number of the plan. digest: of the plan. skip_frozen:
-    leave out parameters that the engines have. verify: compare checksums. base: version of the
-    weights that a delta is made from; None: everything is sent. group_size: of the delta.
+    groups: number of the connections; engines that have them use them again. members: in order of
+    their ranks, after the trainers. feeders: of each member, see `MemoryLink`; None: process
+    groups. plan: number of the plan. digest: of the plan. order: what of the weights moves.
     """
 
     groups: int
     members: Sequence[Member]
+    feeders: Sequence[Sequence[int]] | None
     plan: int
     digest: str
-    skip_frozen: bool
-    verify: bool
-    base: int | None = None
-    group_size: int = 0
-
-    def moves(self, bucket: Bucket) -> bool:
-        """Return whether the bucket is sent as a whole."""
-        return self.moves_densely(bucket) and not (self.base is not None and covers(bucket))
-
-    def moves_densely(self, bucket: Bucket) -> bool:
-        """Return whether the bucket would be sent without a delta."""
-        return not (bucket.frozen and self.skip_frozen)
+    order: Order
 
 
 @dataclass(frozen=True)

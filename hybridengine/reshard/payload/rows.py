@@ -1,4 +1,7 @@
-"""The rows of slices in the tables of an exchange, before their place in the buffers is known."""
+"""The rows of slices in the tables of an exchange, before their place in the buffers is known.
+
+An encoding makes them: `Plain`, or `fp8.BlockScales`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from hybridengine.kernels.strided_copy import TABLE_COLUMNS
+from hybridengine.kernels.strided_copy import TABLE_COLUMNS, CopyTable
 from hybridengine.reshard.plan.source_class import SliceCopy
 from hybridengine.sharding.geometry import Block, contiguous_strides
 
@@ -40,11 +44,43 @@ def joined(parts: list[SliceRows]) -> SliceRows:
 
 
 def offsets_by_rank(rows: SliceRows) -> np.ndarray:
-    """Return where each slice starts in a buffer that is ordered by rank: int64 [S]."""
+    """Return where each slice starts among those of the same rank: int64 [S]."""
     order = np.argsort(rows.ranks, kind="stable")
-    offset = np.empty_like(rows.numel)
-    offset[order] = np.cumsum(rows.numel[order]) - rows.numel[order]
+    ranks, numel = rows.ranks[order], rows.numel[order]
+    before = np.cumsum(numel) - numel
+    first = np.searchsorted(ranks, ranks)  # the first slice of the same rank
+    offset = np.empty_like(numel)
+    offset[order] = before - before[first]
     return offset
+
+
+class Plain:
+    """The encoding of values that are cast to the engine's dtype as they are packed."""
+
+    def shapes(self, name: str) -> tuple:
+        """Return what of a parameter's engine tensors `rows` depends on."""
+        return ()
+
+    def rows(
+        self,
+        name: str,
+        slices: Sequence[SliceCopy],
+        way: str,
+        strides: tuple[int, ...],
+        origin: tuple[int, ...],
+    ) -> SliceRows:
+        """Return the rows of one way. strides, origin: of the shard that pack and local read."""
+        return rows_of(slices, way, strides, origin)
+
+    def number(self, table: np.ndarray, rows: SliceRows, name: str) -> None:
+        """Add to the rows of one source what is particular to it."""
+
+    def table(self, rows: np.ndarray, device: torch.device) -> CopyTable:
+        """Return the table that encodes as it copies."""
+        return CopyTable(torch.from_numpy(rows), device)
+
+    def measuring(self, tables: Sequence[np.ndarray], device: torch.device) -> None:
+        """Return the table that measures what is encoded: nothing."""
 
 
 def rows_of(

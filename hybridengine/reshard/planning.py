@@ -1,4 +1,4 @@
-"""The plan between trainers and engines that are in different worlds, computed on every rank."""
+"""The plan of a sync, computed on every rank from the same inputs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from hybridengine.reshard.disaggregated.records import FactorSpec, PlanInputs, SyncStore
-from hybridengine.reshard.execute.trained import TrainedTensors
+from hybridengine.reshard.commit.records import FactorSpec, PlanInputs, SyncStore
 from hybridengine.reshard.plan.configuration import check_configuration, in_words
 from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
+from hybridengine.reshard.source.trained import TrainedTensors
 from hybridengine.sharding.layout import EngineLayout, LayoutError
 from hybridengine.sharding.shards import ShardSpec
 
@@ -52,16 +52,32 @@ def make_plan(
         store.get(f"layout/{digest}", EngineLayout).with_full_tensors(factors)
         for _, digest in sorted(inputs.layouts.items())
     ]
+    nodes = [*inputs.nodes, *[max(inputs.nodes) + 1] * len(layouts)]
+    layouts = [EngineLayout({})] * len(inputs.nodes) + layouts
+    rest = inputs.bucket_bytes, nodes, optional_parameters, config_differences
+    return plan_sync(inputs.specs, layouts, *rest)
+
+
+def plan_sync(
+    specs: Mapping[str, ShardSpec],
+    layouts: Sequence[EngineLayout],
+    bucket_bytes: int,
+    nodes: Sequence[int],
+    optional_parameters: Set[str],
+    config_differences: Mapping[str, str],
+) -> ReshardPlan:
+    """Plan, and check that trained model and engines fit.
+
+    The first arguments are those of `build_plan`, the last those of `WeightTarget`. An empty layout
+    is of a rank without an engine. Raises LayoutError.
+    """
     try:
-        shapes = {name: spec.shape for name, spec in inputs.specs.items()}
-        check_sources(shapes, layouts, optional_parameters)
+        distinct = [x for x in {id(x): x for x in layouts}.values() if x.destinations]
+        shapes = {name: spec.shape for name, spec in specs.items()}
+        check_sources(shapes, distinct, optional_parameters)
     except LayoutError as error:
         raise LayoutError(f"{error}{in_words(config_differences)}") from None
     check_configuration(config_differences)
-    empty = EngineLayout({})
-    nodes = [*inputs.nodes, *[max(inputs.nodes) + 1] * len(layouts)]
-    plan = build_plan(
-        inputs.specs, [empty] * len(inputs.nodes) + layouts, inputs.bucket_bytes, nodes
-    )
+    plan = build_plan(specs, layouts, bucket_bytes, nodes)
     check_casts(plan.buckets)
     return plan

@@ -1,4 +1,4 @@
-"""Memory of every rank that all ranks of one machine can read.
+"""Memory of a rank that others of its machine can read.
 
 Host memory is a memfd, which the other ranks open through /proc: it has no name and no size limit
 of a file system, and is freed with the last process that maps it, however that process ends. Device
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,68 @@ class _DeviceMemory:
         return [self._handle.get_buffer(r, (self._size,), torch.uint8) for r in ranks]
 
     def close(self) -> None: ...
+
+
+_IpcHandle = tuple[bytes, int, int, bytes, int, bytes, bool]
+
+
+class MemoryOffer(NamedTuple):
+    """What another process needs to map `size` bytes: a path, or the handle of a GPU's memory."""
+
+    size: int
+    path: str
+    handle: _IpcHandle | None
+
+
+@contextmanager
+def offered_memory(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, MemoryOffer]]:
+    """Yield new memory, uint8 [size], and what other processes need to map it while this is open.
+
+    They must be on the same device. It stays mapped afterwards.
+    """
+    if device.type == "cpu":
+        host = _HostMemory(size, device)
+        [tensor] = host.map([host.address])
+        try:
+            yield tensor, MemoryOffer(size, host.address, None)
+        finally:
+            host.close()
+        return
+    with _without_expandable_segments():  # whose memory has no handle
+        tensor = torch.empty(size, dtype=torch.uint8, device=device)
+    _, *handle = tensor.untyped_storage()._share_cuda_()
+    yield tensor, MemoryOffer(size, "", tuple(handle))
+
+
+def map_memory(offer: MemoryOffer, device: torch.device) -> torch.Tensor:
+    """Return the offered memory, uint8 [size]. device: the same as that of its owner."""
+    if offer.handle is None:
+        return torch.from_file(offer.path, shared=True, size=offer.size, dtype=torch.uint8)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    storage = torch.UntypedStorage._new_shared_cuda(index, *offer.handle)
+    tensor = torch.empty(0, dtype=torch.uint8, device=device)
+    return tensor.set_(storage, 0, (offer.size,), (1,))
+
+
+@contextmanager
+def _without_expandable_segments() -> Iterator[None]:
+    configured = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    configured += os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:True" not in configured:
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def device_id(device: torch.device) -> str:
+    """Return an identifier of a device, equal in all processes that use it."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def share_memory(size: int, device: torch.device) -> SharedMemory | None:

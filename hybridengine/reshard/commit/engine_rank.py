@@ -10,14 +10,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.disaggregated.records import (
-    EngineInfo,
-    Holding,
-    SyncState,
-    SyncStore,
-    Transfer,
-)
-from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
+from hybridengine.reshard.commit.records import EngineInfo, Holding, SyncState, SyncStore, Transfer
+from hybridengine.reshard.errors import RankFailedError, ReshardError
+from hybridengine.reshard.transport.shared_memory import device_id
 from hybridengine.runtime.all_ranks import (
     all_gather_values,
     broadcast_value,
@@ -41,7 +36,7 @@ T = TypeVar("T")
 class EngineRank:
     """This process as a rank of engine number `index`. Making it joins; collective.
 
-    bucket_bytes: this rank's default. device: type of the weights' device.
+    bucket_bytes: this rank's default. device: of the weights.
 
     Attributes:
         phase: what this rank does now, for messages.
@@ -56,7 +51,7 @@ class EngineRank:
         index: int,
         timeout_s: float,
         bucket_bytes: int,
-        device: str,
+        device: torch.device,
     ) -> None:
         has_world = dist.is_initialized()
         self.rank = dist.get_rank() if has_world else 0
@@ -134,19 +129,19 @@ class EngineRank:
         with self._collective(timeout_s):
             return run_on_all_ranks(fn, error_type)
 
-    def _join(self, engine: WeightTarget, bucket_bytes: int, device: str) -> EngineInfo:
+    def _join(self, engine: WeightTarget, bucket_bytes: int, device: torch.device) -> EngineInfo:
         digest = engine.layout.digest()
         if not self._store.has(f"layout/{digest}"):
             self._store.set(f"layout/{digest}", engine.layout)
         count = f"engine/{self._index}/incarnations"
         incarnation = self.on_rank0(lambda: self._store.next_number(count), int)
-        own = this_process(), engine.tp_rank, digest, bucket_bytes
-        ranks = self.all_gather(own, tuple[str, int, str, int])
-        processes, tp_ranks, layouts, sizes = zip(*ranks, strict=True)
+        own = this_process(), engine.tp_rank, digest, bucket_bytes, device_id(device)
+        ranks = self.all_gather(own, tuple[str, int, str, int, str])
+        processes, tp_ranks, layouts, sizes, devices = zip(*ranks, strict=True)
         info = EngineInfo(
             self._index, incarnation, processes, tp_ranks, layouts,
             frozenset(engine.optional_parameters), dict(engine.config_differences),
-            device, min(sizes),
+            device.type, devices, min(sizes),
         )  # fmt: skip
         odd = {
             tp for tp, d in zip(tp_ranks, layouts, strict=True) if info.layout_of_tp_rank[tp] != d

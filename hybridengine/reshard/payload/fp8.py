@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from hybridengine.kernels.block_quantize import (
     quantize_values,
 )
 from hybridengine.kernels.strided_copy import TABLE_COLUMNS
+from hybridengine.reshard.payload.rows import SliceRows, slice_rows
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import SliceCopy
 from hybridengine.sharding.geometry import (
@@ -40,6 +42,9 @@ from hybridengine.sharding.geometry import (
     reach,
 )
 from hybridengine.sharding.layout import LayoutError
+
+if TYPE_CHECKING:
+    from hybridengine.reshard.transport.base import Transport
 
 BLOCK_COLUMN = TABLE_COLUMNS  # of the tables of this module: the number of the block of a row
 _MAX_AXES = 4  # of a row
@@ -94,7 +99,7 @@ class BlockScales:
 
     # Tables
 
-    def first_blocks(self, name: str) -> np.ndarray:
+    def _first_blocks(self, name: str) -> np.ndarray:
         """Return the first block of each engine tensor that a parameter is copied to.
 
         int64 [layouts, writes]; the second index is that of `ReshardPlan.destinations`.
@@ -115,15 +120,20 @@ class BlockScales:
     def _names(self, name: str, layout: int) -> list[str]:
         return self._plan.destinations(name, QUANTIZED_DTYPE, self._plan.layout_of.index(layout))
 
-    def table(
+    def number(self, table: np.ndarray, rows: SliceRows, name: str) -> None:
+        """Count the blocks of the rows of one source from the first of all layouts."""
+        layouts = np.array(self._plan.layout_of)[rows.ranks[rows.slice_of]]
+        table[:, BLOCK_COLUMN] += self._first_blocks(name)[layouts, table[:, 1]]
+
+    def rows(
         self,
         name: str,
         slices: Sequence[SliceCopy],
         way: str,
         strides: tuple[int, ...],
         origin: tuple[int, ...],
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rows int64 [R, 17], the slice of each row [R]) of one way, pack or local.
+    ) -> SliceRows:
+        """Return rows int64 [R, 17] of one way, pack or local.
 
         The columns are those of `strided_copy`, dst_index the index of the write, and the block,
         counted from the first of its engine tensor. strides, origin: of the shard that is read.
@@ -152,11 +162,24 @@ class BlockScales:
             rows[:, BLOCK_COLUMN] = pieces[:, 0]
             tables.append(rows)
             counts.append(len(pieces))
-        return np.concatenate(tables), np.repeat(np.arange(len(counts)), counts)
+        slice_of = np.repeat(np.arange(len(counts)), counts)
+        return slice_rows(np.concatenate(tables), slice_of, slices, way)
 
-    def quantizing(self, rows: np.ndarray, device: torch.device) -> QuantizingTable:
+    def table(self, rows: np.ndarray, device: torch.device) -> QuantizingTable:
         """Return the table that quantizes with the present scales. rows: [R, 17]."""
         return QuantizingTable(_block_table(rows, device), self)
+
+    def measuring(self, tables: Sequence[np.ndarray], device: torch.device) -> BlockTable:
+        """Return a table of what `tables` [R, 17] read of each block, each part once.
+
+        Several ranks of one engine layout receive the same slices.
+        """
+        reads = [0, 2, *range(4, 12), BLOCK_COLUMN]
+        rows = np.concatenate([t for t in tables if len(t)] or [np.empty((0, BLOCK_COLUMN + 1))])
+        once = np.unique(rows[:, reads].astype(np.int64), axis=0)
+        table = np.zeros((len(once), BLOCK_COLUMN + 1), np.int64)
+        table[:, reads] = once
+        return _block_table(table, device)
 
     # Sync
 
@@ -184,6 +207,21 @@ class BlockScales:
             scale = weights[quantized.scale]
             first = self._first[layout][name]
             scale.copy_(self.scale[first : first + scale.numel()].view(scale.shape))
+
+    def deliver(self, transport: Transport, rank: int) -> None:
+        """Send the scales to ranks that hold an engine only, an equal part from each trainer."""
+        if not (receivers := transport.receivers):
+            return
+        where, trainers = "the scales of quantized weights", [*range(receivers.start)]
+        if rank in receivers:
+            scales = self.of_rank(rank)
+            received = [part.nbytes for part in scales.tensor_split(len(trainers))]
+            arrived = transport.post(where, None, (), received).wait()
+            scales.copy_(torch.cat(arrived).view(scales.dtype))
+            return
+        parts = [self.of_rank(r).tensor_split(len(trainers))[rank] for r in receivers]
+        sent = [0] * len(trainers) + [part.nbytes for part in parts]
+        transport.post(where, torch.cat(parts).view(torch.uint8), sent, ()).wait()
 
     @property
     def bytes_reduced(self) -> int:
@@ -223,19 +261,6 @@ class QuantizingTable:
 
     def copy(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
         self._table.quantize(sources, destinations, self._scales.scale, self._scales.dtype)
-
-
-def measuring(tables: Sequence[np.ndarray], device: torch.device) -> BlockTable:
-    """Return a table of what `tables` [R, 17] read of each block, each part once.
-
-    Several ranks of one engine layout receive the same slices.
-    """
-    reads = [0, 2, *range(4, 12), BLOCK_COLUMN]
-    rows = np.concatenate([t for t in tables if len(t)] or [np.empty((0, BLOCK_COLUMN + 1))])
-    once = np.unique(rows[:, reads].astype(np.int64), axis=0)
-    table = np.zeros((len(once), BLOCK_COLUMN + 1), np.int64)
-    table[:, reads] = once
-    return _block_table(table, device)
 
 
 def _block_table(rows: np.ndarray, device: torch.device) -> BlockTable:

@@ -14,29 +14,28 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.delta.find import (
+from hybridengine.reshard.errors import PlanOutdatedError, RankFailedError, ReshardError
+from hybridengine.reshard.memory import default_bucket_bytes
+from hybridengine.reshard.move import Mover, Order
+from hybridengine.reshard.payload.delta import group_size
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.senders import ranks_per_node
+from hybridengine.reshard.planning import plan_sync
+from hybridengine.reshard.report import SyncReport
+from hybridengine.reshard.source.changes import (
+    ChangeFinder,
     DeltaMode,
-    Found,
     ReadChanges,
     check_mode,
-    covers,
     is_wanted,
 )
-from hybridengine.reshard.delta.message import CorruptDeltaError, Versions
-from hybridengine.reshard.delta.sync import DeltaSync
-from hybridengine.reshard.execute.context import RankContext
-from hybridengine.reshard.execute.holders import unite_holders
-from hybridengine.reshard.execute.memory import default_bucket_bytes
-from hybridengine.reshard.execute.pull import make_pipeline
-from hybridengine.reshard.execute.report import SyncReport
-from hybridengine.reshard.execute.target import EngineState, engine_weights, write_constants
-from hybridengine.reshard.execute.trained import Parameters, TrainedTensors
-from hybridengine.reshard.execute.verify import find_mismatches, find_unstable, warn_of_nan
-from hybridengine.reshard.plan.buckets import Bucket
-from hybridengine.reshard.plan.configuration import check_configuration, in_words
-from hybridengine.reshard.plan.coverage import check_casts, check_sources
-from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
-from hybridengine.reshard.plan.senders import ranks_per_node
+from hybridengine.reshard.source.context import RankContext
+from hybridengine.reshard.source.holders import unite_holders
+from hybridengine.reshard.source.trained import Parameters, TrainedTensors
+from hybridengine.reshard.target import EngineState, engine_weights
+from hybridengine.reshard.transport.in_world import AllToAll, Pull, pull_bytes
+from hybridengine.reshard.transport.shared_memory import share_memory
+from hybridengine.reshard.verify import Mismatch, find_unstable, from_all_ranks, warn_of_nan
 from hybridengine.runtime.all_ranks import (
     all_gather_values,
     broadcast_value,
@@ -45,10 +44,9 @@ from hybridengine.runtime.all_ranks import (
     run_on_all_ranks,
 )
 from hybridengine.runtime.device import DeviceProgress
-from hybridengine.runtime.failures import CollectiveError, CollectiveGuard
+from hybridengine.runtime.failures import CollectiveError, CollectiveGuard, machine_id
 from hybridengine.sharding.adapter import Adapter, adapters_of_factors
 from hybridengine.sharding.checksums import bit_checksums
-from hybridengine.sharding.geometry import Block
 from hybridengine.sharding.layout import EngineLayout, LayoutError
 from hybridengine.sharding.shards import ShardSpec
 
@@ -57,18 +55,6 @@ if TYPE_CHECKING:
 
 
 _NEXT = -1  # in place of a version: the next one
-
-
-class ReshardError(RuntimeError):
-    """A sync did not complete."""
-
-
-class RankFailedError(ReshardError, CollectiveError):
-    """Another rank was killed, failed or stalled during a sync; the message names it."""
-
-
-class PlanOutdatedError(LayoutError):
-    """The trained parameters differ from those the reshard was planned for: plan it again."""
 
 
 class Resharder:
@@ -132,19 +118,17 @@ class Resharder:
             )
         self._planned = self._trained.placements
         run_on_all_ranks(self._engine_weights, LayoutError)
-        context = RankContext(
-            self.plan, self.rank, self._trained, self._device, self._guard, self._progress
-        )
-        self._pipeline = make_pipeline(context)
+        self._transport, self._mover = self._connect()
         self._frozen: list[int] = []  # checksums of the frozen parameters
         self._engine_state: EngineState | None = None  # after the last sync; None: write everything
         by_default = changes is not None or len(set(nodes)) > 1
         wanted = is_wanted(delta, by_default, self.plan)
-        self._delta: DeltaSync | None = None
+        self._finder: ChangeFinder | None = None
         if wanted and not self._trained.unmerged and not engine.discards_weights:
-            self._delta = DeltaSync(context, delta, changes)
+            context = RankContext(self.plan, self.rank, self._trained, self._guard)
+            self._finder = ChangeFinder(context, delta, changes)
         frozen = any(spec.frozen for spec in specs.values())
-        self._writes_parts = (frozen or self._delta is not None) and not engine.discards_weights
+        self._writes_parts = (frozen or self._finder is not None) and not engine.discards_weights
 
     # Planning
 
@@ -173,16 +157,21 @@ class Resharder:
         bucket_bytes: int,
         nodes: list[int],
     ) -> ReshardPlan:
-        try:
-            distinct = list({id(layout): layout for layout in layouts}.values())
-            shapes = {name: spec.shape for name, spec in specs.items()}
-            check_sources(shapes, distinct, self.engine.optional_parameters)
-        except LayoutError as error:
-            raise LayoutError(f"{error}{in_words(self.engine.config_differences)}") from None
-        check_configuration(self.engine.config_differences)
-        plan = build_plan(specs, layouts, bucket_bytes, nodes)
-        check_casts(plan.buckets)
-        return plan
+        optional, differences = self.engine.optional_parameters, self.engine.config_differences
+        return plan_sync(specs, layouts, bucket_bytes, nodes, optional, differences)
+
+    def _connect(self) -> tuple[AllToAll, Mover]:
+        """Return a pull if the ranks can map each other's memory, else an all-to-all."""
+        make = partial(Mover, self.plan, self.rank, self._device, self._trained, self.engine)
+        merges = bool(self._trained.merged)
+        ends = self._guard, self._progress, self._device, self.plan.staging_bytes, merges
+        machines = all_gather_values(machine_id(), str)
+        if len(set(machines)) == 1 and any(self.plan.bytes_sent):
+            mover = make(Pull.builder)
+            assert isinstance(mover.builder, Pull.builder)
+            if memory := share_memory(pull_bytes(mover.builder), self._device):
+                return Pull(*ends, memory), mover
+        return AllToAll(*ends), make(AllToAll.builder)
 
     # Sync
 
@@ -220,10 +209,16 @@ class Resharder:
         with self._operation(version), torch.no_grad():
             version, intact = self._start(version)
             self._engine_state = None  # until this sync is complete
-            found = self._delta.finder.find(intact) if self._delta else None
+            found = self._finder.find(intact) if self._finder else None
+            order = Order(intact, verify)
+            if found is not None:
+                order = Order(
+                    intact, verify, self.engine.weight_version or 0, group_size(found.share)
+                )
+            transport = self._transport
+            transport.begin()
             with self.engine.weight_update(version, self._finish_on_all_ranks):
-                received, sent = self._move(version, intact, found)
-                self._load_fallback(intact)
+                received, sent = self._mover.move(transport, order, version, self._weights, found)
                 if verify:
                     self._finish_on_device("before verifying")
                     self._verify()
@@ -233,39 +228,11 @@ class Resharder:
                 self._finish_on_device("before committing")
         if self._writes_parts:
             self._engine_state = EngineState.of(self.engine)
-        changed = self._delta.finder.changed if self._delta else None
-        densely = self._pipeline.bytes_of(lambda bucket: not (bucket.frozen and intact))
         elapsed = (time.perf_counter() - started) * 1e3
-        is_delta = found is not None
-        return SyncReport(version, received, sent, elapsed, is_delta, changed, sum(densely))
-
-    def _move(self, version: int, skip_frozen: bool, found: Found | None) -> tuple[int, int]:
-        """Write the trained parameters, or what changed of them, into the engine.
-
-        Return (bytes received, bytes sent).
-        """
-
-        def moves(bucket: Bucket) -> bool:
-            if found is not None and covers(bucket):
-                return False
-            return not (bucket.frozen and skip_frozen)
-
-        if found is None:
-            write_constants(self.engine.layout, self._weights)
-            for_scales = self._pipeline.update_scales(self._weights, moves)
-            received, sent = self._pipeline.run(self._weights, moves)
-            return for_scales[0] + received, for_scales[1] + sent
-        assert self._delta is not None
-        by_delta = (0, 0)
-        problem: CorruptDeltaError | None = None
-        try:
-            versions = Versions(self.engine.weight_version or 0, version)
-            by_delta = self._delta.apply(found, self._weights, versions)
-        except CorruptDeltaError as error:
-            problem = error
-        self._raise_on_all_ranks(problem, "checking the delta")
-        densely = self._pipeline.run(self._weights, moves)
-        return by_delta[0] + densely[0], by_delta[1] + densely[1]
+        changed = self._finder.changed if self._finder else None
+        densely = self._mover.dense.bytes_of(order.moves_densely)
+        received += found.num_bytes if found else 0
+        return SyncReport(version, received, sent, elapsed, found is not None, changed, densely)
 
     def _finish_on_device(self, phase: str) -> None:
         """Return when this rank's device has done all that the sync has enqueued."""
@@ -359,37 +326,15 @@ class Resharder:
             for name, t in self._trained.factors.items()
         }
 
-    def _load_fallback(self, skip_frozen: bool) -> None:
-        """Gather the parameters that are no pure copies, one at a time, for the engine's loader.
-
-        They keep their dtype, so that the loader computes from the master weights.
-        """
-        sources = self.plan.sources
-        names = [n for n in self.plan.fallback if not (sources[n].frozen and skip_frozen)]
-        if names:
-            self.engine.load_full((name, self._unsharded(name)) for name in names)
-
-    def _unsharded(self, name: str) -> torch.Tensor:
-        with self._guard.collective(f"gathering {name!r} in full"):
-            return self._trained.unsharded(name)
-
     def _verify(self) -> None:
         """Raise ReshardError on every rank if an engine tensor differs from its source."""
-        with self._guard.collective("gathering adapters to verify"):
-            adapters = {name: adapter.full() for name, adapter in self._trained.merged.items()}
-        read_shard = partial(self._pipeline.expected, adapters)
-
-        def read_engine(name: str, block: Block) -> torch.Tensor:
-            weight = self._weights[name]
-            offset = weight.storage_offset() + block.offset
-            return weight.as_strided(block.sizes, block.strides, offset)
-
         with self._guard.collective("verifying"):
-            mismatches = find_mismatches(self.plan, self.rank, read_shard, read_engine)
+            own = self._mover.find_mismatches(self._transport, self._weights)
+            mismatches = from_all_ranks(own, Mismatch)
             if self.plan.fallback:
                 loaded = self.engine.layout.by_loader & self._weights.keys()
                 tensors = {name: self._weights[name] for name in sorted(loaded)}
-                reload = partial(self._load_fallback, skip_frozen=False)
+                reload = partial(self._mover.load_full, self._transport, skip_frozen=False)
                 mismatches += find_unstable(self.rank, self._layout, tensors, reload)
             warn_of_nan(self._trained.shards)
         if mismatches:

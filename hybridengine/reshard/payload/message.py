@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from hybridengine.kernels import empty_from_pool
 from hybridengine.kernels.delta import decode_gaps, encode_gaps
+from hybridengine.reshard.errors import CorruptDeltaError
 from hybridengine.sharding.checksums import bit_checksums
 
 _ALIGNMENT = 8  # bytes of a message: the next one is aligned for its values and its checksum
@@ -50,10 +50,6 @@ class Header(NamedTuple):
 HEADER_BYTES = 8 * len(Header._fields)
 
 
-class CorruptDeltaError(ValueError):
-    """A message does not match its header, or its header does not match the engine."""
-
-
 def encode(
     positions: torch.Tensor,
     values: torch.Tensor,
@@ -87,21 +83,20 @@ def encode(
 
 def decode(
     headers: Sequence[Header],
-    incoming: torch.Tensor,
+    messages: Sequence[torch.Tensor],
     dtype: torch.dtype,
-    starts: Sequence[int],
+    counts: Sequence[int],
     versions: Versions,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (positions int64 [K], values [K] of `dtype`) of messages in a row.
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the positions int64 [K] and the values [K], of `dtype`, of each sender's message.
 
-    starts: the first position of the elements of each message, and their end.
+    counts: elements that a dense sync would receive from each sender; positions count among them.
 
     Raises CorruptDeltaError if a message is not the one its header describes, or is made from
     another version.
     """
-    messages = incoming.split([header.num_bytes for header in headers])
+    positions, values = list[torch.Tensor](), list[torch.Tensor]()
     checksums = bit_checksums(messages)
-    parts = []
     for sender, (header, message, checksum) in enumerate(
         zip(headers, messages, checksums, strict=True)
     ):
@@ -115,18 +110,11 @@ def decode(
                 raise CorruptDeltaError("its checksum differs from that of its sender")
             middle = 2 * header.num_changes
             gaps = message[middle : middle + header.gap_bytes]
-            start, end = starts[sender], starts[sender + 1]
-            positions = decode_gaps(gaps, header.gap_width, start, end, header.num_changes)
-            parts.append((positions, message[:middle].view(dtype)))
+            count = header.num_changes
+            positions.append(decode_gaps(gaps, header.gap_width, 0, counts[sender], count))
+            values.append(message[:middle].view(dtype))
         except ValueError as error:
             raise CorruptDeltaError(
                 f"the delta from rank {sender} was not applied: {error}"
             ) from error
-    positions, values = (_joined(column) for column in zip(*parts, strict=True))
     return positions, values
-
-
-def _joined(vectors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    size, first = sum(map(len, vectors)), vectors[0]
-    out = empty_from_pool([size], first.dtype, first.device)
-    return torch.cat(vectors, out=out)

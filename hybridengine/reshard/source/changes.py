@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.kernels import change_mask, mark_changed_, take_changed
-from hybridengine.reshard.execute.context import RankContext
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.source.context import RankContext
 from hybridengine.runtime.all_ranks import host_device
 from hybridengine.sharding.changes import ChangedElements
 from hybridengine.sharding.checksums import bit_checksums

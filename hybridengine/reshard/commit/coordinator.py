@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridengine.reshard.disaggregated.records import (
+from hybridengine.reshard.commit.records import (
     EngineInfo,
     Generations,
     Holding,
@@ -22,7 +22,7 @@ from hybridengine.reshard.disaggregated.records import (
     SyncStore,
     Transfer,
 )
-from hybridengine.reshard.execute.resharder import ReshardError
+from hybridengine.reshard.errors import ReshardError
 from hybridengine.runtime.polling import wait_for
 
 BEAT_S = 1.0

@@ -1,6 +1,6 @@
 """Buckets whose deltas travel together: from changes of shards to messages, and into the engine.
 
-A delta follows the same tables of strided copies as a dense sync (`execute.exchange`), one change
+A delta follows the same tables of strided copies as a dense sync (`tables`), one change
 at a time. As its changes are few, it packs many buckets at once.
 """
 
@@ -14,14 +14,14 @@ from dataclasses import replace
 import torch
 
 from hybridengine.kernels.delta import ChangeTable
-from hybridengine.reshard.delta.find import Part, covers
-from hybridengine.reshard.delta.message import Header, Versions, decode, encode
-from hybridengine.reshard.execute.context import RankContext
-from hybridengine.reshard.execute.exchange import ExchangeBuilder
+from hybridengine.reshard.errors import CorruptDeltaError
+from hybridengine.reshard.payload.message import Header, Versions, decode, encode
+from hybridengine.reshard.payload.tables import ExchangeBuilder
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.source_class import Chunk
+from hybridengine.reshard.source.changes import Part, covers
+from hybridengine.reshard.transport.base import Transport, run_transfers
 from hybridengine.sharding.changes import ChangedElements
-from hybridengine.sharding.geometry import contiguous_strides
 
 _BYTES_PER_CHANGE = 3  # of a message, where an element has 2
 _STEP = 4  # sizes of groups are powers of it, so that few sets of tables are made
@@ -58,9 +58,9 @@ class DeltaGroup:
         dtype = bucket.engine_dtype
         self.parts = [Part(n, dtype, b if bucket.merged else None) for n, b in rows.sources]
         self._destinations, self._dtype = rows.destinations, dtype
-        # Where the elements of each rank begin in the order of sending and of receiving; the end.
+        # Where the elements of each rank begin in the order of sending, and the end.
         self._send_starts = [0, *itertools.accumulate(rows.send_counts)]
-        self._receive_starts = [0, *itertools.accumulate(rows.receive_counts)]
+        self._receive_counts = rows.receive_counts
 
     def _lists(self, changes: Changes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         found = [changes[part] for part in self.parts]
@@ -80,43 +80,90 @@ class DeltaGroup:
     def write(
         self,
         headers: Sequence[Header],
-        incoming: torch.Tensor,
+        messages: Sequence[torch.Tensor],
         versions: Versions,
         weights: Mapping[str, torch.Tensor],
     ) -> None:
-        """Check the messages of all ranks, uint8 in a row, then write their changes.
+        """Check the messages of all senders, uint8, then write their changes.
 
         Raises CorruptDeltaError before anything is written.
         """
-        positions, values = decode(headers, incoming, self._dtype, self._receive_starts, versions)
-        self._unpack.scatter([positions], [values], self._written(weights))
+        changes = decode(headers, messages, self._dtype, self._receive_counts, versions)
+        self._unpack.scatter(*changes, self._written(weights))
 
     def _written(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         return [weights[name] for name in self._destinations]
 
 
-def delta_builder(context: RankContext) -> ExchangeBuilder:
-    """Return the builder of a trained rank; changes have the positions of a contiguous shard."""
-    plan, rank, trained, device, *_ = context
-    strides = {n: contiguous_strides(p.local_shape) for n, p in trained.placements.items()}
-    return ExchangeBuilder(plan, rank, strides, device)
+class Delta:
+    """Moves only those elements that changed, from the engine weights of one version to another.
 
-
-class DeltaGroups:
-    """The groups of one rank, for each size that was needed."""
+    builder: of a rank whose shards are contiguous, as the positions of changes count.
+    """
 
     def __init__(self, builder: ExchangeBuilder) -> None:
         self._builder = builder
         self._buckets = [bucket for bucket in builder.plan.buckets if covers(bucket)]
         self._known: dict[int, list[DeltaGroup]] = {}
 
-    def of_size(self, size: int) -> list[DeltaGroup]:
+    def _groups(self, size: int) -> list[DeltaGroup]:
         """Return groups of up to `size` buckets each."""
         if size not in self._known:
             self._known[size] = [
                 DeltaGroup(self._builder, bucket) for bucket in joined(self._buckets, size)
             ]
         return self._known[size]
+
+    def run(
+        self,
+        transport: Transport,
+        weights: Mapping[str, torch.Tensor],
+        changes: Changes | None,
+        versions: Versions,
+        size: int,
+    ) -> None:
+        """Write what changed into the engines' weights. Collective.
+
+        weights: of this rank's engine; {} for none. changes: of this rank's shards; None without
+        shards. size: of the groups (`group_size`). Raises CorruptDeltaError, once everything has
+        travelled, where a message was damaged or made from another version and was not applied.
+        """
+        self._problem: CorruptDeltaError | None = None
+        groups = self._groups(size)
+        run_transfers(
+            self._transfer(
+                transport, group, f"delta {i} of {len(groups)}", weights, changes, versions
+            )
+            for i, group in enumerate(groups, 1)
+        )
+        transport.check(self._problem)
+
+    def _transfer(
+        self,
+        transport: Transport,
+        group: DeltaGroup,
+        where: str,
+        weights: Mapping[str, torch.Tensor],
+        changes: Changes | None,
+        versions: Versions,
+    ) -> Iterator[None]:
+        """Start the exchange of a group, yield, then wait for it and apply what has arrived."""
+        guard = transport.guard
+        guard.phase = f"packing {where}"
+        leaving, outgoing = group.encode(changes, versions) if changes is not None else ([], None)
+        pending = transport.post_delta(where, leaving, outgoing)
+        if changes is not None:
+            guard.phase = f"applying the local part of {where}"
+            group.write_local(changes, weights)
+        yield
+        arrived = pending.wait()
+        guard.phase = f"applying {where}"
+        try:
+            if arrived:
+                group.write(pending.headers, arrived, versions, weights)
+        except CorruptDeltaError as error:
+            self._problem = error
+        pending.release()
 
 
 def joined(buckets: Sequence[Bucket], size: int) -> Iterator[Bucket]:

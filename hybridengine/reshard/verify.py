@@ -8,74 +8,92 @@ plain PyTorch, so errors of the copy kernels are detected as well as errors of t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import SliceCopy
+from hybridengine.reshard.transport.base import Transport
 from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.sharding.checksums import chunks, value_checksum
 from hybridengine.sharding.geometry import Block
 from hybridengine.sharding.layout import EngineLayout
 
-_Mismatch = tuple[int, str, str]  # receiving rank, engine tensor, trained parameter
+Mismatch = tuple[int, str, str]  # receiving rank, engine tensor, trained parameter
+ReadShard = Callable[[str, SliceCopy, str, Block], torch.Tensor]
+_SUM_BYTES = 8
 
 
 def find_mismatches(
     plan: ReshardPlan,
     rank: int,
-    read_shard: Callable[[str, SliceCopy, str, Block], torch.Tensor],
-    read_engine: Callable[[str, Block], torch.Tensor],
-) -> list[_Mismatch]:
-    """Return all slices that differ, the same list on every rank; collective.
+    transport: Transport,
+    read_shard: ReadShard | None,
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> list[Mismatch]:
+    """Return all slices that differ in this rank's engine; collective.
 
-    read_shard: (parameter, slice, engine tensor, block) → that part of this rank's shard.
-    read_engine: (engine tensor, block) → the part of the tensor that the block is written to.
+    read_shard: (parameter, slice, engine tensor, block) → that part of this rank's shard; None on a
+    rank without shards. weights: of this rank's engine.
     """
-    mismatches: list[_Mismatch] = []
+    arriving: list[_Write] = []
+    leaving: list[_Write] = []
     for bucket in plan.buckets:
-        dtype = bucket.engine_dtype
-        arrivals = sorted(plan.arrivals(bucket, rank), key=lambda a: a[1].sender)
-        received = list(slice_writes(plan, bucket, arrivals))
+        arrivals = list(plan.arrivals(bucket, rank))
         kept = [a for a in arrivals if a[1].sender == rank]
-        leaving = sorted([*plan.departures(bucket, rank), *kept], key=lambda d: d[1].receiver)
-        sent = list(slice_writes(plan, bucket, leaving))
-        device = read_engine(*received[0][2:]).device if received else torch.device("cpu")
-        ours = slice_checksums(
-            (read_shard(name, s, to, b) for name, s, to, b in sent), dtype, device
-        )
-        expected = torch.empty(len(received), dtype=torch.int64, device=device)
-        dist.all_to_all_single(
-            expected,
-            ours,
-            np.bincount([s.sender for _, s, _, _ in received], minlength=plan.world_size).tolist(),
-            np.bincount([s.receiver for _, s, _, _ in sent], minlength=plan.world_size).tolist(),
-        )
-        actual = slice_checksums((read_engine(to, b) for _, _, to, b in received), dtype, device)
-        for i in (expected != actual).nonzero().flatten().tolist():
-            name, _, destination, _ = received[i]
-            mismatches.append((rank, destination, name))
-    return _from_all_ranks(mismatches, _Mismatch)
+        arriving += _slice_writes(plan, bucket, arrivals)
+        leaving += _slice_writes(plan, bucket, [*plan.departures(bucket, rank), *kept])
+    arriving.sort(key=lambda write: write.slice.sender)
+    leaving.sort(key=lambda write: write.slice.receiver)
+    received = np.bincount([w.slice.sender for w in arriving], minlength=plan.world_size)
+    sent = np.bincount([w.slice.receiver for w in leaving], minlength=plan.world_size)
+    ours = None
+    if read_shard is not None:
+        blocks = (read_shard(w.name, w.slice, w.destination, w.block) for w in leaving)
+        ours = _checksums(blocks, leaving, device).view(torch.uint8)
+    sizes = (sent * _SUM_BYTES).tolist(), (received * _SUM_BYTES).tolist()
+    arrived = transport.post("the checksums of all slices", ours, *sizes).wait()
+    if not arriving:
+        return []
+
+    def read_engine(write: _Write) -> torch.Tensor:
+        weight, block = weights[write.destination], write.block
+        offset = weight.storage_offset() + block.offset
+        return weight.as_strided(block.sizes, block.strides, offset)
+
+    actual = _checksums(map(read_engine, arriving), arriving, device)
+    expected = torch.cat(arrived).view(torch.int64)
+    differ = (expected != actual).nonzero().flatten().tolist()
+    return [(rank, arriving[i].destination, arriving[i].name) for i in differ]
 
 
-def slice_writes(
+class _Write(NamedTuple):
+    """One write of a slice: what of an engine tensor a part of a parameter goes to."""
+
+    name: str
+    slice: SliceCopy
+    destination: str
+    block: Block
+    dtype: torch.dtype
+
+
+def _slice_writes(
     plan: ReshardPlan, bucket: Bucket, slices: Iterable[tuple[str, SliceCopy]]
-) -> Iterator[tuple[str, SliceCopy, str, Block]]:
-    """Yield (parameter, slice, engine tensor, block) of each write of each slice."""
+) -> Iterator[_Write]:
     for name, slice_copy in slices:
         names = plan.destinations(name, bucket.engine_dtype, slice_copy.receiver)
         for index, block in slice_copy.writes:
-            yield name, slice_copy, names[index], block
+            yield _Write(name, slice_copy, names[index], block, bucket.engine_dtype)
 
 
 def find_unstable(
     rank: int, layout: EngineLayout, tensors: Mapping[str, torch.Tensor], reload: Callable[[], None]
-) -> list[_Mismatch]:
+) -> list[Mismatch]:
     """Return tensors of the engine's own loader that differ when loaded again; collective.
 
     reload: gathers the parameters again and passes them to the loader.
@@ -85,13 +103,13 @@ def find_unstable(
         sources.setdefault(reason.partition(": ")[0], []).append(source)
     before = {name: int(value_checksum(tensor, tensor.dtype)) for name, tensor in tensors.items()}
     reload()
-    return _from_all_ranks(
+    return from_all_ranks(
         [
             (rank, name, ", ".join(sources[name]) or "the loader's input")
             for name, tensor in tensors.items()
             if int(value_checksum(tensor, tensor.dtype)) != before[name]
         ],
-        _Mismatch,
+        Mismatch,
     )
 
 
@@ -102,7 +120,7 @@ def warn_of_nan(shards: Mapping[str, torch.Tensor]) -> None:
         for name, shard in shards.items()
         if shard.is_floating_point() and any(bool(part.isnan().any()) for part in chunks(shard))
     ]
-    if all_names := sorted(set(_from_all_ranks(names, str))):
+    if all_names := sorted(set(from_all_ranks(names, str))):
         warnings.warn(
             f"the trained parameter {all_names[0]!r} (and {len(all_names) - 1} more) contains NaN, "
             "and so does the engine now. The sync itself is correct.",
@@ -111,7 +129,7 @@ def warn_of_nan(shards: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _from_all_ranks(entries: list, expected: Any) -> list:
+def from_all_ranks(entries: list, expected: Any) -> list:
     """Return the entries of all ranks in rank order, without repetitions within a rank.
 
     expected: type of an entry.
@@ -120,9 +138,9 @@ def _from_all_ranks(entries: list, expected: Any) -> list:
     return [entry for part in parts for entry in dict.fromkeys(part)]
 
 
-def slice_checksums(
-    slices: Iterable[torch.Tensor], dtype: torch.dtype, device: torch.device
+def _checksums(
+    blocks: Iterable[torch.Tensor], writes: Sequence[_Write], device: torch.device
 ) -> torch.Tensor:
-    """Return the checksum of each slice as `dtype`, int64 [number of slices]."""
-    sums = [value_checksum(s, dtype) for s in slices]
+    """Return the checksum of each block in its engine's dtype, int64 [number of blocks]."""
+    sums = [value_checksum(b, w.dtype) for b, w in zip(blocks, writes, strict=True)]
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)

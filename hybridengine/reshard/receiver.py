@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.delta.message import CorruptDeltaError, Versions
-from hybridengine.reshard.disaggregated.delta import DeltaReceiver
-from hybridengine.reshard.disaggregated.engine_rank import EngineRank
-from hybridengine.reshard.disaggregated.link import Link, LinkError
-from hybridengine.reshard.disaggregated.planning import make_plan
-from hybridengine.reshard.disaggregated.records import (
+from hybridengine.reshard.commit.engine_rank import EngineRank
+from hybridengine.reshard.commit.records import (
     EngineInfo,
     Holding,
     PlanInputs,
@@ -24,18 +20,18 @@ from hybridengine.reshard.disaggregated.records import (
     SyncStore,
     Transfer,
 )
-from hybridengine.reshard.disaggregated.transfer import ReceivePipeline
-from hybridengine.reshard.disaggregated.verify import find_mismatches
-from hybridengine.reshard.execute.exchange import ExchangeBuilder
-from hybridengine.reshard.execute.memory import default_bucket_bytes
-from hybridengine.reshard.execute.report import SyncReport
-from hybridengine.reshard.execute.resharder import RankFailedError, ReshardError
-from hybridengine.reshard.execute.target import EngineState, engine_weights, write_constants
-from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.errors import CorruptDeltaError, LinkError, RankFailedError, ReshardError
+from hybridengine.reshard.memory import default_bucket_bytes
+from hybridengine.reshard.move import Mover
+from hybridengine.reshard.planning import make_plan
+from hybridengine.reshard.report import SyncReport
+from hybridengine.reshard.target import EngineState, engine_weights
+from hybridengine.reshard.transport.between_worlds import EnginesEnd
+from hybridengine.reshard.transport.link import GroupLink, Link, Place
+from hybridengine.reshard.transport.memory_link import MemoryLink
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import one_line
 from hybridengine.sharding.adapter import Adapter, adapters_of_factors
-from hybridengine.sharding.geometry import Block, contiguous_strides
 from hybridengine.sharding.layout import LayoutError
 
 if TYPE_CHECKING:
@@ -59,7 +55,7 @@ class WeightReceiver:
         self._store, self._timeout_s = SyncStore(store), timeout_s
         self._device = next((t.device for t in engine.weights().values()), torch.device("cpu"))
         size = default_bucket_bytes(self._device)
-        self._rank = EngineRank(engine, self._store, index, timeout_s, size, self._device.type)
+        self._rank = EngineRank(engine, self._store, index, timeout_s, size, self._device)
         self._link: Link | None = None
         self._group_number = self._plan_number = 0
         self._engine_state: EngineState | None = None  # after the last sync
@@ -103,15 +99,17 @@ class WeightReceiver:
                 rank.tell_state(state, holding)
             rank.tell_ready(state, 0)
             state, transfer = rank.wait_for_transfer(state, 0)
-            plan = self._plan_for(transfer)
+            self._plan_for(transfer)
             with self.engine.weight_update(state.version, finish_on_all_ranks), torch.no_grad():
-                while (moved := self._try(plan, transfer, state)) is None:
+                while (moved := self._try(transfer, state)) is None:
                     rank.tell_ready(state, state.attempt + 1)
                     state, transfer = rank.wait_for_transfer(state, state.attempt + 1)
             self._engine_state = EngineState.of(self.engine)
+            if self._link is not None and not self._link.is_kept:
+                self._close_link()
             rank.tell_committed(state)
         elapsed = (time.perf_counter() - started) * 1e3
-        return SyncReport(state.version, *moved, elapsed, transfer.base is not None)
+        return SyncReport(state.version, *moved, elapsed, transfer.order.base is not None)
 
     def close(self) -> None:
         """End the connections to trainers and replicas; no further sync is possible."""
@@ -150,7 +148,7 @@ class WeightReceiver:
 
     # Transfer
 
-    def _plan_for(self, transfer: Transfer) -> ReshardPlan:
+    def _plan_for(self, transfer: Transfer) -> None:
         if transfer.plan != self._plan_number:
             self._rank.phase = "planning"
             inputs: PlanInputs = self._store.get(f"plan/{transfer.plan}", PlanInputs)
@@ -159,21 +157,16 @@ class WeightReceiver:
             )
             self._inputs, self._plan, self._plan_number = inputs, plan, transfer.plan
             num_trainers = len(inputs.nodes)
-            strides = {name: contiguous_strides(spec.shape) for name, spec in plan.sources.items()}
             rank = num_trainers + self.engine.tp_rank
-            builder = ExchangeBuilder(plan, rank, strides, self._device)
-            self._pipeline = ReceivePipeline(builder, num_trainers)
-            self._delta = DeltaReceiver(builder, num_trainers)
+            self._mover = Mover(plan, rank, self._device, None, self.engine)
+            self._transport = EnginesEnd(plan, num_trainers)
         if self._plan.digest != transfer.digest:
             raise LayoutError(
                 f"{self._rank.name} made another reshard plan than the trainers: run the same "
                 "version of this package on both sides"
             )
-        return self._plan
 
-    def _try(
-        self, plan: ReshardPlan, transfer: Transfer, state: SyncState
-    ) -> tuple[int, int] | None:
+    def _try(self, transfer: Transfer, state: SyncState) -> tuple[int, int] | None:
         """Return (bytes received, bytes sent) when all ranks of the engine have everything.
 
         None if a connection has failed, here or for another rank of the engine.
@@ -182,7 +175,7 @@ class WeightReceiver:
         try:
             link = self._connect(transfer, state)
             try:
-                moved = self._transfer(plan, transfer, state, link)
+                moved = self._transfer(transfer, state, link)
             finally:
                 self._rank.phase = link.phase
         except LinkError:
@@ -199,9 +192,7 @@ class WeightReceiver:
         self._close_link()
         return None
 
-    def _transfer(
-        self, plan: ReshardPlan, transfer: Transfer, state: SyncState, link: Link
-    ) -> tuple[int, int]:
+    def _transfer(self, transfer: Transfer, state: SyncState, link: Link) -> tuple[int, int]:
         """Receive everything. Return (bytes received, bytes sent)."""
         progress = DeviceProgress(link, self._device, limit_s=0.8 * self._timeout_s)
         weights = engine_weights(self.engine, self._device) | {
@@ -209,24 +200,11 @@ class WeightReceiver:
             for name, f in self._inputs.factors.items()
             for side, shape, dtype in zip(("left", "right"), f[:2], f.dtypes, strict=True)
         }
-        if transfer.base is None:
-            write_constants(self.engine.layout, weights)
-        received, sent = self._pipeline.run(link, progress, weights, transfer.moves)
-        if transfer.base is not None:
-            versions = Versions(transfer.base, state.version)
-            moved = self._delta.receive(link, progress, weights, versions, transfer.group_size)
-            received, sent = received + moved[0], sent + moved[1]
-        specs = self._inputs.specs
-        names = [n for n in plan.fallback if not (specs[n].frozen and transfer.skip_frozen)]
-        if names:
-            receive = self._pipeline.receive_full
-            self.engine.load_full(
-                (name, receive(name, specs[name], link, progress)) for name in names
-            )
-        self._pipeline.compare_checksums(link, progress)
-        if transfer.verify:
+        self._transport.begin(link, progress)
+        moved = self._mover.move(self._transport, transfer.order, state.version, weights, None)
+        if transfer.order.verify:
             progress.wait()
-            self._verify(plan, link, weights)
+            self._verify(link, weights)
         if self._inputs.factors:
             adapters = {
                 n: Adapter(weights[f"{n}.left"], weights[f"{n}.right"], f.scale)
@@ -235,27 +213,29 @@ class WeightReceiver:
             self.engine.load_adapters(adapters_of_factors(adapters, weights), state.version)
         progress.mark("waiting for the device before committing")
         progress.wait()
-        return received, sent
+        return moved
 
     def _connect(self, transfer: Transfer, state: SyncState) -> Link:
         if self._link is None or self._group_number != transfer.groups:
             self._close_link()
-            place = self.index, self._rank.rank
+            here = self.index, self._rank.rank
             trainers = self._rank.trainers(state)
             peers = {f"trainer rank {r}": p for r, p in enumerate(trainers)}
-            others = [m for m in transfer.members if (m.engine, m.rank) != place]
+            others = [m for m in transfer.members if (m.engine, m.rank) != here]
             infos: dict[int, EngineInfo] = {
                 i: self._store.get(f"engine/{i}", EngineInfo) for i in {m.engine for m in others}
             }
             for _, index, rank in others:
                 peers[f"rank {rank} of engine {index}"] = infos[index].processes[rank]
-            me = next(i for i, m in enumerate(transfer.members) if (m.engine, m.rank) == place)
-            num_trainers = len(trainers)
+            me = next(i for i, m in enumerate(transfer.members) if (m.engine, m.rank) == here)
+            n = len(trainers)
+            place = Place(n + me, n, transfer.members, peers, self._device, self._timeout_s)
             self._group_number = transfer.groups
-            self._link = Link(
-                self._store, transfer.groups, num_trainers + me, num_trainers, transfer.members,
-                peers, self._device, self._timeout_s, everybody=bool(self._plan.fallback),
-            )  # fmt: skip
+            store, number = self._store, transfer.groups
+            if transfer.feeders is None:
+                self._link = GroupLink(place, store, number, everybody=bool(self._plan.fallback))
+            else:
+                self._link = MemoryLink(place, store, number, transfer.feeders)
         return self._link
 
     def _close_link(self) -> None:
@@ -263,16 +243,11 @@ class WeightReceiver:
             self._link.close()
         self._link = None
 
-    def _verify(self, plan: ReshardPlan, link: Link, weights: dict[str, torch.Tensor]) -> None:
-        def read_engine(name: str, block: Block) -> torch.Tensor:
-            weight = weights[name]
-            offset = weight.storage_offset() + block.offset
-            return weight.as_strided(block.sizes, block.strides, offset)
-
-        if wrong := find_mismatches(plan, link, self.engine.tp_rank, read_engine):
+    def _verify(self, link: Link, weights: dict[str, torch.Tensor]) -> None:
+        if wrong := self._mover.find_mismatches(self._transport, weights):
             link.phase = "verifying"
             raise ReshardError(
-                f"the checksum of engine tensor {wrong[0][0]!r} on {self._rank.name} differs from "
-                f"its source {wrong[0][1]!r} ({len(wrong)} slices differ on this rank): data was "
+                f"the checksum of engine tensor {wrong[0][1]!r} on {self._rank.name} differs from "
+                f"its source {wrong[0][2]!r} ({len(wrong)} slices differ on this rank): data was "
                 "corrupted in transfer, or something else wrote to the engine. Sync again."
             )

@@ -6,36 +6,37 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.delta.find import (
+from hybridengine.reshard.commit.coordinator import Coordinator, EngineStatus
+from hybridengine.reshard.commit.records import EngineInfo, Generations, SyncStore, Transfer
+from hybridengine.reshard.errors import LinkError, PlanOutdatedError, RankFailedError, ReshardError
+from hybridengine.reshard.memory import default_bucket_bytes
+from hybridengine.reshard.move import Mover, Order
+from hybridengine.reshard.payload.delta import group_size
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.senders import ranks_per_node
+from hybridengine.reshard.planning import make_plan, plan_inputs
+from hybridengine.reshard.report import SyncReport
+from hybridengine.reshard.source.changes import (
     ChangeFinder,
     DeltaMode,
+    Found,
     ReadChanges,
     check_mode,
     is_wanted,
 )
-from hybridengine.reshard.delta.group import group_size
-from hybridengine.reshard.delta.message import Versions
-from hybridengine.reshard.disaggregated.coordinator import Coordinator, EngineStatus
-from hybridengine.reshard.disaggregated.delta import Delta, DeltaSender
-from hybridengine.reshard.disaggregated.link import Link, LinkError
-from hybridengine.reshard.disaggregated.planning import make_plan, plan_inputs
-from hybridengine.reshard.disaggregated.records import EngineInfo, Generations, SyncStore, Transfer
-from hybridengine.reshard.disaggregated.transfer import SendPipeline
-from hybridengine.reshard.disaggregated.verify import send_checksums
-from hybridengine.reshard.execute.context import RankContext
-from hybridengine.reshard.execute.holders import unite_holders
-from hybridengine.reshard.execute.memory import default_bucket_bytes
-from hybridengine.reshard.execute.report import SyncReport
-from hybridengine.reshard.execute.resharder import PlanOutdatedError, RankFailedError, ReshardError
-from hybridengine.reshard.execute.trained import Parameters, TrainedTensors
-from hybridengine.reshard.execute.verify import warn_of_nan
-from hybridengine.reshard.plan.planner import ReshardPlan
-from hybridengine.reshard.plan.senders import ranks_per_node
+from hybridengine.reshard.source.context import RankContext
+from hybridengine.reshard.source.holders import unite_holders
+from hybridengine.reshard.source.trained import Parameters, TrainedTensors
+from hybridengine.reshard.transport.between_worlds import TrainersEnd
+from hybridengine.reshard.transport.link import GroupLink, Link, Place
+from hybridengine.reshard.transport.memory_link import MemoryLink, feeders_of
+from hybridengine.reshard.transport.shared_memory import device_id
+from hybridengine.reshard.verify import warn_of_nan
 from hybridengine.runtime.all_ranks import (
     all_gather_values,
     broadcast_value,
@@ -55,6 +56,17 @@ from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.layout import LayoutError
 
 T = TypeVar("T")
+
+
+class Delta(NamedTuple):
+    """What changed on this trainer since version `base`.
+
+    generation: of the parameters that engines of that version have (`Generations.trained`).
+    """
+
+    base: int
+    generation: int
+    found: Found
 
 
 class WeightSender:
@@ -105,6 +117,7 @@ class WeightSender:
         shards = self._trained.shards.values()
         self._device = next((t.device for t in shards), torch.device("cpu"))
         self._trainers = all_gather_values(this_process(), str)
+        self._devices = all_gather_values(device_id(self._device), str)
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
             self._coordinator = Coordinator(self._store, num_engines, self._trainers, timeout_s)
@@ -151,15 +164,15 @@ class WeightSender:
             )
             if infos:
                 infos, is_delta = self._plan_for(infos), True
-                delta = self._find(version)
+                delta = self._find()
                 received = delta.found.num_bytes if delta else 0
                 changed = self._finder.changed if self._finder else None
             while infos:
                 some, transfer = self._begin(infos, verify, delta)
-                moved = self._transfer_on_all_ranks(some, transfer, delta)
+                moved = self._transfer_on_all_ranks(some, transfer, version, delta)
                 received, sent = received + moved[0], sent + moved[1]
-                is_delta &= transfer.base is not None
-                dense_bytes = sum(self._pipeline.bytes_of(transfer.moves_densely))
+                is_delta &= transfer.order.base is not None
+                dense_bytes = self._mover.dense.bytes_of(transfer.order.moves_densely)
                 infos = self._settle(some) + [info for info in infos if info not in some]
                 self._base = version
             statuses = dict[int, EngineStatus]
@@ -210,7 +223,7 @@ class WeightSender:
         generation = self._sent.frozen + any(changed for _, changed in differs)
         self._sent = self._sent._replace(frozen=generation)
 
-    def _find(self, version: int) -> Delta | None:
+    def _find(self) -> Delta | None:
         """Return what changed since the last sync, None if everything has to be sent."""
         base, self._base = self._base, None  # until the sync has finished
         generation = self._sent.trained
@@ -219,7 +232,7 @@ class WeightSender:
             self._sent = self._sent._replace(trained=generation + 1)
         if found is None or base is None:
             return None
-        return Delta(Versions(base, version), generation, found)
+        return Delta(base, generation, found)
 
     def _begin(
         self, infos: list[EngineInfo], verify: bool, delta: Delta | None
@@ -229,18 +242,20 @@ class WeightSender:
         def begin(coordinator: Coordinator) -> tuple[list[EngineInfo], Transfer]:
             able: list[EngineInfo] = []
             if delta:
-                able = coordinator.take_delta(infos, delta.versions.base, delta.generation)
+                able = coordinator.take_delta(infos, delta.base, delta.generation)
             some = able or infos
             groups = self._group_number
             if self._linked_to != some:
                 groups = self._store.next_number("groups")
             members = sorted(m for info in some for m in info.members())
             has_frozen = coordinator.has_frozen(some, self._sent.frozen)
-            transfer = Transfer(
-                groups, members, self._plan_number, self.plan.digest, has_frozen, verify,
-                delta.versions.base if delta and able else None,
-                group_size(delta.found.share) if delta else 0,
-            )  # fmt: skip
+            base = delta.base if delta and able else None
+            size = group_size(delta.found.share) if delta else 0
+            order = Order(has_frozen, verify, base, size)
+            by_member = feeders_of(self._trainers, self._devices, some)
+            feeders = [by_member[member] for member in members] if by_member else None
+            plan = self._plan_number, self.plan.digest
+            transfer = Transfer(groups, members, feeders, *plan, order)
             coordinator.begin(transfer)
             return some, transfer
 
@@ -248,12 +263,12 @@ class WeightSender:
         return self._on_rank0(begin, "starting the transfer", expected)
 
     def _transfer_on_all_ranks(
-        self, infos: list[EngineInfo], transfer: Transfer, delta: Delta | None
+        self, infos: list[EngineInfo], transfer: Transfer, version: int, delta: Delta | None
     ) -> tuple[int, int]:
         """As `_transfer`; if it fails on any rank, raise ReshardError on all."""
         moved, error = (0, 0), None
         try:
-            moved = self._transfer(infos, transfer, delta)
+            moved = self._transfer(infos, transfer, version, delta)
         except CollectiveError:  # of the trainers' own collectives: other ranks have it, too
             raise
         except Exception as caught:
@@ -275,12 +290,13 @@ class WeightSender:
             tuple[list[EngineInfo], bool],
             wait_s=1.25 * self._timeout_s + 2,
         )
-        if not committed:  # an engine has closed its connections
+        # If not, an engine has closed its connections.
+        if not committed or (self._link is not None and not self._link.is_kept):
             self._close_link()
         return again
 
     def _transfer(
-        self, infos: list[EngineInfo], transfer: Transfer, delta: Delta | None
+        self, infos: list[EngineInfo], transfer: Transfer, version: int, delta: Delta | None
     ) -> tuple[int, int]:
         """Send everything to the members once. Return (bytes received, bytes sent).
 
@@ -292,40 +308,22 @@ class WeightSender:
         except LinkError as error:
             failure = error
         progress = DeviceProgress(link or self._guard, self._device, limit_s=0.8 * self._timeout_s)
-        self._pipeline.begin(link, progress, failure)
-        for_scales = self._pipeline.update_scales({}, transfer.moves)
-        moved = self._pipeline.run({}, transfer.moves)
-        received, sent = for_scales[0] + moved[0], for_scales[1] + moved[1]
-        if transfer.base is not None and delta:
-            sent += self._delta_sender.send(delta)
-        for name in self.plan.fallback:
-            if not (self._specs[name].frozen and transfer.skip_frozen):
-                with self._guard.collective(f"gathering {name!r} in full"):
-                    full = self._trained.unsharded(name)
-                sent += self._pipeline.send_full(name, full)
-        self._pipeline.send_checksums()
-        if transfer.verify:
-            self._send_checksums()
+        transport = self._transport
+        transport.begin(link, progress, link.failure if link else failure)
+        found = delta.found if delta else None
+        moved = self._mover.move(transport, transfer.order, version, {}, found)
+        if transfer.order.verify:
+            self._mover.find_mismatches(transport, {})
+            with self._guard.collective("looking for NaN"):
+                warn_of_nan(self._trained.shards)
         try:
             progress.mark("waiting for the device")
             progress.wait()
         except LinkError as error:
-            self._pipeline.failure = error
-        if self._pipeline.failure:
+            transport.failure = error
+        if transport.failure:
             self._close_link()
-        return received, sent
-
-    def _send_checksums(self) -> None:
-        trained = self._trained
-        with self._guard.collective("gathering adapters to verify"):
-            adapters = {name: adapter.full() for name, adapter in trained.merged.items()}
-            warn_of_nan(trained.shards)
-        if not self._pipeline.failure:
-            try:
-                read_shard = partial(self._pipeline.expected, adapters)
-                send_checksums(self.plan, self._pipeline.link, read_shard)
-            except LinkError as error:
-                self._pipeline.failure = error
+        return moved
 
     def _connect(self, infos: list[EngineInfo], transfer: Transfer) -> Link:
         if self._link is None or self._group_number != transfer.groups:
@@ -335,10 +333,15 @@ class WeightSender:
                 for rank, process in enumerate(info.processes):
                     peers[f"rank {rank} of engine {info.index}"] = process
             self._group_number, self._linked_to = transfer.groups, infos
-            self._link = Link(
-                self._store, transfer.groups, self.rank, self.world_size, transfer.members, peers,
-                self._device, self._timeout_s, everybody=bool(self.plan.fallback),
-            )  # fmt: skip
+            place = Place(
+                self.rank, self.world_size, transfer.members, peers, self._device, self._timeout_s
+            )
+            store, number = self._store, transfer.groups
+            if transfer.feeders is None:
+                self._link = GroupLink(place, store, number, everybody=bool(self.plan.fallback))
+            else:
+                ends = transfer.feeders, self._guard, self._transport.sizes
+                self._link = MemoryLink(place, store, number, *ends)
         return self._link
 
     def _close_link(self) -> None:
@@ -374,25 +377,21 @@ class WeightSender:
                 "differs. Start every rank with the same configuration."
             )
         self._layouts = layouts
-        progress = DeviceProgress(self._guard, self._device)
-        context = RankContext(
-            self.plan, self.rank, self._trained, self._device, self._guard, progress
-        )
-        self._pipeline = SendPipeline(context)
-        self._plan_delta(context, info)
-        sent = torch.from_numpy(self._pipeline.sent_elements(self.world_size))
-        self._pipeline.counts = torch.stack(all_gather_values(sent, torch.Tensor)).numpy()
+        self._mover = Mover(self.plan, self.rank, self._device, self._trained, None)
+        merges = bool(self._trained.merged)
+        self._transport = TrainersEnd(self._guard, self.plan, self._device, merges)
+        self._transport.plan_for(self._mover.dense.exchanges)
+        self._finder = self._make_finder(info)
         publish = self._publish_plan
         self._plan_number = self._on_rank0(lambda c: publish(), "publishing the plan", int)
 
-    def _plan_delta(self, context: RankContext, info: EngineInfo) -> None:
+    def _make_finder(self, info: EngineInfo) -> ChangeFinder | None:
         machines = {machine_of(process) for process in (*self._trainers, *info.processes)}
         by_default = self._read_changes is not None or len(machines) > 1
-        wanted = is_wanted(self._mode, by_default, self.plan)
-        self._finder = None
-        if wanted and not self._trained.unmerged:
-            self._finder = ChangeFinder(context, self._mode, self._read_changes)
-            self._delta_sender = DeltaSender(context, self._pipeline)
+        if self._trained.unmerged or not is_wanted(self._mode, by_default, self.plan):
+            return None
+        context = RankContext(self.plan, self.rank, self._trained, self._guard)
+        return ChangeFinder(context, self._mode, self._read_changes)
 
     def _make_plan(self, info: EngineInfo) -> ReshardPlan:
         if info.device != self._device.type:

@@ -1,0 +1,26 @@
+"""Errors of a weight sync. A problem of the model or the engine is a `LayoutError`."""
+
+from __future__ import annotations
+
+from hybridengine.runtime.failures import CollectiveError
+from hybridengine.sharding.layout import LayoutError
+
+
+class ReshardError(RuntimeError):
+    """A sync did not complete."""
+
+
+class RankFailedError(ReshardError, CollectiveError):
+    """Another rank was killed, failed or stalled during a sync; the message names it."""
+
+
+class PlanOutdatedError(LayoutError):
+    """The trained parameters differ from those the reshard was planned for: plan it again."""
+
+
+class LinkError(CollectiveError):
+    """A connection between trainers and engines failed; the transfer can be repeated."""
+
+
+class CorruptDeltaError(ValueError):
+    """A message does not match its header, or its header does not match the engine."""

@@ -1,1 +1,0 @@
-"""Execute: pack, all-to-all, unpack into the engine's weights, verify."""

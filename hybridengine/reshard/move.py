@@ -1,0 +1,163 @@
+"""One transfer of a sync: what a rank reads of its source moves into the engines' tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+
+from hybridengine.reshard.payload.delta import Delta
+from hybridengine.reshard.payload.dense import Dense
+from hybridengine.reshard.payload.message import Versions
+from hybridengine.reshard.payload.tables import ExchangeBuilder
+from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.source_class import SliceCopy
+from hybridengine.reshard.source.changes import Found, covers
+from hybridengine.reshard.source.trained import TrainedTensors
+from hybridengine.reshard.target import write_constants
+from hybridengine.reshard.transport.base import Transport
+from hybridengine.reshard.verify import Mismatch, find_mismatches
+from hybridengine.sharding.adapter import Adapter
+from hybridengine.sharding.geometry import Block, contiguous_strides
+from hybridengine.sharding.weight_target import WeightTarget
+
+
+class Order(NamedTuple):
+    """What a transfer moves.
+
+    skip_frozen: leave out parameters that the engines have. verify: compare checksums. base:
+    version of the weights that a delta is made from; None: everything is sent. group_size: of the
+    delta.
+    """
+
+    skip_frozen: bool
+    verify: bool
+    base: int | None = None
+    group_size: int = 0
+
+    def moves(self, bucket: Bucket) -> bool:
+        """Return whether the bucket is sent as a whole."""
+        return self.moves_densely(bucket) and not (self.base is not None and covers(bucket))
+
+    def moves_densely(self, bucket: Bucket) -> bool:
+        """Return whether the bucket would be sent without a delta."""
+        return not (bucket.frozen and self.skip_frozen)
+
+
+class Mover:
+    """One rank's part in the transfers of a plan.
+
+    rank: in the plan. source: the trained tensors of this rank, None on a rank that only holds an
+    engine. engine: of this rank, None on a rank that only trains. builder: of the transport.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        device: torch.device,
+        source: TrainedTensors | None,
+        engine: WeightTarget | None,
+        builder: type[ExchangeBuilder] = ExchangeBuilder,
+    ) -> None:
+        self.plan, self._rank, self._device = plan, rank, device
+        self._source, self._engine = source, engine
+        placements = source.placements if source else {}
+        strides = {n: p.local_stride for n, p in placements.items()} or self._contiguous_strides()
+        self.builder = builder(plan, rank, strides, device)
+        self.dense = Dense(self.builder, source)
+
+    @cached_property
+    def _delta(self) -> Delta:
+        strides = self._contiguous_strides()
+        return Delta(ExchangeBuilder(self.plan, self._rank, strides, self._device))
+
+    def _contiguous_strides(self) -> dict[str, tuple[int, ...]]:
+        placements = self._source.placements if self._source else {}
+        shapes = {n: p.local_shape for n, p in placements.items()}
+        return {
+            n: contiguous_strides(shapes.get(n, spec.shape))
+            for n, spec in self.plan.sources.items()
+        }
+
+    def move(
+        self,
+        transport: Transport,
+        order: Order,
+        version: int,
+        weights: Mapping[str, torch.Tensor],
+        found: Found | None,
+    ) -> tuple[int, int]:
+        """Move everything; return (bytes received, bytes sent). Collective.
+
+        weights: of this rank's engine; {} for none. found: what changed in this rank's shards.
+        """
+        if self._engine is not None and order.base is None:
+            write_constants(self._engine.layout, weights)
+        self.dense.run(transport, weights, order.moves)
+        if order.base is not None:
+            versions = Versions(order.base, version)
+            changes = found and found.changes
+            self._delta.run(transport, weights, changes, versions, order.group_size)
+        self.load_full(transport, order.skip_frozen)
+        transport.end()
+        return transport.bytes_received + self.dense.bytes_gathered, transport.bytes_sent
+
+    def load_full(self, transport: Transport, skip_frozen: bool) -> None:
+        """Gather the parameters that are no pure copies, one at a time, for the engines' loaders.
+
+        They keep their dtype, so that a loader computes from the master weights.
+        """
+        sources = self.plan.sources
+        names = [n for n in self.plan.fallback if not (sources[n].frozen and skip_frozen)]
+        fulls = self._fulls(transport, names)
+        if names and self._engine is not None:
+            self._engine.load_full(fulls)
+        for _ in fulls:  # on a rank that only trains
+            pass
+
+    def _fulls(self, transport: Transport, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            gather = partial(self._unsharded, transport, name)
+            full = transport.move_full(name, self.plan.sources[name], gather)
+            if full is not None:
+                yield name, full
+
+    def _unsharded(self, transport: Transport, name: str) -> torch.Tensor:
+        assert self._source is not None
+        with transport.guard.collective(f"gathering {name!r} in full"):
+            return self._source.unsharded(name)
+
+    def find_mismatches(
+        self, transport: Transport, weights: Mapping[str, torch.Tensor]
+    ) -> list[Mismatch]:
+        """Return the slices of this rank's engine whose checksums differ from their sources'.
+
+        Collective; as `move`.
+        """
+        read_shard = None
+        if (source := self._source) is not None:
+            with transport.guard.collective("gathering adapters to verify"):
+                adapters = {name: adapter.full() for name, adapter in source.merged.items()}
+            read_shard = partial(self._expected, source, adapters)
+        return find_mismatches(self.plan, self._rank, transport, read_shard, weights, self._device)
+
+    def _expected(
+        self,
+        source: TrainedTensors,
+        adapters: Mapping[str, Adapter],
+        name: str,
+        slice_copy: SliceCopy,
+        destination: str,
+        block: Block,
+    ) -> torch.Tensor:
+        """Return what a block of a slice must be in the receiver's engine, in plain PyTorch.
+
+        adapters: the full adapters of merged parameters.
+        """
+        spec = self.plan.sources[name]
+        values = source.slice(name, spec, slice_copy.shard, block, adapters.get(name))
+        return self.dense.scales.expected(values, slice_copy.receiver, destination, block)

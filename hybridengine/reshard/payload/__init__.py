@@ -1,0 +1,1 @@
+"""Payload: what of a bucket moves, all elements or those that changed, and how it is encoded."""

@@ -1,0 +1,113 @@
+"""All elements of buckets, cast or quantized as they are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder
+from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.source.trained import TrainedTensors
+from hybridengine.reshard.transport.base import Transport, run_transfers
+from hybridengine.sharding.shards import Box
+
+Moves = Callable[[Bucket], bool]
+Weights = Mapping[str, torch.Tensor]
+
+
+def _pack(exchange: Exchange, sources: Sequence[torch.Tensor], outgoing: torch.Tensor) -> None:
+    exchange.pack.copy(sources, [outgoing])
+
+
+class Dense:
+    """The exchanges of one rank. source: None on a rank that only holds an engine.
+
+    Attributes:
+        exchanges: one per bucket, built once. scales: of quantized tensors.
+        bytes_gathered: received to merge adapters in the last `run`.
+    """
+
+    def __init__(self, builder: ExchangeBuilder, source: TrainedTensors | None) -> None:
+        self._plan, self._rank, self._source = builder.plan, builder.rank, source
+        self.scales = builder.scales
+        self.exchanges = [builder.build(bucket) for bucket in builder.plan.buckets]
+        self.bytes_gathered = 0
+
+    def bytes_of(self, moves: Moves) -> int:
+        """Return the bytes that `run` would receive and send, without those of adapters."""
+        moving = [e for e in self.exchanges if moves(e.bucket)]
+        return sum(sum(e.bytes_received) + sum(e.bytes_sent) for e in moving)
+
+    def run(self, transport: Transport, weights: Weights, moves: Moves) -> None:
+        """Move buckets into the engines' weights. Collective.
+
+        weights: of this rank's engine; {} for none. moves: which buckets; of those that are
+        quantized all move, or none.
+        """
+        self.bytes_gathered = 0
+        moving = [e for e in self.exchanges if moves(e.bucket)]
+        if any(e.bucket.quantized for e in moving):
+            self._update_scales(transport, weights, moving)
+        run_transfers(
+            (
+                self._transfer(transport, exchange, f"bucket {i} of {len(moving)}", weights)
+                for i, exchange in enumerate(moving, 1)
+            ),
+            transport.overlaps,
+        )
+
+    def _transfer(
+        self, transport: Transport, exchange: Exchange, where: str, weights: Weights
+    ) -> Iterator[None]:
+        """Start to move a bucket, yield, then wait for it and unpack."""
+        guard = transport.guard
+        guard.phase = f"packing {where}"
+        sources = self._sources(transport, exchange)
+        pending = transport.post_bucket(where, exchange, partial(_pack, exchange, sources))
+        guard.phase = f"copying the local part of {where}"
+        destinations = [weights[name] for name in exchange.destinations]
+        exchange.local.copy(sources, destinations)
+        del sources
+        yield
+        arrived = pending.wait()
+        guard.phase = f"unpacking {where}"
+        if destinations:
+            dtype = exchange.bucket.engine_dtype
+            exchange.unpack.copy([part.view(dtype) for part in arrived], destinations)
+        pending.release()
+
+    def _sources(self, transport: Transport, exchange: Exchange) -> list[torch.Tensor]:
+        """Return the tensors to pack from: this rank's shards, or boxes of them, merged."""
+        if self._source is None:
+            return []
+        return [self._read(transport, name, box) for name, box in exchange.sources]
+
+    def _read(self, transport: Transport, name: str, box: Box) -> torch.Tensor:
+        source, spec = self._source, self._plan.sources[name]
+        assert source is not None
+        if name not in source.merged:
+            return source.shards[name]
+        with transport.guard.collective(f"gathering the adapter of {name!r}"):
+            self.bytes_gathered += source.bytes_gathered(name)
+            return source.merge(name, spec, self._rank, box)
+
+    def _update_scales(
+        self, transport: Transport, weights: Weights, moving: list[Exchange]
+    ) -> None:
+        """Compute the scales of quantized tensors; write those of the engine."""
+        scales, guard = self.scales, transport.guard
+        if self._source is not None:
+            guard.phase = "finding the scales of quantized weights"
+            scales.begin()
+            for exchange in moving:
+                if exchange.measured is not None:
+                    scales.measure(exchange.measured, self._sources(transport, exchange))
+            with guard.collective("combining the scales of quantized weights"):
+                scales.combine()
+            transport.bytes_received += scales.bytes_reduced
+            transport.bytes_sent += scales.bytes_reduced
+        scales.deliver(transport, self._rank)
+        if weights:
+            scales.write(self._rank, weights)

@@ -1,0 +1,1 @@
+"""Source: the trainer's tensors, adapters merged, and what changed in them."""

@@ -1,0 +1,1 @@
+"""Transport: what moves messages between the ranks of a plan."""

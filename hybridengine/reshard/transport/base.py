@@ -1,0 +1,130 @@
+"""What moves the messages of a sync between the ranks of its plan."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import ClassVar, Protocol
+
+import torch
+
+from hybridengine.reshard.payload.message import Header
+from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder
+from hybridengine.runtime.device import DeviceProgress
+from hybridengine.sharding.shards import ShardSpec
+
+
+class PhaseGuard(Protocol):
+    """A guard of collectives that knows what this rank does now, as `CollectiveGuard`."""
+
+    phase: str
+
+    def collective(
+        self, phase: str, timeout_s: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Raise CollectiveError if what runs inside fails because of another rank."""
+
+    def lost_rank(self) -> object | None:
+        """Return who has failed or ended, None if nobody is known to."""
+
+
+class Pending(ABC):
+    """A message on its way. headers: those that came before it."""
+
+    headers: Sequence[Header] = ()
+
+    @abstractmethod
+    def wait(self) -> list[torch.Tensor]:
+        """Return what has arrived, uint8, in one or more buffers; nothing on a rank that sends.
+
+        They are valid until two further messages have been posted, or until `release`.
+        """
+
+    def release(self) -> None:  # noqa: B027, optional
+        """What has arrived is no longer needed."""
+
+
+class Nothing(Pending):
+    """A message that was not sent, because a connection has failed."""
+
+    def wait(self) -> list[torch.Tensor]:
+        return []
+
+
+class Transport(ABC):
+    """One rank's end of the connection between the ranks of a plan.
+
+    Some ranks send, some receive, those that train and hold an engine do both. All of them post the
+    same messages in the same order. Sizes are in bytes, of every rank of the plan.
+
+    name: for reports. overlaps: whether a bucket may be posted before the one before it has been
+    waited for. builder: makes the tables of the buckets.
+
+    Attributes:
+        guard: of the collectives of this end.
+        receivers: ranks of the plan that hold an engine only; those before them train.
+        bytes_received, bytes_sent: since `begin`.
+    """
+
+    name: ClassVar[str]
+    overlaps: ClassVar[bool] = True
+    builder: ClassVar[type[ExchangeBuilder]] = ExchangeBuilder
+    guard: PhaseGuard
+    progress: DeviceProgress
+    receivers: range = range(0)
+    bytes_received = bytes_sent = 0
+
+    @abstractmethod
+    def post_bucket(
+        self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
+    ) -> Pending:
+        """Start to move a bucket. pack: fills a buffer of the engine's dtype."""
+
+    @abstractmethod
+    def post(
+        self,
+        where: str,
+        outgoing: torch.Tensor | None,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> Pending:
+        """Start to move messages. outgoing: uint8, in the order of the receivers; None: none."""
+
+    @abstractmethod
+    def post_delta(
+        self, where: str, headers: Sequence[Header], outgoing: torch.Tensor | None
+    ) -> Pending:
+        """Start to move messages whose sizes only their senders know. headers: one per receiver."""
+
+    @abstractmethod
+    def move_full(
+        self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Return a full parameter on ranks that hold an engine, None elsewhere.
+
+        gather: returns it on a rank that trains; collective over these.
+        """
+
+    def check(self, problem: Exception | None) -> None:
+        """Raise on this rank, or where ranks agree on every step on all, if there is a problem."""
+        if problem is not None:
+            raise problem
+
+    def end(self) -> None:  # noqa: B027, optional
+        """All messages were moved: free the memory, and compare checksums where there are any."""
+
+
+def run_transfers(transfers: Iterable[Iterator[None]], overlapping: bool = True) -> None:
+    """Run transfers, each of which yields once: when it has posted, before it waits.
+
+    overlapping: each starts before the one before it is finished.
+    """
+    previous: Iterator[None] = iter(())
+    for transfer in transfers:
+        next(transfer)  # start it
+        if not overlapping:
+            next(transfer, None)
+        next(previous, None)  # finish the one before
+        previous = transfer
+    next(previous, None)

@@ -1,0 +1,333 @@
+"""Connections between trainer ranks and engine ranks, which have worlds of their own.
+
+The process groups of `GroupLink` are made from the store alone and belong to no world: one of all
+trainers and members, and for each tensor-parallel rank one of the members that hold the same
+weights, its replicas. What R replicas need crosses from the trainers once: each receives 1/R of it,
+and then the replicas gather it among themselves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.commit.records import Member, SyncStore
+from hybridengine.reshard.errors import LinkError
+from hybridengine.reshard.payload.tables import ALIGNMENT
+from hybridengine.runtime.failures import (
+    CollectiveError,
+    is_collective_error,
+    one_line,
+    process_state,
+)
+
+
+class Division(NamedTuple):
+    """How the bytes that the trainers send to each tensor-parallel rank are divided.
+
+    counts: from each trainer to each replica, int64 [trainers, R]. part: bytes that a replica holds
+    of the gathered buffer, of which the last may be padding.
+    """
+
+    counts: np.ndarray
+    part: int
+
+
+def divide(sent: np.ndarray, replicas: int) -> Division:
+    """Divide the concatenation of what N trainers send evenly among replicas.
+
+    sent: bytes from each trainer, int64 [N].
+
+    Example:
+        >>> divide(np.array([20, 28]), 2)
+        Division(counts=array([[20,  0],
+               [12, 16]]), part=32)
+    """
+    total = int(sent.sum())
+    part = -(-total // (replicas * ALIGNMENT)) * ALIGNMENT
+    stops = np.cumsum(sent)[:, None]
+    low = np.arange(replicas) * part
+    counts = np.minimum(stops, low + part) - np.maximum(stops - sent[:, None], low)
+    return Division(np.maximum(counts, 0), part)
+
+
+class Place(NamedTuple):
+    """Where a rank is in a link.
+
+    rank: among the trainers, then the members. members: sorted. peers: name → process of every
+    other rank, as `this_process`. device: of the weights.
+    """
+
+    rank: int
+    num_trainers: int
+    members: Sequence[Member]
+    peers: Mapping[str, str]
+    device: torch.device
+    timeout_s: float
+
+
+class Arrival(ABC):
+    """A message from all trainers on its way to a member.
+
+    Attributes:
+        received: bytes from trainers and replicas. sent: bytes to replicas.
+    """
+
+    received = sent = 0
+
+    @abstractmethod
+    def finish(self) -> list[torch.Tensor]:
+        """Return what each trainer has sent, uint8."""
+
+    def release(self) -> None:  # noqa: B027, optional
+        """What has arrived has been read."""
+
+
+class Link(ABC):
+    """The connections of one set of members, as one rank uses them.
+
+    checks: whether messages have checksums. is_kept: for the next sync. relays: whether a trainer
+    takes part in messages although its own connections have failed.
+
+    Attributes:
+        replicas: tensor-parallel rank → ranks of its members.
+        phase: what this rank does now, for messages.
+        failure: of a connection that a trainer could not make.
+    """
+
+    checks = is_kept = True
+    relays = False
+    failure: LinkError | None = None
+
+    def __init__(self, place: Place) -> None:
+        self.rank, self.num_trainers, members, self._peers, self.device, self.timeout_s = place
+        self.members, self.phase = list(members), "connecting"
+        self.replicas: dict[int, list[int]] = {}
+        for i, member in enumerate(self.members, self.num_trainers):
+            self.replicas.setdefault(member.tp_rank, []).append(i)
+
+    @contextmanager
+    def collective(self, phase: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Raise LinkError if what runs inside fails because of another rank."""
+        self.phase = phase
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            of_a_peer = isinstance(error, OSError) or is_collective_error(error)
+            if isinstance(error, CollectiveError) or not of_a_peer:
+                raise
+            cause = self.lost_rank() or "a connection failed"
+            raise LinkError(f"while {phase}: {cause} ({one_line(error)})") from error
+
+    def lost_rank(self) -> str | None:
+        """Return which other rank's process, on this machine, has ended or is stopped."""
+        for name, process in self._peers.items():
+            if (state := process_state(process)) in ("ended", "stopped"):
+                return f"{name} has ended" if state == "ended" else f"{name} is stopped (SIGSTOP)"
+        return None
+
+    # On a trainer
+
+    def buffer(self, size: int, largest: int) -> torch.Tensor:
+        """Return memory for the next message, uint8 [size]; valid until two others were requested.
+
+        largest: of a bucket; 0: each message gets a buffer of its own size.
+        """
+        return self._buffers.next(size, largest)
+
+    @abstractmethod
+    def send(self, outgoing: torch.Tensor, sizes: np.ndarray) -> dist.Work | None:
+        """Start to send a message, in the order of the tensor-parallel ranks.
+
+        sizes: bytes from each trainer to each of these, int64 [trainers, tp_size].
+        """
+
+    @abstractmethod
+    def send_full(self, data: torch.Tensor) -> int:
+        """Send the same bytes, which every trainer has, to all members; return those sent here."""
+
+    # On a member
+
+    @abstractmethod
+    def receive(self, sizes: np.ndarray, largest: int) -> Arrival:
+        """Start to receive a message. sizes: from each trainer.
+
+        largest: as of `buffer` for a bucket, whose memory is used again; 0 for others.
+        """
+
+    @abstractmethod
+    def receive_full(self, size: int) -> torch.Tensor:
+        """Return what `send_full` has sent."""
+
+    @cached_property
+    def _buffers(self) -> Buffers:
+        return Buffers(self.device)
+
+    def end(self) -> None:
+        """All messages of a transfer have arrived: free the memory."""
+        self._buffers.free()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connections, so that no other rank waits for this one."""
+
+
+class GroupLink(Link):
+    """Process groups: gloo, or NCCL.
+
+    everybody: also make a group of all members, for weights that all of them need in full.
+
+    Raises LinkError if a rank does not come within `timeout_s`.
+    """
+
+    def __init__(self, place: Place, store: SyncStore, number: int, everybody: bool) -> None:
+        super().__init__(place)
+        self._groups: dict[str, Any] = {}  # torch's stubs know little of a backend
+        rank, num_trainers = self.rank, self.num_trainers
+        ranks_of = {"link": list(range(num_trainers + len(self.members)))}
+        if rank >= num_trainers:
+            tp_rank = self.members[rank - num_trainers].tp_rank
+            ranks_of[f"replicas/{tp_rank}"] = self._own_replicas
+            if everybody:
+                ranks_of["members"] = ranks_of["link"][num_trainers:]
+        timeout = timedelta(seconds=self.timeout_s)
+        make: Any = dist.ProcessGroupGloo
+        if self.device.type == "cuda":
+            make = dist.ProcessGroupNCCL
+        for name, ranks in ranks_of.items():
+            with self.collective(f"connecting ({name})"):
+                if len(ranks) > 1:
+                    where = store.for_group(number, name)
+                    group = make(where, ranks.index(rank), len(ranks), timeout)
+                    self._groups[name.partition("/")[0]] = group
+
+    @property
+    def _own_replicas(self) -> list[int]:
+        """Ranks of the members that hold the same weights as this one."""
+        return self.replicas[self.members[self.rank - self.num_trainers].tp_rank]
+
+    def send(self, outgoing: torch.Tensor, sizes: np.ndarray) -> dist.Work:
+        counts: list[int] = []
+        for column, (_, members) in zip(sizes.T, sorted(self.replicas.items()), strict=True):
+            counts += divide(column, len(members)).counts[self.rank].tolist()
+        return self._send(outgoing, counts)
+
+    def _send(self, outgoing: torch.Tensor, counts: Sequence[int]) -> dist.Work:
+        """Start to send bytes, `counts` to each member in order."""
+        sent = [*[0] * self.num_trainers, *counts]
+        return self._groups["link"].alltoall_base(self._nothing(), outgoing, [0] * len(sent), sent)
+
+    def receive(self, sizes: np.ndarray, largest: int) -> Arrival:
+        return _DividedArrival(self, sizes, self._buffers, largest)
+
+    def receive_part(self, received: torch.Tensor, counts: Sequence[int]) -> dist.Work:
+        """Start to receive bytes, `counts` from each trainer in order."""
+        arriving = [*counts, *[0] * len(self.members)]
+        group = self._groups["link"]
+        return group.alltoall_base(received, self._nothing(), arriving, [0] * len(arriving))
+
+    def send_full(self, data: torch.Tensor) -> int:
+        """Each member gets a part of it, and gathers the others."""
+        parts = data.split(self._part_of_full(data.numel()))
+        own = [p if self._owner(i) == self.rank else p[:0] for i, p in enumerate(parts)]
+        counts = [p.numel() for p in own] + [0] * (len(self.members) - len(own))
+        self._send(torch.cat(own), counts).wait()
+        return sum(counts)
+
+    def receive_full(self, size: int) -> torch.Tensor:
+        part, index = self._part_of_full(size), self.rank - self.num_trainers
+        buffer = torch.empty(part * len(self.members), dtype=torch.uint8, device=self.device)
+        own = buffer[:size][index * part :][:part]
+        counts = [0] * self.num_trainers
+        counts[self._owner(index)] = own.numel()
+        self.receive_part(own, counts).wait()
+        self.gather(buffer, "members")
+        return buffer[:size]
+
+    def _part_of_full(self, size: int) -> int:
+        """Return how many of `size` bytes one member receives from the trainers."""
+        return max(1, divide(np.array([size]), len(self.members)).part)
+
+    def _owner(self, index: int) -> int:
+        """Return the trainer that sends the part of one member."""
+        return index % self.num_trainers
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def gather(self, buffer: torch.Tensor, among: str = "replicas") -> None:
+        """Fill a buffer of equal parts from the members that hold one each; in place.
+
+        among: "replicas", or "members" for all.
+        """
+        group = self._groups.get(among)
+        if group is not None and buffer.numel():
+            own = buffer.chunk(group.size())[group.rank()]
+            group._allgather_base(buffer, own).wait()
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.abort()
+        self._groups.clear()
+
+
+class _DividedArrival(Arrival):
+    """Receives this member's part at once; `finish` gathers those of the other replicas."""
+
+    def __init__(self, link: GroupLink, sizes: np.ndarray, buffers: Buffers, largest: int) -> None:
+        self._link, self._sizes = link, sizes
+        replicas = link._own_replicas
+        division = divide(sizes, len(replicas))
+        index = replicas.index(link.rank)
+        counts = division.counts[:, index]
+        size = division.part * len(replicas)
+        self._buffer = (
+            buffers.next(size, largest + ALIGNMENT * len(replicas))
+            if largest
+            else torch.empty(size, dtype=torch.uint8, device=link.device)
+        )
+        own = self._buffer[index * division.part :][: counts.sum()]
+        self._work = link.receive_part(own, counts.tolist())
+        self.sent = (len(replicas) - 1) * division.part
+        self.received = own.nbytes + self.sent
+
+    def finish(self) -> list[torch.Tensor]:
+        self._work.wait()
+        self._link.gather(self._buffer)
+        return list(self._buffer[: self._sizes.sum()].split(self._sizes.tolist()))
+
+
+class Buffers:
+    """Two buffers that serve all messages in turn, because allocating new memory is slow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._count = device, 0
+        self._buffers: list[torch.Tensor] = []
+
+    def next(self, size: int, largest: int) -> torch.Tensor:
+        """Return a buffer, uint8 [size]; valid until two others have been requested.
+
+        largest: of all buffers; 0: it gets a new one of its own size.
+        """
+        i, self._count = self._count % 2, self._count + 1
+        if len(self._buffers) <= i:
+            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device))
+        if not largest or self._buffers[i].numel() < size:
+            self._buffers[i].untyped_storage().resize_(0)  # gloo's threads may keep references
+            new = torch.empty(max(size, largest), dtype=torch.uint8, device=self._device)
+            self._buffers[i] = new
+        return self._buffers[i][:size]
+
+    def free(self) -> None:
+        for buffer in self._buffers:
+            buffer.untyped_storage().resize_(0)
+        self._buffers.clear()
+        self._count = 0
