@@ -27,19 +27,19 @@ from typing import Any
 
 from hybridengine.errors import RewardError, shorten
 from hybridengine.reward_worker.function import FunctionSource, error_line, import_reward_function
-from hybridengine.reward_worker.results import show, to_numbers, to_rows
+from hybridengine.reward_worker.results import show, to_results, to_rows
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a function could not be loaded, or a call returned no numbers."""
+    """Why a function could not be loaded, or a call has no result."""
 
     message: str
 
 
-Outcome = dict[str, float] | Failure
+Outcome = dict[str, float | str] | Failure
 
 
 def main(connection_fd: int, stack_fd: int, parent: int, index: int) -> None:
@@ -153,7 +153,7 @@ class CallServer:
 
 def _outcome(result: Any, source: FunctionSource) -> Outcome:
     try:
-        return to_numbers(result)
+        return to_results(result)
     except ValueError as error:
         return _invalid(error, source)
 

@@ -1,9 +1,8 @@
-"""Convert the result of a reward function to finite numbers."""
+"""Convert the result of a reward function to finite numbers and texts."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -25,30 +24,38 @@ def to_rows(results: Any, size: int) -> list[Any]:
     return list(results)
 
 
-def to_numbers(result: Any) -> dict[str, float]:
-    """Return "score" and the further numbers of one result, without its texts.
+def to_results(result: Any) -> dict[str, float | str]:
+    """Return "score", a number, and the further numbers and texts of one result, by name.
 
-    The text "pred", the answer that majority votes count, is kept as a hash.
+    "pred", the answer that majority votes count, is always a text.
 
     result: a number (also a NumPy scalar or a tensor with one element), or a mapping with "score".
 
-    Raises ValueError for anything that is not a finite number.
+    Raises ValueError for anything that is neither a finite number nor a text.
     """
     given = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in given:
         raise ValueError(f"returned a dict without 'score' (keys {sorted(map(str, given))})")
-    numbers = {}
+    results: dict[str, float | str] = {}
     for name, value in given.items():
         number = _finite(value)
-        if number is not None:
-            numbers[str(name)] = number
-        elif name == "pred" and isinstance(value, str):
-            numbers["pred"] = float(zlib.crc32(value.encode(errors="surrogatepass")))
-        elif name == "score" or not isinstance(value, str):
+        if isinstance(value, str) and name != "score":
+            results[str(name)] = to_text(value)
+        elif name == "pred" and (number is not None or value is None):
+            results["pred"] = to_text(number)
+        elif number is not None:
+            results[str(name)] = number
+        else:
             what = repr(name) if given is result else "its result"
             kind = type(value).__name__
             raise ValueError(f"{what} is {show(value)} ({kind}), expected a finite number")
-    return numbers
+    return results
+
+
+def to_text(value: str | float | None) -> str:
+    """Return a text that can be encoded; 42.0 as 42."""
+    text = value if isinstance(value, str) else str(value).removesuffix(".0")
+    return text.encode(errors="backslashreplace").decode()  # half surrogate pairs
 
 
 def _finite(value: Any) -> float | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from hybridengine.config import RewardConfig
 from hybridengine.data import PromptSample
 from hybridengine.errors import RewardError, shorten
 from hybridengine.reward_worker.function import ARGUMENTS, BATCH_ARGUMENTS, FunctionSource
+from hybridengine.reward_worker.results import to_text
 from hybridengine.rewards.workers import CallError, RewardFunction
 
 MANAGERS: dict[str, type[RewardManager]] = {}
@@ -35,14 +36,23 @@ class RewardPart(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Scores of N responses; `extras` holds N numbers for each further numeric result.
+    """Scores of N responses.
 
+    extras: N numbers for each further numeric result, by name; they become metrics.
     parts: the rewards whose weighted sum is the score, by name; gdpo normalises each separately.
+    texts: N texts for each further result that is a text, None where a response has none; rollout
+        files contain them. "pred" is the answer that majority votes count.
     """
 
     scores: list[float]
     extras: dict[str, list[float]]
     parts: dict[str, RewardPart] = field(default_factory=dict)
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
+
+    def texts_of(self, k: int) -> dict[str, str]:
+        """Return the texts of response `k`, by name."""
+        texts = {name: column[k] for name, column in self.texts.items()}
+        return {name: text for name, text in texts.items() if text is not None}
 
 
 def score_responses(
@@ -54,7 +64,7 @@ def score_responses(
     """Score `responses[i]`, an answer to `samples[i]`, in worker processes.
 
     The function returns a number, or a dict with "score" and further results. Further numbers
-    become `extras`, and must have the same names for every response; texts are ignored.
+    become `extras`, texts `texts`. Numbers and "pred" must have the same names for every response.
 
     batched: one call with lists (verl's batch manager), instead of one call each. A function in
     TRL's form always gets lists.
@@ -84,15 +94,20 @@ def score_responses(
         first = f"first of {len(samples)}: " if error.index is None else ""
         where = _describe(samples[error.index or 0], responses[error.index or 0])
         raise RewardError(f"{error}; {first}{where}") from None
-    for sample, response, row in zip(samples, responses, rows, strict=True):
-        if row.keys() != rows[0].keys():
-            now, before = (sorted(r.keys() - {"score"}) for r in (row, rows[0]))
+    names = [{n for n, x in row.items() if isinstance(x, float) or n == "pred"} for row in rows]
+    for sample, response, given in zip(samples, responses, names, strict=True):
+        if given != names[0]:
+            now, before = (sorted(n - {"score"}) for n in (given, names[0]))
             raise RewardError(
                 f"reward function {function.source}: extra results {now} where an earlier response "
                 f"had {before}; {_describe(sample, response)}"
             )
-    extras = {name: [row[name] for row in rows] for name in rows[0]}
-    return RewardResult(extras.pop("score"), extras)
+    results: dict[str, list[Any]] = {
+        name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))
+    }
+    extras = {name: x for name, x in results.items() if isinstance(x[0], float)}
+    texts = {name: x for name, x in results.items() if name not in extras}
+    return RewardResult(extras.pop("score"), extras, texts=texts)
 
 
 def _trl_columns(
@@ -158,7 +173,12 @@ class RewardManager:
             for name, values in {**result.extras, **own}.items():
                 extras[_unused(name, label, extras)] = values
             parts[_unused(label, label, parts)] = RewardPart(weight, result.scores)
-        return RewardResult(scores, extras, parts)
+        texts: dict[str, list[str | None]] = {}
+        for function, result in zip(self.functions, results, strict=True):
+            for name, column in result.texts.items():
+                taken = extras.keys() | texts.keys()
+                texts[_unused(name, function.source.label, taken)] = column
+        return RewardResult(scores, extras, parts, texts)
 
     def score_tokens(
         self,
@@ -197,6 +217,7 @@ class DapoRewardManager(RewardManager):
             scores,
             {**result.extras, "overlong_penalty": penalties},
             {**result.parts, "overlong_penalty": RewardPart(1.0, penalties)},
+            result.texts,
         )
 
 
@@ -206,10 +227,11 @@ def score_checked(
     responses: Sequence[str],
     token_ids: Sequence[Sequence[int]],
 ) -> RewardResult:
-    """Return `manager.score_tokens(...)`.
+    """Return `manager.score_tokens(...)`, with "pred" as text.
 
-    Raises RewardError unless there is a finite number for each response, and where a user's manager
-    calls sys.exit, which would otherwise end the run without an error.
+    Raises RewardError unless there is a finite number for each response, and a text or None in
+    `texts`; and where a user's manager calls sys.exit, which would otherwise end the run without
+    an error.
     """
     try:
         result = manager.score_tokens(samples, responses, token_ids)
@@ -218,17 +240,34 @@ def score_checked(
             f"reward manager {type(manager).__name__} raised SystemExit: {error}"
         ) from error
     parts = {name: part.scores for name, part in result.parts.items()}
-    for name, values in {**parts, "score": result.scores, **result.extras}.items():
-        if len(values) != len(samples):
-            raise RewardError(
-                f"the reward manager returned {len(values)} values of {name} for {len(samples)} "
-                "responses"
-            )
-        if bad := [v for v in values if not isinstance(v, int | float) or not math.isfinite(v)]:
-            raise RewardError(
-                f"the reward manager returned {bad[0]!r} as {name}, expected a finite number"
-            )
-    return result
+    for name, numbers in {**parts, "score": result.scores, **result.extras}.items():
+        _check(name, numbers, len(samples), _is_finite, "a finite number")
+    for name, column in result.texts.items():
+        _check(name, column, len(samples), _is_text, "a text or None")
+    extras, texts = dict(result.extras), dict(result.texts)
+    if "pred" in extras:
+        texts["pred"] = [*extras.pop("pred")]
+    texts = {n: [x if x is None else to_text(x) for x in column] for n, column in texts.items()}
+    return replace(result, extras=extras, texts=texts)
+
+
+def _check(
+    name: str, values: Sequence[Any], size: int, is_valid: Callable[[Any], bool], expected: str
+) -> None:
+    if len(values) != size:
+        raise RewardError(
+            f"the reward manager returned {len(values)} values of {name} for {size} responses"
+        )
+    if bad := [value for value in values if not is_valid(value)]:
+        raise RewardError(f"the reward manager returned {bad[0]!r} as {name}, expected {expected}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def _unused(name: str, label: str, taken: Container[str]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from hybridengine.config import RewardConfig
 from hybridengine.errors import RewardError, shorten
 from hybridengine.reward_worker.function import ARGUMENTS, BATCH_ARGUMENTS, FunctionSource
-from hybridengine.reward_worker.results import to_numbers, to_rows
+from hybridengine.reward_worker.results import to_results, to_rows
 from hybridengine.rewards.workers import CallError, RewardFunction
 
 SCHEMES = ("http://", "https://")
@@ -65,14 +65,14 @@ class RewardService:
 
     def call(
         self, function: RewardFunction, calls: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, float | str]]:
         """Score the responses of `calls`; raise CallError for a request without valid scores."""
         columns = {plural: [call[name] for call in calls] for name, plural in _NAMES.items()}
         return self.call_batch(function, columns, len(calls))
 
     def call_batch(
         self, function: RewardFunction, columns: _Columns, size: int
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, float | str]]:
         """As `call`, from lists of `size` values each."""
         threads = ThreadPoolExecutor(self._num_requests, "reward-service")
         try:
@@ -82,7 +82,7 @@ class RewardService:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _score(self, columns: _Columns, start: int) -> list[dict[str, float]]:
+    def _score(self, columns: _Columns, start: int) -> list[dict[str, float | str]]:
         """Score the batch whose first response is number `start`."""
         rows = slice(start, start + self._http.batch_size)
         batch = {name: column[rows] for name, column in columns.items()}
@@ -107,7 +107,7 @@ class RewardService:
         scores = []
         for i, result in enumerate(results):
             try:
-                scores.append(to_numbers(result))
+                scores.append(to_results(result))
             except ValueError as error:
                 raise self._error(str(error), start + i) from None
         return scores

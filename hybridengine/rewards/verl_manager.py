@@ -20,6 +20,7 @@ from hybridengine.config import RewardConfig
 from hybridengine.data import PromptSample
 from hybridengine.errors import ConfigError, RewardError
 from hybridengine.reward_worker.function import import_reward_function
+from hybridengine.reward_worker.results import to_text
 from hybridengine.rewards.local import PREFIX, given_function
 from hybridengine.rewards.manager import RewardManager, RewardPart, RewardResult
 from hybridengine.rewards.service import SCHEMES
@@ -83,8 +84,9 @@ class VerlData:
 class VerlRewardManager(RewardManager):
     """Calls a manager of verl once per batch.
 
-    The score of a response is the sum of its token rewards. Numbers of `reward_extra_info` are
-    further results; its `score`, which a manager may have changed since, is `raw_score`.
+    The score of a response is the sum of its token rewards. Numbers and texts of
+    `reward_extra_info` are further results; its `score`, which a manager may have changed since, is
+    `raw_score`.
     """
 
     def __init__(
@@ -139,8 +141,9 @@ class VerlRewardManager(RewardManager):
                 f"tensor of shape {tuple(shape)}, like data.batch['responses']"
             )
         scores = rewards.double().sum(1).tolist()
-        extras = _numbers(returned.get("reward_extra_info") or {} if is_dict else {})
-        return RewardResult(scores, extras, {self._name: RewardPart(1.0, scores)})
+        extra_info = returned.get("reward_extra_info") or {} if is_dict else {}
+        extras, texts = _split(extra_info, len(samples))
+        return RewardResult(scores, extras, {self._name: RewardPart(1.0, scores)}, texts)
 
 
 def _compute_score(reward: RewardConfig) -> Any:
@@ -177,12 +180,18 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
     return column
 
 
-def _numbers(extra_info: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
-    """Return the columns that hold a number for every response."""
-    columns: dict[str, list[float]] = {}
+def _split(
+    extra_info: Mapping[str, Sequence[Any]], size: int
+) -> tuple[dict[str, list[float]], dict[str, list[str | None]]]:
+    """Return the columns that hold a number for every response, and those of texts."""
+    numbers: dict[str, list[float]] = {}
+    texts: dict[str, list[str | None]] = {}
     for name, values in extra_info.items():
         try:
-            columns["raw_score" if name == "score" else name] = [float(v) for v in values]
-        except (TypeError, ValueError):  # texts
+            if name != "pred" and not any(isinstance(v, str) for v in values):
+                numbers["raw_score" if name == "score" else name] = [float(v) for v in values]
+            elif len(values) == size:
+                texts[name] = [None if v is None else to_text(v) for v in values]
+        except (TypeError, ValueError):  # other objects
             continue
-    return columns
+    return numbers, texts

@@ -62,11 +62,11 @@ class Caller(Protocol):
 
     def call(
         self, function: RewardFunction, calls: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, float]]: ...
+    ) -> list[dict[str, float | str]]: ...
 
     def call_batch(
         self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
-    ) -> list[dict[str, float]]: ...
+    ) -> list[dict[str, float | str]]: ...
 
 
 class RewardWorkers:
@@ -108,11 +108,11 @@ class RewardWorkers:
 
     def call(
         self, function: RewardFunction, calls: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, float]]:
-        """Call `function` with each of `calls`; return "score" and further numbers of each.
+    ) -> list[dict[str, float | str]]:
+        """Call `function` with each of `calls`; return its results (`to_results`).
 
-        Raises CallError for a call that raises, exceeds `timeout_s`, ends its process or returns no
-        numbers.
+        Raises CallError for a call that raises, exceeds `timeout_s`, ends its process or has no
+        valid result.
         """
         used = 1 if function.source.is_async else min(self._num_workers, len(calls))
         work = {k: range(k, len(calls), used) for k in range(used)}
@@ -122,7 +122,7 @@ class RewardWorkers:
 
     def call_batch(
         self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, float | str]]:
         """As `call`, in one call with lists of `size` values each."""
         request = ("batch", function.key, columns, size)
         try:

@@ -12,26 +12,35 @@ from hybridengine.storage import atomic_file
 
 
 def rollout_line(rollout: Any) -> str:
-    """Format a scored response (`trainer.rollouts.Rollout`) as one line of JSON."""
+    """Format a scored response (`trainer.rollouts.Rollout`) as one line of JSON.
+
+    Results of the reward are columns; one with the name of another column has the prefix reward/.
+    """
     r = rollout
-    row = {
+    sample = {
         "index": r.sample.index,
         "data_source": r.sample.data_source,
         "prompt": r.sample.prompt_text,
         "response": r.response_text,
         "ground_truth": _plain(r.sample.ground_truth),
         "reward": r.score,
-        **r.extras,
+    }
+    response = {
+        **({} if r.advantage is None else {"advantage": r.advantage}),
         "finish_reason": r.finish_reason,
         "weight_version": r.version,
         **({"weight_versions": list(map(list, r.versions))} if len(r.versions) > 1 else {}),
-        **({} if r.pred is None else {"pred": r.pred}),
         "prompt_ids": list(r.prompt_ids),
         "response_ids": list(r.response_ids),
         "log_probs": list(map(float, r.log_probs)),
         **({"sampled": list(r.sampled), "turns": list(r.turns)} if r.turns else {}),
     }
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    taken = sample.keys() | response.keys()
+    results = {
+        f"reward/{name}" if name in taken else name: value
+        for name, value in {**r.extras, **r.texts}.items()
+    }
+    return json.dumps({**sample, **results, **response}, ensure_ascii=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

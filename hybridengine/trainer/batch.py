@@ -67,6 +67,12 @@ class RolloutBatch:
         sums = per_token.new_zeros(self.index.numel())
         return sums.index_add(0, self.sequence_ids, per_token)
 
+    def sequence_means(self, per_token: Tensor) -> Tensor:
+        """Average over the model's tokens of each response: [R] -> float64 [n]."""
+        counts = torch.ones_like(per_token) if self.sampled is None else self.sampled
+        sums = self.sequence_sums(per_token.double() * counts)
+        return sums / self.sequence_sums(counts.double()).clamp(min=1)
+
     def per_response(self, numbers: Tensor) -> Tensor:
         """Select this replica's entries of a number per response, on its device: [N] -> [n]."""
         return numbers.to(self.index.device)[self.index]

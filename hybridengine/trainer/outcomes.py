@@ -43,8 +43,9 @@ class Outcomes:
     """Numbers of N responses in the order of their groups; CPU tensors [N].
 
     extras: further results of the reward, by name. parts: the declared rewards, whose weighted sum
-    is the score. preds: a number that stands for the answer in majority votes, where the reward
-    returns one. sizes: elements of each per-token column of a rollout, by the column's name.
+    is the score. preds: the answers that majority votes count, where the reward returns any, as
+    numbers that are equal within a group where the answers are. sizes: elements of each per-token
+    column of a rollout, by the column's name.
 
     A trajectory of several turns is one response, or several in a row where the chat template
     rewrote its history; they have its score, and statistics count the last one. turns: numbers of

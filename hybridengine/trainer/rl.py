@@ -205,7 +205,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         metrics |= reward_metrics | batch_metrics(batch, self.dp.group)
         metrics |= sync.metrics
         metrics |= self.source.metrics(step, rollouts)
-        self._record(step, rollouts, metrics)
+        self._record(step, rollouts, batch, metrics)
         return metrics, rollouts.outcomes.lengths.tolist()
 
     def _generate_and_score(self, step: int) -> tuple[Rollouts, dict[str, float]]:
@@ -258,7 +258,9 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         scores = [score for _, results, _ in problems for score in results["score"]]
         return fmean(scores), self.validations.add(problems)
 
-    def _record(self, step: int, rollouts: Rollouts, metrics: dict[str, float]) -> None:
+    def _record(
+        self, step: int, rollouts: Rollouts, batch: RolloutBatch, metrics: dict[str, float]
+    ) -> None:
         """Keep what the summary reports of this step, and write its rollouts if they are due."""
         diff = metrics.get("training/rollout_probs_diff_mean")
         if diff is not None:
@@ -270,6 +272,10 @@ class GRPOTrainer(Trainer[GRPOConfig]):
             self.session.phase("write_rollouts"),
             rollout_file(path, self.session.is_main) as write,
         ):
+            if path is not None:
+                assert batch.advantages is not None
+                means = batch.sequence_means(batch.advantages)
+                rollouts = rollouts.with_advantages(self.dp.gather_responses(batch, means).cpu())
             write(rollouts)
         self._print_samples(rollouts)
 

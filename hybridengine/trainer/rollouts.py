@@ -42,7 +42,7 @@ class ScoredResponse:
     group: position of its prompt in the batch; responses of one prompt share it.
     log_probs: the engine's, one per response token.
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
-    pred: a number that stands for the answer in majority votes, where the reward returns one.
+    extras, texts: further numbers and texts of the reward, by name.
     num_kept, kept_ids: as of `Completion`; empty where the engine recorded none.
     versions: of the weights that sampled its tokens, those of tools and users left out.
 
@@ -60,7 +60,7 @@ class ScoredResponse:
     extras: dict[str, float]
     finish_reason: str
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
-    pred: float | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
     num_kept: Sequence[int] = ()
     kept_ids: Sequence[int] = ()
     versions: VersionRuns = ()
@@ -75,6 +75,11 @@ class ScoredResponse:
     def version(self) -> int:
         """Of the weights that sampled the oldest token."""
         return min((version for version, _ in self.versions), default=0)
+
+    @property
+    def pred(self) -> str | None:
+        """The answer that majority votes count, where the reward returns one."""
+        return self.texts.get("pred")
 
     def compact(self) -> ScoredResponse:
         """Return it with arrays in place of lists of numbers, which take 8 times the memory."""
@@ -98,9 +103,13 @@ class ScoredResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(ScoredResponse):
-    """One scored response with its prompt."""
+    """One scored response with its prompt.
+
+    advantage: mean over its tokens, where it is known.
+    """
 
     sample: PromptSample
+    advantage: float | None = None
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -175,6 +184,12 @@ class Rollouts:
         ]
         return replace(self, outcomes=self.outcomes.add_reward(name, weight, scores), own=own)
 
+    def with_advantages(self, advantages: Tensor) -> Rollouts:
+        """Add the advantage of each response, [N], to this rank's own."""
+        own_advantages = advantages[self.outcomes.ranks == self.rank].tolist()
+        pairs = zip(self.own, own_advantages, strict=True)
+        return replace(self, own=[replace(r, advantage=a) for r, a in pairs])
+
     def select(self, groups: Sequence[int]) -> Rollouts:
         """Select groups; they are numbered from 0 in the given order."""
         rows_of = [(self.outcomes.groups == group).nonzero().flatten() for group in groups]
@@ -208,7 +223,8 @@ def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
     first = rollouts[0] if rollouts else None
     names = sorted(first.extras) if first else []
     parts = first.parts if first else {}
-    has_preds = first is not None and first.pred is not None
+    has_preds = any(r.pred is not None for r in rollouts)
+    answers = dict[str | None, float]()  # numbered, for all responses of a group are here
     turn_names = first.turn_numbers if first else {}
     groups = torch.tensor([r.group for r in rollouts], dtype=torch.int64)
     return Outcomes(
@@ -228,7 +244,9 @@ def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
             for name, (weight, _) in parts.items()
         },
         turns={name: column([r.turn_numbers[name] for r in rollouts]) for name in turn_names},
-        preds=column([r.pred or 0.0 for r in rollouts]) if has_preds else None,
+        preds=column([answers.setdefault(r.pred, len(answers)) for r in rollouts])
+        if has_preds
+        else None,
         is_last=torch.tensor([r.is_last for r in rollouts]) if turn_names else None,
     )
 
@@ -319,10 +337,10 @@ class RolloutGenerator:
                 response_ids=array("i", c.token_ids),  # lists take 8 times the memory
                 log_probs=array("f", c.log_probs),
                 score=result.scores[k],
-                extras={name: x[k] for name, x in result.extras.items() if name != "pred"},
+                extras={name: x[k] for name, x in result.extras.items()},
                 finish_reason=c.finish_reason,
                 parts={name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
-                pred=result.extras["pred"][k] if "pred" in result.extras else None,
+                texts=result.texts_of(k),
                 num_kept=c.num_kept or (),
                 kept_ids=c.kept_ids or (),
                 versions=c.versions,
@@ -333,7 +351,8 @@ class RolloutGenerator:
 
 def format_rollout(r: Rollout) -> str:
     """Format prompt, response and results for the console."""
-    results = ", ".join(f"{name} {value:g}" for name, value in r.results.items())
+    numbers = [f"{name} {value:g}" for name, value in r.results.items()]
+    results = ", ".join(numbers + [f"{name} {text[:100]!r}" for name, text in r.texts.items()])
     return (
         f"scored sample: prompt {r.sample.prompt_text[-200:]!r}\n"
         f"  response {r.response_text[:300]!r}, ground truth {r.sample.ground_truth!r}\n"

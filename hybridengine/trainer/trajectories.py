@@ -43,16 +43,13 @@ def score_trajectories(
             response_ids=(),
             log_probs=(),
             score=result.scores[k] + earned,
-            extras={
-                **{name: x[k] for name, x in result.extras.items() if name != "pred"},
-                TURN_REWARDS: earned,
-            },
+            extras={**{name: x[k] for name, x in result.extras.items()}, TURN_REWARDS: earned},
             finish_reason="length" if trajectory.is_truncated else "stop",
             parts={
                 **{name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
                 TURN_REWARDS: (1.0, earned),
             },
-            pred=result.extras["pred"][k] if "pred" in result.extras else None,
+            texts=result.texts_of(k),
             turns=[_turn_row(turn) for turn in trajectory.turns],
             turn_numbers=_numbers(trajectory),
         )

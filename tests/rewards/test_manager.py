@@ -58,6 +58,9 @@ def test_extras_of_the_same_name_get_prefixes(tmp_path):
     both = {"a": "return {'score': 1, 'x': 1}", "b": "return {'score': 2, 'x': 2}"}
     result = score(manager(tmp_path, both))
     assert (result.extras["x"], result.extras["b/x"]) == ([1.0] * 3, [2.0] * 3)
+    both = {"a": "return {'score': 1, 'x': 'text'}", "b": "return {'score': 2, 'x': 2}"}
+    result = score(manager(tmp_path, both))
+    assert (result.extras["x"], result.texts) == ([2.0] * 3, {"a/x": ["text"] * 3})
 
 
 def test_functions_of_the_same_name_keep_their_results(tmp_path):
@@ -79,6 +82,8 @@ def test_functions_of_the_same_name_keep_their_results(tmp_path):
 
 def test_batch_gets_lists(tmp_path):
     body = "return [float(s == g) for s, g in zip(solution_strs, ground_truths, strict=True)]"
+    told = "return [{'score': 0, 'pred': s} for s in solution_strs]"
+    assert score(manager(tmp_path, {"b": told}, "batch")).texts == {"pred": ["0", "5", "2"]}
     assert score(manager(tmp_path, {"b": body}, "batch")).scores == [1.0, 0.0, 1.0]
     assert manager(tmp_path, {"b": body}, "batch").score([], [], []).scores == []
 
@@ -108,8 +113,10 @@ def test_a_batch_function_must_take_lists(tmp_path):
 def test_dapo_overlong_penalty(tmp_path):
     """arXiv 2503.14476, eq. 13 with L_max 10, L_cache 4: 0 up to 6, then linear to -1 at 10."""
     buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=1.0)
-    built = manager(tmp_path, {"r": "return 1"}, "dapo", overlong_buffer=buffer)
+    body = "return {'score': 1, 'pred': solution_str}"
+    built = manager(tmp_path, {"r": body}, "dapo", overlong_buffer=buffer)
     result = score(built, (6, 7, 10))
+    assert result.texts == {"pred": ["0", "5", "2"]}
     assert result.scores == [1.0, 0.75, 0.0]
     assert result.extras == {"overlong_penalty": [0.0, -0.25, -1.0]}
     assert result.parts == {"r": (1.0, [1.0] * 3), "overlong_penalty": (1.0, [0.0, -0.25, -1.0])}
@@ -164,6 +171,10 @@ def test_unknown_managers(tmp_path, name, message):
             "returned nan as score, expected a finite",
         ),
         ("return RewardResult([1, None, 2], {})", "returned None as score, expected a finite"),
+        (
+            "return RewardResult([1] * 3, {}, texts={'x': ['a', None, 1]})",
+            "returned 1 as x, expected a text or None",
+        ),
     ],
 )
 def test_the_result_of_a_users_manager_is_checked(body, message):
@@ -171,3 +182,13 @@ def test_the_result_of_a_users_manager_is_checked(body, message):
     exec(f"class Own(RewardManager):\n  def score(self, *given):\n    {body}", space)
     with pytest.raises(RewardError, match=message):
         score_checked(space["Own"]([], RewardConfig(), 10), SAMPLES, ["0", "5", "2"], [[1]] * 3)
+
+
+def test_a_users_manager_may_return_answers_as_numbers():
+    class Own(RewardManager):
+        def score(self, *given):
+            return RewardResult([1] * 3, {"pred": [1, 2.0, 2]}, texts={"x": ["a", None, "\ud83d"]})
+
+    result = score_checked(Own([], RewardConfig(), 10), SAMPLES, ["0", "5", "2"], [[1]] * 3)
+    assert result.extras == {}
+    assert result.texts == {"x": ["a", None, "\\ud83d"], "pred": ["1", "2", "2"]}

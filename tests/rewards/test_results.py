@@ -1,7 +1,8 @@
-"""Conversion of results to finite numbers."""
+"""Conversion of results to finite numbers and texts."""
 
 import math
 from decimal import Decimal
+from enum import StrEnum
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.reward_worker.results import to_numbers, to_rows
+from hybridengine.reward_worker.results import to_results, to_rows
 
 NUMBERS = [
     (True, 1.0),
@@ -33,23 +34,39 @@ NOT_NUMBERS = [
 
 @pytest.mark.parametrize(("given_value", "expected"), NUMBERS)
 def test_numbers(given_value, expected):
-    assert to_numbers(given_value) == {"score": expected}
-    assert type(to_numbers({"score": 1, "x": given_value})["x"]) is float
+    assert to_results(given_value) == {"score": expected}
+    assert type(to_results({"score": 1, "x": given_value})["x"]) is float
 
 
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda v: type(v).__name__)
 def test_values_that_are_not_numbers(value):
     with pytest.raises(ValueError, match=r"its result is .*, expected a finite number") as error:
-        to_numbers(value)
+        to_results(value)
     assert len(str(error.value)) < 400
     with pytest.raises(ValueError, match="'score' is "):
-        to_numbers({"score": value})
+        to_results({"score": value})
 
 
-def test_texts_are_dropped_and_the_score_is_required():
-    assert to_numbers({"score": 1, "note": "x", 3: 4}) == {"score": 1.0, "3": 4.0}
+class Verdict(StrEnum):
+    """A text of a type that the other process does not have."""
+
+    RIGHT = "right"
+
+
+def test_texts_are_kept_and_the_score_is_required():
+    found = to_results({"score": 1, "note": "x", "of": Verdict.RIGHT, "odd": "\ud83d", 3: 4})
+    assert found == {"score": 1.0, "note": "x", "of": "right", "odd": "\\ud83d", "3": 4.0}
+    assert type(found["of"]) is str
     with pytest.raises(ValueError, match=r"without 'score' .keys .'acc'"):
-        to_numbers({"acc": 1})
+        to_results({"acc": 1})
+
+
+@pytest.mark.parametrize(
+    ("pred", "text"),
+    [("42", "42"), (42, "42"), (42.0, "42"), (torch.tensor(0.5), "0.5"), (None, "None")],
+)
+def test_the_answer_of_votes_is_a_text(pred, text):
+    assert to_results({"score": 1, "pred": pred}) == {"score": 1.0, "pred": text}
 
 
 def test_a_value_whose_repr_raises():
@@ -58,7 +75,7 @@ def test_a_value_whose_repr_raises():
             raise RuntimeError("no")
 
     with pytest.raises(ValueError, match=r"<Odd: RuntimeError> .Odd."):
-        to_numbers(Odd())
+        to_results(Odd())
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32)))

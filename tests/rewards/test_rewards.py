@@ -43,6 +43,14 @@ def test_dict_with_extras(tmp_path):
     result = score(tmp_path, body, "2", "3")
     assert result.scores == [0.5, 0.5]
     assert result.extras == {"strict": [1.0, 0.0]}
+    assert result.texts == {"note": ["2", "3"]}
+
+
+def test_a_text_may_be_there_for_some_responses(tmp_path):
+    body = "return {'score': 1, **({'error': 'bad'} if solution_str == '2' else {})}"
+    result = score(tmp_path, body, "1", "2")
+    assert result.texts == {"error": [None, "bad"]}
+    assert [result.texts_of(k) for k in range(2)] == [{}, {"error": "bad"}]
 
 
 def test_numpy_numbers_and_default_arguments(tmp_path):
@@ -79,9 +87,17 @@ def test_errors_name_the_sample(tmp_path, body, message):
     assert f"{tmp_path / 'reward.py'}:" in str(error.value)
 
 
-def test_extras_must_agree(tmp_path):
-    body = "return {'score': 1, 'a' if solution_str == 'x' else 'b': 1}"
-    with pytest.raises(RewardError, match=r"extra results \['b'\] where an earlier .* \['a'\]"):
+@pytest.mark.parametrize(
+    ("first", "second", "now", "before"),
+    [
+        ({"a": 1}, {"b": 1}, r"\['b'\]", r"\['a'\]"),
+        ({"a": 1}, {"a": "1"}, r"\[\]", r"\['a'\]"),
+        ({"pred": "1"}, {}, r"\[\]", r"\['pred'\]"),
+    ],
+)
+def test_numbers_and_answers_must_agree(tmp_path, first, second, now, before):
+    body = f"return {{'score': 1, **({first} if solution_str == 'x' else {second})}}"
+    with pytest.raises(RewardError, match=f"extra results {now} where an earlier .* had {before}"):
         score(tmp_path, body, "x", "y")
 
 

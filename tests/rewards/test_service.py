@@ -79,13 +79,16 @@ def test_batches_in_order(manager):
     }
 
 
-def test_objects_with_further_numbers():
+def test_objects_with_further_numbers_and_texts():
     def answer(body, _):
-        return 200, {"scores": [{"score": 1, "length": 9} for _ in body["solution_strs"]]}
+        return 200, {
+            "scores": [{"score": 1, "length": 9, "note": "a"} for _ in body["solution_strs"]]
+        }
 
     with server(answer) as (url, _):
         result = score(url)
     assert (result.scores, result.extras) == ([1.0] * 5, {"length": [9.0] * 5})
+    assert result.texts == {"note": ["a"] * 5}
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

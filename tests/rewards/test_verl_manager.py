@@ -57,7 +57,9 @@ class Dense:
             length = item.batch["attention_mask"][prompt_length:].sum()
             rewards[i, :length] = 0.5
         data.batch["acc"] = rewards.sum(-1)
-        return {"reward_tensor": rewards, "reward_extra_info": {"text": ["a"] * len(data)}}
+        n = len(data)
+        extra_info = {"text": ["a"] * n, "short": ["b"], "pred": [7.0] * n, "other": [[1]] * n}
+        return {"reward_tensor": rewards, "reward_extra_info": extra_info}
 
 class Broken(Dense):
     def __call__(self, data, return_dict=False):
@@ -114,6 +116,7 @@ def test_token_rewards_are_summed_and_rows_are_copied(tmp_path, tokenizer):
     assert isinstance(manager, VerlRewardManager)
     result = score_checked(manager, SAMPLES, TEXTS, IDS)
     assert (result.scores, result.extras) == ([1.0, 2.0, 1.0], {})
+    assert result.texts == {"text": ["a"] * 3, "pred": ["7"] * 3}
     assert "seen" not in SAMPLES[0].extra_info
     empty = score_checked(manager, SAMPLES[:1], [""], [[]])  # as before a run
     assert empty.scores == [0.0]

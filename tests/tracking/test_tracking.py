@@ -133,6 +133,13 @@ def test_rollouts_keep_the_generated_ids():
     }
 
 
+def test_rollouts_have_texts_of_the_reward_and_the_advantage():
+    told = replace(rollout(acc=1.0), texts={"pred": "2", "response": "a"}, advantage=-0.5)
+    row = json.loads(rollout_line(told))
+    assert (row["acc"], row["pred"], row["advantage"]) == (1.0, "2", -0.5)
+    assert (row["response"], row["reward/response"]) == (" 2", "a")
+
+
 def test_rollouts_of_several_weight_versions_have_them_by_token():
     [line] = rollout_line(replace(rollout(), versions=[(4, 1), (5, 1)])).splitlines()
     row = json.loads(line)

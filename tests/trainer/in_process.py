@@ -54,6 +54,11 @@ def both(data_source, solution_str, ground_truth, extra_info):
     apart = crc32(solution_str.encode()) / 2**32
     return {"score": apart, "first": apart * 16 % 1, "size": len(solution_str)}
 
+def told(data_source, solution_str, ground_truth, extra_info):
+    length = len(solution_str.split())
+    answer = ["plumless", "buckeroo"][length % 2]  # of one CRC-32
+    return {"score": length, "acc": answer == "plumless", "pred": answer, "note": f"é {length}"}
+
 def picky(data_source, solution_str, ground_truth, extra_info):
     apart = ground_truth[0] == 3
     return {"score": crc32(solution_str.encode()) / 2**32 if apart else 0.5, "never": 0.0}

@@ -1,11 +1,13 @@
 """Rollouts: more ranks than prompts; the groups that dynamic sampling selects."""
 
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 
 from hybridengine.data import PromptSample, Subset
 from hybridengine.trainer.rollouts import Rollout, Rollouts, own_outcomes, select_groups
+from hybridengine.trainer.validation import expected_majority
 from tests.trainer.in_process import run_jobs, small_job
 
 SAMPLES = [PromptSample(index, [1], "", "", "", {}) for index in range(23)]
@@ -45,6 +47,41 @@ def test_a_rank_without_prompts_takes_part(tmp_path: Path):
     [result] = run_jobs(tmp_path, [[*small_job(tmp_path), *options]], world_size=2)
     assert not result.refused and len(result.rollouts["step_1"]) == 4
     assert result.last["actor/grad_norm"] > 0
+
+
+@pytest.mark.multirank
+def test_files_have_texts_and_advantages_and_votes_count_texts(tmp_path: Path):
+    options = {
+        "model.path": tmp_path / "stopping",
+        "reward.custom_reward_function.name": "told",
+        "data.val_files": tmp_path / "rows.jsonl",
+        "rollout.val_kwargs.n": 4,
+        "rollout.val_kwargs.do_sample": True,
+        "rollout.val_kwargs.temperature": 1.0,
+        "trainer.n_gpus_per_node": 2,
+    }
+    job = [*small_job(tmp_path), *(f"{key}={value}" for key, value in options.items())]
+    [result] = run_jobs(tmp_path, [job], world_size=2)
+    assert not result.refused
+    rows = result.rollouts["step_1"]
+    assert len(rows) == 16 and {row["pred"] for row in rows} == {"plumless", "buckeroo"}
+    for row in rows:
+        length = len(row["response"].split())
+        assert (row["note"], row["reward"], row["data_source"]) == (f"é {length}", length, "toy")
+        assert row["finish_reason"] in ("stop", "length")
+    for group in (rows[k : k + 4] for k in range(0, 16, 4)):
+        rewards, advantages = ([row[name] for row in group] for name in ("reward", "advantage"))
+        spread = stdev(rewards) + 1e-6
+        want = [(reward - fmean(rewards)) / spread for reward in rewards]
+        assert advantages == pytest.approx(want, abs=1e-4)
+    tested = result.rollouts["val_1"]
+    assert all("advantage" not in row for row in tested)
+    votes = []
+    for problem in (tested[k : k + 4] for k in range(0, 32, 4)):
+        answers = [float(row["pred"] == "plumless") for row in problem]
+        votes.append(expected_majority([row["acc"] for row in problem], answers, 4))
+    assert result.last["val-core/toy/acc/maj@4/mean"] == pytest.approx(fmean(votes))
+    assert not any("pred" in name or "note" in name for row in result.rows for name in row)
 
 
 def test_groups_with_signal_come_first_in_their_order():

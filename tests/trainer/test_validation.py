@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from statistics import fmean
+from zlib import crc32
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridengine.data import PromptSample, Subset
-from hybridengine.reward_worker.results import to_numbers
 from hybridengine.trainer.rollouts import Rollout, Rollouts, own_outcomes
 from hybridengine.trainer.validation import (
     ValidationHistory,
@@ -64,9 +64,9 @@ def test_one_response_has_a_mean_only() -> None:
     }
 
 
-def rollout(index: int, source: str, score: float, pred: float | None = None) -> Rollout:
+def rollout(index: int, source: str, score: float, **texts: str) -> Rollout:
     sample = PromptSample(index, [5], "?", source, "2", {})
-    return Rollout(index, " 2", [9], [-0.5], score, {}, "stop", pred=pred, sample=sample)
+    return Rollout(index, " 2", [9], [-0.5], score, {}, "stop", texts=texts, sample=sample)
 
 
 def problems(rollouts: list[Rollout]):
@@ -77,13 +77,14 @@ def problems(rollouts: list[Rollout]):
 
 
 def test_votes_are_counted_over_the_answers_that_a_reward_gives() -> None:
-    answers = [to_numbers({"score": s, "pred": p}) for s, p in ((1, "42"), (0, "41"), (1, "42"))]
+    assert crc32(b"plumless") == crc32(b"buckeroo")  # which must not be one answer
+    answers = ((1.0, "plumless"), (0.0, "buckeroo"), (1.0, "plumless"))
     found = ValidationHistory().add(
-        problems([rollout(0, "a", of["score"], of["pred"]) for of in answers])
+        problems([rollout(0, "a", score, pred=pred, note="x") for score, pred in answers])
     )
     assert found["val-core/a/reward/mean@3"] == pytest.approx(2 / 3)
     assert found["val-core/a/reward/maj@3/mean"] > found["val-core/a/reward/mean@3"]
-    assert not any("pred" in name for name in found)
+    assert not any("pred" in name or "note" in name for name in found)
 
 
 def test_a_resumed_run_compares_with_the_start_of_the_whole_run() -> None:
