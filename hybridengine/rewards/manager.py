@@ -94,10 +94,10 @@ def score_responses(
         first = f"first of {len(samples)}: " if error.index is None else ""
         where = _describe(samples[error.index or 0], responses[error.index or 0])
         raise RewardError(f"{error}; {first}{where}") from None
-    names = [{n for n, x in row.items() if isinstance(x, float) or n == "pred"} for row in rows]
-    for sample, response, given in zip(samples, responses, names, strict=True):
-        if given != names[0]:
-            now, before = (sorted(n - {"score"}) for n in (given, names[0]))
+    given = [{n for n, x in row.items() if isinstance(x, float) or n == "pred"} for row in rows]
+    for sample, response, own in zip(samples, responses, given, strict=True):
+        if own != given[0]:
+            now, before = (sorted(n - {"score"}) for n in (own, given[0]))
             raise RewardError(
                 f"reward function {function.source}: extra results {now} where an earlier response "
                 f"had {before}; {_describe(sample, response)}"
@@ -244,10 +244,13 @@ def score_checked(
         _check(name, numbers, len(samples), _is_finite, "a finite number")
     for name, column in result.texts.items():
         _check(name, column, len(samples), _is_text, "a text or None")
-    extras, texts = dict(result.extras), dict(result.texts)
-    if "pred" in extras:
-        texts["pred"] = [*extras.pop("pred")]
-    texts = {n: [x if x is None else to_text(x) for x in column] for n, column in texts.items()}
+    extras = {name: x for name, x in result.extras.items() if name != "pred"}
+    given: dict[str, list[Any]] = {**result.extras, **result.texts}
+    texts = {
+        name: [x if x is None else to_text(x) for x in column]
+        for name, column in given.items()
+        if name not in extras
+    }
     return replace(result, extras=extras, texts=texts)
 
 

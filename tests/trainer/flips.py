@@ -230,6 +230,8 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "trainer.resume_from_path": ("{dir}/nothing", ("trainer.resume_mode=path",)),
     "trainer.default_local_dir": ("{dir}/elsewhere", ()),
     "trainer.logger": ("[jsonl,tensorboard]", ()),
+    "trainer.project_name": ("mine", ("trainer.logger=[wandb]",)),
+    "trainer.experiment_name": ("mine", ("trainer.logger=[wandb]",)),
     "trainer.rollout_data_dir": ("{dir}/run/other_rollouts", ()),
     "trainer.rollout_freq": ("-1", ()),
     "trainer.critic_warmup": ("1", CRITIC),
@@ -255,7 +257,6 @@ NEED_VLLM = (
 
 
 CUT = ("data.max_length=5", "data.truncation=right")
-WANDB = ("trainer.logger=[wandb]",)
 RUN_KEYS = [
     key
     for key in FLIPS
@@ -270,8 +271,6 @@ SFT_FLIPS = {key: FLIPS[key] for key in (
 )} | {
     "trainer.test_freq": ("1", (VALIDATED[0], TWO_STEPS)),
     "trainer.val_before_train": ("false", VALIDATED[:1]),
-    "trainer.project_name": ("mine", WANDB),
-    "trainer.experiment_name": ("mine", WANDB),
     "model.fsdp_config.dtype": ("bfloat16", ()),
     "model.fsdp_config.fsdp_size": ("2", ()),
     "data.messages_key": ("chat", ()),
