@@ -1,19 +1,18 @@
-"""Weight sync from FSDP2 shards to the tensor-parallel weights of an engine, without redundancy.
+"""Weight sync from FSDP2 shards to the tensor-parallel weights of engines, without redundancy.
 
-    record   Copy          strided copy: trained parameter → engine tensor, as the engine loads it
-             EngineLayout  all copies of one engine rank
-    plan     ShardSpec     which ranks hold which box of a parameter
-             Block         a Copy in the coordinates of the parameter, so that it can be cut
-             SourceClass   parameters with equal ShardSpec and Blocks (equal layers): planned once
-             Chunk         what of a parameter travels together, small against a bucket
-             SliceCopy     one strided slice of a Chunk: shard, sender, receiver, writes
-             Bucket        Chunks of many parameters that travel at once
-             ReshardPlan   all Buckets; the same on every rank
-    execute  Exchange      a Bucket on one rank: tables of strided copies (pack, local, unpack)
-             Resharder     sync(): every Exchange, by pull or by all-to-all, then commit
-    delta    DeltaSync     the same for only those elements whose bits changed
+    record     EngineLayout   strided copies: trained parameter → engine tensor, as the engine loads
+    plan       ReshardPlan    who sends which slice to whom, in which bucket; the same on every rank
+               Bucket         parts of many parameters (Chunk) that travel at once
+    source     TrainedTensors the trainer's shards, adapters merged; ChangeFinder: what changed
+    payload    Dense, Delta   all elements of a bucket, cast or quantized; or those that changed
+    transport  Transport      moves messages: pull, all-to-all, or over a Link between worlds
+    target     WeightTarget   an engine's tensors and what they are: version, partial, discarded
+    move       Mover          the straight line: source → payload → transport → target
+    commit     Coordinator    agreement of trainers with engines in other worlds (EngineRank)
+    faces      Resharder      engine in the trainers' processes
+               WeightSender, WeightReceiver   engines in other processes, on any device
 
-`record` and `plan` run once, `execute` at every step. The advisor plans without running anything.
+`record` and `plan` run once, the rest at every sync. The advisor plans without running anything.
 """
 
 from hybridengine.reshard.commit.coordinator import EngineStatus
