@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from hybridengine.reshard.errors import LinkError, PlanOutdatedError, RankFailed
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover, Order
 from hybridengine.reshard.payload.delta import group_size
+from hybridengine.reshard.plan.configuration import config_differences
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.senders import ranks_per_node
 from hybridengine.reshard.planning import make_plan, plan_inputs
@@ -74,6 +76,8 @@ class WeightSender:
 
     parameters, adapters, merge, delta, changes: as `Resharder`; with delta `auto`, also where an
       engine is on another machine. Each engine that has what the last sync sent receives a delta.
+    config: of the trained model (`model.config.to_dict()`). An engine that would compute another
+      function of equal weights is refused. {}: not compared.
     store: a `torch.distributed` store that all trainers and engines reach (`TCPStore`).
     num_engines: how many engines there are, numbered from 0. An engine is the world of one or more
       processes that hold a `WeightReceiver` with that index.
@@ -99,13 +103,14 @@ class WeightSender:
         merge: bool = True,
         delta: DeltaMode = "auto",
         changes: ReadChanges | None = None,
+        config: Mapping[str, Any] = MappingProxyType({}),
         timeout_s: float = 300.0,
     ) -> None:
         if num_engines < 1:
             raise ValueError(f"num_engines: got {num_engines}, expected at least 1")
         check_mode(delta)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._store, self._timeout_s = SyncStore(store), timeout_s
+        self._store, self._config, self._timeout_s = SyncStore(store), config, timeout_s
         self._bucket_bytes = bucket_bytes
         self._trained = TrainedTensors(parameters, adapters, merge)
         self._guard = CollectiveGuard(
@@ -358,7 +363,7 @@ class WeightSender:
         if layouts != self._layouts:
             self._plan(layouts, infos[known.index(layouts)])
         return self._on_rank0(
-            lambda c: c.select(infos, layouts), "choosing engines", list[EngineInfo]
+            lambda c: c.select(infos, layouts, self._config), "choosing engines", list[EngineInfo]
         )
 
     def _plan(self, layouts: dict[int, str], info: EngineInfo) -> None:
@@ -399,8 +404,8 @@ class WeightSender:
                 f"engine {info.index} has its weights on {info.device}, the trainers theirs on "
                 f"{self._device.type}: use the same kind of device on both sides"
             )
-        options = info.optional_parameters, info.config_differences
-        return make_plan(self._inputs, self._store, *options)
+        differences = config_differences(self._config, info.model_config)
+        return make_plan(self._inputs, self._store, info.optional_parameters, differences)
 
     def _publish_plan(self) -> int:
         number = self._store.next_number("plans")

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hybridengine.kernels import token_log_probs
-from hybridengine.reshard.plan.configuration import config_differences, in_words
+from hybridengine.reshard.plan.configuration import config_differences, in_words, plain_values
 from hybridengine.rollout.engine import (
     Completion,
     Request,
@@ -75,7 +75,8 @@ class HfEngine(RolloutEngine):
         self._max_num_seqs, self._tokenizer = max_num_seqs, tokenizer
         tensors = self._tensors()
         self.optional_parameters = checkpoint.buffers
-        self.config_differences = config_differences(checkpoint.config, config.to_dict())
+        self.model_config = plain_values(config.to_dict())
+        self.config_differences = config_differences(checkpoint.config, self.model_config)
         if extra := sorted(checkpoint.parameters.keys() - tensors.keys()):
             raise LayoutError(
                 f"the engine's model has no parameter {extra[0]!r} (and {len(extra) - 1} more of "

@@ -50,15 +50,17 @@ class WeightTarget(ABC):
     tp_rank: rank in the tensor-parallel group. layout: how the weights derive from trained
     parameters. optional_parameters: trained parameters that the engine need not read (persistent
     buffers). config_differences: configuration keys whose values differ from the trained model's →
-    the values in words. weight_version, discarded, updates_begun: of `state`, which all targets
-    that write to one engine share. discards_weights: whether the weights are discarded between any
-    two updates, so that each has to write all of them.
+    the values in words. model_config: of the engine's model, as JSON has it, for trainers in other
+    processes to compare; {} if it is not known. weight_version, discarded, updates_begun: of
+    `state`, which all targets that write to one engine share. discards_weights: whether the weights
+    are discarded between any two updates, so that each has to write all of them.
     """
 
     tp_rank: int
     layout: EngineLayout
     optional_parameters: Set[str] = frozenset()
     config_differences: Mapping[str, str] = MappingProxyType({})
+    model_config: Mapping[str, Any] = MappingProxyType({})
     discards_weights: bool = False
     weight_version: int | None = _of_state("version")
     discarded: bool = _of_state("discarded")

@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridengine.agent import (
     AgentRunner,
@@ -235,7 +235,7 @@ def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> 
 
 def build_sender(config: GRPOConfig, actor: Actor, link: Link) -> WeightSender:
     """Build a trainer rank's side of the weight sync to engine ranks."""
-    mib = config.reshard.bucket_mib
+    mib, model = config.reshard.bucket_mib, cast(PreTrainedModel, actor.model)
     return WeightSender(
         partial(parameter_shards, actor.model),
         link.store.substore("weights"),
@@ -245,6 +245,7 @@ def build_sender(config: GRPOConfig, actor: Actor, link: Link) -> WeightSender:
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
         changes=_track_changes(config, actor),
+        config=model.config.to_dict(),
         timeout_s=SYNC_SHARE * link.timeout_s,
     )
 

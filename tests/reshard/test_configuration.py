@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from hybridengine.reshard.plan.configuration import (
     check_configuration,
     config_differences,
     in_words,
+    plain_values,
 )
+from hybridengine.runtime.messages import decode, encode
 from hybridengine.sharding import LayoutError
 from tests.tiny_models import TINY, tiny_config
 
@@ -66,6 +71,18 @@ def test_what_generation_does_not_compute_with_may_differ(kind: str) -> None:
         "architectures": ["Other"],
     }
     check_configuration(config_differences(trained, {**trained, **harmless}))
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_a_configuration_that_comes_by_a_message_is_the_same(kind: str) -> None:
+    trained = tiny_config(kind).to_dict() | {"windows": (1, (2, 3)), "dtype": torch.float32}
+    sent = plain_values(trained)
+    assert "dtype" not in sent and sent["windows"] == [1, [2, 3]]
+    arrived = decode(encode(sent), dict[str, Any], "the configuration")
+    assert arrived == plain_values(arrived) == sent
+    assert config_differences(trained, arrived) == {}
+    arrived["rope_parameters.rope_theta"] = 31.0
+    assert [*config_differences(trained, arrived)] == ["rope_parameters.rope_theta"]
 
 
 def test_the_length_matters_where_rope_is_scaled_by_it() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hybridengine.reshard import WeightReceiver, WeightSender, sender
 from hybridengine.reshard.commit.records import SyncState, SyncStore
+from hybridengine.reshard.plan.configuration import plain_values
 from hybridengine.reshard.transport.link import divide
 from tests.ranks import Ranks, message_of
 from tests.reshard.brute_force import fused_layout
@@ -185,6 +186,53 @@ def test_every_byte_crosses_once(
             assert sum(read) == sum(engines) * needed
     for rank in of_trainers:
         assert rank["states"] == [("live", 3)] * len(engines)
+
+
+TRAINED = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1e4}, "use_cache": True}
+OTHER = TRAINED | {"rms_norm_eps": 1e-6}
+DIFFERENCE = "rms_norm_eps (1e-05 in the trained model, 1e-06 in the engine)"
+
+
+def comparing_body(rank: int, world_size: int, port: int, num_engines: int) -> tuple[str, list]:
+    """The error of a sync with the configuration `TRAINED`, and what became of the engines."""
+    shards = {n: shard(t, mesh_of(world_size, 1), 0) for n, t in values(UNEVEN).items()}
+    sender = WeightSender(
+        lambda: shards, link_store(port), num_engines=num_engines, config=TRAINED,
+        timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    error = message_of(lambda: sender.sync(1))
+    return error, [(e.state, e.version, e.reason) for e in sender.engines.values()]
+
+
+def configured_body(
+    rank: int, world_size: int, port: int, index: int, config: dict
+) -> tuple[str, int | None]:
+    """The error of an engine with `config`, and its version."""
+    engine = build_engine(rank, world_size)
+    engine.model_config = plain_values(config)
+    receiver = WeightReceiver(engine, link_store(port), index=index, timeout_s=TIMEOUT_S)
+    return message_of(receiver.receive), engine.weight_version
+
+
+def test_an_engine_that_computes_another_function_is_refused() -> None:
+    """Although all shapes fit. Of several engines, those that compute the same are synced."""
+    with worlds((comparing_body, 2, 1), (configured_body, 1, 0, OTHER)) as (_, trainers, engine):
+        for error, _ in trainers.results():
+            assert error.startswith("LayoutError") and DIFFERENCE in error
+        [(error, version)] = engine.results()
+    assert error.startswith("RankFailedError") and DIFFERENCE in error and version is None
+    same = TRAINED | {"use_cache": False}
+    with worlds(
+        (comparing_body, 2, 2), (configured_body, 1, 0, same), (configured_body, 1, 1, OTHER)
+    ) as (_, trainers, *engines):
+        of_trainers = trainers.results()
+        [of_same, of_other] = [ranks.results()[0] for ranks in engines]
+    for error, states in of_trainers:
+        assert error == "no error"
+        assert [state[:2] for state in states] == [("live", 1), ("dropped", None)]
+        assert DIFFERENCE in states[1][2]
+    assert of_same == ("no error", 1)
+    assert "was dropped from the sync to version 1" in of_other[0] and of_other[1] is None
 
 
 def pending_body(rank: int, world_size: int, port: int) -> tuple[list[bool], str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridengine.reshard.commit.records import EngineInfo, SyncStore
 from hybridengine.rollout import Completion, InFlightUpdate, SamplingSpec, StaleWeightsError
 from hybridengine.rollout.server import (
     NoServerError,
@@ -25,7 +26,7 @@ from hybridengine.runtime.polling import wait_until
 from tests.ranks import Ranks, message_of
 from tests.rollout.version_oracle import logits_by_version
 from tests.rollout.vllm_server import BLOCK, START_S, TIMEOUT_S, expected_digests, metric, serving
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_tiny, tiny_config
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import run_overlapped, update_inside_items
 
@@ -79,7 +80,7 @@ def trainer_body(
     trained = sharded(model)
     sender = WeightSender(
         lambda: parameter_shards(trained), dist.PrefixStore("w", store), num_engines=1,
-        bucket_bytes=64 << 10, timeout_s=TIMEOUT_S / 2,
+        bucket_bytes=64 << 10, config=trained.config.to_dict(), timeout_s=TIMEOUT_S / 2,
     )  # fmt: skip
     messages = []
     for version in versions:
@@ -281,6 +282,8 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
         engine = ServerEngine(pool, stop_token_ids=[2], max_sequences=8)
         receiver = ServerReceiver(pool, dist.PrefixStore("w", store))
         check_updates(server, engine, receiver, partial(expected_digests, model, tp_size))
+        record = SyncStore(dist.PrefixStore("w", store)).get("engine/0", EngineInfo)
+        assert record.model_config["rms_norm_eps"] == tiny_config("llama").rms_norm_eps
         check_generation(engine, model, FACTORS[1] * FACTORS[2])
         engine.in_flight = InFlightUpdate(receiver.pending, receiver.receive, keep_kv=True)
         with (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,9 @@ from hybridengine.reshard.commit.records import (
     Transfer,
 )
 from hybridengine.reshard.errors import ReshardError
+from hybridengine.reshard.plan.configuration import check_configuration, config_differences
 from hybridengine.runtime.polling import wait_for
+from hybridengine.sharding.layout import LayoutError
 
 BEAT_S = 1.0
 NOTHING = Generations(0, 0)
@@ -106,10 +108,14 @@ class Coordinator:
             transfer=None,
         )
         came = [info for info in behind.values() if self._came(info, deadline)]
+        self._check_any_live()
+        return came
+
+    def _check_any_live(self) -> None:
         if not any(e.state == "live" for e in self.engines.values()):
             reasons = "; ".join(f"engine {i}: {e.reason}" for i, e in self.engines.items())
+            version = self._state.version
             raise ReshardError(f"no engine is left to sync to version {version} ({reasons})")
-        return came
 
     def _wait_for_all(self, deadline: float) -> None:
         def missing() -> bool | None:
@@ -164,8 +170,13 @@ class Coordinator:
 
         return wait_for(look)
 
-    def select(self, infos: Sequence[EngineInfo], layouts: dict[int, str]) -> list[EngineInfo]:
-        """Return the engines with these layouts (by TP rank); drop the others."""
+    def select(
+        self, infos: Sequence[EngineInfo], layouts: dict[int, str], config: Mapping[str, Any]
+    ) -> list[EngineInfo]:
+        """Return the engines with these layouts (by TP rank) and this model; drop the others.
+
+        config: of the trained model. Raises ReshardError if no engine is left.
+        """
         for info in infos:
             if info.layout_of_tp_rank != layouts:
                 self._drop(
@@ -174,6 +185,12 @@ class Coordinator:
                     f"others {max(layouts) + 1}). Build every engine from one model with the "
                     "same options",
                 )
+                continue
+            try:
+                check_configuration(config_differences(config, info.model_config))
+            except LayoutError as error:
+                self._drop(info.index, str(error).rstrip("."))
+        self._check_any_live()
         return [info for info in infos if self.engines[info.index].state == "live"]
 
     # Transfer

@@ -140,7 +140,7 @@ class EngineRank:
         processes, tp_ranks, layouts, sizes, devices = zip(*ranks, strict=True)
         info = EngineInfo(
             self._index, incarnation, processes, tp_ranks, layouts,
-            frozenset(engine.optional_parameters), dict(engine.config_differences),
+            frozenset(engine.optional_parameters), dict(engine.model_config),
             device.type, devices, min(sizes),
         )  # fmt: skip
         odd = {

@@ -46,8 +46,8 @@ class EngineInfo:
     """What an engine tells as it joins; the lists have one entry per rank.
 
     index: its number among the engines. incarnation: counts the process groups that were this
-    engine. processes: as `this_process`. layouts: digests. device: type. devices: as `device_id`.
-    bucket_bytes: its default.
+    engine. processes: as `this_process`. layouts: digests. model_config: as of `WeightTarget`.
+    device: type. devices: as `device_id`. bucket_bytes: its default.
     """
 
     index: int
@@ -56,7 +56,7 @@ class EngineInfo:
     tp_ranks: Sequence[int]
     layouts: Sequence[str]
     optional_parameters: frozenset[str]
-    config_differences: dict[str, str]
+    model_config: dict[str, Any]
     device: str
     devices: Sequence[str]
     bucket_bytes: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from hybridengine.sharding.layout import LayoutError
@@ -45,7 +47,7 @@ def config_differences(trained: Mapping[str, Any], engine: Mapping[str, Any]) ->
     Keys that change neither the weights nor what generation computes are left out. None is a value
     only where it turns something off in the trained model: elsewhere it stands for a default.
     """
-    ours, theirs = (dict(_flatten(config)) for config in (trained, engine))
+    ours, theirs = plain_values(trained), plain_values(engine)
     by_length = any(
         key.endswith("rope_type") and value in _SCALED_BY_LENGTH for key, value in ours.items()
     )
@@ -78,14 +80,20 @@ def check_configuration(differences: Mapping[str, str]) -> None:
         )
 
 
+def plain_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return path → value as JSON has it, for a message; what JSON cannot hold is left out."""
+    values = {}
+    for path, value in _flatten(config):
+        with suppress(TypeError):
+            values[path] = json.loads(json.dumps(value))
+    return values
+
+
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of plain values and lists of them."""
     for key, value in config.items():
         if key in _DESCRIPTIVE:
             continue
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
-        elif value is None or isinstance(value, bool | int | float | str):
+        else:
             yield f"{prefix}{key}", value
-        elif isinstance(value, list | tuple):
-            yield f"{prefix}{key}", list(value)

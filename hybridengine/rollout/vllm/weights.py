@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 
 from hybridengine.reshard.errors import ReshardError
-from hybridengine.reshard.plan.configuration import config_differences, in_words
+from hybridengine.reshard.plan.configuration import config_differences, in_words, plain_values
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import VLLM_NAME, quantizes_at_load
 from hybridengine.rollout.vllm.record import record_engine_layout
@@ -43,9 +43,8 @@ class ModelWeights(WeightTarget):
         self.tp_rank = get_tensor_model_parallel_rank()
         self.dtype = config.model_config.dtype
         self.optional_parameters = optional_parameters(checkpoint)
-        self.config_differences = config_differences(
-            checkpoint.config, config.model_config.hf_config.to_dict()
-        )
+        self.model_config = plain_values(config.model_config.hf_config.to_dict())
+        self.config_differences = config_differences(checkpoint.config, self.model_config)
         try:
             self.layout = record_engine_layout(config, checkpoint, self.dtype)
         except LayoutError as error:
