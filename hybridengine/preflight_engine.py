@@ -17,7 +17,7 @@ from hybridengine.config import ConfigError, GRPOConfig
 from hybridengine.model.validation import longest_sequence
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES, prepare_environment
-from hybridengine.rollout.vllm.options import check_engine_options
+from hybridengine.rollout.vllm.options import check_engine_options, check_plugins
 from hybridengine.trainer.build import engine_name
 
 
@@ -76,6 +76,7 @@ def check_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
             "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
         )
     prepare_environment()
+    check_plugins()
     check_head_size(model)
     if rollout.engine_kwargs.vllm:
         try:

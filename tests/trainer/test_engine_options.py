@@ -7,11 +7,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from hybridengine.config import ConfigError, load_config
+from hybridengine.preflight_engine import check_engine
 from hybridengine.rollout.vllm import engine as vllm
 from hybridengine.rollout.vllm import options
-from hybridengine.rollout.vllm.options import check_engine_options
+from hybridengine.rollout.vllm.options import check_engine_options, check_plugins
 from hybridengine.trainer.build import build_engine
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_tiny, tiny_config
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 from vllm.engine.arg_utils import EngineArgs
@@ -41,6 +42,24 @@ def test_an_argument_that_is_in_no_table(monkeypatch):
     monkeypatch.setattr(options, "ALLOWED", options.ALLOWED - {"block_size"})
     with pytest.raises(ValueError, match="block_size is not examined, an argument of vLLM"):
         check_engine_options({"block_size": 32})
+
+
+def test_logits_processors_of_installed_packages_are_refused(tmp_path, monkeypatch):
+    check_plugins()
+    metadata = tmp_path / "biases-1.dist-info"
+    metadata.mkdir()
+    entry = "three = no_such_module:Three"  # which is never imported
+    (metadata / "entry_points.txt").write_text(f"[vllm.logits_processors]\n{entry}\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: biases\nVersion: 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = "logits processors 'three' of biases .*uninstall"
+    with pytest.raises(ConfigError, match=message):
+        build(tmp_path / "model")
+    needed = ["model.path=m", "data.train_files=t.jsonl", "rollout.name=vllm"]
+    lengths = ["data.max_prompt_length=8", "data.max_response_length=8"]
+    config = load_config(None, [*needed, *lengths])
+    with pytest.raises(ConfigError, match=message):
+        check_engine(config, tiny_config("llama"))
 
 
 def test_options_and_stop_texts_reach_the_engine(tmp_path, monkeypatch):

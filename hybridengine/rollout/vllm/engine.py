@@ -37,6 +37,7 @@ from hybridengine.rollout.vllm.environment import (
 from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
 from hybridengine.rollout.vllm.in_flight import refresh_caches, updates_between_steps
 from hybridengine.rollout.vllm.kept import record_kept_ids
+from hybridengine.rollout.vllm.options import check_plugins
 from hybridengine.rollout.vllm.post_load import writable_weights
 from hybridengine.rollout.vllm.quantized import quantization_options
 from hybridengine.rollout.vllm.seeds import request_generators, seeded
@@ -83,6 +84,7 @@ class VllmEngine(VllmWeights, RolloutEngine):
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
         prepare_environment()
+        check_plugins()
         from vllm import LLM
 
         world_size = dist.get_world_size()

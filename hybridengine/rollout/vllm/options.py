@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib.metadata import entry_points
 from typing import Any
 
+from hybridengine.errors import ConfigError
 from hybridengine.rollout.vllm.environment import prepare_environment
 
 # Memory, speed, scheduling, caches, logs: responses and log-probs are those of the same model.
@@ -207,3 +209,17 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
             faults.append(f"{name} is no engine argument of vLLM {vllm.__version__}; {hint}")
     if faults:
         raise ValueError("; ".join(faults))
+
+
+def check_plugins() -> None:
+    """Raise ConfigError if installed packages add logits processors to every engine of vLLM."""
+    found = [
+        f"{entry.name!r} of {entry.dist.name if entry.dist else entry.value}"
+        for entry in entry_points(group="vllm.logits_processors")
+    ]
+    if found:
+        raise ConfigError(
+            f"vLLM loads the logits processors {', '.join(sorted(found))} from installed packages, "
+            "which would sample from another distribution than the one that is trained; uninstall "
+            "these packages, or set rollout.name=hf"
+        )
