@@ -16,7 +16,10 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 from transformers.utils import logging
 
 from hybridengine.errors import ModelError, located
@@ -35,8 +38,9 @@ def check_model(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
     seconds, unless the model is in the local cache.
 
     Raises:
-        ModelError: the path does not exist, has no weights or is not a causal language model, or
-            the model cannot run packed (recurrent layers, attention outside AttentionInterface).
+        ModelError: the path does not exist, has no weights or is not a causal language model of
+            text alone, or the model cannot run packed (recurrent layers, attention outside
+            AttentionInterface).
     """
     local = Path(path)
     if local.is_dir():
@@ -209,6 +213,14 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_config(path: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        text = config.get_text_config()
+        is_model = text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = text.model_type if is_model else "qwen3"
+        raise ModelError(
+            f"model {path!r} ({config.model_type}) also takes images, video or audio, and only "
+            f"text is supported yet; use a model of text alone, such as one of type {kind!r}"
+        )
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (remote and trust_remote_code):
         hint = "; set trust_remote_code to run its own code" if remote else ""

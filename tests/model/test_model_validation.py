@@ -5,7 +5,16 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, FalconConfig, GptOssConfig, Qwen3NextConfig, T5Config
+from transformers import (
+    AutoConfig,
+    FalconConfig,
+    Gemma3Config,
+    GptOssConfig,
+    Phi4MultimodalConfig,
+    Qwen2_5_VLConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
 
 from hybridengine.errors import ModelError
 from hybridengine.model.validation import check_model, shared_prefix_obstacle
@@ -96,6 +105,9 @@ def test_broken_config(folder, tmp_path):
         (T5Config(), r"\(t5\) is not a causal language model"),
         (FalconConfig(), r"FalconForCausalLM\) does not call its attention"),
         (Qwen3NextConfig(), r"layers of type \['linear_attention'\]"),
+        (Gemma3Config(), r"\(gemma3\) also takes images, .* such as one of type 'gemma3_text'"),
+        (Qwen2_5_VLConfig(), r"\(qwen2_5_vl\) also takes images, .* such as one of type 'qwen3'"),
+        (Phi4MultimodalConfig(), r"\(phi4_multimodal\) also takes images, .* 'qwen3'"),
     ],
 )
 def test_models_that_cannot_run(folder, tmp_path, config, message):
