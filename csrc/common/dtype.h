@@ -59,7 +59,8 @@ HE_HOST_DEVICE float to_float(f16 value) {
   const uint32_t magnitude = value.bits & 0x7FFFu;
   // Multiplying by 2^112 rebiases the exponent and is exact for subnormals too.
   float result = float_of(magnitude << 13) * float_of(0x77800000u);
-  if (magnitude >= 0x7C00u) result = float_of(0x7F800000u | (magnitude << 13));
+  const uint32_t quiet = magnitude > 0x7C00u ? 0x00400000u : 0u;  // as F16C
+  if (magnitude >= 0x7C00u) result = float_of(0x7F800000u | (magnitude << 13) | quiet);
   return float_of(bits_of(result) | sign);
 #endif
 }
@@ -77,8 +78,8 @@ HE_HOST_DEVICE bf16 to_bf16(float value) {
 #endif
 }
 
-// Round to nearest even, subnormals included; NaN becomes a quiet NaN (on the CPU 0x7E00 with the
-// sign kept).
+// Round to nearest even, subnormals included; NaN becomes a quiet NaN, on the CPU with the sign and
+// the upper bits of its payload, as F16C and torch's own cast keep them.
 HE_HOST_DEVICE f16 to_f16(float value) {
 #ifdef __CUDA_ARCH__
   f16 rounded;
@@ -88,7 +89,9 @@ HE_HOST_DEVICE f16 to_f16(float value) {
   const uint32_t bits = bits_of(value);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude > 0x7F800000u) return f16{static_cast<uint16_t>(sign | 0x7E00u)};
+  if (magnitude > 0x7F800000u) {
+    return f16{static_cast<uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x1FFu))};
+  }
   if (magnitude >= 0x477FF000u) return f16{static_cast<uint16_t>(sign | 0x7C00u)};
   if (magnitude < 0x38800000u) {
     // Adding 0.5 lets the float adder do the subnormal rounding.

@@ -97,6 +97,45 @@ def test_casts_are_torchs(src_dtype, dst_dtype, device):
         assert torch.equal(expected_part, got_part)
 
 
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("src_dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_nan_keeps_its_payload_in_float16(src_dtype, stride):
+    """In vectors, in what remains after them, and strided; also torch's own cast, given F16C."""
+    patterns = torch.arange(1, 1024, dtype=torch.int32) << 13
+    patterns = torch.cat([patterns, patterns - 1, patterns[:9] >> 9]) | 0x7F800000
+    patterns = torch.cat([patterns, patterns | -(2**31)])
+    source = patterns.view(torch.float32).to(src_dtype).repeat_interleave(stride)
+    assert source.isnan().all()
+    kept = source[::stride].float().view(torch.int32)
+    expected = ((kept >> 16) & 0x8000) | 0x7E00 | ((kept >> 13) & 0x1FF)
+    destination = torch.zeros(len(kept), dtype=torch.float16)
+    table = torch.tensor([row(0, 0, 0, 0, [len(kept)], [stride], [1])])
+    strided_copy([source], [destination], table)
+    assert torch.equal(destination.view(torch.int16), expected.short())
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        assert torch.equal(source[::stride].half().view(torch.int16), expected.short())
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("dst_dtype", [torch.float32, torch.float64])
+def test_nan_of_float16_keeps_its_payload(dst_dtype, stride):
+    """It becomes quiet. Torch's own cast gives several values, by the layout of the tensor."""
+    patterns = torch.arange(0x7C01, 0x8000, dtype=torch.int32)
+    patterns = torch.cat([patterns, patterns - 0x8000]).repeat_interleave(stride)
+    kept = patterns[::stride]
+    expected = (kept & -(2**31)) | 0x7FC00000 | ((kept & 0x3FF) << 13)
+    destination = torch.zeros(len(kept), dtype=dst_dtype)
+    table = torch.tensor([row(0, 0, 0, 0, [len(kept)], [stride], [1])])
+    strided_copy([patterns.short().view(torch.float16)], [destination], table)
+    got, wanted = (
+        destination.view(torch.int64 if dst_dtype.itemsize == 8 else torch.int32),
+        expected,
+    )
+    if dst_dtype == torch.float64:
+        wanted = expected.view(torch.float32).double().view(torch.int64)
+    assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (torch.int8, torch.bool, torch.int32, torch.float8_e4m3fn))
 def test_other_dtypes_copy_their_bytes(dtype, device):
