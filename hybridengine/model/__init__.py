@@ -22,7 +22,7 @@ from hybridengine.model.lora import (
     check_target_modules,
 )
 from hybridengine.model.offload import on_device
-from hybridengine.model.optim import Optimizer
+from hybridengine.model.optim import Optimizer, SkippedUpdate
 from hybridengine.model.parameters import parameter_shards
 from hybridengine.model.validation import check_sequence_parallel
 
@@ -31,6 +31,7 @@ __all__ = [
     "Optimizer",
     "PackedBatch",
     "SavedWork",
+    "SkippedUpdate",
     "accepts_head_function",
     "adapter_shards",
     "adapters_disabled",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
@@ -23,6 +26,25 @@ _INITIAL_LOSS_SCALE = 2.0**16
 _GROWTH_INTERVAL = 400
 
 
+@dataclass(frozen=True)
+class SkippedUpdate:
+    """An update that was not made.
+
+    norm: of the gradients.
+    loss: summed over all ranks; 0 where it was not observed.
+    num_nonfinite: outputs of the model (log-probs, values) that are NaN or infinite.
+    """
+
+    norm: float
+    loss: float
+    num_nonfinite: int
+
+    @property
+    def is_overflow(self) -> bool:
+        """Whether the gradients alone are not finite, as with a loss scale that is too large."""
+        return math.isfinite(self.loss)
+
+
 class Optimizer:
     """AdamW with a learning-rate schedule; as in verl, all parameters have weight decay.
 
@@ -35,8 +57,9 @@ class Optimizer:
     offload: keep Adam's moments on the device during `step()` only. To read them at another time,
     use `with optimizer.offloader.on_device()`.
 
-    skipped_in_a_row: consecutive updates skipped because the gradient norm was not finite, not
-    counting those that only lower the loss scale of float16.
+    num_updates: updates up to now, skipped ones included.
+    skipped_in_a_row: consecutive updates skipped because loss or gradient norm were not finite.
+    failed_in_a_row: those of them that did not just lower the loss scale of float16.
     """
 
     def __init__(
@@ -67,51 +90,79 @@ class Optimizer:
         # The factor alone: LRScheduler warns if the first update is skipped.
         self._lr_factor: Callable[[int], float] = scheduler.lr_lambdas[0]
         self._lr = lr
-        self._num_steps = 0  # skipped updates count too
+        self.num_updates = 0
         self.last_lr = 0.0
         self._param_dtype = str(param_dtype).removeprefix("torch.")
         self._scaling = param_dtype == torch.float16
         self.loss_scale = _INITIAL_LOSS_SCALE if self._scaling else 1.0
         self._steps_at_scale = 0
-        self.skipped_in_a_row = 0
-        self._skipped_norms: list[float] = []
+        self.skipped_in_a_row = self.failed_in_a_row = 0
+        self._skipped: list[SkippedUpdate] = []
+        self._observed: torch.Tensor | None = None  # [loss, outputs that are not finite]
         self.offloader = Offloader(self._moments, offload)
 
     def _moments(self) -> Iterable[torch.Tensor]:
         states = self.adamw.state.values()
         return (x for state in states for x in state.values() if isinstance(x, torch.Tensor))
 
+    def observe_loss(self, loss: torch.Tensor, outputs: torch.Tensor | None = None) -> None:
+        """Note this rank's part of the next update's loss; `step` skips one that is not finite.
+
+        loss: 0-d, not multiplied by `loss_scale`. outputs: what the loss was computed from, to name
+        the cause. All ranks observe losses, or none does.
+        """
+        count = loss.new_zeros(()) if outputs is None else (~outputs.isfinite()).sum()
+        part = torch.stack([loss.detach().double(), count.double()])
+        self._observed = part if self._observed is None else self._observed + part
+
+    def _take_observed(self) -> tuple[float, int]:
+        """Return (loss, outputs that are not finite) of this update over all ranks. Collective."""
+        observed, self._observed = self._observed, None
+        if observed is None:
+            return 0.0, 0
+        if dist.is_initialized():
+            dist.all_reduce(observed)
+        loss, count = observed.tolist()
+        return loss, int(count)
+
     def step(self, max_norm: float) -> torch.Tensor:
         """Clip, update, advance the schedule, clear the gradients; return the norm before clipping.
 
-        An update whose gradient norm is not finite is skipped: weights and moments stay unchanged.
+        An update whose gradient norm or observed loss is not finite is skipped: weights and moments
+        stay unchanged. Collective.
         """
         norm, factor = clip_factor(self.parameters, max_norm, self.loss_scale)
-        self.last_lr = self._lr * self._lr_factor(self._num_steps)
+        self.last_lr = self._lr * self._lr_factor(self.num_updates)
         for group in self.adamw.param_groups:
             group["lr"] = self.last_lr
-        finite = bool(norm.isfinite())
-        if finite:
+        loss, num_nonfinite = self._take_observed()
+        if math.isfinite(loss) and bool(norm.isfinite()):
             with self.offloader.on_device():
                 self.adamw.step(grad_factor=factor)
-            self.skipped_in_a_row = 0
-        else:
-            self._skipped_norms.append(float(norm))
-            self.skipped_in_a_row += self.loss_scale <= 1
-        if self._scaling:
-            self._steps_at_scale = self._steps_at_scale + 1 if finite else 0
-            if not finite:
-                self.loss_scale /= 2
-            elif self._steps_at_scale % _GROWTH_INTERVAL == 0:
+            self.skipped_in_a_row = self.failed_in_a_row = 0
+            self._steps_at_scale += self._scaling
+            if self._scaling and self._steps_at_scale % _GROWTH_INTERVAL == 0:
                 self.loss_scale *= 2
-        self._num_steps += 1
+        else:
+            self._skip(SkippedUpdate(float(norm), loss, num_nonfinite))
+        self.num_updates += 1
         self.adamw.zero_grad(set_to_none=True)
         return norm
 
-    def pop_skipped_norms(self) -> list[float]:
-        """Return the gradient norms of the updates skipped since the last call."""
-        norms, self._skipped_norms = self._skipped_norms, []
-        return norms
+    def _skip(self, update: SkippedUpdate) -> None:
+        """Count a skipped update; lower the loss scale where that may help the next one."""
+        lowers_scale = self._scaling and update.is_overflow
+        self._skipped.append(update)
+        self.skipped_in_a_row += 1
+        self.failed_in_a_row += not lowers_scale or self.loss_scale <= 1
+        self._steps_at_scale = 0
+        if lowers_scale:
+            self.loss_scale /= 2
+
+    def pop_skipped(self) -> list[SkippedUpdate]:
+        """Return the updates skipped since the last call."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
 
     def track_changes(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Begin to mark what changes of the named parameters, each in its engine's dtype."""
@@ -141,19 +192,23 @@ class Optimizer:
         return moments
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the schedule and the loss scale; for tensors see `moments`."""
+        """Return the counters and the loss scale; for tensors see `moments`."""
         return {
             "param_dtype": self._param_dtype,
-            "schedule_step": self._num_steps,
+            "schedule_step": self.num_updates,
             "loss_scale": self.loss_scale,
             "steps_at_scale": self._steps_at_scale,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "failed_in_a_row": self.failed_in_a_row,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("param_dtype", self._param_dtype) == self._param_dtype:
             self.loss_scale = state["loss_scale"]
             self._steps_at_scale = int(state["steps_at_scale"])
-        self._num_steps = int(state["schedule_step"])
+        self.num_updates = int(state["schedule_step"])
+        self.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
+        self.failed_in_a_row = int(state.get("failed_in_a_row", 0))
 
 
 @torch.no_grad()

@@ -66,11 +66,12 @@ class Session:
         self._mark, self.was_restarted = mark, mark is not None and mark.was_set
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = _device(link.role if link is not None else None)
-        self.step = 0
+        self._step = 0
         self._status, self._guard, self._signals = status, guard, signals
         self.was_stopped = False
         self._timings: dict[str, float] = {}
         self._phase: str | None = None
+        self._entered = "starting"  # the phase that messages name: also after its end
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     @property
@@ -83,6 +84,16 @@ class Session:
         if self.link is None:
             return self.world_size
         return self.link.roles.num_nodes * self.link.roles.ranks_per_node
+
+    @property
+    def step(self) -> int:
+        """The step that this rank works on; 0 before the first one."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self._record()
 
     @contextmanager
     def phase(self, name: str, *, absorbs: bool = False) -> Iterator[None]:
@@ -114,10 +125,15 @@ class Session:
             yield
 
     def _enter(self, phase: str) -> None:
-        if self._guard is not None:
-            self._guard.phase = f"phase {phase!r} of step {self.step}"
-        self._status.enter(phase, self.step)
+        self._entered = phase
+        self._record()
         self.on_phase(phase)
+
+    def _record(self) -> None:
+        """Bring phase and step to where messages of failures take them from."""
+        if self._guard is not None:
+            self._guard.phase = f"phase {self._entered!r} of step {self.step}"
+        self._status.enter(self._entered, self.step)
 
     def begin_run(self) -> None:
         """From now on the files in the run's folder are of this run, also after a restart."""

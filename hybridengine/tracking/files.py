@@ -48,6 +48,15 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
+def steps_of_summary(path: Path) -> int | None:
+    """Return how many steps the run of a summary had taken; None if there is no such file."""
+    try:
+        steps = json.loads(path.read_bytes())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
+
+
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary` as JSON; non-finite numbers become null."""
     clean = {

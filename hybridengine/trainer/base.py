@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,28 +29,19 @@ from hybridengine.checkpoint.run_dir import archive_earlier_run
 from hybridengine.checkpoint.tensors import RemotePart
 from hybridengine.config import JobConfig, config_to_yaml
 from hybridengine.data import PromptLoader
-from hybridengine.errors import ModelError
 from hybridengine.kernels import check_labels
 from hybridengine.model import SavedWork
 from hybridengine.runtime.all_ranks import broadcast_value, run_on_rank0
 from hybridengine.runtime.session import Session, run_rank
 from hybridengine.tracking.clock import RunClock
+from hybridengine.tracking.files import steps_of_summary
 from hybridengine.tracking.performance import FlopCounter, performance_metrics
 from hybridengine.trainer.callbacks import Callbacks
 from hybridengine.trainer.final import write_final
 from hybridengine.trainer.report import Reporter
-
-MAX_SKIPPED_UPDATES = 10  # in a row, for a gradient norm that is not finite; then the run fails
+from hybridengine.trainer.updates import UpdateCounts, UpdateLog
 
 ConfigT = TypeVar("ConfigT", bound=JobConfig)
-
-
-class SkippedUpdates(Protocol):
-    """What is read of an optimizer after a step: see `model.Optimizer`."""
-
-    skipped_in_a_row: int
-
-    def pop_skipped_norms(self) -> list[float]: ...
 
 
 class Trainer(ABC, Generic[ConfigT]):
@@ -67,7 +58,7 @@ class Trainer(ABC, Generic[ConfigT]):
     val: Sequence[Any] | None
     model: Any
     checkpoints: Checkpointer
-    optimizers: Mapping[str, SkippedUpdates]
+    optimizers: Mapping[str, UpdateCounts]
     callbacks = Callbacks()
     epochs_per_step = 1
     saved = SavedWork()
@@ -78,6 +69,7 @@ class Trainer(ABC, Generic[ConfigT]):
         self.dir = Path(config.trainer.default_local_dir)
         self.rollout_dir = self.dir / "rollouts"
         self._first = self.steps_done = 0  # before this start of the run, and up to now
+        self.updates = UpdateLog()
 
     @classmethod
     def run(cls, config: ConfigT) -> int:
@@ -139,10 +131,13 @@ class Trainer(ABC, Generic[ConfigT]):
     def state_dict(self) -> dict[str, Any]:
         """Return what the summary of a resumed run needs to know of the earlier part."""
         parts = self.clock.seconds()
-        return {"seconds": sum(parts.values()), "timing_s": parts}
+        seconds = {"seconds": sum(parts.values()), "timing_s": parts}
+        return {**seconds, "updates": self.updates.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.clock.add(state.get("timing_s", {"other": state["seconds"]}))
+        if "updates" in state:
+            self.updates.load_state_dict(state["updates"])
 
     def build_checkpoints(
         self,
@@ -239,7 +234,8 @@ class Trainer(ABC, Generic[ConfigT]):
     def _was_finished(self, resumed: SavedCheckpoint | None) -> bool:
         """Return, and print, whether an earlier run in this folder took the last step."""
         is_own = resumed is not None and resumed.path.resolve().parent == self.dir.resolve()
-        complete = (self.dir / "final").is_dir() and (self.dir / "summary.json").is_file()
+        of_summary = steps_of_summary(self.dir / "summary.json")  # an earlier part may have ended
+        complete = (self.dir / "final").is_dir() and of_summary == self._first
         finished = broadcast_value(is_own and complete and self._first >= self.steps, bool)
         if finished and self.session.is_main:
             print(
@@ -280,30 +276,12 @@ class Trainer(ABC, Generic[ConfigT]):
         metrics["timing_s/step"] = seconds
         metrics["perf/shared_tokens_saved"] = self.saved.tokens
         metrics |= performance_metrics(sum(lengths), seconds, session.num_ranks, session.device)
-        skipped = {
-            name: optimizer.pop_skipped_norms() for name, optimizer in self.optimizers.items()
-        }
-        metrics |= {f"{name}/skipped_updates": len(norms) for name, norms in skipped.items()}
+        self.updates.take(step, self.optimizers)
+        metrics |= self.updates.metrics
         self.report.log(step, metrics)
-        for name, norms in skipped.items():
-            self._report_skipped(step, name, norms)
+        self.updates.report(step, self.optimizers, self.report.print)
         self.callbacks.call("on_step_end", step, metrics)
         return metrics
-
-    def _report_skipped(self, step: int, name: str, norms: Sequence[float]) -> None:
-        """Warn of skipped updates; raise ModelError, on every rank, after too many in a row."""
-        for norm in norms:
-            self.report.print(
-                f"warning: step {step}: the gradient norm of {name} is {norm}; this update was "
-                "skipped, and the weights are unchanged"
-            )
-        in_a_row = self.optimizers[name].skipped_in_a_row
-        if in_a_row >= MAX_SKIPPED_UPDATES:
-            raise ModelError(
-                f"the gradient norm of {name} was not finite in {in_a_row} updates in a row (last "
-                f"{norms[-1]}, step {step}), all of which were skipped; lower the learning rate, "
-                "or check rewards and data, and resume from the newest checkpoint"
-            )
 
     def run_validation(self, step: int) -> tuple[float | None, dict[str, float]]:
         """Validate and log; return (score, metrics), (None, {}) without validation data."""
@@ -369,6 +347,7 @@ class Trainer(ABC, Generic[ConfigT]):
         session = self.session
         if session.was_stopped:
             return
+        session.step = self.steps_done  # also where none was left to run
         write_final(self)
         with session.phase("summary"):
             self.report.draw()

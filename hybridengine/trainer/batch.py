@@ -320,8 +320,12 @@ class DataParallel:
         dist.all_reduce(gathered, group=self.group)  # exact: one replica's value plus zeros
         return gathered, is_own
 
-    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """Run the backward of a micro-batch's part of a mean over all ranks."""
+    def backward(self, loss: Tensor, optimizer: Optimizer, outputs: Tensor | None = None) -> None:
+        """Run the backward of a micro-batch's part of a mean over all ranks.
+
+        outputs: of the model, see `Optimizer.observe_loss`.
+        """
+        optimizer.observe_loss(loss, outputs)
         (loss * self.grad_scale(optimizer)).backward()
 
     def grad_scale(self, optimizer: Optimizer) -> float:

@@ -1,7 +1,8 @@
 """The last checkpoint of a run and `final/`, the trained model as a Hugging Face folder.
 
 The checkpoint is written first, so that a failed export loses no training. A run that asked for no
-checkpoints removes it after the export.
+checkpoints removes it after the export. A run whose last updates were all skipped has failed: it
+keeps its checkpoint and exports no model.
 """
 
 from __future__ import annotations
@@ -24,20 +25,29 @@ def write_final(run: Trainer[Any]) -> None:
     """Save the last checkpoint, then export the model; collective.
 
     Raises:
-        ModelError: the export failed; the message names the checkpoint.
+        ModelError: the last updates were all skipped, or the export failed; the message names the
+            checkpoint.
         CheckpointError: the model is exported, but a checkpoint that was asked for failed.
     """
     saved: Path | None = None
+    failure = run.updates.failure(run.optimizers)
     wants_checkpoints = run.config.trainer.save_freq > 0
     is_first = broadcast_value(not find_checkpoints(run.dir), bool)
     try:
         saved = _save_last(run)
     except CheckpointError as error:
+        if failure is not None:
+            raise ModelError(f"{failure}; {error}") from error
         run.report.print(f"warning: {error}; the model is exported without a checkpoint")
         _export(run, saved)
         if wants_checkpoints:
             raise
     else:
+        if failure is not None:
+            raise ModelError(
+                f"{failure}; the state is in {saved}, final/ was not written: `hybridengine export "
+                f"{saved} --out {run.dir / 'final'}` exports these weights"
+            )
         _export(run, saved)
         if is_first and not wants_checkpoints and run.session.is_main:
             remove_folder(saved)

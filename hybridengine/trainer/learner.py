@@ -44,7 +44,7 @@ class Learner(ABC):
         counts = self._dp.num_trained(batch, mini_batch)
         for micro_batch in mini_batch.micro_batches:
             loss, metrics, output = self.micro_batch_loss(batch, micro_batch, *counts)
-            self._dp.backward(loss, self.optimizer)
+            self._dp.backward(loss, self.optimizer, output)
             parts.append(metrics)
             outputs.append(output.detach())
         metrics = self._dp.reduce_metrics(parts)

@@ -34,7 +34,7 @@ from hybridengine.runtime.roles import Roles
 from hybridengine.runtime.session import Session, run_rank
 from hybridengine.trainer.advantages import compute_advantages, compute_rewards
 from hybridengine.trainer.algorithms import NEEDS, KLController, uses_critic
-from hybridengine.trainer.base import SkippedUpdates, Trainer
+from hybridengine.trainer.base import Trainer
 from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.build import load_data
 from hybridengine.trainer.build_models import build_actor, build_critic, build_reward_model
@@ -48,6 +48,7 @@ from hybridengine.trainer.rollout_files import rollout_file, texts_on_rank0
 from hybridengine.trainer.rollout_source import ColocatedRollouts, RolloutSource
 from hybridengine.trainer.rollouts import Rollouts, format_rollout, select_groups
 from hybridengine.trainer.shared_prefix import build_data_parallel
+from hybridengine.trainer.updates import UpdateCounts
 from hybridengine.trainer.validation import Problem, ValidationHistory, problems_of
 
 _NUM_PRINTED = 3  # scored samples on the screen
@@ -103,7 +104,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
             self.kl = states["kl"] = KLController(schedule, schedule.kl_coef, self.steps)
         if config.schedules_kl_loss:
             states["kl_loss"] = self.actor.kl
-        optimizers: dict[str, SkippedUpdates] = {n: x.optimizer for n, x in trained.items()}
+        optimizers: dict[str, UpdateCounts] = {n: x.optimizer for n, x in trained.items()}
         if remote is not None:
             remote.wait_until_built()
             optimizers["critic"] = states["critic.optimizer"] = remote.optimizer

@@ -1,5 +1,7 @@
 """The learning-rate schedules, and updates that are skipped."""
 
+import math
+
 import pytest
 import torch
 
@@ -35,3 +37,54 @@ def test_unknown_schedule_and_skipped_update():
     (model(torch.ones(1, 2)).sum() * torch.inf).backward()
     assert not optimizer.step(1.0).isfinite()
     assert torch.equal(model.weight, before) and model.weight.grad is None
+
+
+class Training:
+    """A linear model with an update that is finite, overflows, or has a loss that is not finite."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.optimizer = Optimizer(self.model, lr=1.0, total_steps=99, param_dtype=dtype)
+
+    def update(self, loss: float = 1.0, gradient: float = 1.0) -> bool:
+        """Return whether the weights have changed."""
+        before = self.model.weight.detach().clone()
+        outputs = self.model(torch.ones(1, 2))
+        for part in (1.0, loss):  # of two micro-batches
+            scaled = outputs * (1.0 if math.isfinite(part) else part)
+            self.optimizer.observe_loss(torch.tensor(part), scaled)
+        (outputs.sum() * gradient).backward()
+        self.optimizer.step(1.0)
+        return not torch.equal(self.model.weight, before)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.optimizer.skipped_in_a_row, self.optimizer.failed_in_a_row
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_an_update_with_a_loss_that_is_not_finite_is_skipped_and_named(loss):
+    training = Training(torch.float32)
+    assert training.update()
+    assert not training.update(loss=loss) and training.counts == (1, 1)
+    [skipped] = training.optimizer.pop_skipped()
+    assert skipped.loss == loss or (math.isnan(skipped.loss) and math.isnan(loss))
+    assert math.isfinite(skipped.norm) and skipped.num_nonfinite == 2 and not skipped.is_overflow
+    assert training.update() and training.counts == (0, 0), "what was observed is forgotten"
+    assert training.optimizer.pop_skipped() == []
+
+
+def test_only_an_overflow_of_gradients_lowers_the_loss_scale():
+    training = Training(torch.float16)
+    scale = training.optimizer.loss_scale
+    assert not training.update(loss=math.nan)
+    assert training.optimizer.loss_scale == scale and training.counts == (1, 1)
+    assert not training.update(gradient=math.inf)
+    assert training.optimizer.loss_scale == scale / 2 and training.counts == (2, 1)
+    assert [update.is_overflow for update in training.optimizer.pop_skipped()] == [False, True]
+    training.optimizer.loss_scale = 1.0
+    assert not training.update(gradient=math.inf) and training.counts == (3, 2)
+    resumed = Training(torch.float16)
+    resumed.optimizer.load_state_dict(training.optimizer.state_dict())
+    assert resumed.counts == (3, 2) and resumed.optimizer.num_updates == 3
+    assert not Training(torch.float32).update(gradient=math.inf)

@@ -49,3 +49,19 @@ def test_a_phase_inside_another_one_interrupts_it(
             with rank.phase("gen"):
                 now += 1000
     assert rank.take_timings() == {"step": 1, "gen": 7, "testing": 1100}
+
+
+def test_a_step_that_begins_outside_a_phase_is_named_at_once(world: None) -> None:
+    places = list[tuple[str, int]]()
+
+    class Status:
+        def enter(self, phase: str, step: int) -> None:
+            places.append((phase, step))
+
+    guard = SimpleNamespace(phase="")
+    rank = session.Session(Status(), guard)  # type: ignore[arg-type]
+    with rank.phase("wait_for_actor"):
+        pass
+    rank.step = 7
+    assert places[-1] == ("wait_for_actor", 7) and rank.step == 7
+    assert guard.phase == "phase 'wait_for_actor' of step 7"

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import pytest
 import torch
 
 from hybridengine.trainer import sft
-from tests.ranks import run_ranks
-from tests.trainer.sft_job import start_run, write_sft_job
+from tests.ranks import message_of, run_ranks
+from tests.trainer.sft_job import sft_settings, start_run, write_sft_job
 
 pytestmark = pytest.mark.multirank
 
@@ -139,9 +141,11 @@ def test_resumed_finished_and_new_runs(tmp_path: Path) -> None:
     assert modes == {(folder / "plain").stat().st_mode & 0o777}
 
 
-def diverge(rank: int, world_size: int, folder: Path, bad_steps: set[int]) -> tuple[str, bool]:
+def diverge(
+    rank: int, world_size: int, folder: Path, bad_steps: set[int], steps: int = 14
+) -> tuple[str, bool]:
     """Return the error or "", and whether the weights are unchanged."""
-    run = start_run(rank, world_size, folder, **{"trainer.total_training_steps": 14})
+    run = start_run(rank, world_size, folder, **{"trainer.total_training_steps": steps})
     before = [p.full_tensor().detach().clone() for p in run.model.parameters()]
     loss_of = sft.packed_cross_entropy
     sft.packed_cross_entropy = lambda *arguments: (
@@ -164,13 +168,81 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_updates_that_are_not_finite_are_counted_and_end_the_run(tmp_path: Path) -> None:
     folder = write_sft_job(tmp_path)
     for message, unchanged in run_ranks(diverge, 2, folder, set(range(1, 15))):
-        assert "was not finite in 10 updates in a row (last nan, step 10)" in message
+        assert "of train were not finite in 10 updates in a row, since step 1, " in message
+        assert "in step 10 the loss of train is nan" in message
         assert unchanged
     assert [row["train/skipped_updates"] for row in rows_of(folder)] == [1] * 10
     [(message, unchanged)] = run_ranks(diverge, 1, folder, {2, 3, 9})
     assert message == "" and not unchanged
     skipped = [row["step"] for row in rows_of(folder) if row["train/skipped_updates"]]
     assert skipped == [2, 3, 9]
+
+
+def test_a_run_whose_last_updates_were_skipped_fails_and_keeps_its_state(tmp_path: Path) -> None:
+    folder = write_sft_job(tmp_path)
+    saved, final = folder / "run" / "global_step_6", folder / "run" / "final"
+    for start in range(2):  # the second one has no step left
+        for message, _ in run_ranks(diverge, 2, folder, {2, 5, 6}, 6):
+            assert message.startswith(
+                "the last 2 updates of train, since step 5, were all skipped (the loss of train is "
+                "nan)"
+            ), (start, message)
+            assert f"`hybridengine export {saved} --out {final}`" in message
+        assert (saved / "complete.json").is_file()
+        assert not final.exists() and not (folder / "run" / "summary.json").exists()
+    assert run_ranks(diverge, 1, folder, {7}, 8) == [("", False)], "a later update was made"
+    assert final.is_dir()
+    message, _ = run_ranks(diverge, 1, folder, {9, 10}, 10)[0]
+    assert message.startswith("the last 2 updates of train, since step 9, ")
+    message, _ = run_ranks(diverge, 1, folder, set(), 10)[0]
+    assert message.startswith("the last 2 updates"), "final/ is of an earlier part of the run"
+
+
+@pytest.mark.parametrize(
+    ("bad_steps", "steps", "fails"), [({14}, 14, False), ({1}, 1, True), ({1}, 2, False)]
+)
+def test_one_skipped_update_is_not_a_failure_unless_it_is_all(
+    tmp_path: Path, bad_steps: set[int], steps: int, fails: bool
+) -> None:
+    [(message, _)] = run_ranks(diverge, 1, write_sft_job(tmp_path), bad_steps, steps)
+    assert message.startswith("the last update of train, since step 1, " if fails else ""), message
+    assert (tmp_path / "run" / "final").exists() != fails
+
+
+def train_half(rank: int, world_size: int, folder: Path, steps: int) -> tuple[str, str, float]:
+    """Return the error of a float16 run that diverges, its output and its last loss scale."""
+    more = {"optim.lr": 10.0, "model.fsdp_config.dtype": "float16",
+            "trainer.logger": "[jsonl,console]"}  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run = start_run(rank, world_size, folder, **more, **{"trainer.total_training_steps": steps})
+        message = message_of(run.train)
+    return message, printed.getvalue(), run.optimizer.loss_scale
+
+
+@pytest.mark.parametrize(("steps", "words"), [(14, "in 10 updates in a row"), (8, "the last ")])
+def test_a_run_that_diverges_in_float16_fails(tmp_path: Path, steps: int, words: str) -> None:
+    """The loss is NaN, whatever its scale is: this is no overflow of the gradients."""
+    [(message, printed, scale)] = run_ranks(train_half, 1, write_sft_job(tmp_path), steps)
+    assert message.startswith("ModelError: ") and words in message and "since step" in message
+    assert "the loss of train is " in message
+    assert "warning: step 2: the loss of train is " in printed, printed
+    assert scale == 2.0**16
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_the_launcher_reports_a_run_that_diverged_as_failed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    more = {"optim.lr": 10.0, "model.fsdp_config.dtype": "float16",
+            "trainer.total_training_steps": 5}  # fmt: skip
+    settings = sft_settings(write_sft_job(tmp_path), **more)
+    command = [sys.executable, "-m", "hybridengine.cli", "sft", tmp_path / "config.yaml", *settings]
+    run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=240)
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode == 1, run.stderr
+    assert last.startswith("error: rank 0 (pid ") and " of step 5: " in last, run.stderr
+    assert "of train, since step " in last and "lower the learning rate" in last
+    assert (tmp_path / "run" / "global_step_5" / "complete.json").is_file()
+    assert not (tmp_path / "run" / "final").exists()
 
 
 def load_nan(rank: int, world_size: int, folder: Path) -> str:

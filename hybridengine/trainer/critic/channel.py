@@ -22,6 +22,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from hybridengine.config import GRPOConfig
+from hybridengine.model import SkippedUpdate
 from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.roles import Link
@@ -79,14 +80,13 @@ Command = TrainStep | SaveTensors | LoadTensors | End
 class StepReport(Struct):
     """What the critic reports after its update.
 
-    seconds: by phase, without waiting. skipped_norms: of updates skipped in this step. num_bytes:
-    of its tensors in a checkpoint. signal: number of a stop signal to its first rank.
+    seconds: by phase, without waiting. skipped: updates of this step. num_bytes: of its tensors in
+    a checkpoint. signal: number of a stop signal to its first rank.
     """
 
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
-    skipped_norms: Sequence[float]
-    skipped_in_a_row: int
+    skipped: Sequence[SkippedUpdate]
     optimizer_state: Mapping[str, Any]
     num_bytes: int
     signal: int

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridengine.checkpoint import CheckpointError
 from hybridengine.config import GRPOConfig
+from hybridengine.model import SkippedUpdate
 from hybridengine.runtime.polling import wait_for
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.batch import MiniBatch, RolloutBatch
@@ -39,19 +40,29 @@ class RemoteOptimizer:
     """What the critic's ranks last reported of their optimizer."""
 
     def __init__(self) -> None:
-        self.skipped_in_a_row = 0
-        self._skipped_norms: list[float] = []
+        self._skipped: list[SkippedUpdate] = []
         self._state: Mapping[str, Any] = {}
 
+    @property
+    def num_updates(self) -> int:
+        return int(self._state["schedule_step"])
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        return int(self._state.get("skipped_in_a_row", 0))
+
+    @property
+    def failed_in_a_row(self) -> int:
+        return int(self._state.get("failed_in_a_row", 0))
+
     def report(self, report: StepReport) -> None:
-        self.skipped_in_a_row = report.skipped_in_a_row
-        self._skipped_norms += report.skipped_norms
+        self._skipped += report.skipped
         self._state = report.optimizer_state
 
-    def pop_skipped_norms(self) -> list[float]:
-        """Return the gradient norms of updates skipped since the last call."""
-        norms, self._skipped_norms = self._skipped_norms, []
-        return norms
+    def pop_skipped(self) -> list[SkippedUpdate]:
+        """Return the updates skipped since the last call."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._state)

@@ -110,8 +110,7 @@ class CriticWorker:
             StepReport(
                 metrics,
                 seconds,
-                optimizer.pop_skipped_norms(),
-                optimizer.skipped_in_a_row,
+                optimizer.pop_skipped(),
                 optimizer.state_dict(),
                 self._tensors.num_bytes,
                 self._session.requested_signal,
