@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -13,7 +14,8 @@ from hybridengine.config import ConfigError, load_config
 from hybridengine.preflight import check_grpo
 from hybridengine.runtime.roles import Role, Roles
 from hybridengine.runtime.session import EXIT_STOPPED
-from tests.ranks import message_of, run_ranks
+from hybridengine.runtime.status import read_status
+from tests.ranks import Ranks, message_of, run_ranks
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
 from tests.trainer.sft_job import start_run, write_sft_job
@@ -194,6 +196,38 @@ def test_a_killed_critic_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert run.returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith(f"error: rank 1 (critic, pid {pid}) was killed by SIGKILL in"), output
+
+
+def fail_between_phases(rank: int, world_size: int, folder: Path, overrides: list[str]) -> None:
+    """One rank of a job whose critic fails where a step begins, with its report in a file."""
+    import torch.distributed as dist
+
+    from hybridengine.config import load_config
+    from hybridengine.trainer.batch import DataParallel
+    from hybridengine.trainer.rl import GRPOTrainer
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("at the beginning")
+
+    if rank == 1:
+        DataParallel.build_batch = fail
+    dist.barrier()
+    dist.destroy_process_group()
+    with (
+        (folder / f"stderr_{rank}").open("w") as printed,
+        contextlib.redirect_stderr(printed),
+        pytest.raises(RuntimeError),
+    ):
+        GRPOTrainer.run(load_config(None, overrides))
+
+
+def test_a_critic_that_fails_between_two_phases_names_its_step(tmp_path: Path) -> None:
+    overrides = overrides_of(tmp_path, small_job(tmp_path), "run", (*GAE, *APART))
+    with Ranks(fail_between_phases, 2, tmp_path, overrides) as ranks:
+        ranks.results_without(0)
+    printed = (tmp_path / "stderr_1").read_text()
+    assert "rank 1 failed in phase 'wait_for_actor' of step 1: RuntimeError: at the" in printed
+    assert read_status(tmp_path / "run")[1].step == 1
 
 
 def fail_to_save(rank: int, world_size: int, folder: Path) -> tuple[list[Any], str, list[str]]:
