@@ -62,9 +62,19 @@ def damage_arrivals(times: int) -> None:
 
 
 def trainer_body(
-    rank: int, world_size: int, port: int, last: int, wait_after: int, end_at: int, timeout_s: float
+    rank: int,
+    world_size: int,
+    port: int,
+    last: int,
+    wait_after: int,
+    end_at: int,
+    timeout_s: float,
+    end_by: int = signal.SIGKILL,
 ) -> dict:
-    """Sync versions 1 to `last`. wait_after: then wait for engine 1; end_at: rank 1 ends then."""
+    """Sync versions 1 to `last`. wait_after: then wait for engine 1.
+
+    end_at: rank 1 gets the signal `end_by` in that sync.
+    """
     store, full = link_store(port), values(UNEVEN)
     shards = {name: shard(t, mesh_of(world_size, 1), 0) for name, t in full.items()}
     sender = WeightSender(
@@ -76,7 +86,7 @@ def trainer_body(
         for tensor in shards.values():
             tensor.to_local().mul_(FACTORS.get(version, 2.0))
         if version == end_at and rank == 1:
-            signal_at_second_copy(signal.SIGKILL)
+            signal_at_second_copy(end_by)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -230,6 +240,24 @@ def test_a_stopped_rank_is_named_after_the_timeout_of_the_sync(side: str) -> Non
     }
     assert message.startswith("RankFailedError: "), message
     assert f"rank 0 stopped in {phase[side]}: rank 1 is stopped (SIGSTOP)" in message
+
+
+@pytest.mark.parametrize("over", ["groups", "relayed"])
+def test_a_trainer_that_stops_during_a_transfer_is_named(over: str) -> None:
+    """Within a few timeouts of the sync, where the process groups have hundreds of seconds."""
+    timeout_s = 10.0
+    with worlds(
+        (trainer_body, 2, 2, 0, 2, timeout_s, signal.SIGSTOP),
+        (engine_body, 1, 0, 2, timeout_s),
+        (engine_body, 1, 1, 2, timeout_s),
+        over=over,
+    ) as (_, trainers, *engines):
+        error = trainers.results_without(1)[0]["error"]
+        of_engines = [ranks.results()[0] for ranks in engines]
+    assert error.startswith("RankFailedError") and "rank 1 is stopped (SIGSTOP)" in error
+    for engine in of_engines:
+        assert (engine["versions"], engine["right"]) == ([1], [True])
+        assert "sync to weight version 2 did not finish" in engine["refused"]
 
 
 def test_damaged_bytes_are_sent_again_and_never_generated_from() -> None:

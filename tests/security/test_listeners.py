@@ -76,6 +76,12 @@ ALL_ROLES = (
     "critic.n_gpus_per_node=1",
     "algorithm.adv_estimator=gae",
 )
+VLLM = (
+    "rollout.name=vllm",
+    "rollout.tensor_model_parallel_size=2",
+    "rollout.kv_cache_gib=0.1",
+    "trainer.n_gpus_per_node=2",
+)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +89,7 @@ ALL_ROLES = (
     [
         pytest.param(ALL_ROLES, 3, id="roles"),
         pytest.param((), 2, id="sync", marks=pytest.mark.exhaustive),
+        pytest.param(VLLM, 2, id="vllm", marks=pytest.mark.exhaustive),
         pytest.param(
             ("trainer.mode=async", "rollout.n_gpus_per_node=1"),
             2,
