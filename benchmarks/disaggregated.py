@@ -157,5 +157,5 @@ def _engine(
     for _ in range(ROUNDS + 1):
         receiver.receive()
         for dtype in BASELINES.values():
-            engine.load_full(received(dtype))
+            engine.target.load_full(received(dtype))
             group.barrier().wait()

@@ -132,7 +132,7 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
         kv_cache_bytes=16 << 20,
         engine_options={"enforce_eager": True},
     )
-    sliced = engine.layout.sliced_dims(checkpoint.parameters)
+    sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
     fully_shard(
         model,
         mesh=init_device_mesh("cpu", (world_size,)),
@@ -149,7 +149,9 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     rest = sum(p.numel() for p in parameters.values()) - own
 
     def gather(dtype: torch.dtype) -> None:
-        engine.load_full((n, p.detach().to(dtype).full_tensor()) for n, p in parameters.items())
+        engine.target.load_full(
+            (n, p.detach().to(dtype).full_tensor()) for n, p in parameters.items()
+        )
 
     ways = {
         OURS: (lambda: resharder.sync(1), resharder.plan.bytes_received[rank]),

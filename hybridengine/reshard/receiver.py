@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,9 +32,7 @@ from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import one_line
 from hybridengine.sharding.adapter import Adapter, adapters_of_factors
 from hybridengine.sharding.layout import LayoutError
-
-if TYPE_CHECKING:
-    from hybridengine.sharding.weight_target import WeightTarget
+from hybridengine.sharding.weight_target import HasTarget, WeightTarget, target_of
 
 
 class WeightReceiver:
@@ -49,13 +46,18 @@ class WeightReceiver:
     """
 
     def __init__(
-        self, engine: WeightTarget, store: dist.Store, *, index: int, timeout_s: float = 300.0
+        self,
+        engine: WeightTarget | HasTarget,
+        store: dist.Store,
+        *,
+        index: int,
+        timeout_s: float = 300.0,
     ) -> None:
-        self.engine, self.index = engine, index
+        self.engine, self.index = target_of(engine), index
         self._store, self._timeout_s = SyncStore(store), timeout_s
-        self._device = next((t.device for t in engine.weights().values()), torch.device("cpu"))
+        self._device = next((t.device for t in self.engine.weights().values()), torch.device("cpu"))
         size = default_bucket_bytes(self._device)
-        self._rank = EngineRank(engine, self._store, index, timeout_s, size, self._device)
+        self._rank = EngineRank(self.engine, self._store, index, timeout_s, size, self._device)
         self._link: Link | None = None
         self._group_number = self._plan_number = 0
         self._engine_state: EngineState | None = None  # after the last sync

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -49,10 +48,7 @@ from hybridengine.sharding.adapter import Adapter, adapters_of_factors
 from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.layout import EngineLayout, LayoutError
 from hybridengine.sharding.shards import ShardSpec
-
-if TYPE_CHECKING:
-    from hybridengine.sharding.weight_target import WeightTarget
-
+from hybridengine.sharding.weight_target import HasTarget, WeightTarget, target_of
 
 _NEXT = -1  # in place of a version: the next one
 
@@ -84,7 +80,7 @@ class Resharder:
     def __init__(
         self,
         parameters: Callable[[], Parameters],
-        engine: WeightTarget,
+        engine: WeightTarget | HasTarget,
         bucket_bytes: int | None = None,
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         merge: bool = True,
@@ -93,7 +89,7 @@ class Resharder:
     ) -> None:
         check_mode(delta)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.engine = engine
+        self.engine = target = target_of(engine)
         self._trained = TrainedTensors(parameters, adapters, merge)
         self._guard = CollectiveGuard(self.rank, self.world_size)
         specs = run_on_all_ranks(partial(self._trained.read_specs, self.world_size), LayoutError)
@@ -103,7 +99,7 @@ class Resharder:
         self._progress = DeviceProgress(self._guard, self._device)
         defaults = all_gather_values(default_bucket_bytes(self._device), int)
         size = min(defaults) if bucket_bytes is None else bucket_bytes
-        self._layout = engine.layout.with_full_tensors(self._trained.factors)
+        self._layout = target.layout.with_full_tensors(self._trained.factors)
         layouts = self._gather_layouts()
         nodes = all_gather_values(self.rank // ranks_per_node(self.world_size), int)
         self.plan: ReshardPlan = run_on_all_ranks(
@@ -124,11 +120,11 @@ class Resharder:
         by_default = changes is not None or len(set(nodes)) > 1
         wanted = is_wanted(delta, by_default, self.plan)
         self._finder: ChangeFinder | None = None
-        if wanted and not self._trained.unmerged and not engine.discards_weights:
+        if wanted and not self._trained.unmerged and not target.discards_weights:
             context = RankContext(self.plan, self.rank, self._trained, self._guard)
             self._finder = ChangeFinder(context, delta, changes)
         frozen = any(spec.frozen for spec in specs.values())
-        self._writes_parts = (frozen or self._finder is not None) and not engine.discards_weights
+        self._writes_parts = (frozen or self._finder is not None) and not target.discards_weights
 
     # Planning
 

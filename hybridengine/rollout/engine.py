@@ -137,16 +137,18 @@ def local_random_state(seed: int) -> Iterator[None]:
         yield
 
 
-class RolloutEngine(WeightTarget):
+class RolloutEngine(ABC):
     """An inference engine whose weights the reshard writes in place.
 
-    tp_size: tensor-parallel size. replica, replicas: index and number of engines over all ranks
-    (ranks of one replica pass the same prompts to `generate`). dtype: of the weights. free_cache:
-    whether `sleep()` frees memory. wants_weights: whether it has lost its weights, and waits for
-    new ones. in_flight: how `generate` and `stream` take new weights; None: not before all requests
-    have finished.
+    target: the weights, None if they are in other processes. tp_size: tensor-parallel size.
+    tp_rank: rank in the tensor-parallel group. replica, replicas: index and number of engines over
+    all ranks (ranks of one replica pass the same prompts to `generate`). dtype: of the weights.
+    free_cache: whether `sleep()` frees memory. wants_weights: whether it has lost its weights, and
+    waits for new ones. in_flight: how `generate` and `stream` take new weights; None: not before
+    all requests have finished.
     """
 
+    target: WeightTarget | None = None
     tp_size: int
     tp_rank: int
     replica: int
@@ -211,13 +213,16 @@ class RolloutEngine(WeightTarget):
         """
         return value
 
+    @property
+    def weight_version(self) -> int | None:
+        """The version of the weights that it generates from, None before the first."""
+        return self.target.weight_version if self.target else None
+
     def _check_weights(self) -> None:
-        self.check_complete()
+        if self.target is not None:
+            self.target.check_complete()
         if self.weight_version is None:
             raise StaleWeightsError("the engine has no weights yet. Run sync() before generate().")
-
-    def _prepare_update(self) -> None:
-        self._wake("weights")
 
     def sleep(self) -> None:
         """Free device memory for the trainer, on a GPU without a copy of the weights.
@@ -228,16 +233,20 @@ class RolloutEngine(WeightTarget):
             self._suspend()
             self._asleep = ("weights", "kv_cache")
 
+    def wake_weights(self) -> None:
+        """Bring the weights back into memory, before an update."""
+        self._wake("weights")
+
     def _wake(self, *parts: str) -> None:
         for part in parts:
             if part in self._asleep:
                 self._resume(part)
         self._asleep = tuple(part for part in self._asleep if part not in parts)
 
-    def _suspend(self) -> None:
+    def _suspend(self) -> None:  # noqa: B027, optional
         """Free device memory; weights keep their addresses and, unless `discarded`, values."""
 
-    def _resume(self, part: str) -> None:
+    def _resume(self, part: str) -> None:  # noqa: B027, optional
         """Undo `_suspend` for "weights" or "kv_cache"."""
 
     @abstractmethod

@@ -40,6 +40,43 @@ from hybridengine.rollout.engine import (
 from hybridengine.rollout.kept import pack_kept
 from hybridengine.rollout.versions import first_tokens, join_runs
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError, identity_layout
+from hybridengine.sharding.weight_target import WeightTarget
+
+
+class HfWeights(WeightTarget):
+    """The weights of a transformers model on this rank."""
+
+    tp_rank = 0
+
+    def __init__(self, model: torch.nn.Module, config: Any, checkpoint: CheckpointLayout) -> None:
+        self._model = model
+        tensors = self._tensors()
+        self.optional_parameters = checkpoint.buffers
+        self.model_config = plain_values(config.to_dict())
+        self.config_differences = config_differences(checkpoint.config, self.model_config)
+        if extra := sorted(checkpoint.parameters.keys() - tensors.keys()):
+            raise LayoutError(
+                f"the engine's model has no parameter {extra[0]!r} (and {len(extra) - 1} more of "
+                "the trained model). Were both built from the same model?"
+                + in_words(self.config_differences)
+            )
+        self.layout = identity_layout({n: tensors[n] for n in checkpoint.parameters})
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: tensor.detach() for name, tensor in named}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        tensors = self._tensors()
+        return {name: tensors[name] for name in self.layout.destinations}
+
+    def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own_weights = self.weights()
+        for name, tensor in weights:
+            own_weights[name].copy_(tensor)
+
+    def _finish_update(self) -> None:
+        """Do nothing: generation caches nothing between calls."""
 
 
 class HfEngine(RolloutEngine):
@@ -73,33 +110,7 @@ class HfEngine(RolloutEngine):
         self.dtype = dtype
         self._stop_token_ids = list(stop_token_ids)
         self._max_num_seqs, self._tokenizer = max_num_seqs, tokenizer
-        tensors = self._tensors()
-        self.optional_parameters = checkpoint.buffers
-        self.model_config = plain_values(config.to_dict())
-        self.config_differences = config_differences(checkpoint.config, self.model_config)
-        if extra := sorted(checkpoint.parameters.keys() - tensors.keys()):
-            raise LayoutError(
-                f"the engine's model has no parameter {extra[0]!r} (and {len(extra) - 1} more of "
-                "the trained model). Were both built from the same model?"
-                + in_words(self.config_differences)
-            )
-        self.layout = identity_layout({n: tensors[n] for n in checkpoint.parameters})
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        named = (*self._model.named_parameters(), *self._model.named_buffers())
-        return {name: tensor.detach() for name, tensor in named}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        tensors = self._tensors()
-        return {name: tensors[name] for name in self.layout.destinations}
-
-    def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        own_weights = self.weights()
-        for name, tensor in weights:
-            own_weights[name].copy_(tensor)
-
-    def _finish_update(self) -> None:
-        """Do nothing: `generate` caches nothing between calls."""
+        self.target: HfWeights = HfWeights(self._model, config, checkpoint)
 
     def shutdown(self) -> None:
         del self._model

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,13 @@ def _of_state(field: str) -> Any:
         lambda target: getattr(target.state, field),
         lambda target, value: setattr(target.state, field, value),
     )
+
+
+class HasTarget(Protocol):
+    """An engine. target: its weights in this process, None if they are in others."""
+
+    @property
+    def target(self) -> WeightTarget | None: ...
 
 
 class WeightTarget(ABC):
@@ -131,3 +138,14 @@ class WeightTarget(ABC):
 
         Raises ReshardError if some of it remains.
         """
+
+
+def target_of(engine: WeightTarget | HasTarget) -> WeightTarget:
+    """Return the weights of an engine. Raises TypeError for one without any in this process."""
+    target = engine if isinstance(engine, WeightTarget) else getattr(engine, "target", None)
+    if not isinstance(target, WeightTarget):
+        raise TypeError(
+            f"engine: a {type(engine).__name__} holds no weights in this process; expected a "
+            "WeightTarget, or an engine of hybridengine.rollout that runs here"
+        )
+    return target

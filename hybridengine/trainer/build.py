@@ -35,6 +35,7 @@ from hybridengine.rollout import RolloutEngine
 from hybridengine.runtime.roles import Link
 from hybridengine.sharding import CheckpointLayout
 from hybridengine.sharding.changes import ChangedElements
+from hybridengine.sharding.weight_target import target_of
 from hybridengine.trainer.algorithms import check_estimator, uses_critic
 from hybridengine.trainer.models import Actor
 
@@ -229,7 +230,7 @@ def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> 
         adapters=partial(adapter_shards, actor.model),
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
-        changes=None if engine.discards_weights else _track_changes(config, actor),
+        changes=None if target_of(engine).discards_weights else _track_changes(config, actor),
     )
 
 

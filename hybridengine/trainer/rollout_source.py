@@ -17,6 +17,7 @@ from hybridengine.rewards import RewardManager
 from hybridengine.rollout import SamplingSpec, derive_seed
 from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.runtime.session import Session
+from hybridengine.sharding.weight_target import target_of
 from hybridengine.trainer.build import build_agents, build_engine, build_resharder
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.reward_model import RewardModel
@@ -92,7 +93,7 @@ class ColocatedRollouts(RolloutSource):
         self.engine.sleep()
 
     def sliced_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        return self.engine.layout.sliced_dims(shapes)
+        return target_of(self.engine).layout.sliced_dims(shapes)
 
     def connect(self, actor: Actor, reward_model: RewardModel | None) -> None:
         with self._session.phase("plan_reshard"):

@@ -18,6 +18,7 @@ from hybridengine.reshard import Resharder
 from hybridengine.rollout.engine import RolloutEngine
 from hybridengine.sharding import EngineLayout, tp_groups
 from hybridengine.sharding.layout import Quantized
+from hybridengine.sharding.weight_target import WeightTarget
 from tests.reshard.brute_force import fused_layout
 
 __all__ = ["MemoryEngine", "Shapes", "build", "expected", "pulling", "quantize", "shard", "values"]
@@ -27,13 +28,14 @@ Shapes = Mapping[
 ]  # name → ("column" | "row" | "replicated", shape)
 
 
-class MemoryEngine(RolloutEngine):
+class MemoryEngine(WeightTarget, RolloutEngine):
     """Holds the tensors of a layout, NaN at first. Its loader doubles the parameters it gets."""
 
     def __init__(
         self, layout: EngineLayout, tp_rank: int, tp_size: int, device: str = "cpu"
     ) -> None:
         self.layout, self.tp_rank, self.tp_size = layout, tp_rank, tp_size
+        self.target = self
         self.tensors = {
             name: torch.full(spec.shape, float("nan"), dtype=spec.dtype, device=device)
             for name, spec in (layout.destinations | layout.scales).items()

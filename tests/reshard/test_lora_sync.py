@@ -48,9 +48,9 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
         with contextlib.nullcontext() if version == 3 else largest:
             reports.append(resharder.sync(version, verify=version == 3))
         checkpoint = merged_in_float64(base, adapters)
-        load = partial(engine.load_full, checkpoint.items())
+        load = partial(engine.target.load_full, checkpoint.items())
         wrong.append(unequal(engine.weights(), load))
-    adapted = {c.source for c in engine.layout.copies} & adapters.keys()
+    adapted = {c.source for c in engine.target.layout.copies} & adapters.keys()
     return {
         "wrong": wrong,
         "received": [r.bytes_received for r in reports],

@@ -38,7 +38,7 @@ def load_again(engine, checkpoint: dict[str, torch.Tensor]) -> None:
         initialize_layerwise_reload,
     )
 
-    model = engine._model
+    model = engine._runner.get_model()
     with torch.no_grad(), torch.device("cpu"):
         initialize_layerwise_reload(model)
         model.load_weights(iter(checkpoint.items()))
@@ -47,13 +47,13 @@ def load_again(engine, checkpoint: dict[str, torch.Tensor]) -> None:
 
 def unequal_to_vllms(engine, checkpoint: dict[str, torch.Tensor]) -> list[str]:
     """Return which of the engine's tensors differ from what vLLM itself makes of bfloat16 ones."""
-    written = {name: tensor.clone() for name, tensor in engine.weights().items()}
-    for tensor in engine.weights().values():
+    written = {name: tensor.clone() for name, tensor in engine.target.weights().items()}
+    for tensor in engine.target.weights().values():
         tensor.view(torch.uint8).fill_(1)
     load_again(engine, checkpoint)
     return [
         name
-        for name, tensor in engine.weights().items()
+        for name, tensor in engine.target.weights().items()
         if not torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8))
     ]
 
@@ -70,13 +70,13 @@ def sync_body(rank: int, world_size: int, path: str) -> dict:
             for parameter in model.parameters():
                 parameter.mul_(-1.5).add_(0.01)
         report = resharder.sync(version, verify=True)
-    written = {name: tensor.clone() for name, tensor in engine.weights().items()}
+    written = {name: tensor.clone() for name, tensor in engine.target.weights().items()}
     checkpoint = {n: p.full_tensor().to(torch.bfloat16) for n, p in parameter_shards(model).items()}
     unequal = unequal_to_vllms(engine, checkpoint)
     outputs = engine.generate(PROMPTS, SamplingSpec(max_tokens=4), seed=0)
     return {
         "unequal": unequal,
-        "quantized": sorted(engine.layout.quantized),
+        "quantized": sorted(engine.target.layout.quantized),
         "dtypes": {n: str(t.dtype) for n, t in written.items()},
         "received": report.bytes_received,
         "planned": resharder.plan.bytes_received[rank],
@@ -147,7 +147,7 @@ def engine_body(rank: int, world_size: int, port: int, path: str) -> dict:
     checkpoint = {name: tensor.to(torch.bfloat16) for name, tensor in checkpoint.items()}
     return {
         "unequal": unequal_to_vllms(engine, checkpoint),
-        "quantized": len(engine.layout.quantized),
+        "quantized": len(engine.target.layout.quantized),
         "version": engine.weight_version,
         "responses": [len(o.token_ids) for completions in outputs for o in completions],
     }

@@ -32,8 +32,10 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
             reports.append(resharder.sync(version))
     checkpoint = {n: p.full_tensor().to(torch.bfloat16) for n, p in parameter_shards(model).items()}
     return {
-        "unequal": unequal(engine.weights(), lambda: engine.load_full(checkpoint.items())),
-        "engine_tensors": len(engine.weights()),
+        "unequal": unequal(
+            engine.target.weights(), lambda: engine.target.load_full(checkpoint.items())
+        ),
+        "engine_tensors": len(engine.target.weights()),
         "received": [r.bytes_received for r in reports],
         "lower_bound": resharder.plan.lower_bound[rank],
         "planned": resharder.plan.bytes_received[rank],

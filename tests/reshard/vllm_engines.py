@@ -32,7 +32,7 @@ def build(
     from hybridengine.reshard import Resharder
 
     engine, checkpoint = build_engine(path, tp_size, dtype, lora_rank, quantization)
-    sliced = engine.layout.sliced_dims(checkpoint.parameters)
+    sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
     model = load_causal_lm(
         path,
         mesh=sharding_mesh("cpu", dist.get_world_size(), fsdp_size),

@@ -55,7 +55,7 @@ def generate_body(rank: int, world_size: int, path: str):
     engine, resharder = build(path, world_size, [stop])
     resharder.sync(1)
     weights = dict(hf.named_parameters())
-    unequal = [n for n, t in engine.weights().items() if not torch.equal(t, weights[n])]
+    unequal = [n for n, t in engine.target.weights().items() if not torch.equal(t, weights[n])]
     greedy = engine.generate(PROMPTS, SamplingSpec(temperature=0, max_tokens=8), seed=0)
     sampled = engine.generate(PROMPTS, SamplingSpec(n=3, temperature=0.7, max_tokens=5), seed=1)
     gap = 0.0
@@ -174,7 +174,7 @@ def damaged_body(rank: int, world_size: int, path: str) -> list[str]:
     with pytest.raises(StaleWeightsError):
         engine.generate(PROMPTS, SamplingSpec(max_tokens=2), seed=0)
     resharder.sync(3, verify=True)
-    weight = engine.weights()["model.norm.weight"]
+    weight = engine.target.weights()["model.norm.weight"]
     weight[[0, 1]] = weight[[1, 0]]  # the same values in other places
     with pytest.raises(ReshardError, match=r"'model\.norm\.weight' on rank 0"):
         resharder._verify()

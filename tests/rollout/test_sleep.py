@@ -33,9 +33,9 @@ def discard(engine) -> None:
     """Overwrite all of the engine's weights and buffers that sleep level 2 would not keep."""
     from hybridengine.rollout.vllm.sleep import Allocation, unwritten
 
+    model = engine._runner.get_model()
     tensors = {
-        name: tensor.data
-        for name, tensor in (*engine._model.named_parameters(), *engine._model.named_buffers())
+        name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     storages = {n: t.untyped_storage() for n, t in tensors.items() if t.numel()}
     allocations = {n: Allocation(s.data_ptr(), s.nbytes()) for n, s in storages.items()}
@@ -45,7 +45,7 @@ def discard(engine) -> None:
     assert {n.rpartition(".")[2] for n in discarded} <= {"weight", "bias"} and len(discarded) > 10
     for name in discarded:
         tensors[name].fill_(float("nan"))
-    engine.discarded = True
+    engine.target.discarded = True
 
 
 def body(rank: int, world_size: int, path: str) -> None:
@@ -64,7 +64,7 @@ def body(rank: int, world_size: int, path: str) -> None:
         path, checkpoint, tp_size=2, max_model_len=64, stop_token_ids=[], dtype=torch.float32,
         kv_cache_bytes=8 << 20, engine_options={"enforce_eager": True},
     )  # fmt: skip
-    sliced = engine.layout.sliced_dims(checkpoint.parameters)
+    sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
     model = load_causal_lm(
         path,
         mesh=sharding_mesh("cpu", world_size, fsdp_size=1),
@@ -85,14 +85,16 @@ def body(rank: int, world_size: int, path: str) -> None:
         groups = engine.generate(PROMPTS, spec, seed=0)
         return [[replace(c, versions=()) for c in group] for group in groups]
 
-    [processor] = [m for m in engine._model.modules() if isinstance(m, LogitsProcessor)]
+    [processor] = [
+        m for m in engine._runner.get_model().modules() if isinstance(m, LogitsProcessor)
+    ]
     assert processor._apply_head.func.__module__ == "hybridengine.rollout.vllm.head"
     engine.sleep()
     assert cache_bytes() == 0
     with offloader.on_device():
         resharder.sync(1, verify=True)
     assert cache_bytes() == 0, "a sync needs the weights only"
-    for name, live in engine.weights().items():
+    for name, live in engine.target.weights().items():
         if name in full and live.shape == full[name].shape:
             assert torch.equal(live, full[name]), name
     first = generate()

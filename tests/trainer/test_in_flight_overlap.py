@@ -50,7 +50,9 @@ def body(rank: int, num_ranks: int, folder: Path, jobs: Any) -> Any:
     def copying(self: Any) -> None:
         update(self)
         engine = self._engine
-        weights[-1][engine.weight_version] = {n: t.clone() for n, t in engine.weights().items()}
+        weights[-1][engine.weight_version] = {
+            n: t.clone() for n, t in engine.target.weights().items()
+        }
 
     def noting(self: Any, item: Any, rollouts: Any, version: int, seconds: Any) -> None:
         announced.append((item.number, version))

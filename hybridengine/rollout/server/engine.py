@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +23,6 @@ from hybridengine.rollout.engine import (
 )
 from hybridengine.rollout.server.client import VllmServer
 from hybridengine.rollout.server.pool import ServerPool
-from hybridengine.sharding.layout import LayoutError
 
 _STEP_S = 0.05  # between two looks for new weights, while requests run
 
@@ -46,7 +45,7 @@ class ServerEngine(RolloutEngine):
         self._threads = ThreadPoolExecutor(max_sequences, "server-request")
 
     @property
-    def weight_version(self) -> int | None:  # type: ignore[override]
+    def weight_version(self) -> int | None:
         return self.pool.version
 
     @property
@@ -115,17 +114,6 @@ class ServerEngine(RolloutEngine):
             yield stream
         finally:
             stream.cancel()
-
-    # As a weight target: the weights are in other processes.
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        raise LayoutError("the weights are on servers, which take part in syncs themselves")
-
-    def _finish_update(self) -> None:
-        """Do nothing: a server drops its caches itself."""
 
     def shutdown(self) -> None:
         self.pool.close()

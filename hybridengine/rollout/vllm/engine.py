@@ -49,7 +49,7 @@ from hybridengine.sharding.layout import CheckpointLayout
 from hybridengine.sharding.tp_groups import tp_groups
 
 
-class VllmEngine(VllmWeights, RolloutEngine):
+class VllmEngine(RolloutEngine):
     """A vLLM engine whose weights are written in place by the reshard.
 
     model_path: folder or name with config and tokenizer; its weights are not read.
@@ -119,25 +119,26 @@ class VllmEngine(VllmWeights, RolloutEngine):
                 enable_sleep_mode=free_cache and torch.cuda.is_available(),
                 **options,
             )
-        super().__init__(self._llm, checkpoint, post_load)
-        self._slot = LoraSlot(self._runner) if lora_rank else None
+        self.target: EngineWeights = EngineWeights(self, self._llm, checkpoint, post_load)
+        self.tp_rank, self.dtype = self.target.tp_rank, self.target.dtype
+        self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._slot: LoraSlot | None = LoraSlot(self._runner) if lora_rank else None
+        self.target.slot = self._slot
         sleeps = free_cache and torch.cuda.is_available()
         self._level2_sleep = Level2Sleep.of(self._llm) if sleeps else None
-        self.discards_weights = self._level2_sleep is not None
+        self.target.discards_weights = self._level2_sleep is not None
         if not torch.cuda.is_available():
-            multiply_head_in_16_bits(self._model)
+            multiply_head_in_16_bits(self._runner.get_model())
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
     ) -> list[list[Completion]]:
         requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
         seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
+        lora = self._slot.request if self._slot else None
         with self._sampling(spec, seeds[0]) as (sampling, vocab_size):
             outputs = self._llm.generate(
-                requests,
-                seeded(sampling, seeds),
-                use_tqdm=False,
-                lora_request=self._slot and self._slot.request,
+                requests, seeded(sampling, seeds), use_tqdm=False, lora_request=lora
             )
         return [[_completion(o, vocab_size) for o in output.outputs] for output in outputs]
 
@@ -179,23 +180,6 @@ class VllmEngine(VllmWeights, RolloutEngine):
             finally:
                 stream.abort()
 
-    def _finish_update(self) -> None:
-        super()._finish_update()
-        version = str(self.state.updating_to)
-        self._llm.llm_engine.set_weight_version(version)  # vLLM notes it with each token
-
-    def check_ready(self) -> None:
-        if self.in_flight is None:
-            super().check_ready()
-        else:  # with running requests, too
-            self._check_config()
-
-    def _reset_caches(self) -> None:
-        if self.in_flight is None:
-            super()._reset_caches()
-        else:
-            refresh_caches(self._llm, self.in_flight.keep_kv)
-
     def broadcast(self, value: Any, expected: Any) -> Any:
         if self.tp_size == 1:
             return value
@@ -210,9 +194,9 @@ class VllmEngine(VllmWeights, RolloutEngine):
                 self._llm.sleep(level=1)
             else:
                 self._level2_sleep.sleep(self._written_in_full())
-                self.discarded = True
+                self.target.discarded = True
             return
-        self._reset_caches()
+        self.target.reset_caches()
         for cache in self._runner.kv_caches:
             _release_pages(cache.untyped_storage())
 
@@ -226,11 +210,39 @@ class VllmEngine(VllmWeights, RolloutEngine):
 
     def _written_in_full(self) -> list[torch.Tensor]:
         """Return the tensors of which a sync writes every element."""
-        by_loader = self.layout.by_loader
-        return [tensor for name, tensor in self.weights().items() if name not in by_loader]
+        by_loader, weights = self.target.layout.by_loader, self.target.weights()
+        return [tensor for name, tensor in weights.items() if name not in by_loader]
 
     def shutdown(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
+
+
+class EngineWeights(VllmWeights):
+    """The weights of a `VllmEngine`, which is awake during an update, and may have requests."""
+
+    def __init__(self, engine: VllmEngine, *args: Any) -> None:
+        super().__init__(*args)
+        self._engine = engine
+
+    def check_ready(self) -> None:
+        if self._engine.in_flight is None:
+            super().check_ready()
+        else:  # with running requests, too
+            self._check_config()
+
+    def _prepare_update(self) -> None:
+        self._engine.wake_weights()
+
+    def _finish_update(self) -> None:
+        super()._finish_update()
+        version = str(self.state.updating_to)
+        self._llm.llm_engine.set_weight_version(version)  # vLLM notes it with each token
+
+    def reset_caches(self) -> None:
+        if self._engine.in_flight is None:
+            super().reset_caches()
+        else:
+            refresh_caches(self._llm, self._engine.in_flight.keep_kv)
 
 
 def _release_pages(storage: torch.UntypedStorage) -> None:

@@ -38,7 +38,7 @@ class ModelWeights(WeightTarget):
 
         self._model, self._config, self._runner = model, config, runner
         self._checkpoint, self._post_load = checkpoint, post_load
-        self._slot: LoraSlot | None = None
+        self.slot: LoraSlot | None = None
         self._check_config()
         self.tp_rank = get_tensor_model_parallel_rank()
         self.dtype = config.model_config.dtype
@@ -84,7 +84,7 @@ class ModelWeights(WeightTarget):
         return self._post_load.weights(self._model, self.layout)
 
     def load_full(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if self._slot is not None:
+        if self.slot is not None:
             raise LayoutError(
                 "some weights of this model go through vLLM's own loader, which does not know them "
                 "under LoRA slots; merge the adapters (reshard.lora=merged)"
@@ -94,9 +94,9 @@ class ModelWeights(WeightTarget):
         self._post_load.rerun(self._model, self.dtype)
 
     def load_adapters(self, adapters: Iterable[tuple[str, Adapter]], version: int) -> None:
-        if self._slot is None:
+        if self.slot is None:
             raise LayoutError("this engine was built without LoRA slots; give it lora_rank")
-        self._slot.fill(adapters, version, self.dtype)
+        self.slot.fill(adapters, version, self.dtype)
 
     def _finish_update(self) -> None:
         self._post_load.rerun(self._model, self.dtype)
@@ -130,9 +130,9 @@ class VllmWeights(ModelWeights):
 
     def _finish_update(self) -> None:
         super()._finish_update()
-        self._reset_caches()
+        self.reset_caches()
 
-    def _reset_caches(self) -> None:
+    def reset_caches(self) -> None:
         """Drop cached keys and values, a KV connector's too, and cached image embeddings."""
         if not self._llm.reset_prefix_cache(reset_connector=True):
             raise ReshardError(
