@@ -211,8 +211,11 @@ def _row_mask(
     return mask
 
 
+_Head = tuple[Tensor, Tensor, Tensor | None]  # hidden, weight, bias
+
+
 def _reference(
-    student: tuple, teacher: tuple, mask: Tensor, transforms: list[Transform], beta: float
+    student: _Head, teacher: _Head, mask: Tensor, transforms: list[Transform], beta: float
 ) -> Tensor:
     """Compute the divergences [T] in plain PyTorch: the specification."""
     log_q, log_p = (

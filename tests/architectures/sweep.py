@@ -206,9 +206,8 @@ class _Case:
     def reshard(self) -> None:
         from hybridengine.reshard import Resharder
 
-        for (
-            tensor
-        ) in self.engine.target.weights().values():  # so that what a sync does not write shows
+        # So that what a sync does not write shows.
+        for tensor in self.engine.target.weights().values():
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
         shards = self._shards(seed=1)

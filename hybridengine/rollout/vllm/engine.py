@@ -133,7 +133,7 @@ class VllmEngine(RolloutEngine):
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
     ) -> list[list[Completion]]:
-        requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        requests: list[Any] = [{"prompt_token_ids": list(ids)} for ids in prompts]
         seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
         lora = self._slot.request if self._slot else None
         with self._sampling(spec, seeds[0]) as (sampling, vocab_size):
