@@ -211,16 +211,13 @@ def _row_mask(
     return mask
 
 
-_Head = tuple[Tensor, Tensor, Tensor | None]  # hidden, weight, bias
-
-
 def _reference(
-    student: _Head, teacher: _Head, mask: Tensor, transforms: list[Transform], beta: float
+    student: tuple, teacher: tuple, mask: Tensor, transforms: list[Transform], beta: float
 ) -> Tensor:
     """Compute the divergences [T] in plain PyTorch: the specification."""
     log_q, log_p = (
-        torch.log_softmax(transform(reference_logits(*tensors, ignored=~mask)), dim=1)
-        for tensors, transform in zip((student, teacher), transforms, strict=True)
+        torch.log_softmax(transform(reference_logits(hidden, weight, bias, ~mask)), dim=1)
+        for (hidden, weight, bias), transform in zip((student, teacher), transforms, strict=True)
     )
     return _divergence(log_q, log_p, beta).sum(1).masked_fill(~mask, 0)
 
