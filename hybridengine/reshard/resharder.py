@@ -28,7 +28,6 @@ from hybridengine.reshard.source.changes import (
     check_mode,
     is_wanted,
 )
-from hybridengine.reshard.source.context import RankContext
 from hybridengine.reshard.source.holders import unite_holders
 from hybridengine.reshard.source.trained import Parameters, TrainedTensors
 from hybridengine.reshard.target import EngineState, engine_weights
@@ -121,8 +120,9 @@ class Resharder:
         wanted = is_wanted(delta, by_default, self.plan)
         self._finder: ChangeFinder | None = None
         if wanted and not self._trained.unmerged and not target.discards_weights:
-            context = RankContext(self.plan, self.rank, self._trained, self._guard)
-            self._finder = ChangeFinder(context, delta, changes)
+            self._finder = ChangeFinder(
+                self.plan, self.rank, self._trained, self._guard, delta, changes
+            )
         frozen = any(spec.frozen for spec in specs.values())
         self._writes_parts = (frozen or self._finder is not None) and not target.discards_weights
 

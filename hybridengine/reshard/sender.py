@@ -31,7 +31,6 @@ from hybridengine.reshard.source.changes import (
     check_mode,
     is_wanted,
 )
-from hybridengine.reshard.source.context import RankContext
 from hybridengine.reshard.source.holders import unite_holders
 from hybridengine.reshard.source.trained import Parameters, TrainedTensors
 from hybridengine.reshard.transport.between_worlds import TrainersEnd
@@ -395,8 +394,8 @@ class WeightSender:
         by_default = self._read_changes is not None or len(machines) > 1
         if self._trained.unmerged or not is_wanted(self._mode, by_default, self.plan):
             return None
-        context = RankContext(self.plan, self.rank, self._trained, self._guard)
-        return ChangeFinder(context, self._mode, self._read_changes)
+        ways = self._mode, self._read_changes
+        return ChangeFinder(self.plan, self.rank, self._trained, self._guard, *ways)
 
     def _make_plan(self, info: EngineInfo) -> ReshardPlan:
         if info.device != self._device.type:

@@ -49,7 +49,7 @@ def sync_body(rank: int, world_size: int, path: str, tp_size: int) -> dict:
             reports.append(resharder.sync(version, verify=version == 3))
         checkpoint = merged_in_float64(base, adapters)
         load = partial(engine.target.load_full, checkpoint.items())
-        wrong.append(unequal(engine.weights(), load))
+        wrong.append(unequal(engine.target.weights(), load))
     adapted = {c.source for c in engine.target.layout.copies} & adapters.keys()
     return {
         "wrong": wrong,

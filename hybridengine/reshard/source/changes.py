@@ -11,8 +11,9 @@ import torch.distributed as dist
 from hybridengine.kernels import change_mask, mark_changed_, take_changed
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
-from hybridengine.reshard.source.context import RankContext
+from hybridengine.reshard.source.trained import TrainedTensors
 from hybridengine.runtime.all_ranks import host_device
+from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.sharding.changes import ChangedElements
 from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.layout import LayoutError
@@ -88,11 +89,18 @@ class ChangeFinder:
     changed: float | None = None
 
     def __init__(
-        self, context: RankContext, mode: DeltaMode, read_changes: ReadChanges | None
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        trained: TrainedTensors,
+        guard: CollectiveGuard,
+        mode: DeltaMode,
+        read_changes: ReadChanges | None,
     ) -> None:
-        self._context, self._max_changed = context, _MAX_CHANGED[mode]
+        self._plan, self._rank, self._trained, self._guard = plan, rank, trained, guard
+        self._max_changed = _MAX_CHANGED[mode]
         self._read_changes = read_changes
-        buckets = [bucket for bucket in context.plan.buckets if covers(bucket)]
+        buckets = [bucket for bucket in plan.buckets if covers(bucket)]
         self._parts = list(dict.fromkeys(p for bucket in buckets for p in self._parts_of(bucket)))
         # What was sent last: copies of the parts that are compared, checksums of the other shards.
         self._copies: dict[Part, torch.Tensor] = {}
@@ -100,7 +108,7 @@ class ChangeFinder:
         self._changes: Mapping[str, ChangedElements] | None = {}
 
     def _parts_of(self, bucket: Bucket) -> Iterator[Part]:
-        plan, rank, *_ = self._context
+        plan, rank = self._plan, self._rank
         for name, chunk in bucket.chunks:
             box = None
             if bucket.merged:
@@ -127,7 +135,7 @@ class ChangeFinder:
         count = sum(len(c.indices) for c in changes.values()) if changes is not None else 0
         total = sum(self._numel(part) for part in self._parts)
         sums = torch.tensor([count, total, changes is None], device=host_device())
-        with self._context.guard.collective("agreeing on a delta"):
+        with self._guard.collective("agreeing on a delta"):
             dist.all_reduce(sums)
             count, total, unknown = sums.tolist()
         if unknown or changes is None:
@@ -179,7 +187,7 @@ class ChangeFinder:
         None: the optimizer's changes do not lead from what was sent last to what is there now.
         """
         parts = [part for part in self._parts if part not in self._copies]
-        shards = self._context.trained.shards
+        shards = self._trained.shards
         names = list(dict.fromkeys(part.name for part in parts))
         now = dict(zip(names, bit_checksums([shards[name] for name in names]), strict=True))
         sent, self._checksums = self._checksums, now
@@ -212,15 +220,14 @@ class ChangeFinder:
     def _numel(self, part: Part) -> int:
         if part.box is not None:
             return self._copies[part].numel()
-        return self._context.trained.shards[part.name].numel()
+        return self._trained.shards[part.name].numel()
 
     def _read(self, part: Part) -> tuple[torch.Tensor, int]:
         """Return the current elements of a part in contiguous order, and bytes gathered for it."""
-        plan, rank, trained, *_ = self._context
-        name = part.name
+        name, trained = part.name, self._trained
         if part.box is None:
             return trained.shards[name].reshape(-1), 0
-        spec = plan.sources[name]
-        with self._context.guard.collective(f"gathering the adapter of {name!r}"):
-            merged = trained.merge(name, spec, rank, part.box)
+        spec = self._plan.sources[name]
+        with self._guard.collective(f"gathering the adapter of {name!r}"):
+            merged = trained.merge(name, spec, self._rank, part.box)
             return merged.reshape(-1), trained.bytes_gathered(name)
