@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import signal
 import sys
 import warnings
@@ -33,6 +34,7 @@ from hybridengine.config import (
     load_config,
     load_sft_config,
     load_simulation_config,
+    overrides_of,
 )
 from hybridengine.errors import (
     EXIT_STOPPED,
@@ -81,7 +83,8 @@ _Settings = Annotated[
 ]
 _DryRun = Annotated[bool, typer.Option(help="Check everything, print the plan, exit.")]
 _PrintConfig = Annotated[
-    bool, typer.Option("--print-config", help="Print all keys with their values as YAML, exit.")
+    bool,
+    typer.Option("--print-config", help="Print the command that it means, and all keys as YAML."),
 ]
 _ConfigPath = Annotated[str | None, typer.Option(help="Hydra's: the folder of --config-name.")]
 _ConfigName = Annotated[
@@ -104,7 +107,9 @@ def _add_job(kind: str, load: Callable[[str | None, list[str]], JobConfig], help
             file, overrides = _split(settings or [], config_path, config_name)
             config = _load(lambda: load(file, overrides))
             if print_config:
-                print(config_to_yaml(config), end="")
+                overrides = overrides_of(config, lambda given: load(None, given))
+                command = shlex.join(["hybridengine", kind, *overrides])
+                print(f"# {command}\n{config_to_yaml(config)}", end="")
             else:
                 _run(config, dry_run)
 

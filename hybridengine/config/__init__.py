@@ -9,11 +9,13 @@ one error. Nothing here imports torch.
     common, rl, sft, simulation    every key: type, range, default, meaning
     aliases            verl's keys
     loading            YAML and overrides → a checked configuration
+    command            a configuration → the shortest command line
     suggest            the keys that a misspelt key may mean
     validation         keys checked against each other
     reference          the list that `hybridengine keys` prints
 """
 
+from hybridengine.config.command import overrides_of
 from hybridengine.config.common import Dtype, JobConfig, OptimConfig, RateConfig, ShardingConfig
 from hybridengine.config.loading import (
     PPO,
@@ -50,5 +52,6 @@ __all__ = [
     "load_config",
     "load_sft_config",
     "load_simulation_config",
+    "overrides_of",
     "parse_overrides",
 ]

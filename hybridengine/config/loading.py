@@ -41,10 +41,10 @@ PPO = {
     "trainer.default_local_dir": "runs/ppo",
     "trainer.experiment_name": "ppo",
 }
-_JOB = ("model.path", "data.train_files")
+REQUIRED = ("model.path", "data.train_files")  # keys of a job
 _KINDS: dict[type, tuple[str, AliasTable, tuple[str, ...]]] = {  # name, aliases, required keys
-    GRPOConfig: ("grpo", RL_ALIASES, _JOB),
-    SFTConfig: ("sft", SFT_ALIASES, _JOB),
+    GRPOConfig: ("grpo", RL_ALIASES, REQUIRED),
+    SFTConfig: ("sft", SFT_ALIASES, REQUIRED),
     SimulationConfig: ("simulate", AliasTable({}, {}, {}, {}, {}), ("model.path",)),
 }
 _HYDRA_KEYS = ("_target_", "hydra", "defaults")

@@ -1,5 +1,6 @@
 """Help, the list of keys and a wrong setting do not import torch."""
 
+import shlex
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridengine import __version__, cli
-from hybridengine.config import load_config
+from hybridengine.config import load_config, overrides_of
 
 # Runs the command, then reports on stderr which heavy packages it loaded.
 PROBE = """
@@ -66,8 +67,20 @@ def test_hydras_way_to_name_the_file(tmp_path):
     config = load_config(printed)
     assert (config.rollout.n, config.rollout.top_k, config.model.path) == (4, 7, "m")
     assert config == load_config(tmp_path / "multi.yaml", rest)
+    command = shlex.split(result.stdout.splitlines()[0], comments=False)
+    assert command[:3] == ["#", "hybridengine", "grpo"] and len(command) == 7
+    assert load_config(None, command[3:]) == config
     result = CliRunner().invoke(cli.app, ["grpo", "--config-name=ppo_megatron_trainer", *rest])
     assert result.exit_code == 2 and "go together" in result.stderr
+
+
+def test_the_printed_command_means_the_configuration():
+    stop, template = ["#", "1e3", "a b", 'x"\n', "null"], "{% for m in messages %}\n'{{ m }}'"
+    given = {"rollout": {"stop": stop}, "data": {"chat_template": template}, "model.path": "7"}
+    config = load_config(given, {"data.train_files": "t=1.jsonl", "actor.optim.lr": 1e-9})
+    overrides = overrides_of(config, lambda texts: load_config(None, texts))
+    assert load_config(None, shlex.split(shlex.join(overrides))) == config
+    assert not any("\n" in text for text in overrides) and len(overrides) == 5
 
 
 def test_an_error_comes_without_notes(tmp_path):

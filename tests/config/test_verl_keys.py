@@ -17,6 +17,7 @@ from hybridengine.config import (
     SFTConfig,
     load_config,
     load_sft_config,
+    overrides_of,
     parse_overrides,
 )
 
@@ -158,9 +159,19 @@ def test_an_example_command_of_verl(name):
     settings = [COMMANDS["settings"][i] for i in command["settings"]]
     load = load_sft_config if command["kind"] == "sft" else load_config
     defaults = [PPO] if command["kind"] == "ppo" else []
-    faults = faults_of(lambda given: load(None, given, *defaults), settings)
+    loaded: list[Any] = []
+
+    def load_and_keep(given: Any) -> Any:
+        loaded.append(load(None, given, *defaults))
+        return loaded[-1]
+
+    faults = faults_of(load_and_keep, settings)
     assert sorted({fault.split(" ", 1)[0] for fault in faults}) == command["refused"], faults
     assert not any("not a known key" in f for f in faults) or name.startswith("generation/")
+    for config in loaded[:1]:  # as --print-config prints it
+        shortest = overrides_of(config, lambda given: load(None, given, *defaults))
+        assert not faults_of(load_and_keep, shortest)
+        assert loaded == [config, config] and len(shortest) <= len(settings) + 2
 
 
 def test_other_engines_are_vllm():
