@@ -1,8 +1,7 @@
 """Multi-turn rollouts: trajectories in which the model calls tools or acts in an environment.
 
 runner        many trajectories on one engine, which stays busy
-loops         what happens in a trajectory: `AgentLoop`, the loop with tools
-environment   loops from `reset` and `step`
+loops         what happens in a trajectory: `AgentLoop`, loops with tools and with environments
 trajectory    turns, and the tokens to train on
 template      tokens of new messages, by the chat template
 tools         functions and classes as tools

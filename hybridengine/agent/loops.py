@@ -8,7 +8,7 @@
 
 `rollout.agent.default_agent_loop` is a registered name, file.py:Class or package.module.Class; a
 row may select another registered one in `extra_info.agent_name`. A class with `reset` and `step` is
-an environment, see `environment`.
+an environment, see `EnvironmentLoop`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,23 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from hybridengine.agent.calls import call
 from hybridengine.agent.parsers import ToolParser
 from hybridengine.agent.tools import import_object
-from hybridengine.agent.trajectory import Trajectory
+from hybridengine.agent.trajectory import AgentError, Trajectory
 from hybridengine.config.rl import MultiTurnConfig
 from hybridengine.errors import ConfigError
 
-__all__ = ["LOOPS", "AgentLoop", "LoopContext", "find_loop", "register_agent_loop"]
+__all__ = [
+    "LOOPS",
+    "AgentLoop",
+    "EnvironmentLoop",
+    "LoopContext",
+    "find_loop",
+    "register_agent_loop",
+]
 
 LOOPS: dict[str, type[AgentLoop]] = {}
 
@@ -61,8 +70,6 @@ def register_agent_loop(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop
 
 def find_loop(name: str) -> Callable[[LoopContext], AgentLoop]:
     """Return what builds the loop `name`; ConfigError where there is none."""
-    from hybridengine.agent.environment import environment_loop
-
     key = "rollout.agent.default_agent_loop"
     if name in LOOPS:
         return LOOPS[name]
@@ -75,7 +82,7 @@ def find_loop(name: str) -> Callable[[LoopContext], AgentLoop]:
     if inspect.isclass(found) and issubclass(found, AgentLoop):
         return found
     if callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None)):
-        return environment_loop(found)
+        return lambda context: EnvironmentLoop(context, found)
     raise ConfigError(
         f"{key}: {name!r} is neither a subclass of AgentLoop nor a class with reset and step"
     )
@@ -109,3 +116,60 @@ class ToolLoop(AgentLoop):
                 return
             results = await trajectory.run_tools(calls)
             turn.reward += sum(result.reward for result in results)
+
+
+class EnvironmentLoop(AgentLoop):
+    """Alternate turns of the model with observations, in the role of the user.
+
+        class Environment:
+            def reset(self, sample): ...  # first observation: text, a chat, or None (no message)
+            def step(self, action): ...   # (observation, reward, done)
+
+    Both may be async. There is one instance for each trajectory; `action` is the text of the
+    model's turn. The reward belongs to this turn.
+
+    Ends when the environment is done, and at `max_assistant_turns` or `max_user_turns`.
+    """
+
+    def __init__(self, context: LoopContext, environment: type) -> None:
+        super().__init__(context)
+        self._environment = environment()
+
+    async def run(self, trajectory: Trajectory) -> None:
+        config, num_turns = self.context.config, 0
+        first = await self._call("reset", trajectory.sample)
+        if isinstance(first, str):
+            trajectory.messages.append({"role": "user", "content": first})
+        elif first is not None:
+            trajectory.messages[:] = [dict(message) for message in first]
+        while turn := await trajectory.generate():
+            num_turns += 1
+            observation, turn.reward, done = await self._step(turn.text)
+            if done or turn.finish_reason == "length":
+                return
+            if num_turns == config.max_assistant_turns or num_turns - 1 == config.max_user_turns:
+                return
+            trajectory.messages.append({"role": "user", "content": observation})
+
+    async def _step(self, action: str) -> tuple[str, float, bool]:
+        result = await self._call("step", action)
+        try:
+            observation, reward, done = result
+            return str(observation), float(reward), bool(done)
+        except (TypeError, ValueError):
+            raise AgentError(
+                f"{self._name('step')} returned {result!r}, expected (observation, reward, done)"
+            ) from None
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        limit = self.context.config.tool_timeout_s
+        try:
+            return await call(getattr(self._environment, method), *args, timeout_s=limit)
+        except TimeoutError:
+            raise AgentError(
+                f"{self._name(method)} gave no result within "
+                f"rollout.multi_turn.tool_timeout_s = {limit:g} s"
+            ) from None
+
+    def _name(self, method: str) -> str:
+        return f"environment {type(self._environment).__name__}.{method}"

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridengine import kernels
 from hybridengine.kernels import (
     Packed,
     TokenLosses,
+    aggregate_loss,
     gae,
     pack,
     rollout_correction,
@@ -38,6 +38,13 @@ from hybridengine.kernels import (
     whiten,
 )
 from hybridengine.kernels import _check as check
+from hybridengine.kernels import group_advantage as _group_advantage
+from hybridengine.kernels import linear_policy_loss as _linear_policy_loss
+from hybridengine.kernels import linear_token_log_probs as _linear_token_log_probs
+from hybridengine.kernels import policy_loss as _policy_loss
+from hybridengine.kernels import token_log_probs as _token_log_probs
+from hybridengine.kernels import token_policy_loss as _token_policy_loss
+from hybridengine.kernels import vespo_weights as _vespo_weights
 from hybridengine.kernels.packing import move_rows
 
 __all__ = [
@@ -83,7 +90,7 @@ def token_log_probs(
         return_stats. Entropy alone: `token_entropy(logits, temperature, row_mask=response_mask)`.
     """
     ids = _masked_ids("token_log_probs", token_ids, response_mask, options)
-    return kernels.token_log_probs(logits, ids, temperature, **options)
+    return _token_log_probs(logits, ids, temperature, **options)
 
 
 def linear_token_log_probs(
@@ -106,10 +113,10 @@ def linear_token_log_probs(
     """
     op = "linear_token_log_probs"
     if response_mask is None:
-        return kernels.linear_token_log_probs(hidden, weight, token_ids, temperature, **options)
+        return _linear_token_log_probs(hidden, weight, token_ids, temperature, **options)
     options["temperature"] = temperature
     packed, hidden, ids, options = _packed(op, hidden, token_ids, response_mask, options)
-    results = kernels.linear_token_log_probs(hidden, weight, ids, **options)
+    results = _linear_token_log_probs(hidden, weight, ids, **options)
     log_probs, entropy = unpack(results, packed)
     return log_probs, entropy
 
@@ -141,10 +148,10 @@ def linear_policy_loss(
     options |= {"old_log_probs": old_log_probs, "advantages": advantages}
     options |= _expanded(op, options, token_ids.shape)
     if response_mask is None:
-        return kernels.linear_policy_loss(hidden, weight, token_ids, temperature, **options)
+        return _linear_policy_loss(hidden, weight, token_ids, temperature, **options)
     options["temperature"] = temperature
     packed, hidden, ids, options = _packed(op, hidden, token_ids, response_mask, options)
-    loss, *results, metrics = kernels.linear_policy_loss(
+    loss, *results, metrics = _linear_policy_loss(
         hidden, weight, ids, cu_seqlens=packed.cu_seqlens, **options
     )
     log_probs, entropy = unpack(results, packed)
@@ -171,7 +178,7 @@ def policy_loss(
     """
     options |= {"advantages": advantages, "response_mask": response_mask}
     options |= _expanded("policy_loss", options, log_probs.shape)
-    return kernels.policy_loss(log_probs, old_log_probs, **options)
+    return _policy_loss(log_probs, old_log_probs, **options)
 
 
 def token_policy_loss(
@@ -189,7 +196,7 @@ def token_policy_loss(
     """
     options |= {"advantages": advantages, "response_mask": response_mask}
     options |= _expanded("token_policy_loss", options, log_probs.shape)
-    return kernels.token_policy_loss(log_probs, old_log_probs, **options)
+    return _token_policy_loss(log_probs, old_log_probs, **options)
 
 
 def vespo_weights(
@@ -208,7 +215,7 @@ def vespo_weights(
     advantages = _expanded("vespo_weights", {"advantages": advantages}, log_probs.shape).get(
         "advantages", advantages
     )
-    return kernels.vespo_weights(
+    return _vespo_weights(
         log_probs, old_log_probs, advantages, response_mask=response_mask, **options
     )
 
@@ -229,7 +236,7 @@ def group_advantage(
     """
     if not isinstance(group_ids, Tensor):
         group_ids = _numbered(group_ids).to(rewards.device)
-    return kernels.group_advantage(rewards, group_ids, response_mask=response_mask, **options)
+    return _group_advantage(rewards, group_ids, response_mask=response_mask, **options)
 
 
 def group_ids(prompt_ids: Any) -> Tensor:
@@ -255,7 +262,7 @@ def aggregate(
     seq_num_tokens: Tensor | None = None,
 ) -> Tensor:
     """Aggregate losses [B, L] as `hybridengine.kernels.aggregate_loss` does; differentiable."""
-    return kernels.aggregate_loss(
+    return aggregate_loss(
         losses,
         response_mask=response_mask,
         loss_agg_mode=loss_agg_mode,

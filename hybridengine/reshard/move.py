@@ -4,47 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 
+from hybridengine.reshard.commit.records import Order
 from hybridengine.reshard.payload.delta import Delta
 from hybridengine.reshard.payload.dense import Dense
 from hybridengine.reshard.payload.message import Versions
 from hybridengine.reshard.payload.tables import ExchangeBuilder
-from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.payload.transport import Transport
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import SliceCopy
-from hybridengine.reshard.source.changes import Found, covers
+from hybridengine.reshard.source.changes import Found
 from hybridengine.reshard.source.trained import TrainedTensors
 from hybridengine.reshard.target import write_constants
-from hybridengine.reshard.transport.base import Transport
 from hybridengine.reshard.verify import Mismatch, find_mismatches
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.geometry import Block, contiguous_strides
 from hybridengine.sharding.weight_target import WeightTarget
-
-
-class Order(NamedTuple):
-    """What a transfer moves.
-
-    skip_frozen: leave out parameters that the engines have. verify: compare checksums. base:
-    version of the weights that a delta is made from; None: everything is sent. group_size: of the
-    delta.
-    """
-
-    skip_frozen: bool
-    verify: bool
-    base: int | None = None
-    group_size: int = 0
-
-    def moves(self, bucket: Bucket) -> bool:
-        """Return whether the bucket is sent as a whole."""
-        return self.moves_densely(bucket) and not (self.base is not None and covers(bucket))
-
-    def moves_densely(self, bucket: Bucket) -> bool:
-        """Return whether the bucket would be sent without a delta."""
-        return not (bucket.frozen and self.skip_frozen)
 
 
 class Mover:

@@ -13,9 +13,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from hybridengine.reshard.commit.records import Order
 from hybridengine.reshard.errors import PlanOutdatedError, RankFailedError, ReshardError
 from hybridengine.reshard.memory import default_bucket_bytes
-from hybridengine.reshard.move import Mover, Order
+from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.senders import ranks_per_node

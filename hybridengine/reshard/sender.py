@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.commit.coordinator import Coordinator, EngineStatus
-from hybridengine.reshard.commit.records import EngineInfo, Generations, SyncStore, Transfer
+from hybridengine.reshard.commit.records import EngineInfo, Generations, Order, SyncStore, Transfer
 from hybridengine.reshard.errors import LinkError, PlanOutdatedError, RankFailedError, ReshardError
 from hybridengine.reshard.memory import default_bucket_bytes
-from hybridengine.reshard.move import Mover, Order
+from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
 from hybridengine.reshard.plan.configuration import config_differences
 from hybridengine.reshard.plan.planner import ReshardPlan
@@ -36,7 +36,6 @@ from hybridengine.reshard.source.trained import Parameters, TrainedTensors
 from hybridengine.reshard.transport.between_worlds import TrainersEnd
 from hybridengine.reshard.transport.link import GroupLink, Link, Place
 from hybridengine.reshard.transport.memory_link import MemoryLink, feeders_of
-from hybridengine.reshard.transport.shared_memory import device_id
 from hybridengine.reshard.verify import warn_of_nan
 from hybridengine.runtime.all_ranks import (
     all_gather_values,
@@ -44,7 +43,7 @@ from hybridengine.runtime.all_ranks import (
     raise_on_all_ranks,
     run_on_all_ranks,
 )
-from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.device import DeviceProgress, device_id
 from hybridengine.runtime.failures import (
     CollectiveError,
     CollectiveGuard,

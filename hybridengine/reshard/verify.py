@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hybridengine.reshard.payload.transport import Transport
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import SliceCopy
-from hybridengine.reshard.transport.base import Transport
 from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.sharding.checksums import chunks, value_checksum
 from hybridengine.sharding.geometry import Block

@@ -1,4 +1,4 @@
-"""Wait, under a deadline that names lost ranks, until a device has done what was enqueued on it.
+"""Identify a device; wait, under a deadline that names lost ranks, for what was enqueued on it.
 
 A collective of NCCL is only enqueued: `work.wait()` makes the stream wait, not the host. Nothing on
 the host would notice a lost rank, and a barrier over gloo would be passed before any data arrives.
@@ -100,3 +100,10 @@ def _timeout_s(device: torch.device) -> float:
     """Return the timeout of the default process group's collectives on `device`, in seconds."""
     group = dist.distributed_c10d._get_default_group()
     return group._get_backend(device).options._timeout.total_seconds()
+
+
+def device_id(device: torch.device) -> str:
+    """Return an identifier of a device, equal in all processes that use it."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from hybridengine.checkpoint import (
     Checkpointer,
+    CheckpointError,
     SavedCheckpoint,
     changed_settings,
     find_checkpoints,
@@ -33,11 +34,12 @@ from hybridengine.kernels import check_labels
 from hybridengine.model import SavedWork
 from hybridengine.runtime.all_ranks import broadcast_value, run_on_rank0
 from hybridengine.runtime.session import Session, run_rank
+from hybridengine.storage import remove_folder
 from hybridengine.tracking.clock import RunClock
 from hybridengine.tracking.files import steps_of_summary
 from hybridengine.tracking.performance import FlopCounter, performance_metrics
 from hybridengine.trainer.callbacks import Callbacks
-from hybridengine.trainer.final import write_final
+from hybridengine.trainer.final import export_final
 from hybridengine.trainer.report import Reporter
 from hybridengine.trainer.updates import UpdateCounts, UpdateLog
 
@@ -348,7 +350,7 @@ class Trainer(ABC, Generic[ConfigT]):
         if session.was_stopped:
             return
         session.step = self.steps_done  # also where none was left to run
-        write_final(self)
+        self._write_final()
         with session.phase("summary"):
             self.report.draw()
             parts = self.clock.seconds()
@@ -364,6 +366,37 @@ class Trainer(ABC, Generic[ConfigT]):
                 **self.summary(),
             }
             self.report.finish(summary)
+
+    def _write_final(self) -> None:
+        """Save the last checkpoint, then export the model: a failed export loses no training.
+
+        A run without checkpoints removes it afterwards. Raises CheckpointError, after the export,
+        if a checkpoint of a run with checkpoints failed.
+        """
+        saved, failure = None, None
+        wants_checkpoints = self.config.trainer.save_freq > 0
+        is_first = broadcast_value(not find_checkpoints(self.dir), bool)
+        try:
+            saved = self._save_last()
+        except CheckpointError as error:
+            failure = error
+            self.report.print(f"warning: {error}; the model is exported without a checkpoint")
+        group, has_adapter = self.checkpoints.group, self.config.model.lora_rank > 0
+        with self.clock.inside("export"), self.session.writing("export"):
+            dtype = self.save_dtype
+            export_final(self.model, self.tokenizer, self.dir, dtype, group, has_adapter, saved)
+        if failure is not None and wants_checkpoints:
+            raise failure
+        if saved is not None and is_first and not wants_checkpoints and self.session.is_main:
+            remove_folder(saved)
+
+    def _save_last(self) -> Path:
+        """Bring the state after the last step to the disk; return its checkpoint."""
+        saved = self.wait_for_save(self.steps_done)
+        if not broadcast_value(saved.is_dir(), bool):
+            self.start_save(self.steps_done, None)
+            self.wait_for_save(self.steps_done)
+        return saved
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)

@@ -1,4 +1,4 @@
-"""Build the models of a run under FSDP2, with their optimizers: policy, critic, reward model."""
+"""Build the models of a run under FSDP2, with their optimizers: policy and reward model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from hybridengine.sharding.dim1 import dim1_parameters
 from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.batch import DataParallel
 from hybridengine.trainer.build import checkpoint_layout, load_tokenizer
-from hybridengine.trainer.critic.model import Critic
 from hybridengine.trainer.distill import Student
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.reward_model import RewardModel
@@ -65,6 +64,12 @@ def load_model(
         adapt=lora if adapters and rank else None,
         **options,
     )
+
+
+def load_value_model(config: GRPOConfig, session: Session, path: str) -> Any:
+    """Load a model with a value head, see `load_model`."""
+    offload = config.actor.fsdp_config.param_offload
+    return load_model(config, session, path, value_head=True, param_offload=offload)
 
 
 def build_optimizer(
@@ -133,14 +138,6 @@ def build_actor(
     return Actor(config, model, reference, optimizer, dp, steps)
 
 
-def build_critic(config: GRPOConfig, dp: DataParallel, steps: int) -> Critic:
-    """Build the value model with an FSDP2 group of its own over the ranks of `dp`."""
-    path = config.critic.model.path or config.model.path
-    model = _value_model(config, dp.session, path)
-    optimizer = build_optimizer(config, model, config.actor.optim, config.critic.optim, steps)
-    return Critic(config, model, optimizer, dp)
-
-
 def saved_states(config: JobConfig) -> list[str]:
     """Return the names of the states that a checkpoint of this run must hold to be resumed."""
     names = ["actor.optimizer"]
@@ -158,14 +155,9 @@ def build_reward_model(
     path = config.reward.reward_model.model_path
     own_tokenizer = load_tokenizer(config, path)
     return RewardModel(
-        _value_model(config, session, path).requires_grad_(False),
+        load_value_model(config, session, path).requires_grad_(False),
         None if own_tokenizer.get_vocab() == tokenizer.get_vocab() else own_tokenizer,
         session,
         config.actor.ppo_max_token_len_per_gpu,
         config.reward.all_weights[-1],
     )
-
-
-def _value_model(config: GRPOConfig, session: Session, path: str) -> Any:
-    offload = config.actor.fsdp_config.param_offload
-    return load_model(config, session, path, value_head=True, param_offload=offload)

@@ -37,8 +37,8 @@ from hybridengine.trainer.algorithms import NEEDS, KLController, uses_critic
 from hybridengine.trainer.base import Trainer
 from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.build import load_data
-from hybridengine.trainer.build_models import build_actor, build_critic, build_reward_model
-from hybridengine.trainer.critic.model import StepCritic
+from hybridengine.trainer.build_models import build_actor, build_reward_model
+from hybridengine.trainer.critic.model import StepCritic, build_critic
 from hybridengine.trainer.critic.remote import RemoteCritic
 from hybridengine.trainer.learner import Learner
 from hybridengine.trainer.metrics import batch_metrics, probs_diff

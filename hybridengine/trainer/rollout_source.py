@@ -19,9 +19,10 @@ from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.runtime.session import Session
 from hybridengine.sharding.weight_target import target_of
 from hybridengine.trainer.build import build_agents, build_engine, build_resharder
+from hybridengine.trainer.generation import RolloutGenerator
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.reward_model import RewardModel
-from hybridengine.trainer.rollouts import RolloutGenerator, Rollouts
+from hybridengine.trainer.rollouts import Rollouts
 
 
 class RolloutSource(ABC):

@@ -1,11 +1,11 @@
-"""Generate and score responses; tokens and texts stay on the rank that generated them."""
+"""Scored responses; tokens and texts stay on the rank that generated them."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.data import PromptSample, Subset
-from hybridengine.rewards import RewardManager, score_checked
-from hybridengine.rollout import Completion, RolloutEngine, SamplingSpec
 from hybridengine.rollout.versions import VersionRuns
-from hybridengine.runtime.session import Session
 from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.outcomes import Outcomes, RewardPart
-
-if TYPE_CHECKING:
-    from hybridengine.agent import AgentRunner
-    from hybridengine.trainer.reward_model import RewardModel
 
 TOKEN_COLUMNS = {  # fields of ScoredResponse
     "response_ids": torch.int32,
@@ -249,104 +242,6 @@ def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
         else None,
         is_last=torch.tensor([r.is_last for r in rollouts]) if turn_names else None,
     )
-
-
-def gather_rollouts(
-    prompts: Subset[PromptSample],
-    own: Sequence[Rollout],
-    session: Session,
-    reward_model: RewardModel | None,
-) -> Rollouts:
-    """Gather what each rank has of the responses to `prompts`; add the reward model's score.
-
-    Collective.
-    """
-    with session.phase("gather_rollouts"):
-        rollouts = Rollouts.gather(prompts, own, session.rank)
-    if reward_model is not None:
-        with session.phase("reward"):
-            scores = reward_model.score(rollouts)
-            rollouts = rollouts.add_reward("reward_model", reward_model.weight, scores)
-    return rollouts
-
-
-@dataclass(frozen=True)
-class RolloutGenerator:
-    """Spreads a batch of prompts over the engine's replicas and scores the responses.
-
-    agents: runs trajectories of several turns; None: a response is one completion.
-    """
-
-    engine: RolloutEngine
-    tokenizer: Any
-    reward: RewardManager
-    session: Session
-    reward_model: RewardModel | None
-    agents: AgentRunner | None = None
-
-    def generate(self, prompts: Subset[PromptSample], spec: SamplingSpec, seed: int) -> Rollouts:
-        """Generate and score spec.n responses per prompt, in the prompts' order. Collective."""
-        replica, replicas = self.engine.replica, self.engine.replicas
-        samples = {i: prompts[i] for i in range(replica, len(prompts), replicas)}
-        own = self.respond(samples, spec, seed)
-        return gather_rollouts(prompts, own, self.session, self.reward_model)
-
-    def respond(
-        self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Rollout]:
-        """Return the scored responses of this engine's `samples`, given by their position in the
-        batch; [] on all but the first rank of an engine."""
-        responses = self._respond if self.agents is None else self._act
-        return responses(samples, spec, seed)
-
-    def _respond(
-        self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Rollout]:
-        with self.session.phase("gen"):
-            completions = self.engine.generate(
-                [sample.prompt_ids for sample in samples.values()], spec, seed
-            )
-        if not samples or self.engine.tp_rank != 0:  # the replica's other ranks have the same
-            return []
-        with self.session.phase("reward"):
-            groups = [i for i in samples for _ in range(spec.n)]
-            return self._score(samples, groups, [c for part in completions for c in part])
-
-    def _act(
-        self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Rollout]:
-        from hybridengine.trainer.trajectories import score_trajectories
-
-        assert self.agents is not None
-        with self.session.phase("gen"):
-            trajectories = self.agents.run(self.engine, samples, spec, seed)
-        with self.session.phase("reward"):
-            return score_trajectories(trajectories, self.tokenizer, self.reward)
-
-    def _score(
-        self, samples: Mapping[int, PromptSample], groups: list[int], completions: list[Completion]
-    ) -> list[Rollout]:
-        ids, scored = [c.token_ids for c in completions], [samples[i] for i in groups]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        result = score_checked(self.reward, scored, texts, ids)
-        return [
-            Rollout(
-                group=i,
-                sample=samples[i],
-                response_text=texts[k],
-                response_ids=array("i", c.token_ids),  # lists take 8 times the memory
-                log_probs=array("f", c.log_probs),
-                score=result.scores[k],
-                extras={name: x[k] for name, x in result.extras.items()},
-                finish_reason=c.finish_reason,
-                parts={name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
-                texts=result.texts_of(k),
-                num_kept=c.num_kept or (),
-                kept_ids=c.kept_ids or (),
-                versions=c.versions,
-            )
-            for k, (i, c) in enumerate(zip(groups, completions, strict=True))
-        ]
 
 
 def format_rollout(r: Rollout) -> str:

@@ -22,14 +22,14 @@ SHORT_TIMEOUT = """
 from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d
-from hybridengine.trainer import rollouts
-gather = rollouts.gather_rollouts
+from hybridengine.trainer import generation
+gather = generation.gather_rollouts
 def gather_within_4_s(*args):
     group = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     assert group.options._timeout == timedelta(seconds=555), group.options._timeout
     distributed_c10d._set_pg_timeout(timedelta(seconds=4))
     return gather(*args)
-rollouts.gather_rollouts = gather_within_4_s
+generation.gather_rollouts = gather_within_4_s
 """
 STALLING_REWARD = """
 import os, time

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from hybridengine.reshard.commit.records import EngineInfo, Holding, SyncState, SyncStore, Transfer
 from hybridengine.reshard.errors import RankFailedError, ReshardError
-from hybridengine.reshard.transport.shared_memory import device_id
 from hybridengine.runtime.all_ranks import (
     all_gather_values,
     broadcast_value,
@@ -20,6 +19,7 @@ from hybridengine.runtime.all_ranks import (
     raise_on_all_ranks,
     run_on_all_ranks,
 )
+from hybridengine.runtime.device import device_id
 from hybridengine.runtime.failures import (
     CollectiveError,
     CollectiveGuard,

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.errors import RankFailedError
-from hybridengine.reshard.move import Order
+from hybridengine.reshard.plan.buckets import Bucket
+from hybridengine.reshard.source.changes import covers
 from hybridengine.runtime.failures import STORE_GONE, one_line, process_state
 from hybridengine.runtime.messages import MessageError
 from hybridengine.runtime.signed_store import SignedStore
@@ -141,6 +142,28 @@ class PlanInputs:
             name: replace(spec, holders=self.holders[self.holders_of[name]])
             for name, spec in self.shards.items()
         }
+
+
+class Order(NamedTuple):
+    """What a transfer moves.
+
+    skip_frozen: leave out parameters that the engines have. verify: compare checksums. base:
+    version of the weights that a delta is made from; None: everything is sent. group_size: of the
+    delta.
+    """
+
+    skip_frozen: bool
+    verify: bool
+    base: int | None = None
+    group_size: int = 0
+
+    def moves(self, bucket: Bucket) -> bool:
+        """Return whether the bucket is sent as a whole."""
+        return self.moves_densely(bucket) and not (self.base is not None and covers(bucket))
+
+    def moves_densely(self, bucket: Bucket) -> bool:
+        """Return whether the bucket would be sent without a delta."""
+        return not (bucket.frozen and self.skip_frozen)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from hybridengine.kernels.delta import ChangeTable
 from hybridengine.reshard.errors import CorruptDeltaError
 from hybridengine.reshard.payload.message import Header, Versions, decode, encode
 from hybridengine.reshard.payload.tables import ExchangeBuilder
+from hybridengine.reshard.payload.transport import Transport, run_transfers
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.source_class import Chunk
 from hybridengine.reshard.source.changes import Part, covers
-from hybridengine.reshard.transport.base import Transport, run_transfers
 from hybridengine.sharding.changes import ChangedElements
 
 _BYTES_PER_CHANGE = 3  # of a message, where an element has 2

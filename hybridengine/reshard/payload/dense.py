@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder
+from hybridengine.reshard.payload.transport import Transport, run_transfers
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.source.trained import TrainedTensors
-from hybridengine.reshard.transport.base import Transport, run_transfers
 from hybridengine.sharding.shards import Box
 
 Moves = Callable[[Bucket], bool]
@@ -108,6 +108,22 @@ class Dense:
                 scales.combine()
             transport.bytes_received += scales.bytes_reduced
             transport.bytes_sent += scales.bytes_reduced
-        scales.deliver(transport, self._rank)
+        self._deliver_scales(transport)
         if weights:
             scales.write(self._rank, weights)
+
+    def _deliver_scales(self, transport: Transport) -> None:
+        """Send the scales to ranks that hold an engine only, an equal part from each trainer."""
+        if not (receivers := transport.receivers):
+            return
+        of_rank, rank = self.scales.of_rank, self._rank
+        where, trainers = "the scales of quantized weights", [*range(receivers.start)]
+        if rank in receivers:
+            scales = of_rank(rank)
+            received = [part.nbytes for part in scales.tensor_split(len(trainers))]
+            arrived = transport.post(where, None, (), received).wait()
+            scales.copy_(torch.cat(arrived).view(scales.dtype))
+            return
+        parts = [of_rank(r).tensor_split(len(trainers))[rank] for r in receivers]
+        sent = [0] * len(trainers) + [part.nbytes for part in parts]
+        transport.post(where, torch.cat(parts).view(torch.uint8), sent, ()).wait()

@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -42,9 +41,6 @@ from hybridengine.sharding.geometry import (
     reach,
 )
 from hybridengine.sharding.layout import LayoutError
-
-if TYPE_CHECKING:
-    from hybridengine.reshard.transport.base import Transport
 
 BLOCK_COLUMN = TABLE_COLUMNS  # of the tables of this module: the number of the block of a row
 _MAX_AXES = 4  # of a row
@@ -207,21 +203,6 @@ class BlockScales:
             scale = weights[quantized.scale]
             first = self._first[layout][name]
             scale.copy_(self.scale[first : first + scale.numel()].view(scale.shape))
-
-    def deliver(self, transport: Transport, rank: int) -> None:
-        """Send the scales to ranks that hold an engine only, an equal part from each trainer."""
-        if not (receivers := transport.receivers):
-            return
-        where, trainers = "the scales of quantized weights", [*range(receivers.start)]
-        if rank in receivers:
-            scales = self.of_rank(rank)
-            received = [part.nbytes for part in scales.tensor_split(len(trainers))]
-            arrived = transport.post(where, None, (), received).wait()
-            scales.copy_(torch.cat(arrived).view(scales.dtype))
-            return
-        parts = [self.of_rank(r).tensor_split(len(trainers))[rank] for r in receivers]
-        sent = [0] * len(trainers) + [part.nbytes for part in parts]
-        transport.post(where, torch.cat(parts).view(torch.uint8), sent, ()).wait()
 
     @property
     def bytes_reduced(self) -> int:

@@ -1,1 +1,1 @@
-"""Transport: what moves messages between the ranks of a plan."""
+"""Transports between the ranks of a plan: implementations of `payload.transport.Transport`."""

@@ -20,8 +20,8 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.reshard.errors import LinkError
 from hybridengine.reshard.payload.message import HEADER_BYTES, Header
 from hybridengine.reshard.payload.tables import Exchange
+from hybridengine.reshard.payload.transport import Nothing, Pending, PhaseGuard, Transport
 from hybridengine.reshard.plan.planner import ReshardPlan
-from hybridengine.reshard.transport.base import Nothing, Pending, PhaseGuard, Transport
 from hybridengine.reshard.transport.link import Arrival, Link
 from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.runtime.device import DeviceProgress

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.payload.message import HEADER_BYTES, Header
 from hybridengine.reshard.payload.tables import ALIGNMENT, Exchange, PullBuilder
-from hybridengine.reshard.transport.base import Pending, PhaseGuard, Transport
+from hybridengine.reshard.payload.transport import Pending, PhaseGuard, Transport
 from hybridengine.reshard.transport.shared_memory import SharedMemory
 from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks
 from hybridengine.runtime.device import DeviceProgress

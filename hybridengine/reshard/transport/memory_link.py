@@ -30,7 +30,7 @@ import torch.distributed as dist
 from hybridengine.reshard.commit.records import EngineInfo, Member, SyncStore
 from hybridengine.reshard.errors import LinkError, ReshardError
 from hybridengine.reshard.payload.tables import ALIGNMENT
-from hybridengine.reshard.transport.base import PhaseGuard
+from hybridengine.reshard.payload.transport import PhaseGuard
 from hybridengine.reshard.transport.link import Arrival, Link, Place
 from hybridengine.reshard.transport.shared_memory import MemoryOffer, map_memory, offered_memory
 from hybridengine.runtime.failures import machine_of, one_line

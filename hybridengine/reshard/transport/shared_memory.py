@@ -126,13 +126,6 @@ def _without_expandable_segments() -> Iterator[None]:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
-def device_id(device: torch.device) -> str:
-    """Return an identifier of a device, equal in all processes that use it."""
-    if device.type == "cpu":
-        return "cpu"
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 def share_memory(size: int, device: torch.device) -> SharedMemory | None:
     """Return `size` bytes of every rank, or None if not every rank can map all. Collective.
 

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from hybridengine.config import GRPOConfig
 from hybridengine.kernels import value_loss
 from hybridengine.model import on_device, packed_values
-from hybridengine.trainer.batch import MicroBatch, MiniBatch, RolloutBatch
+from hybridengine.trainer.batch import DataParallel, MicroBatch, MiniBatch, RolloutBatch
+from hybridengine.trainer.build_models import build_optimizer, load_value_model
 from hybridengine.trainer.learner import Learner
 from hybridengine.trainer.metrics import explained_variance
 from hybridengine.trainer.rollouts import Rollouts
@@ -86,3 +88,11 @@ class Critic(Learner, StepCritic):
             global_num_seqs=num_seqs,
         )
         return loss, {f"critic/{name}": value for name, value in metrics.items()}, values
+
+
+def build_critic(config: GRPOConfig, dp: DataParallel, steps: int) -> Critic:
+    """Build the value model with an FSDP2 group of its own over the ranks of `dp`."""
+    path = config.critic.model.path or config.model.path
+    model = load_value_model(config, dp.session, path)
+    optimizer = build_optimizer(config, model, config.actor.optim, config.critic.optim, steps)
+    return Critic(config, model, optimizer, dp)

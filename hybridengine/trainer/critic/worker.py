@@ -13,7 +13,6 @@ from hybridengine.checkpoint.tensors import PartWriter
 from hybridengine.data import PromptSample, Subset
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import import_external
-from hybridengine.trainer.build_models import build_critic
 from hybridengine.trainer.critic.channel import (
     COLUMNS,
     Command,
@@ -27,6 +26,7 @@ from hybridengine.trainer.critic.channel import (
     TrainStep,
     saved_key,
 )
+from hybridengine.trainer.critic.model import build_critic
 from hybridengine.trainer.exchange import Placement
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.shared_prefix import build_data_parallel

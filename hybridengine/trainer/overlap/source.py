@@ -24,13 +24,14 @@ from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value
 from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_sender
+from hybridengine.trainer.generation import gather_rollouts
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.overlap.queue import Finished, TrainerQueue, WorkItem
 from hybridengine.trainer.overlap.staleness import staleness_metrics
 from hybridengine.trainer.overlap.utilisation import Utilisation
 from hybridengine.trainer.reward_model import RewardModel
 from hybridengine.trainer.rollout_source import RolloutSource
-from hybridengine.trainer.rollouts import Rollouts, gather_rollouts
+from hybridengine.trainer.rollouts import Rollouts
 
 
 class OverlappedRollouts(RolloutSource):

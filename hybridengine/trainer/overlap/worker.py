@@ -16,10 +16,10 @@ from hybridengine.rollout.server import NoServerError, ServerReceiver
 from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import build_agents, build_engine, build_receiver, load_data
+from hybridengine.trainer.generation import RolloutGenerator
 from hybridengine.trainer.overlap.queue import EngineQueue, WorkItem, report_signal
 from hybridengine.trainer.overlap.servers import connect_servers
 from hybridengine.trainer.plan import resolve_dtypes
-from hybridengine.trainer.rollouts import RolloutGenerator
 
 Action = WorkItem | Literal["update", "end"]
 

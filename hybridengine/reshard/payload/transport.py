@@ -1,4 +1,4 @@
-"""What moves the messages of a sync between the ranks of its plan."""
+"""The interface of what moves the messages of a sync between the ranks of its plan."""
 
 from __future__ import annotations
 
