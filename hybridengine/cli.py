@@ -1,7 +1,7 @@
 """The `hybridengine` command: run a job, list its keys, export a checkpoint, plan and simulate.
 
 Commands import torch when they need it, after the configuration is checked, so that help, `keys`
-and a wrong setting answer at once.
+and `--print-config` answer at once.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from hybridengine.errors import (
     EXIT_USER_ERROR,
     ConfigError,
     ConfigNote,
+    Faults,
+    InvalidConfigError,
     UserError,
     print_error,
     print_note,
@@ -105,13 +107,15 @@ def _add_job(kind: str, load: Callable[[str | None, list[str]], JobConfig], help
     ) -> None:
         with _stop_before_the_start(), _report_user_errors():
             file, overrides = _split(settings or [], config_path, config_name)
-            config = _load(lambda: load(file, overrides))
-            if print_config:
+            config, invalid = _load(lambda: load(file, overrides))
+            if not print_config:
+                _run(config, dry_run, invalid)
+            elif invalid is not None:
+                raise invalid
+            else:
                 overrides = overrides_of(config, lambda given: load(None, given))
                 command = shlex.join(["hybridengine", kind, *overrides])
                 print(f"# {command}\n{config_to_yaml(config)}", end="")
-            else:
-                _run(config, dry_run)
 
 
 _STARTS = "Starts the ranks itself unless run under torchrun."
@@ -178,35 +182,40 @@ def _end_by(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(EXIT_STOPPED)
 
 
-def _load(load: Callable[[], JobConfig]) -> JobConfig:
-    """Return the configuration; print notes on keys without effect, on rank 0."""
+def _load(load: Callable[[], JobConfig]) -> tuple[JobConfig, InvalidConfigError | None]:
+    """Return the configuration and its faults; print notes on keys without effect, on rank 0."""
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always", ConfigNote)
-        config = load()
+        try:
+            config = load()
+        except InvalidConfigError as invalid:
+            return invalid.config, invalid
     for note in notes if _is_first() else ():
         print_note(str(note.message))
-    return config
+    return config, None
 
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _run(config: JobConfig, dry_run: bool) -> None:
+def _run(config: JobConfig, dry_run: bool, invalid: InvalidConfigError | None) -> None:
     from hybridengine.preflight import check_launch
     from hybridengine.trainer.start import launch, start_rank
 
+    faults = Faults(invalid)
     if not dry_run:
-        check_launch(config)
-    if _is_first():
-        plan = _check_and_plan(config, dry_run)
+        with faults:
+            check_launch(config)
+    if _is_first() or faults:  # a rank that ends now would end the checks of rank 0
+        plan = _check_and_plan(config, dry_run, faults)
         if dry_run:
             Console().print(plan)
     if not dry_run:
         raise typer.Exit(start_rank(config) if "RANK" in os.environ else launch(config))
 
 
-def _check_and_plan(config: JobConfig, dry_run: bool) -> Table:
+def _check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
     from hybridengine.preflight import check_grpo, check_sft
     from hybridengine.trainer.plan import (
         plan_table,
@@ -218,11 +227,11 @@ def _check_and_plan(config: JobConfig, dry_run: bool) -> Table:
 
     config = resolve_dtypes(config)
     if isinstance(config, SFTConfig):
-        samples = check_sft(config)
+        samples = check_sft(config, faults)
         table, num_samples = sft_plan(config, *samples), len(samples[0])
     else:
         assert isinstance(config, GRPOConfig)
-        prompts = check_grpo(config)
+        prompts = check_grpo(config, faults)
         table, num_samples = plan_table(config, *prompts), len(prompts[0])
     if dry_run:  # a run prints these itself, when they are known
         table.add_row("[bold]start", start_of(config, num_samples))

@@ -5,8 +5,11 @@ Imports only the standard library, so that the command line and reward workers s
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any, TypeVar
 
 __all__ = [
     "EXIT_STOPPED",
@@ -16,17 +19,23 @@ __all__ = [
     "ConfigError",
     "ConfigNote",
     "DataError",
+    "Faults",
+    "InvalidConfigError",
     "ModelError",
     "OutputError",
     "RewardError",
     "RolloutError",
     "UsageError",
     "UserError",
+    "is_about",
     "located",
     "print_error",
     "print_note",
     "shorten",
 ]
+
+T = TypeVar("T")
+_KEYS_IN_TEXT = re.compile(r"[\w.]*\w")
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3  # exit code of a run that a signal stopped; it can be resumed
@@ -51,8 +60,23 @@ class ConfigError(UserError):
         several = f"{len(faults)} settings cannot be used:"
         super().__init__(faults[0] if len(faults) == 1 else "\n  ".join([several, *faults]))
 
-    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), self.faults
+
+
+class InvalidConfigError(ConfigError):
+    """Faults of the keys of a configuration, which is otherwise usable.
+
+    config: the configuration, with defaults in place of values that are refused or missing.
+    keys: those values' keys.
+    """
+
+    def __init__(self, config: Any, keys: Collection[str], *faults: str) -> None:
+        super().__init__(*faults)
+        self.config, self.keys = config, frozenset(keys)
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.config, self.keys, *self.faults)
 
 
 class CheckpointError(UserError):
@@ -89,6 +113,52 @@ class UsageError(RuntimeError):
 
 class ConfigNote(UserWarning):
     """A key that is accepted and has no effect here."""
+
+
+class Faults:
+    """Collect the user errors of independent checks, each a `with` block.
+
+    given: faults of the configuration itself. What checks find about values that it refused is left
+    out, and so is any other error of a check, which was not made for such a configuration.
+    """
+
+    def __init__(self, given: InvalidConfigError | None = None) -> None:
+        self._given, self._errors = given, list[UserError]()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, UserError):
+            self._errors.append(error)
+            return True
+        return self._given is not None and isinstance(error, Exception)
+
+    def __bool__(self) -> bool:
+        return self._given is not None or bool(self._errors)
+
+    def attempt(self, call: Callable[[], T]) -> T | None:
+        """Return what `call` returns, None where it raises a user error."""
+        with self:
+            return call()
+        return None
+
+    def report(self) -> None:
+        """Raise a single error as it is, several as one ConfigError; each fault once."""
+        given, faults = self._given, list[str]()
+        for error in self._errors:
+            faults += error.faults if isinstance(error, ConfigError) else [str(error)]
+        if given is not None:
+            faults = [*given.faults, *(f for f in faults if not is_about(f, given.keys))]
+        faults = list(dict.fromkeys(faults))
+        if len(faults) == 1:
+            raise given or self._errors[0]
+        if faults:
+            raise ConfigError(*faults)
+
+
+def is_about(fault: str, keys: Collection[str]) -> bool:
+    """Return whether a fault contains the full name of one of `keys`."""
+    return not set(_KEYS_IN_TEXT.findall(fault)).isdisjoint(keys)
 
 
 def located(path: str | Path) -> str:

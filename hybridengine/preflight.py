@@ -9,100 +9,167 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridengine.checkpoint import check_resume
 from hybridengine.config import ConfigError, GRPOConfig, JobConfig, SFTConfig
-from hybridengine.data import PromptDataset, PromptLoader, SFTDataset
-from hybridengine.data.files import data_files
-from hybridengine.errors import UserError
+from hybridengine.data import (
+    PromptDataset,
+    PromptLoader,
+    SFTDataset,
+    check_conversations,
+    check_prompts,
+)
+from hybridengine.errors import Faults
 from hybridengine.model import check_sequence_parallel, check_target_modules, is_sequence_classifier
 from hybridengine.model.compile import check_compiler
 from hybridengine.model.validation import check_model, check_weights
-from hybridengine.preflight_engine import check_engine, check_heads, check_length
+from hybridengine.preflight_engine import (
+    check_engine,
+    check_heads,
+    check_length,
+    check_model_in_engine,
+    check_sequence_length,
+)
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.reward_worker.function import import_reward_function
-from hybridengine.rewards import RewardManager, RewardResult, score_checked
+from hybridengine.rewards import RewardManager, RewardResult, build_reward_manager, score_checked
+from hybridengine.rewards.local import PREFIX
+from hybridengine.rewards.service import SCHEMES
 from hybridengine.storage import check_disk_space
 from hybridengine.tracking.metrics import check_loggers
 from hybridengine.trainer.algorithms import NEEDS
-from hybridengine.trainer.build import load_data, load_tokenizer
+from hybridengine.trainer.build import (
+    build_agents,
+    check_algorithm,
+    import_external,
+    load_tokenizer,
+    tool_schemas,
+)
 from hybridengine.trainer.build_models import saved_states
 from hybridengine.trainer.outcomes import SCORE_NAMES
-from hybridengine.trainer.sft import load_sft_data
 from hybridengine.trainer.shared_prefix import no_sharing_reason
 from hybridengine.trainer.trajectories import TURN_REWARDS, with_turns
 
 __all__ = ["check_grpo", "check_launch", "check_sft"]
 
+T = TypeVar("T")
+
 _PROBED_ROWS = 3  # whose empty answer is scored, besides the first row of each data_source
 
 
-def check_grpo(config: GRPOConfig) -> tuple[PromptDataset, PromptDataset | None]:
+def check_grpo(
+    config: GRPOConfig, faults: Faults | None = None
+) -> tuple[PromptDataset, PromptDataset | None]:
     """Check devices, model, disk, data and reward; load no weights.
+
+    faults: those that are known before; None: none.
 
     Returns the training and the validation prompts. Raises ConfigError, ModelError, DataError or
     RewardError for one fault, and a ConfigError with a line for each of several.
     """
-    faults = _Faults()
-    model = _check_run(config, faults)
+    faults = Faults() if faults is None else faults
+    model, trust = _check_run(config, faults), config.model.trust_remote_code
+    with faults:
+        check_engine(config)
     if model is not None:
         with faults:
             check_heads(config, model)
+        with faults:
+            check_sequence_length(config, model)
+        with faults:
+            check_model_in_engine(config, model)
         with faults:
             check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
         with faults:
             no_sharing_reason(config)
         with faults:
-            check_engine(config, model)
-        with faults:
             _check_adapters(config, model)
-        with faults:
-            _check_teacher(config)
     with faults:
-        _check_value_models(config)
+        if path := config.critic.model.path:
+            critic = check_model(path, trust)
+            check_weights(path, critic, trust, is_sequence_classifier(critic))
+    with faults:
+        _check_reward_model(config)
     with faults:
         _check_baselines(config)
-    if model is None:
-        _check_files(config, faults)
+    is_registered = False  # what external_lib registers, the estimator among it
+    with faults:
+        import_external(config)
+        check_algorithm(config)
+        is_registered = True
+    tokenizer = _load_tokenizer(config, model, faults)
+    with faults:
+        _check_teacher(config, tokenizer)
+    tools = faults.attempt(lambda: tool_schemas(config))
+    train, val = (
+        _load_data(
+            files,
+            lambda names: PromptDataset(names, tokenizer, config.data, tools or ()),
+            lambda names: check_prompts(names, config.data),
+            faults,
+            is_readable=tokenizer is not None and tools is not None,
+        )
+        for files in (config.data.train_files, config.data.val_files)
+    )
+    if tokenizer is not None and tools is not None:
+        with faults:
+            build_agents(config, tokenizer)
+    if model is not None:
+        with faults:
+            _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
+    if model is not None and train is not None:
+        with faults:
+            _check_resume(config, train, model)
+    if tokenizer is None or not is_registered:
+        _check_reward_files(config, faults)
     else:
         with faults:
-            _, train, val, reward = load_data(config)
-            with faults:
-                _check_tokens(model, (s.prompt_ids for part in (train, val) for s in part or ()))
-            with faults:
-                _check_resume(config, train, model)
-            with faults:
-                _check_reward(config, reward, train, val)
+            limit = config.data.max_response_length
+            reward = build_reward_manager(config.reward, limit, tokenizer)
+            _check_reward(config, reward, train, val)
     faults.report()
+    assert train is not None
     return train, val
 
 
-def check_sft(config: SFTConfig) -> tuple[SFTDataset, SFTDataset | None]:
+def check_sft(
+    config: SFTConfig, faults: Faults | None = None
+) -> tuple[SFTDataset, SFTDataset | None]:
     """As `check_grpo`, for SFT; returns the training and the validation conversations."""
-    faults = _Faults()
+    faults = Faults() if faults is None else faults
     model = _check_run(config, faults)
-    if model is None:
-        _check_files(config, faults)
-    else:
+    tokenizer = _load_tokenizer(config, model, faults)
+    train, val = (
+        _load_data(
+            files,
+            lambda names: SFTDataset(names, tokenizer, config.data),
+            lambda names: check_conversations(names, config.data),
+            faults,
+            is_readable=tokenizer is not None,
+        )
+        for files in (config.data.train_files, config.data.val_files)
+    )
+    if model is not None:
         with faults:
             check_sequence_parallel(model, config.ulysses_sequence_parallel_size)
         with faults:
             _check_adapters(config, model)
+        samples = [sample.ids for part in (train, val) for sample in part or ()]
+        longest = max(map(len, samples), default=0)
         with faults:
-            _, train, val = load_sft_data(config)
-            samples = [sample.ids for part in (train, val) for sample in part or ()]
-            longest = max(map(len, samples))
-            with faults:
-                _check_tokens(model, samples)
-            with faults:
-                check_length(model, longest, "the longest conversation", "data.max_length")
-            with faults:
-                _check_resume(config, train, model)
+            _check_tokens(model, samples)
+        with faults:
+            check_length(model, longest, "the longest conversation", "data.max_length")
+    if model is not None and train is not None:
+        with faults:
+            _check_resume(config, train, model)
     faults.report()
+    assert train is not None
     return train, val
 
 
@@ -136,47 +203,12 @@ def _rank_keys(config: JobConfig) -> dict[str, int]:
     return keys
 
 
-class _Faults:
-    """Collect the user errors of independent checks, each a `with` block."""
-
-    def __init__(self) -> None:
-        self._errors: list[UserError] = []
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, UserError):
-            self._errors.append(error)
-        return isinstance(error, UserError)
-
-    def report(self) -> None:
-        """Raise a single error as it is, several as one ConfigError."""
-        if len(self._errors) == 1:
-            raise self._errors[0]
-        if self._errors:
-            raise ConfigError(*map(str, self._errors))
-
-
-def _check_files(config: GRPOConfig | SFTConfig, faults: _Faults) -> None:
-    """Check that the files of data and rewards exist, where the model's tokenizer does not."""
-    for files in (config.data.train_files, config.data.val_files or ()):
-        for name in files:
-            with faults:
-                data_files(name)
-    if isinstance(config, GRPOConfig):
-        for path, name in config.reward.functions:
-            if not path.startswith(("http://", "https://")):
-                with faults:
-                    import_reward_function(path, name, None)
-
-
-def _check_run(config: GRPOConfig | SFTConfig, faults: _Faults) -> PretrainedConfig | None:
+def _check_run(config: GRPOConfig | SFTConfig, faults: Faults) -> PretrainedConfig | None:
     """Check what every kind of training needs; return the model's configuration.
 
-    None where the model cannot be used, which is one of `faults`.
+    None where it cannot be read, which is one of `faults`.
     """
-    model: PretrainedConfig | None = None
-    trainer, trust = config.trainer, config.model.trust_remote_code
+    trainer, path, trust = config.trainer, config.model.path, config.model.trust_remote_code
     ranks, devices = _rank_keys(config), torch.cuda.device_count()
     with faults:
         if devices and sum(ranks.values()) > devices:
@@ -187,18 +219,61 @@ def _check_run(config: GRPOConfig | SFTConfig, faults: _Faults) -> PretrainedCon
     with faults:
         if config.model.compile:
             check_compiler()
+    for key, value in (("model.path", path), ("data.train_files", config.data.train_files)):
+        with faults:
+            if not value:
+                raise ConfigError(f"{key} is required and was not given; set it in the config")
+    model = faults.attempt(lambda: check_model(path, trust)) if path else None
     num_bytes = 0
-    with faults:
-        config_of_model = check_model(config.model.path, trust)
-        check_weights(config.model.path, config_of_model, trust)
-        shapes = checkpoint_layout_from_config(config_of_model, trust).tensors.values()
-        # Not resolve_dtypes, a collective, for a type that the caller left auto.
-        dtype = "float32" if trainer.save_dtype == "auto" else trainer.save_dtype
-        num_bytes = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
-        model = config_of_model
+    if model is not None:
+        with faults:
+            check_weights(path, model, trust)
+        with faults:
+            shapes = checkpoint_layout_from_config(model, trust).tensors.values()
+            # Not resolve_dtypes, a collective, for a type that the caller left auto.
+            dtype = "float32" if trainer.save_dtype == "auto" else trainer.save_dtype
+            num_bytes = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
     with faults:
         check_disk_space(trainer.default_local_dir, num_bytes)
     return model
+
+
+def _load_tokenizer(
+    config: JobConfig, model: PretrainedConfig | None, faults: Faults
+) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a model that can be read."""
+    return None if model is None else faults.attempt(lambda: load_tokenizer(config))
+
+
+def _load_data(
+    files: Sequence[str] | None,
+    load: Callable[[Sequence[str]], T],
+    check: Callable[[Sequence[str]], None],
+    faults: Faults,
+    *,
+    is_readable: bool,
+) -> T | None:
+    """Return what `load` makes of `files`; None without files, and where one is faulty.
+
+    check: of the files alone; it is called with each of them where they cannot be loaded.
+    is_readable: whether there is all that `load` needs besides them.
+    """
+    if files and is_readable:
+        with faults:
+            return load(files)
+    for name in files or ():
+        with faults:
+            check([name])
+    return None
+
+
+def _check_reward_files(config: GRPOConfig, faults: Faults) -> None:
+    """Import the reward functions of files, without the manager that calls them."""
+    with faults:
+        for path, name in config.reward.functions:
+            if not path.startswith((*SCHEMES, PREFIX)):
+                with faults:
+                    import_reward_function(path, name, None)
 
 
 def _check_adapters(config: GRPOConfig | SFTConfig, model: PretrainedConfig) -> None:
@@ -239,31 +314,32 @@ def _check_baselines(config: GRPOConfig) -> None:
         )
 
 
-def _check_value_models(config: GRPOConfig) -> None:
-    """Check the model files of critic and reward model."""
-    trust, reward_path = config.model.trust_remote_code, config.reward.reward_model.model_path
-    if path := config.critic.model.path:
-        critic = check_model(path, trust)
-        check_weights(path, critic, trust, is_sequence_classifier(critic))
-    if reward_path:
-        model = check_model(reward_path, trust)
-        if not is_sequence_classifier(model):
-            raise ConfigError(
-                f"reward.reward_model.model_path {reward_path!r} is not a sequence classifier; "
-                "give a model of a ...ForSequenceClassification class with one label"
-            )
-        check_weights(reward_path, model, trust, classifier=True)
+def _check_reward_model(config: GRPOConfig) -> None:
+    path, trust = config.reward.reward_model.model_path, config.model.trust_remote_code
+    if not path:
+        return
+    model = check_model(path, trust)
+    if not is_sequence_classifier(model):
+        raise ConfigError(
+            f"reward.reward_model.model_path {path!r} is not a sequence classifier; give a model "
+            "of a ...ForSequenceClassification class with one label"
+        )
+    check_weights(path, model, trust, classifier=True)
 
 
-def _check_teacher(config: GRPOConfig) -> None:
-    """Check the teacher's files, and that it reads the same tokens as the student."""
+def _check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Check the teacher's files, and that it reads the same tokens as the student.
+
+    tokenizer: the student's, None where there is none.
+    """
     path, trust = config.algorithm.distill.teacher_path, config.model.trust_remote_code
     if path is None:
         return
     teacher = check_model(path, trust)
     check_weights(path, teacher, trust)
     check_sequence_parallel(teacher, config.actor.ulysses_sequence_parallel_size)
-    vocab, own = (load_tokenizer(config, p).get_vocab() for p in (path, config.model.path))
+    vocab = load_tokenizer(config, path).get_vocab()
+    own = vocab if tokenizer is None else tokenizer.get_vocab()
     if vocab != own:
         differing = sorted(token for token, _ in vocab.items() ^ own.items())
         raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridengine.config import ConfigError, GRPOConfig
+from hybridengine.errors import UserError
 from hybridengine.model.validation import longest_sequence
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES, prepare_environment
@@ -21,8 +23,75 @@ from hybridengine.rollout.vllm.options import check_engine_options, check_plugin
 from hybridengine.trainer.build import engine_name
 
 
+def check_engine(config: GRPOConfig) -> None:
+    """Check what needs no model: whether the engine is there, and what it can do and be given.
+
+    Raises ConfigError with every fault.
+    """
+    if config.rollout.servers:
+        return
+    faults = [*(_plain_generate(config) if engine_name(config) == "hf" else _vllm(config))]
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _plain_generate(config: GRPOConfig) -> Iterator[str]:
+    """Yield what only vLLM can do."""
+    rollout, advice = config.rollout, "but the engine is plain generate; set rollout.name=vllm"
+    if rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"rollout.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}, {advice} "
+            "(`make setup` installs it), or 1"
+        )
+    if config.reshard.lora == "adapters":
+        yield f"reshard.lora is adapters, {advice} (`make setup` installs it), or merged"
+    if rollout.engine_kwargs.vllm:
+        options = dict(rollout.engine_kwargs.vllm)
+        yield f"rollout.engine_kwargs.vllm is {options}, {advice}, or remove it"
+    if rollout.quantization:
+        yield f"rollout.quantization is {rollout.quantization}, {advice}, or remove it"
+
+
+def _vllm(config: GRPOConfig) -> Iterator[str]:
+    """Yield what vLLM cannot be given."""
+    rollout = config.rollout
+    if rollout.quantization and rollout.dtype == "float32":
+        yield (
+            f"rollout.quantization is {rollout.quantization} and rollout.dtype is float32, but "
+            "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
+        )
+    ranks = rollout.n_gpus_per_node if config.overlaps else config.trainer.n_gpus_per_node
+    total, memory = rollout.kv_cache_gib * ranks, _host_memory() / 2**30
+    if not torch.cuda.is_available() and total > memory:
+        yield (
+            f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
+            f"{total:.1f} GiB in all, but this machine has {memory:.1f} GiB of memory; lower it"
+        )
+    for check in (prepare_environment, check_plugins):
+        try:
+            check()
+        except UserError as error:
+            yield str(error)
+    if rollout.engine_kwargs.vllm:
+        try:
+            check_engine_options(rollout.engine_kwargs.vllm)
+        except UserError:  # of the environment, as above
+            pass
+        except ValueError as error:
+            yield f"rollout.engine_kwargs.vllm: {error}"
+
+
+def check_model_in_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
+    """Check that vLLM's attention on a CPU fits the model, or that a GPU holds the weights."""
+    if not config.rollout.servers and engine_name(config) == "vllm":
+        if torch.cuda.is_available():
+            _check_device_memory(config, model)
+        else:
+            check_head_size(model)
+
+
 def check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
-    """Check the tensor-parallel size against attention heads, key-value heads and engine."""
+    """Check the tensor-parallel size against attention heads and key-value heads."""
     text, tp_size = model.get_text_config(), config.rollout.tensor_model_parallel_size
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -36,54 +105,13 @@ def check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
             f"rollout.tensor_model_parallel_size is {tp_size}, which does not divide the model's "
             f"{heads} attention heads ({kv_heads} key-value heads); choose one of {fitting}"
         )
-    adapters = config.reshard.lora == "adapters"
-    if engine_name(config) == "hf" and (tp_size > 1 or adapters):
-        key = "reshard.lora=adapters" if adapters else "rollout.tensor_model_parallel_size above 1"
-        raise ConfigError(
-            f"{key} needs vLLM, and the engine is plain generate; set rollout.name=vllm (`make "
-            "setup` installs it), or change the key"
-        )
 
 
-def check_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
-    """Check the engine's sequence length, memory and further arguments."""
-    rollout = config.rollout
-    check_length(
-        model,
-        config.max_model_len,
-        "the longest sequence",
-        "rollout.max_model_len"
-        if rollout.max_model_len
-        else "data.max_prompt_length or data.max_response_length",
-    )
-    if rollout.servers:
-        return
-    if engine_name(config) == "hf":
-        if rollout.engine_kwargs.vllm:
-            raise ConfigError(
-                f"rollout.engine_kwargs.vllm is {dict(rollout.engine_kwargs.vllm)}, but the engine "
-                "is plain generate; set rollout.name=vllm, or remove it"
-            )
-        if rollout.quantization:
-            raise ConfigError(
-                f"rollout.quantization is {rollout.quantization}, but the engine is plain "
-                "generate; set rollout.name=vllm, or remove it"
-            )
-        return
-    if rollout.quantization and rollout.dtype == "float32":
-        raise ConfigError(
-            f"rollout.quantization is {rollout.quantization} and rollout.dtype is float32, but "
-            "vLLM quantizes 16-bit weights; set rollout.dtype=bfloat16"
-        )
-    prepare_environment()
-    check_plugins()
-    check_head_size(model)
-    if rollout.engine_kwargs.vllm:
-        try:
-            check_engine_options(rollout.engine_kwargs.vllm)
-        except ValueError as error:
-            raise ConfigError(f"rollout.engine_kwargs.vllm: {error}") from None
-    _check_engine_memory(config, model)
+def check_sequence_length(config: GRPOConfig, model: PretrainedConfig) -> None:
+    """Check the longest sequence against the positions of the model."""
+    lengths = "data.max_prompt_length or data.max_response_length"
+    key = "rollout.max_model_len" if config.rollout.max_model_len else lengths
+    check_length(model, config.max_model_len, "the longest sequence", key)
 
 
 def check_head_size(model: PretrainedConfig) -> None:
@@ -91,7 +119,7 @@ def check_head_size(model: PretrainedConfig) -> None:
     text = model.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     latent = getattr(text, "kv_lora_rank", None)  # attention over latent vectors has other sizes
-    if not torch.cuda.is_available() and latent is None and size not in CPU_HEAD_SIZES:
+    if latent is None and size not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"rollout.name is vllm, whose attention on a CPU has no heads of size {size}, the "
             f"model's head_dim (it has {', '.join(map(str, CPU_HEAD_SIZES))}); set rollout.name=hf,"
@@ -99,17 +127,8 @@ def check_head_size(model: PretrainedConfig) -> None:
         )
 
 
-def _check_engine_memory(config: GRPOConfig, model: PretrainedConfig) -> None:
+def _check_device_memory(config: GRPOConfig, model: PretrainedConfig) -> None:
     rollout = config.rollout
-    ranks = rollout.n_gpus_per_node if config.overlaps else config.trainer.n_gpus_per_node
-    if not torch.cuda.is_available():
-        total, memory = rollout.kv_cache_gib * ranks, _host_memory() / 2**30
-        if total > memory:
-            raise ConfigError(
-                f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g} on each of {ranks} ranks, "
-                f"{total:.1f} GiB in all, but this machine has {memory:.1f} GiB of memory; lower it"
-            )
-        return
     shapes = checkpoint_layout_from_config(model, config.model.trust_remote_code).parameters
     numel = sum(map(math.prod, shapes.values())) / rollout.tensor_model_parallel_size
     weights = numel * getattr(torch, rollout.dtype).itemsize / 2**30

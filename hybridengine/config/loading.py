@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import re
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from hybridengine.config.simulation import SimulationConfig
 from hybridengine.config.suggest import similar_keys
 from hybridengine.config.trl_names import TRL_NAMES
 from hybridengine.config.validation import find_faults, find_notes
-from hybridengine.errors import ConfigError, ConfigNote, located
+from hybridengine.errors import ConfigError, ConfigNote, InvalidConfigError, is_about, located
 
 # The defaults of `hybridengine ppo` that differ from those of `hybridengine grpo`.
 PPO = {
@@ -48,7 +47,6 @@ _KINDS: dict[type, tuple[str, AliasTable, tuple[str, ...]]] = {  # name, aliases
     SimulationConfig: ("simulate", AliasTable({}, {}, {}, {}, {}), ("model.path",)),
 }
 _HYDRA_KEYS = ("_target_", "hydra", "defaults")
-_KEYS_IN_TEXT = re.compile(r"[\w.]*\w")
 _MESSAGES = {"tuple_type": "input should be a list"}  # of pydantic's error types, for YAML
 _type_adapter = functools.cache(TypeAdapter)
 
@@ -62,8 +60,9 @@ def load_config(
 
     path, overrides: may also be mappings, nested or with dotted keys, of Python values.
     defaults: native key → value, replaces the schema's own default. A key of verl without effect
-    here is a ConfigNote warning. Raises ConfigError with every fault at once: an unreadable file,
-    unknown keys, wrong types or ranges, and settings that contradict each other.
+    here is a ConfigNote warning. Raises ConfigError for an unreadable file, and InvalidConfigError
+    with every other fault at once: unknown keys, wrong types or ranges, and settings that
+    contradict each other.
     """
     return _load(GRPOConfig, path, overrides, defaults)
 
@@ -127,9 +126,10 @@ def _load(schema: Any, path: Any, overrides: Any, defaults: Mapping[str, Any]) -
             given.add_fault(f"{key} is required and was not given; set it in the config", key)
     config = _validate(schema, given)
     crossed = itertools.chain(find_faults(config), given.shared_faults(config))
-    given.faults += [f for f in crossed if not given.faulty_keys & set(_KEYS_IN_TEXT.findall(f))]
+    given.faults += [fault for fault in crossed if not is_about(fault, given.faulty_keys)]
     if given.faults:
-        raise ConfigError(*given.faults)
+        keys = given.faulty_keys - given.values.keys()
+        raise InvalidConfigError(config, keys, *given.faults)
     for note in find_notes(config):
         warnings.warn(note, ConfigNote, stacklevel=3)
     for reason, ignored in given.notes.items():

@@ -8,9 +8,9 @@ cache            tokenised datasets on disk, shared by the ranks of a machine
 loader           batches in a seeded order that resumes exactly
 """
 
-from hybridengine.data.conversations import SFTDataset, SFTSample
+from hybridengine.data.conversations import SFTDataset, SFTSample, check_conversations
 from hybridengine.data.loader import PromptLoader, Subset
-from hybridengine.data.prompts import PromptDataset, PromptSample
+from hybridengine.data.prompts import PromptDataset, PromptSample, check_prompts
 from hybridengine.errors import DataError
 
 __all__ = [
@@ -21,4 +21,6 @@ __all__ = [
     "SFTDataset",
     "SFTSample",
     "Subset",
+    "check_conversations",
+    "check_prompts",
 ]

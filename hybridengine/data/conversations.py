@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hybridengine.config import SFTDataConfig
 from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
 from hybridengine.data.chats import ChatTemplate, parse_chat
-from hybridengine.data.files import data_files, read_chunks, require_columns
+from hybridengine.data.files import data_files, read_chunks, read_files, require_columns
 from hybridengine.data.tools import check_tools_shown, parse_tools, plain_tool_calls, tool_names
 from hybridengine.errors import DataError, shorten
 
@@ -69,6 +69,12 @@ class SFTDataset(CachedDataset[SFTSample]):
         self.content = content_hash(paths)
         key = fingerprint(tokenizer, self.content, "sft", *settings)
         super().__init__(key, lambda: _samples(files, tokenizer, template, data), SFTSample)
+
+
+def check_conversations(files: str | Sequence[str], data: SFTDataConfig) -> None:
+    """Raise DataError for what needs no tokenizer to be seen: faults of files and of their rows."""
+    for where, row in read_files(files):
+        _chat(where, row, data)
 
 
 def _samples(

@@ -44,9 +44,7 @@ def data_files(names: str | Sequence[str]) -> list[Path]:
             files = [f for f in files if f.is_file()]
             if not files:
                 verb = "matches no file" if glob.has_magic(name) else "does not exist"
-                raise DataError(
-                    f"data file {located(path)} {verb}; check data.train_files / data.val_files"
-                )
+                raise DataError(f"data file {located(path)} {verb}; check the path")
         paths += files
     for file in paths:
         if not file.name.endswith(_ENDINGS):

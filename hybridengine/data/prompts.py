@@ -17,7 +17,7 @@ from typing import Any
 from hybridengine.config import DataConfig
 from hybridengine.data.cache import CachedDataset, content_hash, fingerprint
 from hybridengine.data.chats import ChatTemplate, parse_chat
-from hybridengine.data.files import data_files, read_chunks, require_columns
+from hybridengine.data.files import data_files, read_chunks, read_files, require_columns
 from hybridengine.errors import DataError, shorten
 
 _TURN_COLUMNS = ("tools_kwargs", "interaction_kwargs", "agent_name")  # moved to extra_info
@@ -72,6 +72,12 @@ class PromptDataset(CachedDataset[PromptSample]):
                 f"all {self.dropped} prompts of {files} are longer than "
                 f"data.max_prompt_length {data.max_prompt_length}; raise it"
             )
+
+
+def check_prompts(files: str | Sequence[str], data: DataConfig) -> None:
+    """Raise DataError for what needs no tokenizer to be seen: faults of files and of their rows."""
+    for where, row in read_files(files):
+        _chat(where, _verl_row(row, data), data)
 
 
 def _samples(

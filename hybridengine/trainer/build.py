@@ -66,8 +66,8 @@ def load_data(
     Imports `model.external_lib` first: it may register the estimator or the reward manager.
     """
     import_external(config)
-    _check_estimator(config)
-    tokenizer, data, tools = load_tokenizer(config), config.data, _tool_schemas(config)
+    check_algorithm(config)
+    tokenizer, data, tools = load_tokenizer(config), config.data, tool_schemas(config)
     train = PromptDataset(data.train_files, tokenizer, data, tools)
     val = PromptDataset(data.val_files, tokenizer, data, tools) if data.val_files else None
     build_agents(config, tokenizer)  # its errors, before a model is loaded
@@ -75,7 +75,7 @@ def load_data(
     return tokenizer, train, val, reward
 
 
-def _tool_schemas(config: GRPOConfig) -> list[dict[str, Any]]:
+def tool_schemas(config: GRPOConfig) -> list[dict[str, Any]]:
     """Return the tools that the chat template shows to the model."""
     turns = config.rollout.multi_turn
     return [tool.schema for tool in load_tools(turns).values()] if turns.enable else []
@@ -100,7 +100,8 @@ def build_agents(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Agen
     return AgentRunner(context, name, template, tools)
 
 
-def _check_estimator(config: GRPOConfig) -> None:
+def check_algorithm(config: GRPOConfig) -> None:
+    """Raise ConfigError for an unknown estimator, and for ranks of a critic that it has not."""
     estimator = config.algorithm.adv_estimator
     try:
         check_estimator(estimator)

@@ -35,7 +35,7 @@ def test_a_good_job_passes_and_prints_its_plan(dry_run, tmp_path):
         ("data.chat_template=none.jinja", ["none.jinja", "neither"]),
         ("reward.custom_reward_function.path={dir}/none.py", ["none.py does not exist"]),
         ("reward.custom_reward_function.name=score", ["no function 'score'", "compute_score"]),
-        ("rollout.tensor_model_parallel_size=3", ["tensor_model_parallel_size is 3", "1 ranks"]),
+        ("actor.fsdp_config.fsdp_size=3", ["fsdp_size is 3", "does not divide the 1 ranks"]),
         ("trainer.default_local_dir={dir}/reward.py/run", ["reward.py", "is not writable"]),
     ],
 )
@@ -48,17 +48,20 @@ def test_refused(dry_run, tmp_path, override, words):
 
 def test_options_that_plain_generate_lacks(dry_run):
     plain = ["rollout.name=hf", "model.lora_rank=4", "reshard.lora=adapters"]
-    assert "reshard.lora=adapters needs vLLM" in refusal(dry_run(*plain))
+    assert "reshard.lora is adapters, but the engine is plain" in refusal(dry_run(*plain))
     ranks = ["trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2"]
     line = refusal(dry_run("rollout.name=hf", *ranks))
-    assert "rollout.tensor_model_parallel_size above 1 needs vLLM" in line
+    assert "rollout.tensor_model_parallel_size is 2, but the engine is plain" in line
+    assert dry_run(*plain, *ranks).stderr.startswith("error: 2 settings cannot be used")
 
 
 def test_tp_size_must_divide_the_heads(dry_run):
     ranks = ["trainer.n_gpus_per_node=3", "rollout.tensor_model_parallel_size=3"]
-    line = refusal(dry_run(*ranks, "data.train_batch_size=3"))
-    assert "does not divide the model's 4 attention heads" in line
-    assert "choose one of [1, 2, 4]" in line
+    result = dry_run(*ranks, "data.train_batch_size=3")
+    _, heads, engine = sorted(result.stderr.splitlines(), key=lambda line: "plain generate" in line)
+    assert result.exit_code == 2 and "plain generate" in engine
+    assert "does not divide the model's 4 attention heads" in heads
+    assert "choose one of [1, 2, 4]" in heads
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,63 @@ def test_relative_paths_name_the_folder_they_start_from(dry_run):
     for override in ("data.train_files=a.jsonl", "model.external_lib=a.py", "model.path=./a"):
         line = refusal(dry_run(override))
         assert f"(in {Path.cwd()}) does not exist" in line
+
+
+MISTAKES = {  # settings, and what must be reported of them
+    "rollout.nn=4": ["did you mean rollout.n?"],
+    "data.max_prompt_length=long": ["data.max_prompt_length is 'long'"],
+    "actor.ppo_mini_batch_size=3": ["which does not divide data.train_batch_size 4"],
+    "trainer.logger=[wandb]": ["names wandb"],
+    "trainer.default_local_dir=/proc/nope": ["stores no files"],
+    "model.path={dir}/nothing": ["nothing does not exist"],
+    "critic.model.path={dir}/critic": ["critic does not exist"],
+    "reward.reward_model.enable=true": [],
+    "reward.reward_model.model_path={dir}/judge": ["judge does not exist"],
+    "data.train_files={dir}/bad.jsonl": ["bad.jsonl, line 1 is not JSON"],
+    "data.val_files=[{dir}/none.jsonl,{dir}/chats.jsonl]": [
+        "none.jsonl does not exist",
+        "chats.jsonl, line 1: prompt is 'w3 w4', expected a chat",
+    ],
+    "reward.custom_reward_function.path=[{dir}/none.py,{dir}/reward.py]": ["none.py does not"],
+    "algorithm.adv_estimator=grop": ["did you mean 'grpo'?"],
+    "rollout.engine_kwargs.vllm.block_size=16": ["rollout.engine_kwargs.vllm is"],
+    "rollout.quantization=fp8": ["rollout.quantization is fp8, but the engine is plain generate"],
+}
+
+
+def test_every_mistake_is_in_one_list(dry_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    (tmp_path / "bad.jsonl").write_text("{")
+    words = [word for several in MISTAKES.values() for word in several]
+    for flags in (("--dry-run",), ()):
+        result = dry_run(*(key.format(dir=tmp_path) for key in MISTAKES), flags=flags)
+        assert result.exit_code == 2, (result.output, result.exception)
+        first, *faults = result.stderr.splitlines()
+        assert first == f"error: {len(words)} settings cannot be used:", faults
+        for word in words:
+            assert sum(word in fault for fault in faults) == 1, word
+    assert not (tmp_path / "run").exists()
+    sft = dry_run("optim.lrr=1", "data.train_files=none.jsonl", "data.val_files=rows", kind="sft")
+    assert sft.stderr.startswith("error: 3 settings cannot be used"), sft.stderr
+
+
+def test_what_follows_from_a_mistake_is_not_reported(dry_run, tmp_path):
+    assert "data.train_batch_size is 'x'" in refusal(dry_run("data.train_batch_size=x"))
+    assert "data.train_files is required" in refusal(dry_run("data.train_files=[]"))
+    assert "model.path is required" in refusal(dry_run("model.path="))
+    for key in ("algorithm.distill.teacher_path", "critic.model.path"):
+        assert "none does not exist" in refusal(dry_run(f"{key}={tmp_path}/none"))
+    assert "rollout.n?" in refusal(dry_run("rollout.nn=4", "--print-config"))
+
+
+def test_ranks_of_torchrun_report_what_rank_0_does(dry_run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        result = dry_run("rollout.nn=4", "data.train_files=none.jsonl", flags=())
+        assert result.stderr.startswith("error: 3 settings cannot be used")
+        for words in ("rollout.n?", "none.jsonl", "torchrun started 2 ranks"):
+            assert words in result.stderr
 
 
 def test_mistakes_of_all_stages_come_together(dry_run, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Help, the list of keys and a wrong setting do not import torch."""
+"""Help, the list of keys and --print-config do not import torch."""
 
 import shlex
 import subprocess
@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from hybridengine import __version__, cli
 from hybridengine.config import load_config, overrides_of
 
+FILES = ["model.path=m", "data.train_files=t.jsonl"]
 # Runs the command, then reports on stderr which heavy packages it loaded.
 PROBE = """
 import sys
@@ -32,8 +33,8 @@ finally:
         (["keys", "sft", "optim"], 0, "optim.lr_warmup_steps_ratio"),
         (["keys", "nothing"], 2, "expected one of grpo, ppo, sft"),
         (["grpo", "none.yaml"], 2, "none.yaml (in "),
-        (["ppo", "model.path=m", "data.train_files=t.jsonl", "rollout.nn=2"], 2, "rollout.n?"),
-        (["sft", "model.path=m", "data.train_files=t.jsonl", "optim.lr=fast"], 2, "optim.lr is"),
+        (["ppo", *FILES, "rollout.nn=2", "--print-config"], 2, "rollout.n?"),
+        (["sft", *FILES, "optim.lr=fast", "--print-config"], 2, "optim.lr is"),
     ],
 )
 def test_without_torch(arguments, exit_code, words):
@@ -84,7 +85,7 @@ def test_the_printed_command_means_the_configuration():
 
 
 def test_an_error_comes_without_notes(tmp_path):
-    settings = ["model.path=m", "data.train_files=t.jsonl", "rollout.n=x"]
+    settings = [*FILES, "rollout.n=x", "--print-config"]
     ignored = "actor_rollout_ref.model.use_remove_padding=True"
     result = CliRunner().invoke(cli.app, ["grpo", *settings, ignored])
     assert result.exit_code == 2
