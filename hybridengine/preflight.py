@@ -131,7 +131,7 @@ def check_grpo(
         with faults:
             limit = config.data.max_response_length
             reward = build_reward_manager(config.reward, limit, tokenizer)
-            _check_reward(config, reward, train, val)
+            _check_reward(config, reward, (train, val))
     faults.report()
     assert train is not None
     return train, val
@@ -357,10 +357,10 @@ def _check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase | None
 
 
 def _check_reward(
-    config: GRPOConfig, reward: RewardManager, train: PromptDataset, val: PromptDataset | None
+    config: GRPOConfig, reward: RewardManager, datasets: Iterable[PromptDataset | None]
 ) -> None:
     """Score an empty answer to some prompts of each dataset, to detect a broken function."""
-    for dataset in (train, val):
+    for dataset in datasets:
         if dataset is not None:
             firsts = {sample.data_source: sample for sample in reversed(dataset)}
             probed = [*dataset[:_PROBED_ROWS], *firsts.values()]

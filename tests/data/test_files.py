@@ -74,8 +74,8 @@ def test_folders_and_globs_are_sorted_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none.jsonl", r"none\.jsonl does not exist; check data\.train_files"),
-        ("none*.jsonl", r"none\*\.jsonl matches no file; check data\.train_files"),
+        ("none.jsonl", r"none\.jsonl does not exist; check the path"),
+        ("none*.jsonl", r"none\*\.jsonl matches no file; check the path"),
         ("empty", r"data folder .*empty holds no \.parquet, \.jsonl, .* file"),
         ("*.csv", r"a\.csv ends in '\.csv', expected \.parquet"),
     ],

@@ -126,7 +126,7 @@ def test_bad_files(tokenizer, tmp_path, name, content, message):
 
 
 def test_missing_file(tokenizer, tmp_path):
-    with pytest.raises(DataError, match=r"none\.parquet does not exist; check data\.train_files"):
+    with pytest.raises(DataError, match=r"none\.parquet does not exist; check the path"):
         PromptDataset(str(tmp_path / "none.parquet"), tokenizer, DataConfig())
 
 
