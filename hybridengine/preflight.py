@@ -73,35 +73,23 @@ def check_grpo(
     RewardError for one fault, and a ConfigError with a line for each of several.
     """
     faults = Faults() if faults is None else faults
-    model, trust = _check_run(config, faults), config.model.trust_remote_code
-    with faults:
-        check_engine(config)
-    if model is not None:
-        with faults:
-            check_heads(config, model)
-        with faults:
-            check_sequence_length(config, model)
-        with faults:
-            check_model_in_engine(config, model)
-        with faults:
-            check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
-        with faults:
-            no_sharing_reason(config)
-        with faults:
-            _check_adapters(config, model)
-    with faults:
-        if path := config.critic.model.path:
-            critic = check_model(path, trust)
-            check_weights(path, critic, trust, is_sequence_classifier(critic))
-    with faults:
-        _check_reward_model(config)
-    with faults:
-        _check_baselines(config)
+    model = _check_run(config, faults)
     is_registered = False  # what external_lib registers, the estimator among it
     with faults:
         import_external(config)
         check_algorithm(config)
         is_registered = True
+    for check in (check_engine, _check_critic, _check_reward_model, _check_baselines):
+        with faults:
+            check(config)
+    if model is not None:
+        for fits in (check_heads, check_sequence_length, check_model_in_engine, _check_adapters):
+            with faults:
+                fits(config, model)
+        with faults:
+            check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
+        with faults:
+            no_sharing_reason(config)
     tokenizer = _load_tokenizer(config, model, faults)
     with faults:
         _check_teacher(config, tokenizer)
@@ -312,6 +300,13 @@ def _check_baselines(config: GRPOConfig) -> None:
             "or rollout.servers are set; set trainer.mode=sync without servers, or another "
             "estimator"
         )
+
+
+def _check_critic(config: GRPOConfig) -> None:
+    path, trust = config.critic.model.path, config.model.trust_remote_code
+    if path:
+        critic = check_model(path, trust)
+        check_weights(path, critic, trust, is_sequence_classifier(critic))
 
 
 def _check_reward_model(config: GRPOConfig) -> None:
