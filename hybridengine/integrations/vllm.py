@@ -1,8 +1,13 @@
-"""The reshard for other trainers: an FSDP2 model and a vLLM `LLM` in one process."""
+"""The reshard for other trainers.
+
+`connect` and `reshard` are for an FSDP2 model and a vLLM `LLM` in one process. For engines in other
+processes, `HybridEngineTrainerInitInfo` is the init info of vLLM's `WeightTransferTrainerFactory`;
+importing it registers the backend there.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,9 +17,21 @@ from hybridengine.reshard import PlanOutdatedError, Resharder, SyncReport
 if TYPE_CHECKING:
     from vllm import LLM
 
-__all__ = ["connect", "reshard"]
+    from hybridengine.rollout.vllm.trainer import HybridEngineTrainerInitInfo
+
+__all__ = ["HybridEngineTrainerInitInfo", "connect", "reshard"]
 
 _connected: WeakKeyDictionary[LLM, tuple[torch.nn.Module, Resharder]] = WeakKeyDictionary()
+
+
+def __getattr__(name: str) -> Any:
+    """Import the trainers' half of vLLM's interface, which needs vLLM, when it is used."""
+    if name != "HybridEngineTrainerInitInfo":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hybridengine.rollout.vllm import trainer
+
+    trainer.register_trainer()
+    return trainer.HybridEngineTrainerInitInfo
 
 
 def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None = None) -> Resharder:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-__all__ = ["BACKEND", "register"]
+__all__ = ["BACKEND", "listening_store", "register"]
 
 BACKEND = "hybridengine"  # a `rdzv_backend` whose endpoint is the address to bind
 
@@ -27,16 +27,25 @@ def register() -> None:
     rendezvous_handler_registry.register(BACKEND, _OneMachine)
 
 
+def listening_store(address: str, port: int = 0) -> dist.TCPStore:
+    """Return a new store of this process, which listens on `address` alone.
+
+    address: "" for all of this machine. port: 0 for a free one. Raises OSError if the address is
+    not one of this machine, or the port is in use.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=family, backlog=1024)
+    port = listening.getsockname()[1]
+    options: dict[str, Any] = {"master_listen_fd": listening.detach(), "use_libuv": True}
+    host = address or "127.0.0.1"
+    return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False, **options)
+
+
 class _OneMachine(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
-        listening = socket.create_server((parameters.endpoint, 0), backlog=1024)
-        port: int = listening.getsockname()[1]
-        self._address = RendezvousStoreInfo("127.0.0.1", port)
-        options: dict[str, Any] = {"master_listen_fd": listening.detach(), "use_libuv": True}
-        self._store = dist.TCPStore(
-            "127.0.0.1", port, None, is_master=True, wait_for_workers=False, **options
-        )
+        self._store = listening_store(parameters.endpoint)
+        self._address = RendezvousStoreInfo("127.0.0.1", self._store.port)
 
     def next_rendezvous(self) -> RendezvousInfo:
         store = dist.PrefixStore(self._run_id, self._store)

@@ -23,7 +23,7 @@ from hybridengine.rollout.server import (
     VllmServer,
 )
 from hybridengine.runtime.polling import wait_until
-from tests.ranks import Ranks, message_of
+from tests.ranks import Ranks, message_of, run_ranks
 from tests.rollout.version_oracle import logits_by_version
 from tests.rollout.vllm_server import BLOCK, START_S, TIMEOUT_S, expected_digests, metric, serving
 from tests.tiny_models import save_tiny, tiny_config
@@ -270,6 +270,42 @@ def largest_error(
     logits = logits_by_version(models, prompt, c.token_ids, c.versions, keep_kv) / temperature
     wanted = logits.log_softmax(-1).gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
     return float((wanted - torch.tensor(c.log_probs)).abs().max())
+
+
+def vllms_trainer_body(rank: int, world_size: int, model: str, url: str) -> int:
+    """Send versions 1 and 2 through vLLM's own interface for trainers; return the bytes."""
+    from vllm.distributed.weight_transfer import (
+        HTTPVLLMWeightSyncClient,
+        ModuleSource,
+        WeightTransferTrainerFactory,
+    )
+
+    from hybridengine.integrations.vllm import HybridEngineTrainerInitInfo
+
+    trained = sharded(model)
+    engine = WeightTransferTrainerFactory.trainer_init(
+        HybridEngineTrainerInitInfo("127.0.0.1", rank=rank, timeout_s=TIMEOUT_S),
+        client=HTTPVLLMWeightSyncClient(url, TIMEOUT_S),
+        source=ModuleSource(trained),
+    )
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.mul_(FACTORS[version])
+        engine.send_weights()
+    return engine.report.bytes_sent
+
+
+def test_vllms_own_trainer_interface(server: VllmServer, model: str, tp_size: int) -> None:
+    server._request("POST", "/pause?mode=wait")
+    sent = run_ranks(vllms_trainer_body, 2, model, server.url)
+    server._request("POST", "/resume")
+    assert min(sent) > 0.3 * sum(sent), "each rank sends its own shards"
+    digests = server._request("POST", "/weight_checker", {"action": "checksum"})
+    assert digests["checksums"] == expected_digests(model, tp_size, FACTORS[1] * FACTORS[2])
+    sampling = {"n": 1, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
+    [completion] = server.complete([5, 9], sampling, {"2": 2})
+    assert completion.versions == [(2, 2)]
 
 
 def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(

@@ -10,7 +10,8 @@ Of an engine in the same process:
     llm.finish_weight_update("1")
 
 Of a server, `vllm serve MODEL --weight-transfer-config '{"backend": "hybridengine"}'`, whose init
-info is that of `StoreInfo`: see `hybridengine.rollout.vllm.server_worker`.
+info is that of `StoreInfo`: see `hybridengine.rollout.vllm.server_worker`. The trainers' half of
+that, vLLM's own interface too, is `hybridengine.rollout.vllm.trainer`.
 
 vLLM finds the backend by the entry point `vllm.general_plugins`. It passes the worker's model to a
 backend, but not the engine, whose prefix cache must be reset and which must not generate from
@@ -41,18 +42,19 @@ from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.quantized import check_quantization
 from hybridengine.rollout.vllm.server_worker import ServerWorker, StoreInfo
+from hybridengine.rollout.vllm.trainer import BACKEND, register_trainer
 from hybridengine.rollout.vllm.weights import VllmWeights
 from hybridengine.runtime.all_ranks import run_on_all_ranks
 from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.weight_target import WeightState
 
-BACKEND = "hybridengine"
 _POST_LOAD = "_hybridengine_post_load"  # attribute of a model that vLLM loaded for this backend
 _STATE = "_hybridengine_weight_state"  # attribute of an `LLMEngine`
 
 
 def register() -> None:
-    """Register the backend with vLLM in this process; does nothing the second time."""
+    """Register both halves of the backend in this process; does nothing the second time."""
+    register_trainer()
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, HybridEngineTransfer)
@@ -203,6 +205,11 @@ class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateI
         if self._resharder is not None:
             self._resharder.sync(update_info.version, verify=update_info.verify)
         elif self._server is not None:
+            if update_info.verify:
+                raise ValueError(
+                    "update_info: verify is for an engine on the trainers' ranks; trainers "
+                    "elsewhere choose it themselves (WeightSender.sync(version, verify=True))"
+                )
             self._server.receive(update_info.version)
 
     def finish_weight_update(self) -> None:

@@ -1,0 +1,482 @@
+"""Trainers that drive vLLM's own trainer interface and name our backend: what the engines get."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import Ranks, message_of, run_ranks
+from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shard, values
+from tests.reshard.test_disaggregated import UNEVEN, build_engine
+from tests.reshard.vllm_engines import build_llm, unequal
+from tests.rollout.engine_commands import StoreClient, follow
+from tests.tiny_models import save_tiny, tiny_config
+
+pytestmark = pytest.mark.multirank
+pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+
+TIMEOUT_S = 60.0
+FACTORS = (1.25, -0.5, 3.0)  # before each update: the parameters are multiplied
+
+
+def new_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+def trainer_engine(rank: int, client: Any, source: Any, **options: Any) -> Any:
+    """As code that knows vLLM's factory only, but for the init info that names the backend."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+    from hybridengine.integrations.vllm import HybridEngineTrainerInitInfo
+
+    info = HybridEngineTrainerInitInfo(
+        "127.0.0.1", bucket_bytes=64 << 10, rank=rank, timeout_s=TIMEOUT_S, **options
+    )
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+
+# A vLLM engine
+
+
+def vllm_body(rank: int, world_size: int, path: str, port: int) -> None:
+    """One rank of an engine of `world_size` tensor-parallel ranks."""
+    from transformers import AutoModelForCausalLM
+
+    llm = build_llm(
+        path, tensor_parallel_size=world_size, max_model_len=64, kv_cache_memory_bytes=64 << 20
+    )
+    engine = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+    def compare(factor: float, dtype: str) -> list[str]:
+        """Return which weights are not those that vLLM's own loader writes."""
+        full = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        trained = {name: (t * factor).to(getattr(torch, dtype)) for name, t in full.items()}
+        weights = {name: parameter.data for name, parameter in engine.named_parameters()}
+        return unequal(weights, lambda: engine.load_weights(iter(trained.items())))
+
+    follow(
+        port,
+        rank,
+        {
+            "init_weight_transfer_engine": lambda i: llm.init_weight_transfer_engine(
+                {"init_info": i}
+            ),
+            "start_weight_update": llm.start_weight_update,
+            "update_weights": lambda i: llm.update_weights({"update_info": i}),
+            "finish_weight_update": llm.finish_weight_update,
+            "version": llm.get_weight_version,
+            "compare": compare,
+            "num_bytes": lambda: sum(loaded_bytes(p) for p in engine.parameters()),
+        },
+    )
+
+
+def loaded_bytes(parameter: torch.nn.Parameter) -> int:
+    """Bytes of an engine's parameter without the rows by which vLLM pads the vocabulary."""
+    layer = getattr(parameter, "weight_loader", None)
+    indices = getattr(getattr(layer, "__self__", None), "shard_indices", None)
+    rows = parameter.shape[0] if indices is None else indices.num_org_elements
+    return parameter[:rows].nbytes
+
+
+def fsdp_body(rank: int, world_size: int, path: str, port: int, tp_size: int) -> dict:
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+    from vllm.distributed.weight_transfer import ModuleSource
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    client = StoreClient(port, tp_size) if rank == 0 else None
+    engine = trainer_engine(rank, client, ModuleSource(model))
+    result: dict[str, list] = {"wrong": [], "versions": [], "sent": [], "received": []}
+    factor = 1.0
+    for step, next_factor in enumerate(FACTORS):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(next_factor)
+        factor *= next_factor
+        if step == 2:
+            model.to(torch.bfloat16)
+        engine.send_weights()
+        result["sent"].append(engine.report.bytes_sent)
+        result["received"].append(engine.report.bytes_received)
+        if client is not None:
+            dtype = "bfloat16" if step == 2 else "float32"
+            result["wrong"] += client.call("compare", factor, dtype)
+            result["versions"].append(client.call("version"))
+    if client is not None:
+        result["num_bytes"] = client.call("num_bytes")
+        client.call("end")
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match="trainer_init again"):
+        engine.send_weights()
+    return result
+
+
+@pytest.mark.parametrize("tp_size", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_the_engines_weights_are_those_of_vllms_loader(tp_size: int, tmp_path: Path) -> None:
+    store, path = new_store(), save_tiny("qwen2", tmp_path)
+    with Ranks(vllm_body, tp_size, path, store.port) as engine:
+        first, second = run_ranks(fsdp_body, 2, path, store.port, tp_size)
+        engine.results()
+    assert first["wrong"] == [[]] * tp_size * len(FACTORS)
+    assert first["versions"] == [[str(v)] * tp_size for v in (1, 2, 3)]
+    # All bytes of the engine leave the trainers, half of them each; nothing is gathered.
+    for one, other in zip(first["sent"], second["sent"], strict=True):
+        assert one + other == sum(first["num_bytes"])
+        assert one > 0 and other > 0
+    assert first["received"] == second["received"] == [0, 0, 0]
+
+
+# Sources
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """As vLLM 0.33's."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """As vLLM 0.33's."""
+
+    dim: int
+
+
+class Source033:
+    """A source of vLLM 0.33's interface, over the DTensors of a module, whose shards it copies."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    @cached_property
+    def metadata(self) -> list[Any]:
+        return [self.declare(name, p) for name, p in self.module.named_parameters()]
+
+    def declare(self, name: str, p: Any) -> Any:
+        ranks = p.device_mesh.mesh
+        placements = [Shard(x.dim) if x.is_shard() else Replicate() for x in p.placements]
+        return SimpleNamespace(
+            name=name, dtype=p.dtype, shape=tuple(p.shape), owners=tuple(ranks.flatten().tolist()),
+            mesh_shape=tuple(ranks.shape), placements=tuple(placements),
+        )  # fmt: skip
+
+    def implements_iter_local(self) -> bool:
+        return True
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, p in self.module.named_parameters():
+            yield name, p.to_local().clone()
+
+
+def module_of(shards: dict[str, DTensor]) -> torch.nn.Module:
+    return torch.nn.ParameterDict(shards)
+
+
+def source_of(kind: str, shards: dict[str, DTensor]) -> Any:
+    from vllm.distributed.weight_transfer import ModuleSource
+
+    module = module_of(shards)
+    if kind == "module":
+        return ModuleSource(module)
+    if kind == "0.33":
+        own = type("OwnSource", (ModuleSource,), {})
+        return own(module) if hasattr(ModuleSource, "iter_local") else Source033(module)
+    from vllm.distributed.weight_transfer.m2n_source import DTensorModuleSource
+
+    class OwnSource(DTensorModuleSource):
+        """Read as it declares itself, because a subclass may declare something else."""
+
+    return OwnSource(module, dist.get_world_size())
+
+
+class MemoryWorker:
+    """The engine's half without vLLM: a `WeightReceiver` and tensors in memory.
+
+    fail_in: number of the update that fails, from 1.
+    """
+
+    def __init__(self, name: str, fail_in: int) -> None:
+        self.engine: MemoryEngine = build_engine(0, 1)
+        self.name, self._fail_in = name, fail_in
+        self.updates, self.labels = 0, list[str | None]()
+
+    def join(self, info: dict[str, Any]) -> None:
+        from hybridengine.reshard import WeightReceiver
+
+        assert self.name == f"engine {info['index']}"
+        store = dist.TCPStore(info["host"], info["port"], is_master=False, wait_for_workers=False)
+        place = dist.PrefixStore(info["prefix"], store)
+        self.receiver = WeightReceiver(
+            self.engine, place, index=info["index"], timeout_s=info["timeout_s"]
+        )
+
+    def update(self, info: dict[str, Any]) -> None:
+        self.updates += 1
+        if self.updates == self._fail_in:
+            self.engine.check_ready = lambda: 1 / 0
+        try:
+            assert self.receiver.receive().version == info["version"]
+        finally:
+            vars(self.engine).pop("check_ready", None)
+
+    def wrong(self, factor: float) -> list[str]:
+        full = {name: tensor * factor for name, tensor in values(UNEVEN).items()}
+        want = expected(self.engine, full)
+        return [n for n, t in want.items() if not torch.equal(self.engine.tensors[n], t)]
+
+
+def memory_body(rank: int, world_size: int, port: int, name: str, fail_in: int = 0) -> list:
+    worker = MemoryWorker(name, fail_in)
+    commands = {
+        "init_weight_transfer_engine": worker.join,
+        "start_weight_update": lambda: None,
+        "update_weights": worker.update,
+        "finish_weight_update": worker.labels.append,
+        "wrong": worker.wrong,
+    }
+    follow(port, 0, commands, name)
+    return worker.labels
+
+
+def source_body(
+    rank: int, world_size: int, port: int, kind: str, replicas: int, num_engines: int
+) -> dict:
+    mesh = mesh_of(world_size, replicas)
+    shards = {
+        name: shard(tensor, mesh, int(UNEVEN[name][0] == "row"))
+        for name, tensor in values(UNEVEN).items()
+    }
+    clients = [StoreClient(port, 1, f"engine {i}") for i in range(num_engines)]
+    source = source_of(kind, shards)
+    engine = trainer_engine(rank, clients if num_engines > 1 else clients[0], source)
+    wrong, errors, factor = [], [], 1.0
+    for next_factor in FACTORS:
+        factor *= next_factor
+        with torch.no_grad():
+            for parameter in shards.values():
+                parameter.to_local().mul_(next_factor)
+        errors.append(message_of(engine.send_weights))
+        dist.barrier()
+        if rank == 0:
+            wrong.append([client.call("wrong", factor)[0] for client in clients])
+        dist.barrier()
+    if rank == 0:
+        for client in clients:
+            client.call("end")
+    return {"wrong": wrong, "errors": errors}
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas"), [("module", 1), ("0.33", 1), ("0.33", 2), ("m2n", 1), ("m2n", 2)]
+)
+def test_sources(kind: str, replicas: int) -> None:
+    """Uneven shards, a shard on dimension 1, and a parameter that takes the engine's loader."""
+    if kind == "m2n":
+        pytest.importorskip("vllm.distributed.weight_transfer.m2n_source", reason="vLLM 0.32")
+    store = new_store()
+    with Ranks(memory_body, 1, store.port, "engine 0") as engine:
+        first, second = run_ranks(source_body, 2, store.port, kind, replicas, 1)
+        assert engine.results() == [["1", "2", "3"]]
+    assert first["wrong"] == [[[]]] * len(FACTORS)
+    assert first["errors"] == second["errors"] == ["no error"] * len(FACTORS)
+
+
+def test_an_engine_that_fails_is_named_and_gets_the_next_weights() -> None:
+    store = new_store()
+    with (
+        Ranks(memory_body, 1, store.port, "engine 0") as good,
+        Ranks(memory_body, 1, store.port, "engine 1", 2) as failing,
+    ):
+        first, second = run_ranks(source_body, 2, store.port, "module", 1, 2)
+        assert good.results() == [["1", "2", "3"]]
+        assert failing.results() == [["1", "3"]]
+    for result in (first, second):
+        assert [e.partition(":")[0] for e in result["errors"]] == [
+            "no error", "ReshardError", "no error",
+        ]  # fmt: skip
+        assert "engine 1, update_weights: " in result["errors"][1]
+        assert "ZeroDivisionError" in result["errors"][1]
+    assert [of_good for of_good, _ in first["wrong"]] == [[]] * len(FACTORS)
+    assert [bool(of_failing) for _, of_failing in first["wrong"]] == [False, True, False]
+
+
+def test_the_configuration_of_the_model_is_compared_with_the_engines() -> None:
+    from transformers import AutoModelForCausalLM
+    from vllm.distributed.weight_transfer import ModuleSource
+
+    from hybridengine.rollout.vllm.source import sender_arguments
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    assert sender_arguments(ModuleSource(model)).config == model.config.to_dict()
+    assert sender_arguments(ModuleSource(model.model.layers)).config == {}
+
+
+# What is refused
+
+
+class FullSource:
+    """As a source of vLLM 0.32 that has no shards."""
+
+    def metadata(self) -> list[Any]:
+        return []
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+
+class OnlyFull033(Source033):
+    def implements_iter_local(self) -> bool:
+        return False
+
+
+class Changed033(Source033):
+    """Declares some of `changes` for each parameter."""
+
+    def __init__(self, module: torch.nn.Module, **changes: Any) -> None:
+        super().__init__(module)
+        self._changes = changes
+
+    def declare(self, name: str, p: Any) -> Any:
+        meta = super().declare(name, p)
+        vars(meta).update({k: v(meta) for k, v in self._changes.items()})
+        return meta
+
+
+class RefusingClient:
+    """An engine that cannot take part."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        raise ConnectionRefusedError("no server")
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+def refusal_body(rank: int, world_size: int, used_port: int) -> dict[str, str]:
+    from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    from hybridengine.rollout.vllm.trainer import HybridEngineTrainerTransfer
+
+    mesh = mesh_of(world_size, 1)
+    module = module_of({"a": shard(torch.ones(6, 4), mesh, 0), "b": shard(torch.ones(3), mesh, 0)})
+    good, client = ModuleSource(module), RefusingClient()
+
+    @dataclass(frozen=True)
+    class StridedShard:
+        dim: int
+
+    sources = {
+        "None": None,
+        "full": FullSource(),
+        "full 0.33": OnlyFull033(module),
+        "neither": SimpleNamespace(),
+        "owners": Changed033(module, owners=lambda m: (1,), mesh_shape=lambda m: (1,)),
+        "name": Changed033(module, name=lambda m: m.name * 2),
+        "dtype": Changed033(module, dtype=lambda m: torch.bfloat16),
+        "shape": Changed033(module, shape=lambda m: (2, *m.shape[1:])),
+        "replicated": Changed033(module, placements=lambda m: None),
+        "placement": Changed033(module, placements=lambda m: (StridedShard(0),)),
+    }
+    no_module = ModuleSource(module)
+    del no_module._module
+    sources["no module"] = no_module
+
+    def init(source: Any = good, client: Any = client, rank: int = rank, **options: Any) -> str:
+        return message_of(lambda: trainer_engine(rank, client, source, **options))
+
+    messages = {name: init(source) for name, source in sources.items()}
+    messages["rank"] = init(rank=1 - rank)
+    messages["client"] = init(client=object())
+    messages["no client"] = init(client=[])
+    messages["port"] = init(master_port=used_port)
+    messages["engine"] = init()
+    messages["option"] = init(packed=False, world_size=4)
+    info = NCCLTrainerInitInfo("127.0.0.1", 1, 2, rank=rank)
+    messages["init_info"] = message_of(
+        lambda: HybridEngineTrainerTransfer.trainer_init(info, client=client, source=good)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HYBRIDENGINE_SECRET")
+        messages["secret"] = init()
+    assert "hybridengine" in WeightTransferTrainerFactory._registry
+    return messages
+
+
+REFUSALS = {
+    "None": "source: got None; expected vLLM's ModuleSource",
+    "full": "FullSource, which yields full tensors; expected vLLM's ModuleSource",
+    "full 0.33": "OnlyFull033, which does not implement iter_local(); expected",
+    "neither": "source: got a types.SimpleNamespace; expected vLLM's ModuleSource",
+    "owners": "declares the ranks (1,) as owners of 'a'; expected each of the 2 trainer ranks",
+    "name": "yields 'a' where its metadata declares 'aa'",
+    "dtype": "yields 'a' in torch.float32, but its metadata declares torch.bfloat16",
+    "shape": "'a' of shape (2, 4) has placements",
+    "replicated": "yields 'a' of shape (3, 4), but its metadata declares (6, 4) on every rank",
+    "placement": "placement refusal_body.<locals>.StridedShard(dim=0) of 'a'; expected Replicate",
+    "no module": "ModuleSource without the attribute _module of vLLM 0.32 and 0.33",
+    "rank": "init_info.rank: got 1, but this process has rank 0",
+    "client": "a object has no init_weight_transfer_engine, start_weight_update",
+    "no client": "client: got none, expected one for each engine",
+    "port": "opening a store at master_address='127.0.0.1', master_port=",
+    "engine": "engine 0, init_weight_transfer_engine: ConnectionRefusedError: no server",
+    "option": "the backend 'hybridengine' has no packed, world_size; expected bucket_bytes",
+    "init_info": "init_info: got a NCCLTrainerInitInfo, expected HybridEngineTrainerInitInfo",
+    "secret": "HYBRIDENGINE_SECRET is not set",
+}
+
+
+def test_what_cannot_be_used_is_refused_by_name_on_every_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        first, second = run_ranks(refusal_body, 2, used.getsockname()[1])
+    assert first.keys() == REFUSALS.keys()
+    for case, text in REFUSALS.items():
+        assert text in first[case], case
+        assert second[case] == first[case], case
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.distributed\.init_process_group first"):
+        trainer_engine(0, RefusingClient(), FullSource())
+
+
+def test_a_ray_client_is_one_engine_for_each_handle() -> None:
+    from vllm.distributed.weight_transfer import RayVLLMWeightSyncClient
+
+    from hybridengine.rollout.vllm.trainer import _clients_of
+
+    plain = RefusingClient()
+    ray = RayVLLMWeightSyncClient(["a", "b"])
+    first, second, third = _clients_of([ray, plain])
+    assert (first.handles, second.handles, third) == (["a"], ["b"], plain)
+
+
+def test_verify_is_the_trainers_choice_where_they_are_elsewhere() -> None:
+    from hybridengine.rollout.vllm.transfer import HybridEngineTransfer
+
+    worker = HybridEngineTransfer.__new__(HybridEngineTransfer)
+    versions: list[int | None] = []
+    worker._server = SimpleNamespace(receive=versions.append)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="verify is for an engine on the trainers' ranks"):
+        worker.receive_weights(worker.parse_update_info({"version": 3, "verify": True}))
+    with pytest.raises(ValueError, match="unexpected keyword argument 'names'"):
+        worker.parse_update_info({"names": [], "dtype_names": [], "shapes": []})
+    worker.receive_weights(worker.parse_update_info({"version": 3}))
+    assert versions == [3]
