@@ -155,7 +155,10 @@ class CheckpointLayout:
         """Return one checkpoint tensor, contiguous; a view of its parameter where possible."""
         shape, copies = self.tensors[name], self.copies[name]
         parts = [
-            full[c.source].as_strided(c.sizes, c.source_strides, c.source_offset) for c in copies
+            full[c.source].as_strided(
+                c.sizes, c.source_strides, full[c.source].storage_offset() + c.source_offset
+            )
+            for c in copies
         ]
         if len(parts) == 1 and copies[0].destination_strides == contiguous_strides(copies[0].sizes):
             return parts[0].reshape(shape).contiguous()

@@ -329,9 +329,13 @@ def test_layouts_compose_with_the_checkpoint() -> None:
         else:
             assert out.equal(parameters["experts"][:, 1::2])
     converted = split_experts(parameters)
-    assembled = dict(checkpoint.assemble(parameters.items()))
-    assert assembled.keys() == converted.keys()
-    assert all(assembled[n].equal(t) for n, t in converted.items())
+    buffer = torch.cat([t.flatten() for t in parameters.values()])
+    parts = buffer.split([t.numel() for t in parameters.values()])
+    inside = {n: part.view(shapes[n]) for n, part in zip(shapes, parts, strict=True)}
+    for given in (parameters, inside):  # tensors of their own, or parts of one buffer
+        assembled = dict(checkpoint.assemble(given.items()))
+        assert assembled.keys() == converted.keys()
+        assert all(assembled[n].equal(t) for n, t in converted.items())
     assert dict(checkpoint.assemble([("q", parameters["q"])])) == {}
 
 
