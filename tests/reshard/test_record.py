@@ -332,8 +332,8 @@ def test_layouts_compose_with_the_checkpoint() -> None:
     buffer = torch.cat([t.flatten() for t in parameters.values()])
     parts = buffer.split([t.numel() for t in parameters.values()])
     inside = {n: part.view(shapes[n]) for n, part in zip(shapes, parts, strict=True)}
-    for given in (parameters, inside):  # tensors of their own, or parts of one buffer
-        assembled = dict(checkpoint.assemble(given.items()))
+    for tensors in (parameters, inside):  # tensors of their own, or parts of one buffer
+        assembled = dict(checkpoint.assemble(tensors.items()))
         assert assembled.keys() == converted.keys()
         assert all(assembled[n].equal(t) for n, t in converted.items())
     assert dict(checkpoint.assemble([("q", parameters["q"])])) == {}
