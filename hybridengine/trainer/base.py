@@ -30,6 +30,7 @@ from hybridengine.checkpoint.run_dir import archive_earlier_run
 from hybridengine.checkpoint.tensors import RemotePart
 from hybridengine.config import JobConfig, config_to_yaml
 from hybridengine.data import PromptLoader
+from hybridengine.errors import ModelError
 from hybridengine.kernels import check_labels
 from hybridengine.model import SavedWork
 from hybridengine.runtime.all_ranks import broadcast_value, run_on_rank0
@@ -370,23 +371,36 @@ class Trainer(ABC, Generic[ConfigT]):
     def _write_final(self) -> None:
         """Save the last checkpoint, then export the model: a failed export loses no training.
 
-        A run without checkpoints removes it afterwards. Raises CheckpointError, after the export,
-        if a checkpoint of a run with checkpoints failed.
+        A run whose last updates were all skipped keeps its checkpoint and exports no model. A run
+        without checkpoints removes it afterwards. Collective.
+
+        Raises:
+            ModelError: the last updates were all skipped, or the export failed; the message names
+                the checkpoint.
+            CheckpointError: the model is exported, but a checkpoint that was asked for failed.
         """
-        saved, failure = None, None
+        saved, problem = None, None
+        skipped = self.updates.failure(self.optimizers)
         wants_checkpoints = self.config.trainer.save_freq > 0
         is_first = broadcast_value(not find_checkpoints(self.dir), bool)
         try:
             saved = self._save_last()
         except CheckpointError as error:
-            failure = error
+            if skipped is not None:
+                raise ModelError(f"{skipped}; {error}") from error
+            problem = error
             self.report.print(f"warning: {error}; the model is exported without a checkpoint")
+        if skipped is not None:
+            raise ModelError(
+                f"{skipped}; the state is in {saved}, final/ was not written: `hybridengine export "
+                f"{saved} --out {self.dir / 'final'}` exports these weights"
+            )
         group, has_adapter = self.checkpoints.group, self.config.model.lora_rank > 0
         with self.clock.inside("export"), self.session.writing("export"):
             dtype = self.save_dtype
             export_final(self.model, self.tokenizer, self.dir, dtype, group, has_adapter, saved)
-        if failure is not None and wants_checkpoints:
-            raise failure
+        if problem is not None and wants_checkpoints:
+            raise problem
         if saved is not None and is_first and not wants_checkpoints and self.session.is_main:
             remove_folder(saved)
 

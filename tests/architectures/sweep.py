@@ -200,14 +200,14 @@ class _Case:
             self.vllm_config,
             get_tensor_model_parallel_rank(),
         )
-        self.outcome.fallback = self.engine.target.layout.fallback
-        self.outcome.tensors = len(self.engine.target.layout.destinations)
+        self.outcome.fallback = self.engine.layout.fallback
+        self.outcome.tensors = len(self.engine.layout.destinations)
 
     def reshard(self) -> None:
         from hybridengine.reshard import Resharder
 
         # So that what a sync does not write shows.
-        for tensor in self.engine.target.weights().values():
+        for tensor in self.engine.weights().values():
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
         shards = self._shards(seed=1)
@@ -249,7 +249,7 @@ class _Case:
 
     def _shards(self, seed: int, changed: float = 0.0) -> dict[str, torch.Tensor]:
         buffers = {name for name, _ in self.hf.named_buffers()}
-        sliced = self.engine.target.layout.sliced_dims(self.checkpoint.parameters)
+        sliced = self.engine.layout.sliced_dims(self.checkpoint.parameters)
         return {
             name: tensor if name in buffers else self._distribute(tensor, sliced.get(name, 0))
             for name, tensor in self._full(seed, changed).items()
