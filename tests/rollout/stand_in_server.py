@@ -84,7 +84,7 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
 
     checkpoint = checkpoint_layout_from_config(AutoConfig.from_pretrained(model))
     engine = HfEngine(model, checkpoint, stop_token_ids=[2], dtype=torch.float32)
-    engine.weight_version = -1
+    engine.target.weight_version = -1
     lock, receivers, labels = threading.Lock(), list[WeightReceiver](), ["default"]
     generated: list[str] = []  # label of the weights, of each request
 
