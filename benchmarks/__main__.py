@@ -25,11 +25,18 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="small shapes, to test that it runs")
+    parser.add_argument(
+        "--transport",
+        choices=["ipc"],
+        help="of reshard: to engines in other processes of the same devices",
+    )
     parser.add_argument("--isa", choices=list(LIMITS), help="limit the CPU instruction set")
     arguments = parser.parse_args()
+    if arguments.transport and arguments.op != ["reshard"]:
+        parser.error(f"--transport: got {arguments.op or 'all benchmarks'}, expected reshard alone")
     if arguments.isa:
         limit_isa(arguments.isa)
-    bench = Bench(arguments.device, arguments.quick)
+    bench = Bench(arguments.device, arguments.quick, arguments.transport)
     print(f"# {bench.device_name}, {bench.isa}  {versions()}")
     if arguments.json:
         header = {"device": bench.device_name, "isa": bench.isa, **versions()}

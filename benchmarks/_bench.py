@@ -32,12 +32,15 @@ PACKAGES = (
 
 
 class Bench:
-    """Collect the rows of a run; `quick` shortens it to a test that everything runs."""
+    """Collect the rows of a run; `quick` shortens it to a test that everything runs.
 
-    def __init__(self, device: str, quick: bool = False):
+    transport: "ipc" for the reshard to engines in other processes of the same devices.
+    """
+
+    def __init__(self, device: str, quick: bool = False, transport: str | None = None):
         self.device = torch.device(device)
         self.gpu = Gpu(self.device) if self.device.type == "cuda" else None
-        self.quick = quick
+        self.quick, self.transport = quick, transport
         self.budget_s = 0.3 if quick else 1.5 if self.gpu is None else 0.5
         self.results = Results()
 

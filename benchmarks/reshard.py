@@ -8,7 +8,7 @@ Rows, on the same ranks, model and engine:
                   without its copy into a transfer bucket
   gather_bf16     the same, cast to the engine's dtype before the gather
 
-A full run also draws benchmarks/results/reshard.png.
+A full run also draws benchmarks/results/reshard.png. `--transport ipc`: `_reshard_ipc`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks import _reshard_ipc
 from benchmarks._bench import OURS, ROOT, Bench
 from tests.ranks import run_ranks
 
@@ -33,6 +34,9 @@ ROUNDS = 3
 def run(bench: Bench) -> None:
     if bench.device.type == "cuda" or importlib.util.find_spec("vllm") is None:
         print("# reshard: gloo ranks on a CPU with vLLM's CPU build; elsewhere `sync`", flush=True)
+        return
+    if bench.transport == "ipc":
+        _reshard_ipc.run(bench)
         return
     for ranks, tp_size in CASES[:1] if bench.quick else CASES:
         with tempfile.TemporaryDirectory() as folder:
