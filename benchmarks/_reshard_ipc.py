@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -224,7 +224,6 @@ def _trainer(rank: int, world_size: int, path: str, port: int, tp_size: int) -> 
     sender = WeightSender(lambda: parameters, store, num_engines=1, timeout_s=TIMEOUT_S)
     resharder = Resharder(lambda: parameters, engine)
     own = sum(p.to_local().numel() for p in parameters.values())
-    numel = sum(p.numel() for p in parameters.values())
     gathered = 4 * (world_size - 1) * own  # its shard, to every other rank
 
     def send_in_full(version: int) -> int:
