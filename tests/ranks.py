@@ -208,6 +208,7 @@ def _rank_main(
     os.environ.clear()
     os.environ.update(environment)
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    faulthandler.enable(all_threads=True)  # a crash prints its stacks
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         torch.set_num_threads(1)
