@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridengine.errors import RolloutError
 from hybridengine.reshard.commit.records import EngineInfo, SyncStore
 from hybridengine.rollout import Completion, InFlightUpdate, SamplingSpec, StaleWeightsError
 from hybridengine.rollout.server import (
@@ -294,6 +296,22 @@ def vllms_trainer_body(rank: int, world_size: int, model: str, url: str) -> int:
                 parameter.mul_(FACTORS[version])
         engine.send_weights()
     return engine.report.bytes_sent
+
+
+def test_packages_of_the_server_that_add_logits_processors(
+    server: VllmServer, slow_file: Path
+) -> None:
+    """The trainers cannot see them; the worker of the server can."""
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    metadata = slow_file.parent / "biases-1.dist-info"
+    metadata.mkdir()
+    (metadata / "entry_points.txt").write_text("[vllm.logits_processors]\nthree = nowhere:Three\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: biases\nVersion: 1\n")
+    try:
+        with pytest.raises(RolloutError, match=rf"{server.url}.*'three' of biases.*uninstall"):
+            server.join(TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S))
+    finally:
+        shutil.rmtree(metadata)
 
 
 def test_vllms_own_trainer_interface(server: VllmServer, model: str, tp_size: int) -> None:

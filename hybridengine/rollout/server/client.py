@@ -118,9 +118,10 @@ class VllmServer:
     def join(self, store: TrainersStore) -> None:
         """Make its workers an engine of the weight sync; replaces what they joined before.
 
-        Raises RolloutError where they cannot, such as a model that differs from the trained one.
+        Raises RolloutError where they cannot, such as a model that differs from the trained one, or
+        packages in their environment that add logits processors.
         """
-        info = {"index": self.index, **vars(store)}
+        info = {"index": self.index, "samples": True, **vars(store)}
         try:
             self._request("POST", "/init_weight_transfer_engine", {"init_info": info})
         except ServerLostError as error:
