@@ -90,6 +90,7 @@ class OptimConfig(RateConfig):
     weight_decay: NonNegativeFloat = 0.01  # weight decay of AdamW, on every parameter
     betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)  # decay rates of AdamW's moments
     lr_scheduler_type: Schedule = "constant"  # of the learning rate, after the warm-up
+    min_lr_ratio: UnitFloat = 0.0  # of lr, at which a linear or cosine schedule ends
 
 
 @dataclass(frozen=True)

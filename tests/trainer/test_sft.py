@@ -105,7 +105,7 @@ def test_null_val_files_skip_validation(tmp_path: Path) -> None:
         ("data.train_batch_size=500", ["train_batch_size is 500", "only 24"]),
         ("data.max_length=128", ["max_token_len_per_gpu is 64", "max_length 128"]),
         ("data.respones_key=x", ["did you mean data.response_key"]),
-        ("trainer.resume_mode=path", ["resume_mode=path and a folder go together"]),
+        ("trainer.resume_mode=path", ["needs a folder in trainer.resume_from_path"]),
         ("trainer.logger=[wandb]", ["wandb, which is not installed"]),
         ("ulysses_sequence_parallel_size=2", ["does not divide the 1 ranks"]),
         ("engine.strategy=megatron", ["training is FSDP2"]),
