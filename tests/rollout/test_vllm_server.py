@@ -299,9 +299,11 @@ def vllms_trainer_body(rank: int, world_size: int, model: str, url: str) -> int:
 
 
 def test_packages_of_the_server_that_add_logits_processors(
-    server: VllmServer, slow_file: Path
+    server: VllmServer, slow_file: Path, tp_size: int
 ) -> None:
     """The trainers cannot see them; the worker of the server can."""
+    if tp_size > 1:
+        pytest.skip("vLLM reads one answer of several failed workers: the server is lost then")
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     metadata = slow_file.parent / "biases-1.dist-info"
     metadata.mkdir()
