@@ -295,7 +295,7 @@ class ReshardConfig:
 @dataclass(frozen=True)
 class TrainerConfig(RunConfig):
     default_local_dir: PathText = "runs/grpo"  # the run's folder
-    experiment_name: str = "grpo"  # run in wandb
+    experiment_name: str = "grpo"  # run in wandb, MLflow
     mode: Literal["sync", "one_step_off", "async"] = "sync"  # engine ranks generate during training
     staleness: NonNegativeInt = 1  # updates that rollouts may be behind, unless mode is sync
     critic_warmup: NonNegativeInt = 0  # first steps, in which only the critic is trained
