@@ -395,7 +395,7 @@ def test_mappings_with_free_keys():
 def test_a_folder_to_resume_from_that_is_not_read_is_noted():
     with pytest.warns(ConfigNote, match=r"resume_from_path is x, which trainer.resume_mode=auto"):
         load_config(None, [*NEEDED, "trainer.resume_from_path=x"])
-    with pytest.raises(ConfigError, match="path, which needs a folder in trainer.resume_from_path"):
+    with pytest.raises(ConfigError, match=r"path, which needs a folder in trainer"):
         load_config(None, [*NEEDED, "trainer.resume_mode=path"])
 
 
