@@ -36,7 +36,7 @@ test-exhaustive: setup ## The long tests that `make test` leaves out: each has a
 	@$(TEST) -m exhaustive
 
 test-security: setup ## What every process of a run listens on, and what it does with others' bytes
-	@$(TEST) tests/security
+	@$(TEST) tests/security tests/rollout/test_vllm_server.py::test_what_a_server_listens_on_and_answers
 
 test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
