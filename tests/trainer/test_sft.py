@@ -87,7 +87,8 @@ def test_a_job_learns_and_reports(tmp_path: Path) -> None:
     assert rates[0] == 0 and max(rates) == rates[6] == 3e-3 and rates[-1] < 3e-4
     for name in ("timing_s/update_actor", "timing_s/step", "perf/throughput", "perf/mfu/actor"):
         assert steps[-1][name] > 0, name
-    model = AutoModelForCausalLM.from_pretrained(folder / "run" / "final", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "run" / "final")
+    assert model.dtype == torch.float32, "final/ follows the run's type"
     assert all(p.isfinite().all() for p in model.parameters())
 
 
