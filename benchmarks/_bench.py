@@ -126,6 +126,8 @@ class Bench:
         for row in timed:
             rate = row["tflop_per_s"] if peak == "gemm" else row["gb_per_s"]
             row["share_of_limit"] = rate / max(peaks) if peaks and rate else None
+            if self.gpu is not None and peaks:
+                row["peak"] = max(peaks)  # GB/s or TFLOP/s, that the share is of
             if baselines and row["impl"].startswith(OURS):
                 row["ratio_to_best_peer"] = min(baselines) / row["ms_p50"]
             print(line(row), flush=True)
@@ -197,7 +199,8 @@ class Bench:
             samples = time_call(self.gpu, call, self.budget_s)
             measured = quantiles(samples.ms) | {"peak_mib": peak_mib}
             measured |= {"ms_min": min(samples.ms), "ms_max": max(samples.ms)}
-            return measured | {"host_ms": samples.host_ms, "timing": samples.timing}
+            measured |= {"host_ms": samples.host_ms, "timing": samples.timing}
+            return measured | {"state": self.gpu.state()}
         start = time.perf_counter()
         call()
         is_slow = time.perf_counter() - start > 1.0

@@ -20,7 +20,12 @@ from hybridengine.model.validation import longest_sequence
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES, prepare_environment
 from hybridengine.rollout.vllm.options import check_engine_options, check_plugins
+from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.build import engine_name
+from hybridengine.trainer.build_models import num_shards
+
+_GIB = 2**30
+_MASTER, _MOMENTS = 4, 8  # bytes of a weight and of its state in AdamW, float32
 
 
 def check_engine(config: GRPOConfig) -> None:
@@ -85,7 +90,8 @@ def check_model_in_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
     """Check that vLLM's attention on a CPU fits the model, or that a GPU holds the weights."""
     if not config.rollout.servers and engine_name(config) == "vllm":
         if torch.cuda.is_available():
-            _check_device_memory(config, model)
+            memory = torch.cuda.get_device_properties(0).total_memory
+            check_device_memory(config, model, memory)
         else:
             check_head_size(model)
 
@@ -127,18 +133,42 @@ def check_head_size(model: PretrainedConfig) -> None:
         )
 
 
-def _check_device_memory(config: GRPOConfig, model: PretrainedConfig) -> None:
+def check_device_memory(config: GRPOConfig, model: PretrainedConfig, memory: float) -> None:
+    """Check that the engine's share of a GPU holds its weights and leaves room for the trainer's.
+
+    memory: bytes of the GPU.
+    """
     rollout = config.rollout
     shapes = checkpoint_layout_from_config(model, config.model.trust_remote_code).parameters
-    numel = sum(map(math.prod, shapes.values())) / rollout.tensor_model_parallel_size
-    weights = numel * getattr(torch, rollout.dtype).itemsize / 2**30
-    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    if weights > rollout.gpu_memory_utilization * memory:
+    numel = sum(map(math.prod, shapes.values()))
+    weights = numel / rollout.tensor_model_parallel_size * getattr(torch, rollout.dtype).itemsize
+    share = rollout.gpu_memory_utilization
+    shown = f"rollout.gpu_memory_utilization is {share:g} of {memory / _GIB:.1f} GiB"
+    if weights > share * memory:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization:g} of "
-            f"{memory:.1f} GiB, less than the engine's weights of {weights:.1f} GiB per rank; "
+            f"{shown}, less than the engine's weights of {weights / _GIB:.1f} GiB per rank; "
             "raise it, or rollout.tensor_model_parallel_size"
         )
+    resident = 0.0 if config.overlaps else resident_bytes(config, numel)
+    if share * memory + resident > memory:
+        raise ConfigError(
+            f"{shown}, but the trainer keeps {resident / _GIB:.1f} GiB per rank on the same GPU "
+            "while the engine generates; lower it, set actor.fsdp_config.param_offload or "
+            "actor.fsdp_config.optimizer_offload, or use more ranks"
+        )
+
+
+def resident_bytes(config: GRPOConfig, numel: int) -> float:
+    """Return the least that the trainer's shards take on a rank's GPU while an engine generates.
+
+    numel: weights of the policy; the critic is taken to be as large.
+    """
+    fsdp, is_full = config.actor.fsdp_config, not config.model.lora_rank
+    critics = uses_critic(config) and not config.num_critic_ranks
+    frozen = config.uses_reference and is_full
+    of_weight = 0 if fsdp.param_offload else _MASTER * (1 + frozen + critics)
+    of_weight += 0 if fsdp.optimizer_offload else _MOMENTS * (is_full + critics)
+    return of_weight * numel / num_shards(config)
 
 
 def _host_memory() -> float:

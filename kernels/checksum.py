@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._backend import choose_backend, native, register_backends
 
-register_backends("bit_checksum", cpu=("cpp", "reference"), cuda=("reference",))
+register_backends("bit_checksum", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
 _FIRST_WEIGHT = (1 << 32) + 1
 _ROW = 1 << 10  # words
@@ -27,13 +27,13 @@ _CHUNK = 1 << 22  # words that the reference converts at a time: 32 MiB
 
 
 def bit_checksum(tensor: Tensor, *, backend: str | None = None) -> Tensor:
-    """Return a checksum of the bits of a tensor. One pass over the memory on a CPU.
+    """Return a checksum of the bits of a tensor, in one pass over the memory.
 
     It does not depend on dtype, shape, device, alignment or the number of threads.
 
     Args:
         tensor: contiguous, any dtype; others are copied.
-        backend: `cpp` or `reference`; None takes the best one.
+        backend: `cpp`, `cuda` or `reference`; None takes the best one.
 
     Returns:
         An int64 scalar on the tensor's device.
@@ -43,13 +43,13 @@ def bit_checksum(tensor: Tensor, *, backend: str | None = None) -> Tensor:
         4294967308
     """
     data = tensor.reshape(-1).view(torch.uint8)
-    reference = choose_backend("bit_checksum", data.device, backend) == "reference"
-    odd_weights = _reference if reference else native().bit_checksum
-    return odd_weights(data[4:]) + _FIRST_WEIGHT * odd_weights(data[:4])
+    if choose_backend("bit_checksum", data.device, backend) != "reference":
+        return native().bit_checksum(data)
+    return _odd_weights(data[4:]) + _FIRST_WEIGHT * _odd_weights(data[:4])
 
 
-def _reference(data: Tensor) -> Tensor:
-    """Return the sum of (2 i + 1) x[i], as the C++ operator does."""
+def _odd_weights(data: Tensor) -> Tensor:
+    """Return the sum of (2 i + 1) x[i]."""
     if data.storage_offset() % 4:
         data = data.clone()
     end = data.numel() // 4 * 4

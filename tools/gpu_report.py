@@ -3,10 +3,13 @@
     python tools/gpu_report.py [--resume] [--pack FOLDER] [--results FILE] [PART ...]
 
     build     the extension, for this GPU only
-    tests     the GPU tests of kernels, model and reshard
     kernels   every operator against its baselines, the most important ones first
+    vllm      syncs into a real vLLM engine, through sleep, compared with the trainer
+    tests     the GPU tests of kernels, model and reshard
+    profile   the kernels that have goals under Nsight Compute
     step      GRPO steps of a random model of 0.5B parameters, by phase
     reshard   weight syncs between ranks
+    sanitize  the GPU tests of the kernels under compute-sanitizer
 
 Uses the python3 that runs it, and no network. Every part has a section in the results file, which
 is written after each row, and a time limit; a part that fails or runs out of time keeps its rows,
@@ -34,6 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "gpu"
 LIMIT_S = 530  # of a part
+LIMITS_S = {"vllm": 400, "profile": 240, "step": 400, "reshard": 240}
 # The most important first: what a time limit cuts off is at the end.
 KERNELS = (
     *("logprob", "linear", "strided_copy", "packing", "policy_loss", "advantage", "attention"),
@@ -42,10 +46,13 @@ KERNELS = (
 )
 PARTS = {
     "build": ("tools/gpu_build.py",),
-    "tests": ("tools/gpu_tests.py",),
     "kernels": ("-m", "benchmarks", *KERNELS),
+    "vllm": ("-m", "benchmarks", "engine"),
+    "tests": ("tools/gpu_tests.py",),
+    "profile": ("tools/gpu_profile.py",),
     "step": ("-m", "benchmarks", "step"),
     "reshard": ("-m", "benchmarks", "sync"),
+    "sanitize": ("tools/gpu_sanitize.py",),
 }
 
 
@@ -222,7 +229,7 @@ def main() -> int:
             command = [sys.executable, *PARTS[part], *extra]
             statuses[part] = run_part(
                 part, command, results, resume=arguments.resume, environment=environment,
-                limit_s=LIMIT_S if arguments.device == "cuda" else 10 * LIMIT_S,
+                limit_s=LIMITS_S.get(part, LIMIT_S) * (1 if arguments.device == "cuda" else 10),
             )  # fmt: skip
     for part, status in statuses.items():
         print(f"gpu-report: {part}: {status}")

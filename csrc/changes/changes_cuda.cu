@@ -4,16 +4,15 @@
 
 #include "changes/dispatch.h"
 #include "changes/params.h"
+#include "common/block_scan.h"
 
 namespace hybridengine {
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
 constexpr int kWords = kWordsPerChunk / kThreads;  // of a thread, adjacent
 constexpr int kMaxTensors = 100;                   // of a launch, whose arguments have 4 KiB
-constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
 struct ChangesLaunch {
   ChangedTensor tensors[kMaxTensors];
@@ -46,32 +45,10 @@ __device__ Words load_words(const ChangedTensor& tensor, const TensorChunk& in) 
   return words;
 }
 
-// The sum of `count` over lower threads of the block; `total` is set to that over all of them.
-__device__ int block_offset(int count, int& total) {
-  __shared__ int warp_totals[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = count;
-  HE_UNROLL
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int lower = __shfl_sync(kFullWarp, inclusive, lane < offset ? lane : lane - offset);
-    if (lane >= offset) inclusive += lower;
-  }
-  if (lane == 31) warp_totals[warp] = inclusive;
-  __syncthreads();
-  int before = inclusive - count;
-  total = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += warp_totals[w];
-    total += warp_totals[w];
-  }
-  return before;
-}
-
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const __grid_constant__ ChangesLaunch launch) {
   const TensorChunk in = locate_chunk(launch.tensors, launch.num_tensors, blockIdx.x);
-  int total;
-  block_offset(load_words(launch.tensors[in.tensor], in).count, total);
+  const int total = block_sum<kThreads>(load_words(launch.tensors[in.tensor], in).count);
   if (threadIdx.x == 0) launch.counts[blockIdx.x] = total;
 }
 
@@ -83,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
   const Words words = load_words(tensor, in);
   int total;
   const int64_t chunk = launch.first_chunk + blockIdx.x;
-  int64_t at = (chunk ? launch.ends[chunk - 1] : 0) + block_offset(words.count, total);
+  int64_t at = (chunk ? launch.ends[chunk - 1] : 0) + block_offset<kThreads>(words.count, total);
   HE_UNROLL
   for (int w = 0; w < kWords; ++w) {
     if (!words.bits[w]) continue;

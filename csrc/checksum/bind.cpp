@@ -7,19 +7,34 @@ namespace hybridengine {
 
 namespace {
 
-// data: bytes on the CPU. Returns an int64 scalar.
-at::Tensor bit_checksum(const at::Tensor& data) {
+// Returns an int64 scalar on the device of `data`, bytes.
+at::Tensor bit_checksum(at::Tensor data) {
+  constexpr const char* kOp = "bit_checksum";
   check_vector(data, "bit_checksum: data", at::kByte, data.numel());
-  if (!data.device().is_cpu()) no_kernel_for(data.device(), "bit_checksum");
-  at::Tensor checksum = at::zeros({}, at::TensorOptions(at::kLong));
+  const at::Device device = data.device();
+  at::Tensor checksum = at::zeros({}, at::TensorOptions(at::kLong).device(device));
   ChecksumParams params{};
-  params.data = reinterpret_cast<const char*>(data.const_data_ptr<uint8_t>());
   params.num_bytes = data.numel();
   params.checksum = reinterpret_cast<uint64_t*>(checksum.mutable_data_ptr<int64_t>());
   params.num_threads = at::get_num_threads();
-  py::gil_scoped_release no_gil;
-  bit_checksum_cpu(params);
-  return checksum;
+  params.data = reinterpret_cast<const char*>(data.const_data_ptr<uint8_t>());
+  if (device.is_cpu()) {
+    py::gil_scoped_release no_gil;
+    bit_checksum_cpu(params);
+    return checksum;
+  }
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::DeviceGuard guard(device);
+    if (reinterpret_cast<uintptr_t>(params.data) % 4) {
+      data = data.clone();
+      params.data = reinterpret_cast<const char*>(data.const_data_ptr<uint8_t>());
+    }
+    check_cuda(bit_checksum_cuda(params, current_stream(device)), kOp);
+    return checksum;
+  }
+#endif
+  no_kernel_for(device, kOp);
 }
 
 }  // namespace

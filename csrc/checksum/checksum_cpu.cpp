@@ -1,5 +1,4 @@
-// The sum of (2 i + 1) x[i] over 32-bit words, modulo 2^64, so threads may add their parts in any
-// order. Vectors hold the sums of x and of its prefixes: the weights cost no multiplication.
+// The sum is one modulo 2^64, so threads may add their parts in any order. Vectors hold the sums of x and of its prefixes: the weights cost no multiplication.
 #include <cstring>
 
 #include "checksum/params.h"
@@ -23,15 +22,13 @@ uint32_t word_at(const char* data, int64_t i, int64_t num_bytes = sizeof(uint32_
   return word;
 }
 
-uint64_t weighted(int64_t i, uint64_t x) { return (2 * static_cast<uint64_t>(i) + 1) * x; }
-
 // Of one word of each row and lane: the sums of x and of its prefixes.
 struct Column {
   Lanes sum = {}, prefixes = {};
   void add(Lanes x) { prefixes += sum += x; }
 };
 
-// The sum over words [begin, end).
+// The sum of (2 i - 1) x[i] over words [begin, end).
 uint64_t sum_of_words(const char* data, int64_t begin, int64_t end) {
   const char* first = data + begin * sizeof(uint32_t);
   const int64_t rows = (end - begin) / kRow;
@@ -63,6 +60,7 @@ void bit_checksum_cpu(const ChecksumParams& p) {
     __atomic_fetch_add(p.checksum, sum_of_words(p.data, begin, end), __ATOMIC_RELAXED);
   });
   if (rest) *p.checksum += weighted(words, word_at(p.data, words, rest));
+  if (p.num_bytes) *p.checksum += kFirstWord * word_at(p.data, 0, words ? sizeof(uint32_t) : rest);
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

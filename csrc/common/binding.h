@@ -4,10 +4,12 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
 #include <initializer_list>
 #include <optional>
 
@@ -66,6 +68,15 @@ inline void check_same_device(const char* op, std::initializer_list<NamedTensor>
 
 inline void* current_stream(const at::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
+// The bytes at `data` in a new tensor on the device. To a GPU they go through pinned memory, which
+// torch reuses once they have arrived: the host does not wait.
+inline at::Tensor upload(const void* data, int64_t num_bytes, const at::Device& device) {
+  const auto options = at::TensorOptions(at::kByte).pinned_memory(device.is_cuda());
+  at::Tensor bytes = at::empty({num_bytes}, options);
+  std::memcpy(bytes.mutable_data_ptr(), data, num_bytes);
+  return bytes.to(at::TensorOptions().device(device), /*non_blocking=*/true);
 }
 
 inline void check_cuda(int error, const char* kernel) {

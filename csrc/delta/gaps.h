@@ -60,4 +60,31 @@ int64_t read_gaps(const uint8_t* in, int64_t bytes, int64_t start, int64_t end, 
   return found == count ? found : -1;
 }
 
+// On CUDA a block takes a chunk of positions or fields at a time. Passes run one after the other;
+// between them the caller turns the sums of the chunks into inclusive sums.
+constexpr int64_t kGapChunk = 4096;
+
+struct EncodeGapsParams {
+  const int64_t* positions;
+  int64_t count;  // above 0
+  int64_t start;
+  int64_t* sums;   // [chunks of positions, kMaxGapWidth]: escapes for each width
+  uint8_t* bytes;  // all 0xFF
+};
+
+struct DecodeGapsParams {
+  const uint8_t* bytes;
+  int64_t num_fields;  // above 0
+  int64_t start;
+  int64_t count;
+  int64_t* sums;       // [chunks of fields, 2]: how far they lead, and positions
+  int64_t* positions;  // [count]; more are not written
+};
+
+// All return a cudaError_t.
+int count_escapes_cuda(const EncodeGapsParams& params, void* stream);
+int write_gaps_cuda(const EncodeGapsParams& params, int width, void* stream);
+int count_fields_cuda(const DecodeGapsParams& params, int width, void* stream);
+int read_gaps_cuda(const DecodeGapsParams& params, int width, void* stream);
+
 }  // namespace hybridengine

@@ -60,7 +60,7 @@ class CopyTable {
  private:
   void run_blocks(const Tensors& sources, const Tensors* destinations, at::Tensor per_block,
                   at::ScalarType dtype);
-  void upload(const at::Device& device, const std::vector<void*>& addresses, void* stream);
+  void upload_tables(const at::Device& device, const std::vector<void*>& addresses);
 
   std::vector<CopyRow> rows_;
   Reaches src_reach_, dst_reach_;
@@ -230,7 +230,7 @@ void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
                       "strided_copy: the table moves more than 2^45 elements; split it");
     const c10::DeviceGuard guard(device);
     void* stream = current_stream(device);
-    upload(device, addresses, stream);
+    upload_tables(device, addresses);
     params.rows = static_cast<const CopyRow*>(device_rows_.const_data_ptr());
     params.row_of_chunk = static_cast<const int32_t*>(device_row_of_chunk_.const_data_ptr());
     auto* device_data = static_cast<void**>(device_addresses_.mutable_data_ptr());
@@ -291,7 +291,7 @@ void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations,
   if (device.is_cuda()) {
     const c10::DeviceGuard guard(device);
     void* stream = current_stream(device);
-    upload(device, addresses, stream);
+    upload_tables(device, addresses);
     set_tables(device_rows_.const_data_ptr(),
                static_cast<void**>(device_addresses_.mutable_data_ptr()));
     check_cuda(
@@ -304,15 +304,7 @@ void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations,
 }
 
 #ifdef HYBRIDENGINE_WITH_CUDA
-void CopyTable::upload(const at::Device& device, const std::vector<void*>& addresses,
-                       void* stream) {
-  const auto to_device = [&](const void* host, size_t bytes) {
-    const at::Tensor buffer =
-        at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device));
-    check_cuda(upload_cuda(host, buffer.mutable_data_ptr(), static_cast<int64_t>(bytes), stream),
-               "strided_copy");
-    return buffer;
-  };
+void CopyTable::upload_tables(const at::Device& device, const std::vector<void*>& addresses) {
   if (!device_rows_.defined() || device_rows_.device() != device) {
     std::vector<int32_t> row_of_chunk(num_chunks_);
     for (size_t row = 0; row < rows_.size(); ++row) {
@@ -320,12 +312,12 @@ void CopyTable::upload(const at::Device& device, const std::vector<void*>& addre
       std::fill(row_of_chunk.begin() + rows_[row].first_chunk, row_of_chunk.begin() + end,
                 static_cast<int32_t>(row));
     }
-    device_rows_ = to_device(rows_.data(), rows_.size() * sizeof(CopyRow));
-    device_row_of_chunk_ = to_device(row_of_chunk.data(), row_of_chunk.size() * sizeof(int32_t));
+    device_rows_ = upload(rows_.data(), rows_.size() * sizeof(CopyRow), device);
+    device_row_of_chunk_ = upload(row_of_chunk.data(), row_of_chunk.size() * sizeof(int32_t), device);
     uploaded_.clear();
   }
   if (uploaded_ != addresses) {
-    device_addresses_ = to_device(addresses.data(), addresses.size() * sizeof(void*));
+    device_addresses_ = upload(addresses.data(), addresses.size() * sizeof(void*), device);
     uploaded_ = addresses;
   }
 }

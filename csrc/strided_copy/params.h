@@ -25,7 +25,5 @@ HE_CPU_KERNEL(strided_copy_cpu, StridedCopyParams)
 
 // Both return a cudaError_t.
 int strided_copy_cuda(const StridedCopyParams& params, void* stream);
-// Copies host memory to the device in stream order; the host memory may be reused on return.
-int upload_cuda(const void* host, void* device, int64_t bytes, void* stream);
 
 }  // namespace hybridengine

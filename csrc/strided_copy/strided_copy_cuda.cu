@@ -41,11 +41,6 @@ int dispatch_dst(const StridedCopyParams& params, void* stream) {
 
 }  // namespace
 
-int upload_cuda(const void* host, void* device, int64_t bytes, void* stream) {
-  return cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice,
-                         static_cast<cudaStream_t>(stream));
-}
-
 int strided_copy_cuda(const StridedCopyParams& params, void* stream) {
   switch (params.src_dtype) {
     case DType::f32:

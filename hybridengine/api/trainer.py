@@ -38,6 +38,7 @@ from hybridengine.model import on_device
 from hybridengine.preflight import check_grpo, check_sft
 from hybridengine.reshard import SyncReport
 from hybridengine.rewards.local import given_functions
+from hybridengine.rollout.server.network import prepare_network
 from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.runtime.session import rank_session, script_session
 from hybridengine.runtime.status import run_lock
@@ -144,6 +145,8 @@ class Trainer:
     def _open(self, model: Any, tokenizer: Any, callbacks: Callbacks) -> None:
         config, folder = self.config, self.config.trainer.default_local_dir
         is_ours = "RANK" in os.environ and not dist.is_initialized()
+        if isinstance(config, GRPOConfig):
+            prepare_network(config.rollout.servers)
         check_ranks(config)
         if os.environ.get("RANK", "0") == "0":
             self._stack.enter_context(run_lock(folder))

@@ -151,6 +151,11 @@ class JobConfig(ABC):
     def sequence_parallel_size(self) -> int: ...
 
     @property
+    def deterministic(self) -> bool:
+        """Whether gradients are summed in a fixed order, at some cost."""
+        return False
+
+    @property
     def ranks_per_node(self) -> int:
         """Ranks on one machine."""
         return self.trainer.n_gpus_per_node

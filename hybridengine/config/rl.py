@@ -112,6 +112,7 @@ class ActorConfig:
     kl_loss_ctrl: KLScheduleConfig = KLScheduleConfig()
     grad_clip: PositiveFloat = 1.0  # maximum global gradient norm, the critic's too
     ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
+    deterministic: StrictBool = False  # a GPU adds gradients in a fixed order, also in attention
     fsdp_config: FsdpConfig = FsdpConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -358,6 +359,10 @@ class GRPOConfig(JobConfig):
     @property
     def sequence_parallel_size(self) -> int:
         return self.actor.ulysses_sequence_parallel_size
+
+    @property
+    def deterministic(self) -> bool:
+        return self.actor.deterministic
 
     @property
     def max_sequence_length(self) -> int:

@@ -23,7 +23,7 @@ from hybridengine.model.lora import (
 )
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer, SkippedUpdate
-from hybridengine.model.parameters import parameter_shards
+from hybridengine.model.parameters import free_gathered, parameter_shards
 from hybridengine.model.validation import check_sequence_parallel
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "apply_lora",
     "check_sequence_parallel",
     "check_target_modules",
+    "free_gathered",
     "is_sequence_classifier",
     "load_causal_lm",
     "on_device",

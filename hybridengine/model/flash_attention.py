@@ -116,14 +116,20 @@ def find_flash_kernel(capability: int) -> FlashKernel:
 _chosen = torch_kernel()
 
 
-def choose_flash_kernel(device: torch.device) -> None:
+def choose_flash_kernel(device: torch.device, deterministic: bool = False) -> None:
     """Choose the kernel of this process by the GPU that it computes on.
 
     Called before a model is built: compiled layers read the choice as a constant.
+    deterministic: gradients are added in a fixed order, in attention and wherever torch can; torch
+      warns where it cannot.
     """
     global _chosen
-    if device.type == "cuda":
-        _chosen = find_flash_kernel(torch.cuda.get_device_capability(device)[0])
+    if device.type != "cuda":
+        return
+    _chosen = find_flash_kernel(torch.cuda.get_device_capability(device)[0])
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def flash_kernel() -> FlashKernel:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from hybridengine.kernels.linear.mixed_gemm import mixed_gemm
 from hybridengine.model.kept import KeptIds
 
 # (rows [R, H] of the head's input, weight [V, H], bias [V] or None, logit_scale, softcap or None)
@@ -157,7 +158,33 @@ def _accept_head_function(
     head.forward = MethodType(head_forward, head)  # type: ignore[method-assign]
 
 
+class Float32Product(torch.autograd.Function):
+    """rows [R, H] @ weight [V, H].T in float32, of 16-bit operands that are not converted.
+
+    The gradient of the result is rounded to their dtype, as the fused operators round it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        out = rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.float32)
+        mixed_gemm(out, rows, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        grad = grads[0].to(rows.dtype)
+        for_rows, for_weight = ctx.needs_input_grad
+        return grad @ weight if for_rows else None, grad.t() @ rows if for_weight else None
+
+
 def _float32_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
-        bias = None if head.bias is None else head.bias.float()
-        return F.linear(hidden.float(), head.weight.float(), bias)
+        weight, bias = head.weight, None if head.bias is None else head.bias.float()
+        # On a CPU most machines multiply 16-bit operands slowly.
+        if not (hidden.is_cuda and hidden.dtype == weight.dtype and hidden.itemsize == 2):
+            return F.linear(hidden.float(), weight.float(), bias)
+        product = Float32Product.apply(hidden.flatten(0, -2), weight)
+        logits = product.unflatten(0, hidden.shape[:-1])
+        return logits if bias is None else logits + bias

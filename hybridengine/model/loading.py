@@ -72,6 +72,7 @@ def load_causal_lm(
     compile: bool = False,
     cpu_offload: bool = False,
     param_offload: bool = False,
+    deterministic: bool = False,
 ) -> PreTrainedModel:
     """Load the model at `path` (folder or hub name) onto `mesh` (`sharding_mesh`); collective.
 
@@ -95,12 +96,13 @@ def load_causal_lm(
         compile: compile the decoder layers (`hybridengine.model.compile`); not with min_num_params.
         cpu_offload: keep shards and gradients in host memory, where the optimizer then steps.
         param_offload: keep weights in host memory outside `on_device(model)`.
+        deterministic: a GPU adds gradients in a fixed order (`choose_flash_kernel`).
 
     Raises:
         ModelError: on every rank, also if only rank 0 fails (unreadable or missing weights).
     """
     config = check_model(path, trust_remote_code)
-    choose_flash_kernel(torch.device(mesh.device_type))
+    choose_flash_kernel(torch.device(mesh.device_type), deterministic)
     weights = run_on_rank0(
         lambda: _read_weights(path, config, trust_remote_code, value_head),
         f"loading model {path!r}",

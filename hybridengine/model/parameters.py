@@ -27,7 +27,7 @@ def parameter_shards(model: nn.Module) -> dict[str, DTensor | torch.Tensor]:
     A DTensor is this rank's shard of a float32 master weight; a plain tensor is replicated. Adapter
     weights are left out, and their base weights have the names of the model without adapters.
     """
-    _reshard(model)
+    free_gathered(model)
     stored = {
         unwrapped_name(name): parameter.detach()
         for name, parameter in model.named_parameters()
@@ -50,14 +50,18 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def unwrap_peft(model: nn.Module) -> nn.Module:
     """Return the Hugging Face model inside PEFT's wrapper, with all FSDP2 modules resharded."""
-    _reshard(model)
+    free_gathered(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def _reshard(model: nn.Module) -> None:
+def free_gathered(model: nn.Module) -> None:
+    """Free the unsharded parameters that a forward pass without a backward has left.
+
+    FSDP2 keeps those of the root (embedding and head) for the backward pass.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # the root's parameters stay unsharded after a forward
+            module.reshard()
 
 
 def unwrapped_name(name: str) -> str:

@@ -29,6 +29,7 @@ from hybridengine.reshard.source.changes import (
     is_wanted,
 )
 from hybridengine.reshard.source.holders import unite_holders
+from hybridengine.reshard.source.rates import delta_pays, measure
 from hybridengine.reshard.source.trained import Parameters, TrainedTensors
 from hybridengine.reshard.target import EngineState, engine_weights
 from hybridengine.reshard.transport.in_world import AllToAll, Pull, pull_bytes
@@ -70,7 +71,8 @@ class Resharder:
     delta: whether a sync moves only the elements whose bits changed since the last one, where its
       changes are few and the engine still holds what that sync wrote. on: also where finding them
       takes a comparison with a copy of what was sent, 16 bits per element of the shards. auto:
-      with `changes`, or across nodes.
+      across nodes, or with `changes`, on GPUs if the measured rates of link and memory are such
+      that it takes less time.
     changes: function that returns, for the parameters that the optimizer keeps track of, what
       changed since its last call; None where that is not known. A write to these parameters by
       anything else, or a second reader of the changes, makes the next sync move everything.
@@ -135,9 +137,12 @@ class Resharder:
         self._planned = self._trained.placements
         run_on_all_ranks(self._engine_weights, LayoutError)
         self._transport, self._mover = self._connect()
-        self._frozen: list[int] = []  # checksums of the frozen parameters
+        # Checksums of the frozen parameters at the last sync, None if it did not compute them.
+        self._frozen: list[int] | None = None
         self._engine_state: EngineState | None = None  # after the last sync; None: write everything
-        by_default = changes is not None or len(set(nodes)) > 1
+        by_default = delta == "auto" and (
+            len(set(nodes)) > 1 or (changes is not None and self._delta_pays())
+        )
         wanted = is_wanted(delta, by_default, self.plan)
         self._finder: ChangeFinder | None = None
         if wanted and not self._trained.unmerged and not target.discards_weights:
@@ -146,6 +151,14 @@ class Resharder:
             )
         frozen = any(spec.frozen for spec in specs.values())
         self._writes_parts = (frozen or self._finder is not None) and not target.discards_weights
+
+    def _delta_pays(self) -> bool:
+        """Return whether a delta can take less time than a dense sync on this machine."""
+        if self._device.type == "cpu" or self.engine.discards_weights:
+            return True
+        shard_bytes = sum(shard.nbytes for shard in self._trained.shards.values())
+        sizes = self.plan.bytes_received, all_gather_values(shard_bytes, int)
+        return delta_pays(*sizes, self.plan.bytes_needed, measure(self._device))
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
@@ -191,6 +204,11 @@ class Resharder:
     # Sync
 
     @property
+    def reads_changes(self) -> bool:
+        """Whether syncs look for what changed, and call `changes`."""
+        return self._finder is not None
+
+    @property
     def _next_version(self) -> int:
         return (self.engine.weight_version or 0) + 1
 
@@ -232,6 +250,8 @@ class Resharder:
                 self._finish_on_device("before committing")
         if self._writes_parts:
             self._engine_state = EngineState.of(self.engine)
+            if self._frozen is None:
+                self._frozen = self._frozen_checksums()
         elapsed = (time.perf_counter() - started) * 1e3
         changed = self._finder.changed if self._finder else None
         densely = self._mover.dense.bytes_of(order.moves_densely)
@@ -295,13 +315,17 @@ class Resharder:
     def _engine_is_kept(self) -> bool:
         """Return whether the engine holds what the last sync left there, frozen weights included.
 
-        Sets `_frozen`.
+        Sets `_frozen`. No shard is read where the engine has lost what it held.
         """
+        state, frozen, self._frozen = self._engine_state, self._frozen, None
+        if state is None or not state.is_kept_by(self.engine):
+            return False
+        self._frozen = self._frozen_checksums()
+        return self._frozen == frozen
+
+    def _frozen_checksums(self) -> list[int]:
         frozen = [name for name, spec in self.plan.sources.items() if spec.frozen]
-        checksums = bit_checksums([self._trained.shards[name] for name in frozen])
-        if checksums != self._frozen:
-            self._frozen, self._engine_state = checksums, None
-        return self._engine_state is not None and self._engine_state.is_kept_by(self.engine)
+        return bit_checksums([self._trained.shards[name] for name in frozen])
 
     def _check_against_plan(self) -> str | None:
         """Return how the parameters differ from the plan. LayoutError if the engine is not ready.

@@ -398,7 +398,9 @@ class WeightSender:
 
     def _make_finder(self, info: EngineInfo) -> ChangeFinder | None:
         machines = {machine_of(process) for process in (*self._trainers, *info.processes)}
-        by_default = self._read_changes is not None or len(machines) > 1
+        # Where engines are on the trainers' GPUs, a dense sync is as fast as the memory.
+        local = self._device.type == "cuda" and feeders_of(self._trainers, self._devices, [info])
+        by_default = len(machines) > 1 or (self._read_changes is not None and not local)
         if self._trained.unmerged or not is_wanted(self._mode, by_default, self.plan):
             return None
         ways = self._mode, self._read_changes

@@ -211,8 +211,7 @@ def rank_session(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if _on_one_machine():
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        os.environ.update(_interfaces())
     signals, status = StopSignals(), PhaseStatus(run_dir, rank, role.world if role else "")
     secret_file = Path(run_dir) / ".secret"
     store = _join_start(rank, world_size, timeout_s, secret_file)
@@ -248,6 +247,12 @@ def rank_session(
             secret_file.unlink(missing_ok=True)
     if dist.is_initialized():  # vLLM's own shutdown ends it too
         dist.destroy_process_group()
+
+
+def _interfaces() -> dict[str, str]:
+    """Return the variables of gloo's and NCCL's interface: loopback, unless another one is set."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: os.environ.get(name, "lo") for name in names}
 
 
 def _on_one_machine() -> bool:
@@ -291,6 +296,7 @@ def script_session(run_dir: str | Path) -> Iterator[Session]:
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
+        **_interfaces(),
     }
     before = {name: os.environ.get(name) for name in alone}
     os.environ.update(alone)

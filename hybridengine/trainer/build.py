@@ -224,7 +224,7 @@ def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
     """Build the weight sync from the policy's shards into the engine."""
     mib = config.reshard.bucket_mib
-    return Resharder(
+    resharder = Resharder(
         partial(parameter_shards, actor.model),
         engine,
         bucket_bytes=None if mib is None else mib << 20,
@@ -233,6 +233,9 @@ def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> 
         delta=config.reshard.delta,
         changes=None if target_of(engine).discards_weights else _track_changes(config, actor),
     )
+    if not resharder.reads_changes:
+        actor.optimizer.track_changes({})
+    return resharder
 
 
 def build_sender(config: GRPOConfig, actor: Actor, link: Link) -> WeightSender:

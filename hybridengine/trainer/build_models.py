@@ -61,6 +61,7 @@ def load_model(
         use_fused_kernels=model.use_fused_kernels,
         compile=model.compile,
         trust_remote_code=model.trust_remote_code,
+        deterministic=config.deterministic,
         adapt=lora if adapters and rank else None,
         **options,
     )

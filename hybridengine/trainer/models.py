@@ -21,6 +21,7 @@ from hybridengine.kernels import (
 from hybridengine.model import (
     Optimizer,
     accepts_head_function,
+    free_gathered,
     packed_log_probs,
     packed_policy_loss,
 )
@@ -102,9 +103,11 @@ class Actor(Learner):
             return self._log_probs(self.model, mini_batches)
 
     def _log_probs(self, model: nn.Module, mini_batches: list[MiniBatch]) -> Tensor:
-        return self._dp.per_token(
+        log_probs = self._dp.per_token(
             mini_batches, lambda micro_batch: self._forward(model, micro_batch)[0]
         )
+        free_gathered(model)
+        return log_probs
 
     def _forward(self, model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropy [r], over what sampling kept where that is replayed."""

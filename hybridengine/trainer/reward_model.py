@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hybridengine.data.special_tokens import SpecialTokens
-from hybridengine.model import on_device, pack_rollouts, packed_values
+from hybridengine.model import free_gathered, on_device, pack_rollouts, packed_values
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.rollouts import Rollout, Rollouts
@@ -56,6 +56,7 @@ class RewardModel:
                 values = packed_values(model, batch)
                 if not micro.is_dummy:
                     scores[micro.indices] = values.double()
+            free_gathered(model)
         dist.all_reduce(scores)  # exact: one rank's value plus zeros
         return scores.cpu()
 

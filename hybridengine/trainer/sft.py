@@ -18,7 +18,13 @@ from torch import Tensor
 
 from hybridengine.config import SFTConfig
 from hybridengine.data import PromptLoader, SFTDataset, SFTSample
-from hybridengine.model import PackedBatch, SavedWork, pack_batch, packed_cross_entropy
+from hybridengine.model import (
+    PackedBatch,
+    SavedWork,
+    free_gathered,
+    pack_batch,
+    packed_cross_entropy,
+)
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.base import Trainer
 from hybridengine.trainer.build import load_tokenizer
@@ -102,6 +108,7 @@ class SFTTrainer(Trainer[SFTConfig]):
             for batch, is_dummy in self._micro_batches(data[start : start + size]):
                 loss += packed_cross_entropy(self.model, batch, 1) * (not is_dummy)
             total += self._sum_over_ranks(loss)
+        free_gathered(self.model)
         return total / sum(sample.num_loss_tokens for sample in data)
 
     def summary(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch import launch
+
 BLOCK = 2048
 JOIN_BLOCK = 256
 
@@ -87,11 +89,12 @@ def moments_triton(values: Tensor, mask: Tensor | None) -> Tensor:
     blocks = triton.cdiv(values.numel(), BLOCK)
     moments = values.new_empty(blocks, 3, dtype=torch.float64)
     if blocks:
-        moments_kernel[(blocks,)](
-            values, mask, moments, values.numel(), HAS_MASK=mask is not None, BLOCK=BLOCK
-        )
+        launch(
+            moments_kernel, (blocks,),
+            values, mask, moments, values.numel(), HAS_MASK=mask is not None, BLOCK=BLOCK,
+        )  # fmt: skip
     joined = values.new_empty(3, dtype=torch.float64)
-    join_kernel[(1,)](moments, blocks, joined, BLOCK=JOIN_BLOCK)
+    launch(join_kernel, (1,), moments, blocks, joined, BLOCK=JOIN_BLOCK)
     return joined
 
 
@@ -101,7 +104,8 @@ def apply_triton(
     """Whiten contiguous values by moments [W, 3] of the ranks."""
     out = torch.empty_like(values)
     if values.numel():
-        apply_kernel[(triton.cdiv(values.numel(), BLOCK),)](
+        launch(
+            apply_kernel, (triton.cdiv(values.numel(), BLOCK),),
             values, mask, moments, out, values.numel(), moments.shape[0], epsilon,
             SHIFT_MEAN=shift_mean, HAS_MASK=mask is not None, BLOCK=BLOCK, JOIN_BLOCK=JOIN_BLOCK,
         )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .._launch import launch
 from . import reference
 from .triton_backward import delta_kernel, key_grad_kernel, query_grad_kernel
 from .triton_forward import forward_kernel
@@ -120,7 +121,8 @@ def tree_attention_forward(
     problem = _problem(query, key, value, softmax_scale, window_size, softcap)
     tiles = problem.tiles("forward")
     tables = block_tables(subtree_ends, position_ids, window_size, tiles.block_n, tiles.block_m)
-    forward_kernel[(heads, triton.cdiv(tokens, tiles.block_m))](
+    launch(
+        forward_kernel, (heads, triton.cdiv(tokens, tiles.block_m)),
         problem.query, problem.key, problem.value, subtree_ends, position_ids, tables, out, lse,
         tokens, tables.shape[1], **problem.sizes, **problem.flags, **tiles.arguments,
     )  # fmt: skip
@@ -153,7 +155,8 @@ def tree_attention_backward(
     grad_out = _unit_stride(grad_out)
     delta = torch.empty_like(lse)
     tokens, heads, value_width = out.shape
-    delta_kernel[(heads, triton.cdiv(tokens, _DELTA_BLOCK))](
+    launch(
+        delta_kernel, (heads, triton.cdiv(tokens, _DELTA_BLOCK)),
         grad_out, out, delta, tokens, grad_out.stride(0), grad_out.stride(1), value_width,
         BLOCK=_DELTA_BLOCK, BLOCK_V=problem.flags["BLOCK_V"],
     )  # fmt: skip
@@ -171,7 +174,8 @@ def _query_grad(
     tokens, heads, _ = grad_query.shape
     tiles = problem.tiles("query_grad")
     tables = block_tables(ends, positions, window_size, tiles.block_n, tiles.block_m)
-    query_grad_kernel[(heads, triton.cdiv(tokens, tiles.block_m))](
+    launch(
+        query_grad_kernel, (heads, triton.cdiv(tokens, tiles.block_m)),
         *rows, ends, positions, tables, grad_query, tokens, tables.shape[1],
         **problem.sizes, **problem.flags, **tiles.arguments,
     )  # fmt: skip
@@ -192,7 +196,8 @@ def _key_grad(
     tables = None
     if window_size is not None:
         tables = block_tables(ends, positions, window_size, tiles.block_n, tiles.block_n)
-    key_grad_kernel[(parts, blocks)](
+    launch(
+        key_grad_kernel, (parts, blocks),
         *rows, ends, positions, tables, *sums, tokens, blocks, heads=per_program,
         **problem.sizes, **problem.flags, **tiles.arguments,
     )  # fmt: skip

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch import launch
+
 # Rows of the tables, one column per block of tokens.
 MAX_END = tl.constexpr(0)
 MIN_END = tl.constexpr(1)
@@ -122,12 +124,14 @@ def block_tables(
     rows = _ROWS if window_size is None else _ROWS_WITH_WINDOW
     tables = torch.empty(rows, blocks, dtype=torch.int32, device=subtree_ends.device)
     grid = (blocks,)
-    bounds_kernel[grid](
-        subtree_ends, position_ids, tables, tokens, blocks, window_size is not None, block
-    )
-    links_kernel[grid](tables, blocks, block, _SCAN)
+    launch(
+        bounds_kernel, grid,
+        subtree_ends, position_ids, tables, tokens, blocks, window_size is not None, block,
+    )  # fmt: skip
+    launch(links_kernel, grid, tables, blocks, block, _SCAN)
     if window_size is not None:
-        window_kernel[grid](
-            position_ids, tables, tokens, blocks, window_size, block_m, block, _SCAN
-        )
+        launch(
+            window_kernel, grid,
+            position_ids, tables, tokens, blocks, window_size, block_m, block, _SCAN,
+        )  # fmt: skip
     return tables

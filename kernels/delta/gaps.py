@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._backend import choose_backend, native, register_backends
 
-register_backends("gaps", cpu=("cpp", "reference"))
+register_backends("gaps", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
 _WIDTHS = (1, 2, 3)  # bytes
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._backend import choose_backend, native, register_backends
 
-register_backends("change_table", cpu=("cpp", "reference"))
+register_backends("change_table", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
 _SIZE, _SRC, _DST = slice(4, 8), slice(8, 12), slice(12, 16)  # columns of a table
 
@@ -42,7 +42,7 @@ class ChangeTable:
         if choose_backend("change_table", device) == "reference":
             self._rows = rows.to(device)
         else:
-            self._native = native().ChangeTable(rows)
+            self._native = native().ChangeTable(rows, device)
 
     def map(self, indices: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return (positions int64, values) of all changes in the destination, ascending.

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch import launch
 from ..logprob.triton import _tanh
 
 BLOCK = 2048
@@ -177,7 +178,8 @@ def distillation(
     (factor, grad_factor, cap_scale, softcap), (teacher_factor, _, *teacher_cap) = numbers
     target = student if out is None else out
     form = {0.0: 0, 1.0: 1}.get(beta, 2 if beta < 0.5 else 3)
-    distillation_kernel[(student.shape[0],)](
+    launch(
+        distillation_kernel, (student.shape[0],),
         student, teacher, target, losses, incoming, student.stride(0), teacher.stride(0),
         target.stride(0), student.shape[1], factor, grad_factor, cap_scale, softcap,
         teacher_factor, *teacher_cap, beta, 1 - beta, form, softcap != 0,

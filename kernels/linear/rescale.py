@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch import launch
+
 _BLOCK = 4096
 _PROGRAMS_PER_SM = 4
 
@@ -34,5 +36,7 @@ def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
         programs = _PROGRAMS_PER_SM * device.multi_processor_count
     programs = min(programs, triton.cdiv(tensor.numel(), _BLOCK))
     if programs:
-        rescale_kernel[(programs,)](tensor, factor, tensor.numel(), BLOCK=_BLOCK, num_warps=8)
+        launch(
+            rescale_kernel, (programs,), tensor, factor, tensor.numel(), BLOCK=_BLOCK, num_warps=8
+        )
     return tensor

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch import launch
 from .options import RowOptions
 
 FORWARD_BLOCK = 2048
@@ -271,7 +272,8 @@ def forward(
     pointers, flags = _common(logits, token_ids, options)
     mask_stride = 0 if options.vocab_mask is None else options.vocab_mask.stride(0)
     if rows:
-        forward_kernel[(rows,)](
+        launch(
+            forward_kernel, (rows,),
             *pointers, *vectors, sums, bad_label, logits.stride(0), mask_stride, vocab,
             options.ignore_index, options.temperature, options.logit_scale, options.softcap,
             **flags, WANT_SQUARES=want_squares, BLOCK=FORWARD_BLOCK, num_warps=8,
@@ -289,7 +291,8 @@ def backward(
     mask_stride = 0 if options.vocab_mask is None else options.vocab_mask.stride(0)
     grads = [row_results[0] if g is None else g for g in (grad_log_probs, grad_entropy)]
     if rows and vocab:
-        backward_kernel[(rows, triton.cdiv(vocab, BACKWARD_BLOCK))](
+        launch(
+            backward_kernel, (rows, triton.cdiv(vocab, BACKWARD_BLOCK)),
             *pointers, *row_results, *grads, token_ids if row_index is None else row_index, out,
             logits.stride(0), mask_stride, out.stride(0), vocab, options.ignore_index,
             options.temperature, options.logit_scale, options.softcap, **flags,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch import launch
 from .options import RowOptions
 from .triton import _LN2, _LOG2E, _clamped, _common, _factor, _finish_row, _load_y, _unbiased
 
@@ -136,7 +137,8 @@ def unscaled_gradient(
     del flags["PARALLEL"]
     block = BLOCKS[flags["HAS_MASK"] or flags["HAS_CAP"]]
     if rows:
-        unscaled_kernel[(rows,)](
+        launch(
+            unscaled_kernel, (rows,),
             *pointers, *results, bad_label, out, logits.stride(0), mask_stride, out.stride(0),
             vocab, options.ignore_index, options.temperature, options.logit_scale,
             options.softcap, **flags, BLOCK=block, num_warps=NUM_WARPS,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._aggregation import LOSS_AGG_MODES, loss_denominators
+from .._launch import launch
 from .._per_token import as_mask
 from .terms import KERNEL_MODES, SEQUENCE_MODES, SEQUENCE_RATIO_MODES
 from .triton_terms import clamp, gmpo_log_ratio, log_ratio, token_kl, token_loss
@@ -204,13 +205,15 @@ def policy_loss_triton(
     flags["HAS_WEIGHTS"] = is_weights is not None
     sequence_kl = kl_times_ratio and ref_log_probs is not None and loss_mode in SEQUENCE_RATIO_MODES
     if needs_stats and num_sequences:
-        _sequence_kernel[(num_sequences,)](
+        launch(
+            _sequence_kernel, (num_sequences,),
             log_probs, old_log_probs, advantages, mask, ref_log_probs, is_weights, cu_seqlens,
             sequence_stats, num_tokens, *options[:2], *options[7:], KL=kl_type,
             SEQUENCE_KL=sequence_kl, **flags,
         )  # fmt: skip
     if programs:
-        _token_kernel[(programs,)](
+        launch(
+            _token_kernel, (programs,),
             log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy,
             is_weights, cu_seqlens, seq_num_tokens, sequence_stats, shared_weight, partials,
             gradient, entropy_gradient, token_terms, token_clips, num_tokens, num_sequences,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch import launch
 from ..policy_loss.importance import ImportanceBounds
 from ..policy_loss.triton import find_sequence
 from ..policy_loss.triton_terms import clamp, log_ratio
@@ -204,17 +205,20 @@ def correct_triton(
     flags = {"CRITERIA": sum(1 << i for i in numbers), "HAS_MASK": mask is not None}
     given = (old_log_probs, rollout_log_probs, mask, cu_seqlens, stats)
     if by_sequence and sequences:
-        sequence_kernel[(sequences,)](*given, tokens, pairs, BLOCK=SEQUENCE_BLOCK, **flags)
+        launch(sequence_kernel, (sequences,), *given, tokens, pairs, BLOCK=SEQUENCE_BLOCK, **flags)
     if blocks:
         level = {None: 0, "token": 1, "sequence": 2}[rollout_is]
         lower = 0.0 if limits.lower is None else limits.lower
-        token_kernel[(blocks,)](
+        launch(
+            token_kernel, (blocks,),
             *given, weights, remaining, partials, tokens, sequences, limits.upper, lower, pairs,
             LEVEL=level, HAS_LOWER=limits.lower is not None, HAS_STATS=by_sequence, BLOCK=BLOCK,
             **flags,
         )  # fmt: skip
     on_device = isinstance(num_tokens, Tensor)
-    sum_kernel[(1,)](
+    launch(
+        sum_kernel,
+        (1,),
         *(partials, blocks, num_tokens if on_device else None),
         *(math.nan if on_device else float(num_tokens), metrics),
         HAS_DENOMINATORS=on_device,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._launch import launch
+
 BLOCK = 1024  # elements of a row at a time
 
 
@@ -90,7 +92,8 @@ def logits(
 ) -> Tensor:
     out = hidden.new_empty(ids.shape[0], dtype=torch.float32)
     if out.numel():
-        logits_kernel[(ids.shape[0],)](
+        launch(
+            logits_kernel, (ids.shape[0],),
             hidden, weight, ids, row, first, out, hidden.stride(0), weight.stride(0),
             hidden.shape[1], weight.shape[0], first is not None, _block(hidden.shape[1]),
         )  # fmt: skip
@@ -103,7 +106,8 @@ def hidden_grad(
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     (rows, width), block = hidden.shape, _block(hidden.shape[1])
     if out.numel():
-        hidden_grad_kernel[(rows, triton.cdiv(width, block))](
+        launch(
+            hidden_grad_kernel, (rows, triton.cdiv(width, block)),
             weight, ids, ends, first, grad, out, weight.stride(0), width, weight.shape[0],
             first is not None, block,
         )  # fmt: skip
@@ -116,6 +120,7 @@ def weight_grad(
     """order: entries sorted by id, stably. begin: [V + 1], where each id's begin in `order`."""
     (vocab, width), block = out.shape, _block(out.shape[1])
     if out.numel():
-        weight_grad_kernel[(vocab, triton.cdiv(width, block))](
-            hidden, row, order, begin, grad, out, hidden.stride(0), width, add, block
-        )
+        launch(
+            weight_grad_kernel, (vocab, triton.cdiv(width, block)),
+            hidden, row, order, begin, grad, out, hidden.stride(0), width, add, block,
+        )  # fmt: skip

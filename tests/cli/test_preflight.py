@@ -12,7 +12,12 @@ from safetensors.torch import load_file, save_file
 from hybridengine.checkpoint.folders import partial_folder, publish
 from hybridengine.config import ConfigError, load_config, load_sft_config
 from hybridengine.model.validation import check_model, check_weights, longest_sequence
-from hybridengine.preflight_engine import check_head_size, check_model_in_engine
+from hybridengine.preflight_engine import (
+    check_device_memory,
+    check_head_size,
+    check_model_in_engine,
+    resident_bytes,
+)
 from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES
 from hybridengine.trainer.plan import start_of
 from tests.cli.conftest import refusal
@@ -290,3 +295,42 @@ def test_disk_space_in_readable_units(dry_run, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     line = refusal(dry_run())
     assert "has 1000 bytes free, needs" in line and "KiB" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_of_weight"),
+    [
+        ((), 12),
+        (("actor.use_kl_loss=true",), 16),
+        (("actor.fsdp_config.optimizer_offload=true",), 4),
+        (("actor.fsdp_config.param_offload=true", "actor.use_kl_loss=true"), 8),
+        (("trainer.n_gpus_per_node=4",), 3),
+        (("trainer.n_gpus_per_node=4", "actor.fsdp_config.fsdp_size=2"), 6),
+        (("model.lora_rank=8", "actor.use_kl_loss=true"), 4),
+        (("algorithm.adv_estimator=gae",), 24),
+    ],
+)
+def test_what_stays_on_a_gpu_while_the_engine_generates(settings, bytes_of_weight):
+    config = load_config(None, ["model.path=m", "data.train_files=d", *settings])
+    assert resident_bytes(config, 1000) == 1000 * bytes_of_weight
+
+
+def test_engine_and_trainer_must_fit_on_a_gpu_together(model):
+    """The engine gets half by default; masters and moments take 12 bytes of a weight."""
+    needed = ["model.path=m", "data.train_files=d", "rollout.dtype=bfloat16"]
+    config, checked = load_config(None, needed), check_model(str(model), False)
+    numel = sum(t.numel() for t in load_file(model / WEIGHTS).values())
+    check_device_memory(config, checked, 24.2 * numel)
+    with pytest.raises(ConfigError, match=r"the trainer keeps 0\.0 GiB .*optimizer_offload"):
+        check_device_memory(config, checked, 23.8 * numel)
+    offloads = load_config(None, [*needed, "actor.fsdp_config.optimizer_offload=true"])
+    check_device_memory(offloads, checked, 8.2 * numel)
+    with pytest.raises(ConfigError, match=r"less than the engine's weights of .*; raise it"):
+        check_device_memory(offloads, checked, 3.8 * numel)
+    apart = [
+        *needed,
+        "trainer.mode=async",
+        "rollout.n_gpus_per_node=1",
+        "trainer.n_gpus_per_node=1",
+    ]
+    check_device_memory(load_config(None, apart), checked, 4.2 * numel)

@@ -9,6 +9,10 @@ import pytest
 import torch
 from hybridengine.kernels import bit_checksum
 
+BACKENDS = [
+    *(("cpu", "cpp"), ("cpu", "reference")),
+    *(pytest.param("cuda", b, marks=pytest.mark.gpu) for b in ("cuda", "reference")),
+]
 SIZES = [0, 1, 3, 4, 5, 31, 64, 127, 128, 129, 4096, 4103, 1 << 18, (1 << 24) + (1 << 19) + 77]
 
 
@@ -24,20 +28,20 @@ def oracle(data: torch.Tensor) -> int:
     return int((padded * weights).sum(dtype=np.uint64).astype(np.int64))
 
 
-@pytest.mark.parametrize("backend", ["cpp", "reference"])
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_the_weighted_sum_of_the_words(size: int, backend: str) -> None:
+def test_it_is_the_weighted_sum_of_the_words(size: int, device: str, backend: str) -> None:
     data = random_bytes(size)
-    checksum = bit_checksum(data, backend=backend)
+    checksum = bit_checksum(data.to(device), backend=backend)
     assert checksum.dtype == torch.int64 and checksum.shape == ()
     assert checksum == oracle(data)
     ones = torch.full_like(data, 255)  # the largest words
-    assert bit_checksum(ones, backend=backend) == oracle(ones)
+    assert bit_checksum(ones.to(device), backend=backend) == oracle(ones)
 
 
-@pytest.mark.parametrize("backend", ["cpp", "reference"])
-def test_dtype_shape_address_and_threads_do_not_matter(backend: str) -> None:
-    data = random_bytes(1 << 20)
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_dtype_shape_address_and_threads_do_not_matter(device: str, backend: str) -> None:
+    data = random_bytes(1 << 20).to(device)
     expected = bit_checksum(data, backend=backend)
     for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn, torch.bool):
         assert bit_checksum(data.view(dtype).view(16, -1), backend=backend) == expected

@@ -42,11 +42,17 @@ def positions_of(kind: str, size: int, share: float) -> torch.Tensor:
     return torch.from_numpy(start + np.sort(generator.choice(3 * count, count, replace=False)))
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["uniform", "regular", "crowded"])
 @pytest.mark.parametrize("share", [3e-6, 1e-5, 1e-4, 1e-3, 2.7e-3, 3.9e-3, 1e-2, 0.1, 0.33])
-def test_gaps_with_raw_values_are_within_1_3_of_the_entropy(kind: str, share: float) -> None:
+def test_gaps_with_raw_values_are_within_1_3_of_the_entropy(
+    kind: str, share: float, device: str
+) -> None:
     size = 20_000_000 if share < 1e-3 else 1_000_000
-    positions = positions_of(kind, size, share)
+    positions = positions_of(kind, size, share).to(device)
     gaps, width = encode_gaps(positions)
     bound = entropy_bits(size, len(positions)) + 16 * len(positions)
     assert 8 * len(gaps) + 16 * len(positions) <= 1.3 * bound
@@ -55,14 +61,21 @@ def test_gaps_with_raw_values_are_within_1_3_of_the_entropy(kind: str, share: fl
     assert torch.equal(reference[0], gaps) and reference[1] == width
 
 
-@settings(deadline=None, max_examples=100)
-@given(
+GAPS = st.builds(
+    lambda small, special, start: (
+        start + torch.tensor([*small, *special], dtype=torch.int64).add(1).cumsum(0) - 1,
+        start,
+    ),
     st.lists(st.integers(0, 70_000), max_size=20),
     st.lists(st.sampled_from([0, 1, 254, 255, 256, 510, 65_535, 65_536, 1 << 24, 1 << 33])),
     st.sampled_from([0, 7, 1 << 40]),
 )
-def test_gaps_come_back(small, special, start) -> None:
-    positions = start + torch.tensor([*small, *special], dtype=torch.int64).add(1).cumsum(0) - 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(GAPS)
+def test_gaps_come_back(drawn) -> None:
+    positions, start = drawn
     end = start + 1 if not len(positions) else int(positions[-1]) + 1
     gaps, width = encode_gaps(positions, start)
     for backend in (None, "reference"):
@@ -70,10 +83,13 @@ def test_gaps_come_back(small, special, start) -> None:
         assert torch.equal(again, positions)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.lists(slices(), min_size=0, max_size=6), st.floats(0, 1), st.booleans())
-def test_a_table_moves_changes_as_strided_copy_moves_all(drawn, share, wide) -> None:
-    """Copy everything before and after some elements change, or the changes alone."""
+Drawn = list[tuple]  # of `slices`
+
+
+def changes_of(
+    drawn: Drawn, share: float, wide: bool
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return a table, two tensors before and after some elements change, and their changes."""
     rows, place = [], 0
     for i, (size, src_stride, dst_stride, offset, gap) in enumerate(drawn):
         rows.append(row(i % 2, 0, offset, place + gap, size, src_stride, dst_stride))
@@ -85,35 +101,45 @@ def test_a_table_moves_changes_as_strided_copy_moves_all(drawn, share, wide) -> 
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 16)
     generator = torch.Generator().manual_seed(place)
     before = [torch.randn(20_000, generator=generator).bfloat16() for _ in range(2)]
-    after = [t.clone() for t in before]
-    indices, values = [], []
+    after, indices, values = [t.clone() for t in before], [], []
     for tensor in after:
         chosen = (torch.rand(len(tensor), generator=generator) < share).nonzero()[:, 0]
         tensor[chosen] += 1
         indices.append(chosen if wide else chosen.int())
         values.append(tensor[chosen])
-    got, expected = torch.zeros(2, 80_000, dtype=torch.bfloat16).unbind()
+    return table, [*before, *after], indices, values
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(deadline=None, max_examples=60)
+@given(drawn=st.lists(slices(), min_size=0, max_size=6), share=st.floats(0, 1), wide=st.booleans())
+def test_a_table_moves_changes_as_strided_copy_moves_all(device, drawn, share, wide) -> None:
+    """Copy everything before and after some elements change, or the changes alone."""
+    table, tensors, indices, values = changes_of(drawn, share, wide)
+    tensors, indices, values = ([t.to(device) for t in x] for x in (tensors, indices, values))
+    before, after = tensors[:2], tensors[2:]
+    got, expected = torch.zeros(2, 80_000, dtype=torch.bfloat16, device=device).unbind()
     strided_copy(before, [got], table)
     strided_copy(after, [expected], table)
     by_reference = got.clone()
-    changes = ChangeTable(table, torch.device("cpu"))
+    changes = ChangeTable(table, torch.device(device))
     positions, mapped = changes.map(indices, values)
     changes.scatter(indices, values, [got])
     assert torch.equal(got, expected)
     assert bool((positions.diff() > 0).all()), "ascending, each once"
     assert torch.equal(mapped, expected[positions])
     assert set((by_reference != expected).nonzero()[:, 0].tolist()) <= set(positions.tolist())
-    reference = reference_table(table)
+    reference = reference_table(table, device)
     reference.scatter(indices, values, [by_reference])
     assert torch.equal(by_reference, expected)
     for ours, theirs in zip((positions, mapped), reference.map(indices, values), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def reference_table(table: torch.Tensor) -> ChangeTable:
+def reference_table(table: torch.Tensor, device: str = "cpu") -> ChangeTable:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYBRIDENGINE_BACKEND", "reference")
-        return ChangeTable(table, torch.device("cpu"))
+        return ChangeTable(table, torch.device(device))
 
 
 def test_addresses_beyond_32_bits() -> None:

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from hybridengine.errors import ModelError
 from hybridengine.model import flash_attention
 from hybridengine.model.attention import _attention_mask, varlen_attention
-from hybridengine.model.flash_attention import FlashKernel, find_flash_kernel, torch_kernel
+from hybridengine.model.flash_attention import (
+    FlashKernel,
+    choose_flash_kernel,
+    find_flash_kernel,
+    torch_kernel,
+)
 
 
 class Layer(torch.nn.Module):
@@ -228,6 +233,21 @@ def test_the_newest_flash_attention_that_fits_the_gpu_is_chosen(monkeypatch):
     assert not kernel.has_softcap, "torch's kernel"
     q = torch.empty(4, 2, 64, dtype=torch.bfloat16)
     assert not kernel.fits(q, q, None), "a CPU has none"
+
+
+def test_gradients_are_in_a_fixed_order_where_a_job_asks_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_attention, "_chosen", None)
+    flags = []
+    try:
+        for name, deterministic in (("cpu", True), ("cuda", False), ("cuda", True)):
+            choose_flash_kernel(torch.device(name), deterministic)
+            flags.append(torch.are_deterministic_algorithms_enabled())
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    assert flags == [False, False, True]
 
 
 def test_default_scaling_is_one_over_root_of_head_dim():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -14,7 +15,13 @@ from hybridengine.errors import ModelError
 from hybridengine.model import pack_rollouts, packed_log_probs, packed_logits
 from hybridengine.model.attention import ATTENTION
 from hybridengine.model.forward import packed_head
-from hybridengine.model.head import accepts_head_function, detect_logit_transform, patch_head
+from hybridengine.model.head import (
+    Float32Product,
+    _float32_linear,
+    accepts_head_function,
+    detect_logit_transform,
+    patch_head,
+)
 from tests.model.cases import (
     GRADIENTS,
     LOGITS,
@@ -188,3 +195,55 @@ def ranks_body(rank: int, world_size: int, path: str) -> None:
 @pytest.mark.parametrize(("kind", "world_size"), [("gemma2", 2), ("qwen2", 4)])
 def test_sharded_gradients_equal_those_from_logits(tmp_path: Path, kind: str, world_size: int):
     run_ranks(ranks_body, world_size, save_tiny(kind, tmp_path))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_of_16_bit_operands_is_not_rounded(device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight, grad = (
+        torch.randn(size, generator=generator).to(dtype).to(device).requires_grad_()
+        for size in ((17, 64), (103, 64), (17, 103))
+    )
+    out = Float32Product.apply(rows, weight)
+    exact = rows.detach().double() @ weight.detach().double().t()
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.detach().double(), exact, rtol=1e-5, atol=1e-4)
+    out.backward(grad.detach().float())
+    expected = (
+        grad.detach().double() @ weight.detach().double(),
+        (grad.detach().double().t() @ rows.detach().double()),
+    )
+    for got, wanted in zip((rows.grad, weight.grad), expected, strict=True):
+        assert got.dtype == dtype
+        bound = torch.finfo(dtype).eps * wanted.abs().max()
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=float(bound))
+    assert torch.autograd.grad(Float32Product.apply(rows.detach(), weight).sum(), weight)
+
+
+def test_a_head_on_a_gpu_converts_neither_hidden_states_nor_weight() -> None:
+    """On fake CUDA tensors: what would run on a GPU."""
+    head = torch.nn.Linear(64, 103, dtype=torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        head.weight, head.bias = (
+            torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cuda"))
+            for p in (head.weight, head.bias)
+        )
+        hidden = torch.empty(2, 17, 64, dtype=torch.bfloat16, device="cuda")
+        with Casts() as seen, torch.no_grad():
+            logits = _float32_linear(head, hidden)
+    assert logits.shape == (2, 17, 103) and logits.dtype == torch.float32
+    assert seen.shapes == [(103,)], "of the bias alone"
+
+
+class Casts(TorchDispatchMode):
+    """The shapes of the tensors that are cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.overloadpacket is torch.ops.aten._to_copy:
+            self.shapes.append(tuple(arguments[0].shape))
+        return function(*arguments, **(options or {}))

@@ -128,6 +128,25 @@ def test_discarded_weights_are_all_sent_again() -> None:
     assert engine.generate([[1]], SamplingSpec(), seed=0) == [[]]
 
 
+def test_frozen_weights_are_read_once_per_sync_or_never() -> None:
+    """Never where the engine loses its weights between syncs, so that all are sent anyway."""
+    full = values(SHAPES)
+    engine, shards, _ = build(SHAPES, 1, full=full)
+    adapters = {"q": Adapter(torch.ones(24, 2), torch.ones(2, 10), 0.5)}
+    for discards in (False, True):
+        engine.discards_weights = discards
+        resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters)
+        with mock.patch(
+            "hybridengine.reshard.resharder.bit_checksums", wraps=bit_checksums
+        ) as read:
+            counts = []
+            for _ in range(3):
+                resharder.sync()
+                counts.append(read.call_count)
+        assert counts == ([0, 0, 0] if discards else [1, 2, 3])
+        assert_arrived(engine, full | {"q": full["q"] + 1})
+
+
 @pytest.mark.parametrize("other_fails", [False, True])
 def test_frozen_weights_are_sent_again_after_another_update(other_fails: bool) -> None:
     full, of_other = values(SHAPES), values(SHAPES, seed=1)

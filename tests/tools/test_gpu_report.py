@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tools import gpu_report, gpu_tests
+from tools import gpu_profile, gpu_report, gpu_sanitize, gpu_tests
 
 # A part of two rows: resumes, and stalls or fails after its first row where `first` says so.
 PART = """
@@ -69,7 +69,10 @@ def test_a_part_is_resumed_at_the_same_commit_only(run):
 
 def test_every_part_has_a_command_that_is_there():
     root = gpu_report.ROOT
-    assert tuple(gpu_report.PARTS) == ("build", "tests", "kernels", "step", "reshard")
+    parts = ("build", "kernels", "vllm", "tests", "profile", "step", "reshard", "sanitize")
+    assert tuple(gpu_report.PARTS) == parts, "by value"
+    limits = [gpu_report.LIMITS_S.get(part, gpu_report.LIMIT_S) for part in parts]
+    assert sum(limits[1:-1]) <= 2400, "with the build of a pack all but the last take 40 minutes"
     for script, *arguments in gpu_report.PARTS.values():
         assert (root / script).is_file() or script == "-m"
         for name in arguments[1:]:
@@ -113,3 +116,60 @@ def test_gpu_tests_go_on_after_a_crash_and_have_a_row_each(tmp_path):
     subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=200)
     resumed = {r["test"].split("::")[-1]: r for r in json.loads(file.read_text())["rows"]}
     assert resumed["test_fails"]["outcome"] == "passed" and len(resumed) == len(rows) + 1
+
+
+SANITIZER = """#!/bin/sh
+# compute-sanitizer for tests: finds errors in one file, and never ends on another.
+case "$*" in
+  *test_checksum.py*) echo "========= Invalid __global__ read of size 4"; exit 99;;
+  *test_launch.py*) exec sleep 60;;
+esac
+"""
+
+
+def test_errors_that_the_sanitizer_finds_are_rows(tmp_path, monkeypatch):
+    tool, file = tmp_path / "compute-sanitizer", tmp_path / "rows.json"
+    tool.write_text(SANITIZER)
+    tool.chmod(0o755)
+    tests = [f"tests/kernels/test_{name}.py" for name in ("balance", "checksum", "launch")]
+    monkeypatch.setattr(gpu_sanitize, "test_files", lambda: tests)
+    monkeypatch.setattr(gpu_sanitize, "TOOLS", ("memcheck",))
+    monkeypatch.setattr(gpu_sanitize, "LIMIT_S", 3)
+    monkeypatch.setattr(sys, "argv", ["gpu_sanitize.py", "--json", str(file)])
+    monkeypatch.setenv("PATH", "")
+    assert gpu_sanitize.main() == 0
+    assert json.loads(file.read_text())["rows"][0]["message"] == "it is not installed"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpu_sanitize.main() == 1
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["outcome"] for row in rows] == ["passed", "failed", "not finished"]
+    assert rows[1]["message"] == "========= Invalid __global__ read of size 4"
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume"])
+    assert gpu_sanitize.main() == 1, "what has not passed runs again"
+    assert [row["test"] for row in json.loads(file.read_text())["rows"]] == tests
+    assert len(gpu_sanitize.command_of("racecheck", "f", "tool")) > 5
+
+
+NCU = """==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","7","forward_slices(LogProbForward)","gpu__time_duration.sum","ns","650,012"
+"0","7","forward_slices(LogProbForward)","launch__registers_per_thread","register/thread","48"
+"""
+
+
+def test_metrics_of_a_profile_are_read():
+    assert gpu_profile.parse(NCU) == {
+        "function": "forward_slices(LogProbForward)",
+        "gpu__time_duration.sum": "650,012 ns",
+        "launch__registers_per_thread": "48 register/thread",
+    }
+    assert gpu_profile.parse("==ERROR== nothing was profiled") == {}
+    command = gpu_profile.command_of("pack", "cuda", "ncu")
+    assert command[0] == "ncu" and "move_kernel" in command
+
+
+def test_the_functions_that_are_profiled_are_kernels():
+    csrc = "".join(f.read_text() for f in (gpu_report.ROOT / "csrc").rglob("*.cu"))
+    triton = (gpu_report.ROOT / "kernels" / "attention" / "triton_forward.py").read_text()
+    for function in gpu_profile.KERNELS.values():
+        assert f" {function}(" in csrc or f"def {function}(" in triton, function

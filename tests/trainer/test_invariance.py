@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -84,6 +85,8 @@ def body(
         ref_log_probs=actor.ref_log_probs(mini_batches),
         old_log_probs=actor.old_log_probs(mini_batches),
     )
+    for scored in (model, reference):  # without a backward nothing else frees embedding and head
+        assert all(isinstance(p, DTensor) for p in scored.parameters())
     metrics = probs_diff(batch, dp.group)
     is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
     batch = replace(batch, is_weights=is_weights, response_mask=response_mask)

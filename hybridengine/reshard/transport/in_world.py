@@ -49,6 +49,8 @@ class _Arriving(Pending):
 class AllToAll(Transport):
     """Two staging buffers serve all buckets, because allocating new memory is slow.
 
+    On GPUs they also serve all syncs, so that the addresses in the tables of copies stay valid.
+
     staging_bytes: of the plan. merges: each bucket gets a buffer of its own size, because merged
     rows take the rest of its budget.
     """
@@ -142,7 +144,9 @@ class AllToAll(Transport):
                 raise_on_all_ranks(problem, ReshardError)
 
     def end(self) -> None:
-        while self._free:  # gloo's threads may keep references: free the memory itself
+        while (
+            self._free and self._device.type == "cpu"
+        ):  # gloo's threads may keep references: free the memory itself
             self._free.pop().untyped_storage().resize_(0)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridengine.config import GRPOConfig
 from hybridengine.kernels import value_loss
-from hybridengine.model import on_device, packed_values
+from hybridengine.model import free_gathered, on_device, packed_values
 from hybridengine.trainer.batch import DataParallel, MicroBatch, MiniBatch, RolloutBatch
 from hybridengine.trainer.build_models import build_optimizer, load_value_model
 from hybridengine.trainer.learner import Learner
@@ -60,9 +60,11 @@ class Critic(Learner, StepCritic):
 
     def values(self, mini_batches: list[MiniBatch]) -> Tensor:
         with self._dp.session.phase("values"), on_device(self.model):
-            return self._dp.per_token(
+            values = self._dp.per_token(
                 mini_batches, lambda micro_batch: packed_values(self.model, micro_batch.packed)
             )
+            free_gathered(self.model)
+            return values
 
     def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
         assert batch.values is not None and batch.returns is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc"
-LAUNCH = re.compile(r"(\w+(?:<[^;{}]*?>)?)\s*<<<(.*?)>>>\((\w+)\);", re.DOTALL)
+LAUNCH = re.compile(r"(\w+(?:<[^;{}]*?>)?)\s*<<<(.*?)>>>\(([\w, ]+)\);", re.DOTALL)
 
 
 def compile_for_cpu(cuda_source: str, check: Path, folder: Path) -> ctypes.CDLL:

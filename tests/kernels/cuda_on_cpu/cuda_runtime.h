@@ -33,11 +33,6 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 using cudaStream_t = void*;
 constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1;
 inline int cudaGetLastError() { return cudaSuccess; }
-constexpr int cudaMemcpyHostToDevice = 1;
-inline int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t) {
-  std::memcpy(to, from, bytes);
-  return cudaSuccess;
-}
 
 inline dim3 gridDim, blockDim, blockIdx, threadIdx;
 
@@ -129,6 +124,12 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline int atomicMax(int* address, int value) {  // threads take turns
   const int old = *address;
   *address = old > value ? old : value;
+  return old;
+}
+
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  const unsigned long long old = *address;
+  *address += value;
   return old;
 }
 

@@ -1,0 +1,149 @@
+"""vLLM on the ranks that train: syncs into a real engine, through sleep, against the trainer.
+
+Build, sync, generate; sleep (on a GPU at level 2, which discards the weights), change all weights,
+sync, wake, generate again. The log-probs of both responses are compared with the trainer's; other
+weights, or a part of them, would differ by far more than the limit. At TP 1, and at TP 2 where
+there are two GPUs. CUDA graphs, the second model runner and async scheduling are vLLM's defaults.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks._bench import OURS, Bench, short
+from benchmarks.step import write_model
+from hybridengine.rollout.vllm.environment import vllm_available
+from tests.ranks import run_ranks
+
+Pairs = list[tuple[list[int], list[int]]]  # prompt, response
+
+TP_SIZES = (1, 2)
+TIMEOUT_S = {"cuda": 190, "cpu": 900}  # of a TP size; both fit the part of the GPU report
+RESPONSES, TOKENS = 8, 64
+# Mean absolute difference of log-probs: of sums in other orders, and of bfloat16 activations.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+OTHER = 10  # times the limit: how much other weights differ at least
+
+
+def run(bench: Bench) -> None:
+    device = bench.device.type
+    on_gpu = device == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "model"
+        millions = write_model(path, tiny=not on_gpu, mean_tokens=TOKENS)
+        for tp_size in TP_SIZES:
+            shape = f"{millions}M tp={tp_size}"
+            if reason := _why_not(tp_size, on_gpu):
+                bench.leave_out("engine", "check", shape, dtype, {OURS: reason})
+            elif not bench.results.keep({"pass": "check"}, op="engine", shape=shape):
+                _add_rows(bench, str(path), tp_size, shape, dtype)
+
+
+def _why_not(tp_size: int, on_gpu: bool) -> str:
+    if not vllm_available():
+        return "vLLM is not installed"
+    if on_gpu and torch.cuda.device_count() < tp_size:
+        return f"there are fewer than {tp_size} GPUs"
+    return ""
+
+
+def _add_rows(bench: Bench, path: str, tp_size: int, shape: str, dtype: torch.dtype) -> None:
+    """Add a row for every step and one for the comparison. Raises AssertionError if it fails."""
+    device = bench.device.type
+    arguments = (path, tp_size, device, dtype)
+    results = run_ranks(_rank, tp_size, *arguments, timeout_s=TIMEOUT_S[device], device=device)
+    for step in results[0]["ms"]:
+        slowest = max(result["ms"][step] for result in results)
+        bench.add("engine", step, OURS, shape, dtype=short(dtype), ms_p50=slowest)
+    same, other = results[0]["same"], results[0]["other"]
+    note = f" mean |difference| of log-probs {same}, from other weights {other:.2g}"
+    more = {"differences": same, "difference_of_other_weights": other}
+    bench.add("engine", "check", OURS, shape, note, dtype=short(dtype), ms_p50=0.0, **more)
+    assert max(same) <= LIMITS[dtype], f"the engine's log-probs differ from the trainer's by {same}"
+    assert other >= OTHER * LIMITS[dtype], f"other weights differ by {other} only"
+
+
+def _rank(
+    rank: int, world_size: int, path: str, tp_size: int, device: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the milliseconds of every step; mean differences of log-probs from the trainer's.
+
+    same: of the responses before and after the change of weights. other: of the second ones from
+    the trainer's log-probs before the change.
+    """
+    from hybridengine.model import load_causal_lm, parameter_shards, sharding_mesh
+    from hybridengine.model.validation import check_model
+    from hybridengine.reshard import Resharder
+    from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+    from hybridengine.rollout import SamplingSpec
+    from hybridengine.rollout.vllm.engine import VllmEngine
+
+    checkpoint = checkpoint_layout_from_config(check_model(path))
+    ms: dict[str, float] = {}
+
+    def timed(step: str, call: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        result = call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        ms[step] = (time.perf_counter() - started) * 1e3
+        return result
+
+    on_cpu = {"kv_cache_bytes": 64 << 20, "engine_options": {"enforce_eager": True}}
+    engine = timed(
+        "build",
+        lambda: VllmEngine(
+            path, checkpoint, tp_size=tp_size, max_model_len=256, stop_token_ids=[], dtype=dtype,
+            memory_share=0.4, **({} if device == "cuda" else on_cpu),
+        ),
+    )  # fmt: skip
+    sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
+    model = load_causal_lm(
+        path, mesh=sharding_mesh(device, world_size), param_dtype=dtype,
+        shard_dim1=lambda name: sliced.get(name) == 1,
+    )  # fmt: skip
+    resharder = Resharder(lambda: parameter_shards(model), engine)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(256, (RESPONSES, 48), generator=generator).tolist()
+    spec = SamplingSpec(n=1, max_tokens=TOKENS)
+
+    def generate(step: str, seed: int) -> tuple[Pairs, torch.Tensor]:
+        completions = timed(step, lambda: engine.generate(prompts, spec, seed))
+        pairs = [(p, c.token_ids) for p, (c,) in zip(prompts, completions, strict=True)]
+        return pairs, torch.tensor([x for (c,) in completions for x in c.log_probs])
+
+    timed("sync", lambda: resharder.sync(verify=True))
+    pairs, log_probs = generate("generate", 1)
+    same = [_difference(model, pairs, log_probs)]
+    timed("sleep", engine.sleep)
+    old = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():  # vectors are norms and biases
+            parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.add_(0.1)
+    timed("sync asleep", lambda: resharder.sync(verify=True))
+    pairs, log_probs = generate("generate again", 2)
+    same.append(_difference(model, pairs, log_probs))
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), old, strict=True):
+            parameter.copy_(value)
+    other = _difference(model, pairs, log_probs)
+    engine.shutdown()
+    return {"ms": ms, "same": same, "other": other}
+
+
+def _difference(model: torch.nn.Module, pairs: Pairs, log_probs: torch.Tensor) -> float:
+    """Return the mean absolute difference of the engine's log-probs from those of `model`."""
+    from hybridengine.model import free_gathered, pack_rollouts, packed_log_probs
+
+    batch = pack_rollouts(pairs, next(model.parameters()).device)
+    with torch.no_grad():
+        own, _ = packed_log_probs(model, batch, 1.0)
+    free_gathered(model)  # a sync, or a write to the weights, may come next
+    return (own.cpu() - log_probs).abs().mean().item()

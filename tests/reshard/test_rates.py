@@ -1,0 +1,57 @@
+"""Whether deltas pay on GPUs: what a delta reads against what a dense sync receives."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridengine.reshard.source.rates import Rates, delta_pays, measure
+from hybridengine.reshard.transport.in_world import AllToAll
+from tests.ranks import run_ranks
+
+GB = 10**9
+
+
+def pays(parameters: int, world_size: int, tp_size: int, received: int, rates: Rates) -> bool:
+    """Float32 masters, an engine in 16 bits."""
+    shard, engine = 4 * parameters // world_size, 2 * parameters // tp_size
+    return delta_pays(*([x] * world_size for x in (received, shard, engine)), rates)
+
+
+def test_the_examples_of_the_documentation() -> None:
+    rates = Rates(link=400 * GB, memory=3000 * GB)
+    assert pays(7 * GB, 8, 1, 14 * GB * 7 // 8, rates)
+    assert not pays(7 * GB, 2, 2, 7 * GB, rates)
+
+
+@given(st.integers(1, 10**12), st.integers(1, 10**12), st.floats(1, 1e12), st.floats(1.1, 1e3))
+def test_a_slower_link_never_turns_deltas_off(size, received, link, factor) -> None:
+    slow, fast = Rates(link, 1e12), Rates(link * factor, 1e12)
+    assert delta_pays([received], [size], [size], slow) >= delta_pays(
+        [received], [size], [size], fast
+    )
+
+
+def test_nothing_to_receive_makes_a_delta_useless() -> None:
+    assert not delta_pays([0, 0], [8, 8], [4, 4], Rates(1.0, 1e12))
+
+
+def measure_body(rank: int, world_size: int) -> Rates:
+    return measure(torch.device("cpu"))
+
+
+@pytest.mark.multirank
+def test_all_ranks_measure_the_same() -> None:
+    first, second = run_ranks(measure_body, 2)
+    assert first == second and first.link > 0 and first.memory > 0
+
+
+def test_staging_buffers_stay_on_a_gpu() -> None:
+    """Their addresses are in tables on the device. Meta tensors stand for those of a GPU."""
+    for device, kept in (("meta", 2), ("cpu", 0)):
+        transport = AllToAll(None, None, torch.device(device), 64, merges=False)
+        buffers = [transport._new_buffer(64) for _ in range(2)]
+        for buffer in buffers:
+            transport.take_back(buffer)
+        transport.end()
+        assert len(transport._free) == kept
