@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 
@@ -19,9 +18,9 @@ def let_accelerate_shard() -> None:
 
     def init_and_shard(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
         init(self, *args, fsdp_plugin=fsdp_plugin, **options)
-        wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-        if wanted and self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+        plugin = self.__dict__.setdefault("fsdp_plugin", fsdp_plugin)  # kept by later instances
+        if plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
 
     AcceleratorState.__init__ = init_and_shard
 
