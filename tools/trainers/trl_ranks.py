@@ -1,13 +1,17 @@
 """One rank of a TRL trainer that generates with a vLLM server: `python -m tools.trainers.trl_ranks`.
 
-Started by accelerate or torchrun with the settings, a JSON object, as its only argument. Rank 0
-writes `FOLDER/result.json` and the trained weights, as `save_pretrained` does, to `FOLDER/trained`.
+Started by torchrun, or alone, with its `Settings` as a JSON object. Rank 0 writes
+`FOLDER/result.json` and the trained weights, as `save_pretrained` does, to `FOLDER/trained`.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import sys
+import time
+import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,8 @@ import torch.distributed as dist
 from tools.trainers import trl_on_cpu
 
 PROMPTS = ["w5 w9 w33", "w40 w8", "w17 w3 w60 w71", "w99 w4"]
+BATCH = 4  # completions per rank and step
+LENGTH = 8  # tokens of a completion
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,15 @@ class Settings:
     sync: str
     fsdp: bool
     steps: int = 3
+    group_port: int = 51216
+
+
+def reward(ids: list[int]) -> float:
+    return len(set(ids)) / LENGTH + ids[0] / 101
 
 
 def rewards(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    return [len(set(ids)) / 8 + ids[0] / 101 for ids in completion_ids]
+    return [reward(ids) for ids in completion_ids]
 
 
 def arguments(settings: Settings) -> dict[str, Any]:
@@ -43,14 +54,14 @@ def arguments(settings: Settings) -> dict[str, Any]:
     return {
         "output_dir": settings.folder, "use_cpu": True, "bf16": False, "report_to": [],
         "max_steps": settings.steps, "learning_rate": 1e-2, "logging_steps": 1, "seed": 3,
-        "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8,
-        "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
-        "vllm_server_base_url": settings.url, **sharded,
+        "per_device_train_batch_size": BATCH, "num_generations": 4, "save_strategy": "no",
+        "max_completion_length": LENGTH, "disable_tqdm": True, "gradient_checkpointing": False,
+        "vllm_server_base_url": settings.url, "vllm_server_timeout": 60, **sharded,
     }  # fmt: skip
 
 
-def grpo(settings: Settings) -> tuple[Any, Any]:
-    """Train; return the trainer, and what syncs its weights once more."""
+def grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
+    """Return the trainer, and what syncs its weights."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -60,13 +71,78 @@ def grpo(settings: Settings) -> tuple[Any, Any]:
         rewards,
         GRPOConfig(
             **arguments(settings), use_vllm=True, vllm_mode="server",
-            generation_kwargs={"seed": 7}, vllm_server_timeout=60,
+            vllm_group_port=settings.group_port, generation_kwargs={"seed": 7},
         ),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
         processing_class=AutoTokenizer.from_pretrained(settings.model),
     )  # fmt: skip
-    trainer.train()
     return trainer, trainer.vllm_generation.sync_weights
+
+
+class Rollouts:
+    """Rollouts of AsyncGRPOTrainer that are the same in every run with equal weights.
+
+    Each new version of the weights generates one batch; the first one generates two, because the
+    trainer reads one batch ahead.
+    """
+
+    def __init__(self, settings: Settings, world_size: int) -> None:
+        self._url, self._size = settings.url, BATCH * world_size
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[Any] = queue.Queue()
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def check_health(self, stale_after_s: float) -> None: ...
+
+    def update_model_version(self, model_version: int) -> None:
+        for batch in range(2 if model_version == 1 else 1):
+            for i in range(self._size):
+                self.rollout_buffer.put(self._sample(model_version, batch * self._size + i))
+
+    def _sample(self, version: int, index: int) -> Any:
+        import numpy as np
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        prompt = [5 + index, 9, 33]
+        body = {"prompt": prompt, "max_tokens": LENGTH, "seed": 7 + index, "logprobs": 0,
+                "return_token_ids": True}  # fmt: skip
+        request = urllib.request.Request(
+            f"{self._url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            choice = json.loads(answer.read())["choices"][0]
+        ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        rows = [0] * len(prompt) + [1] * len(ids), [0.0] * len(prompt) + log_probs
+        return RolloutSample(
+            [], [], np.array(prompt + ids), np.array(rows[0]), np.array(rows[1], np.float32),
+            reward(ids) - 1.0, version, version * self._size + index, {"reward": reward(ids)},
+            time.time(),
+        )  # fmt: skip
+
+
+def async_grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
+    """Return the trainer, and what syncs its weights."""
+    from accelerate import PartialState
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    rollouts = Rollouts(settings, PartialState(cpu=True).num_processes)
+    trainer = AsyncGRPOTrainer(
+        settings.model,
+        args=AsyncGRPOConfig(
+            **arguments(settings), token_budget=0, dtype="float32", weight_sync_steps=1,
+            weight_sync_timeout=200, max_staleness=2,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        reward_funcs=rewards,
+        rollout_worker=rollouts,
+    )  # fmt: skip
+    return trainer, trainer._sync_weight
 
 
 def save(model: Any, folder: Path) -> None:
@@ -81,29 +157,40 @@ def save(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=state)
 
 
+def moved(trainer: Any, sync: str) -> list[dict[str, int]]:
+    """Return what the last sync moved, of each rank."""
+    if sync == "trl":
+        own = dict(trl_on_cpu.MOVED)
+    else:
+        report = getattr(trainer, "vllm_generation", trainer)._hybridengine_server.report
+        own = {"sent": report.bytes_sent, "received": report.bytes_received}
+    if not dist.is_initialized():
+        return [own]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
 def main(settings: Settings) -> None:
     trl_on_cpu.replace(settings.sync)
     if settings.sync == "hybridengine":
         from hybridengine.integrations import trl
 
         trl.patch("sync", "async_sync")
-    train = {"grpo": grpo}[settings.trainer]
-    trainer, sync = train(settings)
+    trainer, sync = {"grpo": grpo, "async": async_grpo}[settings.trainer](settings)
+    trainer.train()
+    trl_on_cpu.MOVED.update(gathered=0, broadcast=0)
     sync()
+    bytes_moved = moved(trainer, settings.sync)
     model = trainer.accelerator.unwrap_model(trainer.model)
     save(model, Path(settings.folder) / "trained")
-    reports = [trl_on_cpu.report_of(trainer)]
-    if trainer.accelerator.num_processes > 1:
-        gathered: list[Any] = [None] * trainer.accelerator.num_processes
-        dist.all_gather_object(gathered, reports[0])
-        reports = gathered
-    names = ("loss", "grad_norm", "reward", "entropy")
+    names = ("loss", "grad_norm", "reward", "entropy", "kl", "ratio")
+    logs = [log for log in trainer.state.log_history if "loss" in log]
     result = {
-        "parameters": {type(p).__name__ for p in model.parameters()}.pop(),
-        "sync": reports,
-        "log": [{n: log[n] for n in names if n in log} for log in trainer.state.log_history
-                if "loss" in log],
-    }  # fmt: skip
+        "parameters": type(next(model.parameters())).__name__,
+        "moved": bytes_moved,
+        "log": [{name: log[name] for name in names if name in log} for log in logs],
+    }
     if trainer.accelerator.is_main_process:
         (Path(settings.folder) / "result.json").write_text(json.dumps(result))
 
