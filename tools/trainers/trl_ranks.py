@@ -1,6 +1,6 @@
-"""One rank of a TRL trainer that generates with a vLLM server: `python -m tools.trainers.trl_ranks`.
+"""One rank of a TRL trainer that generates with a vLLM server.
 
-Started by torchrun, or alone, with its `Settings` as a JSON object. Rank 0 writes
+`torchrun … -m tools.trainers.trl_ranks SETTINGS`, a JSON object (`Settings`). Rank 0 writes
 `FOLDER/result.json` and the trained weights, as `save_pretrained` does, to `FOLDER/trained`.
 """
 
@@ -142,7 +142,7 @@ def async_grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
         reward_funcs=rewards,
         rollout_worker=rollouts,
     )  # fmt: skip
-    return trainer, trainer._sync_weight
+    return trainer, lambda: None  # each step ends with a sync
 
 
 def save(model: Any, folder: Path) -> None:
@@ -178,8 +178,9 @@ def main(settings: Settings) -> None:
 
         trl.patch("sync", "async_sync")
     trainer, sync = {"grpo": grpo, "async": async_grpo}[settings.trainer](settings)
+    trainer.add_callback(CountStep())
     trainer.train()
-    trl_on_cpu.MOVED.update(gathered=0, broadcast=0)
+    trl_on_cpu.reset()
     sync()
     bytes_moved = moved(trainer, settings.sync)
     model = trainer.accelerator.unwrap_model(trainer.model)

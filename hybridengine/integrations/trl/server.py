@@ -144,14 +144,15 @@ def takes_slices(url: str, obstacle: str, device: torch.device, timeout_s: float
     Raises RolloutError on all ranks for a server, or a model, that neither can serve.
     """
     server = VllmServer(url, 0, timeout_s)
-    own = on_main(lambda: (server.settings()["weight_transfer_config"] or {}).get("backend") or "",
-                  RolloutError)  # fmt: skip
-    backend = broadcast_value(own, str)
+    transfer = on_main(lambda: server.settings()["weight_transfer_config"] or {}, RolloutError)
+    backend = broadcast_value((transfer or {}).get("backend", ""), str)
     given = f"{server} was started with the weight-transfer backend {backend or None!r}"
     if backend == BACKEND:
         if obstacle:
-            raise RolloutError(f"{given}, which takes slices of plain or FSDP2 parameters, but "
-                               f"{obstacle}. Or restart the server with the backend 'nccl'")  # fmt: skip
+            raise RolloutError(
+                f"{given}, which takes slices of plain or FSDP2 parameters, but {obstacle}. Or "
+                "restart the server with the backend 'nccl'"
+            )
         why = "the workers of the vLLM server verify by it what the trainers tell them"
         run_on_all_ranks(lambda: check_secret(why), RolloutError)
         return True
@@ -159,6 +160,7 @@ def takes_slices(url: str, obstacle: str, device: torch.device, timeout_s: float
         on_device = "" if backend != "nccl" else f"; TRL's own sync to it needs GPUs, not {device}"
         raise RolloutError(f"{given}{on_device}: {RESTART}")
     if dist.get_rank() == 0:
-        logger.warning("weights are sent by TRL's own code, since %s. For exact slices %s",
-                       given, RESTART)  # fmt: skip
+        logger.warning(
+            "weights are sent by TRL's own code, since %s. For exact slices %s", given, RESTART
+        )
     return False
