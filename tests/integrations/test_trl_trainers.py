@@ -154,7 +154,7 @@ class Generation:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"mode": "server"}, {"fsdp_version": 1}, {"is_zero3": True}, {"quantized": True}]
+    "settings", [{"fsdp_version": 1}, {"is_zero3": True}, {"quantized": True}]
 )
 def test_what_cannot_be_resharded_stays_with_trl(settings):
     from hybridengine.integrations.trl.sync import init_vllm, sync_weights

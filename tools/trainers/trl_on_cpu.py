@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = timedelta(minutes=5)
-MOVED = {"gathered": 0, "broadcast": 0}  # bytes that TRL's own sync moves into, and out of, a rank
+MOVED = {"received": 0, "sent": 0}  # bytes of TRL's own sync: gathered, and broadcast by rank 0
 
 
 def replace(sync: str) -> None:
@@ -53,12 +53,13 @@ class GlooGroup:
 
     def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0)
-        self.group: Any = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
+        self.group = SimpleNamespace()  # TRL clears attributes of it
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = src
-        self.group.broadcast([tensor], options).wait()
+        self._gloo.broadcast([tensor], options).wait()
 
 
 def let_trl_broadcast() -> None:
@@ -79,7 +80,7 @@ def let_trl_broadcast() -> None:
         for item in iterator:
             tensor = post_iter_func(item).detach().contiguous()
             group.broadcast(tensor, src)
-            MOVED["broadcast"] += tensor.nbytes
+            MOVED["sent"] += tensor.nbytes
 
     for module in (vllm_client, weight_transfer):
         module.open_trainer_endpoint = endpoint
@@ -91,7 +92,7 @@ def let_trl_broadcast() -> None:
 
     def gather(self: DTensor, *args: Any, **options: Any) -> Tensor:
         full = full_tensor(self, *args, **options)
-        MOVED["gathered"] += full.nbytes - self.to_local().nbytes
+        MOVED["received"] += full.nbytes - self.to_local().nbytes
         return full
 
     DTensor.full_tensor = gather

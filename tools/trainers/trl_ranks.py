@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from tools.trainers import trl_on_cpu
 
@@ -61,7 +62,7 @@ def arguments(settings: Settings) -> dict[str, Any]:
 
 
 def grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
-    """Return the trainer, and what syncs its weights."""
+    """Return the trainer, and what syncs its weights after the last step."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -76,7 +77,12 @@ def grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
         processing_class=AutoTokenizer.from_pretrained(settings.model),
     )  # fmt: skip
-    return trainer, trainer.vllm_generation.sync_weights
+
+    def sync() -> None:
+        trl_on_cpu.MOVED.update(received=0, sent=0)
+        trainer.vllm_generation.sync_weights()
+
+    return trainer, sync
 
 
 class Rollouts:
@@ -126,7 +132,7 @@ class Rollouts:
 
 
 def async_grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
-    """Return the trainer, and what syncs its weights."""
+    """Return the trainer, and what syncs its weights after the last step."""
     from accelerate import PartialState
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -157,13 +163,19 @@ def save(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=state)
 
 
+class CountOneStep(TrainerCallback):
+    """Lets `trl_on_cpu.MOVED` count from the beginning of each step, which has one sync."""
+
+    def on_step_begin(self, *args: Any, **options: Any) -> None:
+        trl_on_cpu.MOVED.update(received=0, sent=0)
+
+
 def moved(trainer: Any, sync: str) -> list[dict[str, int]]:
     """Return what the last sync moved, of each rank."""
-    if sync == "trl":
-        own = dict(trl_on_cpu.MOVED)
-    else:
+    own = dict(trl_on_cpu.MOVED)
+    if sync == "hybridengine":
         report = getattr(trainer, "vllm_generation", trainer)._hybridengine_server.report
-        own = {"sent": report.bytes_sent, "received": report.bytes_received}
+        own = {"received": report.bytes_received, "sent": report.bytes_sent}
     if not dist.is_initialized():
         return [own]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -178,9 +190,8 @@ def main(settings: Settings) -> None:
 
         trl.patch("sync", "async_sync")
     trainer, sync = {"grpo": grpo, "async": async_grpo}[settings.trainer](settings)
-    trainer.add_callback(CountStep())
+    trainer.add_callback(CountOneStep())
     trainer.train()
-    trl_on_cpu.reset()
     sync()
     bytes_moved = moved(trainer, settings.sync)
     model = trainer.accelerator.unwrap_model(trainer.model)
