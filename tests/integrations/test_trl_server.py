@@ -137,18 +137,18 @@ def test_the_server_decides_and_errors_reach_all_ranks(two_ranks: Results) -> No
 
 
 def test_obstacles() -> None:
-    from hybridengine.integrations.trl.server import obstacle
+    from hybridengine.integrations.trl.server import obstacle_of
 
     plain = SimpleNamespace(fsdp_version=None, is_zero3=False)
     quantized = torch.nn.ParameterList(
         [torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)]
     )
     linear = torch.nn.Linear(2, 2)
-    assert obstacle(linear, plain) == ""
-    assert obstacle(linear, SimpleNamespace(fsdp_version=2, is_zero3=False)) == ""
-    assert "fsdp_version" in obstacle(linear, SimpleNamespace(fsdp_version=1, is_zero3=False))
-    assert "ZeRO-3" in obstacle(linear, SimpleNamespace(fsdp_version=None, is_zero3=True))
-    assert "quantized" in obstacle(quantized, plain)
+    assert obstacle_of(linear, plain) == ""
+    assert obstacle_of(linear, SimpleNamespace(fsdp_version=2, is_zero3=False)) == ""
+    assert "fsdp_version" in obstacle_of(linear, SimpleNamespace(fsdp_version=1, is_zero3=False))
+    assert "ZeRO-3" in obstacle_of(linear, SimpleNamespace(fsdp_version=None, is_zero3=True))
+    assert "quantized" in obstacle_of(quantized, plain)
 
 
 def test_a_trainer_that_sends_by_itself_is_told() -> None:

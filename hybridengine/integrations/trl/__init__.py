@@ -23,7 +23,6 @@ from __future__ import annotations
 from typing import Any
 
 from hybridengine.integrations._patching import Patches, Replacement
-from hybridengine.integrations.trl.async_grpo import init_weight_transfer, sync_weight_merged
 from hybridengine.integrations.trl.head import FusedCausalLMOutput, add_fused_lm_head
 from hybridengine.integrations.trl.log_probs import (
     ChunkedLogProbFunction,
@@ -68,11 +67,15 @@ def _init_communicator(self: Any, device: Any = 0) -> None:
 
 
 def _sync_weight_merged(self: Any, t0: float) -> tuple[float, float, float]:
+    from hybridengine.integrations.trl.async_grpo import sync_weight_merged
+
     originals = (_PATCHES.original(target) for target in (_ASYNC_SYNC, _ASYNC_INIT))
     return sync_weight_merged(self, t0, *originals)
 
 
 def _init_weight_transfer(self: Any) -> None:
+    from hybridengine.integrations.trl.async_grpo import init_weight_transfer
+
     init_weight_transfer(self, _PATCHES.original(_ASYNC_INIT))
 
 

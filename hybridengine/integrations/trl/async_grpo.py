@@ -75,7 +75,7 @@ def _connect(trainer: Any, original_init: Callable[[Any], None]) -> server.Serve
     if not broadcast_value(type(transfer) is WeightTransferClient, bool):
         return None
     server.on_main(lambda: trainer.vllm_client.wait_for_server_ready(), RolloutError)
-    obstacle = server.obstacle(trainer.model, DistributedBackend(trainer.accelerator))
+    obstacle = server.obstacle_of(trainer.model, DistributedBackend(trainer.accelerator))
     url, device = arguments.vllm_server_base_url, trainer.accelerator.device
     if server.takes_slices(url, obstacle, device):
         return server.ServerSync(url, arguments.weight_sync_timeout / _WAITS)

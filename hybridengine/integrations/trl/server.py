@@ -24,7 +24,7 @@ from hybridengine.rollout.server.network import address_for, prepare_network
 from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks
 from hybridengine.runtime.signed_store import check_secret
 
-__all__ = ["RESTART", "ServerSync", "obstacle", "on_main", "start_process_group", "takes_slices"]
+__all__ = ["RESTART", "ServerSync", "obstacle_of", "on_main", "start_process_group", "takes_slices"]
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ def on_main(call: Callable[[], T], error_type: type[Exception]) -> T | None:
     return run_on_all_ranks(lambda: call() if dist.get_rank() == 0 else None, error_type)
 
 
-def obstacle(model: torch.nn.Module, distributed: Any) -> str:
+def obstacle_of(model: torch.nn.Module, distributed: Any) -> str:
     """Return what keeps the parameters of `model` from being sent in slices, "" for nothing.
 
     distributed: TRL's `DistributedBackend`.

@@ -17,12 +17,10 @@ from unittest.mock import patch
 import torch
 
 from hybridengine.errors import RolloutError, UserError
-from hybridengine.integrations.trl import server
-from hybridengine.rollout.server.client import BACKEND
 
 __all__ = ["init_communicator", "init_vllm", "sync_weights"]
 
-_BACKEND = {"backend": BACKEND}
+_BACKEND = {"backend": "hybridengine"}
 _RESHARDS = "_hybridengine_reshards"  # attribute of a VLLMGeneration: whether ours syncs its engine
 _SERVER = "_hybridengine_server"  # attribute of a VLLMGeneration: the ServerSync of its server
 
@@ -31,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 def init_vllm(self: Any, original: Callable[[Any], None]) -> None:
     """Run TRL's `VLLMGeneration._init_vllm`; a colocated engine keeps its weights writable."""
-    obstacle = server.obstacle(self.model, self._dist)
+    from hybridengine.integrations.trl.server import obstacle_of
+
+    obstacle = obstacle_of(self.model, self._dist)
     if self.mode == "server":
         _init_server(self, obstacle)
         return
@@ -50,6 +50,8 @@ def init_vllm(self: Any, original: Callable[[Any], None]) -> None:
 def _init_server(self: Any, obstacle: str) -> None:
     """Connect to the server, as TRL's `_init_vllm`; if that fails, raise on every rank."""
     from trl.generation.vllm_client import VLLMClient
+
+    from hybridengine.integrations.trl import server
 
     url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
     device = self.accelerator.device
@@ -104,7 +106,7 @@ def init_communicator(self: Any, device: Any, original: Callable[..., None]) -> 
     Raises RolloutError for a server that takes slices, instead of waiting for it to join.
     """
     transfer = self.get_server_info()["weight_transfer_config"] or {}
-    if transfer.get("backend") == BACKEND:
+    if transfer.get("backend") == _BACKEND["backend"]:
         raise RolloutError(
             f"the vLLM server at {self.base_url} takes slices from all trainer ranks, but this "
             "trainer sends full tensors over NCCL itself, not by VLLMGeneration.sync_weights; "
