@@ -63,7 +63,7 @@ def run(name: str, upstream: Upstream, given_source: str | None) -> dict[str, An
     """Run one package's tests without and with ours; return its row of the results."""
     folder = CACHE / name
     folder.mkdir(parents=True, exist_ok=True)
-    python = _environment(folder, upstream)
+    python = environment(folder, () if upstream.from_source else upstream.requirements)
     source = folder / "source"
     shutil.rmtree(source, ignore_errors=True)
     if given_source:
@@ -108,11 +108,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())["rows"] if file.is_file() else []
 
 
-def _environment(folder: Path, upstream: Upstream) -> Path:
-    """Make the package's environment, over the packages of .venv; return its interpreter."""
+def environment(folder: Path, requirements: tuple[str, ...]) -> Path:
+    """Install packages without theirs over the packages of .venv; return the interpreter."""
     python = folder / "venv" / "bin" / "python"
     stamp = folder / "requirements.txt"
-    requirements = () if upstream.from_source else upstream.requirements
     wanted = "\n".join(requirements) + "\n"
     if not (python.is_file() and stamp.is_file() and stamp.read_text() == wanted):
         shutil.rmtree(folder / "venv", ignore_errors=True)
