@@ -1,7 +1,7 @@
 """The weights of a model to vLLM engines elsewhere, over a store that trainer rank 0 opens.
 
-    sender = EngineSender("trainer-0", num_engines=2)     # every trainer rank
-    sender.set_model(module_arguments(fsdp_model))
+    sender = EngineSender("trainer-0")                    # every trainer rank
+    sender.set_model(module_arguments(fsdp_model), num_engines=2)
     # the workers of engine i: init_weight_transfer_engine(sender.join_info(i))
     # after every step the workers: start_weight_update(), update_weights({"version": …}), while
     sender.send(version)                                  # every trainer rank
@@ -24,9 +24,9 @@ from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks
 from hybridengine.runtime.rendezvous import listening_store
 from hybridengine.runtime.signed_store import check_secret
 
-__all__ = ["EngineSender"]
+__all__ = ["PREFIX", "EngineSender"]
 
-_PREFIX = "weights"  # of the keys in the store
+PREFIX = "weights"  # of the keys in the store
 
 
 class EngineSender:
@@ -34,25 +34,18 @@ class EngineSender:
 
     host, port: of the store, which trainer rank 0 opens, as the workers reach it. port 0: a free
       one.
-    num_engines: of trainer rank 0. bucket_bytes, timeout_s: as `WeightSender`.
+    bucket_bytes, timeout_s: as `WeightSender`.
 
     Collective. Raises ReshardError, on every rank, without HYBRIDENGINE_SECRET or if the store
     cannot be opened or reached.
     """
 
     def __init__(
-        self,
-        host: str,
-        num_engines: int,
-        *,
-        port: int = 0,
-        bucket_bytes: int | None = None,
-        timeout_s: float = 300.0,
+        self, host: str, *, port: int = 0, bucket_bytes: int | None = None, timeout_s: float = 300.0
     ) -> None:
         self._host, self._bucket_bytes, self._timeout_s = host, bucket_bytes, timeout_s
-        self._num_engines = broadcast_value(num_engines, int)
         self._store: dist.Store | None = self._open_store(port)
-        self._model: SenderArguments | None = None
+        self._model: tuple[SenderArguments, int] | None = None
         self._sender: WeightSender | None = None
 
     def _open_store(self, wanted: int) -> dist.Store:
@@ -78,19 +71,23 @@ class EngineSender:
         return {
             "host": self._host,
             "port": self.port,
-            "prefix": _PREFIX,
+            "prefix": PREFIX,
             "index": index,
             "timeout_s": self._timeout_s,
         }
 
-    def set_model(self, model: SenderArguments) -> None:
-        """Choose what is sent. Collective. Raises LayoutError for a model that cannot be sent."""
+    def set_model(self, model: SenderArguments, num_engines: int) -> None:
+        """Choose what is sent, and to how many engines (of trainer rank 0). Collective.
+
+        Raises LayoutError for a model that cannot be sent.
+        """
         if self._store is None:
             raise RuntimeError("the connections to the engines were ended")
-        self._model = model
+        num_engines = broadcast_value(num_engines, int)
+        self._model = model, num_engines
         self._sender = WeightSender(
-            store=dist.PrefixStore(_PREFIX, self._store),
-            num_engines=self._num_engines,
+            store=dist.PrefixStore(PREFIX, self._store),
+            num_engines=num_engines,
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
             **model._asdict(),
@@ -105,7 +102,7 @@ class EngineSender:
         try:
             return self._sender.sync(version)
         except PlanOutdatedError:  # on every rank
-            self.set_model(self._model)
+            self.set_model(*self._model)
             return self._sender.sync(version)
 
     def close(self) -> None:

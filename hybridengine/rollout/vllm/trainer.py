@@ -106,12 +106,11 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
         self._clients = _clients_of(client) if self.is_sender else []
         self._sender: EngineSender | None = EngineSender(
             init_info.master_address,
-            len(self._clients),
             port=init_info.master_port,
             bucket_bytes=init_info.bucket_bytes,
             timeout_s=init_info.timeout_s,
         )
-        self._sender.set_model(sender_arguments(source))
+        self._sender.set_model(sender_arguments(source), len(self._clients))
         join = self._sender.join_info
         self._raise_on_all_ranks(self._call("init_weight_transfer_engine", self._engines, join))
 
