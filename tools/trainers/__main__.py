@@ -66,7 +66,7 @@ def run_here(name: str) -> dict[str, object]:
     """Run one part in this process; return its results."""
     folder = CACHE / name
     folder.mkdir(parents=True, exist_ok=True)
-    return _module(name).run(folder)  # type: ignore[no-any-return]
+    return _module(name).run(folder)
 
 
 def _module(name: str) -> Any:

@@ -6,7 +6,9 @@ What of verl refuses a CPU and is replaced here:
 
 - its platform, of which it has one per accelerator: here the CPU, with gloo. Ray is told of GPUs
   that do not exist (`ray_init.num_gpus`), since verl counts and assigns "GPU";
+- the process group, for which verl names the backends of the CPU and of its accelerator;
 - the engine of FSDP2, which is registered for CUDA: `VERL_ENGINE_DEVICE` chooses it;
+- TRL, whose releases verl knows up to 0.27: as if it were not installed;
 - vLLM packs its weights for the CPU as it loads them, after which verl's `load_weights` has nowhere
   to write: they stay plain.
 """
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from verl.plugin.platform import set_platform
 from verl.plugin.platform.platform_base import PlatformBase
+from verl.utils import import_utils
 
 
 class _CpuModule(types.ModuleType):
@@ -82,8 +85,18 @@ class PlatformCpu(PlatformBase):
     set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing
 
 
+_init_process_group = torch.distributed.init_process_group
+
+
+def _one_backend(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    backend = "cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend
+    _init_process_group(backend, *args, **kwargs)
+
+
+torch.distributed.init_process_group = _one_backend
 os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the engine that verl registered for FSDP2
 set_platform(PlatformCpu())
+vars(import_utils)["is_trl_available"] = lambda: False
 if "vllm" in sys.modules:
     from vllm import _custom_ops
 

@@ -22,11 +22,11 @@ In both cases nothing is gathered, and verl's generator of full tensors is not r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.checkpoint_engine import base
 
 from hybridengine.integrations.verl.weights import ShardedWeights
 from hybridengine.integrations.vllm import reshard
@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ReshardCheckpointEngine"]
 
-server_of_this_process: str | None = (
-    None  # name of the vLLM server that a rollout worker belongs to
-)
+server_of_this_process: str | None = None  # of a rollout worker: name of its vLLM server
 
 
-@CheckpointEngineRegistry.register("hybridengine")
-class ReshardCheckpointEngine(CheckpointEngine):
+_CheckpointEngine: Any = base.CheckpointEngine
+_register: Any = base.CheckpointEngineRegistry.register
+
+
+@_register("hybridengine")
+class ReshardCheckpointEngine(_CheckpointEngine):
     """Weights from verl's FSDP2 engine into vLLM. On every trainer and rollout worker.
 
     bucket_size, is_master: verl's; the reshard chooses the size of its buckets by free memory.
@@ -62,9 +64,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self._engine, self._llm = engine, llm
 
     async def send_weights(
-        self,
-        weights: Iterator[tuple[str, Tensor]] | ShardedWeights,
-        global_steps: int | None = None,
+        self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
         """Write the trained weights into the attached LLM or the servers; return metrics.
 
@@ -109,11 +109,10 @@ class ReshardCheckpointEngine(CheckpointEngine):
             )
         addresses = {each["address"] for each in metadata}
         address = metadata[0]["address"] if len(addresses) > 1 else "127.0.0.1"
-        actors = {"servers": [list(servers)], "address": [address]}
-        nothing = {"servers": [[]], "address": [""]}
+        actors, rollouts = actor_wg_world_size, rollout_world_size
         return (
-            {key: value * actor_wg_world_size for key, value in actors.items()},
-            {key: value * rollout_world_size for key, value in nothing.items()},
+            {"servers": [list(servers)] * actors, "address": [address] * actors},
+            {"servers": [[]] * rollouts, "address": [""] * rollouts},
         )
 
     def init_process_group(self, servers: list[str], address: str) -> None:
@@ -131,5 +130,5 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         """Do nothing: connections and plan stay for the next sync."""
 
-    async def receive_weights(self, global_steps: int | None = None) -> None:
+    def receive_weights(self, global_steps: int | None = None) -> None:
         """Do nothing: the trainers write into the server's workers."""

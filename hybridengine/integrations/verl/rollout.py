@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 import torch
-from verl.workers.rollout.vllm_rollout import vllm_rollout
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from verl.workers.rollout.vllm_rollout import vllm_async_server, vllm_rollout
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
@@ -28,13 +27,17 @@ from hybridengine.sharding.layout import LayoutError
 
 __all__ = ["Replica", "Server", "ServerAdapter"]
 
+# Any: whether verl is installed where types are checked makes no difference.
+_ServerAdapter: Any = vllm_rollout.ServerAdapter
+_Server: Any = vllm_async_server.vLLMHttpServer
+_Replica: Any = vllm_async_server.vLLMReplica
 _TRANSFER = {"backend": "hybridengine"}  # vLLM's `weight_transfer_config`
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
-class ServerAdapter(vllm_rollout.ServerAdapter):  # type: ignore[misc]
+class ServerAdapter(_ServerAdapter):
     """verl's client of a vLLM server, with our `update_weights`."""
 
     def __init__(
@@ -89,7 +92,7 @@ class ServerAdapter(vllm_rollout.ServerAdapter):  # type: ignore[misc]
         return f"{self._get_server_name_prefix()}server_{replica_rank}_0"
 
 
-class Server(vLLMHttpServer):  # type: ignore[misc]
+class Server(_Server):
     """verl's vLLM server, whose workers receive weights from the trainers."""
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
@@ -116,7 +119,7 @@ class Server(vLLMHttpServer):  # type: ignore[misc]
             await method()
 
 
-class Replica(vLLMReplica):  # type: ignore[misc]
+class Replica(_Replica):
     """verl's replica, of our `Server` where it generates with the trained weights."""
 
     def __init__(
@@ -170,20 +173,18 @@ def _is_ours(rollout: Any) -> bool:
     return rollout.checkpoint_engine.backend in ("naive", "hybridengine")
 
 
-_MODULE = "verl.workers.rollout.vllm_rollout"
+_OVERRIDING: dict[str, Callable[..., Any]] = {
+    "vllm_rollout.ServerAdapter.__init__": ServerAdapter.__init__,
+    "vllm_rollout.ServerAdapter.update_weights": ServerAdapter.update_weights,
+    "vllm_async_server.vLLMHttpServer._preprocess_engine_kwargs": Server._preprocess_engine_kwargs,
+    "vllm_async_server.vLLMReplica.__init__": Replica.__init__,
+}
 OVERRIDDEN = Patches(  # compared with verl's, which stay as they are
     package="verl",
     versions=str(PATCHES.versions),
     replacements=[
-        Replacement(f"{_MODULE}.{target}", function, "overridden")
-        for target, function in {
-            "vllm_rollout.ServerAdapter.__init__": ServerAdapter.__init__,
-            "vllm_rollout.ServerAdapter.update_weights": ServerAdapter.update_weights,
-            "vllm_async_server.vLLMHttpServer._preprocess_engine_kwargs": (
-                Server._preprocess_engine_kwargs
-            ),
-            "vllm_async_server.vLLMReplica.__init__": Replica.__init__,
-        }.items()
+        Replacement(f"verl.workers.rollout.vllm_rollout.{target}", function, "overridden")
+        for target, function in _OVERRIDING.items()
     ],
     default_groups=(),
 )

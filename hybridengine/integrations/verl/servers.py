@@ -50,7 +50,8 @@ class ServerSender:
     def _connect(self, module: Any) -> Any:
         rank = dist.get_rank()
         info = HybridEngineTrainerInitInfo(self._master_address, rank=rank)
-        clients = [_Client(ray.get_actor(name)) for name in self.servers] if rank == 0 else None
+        names = self.servers if rank == 0 else []  # rank 0 makes all calls
+        clients: Any = [_Client(ray.get_actor(name)) for name in names]
         return WeightTransferTrainerFactory.trainer_init(
             info, client=clients, source=ModuleSource(module)
         )

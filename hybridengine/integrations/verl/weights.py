@@ -1,8 +1,8 @@
 """The weights of verl's FSDP2 engine as the shards of each rank, where verl gathers full tensors.
 
-verl hands its rollout, or a checkpoint engine, what `FSDPEngine.get_per_tensor_param` returns: an
-iterator that gathers one parameter after another. With `PATCHES.patch()` that is a `ShardedWeights`,
-which still gathers if it is iterated over, but which also gives access to the sharded model.
+verl hands its rollout, or a checkpoint engine, the result of `FSDPEngine.get_per_tensor_param`: an
+iterator that gathers one parameter after another. With `PATCHES.patch()` the result is a
+`ShardedWeights`, which gathers only if it is iterated over, and which gives the sharded model.
 """
 
 from __future__ import annotations
