@@ -39,6 +39,16 @@ _ENVIRONMENT = {
 }  # fmt: skip
 
 
+# Servers on two more accelerators, which no trainer shares.
+_APART = (
+    "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1",
+    "actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=hybridengine",
+    "ray_kwargs.ray_init.num_gpus=4", "ray_kwargs.ray_init.num_cpus=24",
+)  # fmt: skip
+
+
 def run(folder: Path) -> dict[str, object]:
     """Run all comparisons; return what the syncs moved. Raises AssertionError for a difference."""
     python = environment(folder)
@@ -49,7 +59,7 @@ def run(folder: Path) -> dict[str, object]:
         ours = train(python, inputs, folder / f"hybridengine_tp{tp_size}", tp_size, [SYNC])
         compare(theirs, ours)
         results[f"tp{tp_size}"] = {
-            "weights_compared": sum(len(d) for d in digests(ours).values()),
+            "weights_compared": check_weights(ours, inputs, tp_size),
             "rollouts_compared": sum(len(rows) for rows in rollouts(ours).values()),
             "verl": moved(theirs),
             "hybridengine": moved(ours),
@@ -58,6 +68,11 @@ def run(folder: Path) -> dict[str, object]:
     train(python, inputs, again, 2, [SYNC], resume_from=ours)
     compare(ours, again, from_step=STEPS)
     results["resumed_at_step"] = STEPS - 1
+    apart = train(python, inputs, folder / "hybridengine_apart", 2, [SYNC], overrides=_APART)
+    results["apart_tp2"] = {
+        "weights_compared": check_weights(apart, inputs, 2),
+        "hybridengine": moved(apart),
+    }
     return results
 
 
@@ -168,6 +183,7 @@ def _overrides(inputs: Path, out: Path, tp_size: int) -> list[str]:
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
         f"reward.custom_reward_function.path={inputs}/reward.py", "reward.num_workers=1",
         "trainer.n_gpus_per_node=2", "trainer.nnodes=1", "trainer.device=cpu",
+        f"{actor}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         "trainer.logger=[console,file]", f"trainer.total_training_steps={STEPS}",
         "trainer.total_epochs=1", "trainer.save_freq=1", "trainer.test_freq=1",
         f"trainer.default_local_dir={out}/checkpoints",
@@ -189,6 +205,27 @@ def compare(expected: Path, found: Path, from_step: int = 0) -> None:
         assert theirs and theirs.keys() == ours.keys(), (read.__name__, theirs.keys(), ours.keys())
         wrong = {key: (theirs[key], ours[key]) for key in theirs if theirs[key] != ours[key]}
         assert not wrong, f"{read.__name__} of {expected} and {found} differ: {wrong}"[:3000]
+
+
+def check_weights(run: Path, inputs: Path, tp_size: int) -> int:
+    """Compare what was in every worker with what vLLM's loader makes of the saved models.
+
+    Return how many weights were compared. Raises AssertionError for a difference.
+    """
+    import torch
+
+    from tests.rollout.vllm_server import expected_digests
+
+    compared = 0
+    for (step, server), found in digests(run).items():
+        saved = run / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
+        model = saved if step else inputs / "model"
+        expected = expected_digests(str(model), tp_size, 1.0, dtype=torch.bfloat16)
+        wrong = [name for name in expected if expected[name] != found[name]]
+        assert not wrong, f"{run}, {server}, step {step}: {wrong}"
+        compared += len(expected)
+    assert compared
+    return compared
 
 
 def digests(run: Path) -> dict[tuple[int, str], dict[str, str]]:
