@@ -10,18 +10,16 @@ that what is sampled does not depend on the order in which verl's workers submit
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import json
 import os
-import sys
 import time
 import types
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tools.trainers._after_import import after_import
 
 _FOLDER = Path(os.environ["VERL_RECORD"])
 _moved: Counter[str] = Counter()  # bytes out of this process since the last update
@@ -114,35 +112,7 @@ def _record_servers(module: types.ModuleType) -> None:
     server.set_global_steps, server.generate = recorded, seeded
 
 
-_AFTER_IMPORT: dict[str, Callable[[types.ModuleType], None]] = {
-    "verl.workers.engine_workers": _record_workers,
-    "verl.workers.rollout.vllm_rollout.vllm_rollout": _record_buckets,
-    "verl.workers.rollout.vllm_rollout.vllm_async_server": _record_servers,
-    "hybridengine.integrations.verl.servers": _record_shards,
-}
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """The first finder: runs a function after a module has been imported."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _AFTER_IMPORT:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_record(module: types.ModuleType) -> None:
-            execute(module)
-            _AFTER_IMPORT[name](module)
-
-        spec.loader.exec_module = execute_and_record  # type: ignore[method-assign]
-        return spec
-
-
-if late := _AFTER_IMPORT.keys() & sys.modules.keys():
-    raise ImportError(f"{', '.join(late)} were imported before tools.trainers._verl_record")
-sys.meta_path.insert(0, _AfterImport())
+after_import("verl.workers.engine_workers", _record_workers)
+after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _record_buckets)
+after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _record_servers)
+after_import("hybridengine.integrations.verl.servers", _record_shards)
