@@ -1,6 +1,7 @@
 """The weight sync of verl's servers, against the classes of the installed verl that it extends.
 
-verl itself runs in tests/tools/test_trainers.py, in an environment with Ray.
+verl itself runs in tests/tools/test_trainers.py, in an environment with Ray. The process of these
+tests ends with them: its Ray is empty.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import message_of, run_ranks
 
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
 pytest.importorskip(
@@ -45,9 +46,7 @@ def import_over_verl(folder: Path) -> None:
         import hybridengine.integrations.verl.sync  # noqa: F401
 
 
-def registered_body(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    os.environ.pop("HYBRIDENGINE_SECRET", None)
-    import_over_verl(Path(folder))
+def registered() -> dict[str, Any]:
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
     from verl.workers.rollout.base import get_rollout_class
     from verl.workers.rollout.replica import get_rollout_replica_class
@@ -60,10 +59,9 @@ def registered_body(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     }
 
 
-def test_the_entries_of_verls_registries_are_ours(tmp_path):
-    [found] = run_ranks(registered_body, 1, str(tmp_path))
+def test_the_entries_of_verls_registries_are_ours(found):
     prefix = "hybridengine.integrations.verl"
-    assert found == {
+    assert found["registered"] == {
         "rollout": f"{prefix}.rollout",
         "other rollout": f"{prefix}.rollout",
         "backend": f"{prefix}.checkpoint_engine",
@@ -71,11 +69,8 @@ def test_the_entries_of_verls_registries_are_ours(tmp_path):
     }
 
 
-def other_release_body(rank: int, world_size: int, folder: str) -> list[str]:
+def other_release() -> list[str]:
     """Return the messages for a verl of another version, and for one of other signatures."""
-    from tests.ranks import message_of
-
-    import_over_verl(Path(folder))
     from verl.workers.rollout.vllm_rollout import vllm_rollout
 
     from hybridengine.integrations.verl.rollout import OVERRIDDEN
@@ -88,16 +83,13 @@ def other_release_body(rank: int, world_size: int, folder: str) -> list[str]:
     return [signature, message_of(lambda: OVERRIDDEN.check("overridden"))]
 
 
-def test_another_release_of_verl_is_refused(tmp_path):
-    [(signature, version)] = run_ranks(other_release_body, 1, str(tmp_path))
+def test_another_release_of_verl_is_refused(found):
+    signature, version = found["other_release"]
     assert "ServerAdapter.update_weights has the signature (self, weights, buckets)" in signature
     assert "verl 0.10.0 is installed" in version
 
 
-def refusals_body(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    from tests.ranks import message_of
-
-    import_over_verl(Path(folder))
+def refusals() -> dict[str, str]:
     from hybridengine.integrations.verl.rollout import check_supported
 
     rollout: dict[str, Any] = {
@@ -125,19 +117,17 @@ def refusals_body(rank: int, world_size: int, folder: str) -> dict[str, str]:
     }
 
 
-def test_what_is_not_supported_is_named(tmp_path):
-    [messages] = run_ranks(refusals_body, 1, str(tmp_path))
+def test_what_is_not_supported_is_named(found):
+    messages = found["refusals"]
     assert messages.pop("nothing") == messages.pop("merged adapters") == "no error"
     for option, message in messages.items():
         assert option in message
 
 
-def weights_body(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    import_over_verl(Path(folder))
+def weights() -> dict[str, Any]:
     from verl.utils import fsdp_utils
 
     from hybridengine.integrations.verl.weights import ShardedWeights
-    from tests.ranks import message_of
 
     calls: list[str] = []
     versions = {"two": 2, "one": 1}
@@ -163,9 +153,22 @@ def weights_body(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_shards_are_on_the_device_while_they_are_read(tmp_path):
-    [found] = run_ranks(weights_body, 1, str(tmp_path))
+def test_shards_are_on_the_device_while_they_are_read(found):
+    found = found["weights"]
     assert found["plain"] == found["offloaded"] == "no error"
     assert found["calls"] == ["read two", "load two", "read two", "offload two"]
     assert "actor.strategy=fsdp2" in found["one"] and "param_offload=True" in found["policy"]
     assert found["gathered"] == [("a", None)]
+
+
+def body(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    os.environ.pop("HYBRIDENGINE_SECRET", None)
+    import_over_verl(Path(folder))
+    calls = registered, refusals, weights, other_release  # the last one changes verl
+    return {call.__name__: call() for call in calls}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    [found] = run_ranks(body, 1, str(tmp_path_factory.mktemp("metadata")))
+    return found
