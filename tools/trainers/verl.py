@@ -31,12 +31,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     words = solution_str.split()
     return sum(int(w[1:]) % 2 for w in words if w[1:].isdigit()) / max(len(words), 1)
 """
-# One accelerator per rank. Ray starts no GPU; see _verl_cpu.
+# At INFO verl 0.9.1 fails as it logs that hybrid_engine=False (`logger.info(…, flush=True)`).
 _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HYDRA_FULL_ERROR": "1",
-    "RAY_DEDUP_LOGS": "0", "RAY_prestart_worker_first_driver": "0",
+    "RAY_DEDUP_LOGS": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false",
+    "VERL_LOGGING_LEVEL": "WARN",
 }  # fmt: skip
 
 
