@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-exhaustive lint check bench dist cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-trainers test-exhaustive lint check bench dist cuda-check clean
 .PHONY: gpu-report gpu-rehearsal gpu-pack
 
 help: ## List these commands
@@ -43,6 +43,9 @@ test-architectures: setup ## Reshard 83 architectures against vLLM's loader; doc
 
 test-dropins: setup ## Run verl's, TRL's and others' own tests with ours in place; docs/dropins.md
 	@$(PY) -m tools.dropins
+
+test-trainers: setup ## Run verl, TRL and others as their users do, with our weight sync
+	@$(PY) -m tools.trainers
 
 lint: setup ## ruff, clang-format, mypy and import-linter, changing nothing
 	@$(BIN)/ruff check .

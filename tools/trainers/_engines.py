@@ -43,29 +43,6 @@ VARIABLES = {
 }
 
 
-def environment(folder: Path, requirements: Sequence[str], startup: str = "") -> Path:
-    """Make an environment over the packages of this one; return its interpreter.
-
-    requirements: are installed without what they depend on. startup: a line that every process of
-    the environment executes first.
-    """
-    python, stamp = folder / "venv" / "bin" / "python", folder / "requirements.txt"
-    wanted = "\n".join([*requirements, startup])
-    if not (stamp.is_file() and stamp.read_text() == wanted):
-        subprocess.run(
-            [sys.executable, "-m", "venv", "--clear", "--without-pip", folder / "venv"], check=True
-        )
-        (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-        paths = [path for path in sys.path if path.endswith("site-packages")]
-        lines = [f"import site; site.addsitedir({path!r})" for path in paths]
-        (site / "zz_base.pth").write_text("\n".join([*lines, startup, ""]))
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
-        pip += ["--ignore-installed", "--ignore-requires-python"]
-        subprocess.run([*pip, *requirements], check=True)
-        stamp.write_text(wanted)
-    return python
-
-
 def save_model(folder: Path) -> Path:
     """Write a small Qwen2 of random weights, biases and norms included, in float32."""
     import torch

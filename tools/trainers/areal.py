@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.trainers._engines import check_runs, environment, free_port, save_model
+from tools.environments import overlay
+from tools.trainers._engines import check_runs, free_port, save_model
 
 REQUIREMENTS = (
     "areal==1.0.4", "ray==2.56.0", "msgpack", "orjson", "aiofiles", "colorlog", "tenacity",
@@ -21,7 +22,7 @@ REQUIREMENTS = (
 
 def run(folder: Path) -> dict[str, object]:
     """Run two ranks and two servers; return bytes and numbers of compared weights."""
-    python = environment(folder, REQUIREMENTS)
+    python = overlay(folder, REQUIREMENTS)
     model = save_model(folder)
     servers = {}
     for _ in range(2):

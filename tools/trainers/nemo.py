@@ -15,7 +15,8 @@ import tarfile
 import urllib.request
 from pathlib import Path
 
-from tools.trainers._engines import ENGINE, check_runs, environment, free_port, save_model
+from tools.environments import overlay
+from tools.trainers._engines import ENGINE, check_runs, free_port, save_model
 
 COMMIT = "7ea279abfbeb698b092856d0dab61e7cf39bc909"
 ARCHIVE = f"https://github.com/NVIDIA-NeMo/RL/archive/{COMMIT}.tar.gz"
@@ -27,7 +28,7 @@ def run(folder: Path) -> dict[str, object]:
 
     folder/source: a source tree of COMMIT, where it cannot be downloaded.
     """
-    python = environment(folder, REQUIREMENTS)
+    python = overlay(folder, REQUIREMENTS)
     source = _source(folder / "source")
     model, port = save_model(folder), free_port()
     options = ENGINE | {

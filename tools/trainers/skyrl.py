@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.trainers._engines import check_runs, environment, free_port, save_model
+from tools.environments import overlay
+from tools.trainers._engines import check_runs, free_port, save_model
 
 REQUIREMENTS = (
     "skyrl==0.4.0", "skyrl-gym==0.4.0", "ray==2.56.0", "msgpack", "cloudpathlib", "jaxtyping",
@@ -21,7 +22,7 @@ TYPED_DICT = "import typing, typing_extensions; typing.TypedDict = typing_extens
 
 def run(folder: Path) -> dict[str, object]:
     """Run two ranks and a server of two workers; return bytes and numbers of compared weights."""
-    python = environment(folder, REQUIREMENTS, TYPED_DICT)
+    python = overlay(folder, REQUIREMENTS, TYPED_DICT)
     stubs = folder / "stubs"
     (stubs / "flash_attn").mkdir(parents=True, exist_ok=True)
     (stubs / "flash_attn" / "__init__.py").write_text("")

@@ -23,7 +23,8 @@ from typing import Any
 from hybridengine.runtime.polling import wait_until
 from tests.ports import free_port
 from tests.tiny_models import save_tiny
-from tools.dropins import ROOT, environment
+from tools.dropins import ROOT
+from tools.environments import overlay
 
 __all__ = ["run"]
 
@@ -102,7 +103,7 @@ class _Runner:
         self.model = save_tiny("llama", folder / "model")
         self._python = Path(sys.executable)
         if self.version("trl") != REQUIREMENT.partition("==")[2]:
-            self._python = environment(folder / "environment", (REQUIREMENT,))
+            self._python = overlay(folder / "environment", (REQUIREMENT,))
         self._site = folder / "site"
         self._write_metadata()
         self._environment = os.environ | {

@@ -92,6 +92,10 @@ class ServerWorker:
                 f"version {report.version}; call it again for the next sync"
             )
 
+    def discard_weights(self) -> None:
+        """Refuse to generate until the next sync, which then writes frozen weights too."""
+        self._weights.discarded = True
+
     def leave(self) -> None:
         """End the connections to trainers; the weights stay as they are."""
         if self._receiver is not None:

@@ -34,6 +34,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader import base_loader
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu_worker import Worker
 
 from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import parameter_shards, unwrap_peft
@@ -86,6 +87,14 @@ def register() -> None:
         set_weight_version(self, weight_version)
 
     EngineCore.set_weight_version = drop_and_set  # type: ignore[method-assign]
+    sleep = Worker.sleep
+
+    def sleep_and_note(self: Worker, level: int = 1) -> None:
+        if level == 2 and isinstance(self.weight_transfer_engine, HybridEngineTransfer):
+            self.weight_transfer_engine.discard_weights()
+        sleep(self, level)
+
+    Worker.sleep = sleep_and_note  # type: ignore[method-assign]
 
 
 def connect(
@@ -226,6 +235,11 @@ class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateI
 
     def finish_weight_update(self) -> None:
         """Do nothing: a sync sets the weight version itself."""
+
+    def discard_weights(self) -> None:
+        """Note that the worker goes to sleep and keeps no copy of its weights."""
+        if self._server is not None:
+            self._server.discard_weights()
 
     def shutdown(self) -> None:
         self._resharder = None
