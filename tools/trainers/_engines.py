@@ -8,7 +8,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
