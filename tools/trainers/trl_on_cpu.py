@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,16 @@ MOVED = {"received": 0, "sent": 0}  # bytes of TRL's own sync: gathered, and bro
 def replace(sync: str) -> None:
     """sync: whose weight sync runs, "trl" or "hybridengine"."""
     let_accelerate_shard()
-    from trl.experimental.async_grpo import async_grpo_trainer, packing
-
-    async_grpo_trainer.get_peak_flops_per_device = lambda *args: None
+    trainer, packing = (_module(f"experimental.async_grpo.{name}")
+                        for name in ("async_grpo_trainer", "packing"))  # fmt: skip
+    trainer.get_peak_flops_per_device = lambda *args: None
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
     if sync == "trl":
         let_trl_broadcast()
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"trl.{name}")
 
 
 def let_accelerate_shard() -> None:
@@ -65,8 +70,9 @@ class GlooGroup:
 def let_trl_broadcast() -> None:
     """Let TRL's own sync run on the CPU, and count its bytes in `MOVED`."""
     from torch.distributed.tensor import DTensor
-    from trl.experimental.async_grpo import weight_transfer
-    from trl.generation import vllm_client
+
+    weight_transfer = _module("experimental.async_grpo.weight_transfer")
+    vllm_client, sharded = _module("generation.vllm_client"), cast(Any, DTensor)
 
     def endpoint(info: dict[str, Any]) -> GlooGroup:
         return GlooGroup(info["master_address"], info["master_port"], 0, info["world_size"])
@@ -95,7 +101,7 @@ def let_trl_broadcast() -> None:
         MOVED["received"] += full.nbytes - self.to_local().nbytes
         return full
 
-    DTensor.full_tensor = gather
+    sharded.full_tensor = gather
 
 
 def register_gloo_transfer() -> None:
@@ -110,19 +116,20 @@ def register_gloo_transfer() -> None:
         def init_transfer_engine(self, info: Any) -> None:
             rank = info.rank_offset + self.parallel_config.rank
             place = info.master_address, info.master_port, rank, info.world_size
-            self.model_update_group = GlooGroup(*place)
+            self._group = GlooGroup(*place)
 
         def start_weight_update(self) -> None: ...
 
         def finish_weight_update(self) -> None: ...
 
         def receive_weights(self, update_info: Any) -> None:
+            model: Any = self.model
             for name, dtype, shape in zip(
                 update_info.names, update_info.dtype_names, update_info.shapes, strict=True
             ):
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                self.model_update_group.broadcast(tensor, 0)
-                self.model.load_weights([(name, tensor)])
+                self._group.broadcast(tensor, 0)
+                model.load_weights([(name, tensor)])
 
         def shutdown(self) -> None: ...
 

@@ -45,7 +45,7 @@ def reward(ids: list[int]) -> float:
     return len(set(ids)) / LENGTH + ids[0] / 101
 
 
-def rewards(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+def rewards(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
     return [reward(ids) for ids in completion_ids]
 
 
@@ -137,7 +137,7 @@ def async_grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-    rollouts = Rollouts(settings, PartialState(cpu=True).num_processes)
+    rollouts: Any = Rollouts(settings, PartialState(cpu=True).num_processes)
     trainer = AsyncGRPOTrainer(
         settings.model,
         args=AsyncGRPOConfig(

@@ -31,7 +31,10 @@ def init_weight_transfer(self: Any, original: Callable[[Any], None]) -> None:
     from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
     if type(self) is WeightTransferClient:
-        self.model_update_group = SimpleNamespace(group=SimpleNamespace())  # None: sends nothing
+        transfer: Any = self
+        transfer.model_update_group = SimpleNamespace(
+            group=SimpleNamespace()
+        )  # None: sends nothing
     else:  # a user's subclass, which `sync_weight_merged` leaves alone
         original(self)
 
