@@ -77,7 +77,7 @@ def _update_weights_from_distributed(self: Any, meta: Any) -> None:
     try:
         report = self.hybridengine_sender.send(self.hybridengine_version)
     except Exception as failure:
-        if future is not None and future.done():  # often the cause
+        if future is not None and future.done() and future.exception():  # often the cause
             failure.add_note(str(future.exception()))
         raise
     if future is not None:
