@@ -26,7 +26,7 @@ import torch.distributed as dist
 from hybridengine.reshard import ReshardError
 from hybridengine.rollout.vllm.engine_sender import EngineSender
 from hybridengine.rollout.vllm.source import module_arguments
-from hybridengine.runtime.all_ranks import broadcast_value, raise_on_all_ranks, run_on_all_ranks
+from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks
 from hybridengine.sharding.layout import LayoutError
 
 from ._patching import Patches, Replacement
@@ -51,11 +51,8 @@ def _init_weight_update_from_distributed(self: Any, meta: Any) -> None:
     self.weight_update_master_addr = meta.nccl_master_address = host
     self.weight_update_master_port = meta.nccl_master_port = sender.port
     meta.nccl_group_name = "hybridengine"
-    error = None
-    if dist.get_rank() == 0:
-        future = self.rollout_engine.init_weights_update_group(meta)
-        error = _error_of(future, "joining")
-    raise_on_all_ranks(error, ReshardError)
+    engine = self.rollout_engine
+    _on_rank0(lambda: _wait(engine.init_weights_update_group(meta)), "joining of the servers")
     self.hybridengine_sender, self.hybridengine_version = sender, 0
 
 
@@ -69,24 +66,22 @@ def _update_weights_from_distributed(self: Any, meta: Any) -> None:
     meta.nccl_master_port = self.weight_update_master_port
     self.hybridengine_version += 1
     meta.nccl_group_name = str(self.hybridengine_version)  # reaches the workers as it is
-    future = error = None
-    if dist.get_rank() == 0:
-        self.rollout_engine.pause_generation()
-        future = self.rollout_engine.update_weights_from_distributed(meta, [])
-    dist.barrier(group=self.cpu_group)
+    engine = self.rollout_engine
+
+    def begin() -> Any:
+        engine.pause_generation()
+        return engine.update_weights_from_distributed(meta, [])
+
+    future = _on_rank0(begin, "pausing of the servers")
     try:
         report = self.hybridengine_sender.send(self.hybridengine_version)
     except Exception as failure:
-        if future is not None and future.done():  # often the cause
+        if future is not None and future.done() and future.exception():  # often the cause
             failure.add_note(str(future.exception()))
         raise
-    if future is not None:
-        error = _error_of(future, "receiving")
-    raise_on_all_ranks(error, ReshardError)
+    _on_rank0(lambda: _wait(future), "receiving of the servers")
     self.hybridengine_report = report
-    if future is not None:
-        self.rollout_engine.continue_generation()
-    dist.barrier(group=self.cpu_group)
+    _on_rank0(lambda: engine.continue_generation(), "continuing of the servers")
 
 
 def _check(engine: Any, meta: Any) -> None:
@@ -107,15 +102,17 @@ def _check(engine: Any, meta: Any) -> None:
         )
 
 
-def _error_of(future: Any, doing: str) -> str | None:
-    """Wait for a call of the servers. Return why it failed."""
+def _on_rank0(call: Callable[[], Any], doing: str) -> Any:
+    """Return what `call` returns, None on other ranks. Raise its error on all of them."""
+    return run_on_all_ranks(lambda: None if dist.get_rank() else call(), ReshardError, doing)
+
+
+def _wait(future: Any) -> None:
+    """Wait for a call of the servers."""
     try:
         future.result(timeout=_TIMEOUT_S)
-    except TimeoutError:
-        return f"the servers did not finish {doing} within {_TIMEOUT_S:g} s"
-    except Exception as error:
-        return f"the servers failed while {doing}: {error}"
-    return None
+    except TimeoutError as error:
+        raise ReshardError(f"they have not answered within {_TIMEOUT_S:g} s") from error
 
 
 def build_args(

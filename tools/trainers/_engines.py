@@ -83,13 +83,14 @@ def step(model: Any, factor: float) -> None:
             parameter.mul_(factor)
 
 
-def save_trained(path: Path, factor: float, folder: Path) -> Path:
-    """Write the checkpoint that a model has after steps whose factors multiply to `factor`."""
+def save_trained(path: Path, folder: Path) -> Path:
+    """Write the checkpoint that a model has after a step by each of FACTORS."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    step(model, factor)
+    for factor in FACTORS:  # one after another: a product of factors rounds differently
+        step(model, factor)
     model.save_pretrained(folder / "trained")
     return folder / "trained"
 
@@ -193,8 +194,7 @@ def check_runs(
     last server has ended and the file `ended` has appeared.
     servers: URL → words of its command.
     """
-    factor = FACTORS[0] * FACTORS[1] * FACTORS[2]
-    trained = save_trained(model, factor, folder)
+    trained = save_trained(model, folder)
     with ExitStack() as stack:
         results = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = stack.enter_context(serving(python, servers, folder, path))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
+
 _EXTENSIONS = {
     "skyrl": "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap."
     "NewInferenceWorkerWrap",
@@ -34,4 +36,6 @@ def __getattr__(name: str) -> Any:
 
     if name not in _EXTENSIONS:
         raise AttributeError(name)
+    if name == "nemo" and not torch.cuda.is_available():  # it marks its calls for a profiler
+        torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0
     return type(name, (_Loads, resolve_obj_by_qualname(_EXTENSIONS[name])), {})
