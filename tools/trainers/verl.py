@@ -36,8 +36,8 @@ _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HYDRA_FULL_ERROR": "1",
     "RAY_DEDUP_LOGS": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false",
-    "VERL_LOGGING_LEVEL": "WARN",
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
+    "TOKENIZERS_PARALLELISM": "false", "VERL_LOGGING_LEVEL": "WARN",
 }  # fmt: skip
 
 
