@@ -67,10 +67,9 @@ def run(folder: Path) -> dict[str, object]:
 def evaluate(folder: Path) -> dict[str, object]:
     """Compare the runs in `folder`; return what the syncs moved.
 
-    Raises AssertionError for a difference. From the first update on, verl's runs differ from each
-    other in the last bits: the order of samples in a batch is that of their arrival. So both syncs
-    are compared until then, and the weights of every step with what vLLM's loader makes of the
-    model that was saved at that step.
+    Raises AssertionError for a difference. From the first update on, two runs differ in the last
+    bits: verl orders the samples of a batch as they arrive. So both syncs are compared until then,
+    and the weights of every step with what vLLM's loader makes of the model saved at that step.
     """
     inputs = folder / "inputs"
     results: dict[str, object] = {"steps": STEPS, "load_average": os.getloadavg()}
