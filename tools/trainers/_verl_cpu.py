@@ -9,6 +9,7 @@ What of verl refuses a CPU and is replaced here:
 - the process group, for which verl names the backends of the CPU and of its accelerator;
 - the engine of FSDP2, which is registered for CUDA: `VERL_ENGINE_DEVICE` chooses it;
 - TRL, whose releases verl knows up to 0.27: as if it were not installed;
+- vLLM 0.32, the release with a CPU distribution, has another argument of `pause_generation`;
 - vLLM packs its weights for the CPU as it loads them, after which verl's `load_weights` has nowhere
   to write: they stay plain.
 """
@@ -25,6 +26,8 @@ import torch
 from verl.plugin.platform import set_platform
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.utils import import_utils
+
+from tools.trainers._after_import import after_import
 
 
 class _CpuModule(types.ModuleType):
@@ -85,6 +88,20 @@ class PlatformCpu(PlatformBase):
     set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing
 
 
+def _pause_as_before(module: types.ModuleType) -> None:
+    """Let `AsyncLLM.pause_generation` take the argument of vLLM 0.24, which verl gives."""
+    pause = module.AsyncLLM.pause_generation
+
+    async def pause_generation(
+        self: Any, *, wait_for_inflight_requests: bool = False, **options: Any
+    ) -> None:
+        mode = "wait" if wait_for_inflight_requests else "abort"
+        await pause(self, **{"mode": mode} | options)
+
+    module.AsyncLLM.pause_generation = pause_generation
+
+
+after_import("vllm.v1.engine.async_llm", _pause_as_before)
 _init_process_group = torch.distributed.init_process_group
 
 

@@ -89,30 +89,39 @@ def _record_buckets(module: types.ModuleType) -> None:
 
 
 def _record_servers(module: types.ModuleType) -> None:
-    """Of `vllm_async_server`: the weights after an update, and the seed of every request."""
+    """Of `vllm_async_server`: the weights after an update."""
     server = module.vLLMHttpServer
-    set_global_steps, generate = server.set_global_steps, server.generate
+    set_global_steps = server.set_global_steps
 
     async def recorded(self: Any, global_steps: int) -> None:
         await set_global_steps(self, global_steps)
-        self.seen = Counter()
         digests: dict[str, str] = {}
         for worker in await self.engine.collective_rpc("compute_weight_checksums"):
             digests |= worker
         _append(f"digests_{self.replica_rank}.jsonl", {"step": global_steps, "sha256": digests})
 
+    server.set_global_steps = recorded
+
+
+def _seed_requests(module: types.ModuleType) -> None:
+    """Of `llm_server`: give the n-th request of a prompt a seed, whichever server takes it."""
+    generate, seen = module.LLMServerClient.generate, Counter[int]()
+
     async def seeded(
-        self: Any, prompt_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any
+        self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **options: Any
     ) -> Any:
         prompt = zlib.crc32(repr(list(prompt_ids)).encode())
-        self.seen[prompt] += 1
-        sampling_params = sampling_params | {"seed": prompt + self.seen[prompt]}
-        return await generate(self, prompt_ids, sampling_params, *args, **kwargs)
+        seen[prompt] += 1
+        sampling_params = sampling_params | {"seed": prompt + seen[prompt]}
+        return await generate(
+            self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **options
+        )
 
-    server.set_global_steps, server.generate = recorded, seeded
+    module.LLMServerClient.generate = seeded
 
 
 after_import("verl.workers.engine_workers", _record_workers)
 after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _record_buckets)
 after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _record_servers)
+after_import("verl.workers.rollout.llm_server", _seed_requests)
 after_import("hybridengine.integrations.verl.servers", _record_shards)

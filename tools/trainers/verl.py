@@ -36,8 +36,8 @@ _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HYDRA_FULL_ERROR": "1",
     "RAY_DEDUP_LOGS": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false",
-    "VERL_LOGGING_LEVEL": "WARN",
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
+    "TOKENIZERS_PARALLELISM": "false", "VERL_LOGGING_LEVEL": "WARN",
 }  # fmt: skip
 
 
@@ -67,10 +67,9 @@ def run(folder: Path) -> dict[str, object]:
 def evaluate(folder: Path) -> dict[str, object]:
     """Compare the runs in `folder`; return what the syncs moved.
 
-    Raises AssertionError for a difference. From the first update on, verl's runs differ from each
-    other in the last bits: the order of samples in a batch is that of their arrival. So both syncs
-    are compared until then, and the weights of every step with what vLLM's loader makes of the
-    model that was saved at that step.
+    Raises AssertionError for a difference. From the first update on, two runs differ in the last
+    bits: verl orders the samples of a batch as they arrive. So both syncs are compared until then,
+    and the weights of every step with what vLLM's loader makes of the model saved at that step.
     """
     inputs = folder / "inputs"
     results: dict[str, object] = {"steps": STEPS, "load_average": os.getloadavg()}
