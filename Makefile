@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-exhaustive lint check bench dist cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-trainers test-exhaustive lint check bench dist cuda-check clean
 .PHONY: gpu-report gpu-rehearsal gpu-pack
 
 help: ## List these commands
@@ -36,13 +36,16 @@ test-exhaustive: setup ## The long tests that `make test` leaves out: each has a
 	@$(TEST) -m exhaustive
 
 test-security: setup ## What every process of a run listens on, and what it does with others' bytes
-	@$(TEST) tests/security
+	@$(TEST) tests/security tests/rollout/test_vllm_server.py::test_what_a_server_listens_on_and_answers
 
 test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py
 
 test-dropins: setup ## Run verl's, TRL's and others' own tests with ours in place; docs/dropins.md
 	@$(PY) -m tools.dropins
+
+test-trainers: setup ## Run verl, TRL and others as their users do, with our weight sync
+	@$(PY) -m tools.trainers
 
 lint: setup ## ruff, clang-format, mypy and import-linter, changing nothing
 	@$(BIN)/ruff check .

@@ -1,104 +1,33 @@
 """verl's training worker, the actor of its PPO trainers, on the CPU in this process.
 
-verl (0.9) trains on accelerators; a platform class is its way to add one. Here it is the CPU, with
-gloo. Needs verl with its requirements: the environment of `python -m tools.dropins verl`.
+Needs verl with its requirements: the environment of `python -m tools.dropins verl`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import types
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import verl  # noqa: F401
-from verl.plugin.platform import set_platform
-from verl.plugin.platform.platform_base import PlatformBase
 
+from tools.trainers import _verl_cpu  # noqa: F401  first: it makes the CPU verl's platform
 
-class _CpuModule(types.ModuleType):
-    """torch.cpu, and 0 for what it lacks (memory statistics, cache)."""
-
-    def mem_get_info(self) -> tuple[int, int]:
-        return 0, 0
-
-    def get_device_name(self) -> str:
-        return "CPU"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(torch.cpu, name, lambda *args, **kwargs: 0)
-
-
-class PlatformCpu(PlatformBase):
-    device_name = "cpu"
-    vendor_name = "cpu"
-    device_module = _CpuModule("cpu")
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> Any:  # what .to() takes
-        return "cpu"
-
-    def device_count(self) -> int:
-        return 1
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    def ray_resource_name(self) -> str:
-        return "CPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Any:
-        yield
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Stand for what a CPU does not have."""
-
-    set_device = synchronize = manual_seed = manual_seed_all = _nothing
-    set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing
-
-
-set_platform(PlatformCpu())
-
-from verl import DataProto  # noqa: E402
-from verl.models.transformers import monkey_patch  # noqa: E402
-from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers.config import (  # noqa: E402
+# isort: split
+from verl import DataProto
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import (
     ActorConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine.base import EngineRegistry  # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
-from verl.workers.engine_workers import TrainingWorker  # noqa: E402
-from verl.workers.utils import losses  # noqa: E402
-from verl.workers.utils.padding import left_right_2_no_padding  # noqa: E402
-
-vars(monkey_patch)["is_trl_available"] = lambda: False  # TRL may be of a release unknown to verl
-EngineRegistry.register("language_model", ["fsdp2"], "cpu")(FSDPEngineWithLMHead)
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils import losses
+from verl.workers.utils.padding import left_right_2_no_padding
 
 
 def start_process_group() -> None:

@@ -27,6 +27,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from tools.dropins_upstreams import UPSTREAMS, Upstream
+from tools.environments import overlay
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "dropins"
@@ -63,7 +64,7 @@ def run(name: str, upstream: Upstream, given_source: str | None) -> dict[str, An
     """Run one package's tests without and with ours; return its row of the results."""
     folder = CACHE / name
     folder.mkdir(parents=True, exist_ok=True)
-    python = _environment(folder, upstream)
+    python = overlay(folder, () if upstream.from_source else upstream.requirements)
     source = folder / "source"
     shutil.rmtree(source, ignore_errors=True)
     if given_source:
@@ -106,27 +107,6 @@ def line(row: dict[str, Any]) -> str:
 
 def _rows(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())["rows"] if file.is_file() else []
-
-
-def _environment(folder: Path, upstream: Upstream) -> Path:
-    """Make the package's environment, over the packages of .venv; return its interpreter."""
-    python = folder / "venv" / "bin" / "python"
-    stamp = folder / "requirements.txt"
-    requirements = () if upstream.from_source else upstream.requirements
-    wanted = "\n".join(requirements) + "\n"
-    if not (python.is_file() and stamp.is_file() and stamp.read_text() == wanted):
-        shutil.rmtree(folder / "venv", ignore_errors=True)
-        _call(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
-        (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-        paths = [path for path in sys.path if path.endswith("site-packages")]
-        (site / "zz_base.pth").write_text(
-            "".join(f"import site; site.addsitedir({path!r})\n" for path in paths)
-        )
-        pip = (sys.executable, "-m", "pip", "--python", str(python))
-        if requirements:
-            _call(*pip, "install", "-q", "--no-deps", "--ignore-installed", *requirements)
-        stamp.write_text(wanted)
-    return python
 
 
 def _write_metadata(source: Path, requirements: tuple[str, ...]) -> None:

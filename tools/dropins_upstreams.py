@@ -139,6 +139,7 @@ UPSTREAMS: dict[str, Upstream] = {
             "trl.trainer.utils.add_fused_lm_head": "its tests need a GPU and models of the hub",
             "trl.generation.vllm_generation.VLLMGeneration._init_vllm": "its tests need a GPU",
             "trl.generation.vllm_generation.VLLMGeneration.sync_weights": "its tests need a GPU",
+            "trl.generation.vllm_client.VLLMClient.init_communicator": "its tests need a GPU",
         },
         environment=_INSTALLED,
     ),

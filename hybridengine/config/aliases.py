@@ -76,14 +76,14 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.optimizer": (("AdamW", "adamw"), "the optimizer is AdamW"),
     "*.optimizer_impl": (("torch.optim",), "the optimizer is AdamW, equal to torch's"),
     "*.optim.total_training_steps": ((-1,), "set trainer.total_training_steps"),
-    "*.min_lr_ratio": ((0,), "schedules end at 0"),
     "*.num_cycles": ((0.5,), "the cosine schedule is half a cycle"),
     "*.zero_indexed_step": ((True,), "the first step is step 0 of the schedule"),
-    "*.model_dtype": (("fp32", "float32"), "trained weights are float32, the compute type is "
-                      "fsdp_config.dtype"),
+    "*.model_dtype": (
+        ("fp32", "float32", "bf16", "bfloat16"),
+        "trained weights are float32, the compute type is fsdp_config.dtype"),
     "*.mixed_precision.param_dtype": (("bf16", "bfloat16"), "set fsdp_config.dtype"),
     "*.mixed_precision.reduce_dtype *.mixed_precision.buffer_dtype": (
-        ("fp32", "float32"), "gradients are reduced in float32"),
+        ("fp32", "float32", "bf16", "bfloat16"), "gradients are reduced in float32"),
     "*.qat.enable *.mtp.enable *.tiled_mlp.enabled *.full_determinism "
     "*.use_no_sync_for_gradient_accumulation trainer.esi_redundant_time trainer.val_only": (
         _OFF, _UNSUPPORTED),
@@ -220,6 +220,7 @@ RL_ALIASES = AliasTable(
         "critic.loss_agg_mode": "actor.loss_agg_mode",
         "critic.optim.weight_decay": "actor.optim.weight_decay",
         "critic.optim.betas": "actor.optim.betas",
+        "critic.optim.min_lr_ratio": "actor.optim.min_lr_ratio",
         "critic.optim.lr_scheduler_type critic.optim.warmup_style": "actor.optim.lr_scheduler_type",
         "critic.model.fsdp_config.dtype ref.fsdp_config.dtype": "actor.fsdp_config.dtype",
         "critic.model.trust_remote_code reward.reward_model.trust_remote_code":

@@ -50,7 +50,7 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 PathText = Annotated[str, AfterValidator(_expand_home)]
 PathTexts = Annotated[Texts, AfterValidator(_expand_home)]
 Options = Mapping[str, Any]  # any keys, passed on to another library
-Logger = Literal["console", "jsonl", "tensorboard", "wandb"]
+Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
 Loggers = Annotated[tuple[Logger, ...], BeforeValidator(_as_list)]
 Truncation = Literal["error", "left", "right"]
 SpecialTokensInData = Literal["text", "allow", "error"]
@@ -90,6 +90,7 @@ class OptimConfig(RateConfig):
     weight_decay: NonNegativeFloat = 0.01  # weight decay of AdamW, on every parameter
     betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)  # decay rates of AdamW's moments
     lr_scheduler_type: Schedule = "constant"  # of the learning rate, after the warm-up
+    min_lr_ratio: UnitFloat = 0.0  # of lr, at which a linear or cosine schedule ends
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ class RunConfig:
     resume_from_path: PathText | None = None  # a checkpoint folder, for resume_mode path
     default_local_dir: PathText = "runs/train"  # the run's folder
     logger: Loggers = ("console", "jsonl")  # where metrics go
-    project_name: str = "hybridengine"  # project in wandb
-    experiment_name: str = "train"  # run in wandb
+    project_name: str = "hybridengine"  # project in wandb, experiment in MLflow
+    experiment_name: str = "train"  # run in wandb, MLflow
     n_gpus_per_node: PositiveInt = 1  # ranks on this machine, CPU or GPU
     nnodes: PositiveInt = 1  # machines; above 1 under torchrun
     timeout_s: PositiveFloat = 600.0  # limit of a collective operation

@@ -171,7 +171,7 @@ class RolloutConfig:
     kv_cache_gib: PositiveFloat = 1.0  # KV cache per rank, on CPUs only
     in_flight_update: InFlight = "off"  # new weights during responses (async), which go on
     max_num_seqs: PositiveInt = 256  # sequences that one engine generates at once
-    max_num_batched_tokens: PositiveInt = 8192  # tokens in one forward pass of the engine
+    max_num_batched_tokens: PositiveInt | None = None  # tokens in one forward pass of the engine
     max_model_len: PositiveInt | None = None  # null: max_prompt_length + max_response_length
     enforce_eager: StrictBool = False  # engine without CUDA graphs and torch.compile
     enable_prefix_caching: StrictBool = True  # reuse the KV cache of equal prefixes
@@ -296,7 +296,7 @@ class ReshardConfig:
 @dataclass(frozen=True)
 class TrainerConfig(RunConfig):
     default_local_dir: PathText = "runs/grpo"  # the run's folder
-    experiment_name: str = "grpo"  # run in wandb
+    experiment_name: str = "grpo"  # run in wandb, MLflow
     mode: Literal["sync", "one_step_off", "async"] = "sync"  # engine ranks generate during training
     staleness: NonNegativeInt = 1  # updates that rollouts may be behind, unless mode is sync
     critic_warmup: NonNegativeInt = 0  # first steps, in which only the critic is trained
@@ -373,6 +373,14 @@ class GRPOConfig(JobConfig):
     def max_model_len(self) -> int:
         """The longest sequence of the engine, in tokens."""
         return self.rollout.max_model_len or self.max_sequence_length
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens in one forward pass of the engine: null means 8192, or more if one prompt needs
+        more because prompts are not processed in chunks."""
+        if (given := self.rollout.max_num_batched_tokens) is not None:
+            return given
+        return 8192 if self.rollout.enable_chunked_prefill else max(8192, self.max_model_len)
 
     @property
     def ppo_mini_batch_size(self) -> int:

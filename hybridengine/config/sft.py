@@ -65,7 +65,7 @@ class SFTOptimConfig(OptimConfig):
 @dataclass(frozen=True)
 class SFTTrainerConfig(RunConfig):
     default_local_dir: PathText = "runs/sft"  # the run's folder
-    experiment_name: str = "sft"  # run in wandb
+    experiment_name: str = "sft"  # run in wandb, MLflow
 
 
 @dataclass(frozen=True)

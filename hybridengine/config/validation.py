@@ -18,6 +18,7 @@ from hybridengine.config.simulation import SimulationConfig
 
 _RANKS = "ranks (trainer.n_gpus_per_node * trainer.nnodes)"
 _TP_SIZE = "rollout.tensor_model_parallel_size"
+_MODES_OF_A_PATH = ("path", "resume_path")  # of trainer.resume_mode
 
 
 def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
@@ -55,6 +56,14 @@ _GROUP_ESTIMATORS = {
 
 def find_notes(config: JobConfig | SimulationConfig) -> Iterator[str]:
     """Yield a sentence for each setting that runs, but hardly as it was meant."""
+    if isinstance(config, SimulationConfig):
+        return
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
+    if path is not None and mode not in _MODES_OF_A_PATH:
+        yield (
+            f"trainer.resume_from_path is {path}, which trainer.resume_mode={mode} does not read; "
+            "set resume_mode=path to resume from it"
+        )
     if not isinstance(config, GRPOConfig) or config.distills:
         return
     estimator = config.algorithm.adv_estimator
@@ -84,11 +93,8 @@ def _simulation(config: SimulationConfig) -> Iterator[str]:
 
 def _resume(config: JobConfig) -> Iterator[str]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
-    if (mode in ("path", "resume_path")) != (path is not None):
-        yield (
-            f"trainer.resume_mode is {mode} and trainer.resume_from_path is {path}; "
-            "resume_mode=path and a folder go together"
-        )
+    if mode in _MODES_OF_A_PATH and path is None:
+        yield f"trainer.resume_mode is {mode}, which needs a folder in trainer.resume_from_path"
 
 
 def _compile(config: JobConfig) -> Iterator[str]:
@@ -259,9 +265,9 @@ def _lengths(config: GRPOConfig) -> Iterator[str]:
             f"rollout.max_model_len is {config.max_model_len}, less than data.max_prompt_length + "
             f"data.max_response_length = {longest}; raise it, or leave it null"
         )
-    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < config.max_model_len:
+    if not rollout.enable_chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
         yield (
-            f"rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, less than the "
+            f"rollout.max_num_batched_tokens is {config.max_num_batched_tokens}, less than the "
             f"longest prompt ({config.max_model_len}, rollout.max_model_len), and "
             "rollout.enable_chunked_prefill is false; raise it, or allow chunks"
         )

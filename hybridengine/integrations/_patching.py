@@ -97,12 +97,15 @@ class Patches:
         wanted = [r for r in self.replacements if r.group in chosen and r not in done]
         if not wanted:
             return
-        self._check_version()
-        found = [self._find(replacement) for replacement in wanted]
+        found = self._compare(wanted)
         for applied in found:
             setattr(applied.owner, applied.name, applied.replacement.function)
             self._rebind(applied.original, applied.replacement.function)
         self._applied += found
+
+    def check(self, *groups: str) -> None:
+        """Raise the PatchError that `patch` of these groups would raise; change nothing."""
+        self._compare([r for r in self.replacements if r.group in groups])
 
     def unpatch(self) -> None:
         """Put back every function that `patch` replaced; again does nothing."""
@@ -130,7 +133,12 @@ class Patches:
             if before:
                 self.patch(*before)
 
-    def _check_version(self) -> None:
+    def _compare(self, wanted: Sequence[Replacement]) -> list[_Applied]:
+        self.check_version()
+        return [self._find(replacement) for replacement in wanted]
+
+    def check_version(self) -> None:
+        """Raise a PatchError unless a known release of the package is installed."""
         try:
             version = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError as error:

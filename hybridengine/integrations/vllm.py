@@ -34,7 +34,12 @@ def __getattr__(name: str) -> Any:
     return trainer.HybridEngineTrainerInitInfo
 
 
-def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None = None) -> Resharder:
+def connect(
+    model: torch.nn.Module,
+    llm: LLM,
+    bucket_bytes: int | None = None,
+    timeout_s: float | None = None,
+) -> Resharder:
     """Plan the syncs of a `fully_shard`ed Hugging Face model into `llm`; every rank calls.
 
     model: parameters are DTensors of FSDP2 or HSDP, alone or over tensor or expert parallelism.
@@ -43,6 +48,9 @@ def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None = None) -
       `weight_transfer_config={"backend": "hybridengine"}` and VLLM_ENABLE_V1_MULTIPROCESSING=0.
     bucket_bytes: staging memory of one all-to-all; two are allocated at a time. None: by the memory
       that is free on the GPUs now, 64 MiB on CPUs.
+    timeout_s: how long the other ranks may take in a collective of plan and syncs; a rank that
+      stalls, or is stopped, is named then (RankFailedError). None, and at most: the timeout of the
+      process group.
 
     Raises LayoutError where model and engine do not fit together; the message says what to change.
 
@@ -52,21 +60,21 @@ def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None = None) -
     """
     from hybridengine.rollout.vllm import transfer
 
-    return transfer.connect(model, llm, bucket_bytes)
+    return transfer.connect(model, llm, bucket_bytes, timeout_s)
 
 
-def reshard(model: torch.nn.Module, llm: LLM) -> SyncReport:
+def reshard(model: torch.nn.Module, llm: LLM, timeout_s: float | None = None) -> SyncReport:
     """Write the model's current weights into `llm`; every rank calls.
 
     The first call plans (`connect`); later ones with the same model and engine only move data. Each
     reads the tensors that the model has at that moment, and plans again where dtype, shape, device,
-    placement or names have changed.
+    placement or names have changed. timeout_s: as `connect`; that of the call that plans.
     """
     known = _connected.get(llm)
     if known is None or known[0] is not model:
-        known = _connected[llm] = (model, connect(model, llm))
+        known = _connected[llm] = (model, connect(model, llm, timeout_s=timeout_s))
     try:
         return known[1].sync()
     except PlanOutdatedError:  # on every rank
-        _, resharder = _connected[llm] = (model, connect(model, llm))
+        _, resharder = _connected[llm] = (model, connect(model, llm, timeout_s=timeout_s))
         return resharder.sync()

@@ -49,7 +49,7 @@ class Optimizer:
     """AdamW with a learning-rate schedule; as in verl, all parameters have weight decay.
 
     schedule: linear warm-up from 0 over `warmup_steps`, then constant, or linear or cosine decay to
-    0 at `total_steps`.
+    `min_lr_ratio` of `lr` at `total_steps`.
 
     param_dtype: compute dtype of the model. With float16, multiply the loss by `loss_scale` (1
     otherwise) before backward.
@@ -71,6 +71,7 @@ class Optimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         schedule: str = "constant",
+        min_lr_ratio: float = 0.0,
         warmup_steps: int = 0,
         total_steps: int,
         param_dtype: torch.dtype = torch.bfloat16,
@@ -89,7 +90,7 @@ class Optimizer:
         )
         # The factor alone: LRScheduler warns if the first update is skipped.
         self._lr_factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-        self._lr = lr
+        self._lr, self._min_lr_ratio, self._warmup_steps = lr, min_lr_ratio, warmup_steps
         self.num_updates = 0
         self.last_lr = 0.0
         self._param_dtype = str(param_dtype).removeprefix("torch.")
@@ -100,6 +101,13 @@ class Optimizer:
         self._skipped: list[SkippedUpdate] = []
         self._observed: torch.Tensor | None = None  # [loss, outputs that are not finite]
         self.offloader = Offloader(self._moments, offload)
+
+    def _rate(self, step: int) -> float:
+        """Return the learning rate of an update as a part of `lr`."""
+        factor = self._lr_factor(step)
+        if step < self._warmup_steps:
+            return factor
+        return self._min_lr_ratio + (1 - self._min_lr_ratio) * factor
 
     def _moments(self) -> Iterable[torch.Tensor]:
         states = self.adamw.state.values()
@@ -132,7 +140,7 @@ class Optimizer:
         stay unchanged. Collective.
         """
         norm, factor = clip_factor(self.parameters, max_norm, self.loss_scale)
-        self.last_lr = self._lr * self._lr_factor(self.num_updates)
+        self.last_lr = self._lr * self._rate(self.num_updates)
         for group in self.adamw.param_groups:
             group["lr"] = self.last_lr
         loss, num_nonfinite = self._take_observed()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hybridengine.runtime.failures import CollectiveError
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hybridengine.runtime.failures import CollectiveError, CollectiveGuard
 from hybridengine.sharding.layout import LayoutError
 
 
@@ -24,3 +27,13 @@ class LinkError(CollectiveError):
 
 class CorruptDeltaError(ValueError):
     """A message does not match its header, or its header does not match the engine."""
+
+
+@contextmanager
+def operation(guard: CollectiveGuard, name: str, advice: str = "") -> Iterator[None]:
+    """As `guard.operation`; RankFailedError where a collective fails because of another rank."""
+    try:
+        with guard.operation(name):
+            yield
+    except CollectiveError as error:
+        raise RankFailedError(f"{error} {advice}".rstrip()) from error

@@ -6,15 +6,14 @@ The engine refuses to generate from the first byte of a sync until all ranks hav
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.commit.records import Order
-from hybridengine.reshard.errors import PlanOutdatedError, RankFailedError, ReshardError
+from hybridengine.reshard.errors import PlanOutdatedError, ReshardError, operation
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
@@ -44,7 +43,7 @@ from hybridengine.runtime.all_ranks import (
     run_on_all_ranks,
 )
 from hybridengine.runtime.device import DeviceProgress
-from hybridengine.runtime.failures import CollectiveError, CollectiveGuard, machine_id
+from hybridengine.runtime.failures import CollectiveGuard, machine_id
 from hybridengine.sharding.adapter import Adapter, adapters_of_factors
 from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.layout import EngineLayout, LayoutError
@@ -52,6 +51,9 @@ from hybridengine.sharding.shards import ShardSpec
 from hybridengine.sharding.weight_target import HasTarget, WeightTarget, target_of
 
 _NEXT = -1  # in place of a version: the next one
+_AFTER_FAILURE = (
+    "The engine's weights are partially updated: restart the failed ranks and sync again."
+)
 
 
 class Resharder:
@@ -74,6 +76,9 @@ class Resharder:
     changes: function that returns, for the parameters that the optimizer keeps track of, what
       changed since its last call; None where that is not known. A write to these parameters by
       anything else, or a second reader of the changes, makes the next sync move everything.
+    timeout_s: how long the other ranks may take in a collective of plan and syncs; a rank that
+      stalls, or is stopped, is named then. None, and at most: the process groups' own timeouts.
+      NCCL groups without a CPU backend keep theirs.
 
     The plan is computed once, verified to be equal on all ranks by its digest, and reused by every
     `sync()`. Raises LayoutError on every rank if any rank detects a problem.
@@ -88,19 +93,34 @@ class Resharder:
         merge: bool = True,
         delta: DeltaMode = "auto",
         changes: ReadChanges | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         check_mode(delta)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.engine = target = target_of(engine)
+        self.engine: WeightTarget = target_of(engine)
         self._trained = TrainedTensors(parameters, adapters, merge)
-        self._guard = CollectiveGuard(self.rank, self.world_size)
+        self._guard = CollectiveGuard(
+            self.rank, self.world_size, timeout_s=timeout_s, groups=self._trained.groups
+        )
+        comparing = self._guard.collective("comparing models and engines")
+        with operation(self._guard, "planning the syncs"), comparing:
+            self._make_plan(bucket_bytes, delta, changes, timeout_s)
+
+    # Planning
+
+    def _make_plan(
+        self, bucket_bytes: int | None, delta: DeltaMode, changes: ReadChanges | None,
+        timeout_s: float | None,
+    ) -> None:  # fmt: skip
+        """Plan with the other ranks and connect to them."""
         specs = run_on_all_ranks(partial(self._trained.read_specs, self.world_size), LayoutError)
         specs = unite_holders(specs)
         shards = self._trained.shards.values()
         self._device = next((t.device for t in shards), torch.device("cpu"))
-        self._progress = DeviceProgress(self._guard, self._device)
+        self._progress = DeviceProgress(self._guard, self._device, limit_s=timeout_s)
         defaults = all_gather_values(default_bucket_bytes(self._device), int)
         size = min(defaults) if bucket_bytes is None else bucket_bytes
+        target = self.engine
         self._layout = target.layout.with_full_tensors(self._trained.factors)
         layouts = self._gather_layouts()
         nodes = all_gather_values(self.rank // ranks_per_node(self.world_size), int)
@@ -139,8 +159,6 @@ class Resharder:
         shard_bytes = sum(shard.nbytes for shard in self._trained.shards.values())
         sizes = self.plan.bytes_received, all_gather_values(shard_bytes, int)
         return delta_pays(*sizes, self.plan.bytes_needed, measure(self._device))
-
-    # Planning
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
@@ -196,19 +214,6 @@ class Resharder:
     def _next_version(self) -> int:
         return (self.engine.weight_version or 0) + 1
 
-    @contextmanager
-    def _operation(self, version: int | None) -> Iterator[None]:
-        """The collectives of one sync. RankFailedError where one fails because of another rank."""
-        to = self._next_version if version is None else version
-        try:
-            with self._guard.operation(f"the sync to version {to}"):
-                yield
-        except CollectiveError as error:
-            raise RankFailedError(
-                f"{error} The engine's weights are partially updated: restart the failed ranks and "
-                "sync again."
-            ) from error
-
     def sync(self, version: int | None = None, *, verify: bool = False) -> SyncReport:
         """Write the current parameters into the engine and set its weight version.
 
@@ -219,11 +224,13 @@ class Resharder:
         Raises LayoutError on every rank, before anything moves, if the engine differs from the plan
         or cannot take weights now (running requests, sleep); PlanOutdatedError if the parameters
         differ from the plan; ReshardError on every rank if a checksum differs; RankFailedError if
-        another rank is killed, fails, or stalls for the process group's timeout. After an error
-        during the transfer the engine refuses to generate until the next complete sync.
+        another rank is killed, fails, or stalls for `timeout_s`. After an error during the
+        transfer the engine refuses to generate until the next complete sync.
         """
         started = time.perf_counter()
-        with self._operation(version), torch.no_grad():
+        to = self._next_version if version is None else version
+        name = f"the sync to version {to}"
+        with operation(self._guard, name, _AFTER_FAILURE), torch.no_grad():
             version, intact = self._start(version)
             self._engine_state = None  # until this sync is complete
             found = self._finder.find(intact) if self._finder else None

@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from hybridengine.reshard.commit.coordinator import Coordinator, EngineStatus
 from hybridengine.reshard.commit.records import EngineInfo, Generations, Order, SyncStore, Transfer
-from hybridengine.reshard.errors import LinkError, PlanOutdatedError, RankFailedError, ReshardError
+from hybridengine.reshard.errors import (
+    LinkError,
+    PlanOutdatedError,
+    RankFailedError,
+    ReshardError,
+    operation,
+)
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
@@ -114,13 +120,15 @@ class WeightSender:
         self._guard = CollectiveGuard(
             self.rank, self.world_size, timeout_s=timeout_s, groups=self._trained.groups
         )
-        specs = run_on_all_ranks(partial(self._trained.read_specs, self.world_size), LayoutError)
-        self._specs = unite_holders(specs)
-        self._placements = self._trained.placements
-        shards = self._trained.shards.values()
-        self._device = next((t.device for t in shards), torch.device("cpu"))
-        self._trainers = all_gather_values(this_process(), str)
-        self._devices = all_gather_values(device_id(self._device), str)
+        comparing = self._guard.collective("comparing trainers")
+        with operation(self._guard, "making the sender"), comparing:
+            read_specs = partial(self._trained.read_specs, self.world_size)
+            self._specs = unite_holders(run_on_all_ranks(read_specs, LayoutError))
+            self._placements = self._trained.placements
+            shards = self._trained.shards.values()
+            self._device = next((t.device for t in shards), torch.device("cpu"))
+            self._trainers = all_gather_values(this_process(), str)
+            self._devices = all_gather_values(device_id(self._device), str)
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
             self._coordinator = Coordinator(self._store, num_engines, self._trainers, timeout_s)

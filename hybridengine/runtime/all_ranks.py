@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hybridengine.errors import ModelError
 from hybridengine.runtime.messages import decode, encode
+from hybridengine.runtime.signed_store import sign, verified
 
 T = TypeVar("T")
 
@@ -22,19 +23,19 @@ _SIZE_BYTES = 8
 def all_gather_values(value: T, expected: Any, group: Any = None) -> list[T]:
     """Return the value of every rank, of type `expected` (see `messages`). Collective.
 
-    group: of the ranks; None: the default group.
+    group: of the ranks; None: the default group. Messages are signed (see `signed_store`).
     """
     group = group or dist.group.WORLD
     if group.size() == 1:
         return [value]
-    message = encode(value)
+    message = sign(f"gathered/{group.rank()}", encode(value))
     blocks = _all_gather_bytes(_block(message), group)
     sizes = [int.from_bytes(block[:_SIZE_BYTES].tobytes(), "little") for block in blocks]
     messages = blocks[:, _SIZE_BYTES:]
     if (longest := max(sizes)) > _BLOCK_BYTES - _SIZE_BYTES:
         messages = _all_gather_bytes(message.ljust(longest, b"\0"), group)
     pairs = enumerate(zip(messages, sizes, strict=True))
-    return [decode(m[:size].data, expected, f"the message of rank {r}") for r, (m, size) in pairs]
+    return [_read("gathered", rank, m[:size].data, expected) for rank, (m, size) in pairs]
 
 
 def broadcast_value(value: T | None, expected: Any, source: int = 0, group: Any = None) -> T:
@@ -44,7 +45,9 @@ def broadcast_value(value: T | None, expected: Any, source: int = 0, group: Any 
     """
     group = group or dist.group.WORLD
     is_source = group.rank() == source
-    message = encode(value) if is_source and group.size() > 1 else b""
+    message = b""
+    if is_source and group.size() > 1:
+        message = sign(f"broadcast/{source}", encode(value))
     if group.size() > 1:
         block = _broadcast_bytes(_block(message), source, group)
         size = int.from_bytes(block[:_SIZE_BYTES].tobytes(), "little")
@@ -53,8 +56,13 @@ def broadcast_value(value: T | None, expected: Any, source: int = 0, group: Any 
             data = _broadcast_bytes(message or bytes(size), source, group)
     if is_source:
         return value  # type: ignore[return-value]
-    received: T = decode(data.data, expected, f"the message of rank {source}")
+    received: T = _read("broadcast", source, data.data, expected)
     return received
+
+
+def _read(kind: str, rank: int, signed: memoryview, expected: Any) -> Any:
+    what = f"the message of rank {rank}"
+    return decode(verified(f"{kind}/{rank}", signed, what), expected, what)
 
 
 def _block(message: bytes) -> bytes:

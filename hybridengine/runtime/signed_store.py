@@ -1,8 +1,9 @@
-"""Values in a `torch.distributed` store that only processes of this run can write.
+"""Messages, and values in a `torch.distributed` store, that only processes of this run can make.
 
-Everybody who reaches such a store can write to it. Each value of ours therefore carries an HMAC
-over its key and its bytes, with a key that the launcher hands out in HYBRIDENGINE_SECRET. A value
-that was not signed, or was signed for another key, is refused.
+Everybody who reaches a store can write to it, and who is between machines can send. Each message of
+ours therefore carries an HMAC over its name and its bytes, with a key that the launcher hands out
+in HYBRIDENGINE_SECRET. One that was not signed, or was signed for another name, is refused. The
+name of a value is its key in the store.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch.distributed as dist
 from hybridengine.errors import UserError
 from hybridengine.runtime.messages import MessageError, decode, encode
 
-__all__ = ["SECRET", "SignedStore", "check_secret", "new_secret", "share_secret"]
+__all__ = [
+    "SECRET", "SignedStore", "check_secret", "new_secret", "share_secret", "sign", "verified"
+]  # fmt: skip
 
 SECRET = "HYBRIDENGINE_SECRET"  # of the environment
 _MIN_LENGTH = 16  # characters of a secret
@@ -70,12 +73,38 @@ def _secret(is_required: bool) -> bytes:
     return os.environ.get(SECRET, "").encode()
 
 
-class SignedStore:
-    """The values under `name` in a `torch.distributed` store.
+def sign(name: str, message: bytes, is_required: bool = False) -> bytes:
+    """Return the message behind its HMAC; name: what it is, which the reader knows.
 
-    is_required: whether a secret is. Without one, values of a single world are checked for
+    is_required: whether a secret is. Without one, messages of a single world are checked for
     accidental changes only.
     """
+    return _mac(name, message, is_required) + message
+
+
+def verified(name: str, signed: Any, what: str, is_required: bool = False) -> Any:
+    """Return the message of `sign`, of the same kind as `signed`, bytes or another buffer.
+
+    what: names the message in the MessageError that is raised where it is not of this run.
+    """
+    mac, message = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(name, message, is_required)):
+        raise MessageError(
+            f"rank {_rank()}: {what} was refused: it is not signed by the {SECRET} of this "
+            "process. Either a process of the run has another one, or it is from somebody else"
+        )
+    return message
+
+
+def _mac(name: str, message: Any, is_required: bool) -> bytes:
+    key = name.encode()
+    mac = hmac.new(_secret(is_required), len(key).to_bytes(4, "little") + key, "sha256")
+    mac.update(message)
+    return mac.digest()
+
+
+class SignedStore:
+    """The values under `name` in a `torch.distributed` store. is_required: as `sign`."""
 
     def __init__(self, store: dist.Store, name: str, is_required: bool = True) -> None:
         # Any: torch's stubs know neither values of bytes nor `clone`.
@@ -120,23 +149,15 @@ class SignedStore:
         return dist.PrefixStore(name, self._store)
 
     def _signed(self, key: str, value: object) -> bytes:
-        message = zlib.compress(encode(value), 1)
-        return self._mac(key, message) + message
+        return sign(self._place(key), zlib.compress(encode(value), 1), self._is_required)
 
     def _verified(self, key: str, signed: bytes, expected: Any) -> Any:
-        mac, message = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
-        what = f"rank {_rank()}: the value of {self.name}/{key} in the rendezvous store"
-        if not hmac.compare_digest(mac, self._mac(key, message)):
-            raise MessageError(
-                f"{what} was refused: it is not signed by the {SECRET} of this process. Either a "
-                "process of the run has another one, or somebody else writes to the store"
-            )
-        return decode(zlib.decompress(message), expected, what)
+        what = f"the value of {self._place(key)} in the rendezvous store"
+        message = verified(self._place(key), signed, what, self._is_required)
+        return decode(zlib.decompress(message), expected, f"rank {_rank()}: {what}")
 
-    def _mac(self, key: str, message: bytes) -> bytes:
-        name = f"{self.name}/{key}".encode()
-        sized = len(name).to_bytes(4, "little") + name + message
-        return hmac.digest(_secret(self._is_required), sized, "sha256")
+    def _place(self, key: str) -> str:
+        return f"{self.name}/{key}"
 
 
 def _rank() -> str:

@@ -1,4 +1,4 @@
-"""Log the metrics of every step, under verl's names, to console, jsonl, tensorboard and wandb."""
+"""Log the metrics of every step, under verl's names, to console, files and services."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ _CONSOLE = (
 
 def check_loggers(loggers: Sequence[str]) -> None:
     """Raise ConfigError for a logger whose package is missing."""
-    if "wandb" in loggers and find_spec("wandb") is None:
-        raise ConfigError(
-            "trainer.logger names wandb, which is not installed; pip install wandb, or leave it out"
-        )
+    for name in ("wandb", "mlflow"):
+        if name in loggers and find_spec(name) is None:
+            raise ConfigError(
+                f"trainer.logger names {name}, which is not installed; pip install {name}, or "
+                "leave it out"
+            )
 
 
 class MetricsLogger(ExitStack):
@@ -50,7 +52,7 @@ class MetricsLogger(ExitStack):
     `<dir>/tensorboard/`.
 
     first_step: the step after which a resumed run continues; later entries are removed.
-    run: of wandb, the run's project, name and config.
+    run: of wandb and MLflow, the run's project, name and config.
 
     Attributes:
         history: everything logged, one row per `log`, for the learning curves.
@@ -88,6 +90,13 @@ class MetricsLogger(ExitStack):
             wandb_run = wandb.init(dir=str(dir), **run)
             self.callback(wandb_run.finish)
             self._writers.append(lambda step, values: wandb_run.log(values, step=step))
+        if "mlflow" in loggers:
+            import mlflow
+
+            mlflow.set_experiment(run["project"])
+            self.enter_context(mlflow.start_run(run_name=run["name"]))
+            mlflow.log_dict(run["config"], "config.json")
+            self._writers.append(lambda step, values: mlflow.log_metrics(_plain(values), step=step))
         if "console" in loggers:
             self._writers.append(self._print)
 
@@ -137,6 +146,11 @@ def _read_row(line: bytes) -> dict[str, Any] | None:
         return row if isinstance(row["step"], int) else None
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def _plain(values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under names without the @ that MLflow refuses, as verl writes them."""
+    return {name.replace("@", "_at_"): value for name, value in values.items()}
 
 
 def _by_source(values: Mapping[str, float]) -> list[tuple[str, float]]:

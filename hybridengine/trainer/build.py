@@ -188,7 +188,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
             "enforce_eager": rollout.enforce_eager,
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
             "enable_prefix_caching": rollout.enable_prefix_caching,
-            "max_num_batched_tokens": rollout.max_num_batched_tokens,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
             # bfloat16 logits would change probabilities more than all other layers together
             "hf_overrides": {"head_dtype": "float32"},
             **rollout.engine_kwargs.vllm,

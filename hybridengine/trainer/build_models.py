@@ -83,6 +83,7 @@ def build_optimizer(
         betas=optim.betas,
         weight_decay=optim.weight_decay,
         schedule=optim.lr_scheduler_type,
+        min_lr_ratio=optim.min_lr_ratio,
         warmup_steps=rate.warmup_steps(steps),
         total_steps=steps,
         param_dtype=getattr(torch, config.sharding.dtype),

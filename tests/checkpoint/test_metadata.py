@@ -57,10 +57,19 @@ def test_metadata_that_runs_code_is_refused(folder: Path, tmp_path: Path) -> Non
         assert not ran.exists(), what
 
 
-def test_entries_that_torch_would_unpickle_are_refused(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (BytesStorageMetadata(), "BytesStorageMetadata"),
+        (torch.Size([2]), "'actor/model/ids' is not a tensor"),  # of a class that is admitted
+    ],
+)
+def test_entries_that_torch_would_unpickle_are_refused(
+    folder: Path, entry: object, message: str
+) -> None:
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    metadata.state_dict_metadata["actor/model/ids"] = BytesStorageMetadata()
-    with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
+    metadata.state_dict_metadata["actor/model/ids"] = entry
+    with pytest.raises(CheckpointError, match=message):
         _write_and_read(folder, metadata)
 
 

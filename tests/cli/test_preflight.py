@@ -12,7 +12,12 @@ from safetensors.torch import load_file, save_file
 from hybridengine.checkpoint.folders import partial_folder, publish
 from hybridengine.config import ConfigError, load_config, load_sft_config
 from hybridengine.model.validation import check_model, check_weights, longest_sequence
-from hybridengine.preflight_engine import check_device_memory, check_head_size, resident_bytes
+from hybridengine.preflight_engine import (
+    check_device_memory,
+    check_head_size,
+    check_model_in_engine,
+    resident_bytes,
+)
 from hybridengine.rollout.vllm.environment import CPU_HEAD_SIZES
 from hybridengine.trainer.plan import start_of
 from tests.cli.conftest import refusal
@@ -212,8 +217,11 @@ def test_head_sizes_of_vllms_attention_on_a_cpu(monkeypatch):
     model = tiny_config("llama")
     check_head_size(model)
     model.head_dim = 48
+    required = ["model.path=m", "data.train_files=f"]
+    check_model_in_engine(load_config(None, [*required, "rollout.name=hf"]), model)
+    config = load_config(None, [*required, "rollout.name=vllm"])
     with pytest.raises(ConfigError, match=r"no heads of size 48.*set rollout.name=hf"):
-        check_head_size(model)
+        check_model_in_engine(config, model)
 
 
 def test_engine_options_need_vllm(dry_run):

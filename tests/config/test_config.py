@@ -9,6 +9,7 @@ import pytest
 from hybridengine.config import (
     PPO,
     ConfigError,
+    ConfigNote,
     GRPOConfig,
     SFTConfig,
     config_to_yaml,
@@ -124,7 +125,7 @@ def test_null_falls_back_to_other_keys():
         ("model.trust_remote_code=1", "trust_remote_code is 1: input should be a valid boolean"),
         ("data.truncation=middle", "input should be 'error', 'left' or 'right'"),
         ("rollout.name=vlm", "should be 'auto', 'vllm' or 'hf'"),
-        ("trainer.logger=[console,mlflow]", "'mlflow'.: input should be 'console', 'jsonl'"),
+        ("trainer.logger=[console,swanlab]", "'swanlab'.: input should be 'console', 'jsonl'"),
         ("data=null", "data .* is a group of keys, not None"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas is .0.9.: field required"),
         ("actor.optim.betas=[0.9, 1.5]", "betas is .0.9, 1.5.: input should be less than"),
@@ -389,3 +390,21 @@ def test_mappings_with_free_keys():
     }
     assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
     assert load().rollout.engine_kwargs.vllm == {}
+
+
+def test_a_folder_to_resume_from_that_is_not_read_is_noted():
+    with pytest.warns(ConfigNote, match=r"resume_from_path is x, which trainer.resume_mode=auto"):
+        load_config(None, [*NEEDED, "trainer.resume_from_path=x"])
+    with pytest.raises(ConfigError, match=r"path, which needs a folder in trainer"):
+        load_config(None, [*NEEDED, "trainer.resume_mode=path"])
+
+
+def test_a_prompt_that_is_not_processed_in_chunks_fits_a_forward_pass():
+    long = [*NEEDED, "rollout.max_model_len=10000"]
+    whole = [*long, "rollout.enable_chunked_prefill=false"]
+    assert load_config(None, long).max_num_batched_tokens == 8192
+    assert load_config(None, whole).max_num_batched_tokens == 10000
+    short = [*whole, "rollout.max_model_len=2000"]
+    assert load_config(None, short).max_num_batched_tokens == 8192
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 9000, less than the longest"):
+        load_config(None, [*whole, "rollout.max_num_batched_tokens=9000"])

@@ -109,10 +109,13 @@ def test_the_operands_of_16_bit_products(monkeypatch, dtype, bias_dtype):
 
     hidden, weight, bias = draw(12, 16).to(dtype), draw(29, 16).to(dtype), draw(29)
     bias = bias.to(bias_dtype or dtype)
-    expected = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double())
-    expected = expected.log_softmax(1).gather(1, IDS[:, None])[:, 0]
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double())
+    expected = logits.log_softmax(1).gather(1, IDS[:, None])[:, 0]
     monkeypatch.setattr(module, "native", lambda: Native)
     for layout in LAYOUTS[:3]:
+        out = torch.empty(12, 29)
+        module.mixed_gemm(out, layout(hidden), layout(weight), spread(bias))
+        torch.testing.assert_close(out.double(), logits, rtol=1e-5, atol=1e-5)
         for rows in (12, 0):
             log_probs, _ = he.linear_token_log_probs(
                 layout(hidden)[:rows], layout(weight), IDS[:rows], bias=spread(bias)

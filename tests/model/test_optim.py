@@ -10,16 +10,21 @@ from hybridengine.model import Optimizer
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
+    ("schedule", "least", "expected"),
     [
-        ("constant", [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
-        ("cosine", [0.0, 0.5, 1.0, 0.853553, 0.5, 0.146447]),
+        ("constant", 0.0, [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", 0.0, [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", 0.0, [0.0, 0.5, 1.0, 0.853553, 0.5, 0.146447]),
+        ("constant", 0.1, [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", 0.2, [0.0, 0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ("cosine", 0.1, [0.0, 0.5, 1.0, 0.868198, 0.55, 0.231802, 0.1]),  # as verl's schedule
     ],
 )
-def test_schedules(schedule, expected):
+def test_schedules(schedule, least, expected):
     model = torch.nn.Linear(2, 2)
-    optimizer = Optimizer(model, lr=1.0, schedule=schedule, warmup_steps=2, total_steps=6)
+    optimizer = Optimizer(
+        model, lr=1.0, schedule=schedule, min_lr_ratio=least, warmup_steps=2, total_steps=6
+    )
     rates = []
     for _ in expected:
         model(torch.ones(1, 2)).sum().backward()

@@ -59,7 +59,7 @@ def trainer_body(rank: int, world_size: int, port: int, merge: bool) -> dict:
         adapters=lambda: adapters, merge=merge, timeout_s=TIMEOUT_S,
     )  # fmt: skip
     sent, states = [], []
-    for version in (1, 2, 3):
+    for version in (1, 2, 3, 4):
         for name, adapter in factors(version).items():
             for ours, new in (
                 (adapters[name].left, adapter.left),
@@ -80,7 +80,7 @@ class AdaptedEngine(MemoryEngine):
 
 
 def engine_body(rank: int, world_size: int, port: int, index: int, merge: bool) -> dict:
-    """Engine 1 gets a wrong bit in the sync to version 2."""
+    """Engine 1 gets a wrong bit in the sync to version 2; engine 0 sleeps before version 4."""
     engine = AdaptedEngine(fused_layout(SHAPES, 0, 1), 0, 1)
     store = link_store(port)
     receiver = WeightReceiver(engine, store, index=index, timeout_s=TIMEOUT_S)
@@ -90,9 +90,13 @@ def engine_body(rank: int, world_size: int, port: int, index: int, merge: bool) 
         copy(table, sources, destinations)
         destinations[0].view(-1)[0] += 1
 
-    for version in (1, 2, 3):
+    for version in (1, 2, 3, 4):
         while not receiver.pending():
             time.sleep(0.01)
+        if (index, version) == (0, 4):
+            engine.discarded = True
+            for tensor in engine.tensors.values():
+                tensor.data.fill_(float("nan"))
         CopyTable.copy = damaging if (index, version) == (1, 2) else copy
         errors.append(message_of(receiver.receive))
         if errors[-1] != "no error":
@@ -120,12 +124,14 @@ def test_adapters_and_checksums(merge: bool, over: str) -> None:
         (trainer_body, 2, merge), (engine_body, 1, 0, merge), (engine_body, 1, 1, merge), over=over
     ) as (_, trainers, good, damaged):
         of_trainers, (of_good,), (of_damaged,) = (w.results() for w in (trainers, good, damaged))
-    assert of_good["right"] == [True] * 3 and of_good["errors"] == ["no error"] * 3
+    assert of_good["right"] == [True] * 4 and of_good["errors"] == ["no error"] * 4
     text = of_damaged["errors"][1]
     assert text.startswith(f"{ReshardError.__name__}: the checksum of engine tensor")
-    assert "on rank 0 of engine 1 differs" in text and of_damaged["errors"][::2] == ["no error"] * 2
-    assert of_damaged["right"] == [True, False, True]
-    first, second, third = (sum(rank["sent"][i] for rank in of_trainers) for i in range(3))
+    assert "on rank 0 of engine 1 differs" in text
+    assert of_damaged["errors"][:1] + of_damaged["errors"][2:] == ["no error"] * 3
+    assert of_damaged["right"] == [True, False, True, True]
+    first, second, third, fourth = (sum(rank["sent"][i] for rank in of_trainers) for i in range(4))
     assert second < first, "frozen weights travel once"
     assert third == first, "an engine that was dropped gets all weights again"
-    assert of_trainers[0]["states"] == [["live"] * 2, ["live", "dropped"], ["live"] * 2]
+    assert fourth == first, "an engine whose weights were discarded gets all of them again"
+    assert of_trainers[0]["states"] == [["live"] * 2, ["live", "dropped"], *[["live"] * 2] * 2]

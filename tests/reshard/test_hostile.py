@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from datetime import timedelta
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import RankFailedError, ReshardError
+from hybridengine.reshard import RankFailedError, Resharder, ReshardError
 from hybridengine.rollout import SamplingSpec
+from hybridengine.runtime.failures import process_state, this_process
+from hybridengine.runtime.polling import wait_for
 from hybridengine.sharding import LayoutError, StaleWeightsError
-from tests.ranks import message_of, run_ranks
+from tests.ranks import Ranks, message_of, run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, mesh_of, shard, values
 
 pytestmark = pytest.mark.multirank
@@ -186,6 +190,60 @@ def test_a_rank_that_fails_in_the_middle_is_named(how: str, transport: str) -> N
             assert "tests/reshard/test_hostile.py:" in message
         else:
             assert "rank 1 was killed or stalled" in message
+
+
+def stopped_body(rank: int, world_size: int, where: str, transport: str) -> list[str]:
+    """Rank 1 is stopped as it plans, as it starts a sync, or as it packs a bucket."""
+    engine, shards, resharder = build(SHAPES, 2, full=values(SHAPES), transport=transport)
+    resharder.sync(1)
+    store = dist.distributed_c10d._get_default_store()
+    packing = resharder._mover.dense.exchanges[0].pack
+
+    def stop_rank1() -> None:
+        if rank == 1:
+            store.set("test/process", this_process())
+            os.kill(os.getpid(), signal.SIGSTOP)
+        process = store.get("test/process").decode()
+        wait_for(lambda: True if process_state(process) == "stopped" else None)
+
+    class Stopping(type(packing)):
+        def copy(self, *tensors):
+            stop_rank1()
+            super().copy(*tensors)
+
+    def read() -> dict[str, torch.Tensor]:
+        stop_rank1()
+        return shards
+
+    if where == "plan":
+        message = message_of(lambda: Resharder(read, engine, timeout_s=1))
+    else:
+        resharder._guard._timeout_s = 1  # after what has to finish in time
+        if where == "start":
+            resharder._trained._read_parameters = read
+        else:
+            packing.__class__ = Stopping
+        message = message_of(lambda: resharder.sync(2))
+    return [message, message_of(lambda: engine.generate([[1]], SamplingSpec(), seed=0))]
+
+
+@pytest.mark.parametrize(
+    ("where", "transport", "place"),
+    [
+        ("plan", "pull", "planning the syncs while comparing models and engines"),
+        ("start", "pull", "the sync to version 2 while agreeing to start"),
+        ("transfer", "pull", "the sync to version 2 while exchanging bucket 1 of"),
+        ("transfer", "all-to-all", "the sync to version 2 while exchanging bucket 1 of"),
+    ],
+)
+def test_a_stopped_rank_is_named_after_timeout_s(where: str, transport: str, place: str) -> None:
+    """Not after the process group's timeout, which is as long as the ranks may run."""
+    with Ranks(stopped_body, 2, where, transport) as ranks:
+        message, generate = ranks.results_without(1)[0]
+    assert message.startswith(f"RankFailedError: rank 0 stopped in {place}"), message
+    assert ": rank 1 is stopped (SIGSTOP)" in message
+    stale = "sync to weight version 2 did not finish" in generate
+    assert stale == (where == "transfer")
 
 
 def uncommitted_body(rank: int, world_size: int) -> list:

@@ -5,6 +5,7 @@ It has a real `WeightReceiver` and real weights, so that its log-probs tell the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -19,7 +20,7 @@ SETTINGS = {
     "weight_transfer_config": {"backend": "hybridengine"},
 }
 
-__all__ = ["SETTINGS", "answer_requests", "serve", "serve_model"]
+__all__ = ["SETTINGS", "answer_requests", "digest_of", "serve", "serve_model"]
 
 
 def answer_requests(port: int, routes: dict[str, Any]) -> ThreadingHTTPServer:
@@ -128,8 +129,17 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
             "/shutdown_weight_transfer_engine": lambda body: receivers.clear(),
             "/inference/v1/generate": generate,
             "/generated": lambda body: generated,
+            "/v1/models": {"data": [{"id": model}]},
+            "/weight_checker": lambda body: {
+                name: digest_of(weight) for name, weight in engine.target.weights().items()
+            },
         },
     )
+
+
+def digest_of(weight: torch.Tensor) -> str:
+    data = weight.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()
 
 
 def as_choice(index: int, completion: Any, label: str) -> dict[str, Any]:

@@ -368,6 +368,7 @@ def test_addresses_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) ->
     local = ("127.0.0.1", 29500)
     assert address_for("127.0.0.1", local) == local
     assert address_for("localhost", ("10.1.2.3", 1)) == ("10.1.2.3", 1)
+    assert address_for("0.0.0.0", ("10.1.2.3", 1)) == ("10.1.2.3", 1)  # TRL's default, this host
     with pytest.raises(RolloutError, match=r"the host 'no\.such\.host\.invalid' is unknown"):
         address_for("no.such.host.invalid", local)
     own = "10.9.8.7"

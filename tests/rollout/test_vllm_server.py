@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
+import socket
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybridengine.errors import RolloutError
 from hybridengine.reshard.commit.records import EngineInfo, SyncStore
 from hybridengine.rollout import Completion, InFlightUpdate, SamplingSpec, StaleWeightsError
 from hybridengine.rollout.server import (
@@ -25,7 +32,15 @@ from hybridengine.rollout.server import (
 from hybridengine.runtime.polling import wait_until
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.rollout.version_oracle import logits_by_version
-from tests.rollout.vllm_server import BLOCK, START_S, TIMEOUT_S, expected_digests, metric, serving
+from tests.rollout.vllm_server import (
+    BLOCK,
+    ENTRY,
+    START_S,
+    TIMEOUT_S,
+    expected_digests,
+    metric,
+    serving,
+)
 from tests.tiny_models import save_tiny, tiny_config
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import run_overlapped, update_inside_items
@@ -294,6 +309,56 @@ def vllms_trainer_body(rank: int, world_size: int, model: str, url: str) -> int:
                 parameter.mul_(FACTORS[version])
         engine.send_weights()
     return engine.report.bytes_sent
+
+
+def test_what_a_server_listens_on_and_answers(server: VllmServer, tmp_path: Path) -> None:
+    """One address, the one of --host. HTTP to garbage; valid requests need no key."""
+    first, *_ = (p for p in psutil.Process().children(recursive=True) if ENTRY in p.cmdline())
+    connections = [c for p in (first, *first.children(recursive=True)) for c in p.net_connections()]
+    listening = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    port = int(server.url.rpartition(":")[2])
+
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    for address in listening:
+        for garbage in (bytes(64), b"\xff" * 64, pickle.dumps(Bomb())):
+            with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
+                connection.sendall(garbage)
+                connection.settimeout(1)
+                try:
+                    answer = connection.recv(4096)
+                except (TimeoutError, ConnectionError):
+                    answer = b""
+            is_http = answer.startswith(b"HTTP/1.1 400 Bad Request")
+            assert is_http if address.port == port else answer == b"", (address, garbage, answer)
+    for route in ("/health", "/server_info?config_format=json", "/is_paused", "/metrics"):
+        with urllib.request.urlopen(f"{server.url}{route}", timeout=TIMEOUT_S) as response:
+            assert response.status == 200, route
+    assert server._request("POST", "/pause?mode=wait") is not None
+    assert server._request("GET", "/is_paused") == {"is_paused": True}
+    server._request("POST", "/resume")
+    assert not (tmp_path / "made").exists()
+
+
+def test_packages_of_the_server_that_add_logits_processors(
+    server: VllmServer, slow_file: Path, tp_size: int
+) -> None:
+    """The trainers cannot see them; the worker of the server can."""
+    if tp_size > 1:
+        pytest.skip("vLLM reads one answer of several failed workers: the server is lost then")
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    metadata = slow_file.parent / "biases-1.dist-info"
+    metadata.mkdir()
+    (metadata / "entry_points.txt").write_text("[vllm.logits_processors]\nthree = nowhere:Three\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: biases\nVersion: 1\n")
+    try:
+        with pytest.raises(RolloutError, match=rf"{server.url}.*'three' of biases.*uninstall"):
+            server.join(TrainersStore("127.0.0.1", store.port, "w", TIMEOUT_S))
+    finally:
+        shutil.rmtree(metadata)
 
 
 def test_vllms_own_trainer_interface(server: VllmServer, model: str, tp_size: int) -> None:

@@ -111,13 +111,17 @@ def metric(url: str, name: str) -> float:
 
 
 def expected_digests(
-    model: str, tp_size: int, factor: float, quantized: bool = False
+    model: str,
+    tp_size: int,
+    factor: float,
+    quantized: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, str]:
     """SHA-256 of each weight as vLLM slices a llama over ranks; worked out by hand."""
     from transformers import AutoModelForCausalLM
 
     full = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
-    full = {name: tensor * factor for name, tensor in full.items()}
+    full = {name: (tensor * factor).to(dtype) for name, tensor in full.items()}
     weights = {}
     for rank in range(tp_size):
 
@@ -127,7 +131,7 @@ def expected_digests(
         own = {}
         for name, tensor in full.items():
             if "embed_tokens" in name:  # 101 rows, padded to 128
-                padded = torch.zeros(128, tensor.shape[1])
+                padded = torch.zeros(128, tensor.shape[1], dtype=dtype)
                 padded[:101] = tensor
                 own[name] = padded.chunk(tp_size)[rank]
             elif "norm" in name:

@@ -1,4 +1,7 @@
-"""What a run on one machine listens on, and what those sockets do with the bytes of others."""
+"""What a run on one machine listens on, and what those sockets answer to others.
+
+docs/security.md has the answers as a table; here they are compared.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(len(solution_str))
 """
 INTRUDE = """
-import json, os, pickle, socket, sys
+import json, os, pickle, socket, struct, sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 import psutil
 import torch.distributed as dist
@@ -51,12 +56,36 @@ for process in processes:
         for c in process.net_connections("inet"):
             if c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM:
                 listeners[str(c.laddr)] = (c.laddr.ip, c.laddr.port, " ".join(process.cmdline()))
-for garbage in (b"GET / HTTP/1.1\\r\\n\\r\\n", bytes(64), b"\\xff" * 64, pickle.dumps(Bomb())):
-    for ip, port, _ in listeners.values():
-        with socket.create_connection((ip, port), timeout=10) as connection:
-            connection.sendall(garbage)
-store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False,
-                      timeout=timedelta(seconds=30))
+def answer(to):
+    (ip, port, _), sent = to
+    with socket.create_connection((ip, port), timeout=10) as connection:
+        connection.sendall(sent)
+        connection.settimeout(1)
+        try:
+            return connection.recv(4096).hex()  # "": it closes the connection
+        except TimeoutError:
+            return "silence"
+        except ConnectionError:
+            return ""
+
+GARBAGE = (b"GET / HTTP/1.1\\r\\n\\r\\n", bytes(64), b"\\xff" * 64, pickle.dumps(Bomb()))
+HELLOS = [struct.pack("<Q", number) for number in range(8)]  # of gloo: the number of a pair
+port = int(os.environ["MASTER_PORT"])
+answers = {"store": [], "gloo": []}
+with ThreadPoolExecutor(32) as pool:
+    sent = [(to, x) for to, x in product(listeners.values(), (*GARBAGE, *HELLOS))
+            if not (to[1] == port and x in HELLOS)]
+    for (to, _), got in zip(sent, pool.map(answer, sent)):
+        answers["store" if to[1] == port else "gloo"].append(got)
+store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
+store.set("nobody/x", b"1")
+answers["valid"] = {
+    "list": len(store.list_keys()) > 1,
+    "set, get": store.get("nobody/x").decode(),
+    "add": store.add("nobody/n", 2),
+    "compare_set": store.compare_set("nobody/x", "1", "2").decode(),
+    "delete": store.delete_key("nobody/x"),
+}
 written = []
 for key in store.list_keys():
     if any(part in key for part in ("heartbeat", "process/", "answer/", "question")):
@@ -66,7 +95,8 @@ for key in ("signal", "weights_wanted", "end", "item/99", "finished/99", "receiv
     store.set(f"nobody/{key}", pickle.dumps(Bomb()))
 store.set("hybridengine/0/0/0/failure/0", pickle.dumps(Bomb()))
 store.check(["last"])
-seen = {"listeners": list(listeners.values()), "written": written, "processes": len(processes)}
+seen = {"listeners": list(listeners.values()), "written": written, "processes": len(processes),
+        "answers": answers}
 (HERE / "seen.json").write_text(json.dumps(seen))
 """
 
@@ -122,6 +152,12 @@ def test_others_reach_nothing(
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["written"] and seen["processes"] > num_ranks
     assert "was refused: it is not signed by the HYBRIDENGINE_SECRET" in done.stderr
+    answers = seen["answers"]
+    assert set(answers["gloo"]) <= {"", "silence"}, "gloo says nothing to others"
+    assert set(answers["store"]) <= {"", "silence"}, "nor does torch's store to garbage"
+    # It obeys everybody who speaks its protocol: what it has is signed therefore.
+    expected = {"list": True, "set, get": "1", "add": 2, "compare_set": "2", "delete": True}
+    assert answers["valid"] == expected
     for ip, port, process in seen["listeners"]:
         ours = ip in ("127.0.0.1", "::ffff:127.0.0.1", "::1")
         # torch's own store under torchrun listens on all interfaces; docs/security.md.

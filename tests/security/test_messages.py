@@ -21,16 +21,19 @@ from hybridengine.errors import UserError
 from hybridengine.reshard.commit.records import Holding, PlanInputs, SyncState, SyncStore
 from hybridengine.rollout import SamplingSpec
 from hybridengine.rollout.server.network import has_remote, prepare_network
-from hybridengine.runtime import signed_store
+from hybridengine.runtime import all_ranks, signed_store
+from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value
 from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.runtime.messages import MessageError, decode, encode
 from hybridengine.runtime.roles import Link, Roles
 from hybridengine.runtime.session import _join_start
-from hybridengine.runtime.signed_store import SECRET, SignedStore, share_secret
+from hybridengine.runtime.signed_store import SECRET, SignedStore, share_secret, sign
 from hybridengine.sharding.shards import ShardSpec
 from hybridengine.trainer.critic.channel import Command, End, TrainStep
 from hybridengine.trainer.exchange import Placement
+from hybridengine.trainer.overlap import queue
 from hybridengine.trainer.overlap.queue import EngineQueue, TrainerQueue, WorkItem
+from tests.ranks import message_of, run_ranks
 
 
 class Bomb:
@@ -199,21 +202,53 @@ def test_the_records_of_a_sync(stores: tuple, tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+def exchanging_body(rank: int, world_size: int, forged: str, size: int) -> list[str]:
+    """Exchange values where what rank 1 sends is no message of this run."""
+    if rank == 1 and forged == "other secret":
+        os.environ[SECRET] = "the secret of somebody else"
+    elif rank == 1:
+        all_ranks.sign = (
+            lambda name, message: {  # type: ignore[assignment]
+                "unsigned": message,
+                "one bit": (good := sign(name, message))[:-1] + bytes([good[-1] ^ 1]),
+                "of rank 0": sign(name.replace("1", "0"), message),
+            }[forged]
+        )
+    value = "x" * size
+    return [
+        message_of(lambda: all_gather_values(value, str)),
+        message_of(lambda: broadcast_value(value, str, source=1)),
+        message_of(lambda: broadcast_value(value, str, source=0)),
+    ]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("size", [3, 3000])
+@pytest.mark.parametrize("forged", ["unsigned", "one bit", "of rank 0", "other secret"])
+def test_messages_between_ranks_are_signed(forged: str, size: int) -> None:
+    gathered, of_rank1, of_rank0 = run_ranks(exchanging_body, 2, forged, size)[0]
+    refused = "MessageError: rank 0: the message of rank 1 was refused: it is not signed by"
+    assert gathered.startswith(refused) and of_rank1.startswith(refused)
+    assert of_rank0 == "no error"
+
+
 @pytest.fixture
 def queues(stores: tuple, monkeypatch: pytest.MonkeyPatch) -> tuple[TrainerQueue, EngineQueue]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     roles = Roles(1, trainers_per_node=1, engines_per_node=1, tp_size=1)
 
-    def queue(kind: type, rank: int) -> Any:
+    def make(kind: type, rank: int) -> Any:
         store = SignedStore(stores[0].clone(), "link")
         return kind(Link(roles, roles.role_of(rank), store, 60.0))
 
     with ThreadPoolExecutor(2) as pool:
-        trainer, engine = pool.map(queue, (TrainerQueue, EngineQueue), (0, 1))
+        trainer, engine = pool.map(make, (TrainerQueue, EngineQueue), (0, 1))
     return trainer, engine
 
 
-def test_the_queue_of_rollouts(stores: tuple, queues: tuple, tmp_path: Path) -> None:
+def test_the_queue_of_rollouts(
+    stores: tuple, queues: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs, (trainer, engine) = stores[1], queues
     spec = SamplingSpec(max_tokens=1)
     trainer.submit(WorkItem(0, 0, "train", range(1), [0], spec, 0, 0, receiver=0))
@@ -221,6 +256,13 @@ def test_the_queue_of_rollouts(stores: tuple, queues: tuple, tmp_path: Path) -> 
     engine.pop()
     engine.send(item, [], 0, {})
     assert trainer.receive(trainer.finished(0)) == []
+    monkeypatch.setattr(queue, "sign", lambda name, message, is_required: bytes(32) + message)
+    trainer.submit(WorkItem(1, 1, "train", range(1), [0], spec, 0, 0, receiver=0))
+    item = engine.peek()
+    engine.pop()
+    engine.send(item, [], 0, {})
+    with pytest.raises(MessageError, match="the message of engine 0 was refused: it is not signed"):
+        trainer.receive(trainer.finished(1))
     bomb = pickle.dumps(Bomb(tmp_path / "made"))
     for key, read in {
         "finished/0": lambda: trainer.finished(0),
@@ -230,14 +272,14 @@ def test_the_queue_of_rollouts(stores: tuple, queues: tuple, tmp_path: Path) -> 
         "received/0": engine.release,
         "end": engine.is_ended,
         "writing": engine.link.is_writing,
-        "owner/1": engine.peek,
+        "owner/2": engine.peek,
     }.items():
         put(theirs, f"link/{key}", bomb)
         with pytest.raises(MessageError, match=f"link/{key}"):
             read()
-    theirs.delete_key("link/owner/1")
-    put(theirs, "link/item/1", bomb)
-    with pytest.raises(MessageError, match="link/item/1"):
+    theirs.delete_key("link/owner/2")
+    put(theirs, "link/item/2", bomb)
+    with pytest.raises(MessageError, match="link/item/2"):
         engine.peek()
     assert not (tmp_path / "made").exists()
 

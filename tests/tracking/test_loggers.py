@@ -1,4 +1,4 @@
-"""wandb beside the files, a resumed run's metrics, and what performance figures count."""
+"""Loggers besides the files, a resumed run's metrics, and what performance figures count."""
 
 import json
 import sys
@@ -33,11 +33,29 @@ def test_wandb_gets_every_metric_under_the_runs_names(tmp_path, monkeypatch):
     ]
 
 
-def test_a_missing_wandb_is_said_before_the_run(monkeypatch):
+def test_mlflow_gets_every_metric(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # its artifacts
+    names = {"project": "sums", "name": "first", "config": {"optim": {"betas": (0.9, 0.99)}}}
+    with MetricsLogger(tmp_path, ["mlflow"], Console(), total_steps=2, **names) as metrics:
+        metrics.log(1, {"train/loss": 0.5})
+        metrics.log(2, {"train/loss": 0.25, "val-core/sums/mean@4": 1.0, "bad": float("nan")})
+    [run] = mlflow.search_runs(experiment_names=["sums"], output_format="list")
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 0.25)]
+    assert run.data.metrics["val-core/sums/mean_at_4"] == 1.0
+    config = mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/config.json")
+    assert config == {"optim": {"betas": [0.9, 0.99]}}
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_package_is_reported_before_the_run(name, monkeypatch):
     monkeypatch.setattr("hybridengine.tracking.metrics.find_spec", lambda name: None)
     check_loggers(["console", "jsonl"])
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        check_loggers(["console", "wandb"])
+    with pytest.raises(ConfigError, match=f"pip install {name}"):
+        check_loggers(["console", name])
 
 
 def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):

@@ -87,7 +87,8 @@ def test_a_job_learns_and_reports(tmp_path: Path) -> None:
     assert rates[0] == 0 and max(rates) == rates[6] == 3e-3 and rates[-1] < 3e-4
     for name in ("timing_s/update_actor", "timing_s/step", "perf/throughput", "perf/mfu/actor"):
         assert steps[-1][name] > 0, name
-    model = AutoModelForCausalLM.from_pretrained(folder / "run" / "final", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "run" / "final")
+    assert model.dtype == torch.float32, "final/ follows the run's type"
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -105,7 +106,7 @@ def test_null_val_files_skip_validation(tmp_path: Path) -> None:
         ("data.train_batch_size=500", ["train_batch_size is 500", "only 24"]),
         ("data.max_length=128", ["max_token_len_per_gpu is 64", "max_length 128"]),
         ("data.respones_key=x", ["did you mean data.response_key"]),
-        ("trainer.resume_mode=path", ["resume_mode=path and a folder go together"]),
+        ("trainer.resume_mode=path", ["needs a folder in trainer.resume_from_path"]),
         ("trainer.logger=[wandb]", ["wandb, which is not installed"]),
         ("ulysses_sequence_parallel_size=2", ["does not divide the 1 ranks"]),
         ("engine.strategy=megatron", ["training is FSDP2"]),

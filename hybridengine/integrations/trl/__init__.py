@@ -1,16 +1,17 @@
-"""TRL's log-probs, fused output head and colocated weight sync, by ours.
+"""TRL's log-probs, fused output head and weight sync to vLLM, by ours.
 
     from hybridengine.integrations import trl
 
     trl.patch()  # before a trainer is made; GRPOTrainer, SFTTrainer, DPOTrainer, ... as before
 
-Groups of `patch`, all of them default but `loss`:
+Groups of `patch`, all of them default but `loss` and `async_sync`:
 
 - `log_probs`: the functions of logits, and the autograd function under TRL's fused head.
 - `head`: `add_fused_lm_head`, by which every trainer of TRL computes log-probs and entropy from
   hidden states. Only positions with a label pass through the head.
-- `sync`: the weights of a vLLM engine in the trainers' processes (`vllm_mode="colocate"`).
-
+- `sync`: the weights of a vLLM engine in the trainers' processes (`vllm_mode="colocate"`) or of a
+  server that was started for it (`vllm_mode="server"`).
+- `async_sync`: the weights of the server of `trl.experimental.async_grpo`.
 - `loss`: the loss of GRPOTrainer with its gradient made in the forward; needs `head`.
 
 Losses (without `loss`), advantages and metrics remain TRL's. The functions can be imported from
@@ -30,7 +31,7 @@ from hybridengine.integrations.trl.log_probs import (
     selective_log_softmax_and_entropy,
 )
 from hybridengine.integrations.trl.loss import compute_loss
-from hybridengine.integrations.trl.sync import init_vllm, sync_weights
+from hybridengine.integrations.trl.sync import init_communicator, init_vllm, sync_weights
 
 __all__ = [
     "ChunkedLogProbFunction",
@@ -47,6 +48,10 @@ __all__ = [
 _UTILS = "trl.trainer.utils"
 _GRPO = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 _VLLM = "trl.generation.vllm_generation.VLLMGeneration"
+_CLIENT = "trl.generation.vllm_client.VLLMClient.init_communicator"
+_ASYNC = "trl.experimental.async_grpo"
+_ASYNC_SYNC = f"{_ASYNC}.async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged"
+_ASYNC_INIT = f"{_ASYNC}.weight_transfer.WeightTransferClient.init_weight_transfer"
 
 
 def _init_vllm(self: Any) -> None:
@@ -55,6 +60,23 @@ def _init_vllm(self: Any) -> None:
 
 def _sync_weights(self: Any) -> None:
     sync_weights(self, _PATCHES.original(f"{_VLLM}.sync_weights"))
+
+
+def _init_communicator(self: Any, device: Any = 0) -> None:
+    init_communicator(self, device, _PATCHES.original(_CLIENT))
+
+
+def _sync_weight_merged(self: Any, t0: float) -> tuple[float, float, float]:
+    from hybridengine.integrations.trl.async_grpo import sync_weight_merged
+
+    originals = (_PATCHES.original(target) for target in (_ASYNC_SYNC, _ASYNC_INIT))
+    return sync_weight_merged(self, t0, *originals)
+
+
+def _init_weight_transfer(self: Any) -> None:
+    from hybridengine.integrations.trl.async_grpo import init_weight_transfer
+
+    init_weight_transfer(self, _PATCHES.original(_ASYNC_INIT))
 
 
 def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
@@ -80,6 +102,9 @@ _PATCHES = Patches(
         Replacement(f"{_UTILS}.add_fused_lm_head", add_fused_lm_head, "head"),
         Replacement(f"{_VLLM}._init_vllm", _init_vllm, "sync"),
         Replacement(f"{_VLLM}.sync_weights", _sync_weights, "sync"),
+        Replacement(_CLIENT, _init_communicator, "sync"),
+        Replacement(_ASYNC_SYNC, _sync_weight_merged, "async_sync"),
+        Replacement(_ASYNC_INIT, _init_weight_transfer, "async_sync"),
         Replacement(_GRPO, _compute_loss, "loss"),
     ],
     default_groups=("log_probs", "head", "sync"),

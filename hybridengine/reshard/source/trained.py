@@ -75,6 +75,7 @@ class TrainedTensors:
                 )
         self._read_parameters, self._read_adapters = read_parameters, read_adapters
         self._merge = merge
+        self.parameters: dict[str, torch.Tensor] = {}  # until the first read
 
     def read(self) -> None:
         """Request the current tensors and adapters of the model."""

@@ -152,7 +152,7 @@ class MemoryLink(Link):
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
         ):
             listener.bind(f"\0{name}")
-            listener.listen(len(fed))
+            listener.listen()  # more than come: a connection is refused where the queue is full
             told = _Listener(name, token, offer, self._slot_bytes)
             self._store.set(f"{self._key}/{self.rank}", told)
             deadline, by_member = time.monotonic() + self.timeout_s, dict[int, socket.socket]()

@@ -84,9 +84,14 @@ class VllmServer:
     def check_health(self) -> None:
         self._request("GET", "/health", timeout_s=_SHORT_TIMEOUT_S)
 
+    def settings(self) -> dict[str, Any]:
+        """Return vLLM's configuration of the server."""
+        info: dict[str, Any] = self._request("GET", "/server_info?config_format=json")
+        return dict(info["vllm_config"])
+
     def check_settings(self, max_model_len: int) -> None:
         """Raise RolloutError if the server lacks an option, or is for shorter sequences."""
-        info = self._request("GET", "/server_info?config_format=json")["vllm_config"]
+        info = self.settings()
         model, transfer = info["model_config"], info["weight_transfer_config"] or {}
         if transfer.get("backend") != BACKEND or model["logprobs_mode"] != "processed_logprobs":
             raise RolloutError(
@@ -118,11 +123,12 @@ class VllmServer:
     def join(self, store: TrainersStore) -> None:
         """Make its workers an engine of the weight sync; replaces what they joined before.
 
-        Raises RolloutError where they cannot, such as a model that differs from the trained one.
+        Raises RolloutError where they cannot, such as a model that differs from the trained one, or
+        packages in their environment that add logits processors.
         """
-        info = {"index": self.index, **vars(store)}
+        info = {"index": self.index, "samples": True, **vars(store)}
         try:
-            self._request("POST", "/init_weight_transfer_engine", {"init_info": info})
+            self.init_weight_transfer_engine(info)
         except ServerLostError as error:
             raise RolloutError(str(error)) if error.status else error from None
 
@@ -134,11 +140,32 @@ class VllmServer:
         from ones that are computed again. Where the update fails the server stays paused, as its
         weights may be partially updated.
         """
+        self.pause(keep_kv)
+        self.start_weight_update()
+        self.update_weights({"version": version})
+        self.finish_weight_update(label)
+        self.resume()
+
+    def pause(self, keep_kv: bool | None) -> None:
+        """Let new requests wait; what running ones do: see `update`."""
         self._request("POST", f"/pause?{_PAUSES[keep_kv]}")
-        self._request("POST", "/start_weight_update")
-        self._request("POST", "/update_weights", {"update_info": {"version": version}})
-        self._request("POST", "/finish_weight_update", {"weight_version": label})
+
+    def resume(self) -> None:
         self._request("POST", "/resume")
+
+    # The four calls of vLLM's `VLLMWeightSyncClient`
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        self._request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._request("POST", "/start_weight_update")
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        self._request("POST", "/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._request("POST", "/finish_weight_update", {"weight_version": weight_version})
 
     def leave(self) -> None:
         """End its connections to the trainers."""

@@ -65,9 +65,10 @@ def _remote_hosts(urls: Sequence[str]) -> list[str]:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+        address = ipaddress.ip_address(socket.gethostbyname(host))
     except OSError as error:
         raise RolloutError(f"rollout.servers: the host {host!r} is unknown ({error})") from None
+    return address.is_loopback or address.is_unspecified  # a client reaches itself at 0.0.0.0
 
 
 def _own_address_towards(host: str) -> str:

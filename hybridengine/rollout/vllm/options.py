@@ -211,8 +211,11 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
         raise ValueError("; ".join(faults))
 
 
-def check_plugins() -> None:
-    """Raise ConfigError if installed packages add logits processors to every engine of vLLM."""
+def check_plugins(advice: str = "uninstall these packages, or set rollout.name=hf") -> None:
+    """Raise ConfigError if packages installed here add logits processors to every engine of vLLM.
+
+    advice: what to do then.
+    """
     found = [
         f"{entry.name!r} of {entry.dist.name if entry.dist else entry.value}"
         for entry in entry_points(group="vllm.logits_processors")
@@ -220,6 +223,5 @@ def check_plugins() -> None:
     if found:
         raise ConfigError(
             f"vLLM loads the logits processors {', '.join(sorted(found))} from installed packages, "
-            "which would sample from another distribution than the one that is trained; uninstall "
-            "these packages, or set rollout.name=hf"
+            f"which would sample from another distribution than the one that is trained; {advice}"
         )

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from hybridengine.reshard import WeightReceiver
 from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
+from hybridengine.rollout.vllm.options import check_plugins
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.seeds import request_generators
 from hybridengine.rollout.vllm.weights import ModelWeights
@@ -32,13 +33,15 @@ _CONNECT_TIMEOUT = timedelta(seconds=30)
 @dataclass
 class StoreInfo(WeightTransferInitInfo):
     """host, port: of a `TCPStore`. prefix: of the trainers' keys in it. index: number of this
-    server among the engines. timeout_s: as `WeightReceiver`."""
+    server among the engines. timeout_s: as `WeightReceiver`. samples: whether the trainers train on
+    what this server samples, which must then be of the model's own distribution."""
 
     host: str
     port: int
     prefix: str
     index: int
     timeout_s: float = 300.0
+    samples: bool = False
 
 
 class ServerWorker:
@@ -62,8 +65,13 @@ class ServerWorker:
         return self._receiver is not None
 
     def join(self, info: StoreInfo) -> None:
-        """Become an engine of the trainers at a store; collective over the server's workers."""
+        """Become an engine of the trainers at a store; collective over the server's workers.
+
+        Raises ConfigError where packages installed here change the distribution that is sampled.
+        """
         self.leave()
+        if info.samples:
+            check_plugins("uninstall these packages where the server runs")
         store = dist.TCPStore(
             info.host, info.port, is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False
         )
@@ -83,6 +91,10 @@ class ServerWorker:
                 f"update_weights was called for version {version}, but the trainers synced to "
                 f"version {report.version}; call it again for the next sync"
             )
+
+    def discard_weights(self) -> None:
+        """Refuse to generate until the next sync, which then writes frozen weights too."""
+        self._weights.discarded = True
 
     def leave(self) -> None:
         """End the connections to trainers; the weights stay as they are."""

@@ -30,7 +30,7 @@ from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.geometry import contiguous_strides
 from hybridengine.sharding.layout import LayoutError
 
-__all__ = ["SenderArguments", "sender_arguments"]
+__all__ = ["SenderArguments", "module_arguments", "sender_arguments"]
 
 _OF_MODULES = ("ModuleSource", "DTensorModuleSource")
 _EXPECTED = (
@@ -57,7 +57,7 @@ def sender_arguments(source: Any) -> SenderArguments:
         module = getattr(source, "_module", None)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"{what} without the attribute _module of vLLM 0.32 and 0.33")
-        return _of_module(unwrap_peft(module))
+        return module_arguments(module)
     metadata = getattr(source, "metadata", None)
     if isinstance(metadata, Sequence) and hasattr(source, "implements_iter_local"):
         if not source.implements_iter_local():
@@ -70,7 +70,9 @@ def sender_arguments(source: Any) -> SenderArguments:
     raise TypeError(f"{what}; {_EXPECTED}")
 
 
-def _of_module(model: torch.nn.Module) -> SenderArguments:
+def module_arguments(module: torch.nn.Module) -> SenderArguments:
+    """Return a module's own shards, of every layout; PEFT's adapters are merged as they travel."""
+    model = unwrap_peft(module)
     config = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
     return SenderArguments(partial(parameter_shards, model), partial(adapter_shards, model), config)
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -29,19 +28,17 @@ from vllm.distributed.weight_transfer import (
 )
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-from hybridengine.reshard import PlanOutdatedError, ReshardError, SyncReport, WeightSender
-from hybridengine.rollout.vllm.server_worker import StoreInfo
+from hybridengine.reshard import ReshardError, SyncReport
+from hybridengine.rollout.vllm.engine_sender import EngineSender
 from hybridengine.rollout.vllm.source import sender_arguments
-from hybridengine.runtime.all_ranks import broadcast_value, raise_on_all_ranks, run_on_all_ranks
+from hybridengine.runtime.all_ranks import raise_on_all_ranks, run_on_all_ranks
 from hybridengine.runtime.failures import one_line
-from hybridengine.runtime.rendezvous import listening_store
 from hybridengine.runtime.signed_store import check_secret
 from hybridengine.sharding.layout import LayoutError
 
 __all__ = ["HybridEngineTrainerInitInfo", "HybridEngineTrainerTransfer", "register_trainer"]
 
 BACKEND = "hybridengine"
-_PREFIX = "weights"  # of the keys in the store
 _CALLS = (
     "init_weight_transfer_engine",
     "start_weight_update",
@@ -107,13 +104,15 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
         self.report: SyncReport | None = None
         self._info = init_info
         self._clients = _clients_of(client) if self.is_sender else []
-        self._num_engines = broadcast_value(len(self._clients), int)
-        self._trained = sender_arguments(source)
-        self._store: dist.Store | None = self._open_store()
-        self._sender: WeightSender | None = self._new_sender(self._store)
-        self._raise_on_all_ranks(
-            self._call("init_weight_transfer_engine", self._engines, self._place_of)
+        self._sender: EngineSender | None = EngineSender(
+            init_info.master_address,
+            port=init_info.master_port,
+            bucket_bytes=init_info.bucket_bytes,
+            timeout_s=init_info.timeout_s,
         )
+        self._sender.set_model(sender_arguments(source), len(self._clients))
+        join = self._sender.join_info
+        self._raise_on_all_ranks(self._call("init_weight_transfer_engine", self._engines, join))
 
     @classmethod
     def trainer_init(
@@ -147,7 +146,7 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
         self._raise_on_all_ranks(failed)
         update = self._begin("update_weights", self._engines, lambda _: {"version": self.version})
         try:
-            self.report = self._sync()
+            self.report = self._sender.send(self.version)
         except Exception as error:
             for failure in update.failed.copy().values():  # often the cause
                 error.add_note(failure)
@@ -159,44 +158,9 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
 
     def shutdown(self) -> None:
         """End the connections to the engines, whose weights stay as they are."""
-        self._sender = self._store = None
-
-    # The weights
-
-    def _sync(self) -> SyncReport:
-        assert self._sender is not None and self._store is not None
-        try:
-            return self._sender.sync(self.version)
-        except PlanOutdatedError:  # on every rank
-            self._sender = self._new_sender(self._store)
-            return self._sender.sync(self.version)
-
-    def _new_sender(self, store: dist.Store) -> WeightSender:
-        return WeightSender(
-            store=dist.PrefixStore(_PREFIX, store),
-            num_engines=self._num_engines,
-            bucket_bytes=self._info.bucket_bytes,
-            timeout_s=self._info.timeout_s,
-            **self._trained._asdict(),
-        )
-
-    def _open_store(self) -> dist.Store:
-        """Return the store, which rank 0 opens. Collective."""
-        host, timeout = self._info.master_address, timedelta(seconds=self._info.timeout_s)
-        store: dist.TCPStore | None = None
-
-        def listen() -> None:
-            nonlocal store
-            if self.is_sender:
-                store = listening_store(host, self._info.master_port)
-
-        def connect() -> dist.TCPStore:
-            return store or dist.TCPStore(host, self._port, is_master=False, timeout=timeout)
-
-        what = f"at master_address={host!r}, master_port={self._info.master_port},"
-        run_on_all_ranks(listen, ReshardError, f"opening a store {what}")
-        self._port = broadcast_value(store.port if store else 0, int)
-        return run_on_all_ranks(connect, ReshardError, f"connecting to the store {what}")
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
 
     # The engines
 
@@ -204,11 +168,6 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
     def _engines(self) -> set[int]:
         """Numbers of the engines on rank 0, which calls them; empty on other ranks."""
         return set(range(len(self._clients)))
-
-    def _place_of(self, index: int) -> dict[str, Any]:
-        """Return the init info of the workers of an engine."""
-        host, timeout_s = self._info.master_address, self._info.timeout_s
-        return asdict(StoreInfo(host, self._port, _PREFIX, index, timeout_s))
 
     def _call(
         self, name: str, engines: set[int], argument: Callable[[int], Any] | None = None

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 from vllm import LLM
 from vllm.config import get_current_vllm_config
@@ -33,9 +34,11 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader import base_loader
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu_worker import Worker
 
 from hybridengine.model.lora import adapter_shards
 from hybridengine.model.parameters import parameter_shards, unwrap_peft
+from hybridengine.reshard.errors import operation
 from hybridengine.reshard.record.checkpoint import checkpoint_layout
 from hybridengine.reshard.resharder import Resharder
 from hybridengine.rollout.vllm.in_flight import drop_cached_prefixes
@@ -45,6 +48,7 @@ from hybridengine.rollout.vllm.server_worker import ServerWorker, StoreInfo
 from hybridengine.rollout.vllm.trainer import BACKEND, register_trainer
 from hybridengine.rollout.vllm.weights import VllmWeights
 from hybridengine.runtime.all_ranks import run_on_all_ranks
+from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.weight_target import WeightState
 
@@ -83,9 +87,19 @@ def register() -> None:
         set_weight_version(self, weight_version)
 
     EngineCore.set_weight_version = drop_and_set  # type: ignore[method-assign]
+    sleep = Worker.sleep
+
+    def sleep_and_note(self: Worker, level: int = 1) -> None:
+        if level == 2 and isinstance(self.weight_transfer_engine, HybridEngineTransfer):
+            self.weight_transfer_engine.discard_weights()
+        sleep(self, level)
+
+    Worker.sleep = sleep_and_note  # type: ignore[method-assign]
 
 
-def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None) -> Resharder:
+def connect(
+    model: torch.nn.Module, llm: LLM, bucket_bytes: int | None, timeout_s: float | None
+) -> Resharder:
     """Plan the syncs of an FSDP2 model into `llm`, as `hybridengine.integrations.vllm.connect`."""
     executor = getattr(llm.llm_engine, "model_executor", None)
     worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
@@ -106,11 +120,17 @@ def connect(model: torch.nn.Module, llm: LLM, bucket_bytes: int | None) -> Resha
             f"model: got a {type(source).__name__}, expected a transformers model, alone or "
             "inside PEFT's wrapper: the names in its checkpoint come from transformers"
         )
-    target = run_on_all_ranks(
-        lambda: _LlmWeights(llm, checkpoint_layout(source), post_load), LayoutError
-    )
+    guard = CollectiveGuard(dist.get_rank(), dist.get_world_size(), timeout_s=timeout_s)
+    with operation(guard, "connecting to the LLM"), guard.collective("reading its layout"):
+        target = run_on_all_ranks(
+            lambda: _LlmWeights(llm, checkpoint_layout(source), post_load), LayoutError
+        )
     return Resharder(
-        lambda: parameter_shards(source), target, bucket_bytes, lambda: adapter_shards(source)
+        lambda: parameter_shards(source),
+        target,
+        bucket_bytes,
+        lambda: adapter_shards(source),
+        timeout_s=timeout_s,
     )
 
 
@@ -161,6 +181,7 @@ class _InitInfo(WeightTransferInitInfo):
     model: Any  # the FSDP2 model on this rank
     llm: Any  # the engine on this rank
     bucket_bytes: int | None = None
+    timeout_s: float | None = None
 
 
 @dataclass
@@ -186,7 +207,7 @@ class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateI
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         if isinstance(init_info, _InitInfo):
-            self._resharder = connect(init_info.model, init_info.llm, init_info.bucket_bytes)
+            self._resharder = connect(**vars(init_info))
             return
         assert isinstance(init_info, StoreInfo)
         if self._server is None:
@@ -214,6 +235,11 @@ class HybridEngineTransfer(WeightTransferEngine[WeightTransferInitInfo, _UpdateI
 
     def finish_weight_update(self) -> None:
         """Do nothing: a sync sets the weight version itself."""
+
+    def discard_weights(self) -> None:
+        """Note that the worker goes to sleep and keeps no copy of its weights."""
+        if self._server is not None:
+            self._server.discard_weights()
 
     def shutdown(self) -> None:
         self._resharder = None

@@ -21,6 +21,7 @@ from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.messages import decode, encode
 from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.roles import Link
+from hybridengine.runtime.signed_store import sign, verified
 from hybridengine.trainer.rollouts import ScoredResponse
 
 
@@ -102,7 +103,8 @@ class TrainerQueue(_Queue):
         self._group.recv([buffer], source, result.number).wait()
         self._store.set(f"received/{result.number}", True)
         what = f"the message of engine {result.engine}"
-        responses = decode(buffer.numpy().data, list[ScoredResponse], what)
+        message = verified(f"item/{result.number}", buffer.numpy().data, what, is_required=True)
+        responses = decode(message, list[ScoredResponse], what)
         return [response.compact() for response in responses]
 
     def wants_weights(self) -> bool:
@@ -172,7 +174,8 @@ class EngineQueue(_Queue):
         seconds: dict[str, float],
     ) -> None:
         """Announce an item's responses and start to send them; does not wait."""
-        message = bytearray(encode(list(responses)))
+        signed = sign(f"item/{item.number}", encode(list(responses)), is_required=True)
+        message = bytearray(signed)
         buffer = torch.frombuffer(message, dtype=torch.uint8)
         work = self._group.send([buffer], item.receiver, item.number)
         self._sending[item.number] = (work, buffer)

@@ -1,0 +1,79 @@
+"""verl's vLLM servers, which are Ray actors, as engines that trainers send their weights to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+
+from hybridengine.integrations.verl.weights import ShardedWeights
+from hybridengine.integrations.vllm import HybridEngineTrainerInitInfo
+from hybridengine.reshard import SyncReport
+
+__all__ = ["ServerSender"]
+
+
+class ServerSender:
+    """Sends the weights of verl's training engine to vLLM servers; every trainer rank has one.
+
+    servers: names of their Ray actors, the first of each replica. master_address: of trainer rank
+    0, as the workers of the servers reach it.
+    """
+
+    def __init__(self, servers: Sequence[str], master_address: str) -> None:
+        self.servers = list(servers)
+        self._master_address = master_address
+        self._trainer: Any = None
+
+    def send(self, weights: ShardedWeights) -> SyncReport:
+        """Write the current weights into all servers. Collective over the trainer ranks.
+
+        Raises LayoutError where model and engines do not fit together, ReshardError if a server
+        does not have the weights now, RankFailedError if a trainer is lost; on every rank.
+        """
+        with weights.module() as module:
+            if self._trainer is None:
+                self._trainer = self._connect(module)
+            self._trainer.send_weights()
+        report: SyncReport = self._trainer.report
+        return report
+
+    def close(self) -> None:
+        """End the connections; the weights of the servers stay as they are."""
+        if self._trainer is not None:
+            self._trainer.shutdown()
+        self._trainer = None
+
+    def _connect(self, module: Any) -> Any:
+        rank = dist.get_rank()
+        info = HybridEngineTrainerInitInfo(self._master_address, rank=rank)
+        names = self.servers if rank == 0 else []  # rank 0 makes all calls
+        clients: Any = [_Client(ray.get_actor(name)) for name in names]
+        return WeightTransferTrainerFactory.trainer_init(
+            info, client=clients, source=ModuleSource(module)
+        )
+
+
+class _Client:
+    """The control plane of one server, as vLLM's `VLLMWeightSyncClient`. Calls return when done."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update", weight_version)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        ray.get(self._server.transfer_weights.remote(name, *arguments))

@@ -1,0 +1,139 @@
+"""One rank of NeMo RL's policy, and its synchronizer: refits a server. … MODEL SERVER RESULTS"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tools.trainers._engines import FACTORS, lose_a_server, post, shard, step, write_results
+
+TRANSPORT = "hybridengine.integrations.nemo_rl_refit:ReshardEngine"
+
+
+class PolicyGroup:
+    """Runs a method of the policy worker of every rank, as Ray's worker group does."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker, self._pool = worker, ThreadPoolExecutor(1)
+
+    def run_all_workers_single_data(self, method: str, **arguments: Any) -> list[Future[Any]]:
+        def run() -> list[Any]:
+            own = asyncio.run(getattr(self._worker, method)(**arguments))
+            results: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(results, own)
+            return results
+
+        return [self._pool.submit(run)]
+
+
+class GenerationGroup:
+    """Runs a method of the generation worker, of rank 0, which calls the server."""
+
+    def __init__(self, worker: Any, tp_size: int) -> None:
+        self._worker, self._pool, self.workers = worker, ThreadPoolExecutor(1), range(tp_size)
+        self._group = dist.new_group(backend="gloo")
+
+    def run_all_workers_single_data(
+        self, rpc: str, run_rank_0_only_axes: Any, **arguments: Any
+    ) -> list[Future[Any]]:
+        def run() -> Any:
+            answer: list[Any] = [None, None]
+            if dist.get_rank() == 0:
+                try:
+                    answer[0] = getattr(self._worker, rpc)(**arguments)
+                except Exception as error:
+                    answer[1] = f"{type(error).__name__}: {error}"
+            dist.broadcast_object_list(answer, 0, group=self._group)
+            if answer[1]:
+                raise RuntimeError(answer[1])
+            return answer[0]
+
+        return [self._pool.submit(run)]
+
+    def run_all_workers_multiple_data(
+        self, rpc: str, method_args: list[Any], run_rank_0_only_axes: Any, common_kwargs: Any
+    ) -> list[Future[Any]]:
+        (arguments,) = method_args  # of the one engine
+        return self.run_all_workers_single_data(
+            rpc, run_rank_0_only_axes, method_args=arguments, **common_kwargs
+        )
+
+
+def results_of(futures: list[Future[Any]]) -> list[Any]:
+    return [future.result() for future in futures]
+
+
+def main(model_path: str, url: str, folder: str) -> None:
+    dist.init_process_group("gloo")
+    import ray
+    from nemo_rl.models.generation.vllm.checkpoint_engine import VllmCheckpointEngineRpcMixin
+    from nemo_rl.models.policy.workers.checkpoint_engine import (
+        DTensorCheckpointEngineSendMixin,
+        PolicyCheckpointEngineMixin,
+    )
+    from nemo_rl.weight_sync.checkpoint_engine_config import checkpoint_engine_refit_config
+    from nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer import (
+        CheckpointEngineWeightSynchronizer,
+    )
+    from transformers import AutoModelForCausalLM
+
+    class PolicyWorker(DTensorCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
+        cpu_offload = False
+
+        def __init__(self) -> None:
+            self.rank = dist.get_rank()
+            loaded = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+            self.model = shard(loaded)
+
+        def _checkpoint_engine_params(self) -> Any:
+            raise AssertionError("the iterator of full tensors was read")
+
+    class GenerationWorker(VllmCheckpointEngineRpcMixin):
+        llm = SimpleNamespace(collective_rpc=rpc(url))
+
+    ray.get = results_of
+    policy = PolicyWorker()
+    generation = SimpleNamespace(
+        worker_group=GenerationGroup(GenerationWorker(), tp_size=2), dp_size=1,
+        cfg={"vllm_cfg": {"async_engine": False}}, prepare_refit_info=lambda info: None,
+    )  # fmt: skip
+    config = checkpoint_engine_refit_config(
+        {"refit_transport": TRANSPORT, "refit_cfg": {TRANSPORT: {}}}
+    )
+    synchronizer = CheckpointEngineWeightSynchronizer(
+        SimpleNamespace(worker_group=PolicyGroup(policy), prepare_refit_info=lambda: {}),
+        generation, config, _bucket_size_bytes=1 << 20,
+    )  # fmt: skip
+    synchronizer.init_communicator()
+    results: dict[str, Any] = {"sent": [], "received": []}
+    for factor in FACTORS:
+        step(policy.model, factor)
+        synchronizer.sync_weights()
+        report = policy.checkpoint_engine.report
+        results["sent"].append(report.bytes_sent)
+        results["received"].append(report.bytes_received)
+    write_results(folder, dist.get_rank(), results)
+    results["lost"] = lose_a_server(folder, synchronizer.sync_weights)
+    write_results(folder, dist.get_rank(), results)
+    dist.barrier()
+
+
+def rpc(url: str) -> Callable[..., list[Any]]:
+    """Return `LLM.collective_rpc` of a server."""
+
+    def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return post(f"{url}/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+    return collective_rpc
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

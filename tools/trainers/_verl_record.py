@@ -1,0 +1,118 @@
+"""Record what a weight sync of verl moved and wrote, whichever sync it is.
+
+    VERL_USE_EXTERNAL_MODULES=...,tools.trainers._verl_record VERL_RECORD=FOLDER
+
+In FOLDER, per trainer rank and update: time, growth of the peak memory, bytes between processes.
+Per server and update: SHA-256 of every weight in every worker. Requests get seeds of their own, so
+that what is sampled does not depend on the order in which verl's workers submit them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+import types
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tools.trainers._after_import import after_import
+
+_FOLDER = Path(os.environ["VERL_RECORD"])
+_moved: Counter[str] = Counter()  # bytes out of this process since the last update
+
+
+def _peak_kib() -> int:
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1])
+
+
+def _append(name: str, row: dict[str, Any]) -> None:
+    with (_FOLDER / name).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _record_workers(module: types.ModuleType) -> None:
+    """Of `verl.workers.engine_workers`: every update of the weights on a trainer rank."""
+    worker = module.ActorRolloutRefWorker
+    update_weights = worker.update_weights
+
+    @functools.wraps(update_weights)
+    async def recorded(self: Any, global_steps: Any = None, mode: str = "auto") -> Any:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, started = _peak_kib(), time.perf_counter()
+        _moved.clear()
+        result = await update_weights(self, global_steps=global_steps, mode=mode)
+        row = {"step": global_steps, "ms": (time.perf_counter() - started) * 1e3}
+        row["peak_mib"] = (_peak_kib() - before) / 1024
+        _append(f"sync_{self.rank}.jsonl", row | _moved)
+        return result
+
+    worker.update_weights = recorded
+
+
+def _record_shards(module: types.ModuleType) -> None:
+    """Of `hybridengine.integrations.verl.servers`: bytes that our sync sent."""
+    send = module.ServerSender.send
+
+    def recorded(self: Any, weights: Any) -> Any:
+        report = send(self, weights)
+        _moved["sent_bytes"] += report.bytes_sent
+        _moved["gathered_bytes"] += 0
+        return report
+
+    module.ServerSender.send = recorded
+
+
+def _record_buckets(module: types.ModuleType) -> None:
+    """Of verl's `vllm_rollout`: bytes that its sync gathered and copied to the worker."""
+    sender = module.BucketedWeightSender
+    send = sender.async_send_weights
+
+    async def recorded(self: Any, weights: Any) -> None:
+        import torch.distributed as dist
+
+        def counted() -> Any:
+            for name, tensor in weights:
+                _moved["sent_bytes"] += tensor.nbytes
+                _moved["gathered_bytes"] += (
+                    tensor.nbytes * (dist.get_world_size() - 1) // (dist.get_world_size())
+                )
+                yield name, tensor
+
+        await send(self, counted())
+
+    sender.async_send_weights = recorded
+
+
+def _record_servers(module: types.ModuleType) -> None:
+    """Of `vllm_async_server`: the weights after an update, and the seed of every request."""
+    server = module.vLLMHttpServer
+    set_global_steps, generate = server.set_global_steps, server.generate
+
+    async def recorded(self: Any, global_steps: int) -> None:
+        await set_global_steps(self, global_steps)
+        self.seen = Counter()
+        digests: dict[str, str] = {}
+        for worker in await self.engine.collective_rpc("compute_weight_checksums"):
+            digests |= worker
+        _append(f"digests_{self.replica_rank}.jsonl", {"step": global_steps, "sha256": digests})
+
+    async def seeded(
+        self: Any, prompt_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        prompt = zlib.crc32(repr(list(prompt_ids)).encode())
+        self.seen[prompt] += 1
+        sampling_params = sampling_params | {"seed": prompt + self.seen[prompt]}
+        return await generate(self, prompt_ids, sampling_params, *args, **kwargs)
+
+    server.set_global_steps, server.generate = recorded, seeded
+
+
+after_import("verl.workers.engine_workers", _record_workers)
+after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _record_buckets)
+after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _record_servers)
+after_import("hybridengine.integrations.verl.servers", _record_shards)

@@ -1,0 +1,316 @@
+"""verl's `main_ppo` with its vLLM servers, on the CPU: its own weight sync and ours.
+
+GRPO on a tiny Llama: FSDP2 on two ranks, servers at TP 1 and 2, validation before and between
+steps, checkpoints and resume; with ours also servers on accelerators of their own. Weights are
+compared in every worker by SHA-256, and rollouts, losses and metrics between the two syncs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tools.dropins_upstreams import UPSTREAMS
+from tools.environments import overlay
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = (*UPSTREAMS["verl"].requirements, "antlr4-python3-runtime==4.9.3")
+CPU, RECORD = "tools.trainers._verl_cpu", "tools.trainers._verl_record"
+SYNC = "hybridengine.integrations.verl.sync"
+STEPS = 2
+TP_SIZES = (1, 2)
+TIMEOUT_S = 1800
+_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    words = solution_str.split()
+    return sum(int(w[1:]) % 2 for w in words if w[1:].isdigit()) / max(len(words), 1)
+"""
+# At INFO verl 0.9.1 fails as it logs that hybrid_engine=False (`logger.info(…, flush=True)`).
+_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HYDRA_FULL_ERROR": "1",
+    "RAY_DEDUP_LOGS": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false",
+    "VERL_LOGGING_LEVEL": "WARN",
+}  # fmt: skip
+
+
+# Servers on two more accelerators, which no trainer shares.
+_APART = (
+    "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1",
+    "actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=hybridengine",
+    "ray_kwargs.ray_init.num_gpus=4", "ray_kwargs.ray_init.num_cpus=24",
+)  # fmt: skip
+
+
+def run(folder: Path) -> dict[str, object]:
+    """Train in all ways, compare, and return what the syncs moved."""
+    python = environment(folder)
+    inputs = write_inputs(folder / "inputs")
+    for tp_size in TP_SIZES:
+        train(python, inputs, folder / f"verl_tp{tp_size}", tp_size, [])
+        train(python, inputs, folder / f"hybridengine_tp{tp_size}", tp_size, [SYNC])
+    resumed = folder / "hybridengine_resumed"
+    train(python, inputs, resumed, 2, [SYNC], resume_from=folder / "hybridengine_tp2")
+    train(python, inputs, folder / "hybridengine_apart", 2, [SYNC], overrides=_APART)
+    return evaluate(folder) | {"versions": versions(python)}
+
+
+def evaluate(folder: Path) -> dict[str, object]:
+    """Compare the runs in `folder`; return what the syncs moved.
+
+    Raises AssertionError for a difference. From the first update on, verl's runs differ from each
+    other in the last bits: the order of samples in a batch is that of their arrival. So both syncs
+    are compared until then, and the weights of every step with what vLLM's loader makes of the
+    model that was saved at that step.
+    """
+    inputs = folder / "inputs"
+    results: dict[str, object] = {"steps": STEPS, "load_average": os.getloadavg()}
+    for tp_size in TP_SIZES:
+        theirs, ours = folder / f"verl_tp{tp_size}", folder / f"hybridengine_tp{tp_size}"
+        assert_equal(digests(theirs), digests(ours), "weights", step=0)
+        assert_equal(rollouts(theirs), rollouts(ours), "rollouts", step=1)
+        results[f"tp{tp_size}"] = {
+            "weights_compared": check_weights(ours, inputs, tp_size),
+            "rollouts_compared": len(rollouts(ours)[1]),
+            "metrics_relative_difference": metrics_difference(theirs, ours),
+            "verl": moved(theirs),
+            "hybridengine": moved(ours),
+        }
+    ours, resumed = folder / "hybridengine_tp2", folder / "hybridengine_resumed"
+    assert_equal(digests(ours), digests(resumed), "weights", step=STEPS - 1)
+    apart = folder / "hybridengine_apart"
+    results["resumed"] = {"weights_compared": check_weights(resumed, inputs, 2, STEPS)}
+    results["apart_tp2"] = {
+        "weights_compared": check_weights(apart, inputs, 2),
+        "hybridengine": moved(apart),
+    }
+    return results
+
+
+def environment(folder: Path) -> Path:
+    """Make verl's environment; verl looks up a distribution `vllm`, which vllm-cpu is not."""
+    python = overlay(folder, REQUIREMENTS)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    version = importlib.metadata.version("vllm-cpu")
+    info = site / f"vllm-{version}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return python
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Return the releases that take part."""
+    names = ("verl", "ray", "torch", "transformers", "vllm-cpu")
+    code = f"import importlib.metadata as m; print(*map(m.version, {names}))"
+    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+    return dict(zip(names, found.split(), strict=True))
+
+
+def write_inputs(folder: Path) -> Path:
+    """Write a tiny model, problems and a reward function."""
+    import pandas
+
+    from tests.tiny_models import VOCAB, save_tiny
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    save_tiny("llama", folder / "model")
+    (folder / "reward.py").write_text(_REWARD)
+    draw = random.Random(0)
+    for name, count in {"train": 8 * STEPS, "val": 8}.items():
+        prompts = [
+            " ".join(f"w{draw.randrange(3, VOCAB)}" for _ in range(draw.randrange(4, 9)))
+            for _ in range(count)
+        ]
+        rows = [
+            {
+                "data_source": "words",
+                "prompt": [{"role": "user", "content": prompt}],
+                "ability": "words",
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": index},
+            }
+            for index, prompt in enumerate(prompts)
+        ]
+        pandas.DataFrame(rows).to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def train(
+    python: Path,
+    inputs: Path,
+    out: Path,
+    tp_size: int,
+    modules: list[str],
+    resume_from: Path | None = None,
+    overrides: tuple[str, ...] = (),
+) -> Path:
+    """Run `main_ppo`, with external `modules` besides the CPU's; return `out`.
+
+    resume_from: of another run; goes on from its last but one checkpoint.
+    """
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "record").mkdir(parents=True)
+    command = [str(python), "-m", "verl.trainer.main_ppo", *_overrides(inputs, out, tp_size)]
+    if resume_from is None:
+        command.append("trainer.resume_mode=disable")
+    else:
+        checkpoint = resume_from / "checkpoints" / f"global_step_{STEPS - 1}"
+        command += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+    variables = _ENVIRONMENT | {
+        "VERL_USE_EXTERNAL_MODULES": ",".join((CPU, *modules, RECORD)),
+        "VERL_RECORD": str(out / "record"),
+        "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
+    }
+    log = out / "log.txt"
+    with log.open("w") as output:
+        status = subprocess.run(
+            [*command, *overrides], cwd=out, env=os.environ | variables, timeout=TIMEOUT_S,
+            stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    if status.returncode:
+        raise RuntimeError(f"main_ppo failed, {log}:\n{log.read_text()[-5000:]}")
+    return out
+
+
+def _overrides(inputs: Path, out: Path, tp_size: int) -> list[str]:
+    model, actor, rollout = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={inputs}/train.parquet", f"data.val_files={inputs}/val.parquet",
+        "data.train_batch_size=8", "data.max_prompt_length=32", "data.max_response_length=12",
+        "data.shuffle=False",
+        f"{model}.path={inputs}/model", f"{model}.enable_gradient_checkpointing=False",
+        f"+{model}.override_config.attn_implementation=sdpa",
+        f"{actor}.strategy=fsdp2", f"{actor}.optim.lr=1e-3", f"{actor}.ppo_mini_batch_size=8",
+        f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu=512",
+        f"{actor}.use_torch_compile=False", f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size={tp_size}",
+        f"{rollout}.n=4", f"{rollout}.enforce_eager=True", f"{rollout}.max_model_len=64",
+        f"{rollout}.max_num_seqs=32", f"{rollout}.max_num_batched_tokens=512",
+        f"{rollout}.free_cache_engine=False", f"+{rollout}.enable_sleep_mode=False",
+        f"{rollout}.agent.num_workers=1",
+        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={64 << 20}",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
+        f"reward.custom_reward_function.path={inputs}/reward.py", "reward.num_workers=1",
+        "trainer.n_gpus_per_node=2", "trainer.nnodes=1", "trainer.device=cpu",
+        f"{actor}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "trainer.logger=[console,file]", f"trainer.total_training_steps={STEPS}",
+        "trainer.total_epochs=1", "trainer.save_freq=1", "trainer.test_freq=1",
+        f"trainer.default_local_dir={out}/checkpoints",
+        f"trainer.rollout_data_dir={out}/rollouts",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "ray_kwargs.ray_init.num_cpus=16", "+ray_kwargs.ray_init.num_gpus=2",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        "+ray_kwargs.ray_init.object_store_memory=300000000",
+    ]  # fmt: skip
+
+
+def assert_equal(theirs: dict[int, Any], ours: dict[int, Any], what: str, step: int) -> None:
+    """Raise AssertionError unless two runs had the same at a step."""
+    assert theirs[step] and theirs[step] == ours[step], (
+        f"{what} of step {step} differ: {theirs[step]} and {ours[step]}"[:3000]
+    )
+
+
+def metrics_difference(theirs: Path, ours: Path) -> float:
+    """Return the largest relative difference of the first step's metrics.
+
+    Raises AssertionError if it is more than the order of the samples explains.
+    """
+    expected, found = metrics(theirs), metrics(ours)
+    assert expected and expected.keys() == found.keys()
+    differences = {
+        name: abs(value - found[name]) / max(abs(value), 1e-4) for name, value in expected.items()
+    }
+    worst = max(differences, key=lambda name: differences[name])
+    assert differences[worst] < 1e-3, (worst, expected[worst], found[worst])
+    return differences[worst]
+
+
+def check_weights(run: Path, inputs: Path, tp_size: int, from_step: int = 0) -> int:
+    """Compare what was in every worker with what vLLM's loader makes of the saved models.
+
+    from_step: the first step that is compared. Return how many weights were compared. Raises
+    AssertionError for a difference.
+    """
+    import torch
+
+    from tests.rollout.vllm_server import expected_digests
+
+    compared = 0
+    for step, found in digests(run).items():
+        if step < from_step:
+            continue
+        saved = run / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
+        model = saved if step else inputs / "model"
+        expected = expected_digests(str(model), tp_size, 1.0, dtype=torch.bfloat16)
+        for server, weights in found.items():
+            wrong = [name for name in expected if expected[name] != weights[name]]
+            assert not wrong, f"{run}, {server}, step {step}: {wrong}"
+            compared += len(expected)
+    assert compared
+    return compared
+
+
+def digests(run: Path) -> dict[int, dict[str, dict[str, str]]]:
+    """Return the SHA-256 of every weight, by step and server."""
+    found: dict[int, dict[str, dict[str, str]]] = {}
+    for file in sorted((run / "record").glob("digests_*.jsonl")):
+        for row in _rows(file):
+            found.setdefault(row["step"], {})[file.stem] = row["sha256"]
+    return found
+
+
+def rollouts(run: Path) -> dict[int, list[tuple[str, str, float]]]:
+    """Return prompt, response and score of every sample, by step."""
+    return {
+        int(file.stem): sorted((r["input"], r["output"], r["score"]) for r in _rows(file))
+        for file in sorted((run / "rollouts").glob("*.jsonl"))
+    }
+
+
+def metrics(run: Path) -> dict[str, float]:
+    """Return the first step's metrics of data, losses and validation before it.
+
+    Those that compare the engine's log-probs with the trainer's are left out: the engine's last
+    bits depend on which requests it computes together.
+    """
+    wanted = ("actor/", "critic/", "prompt_length/", "response_length/", "val-")
+    return {
+        name: value
+        for row in _rows(run / "metrics.jsonl")
+        for name, value in row["data"].items()
+        if name.startswith(wanted)
+        and row["step"] <= (0 if name.startswith("val-") else 1)
+        and "perf/" not in name
+        and isinstance(value, int | float)
+    }
+
+
+def moved(run: Path) -> dict[str, float]:
+    """Return the cost of an update: the median without the first, which plans."""
+    ranks = [_rows(file)[1:] for file in sorted((run / "record").glob("sync_*.jsonl"))]
+    middle = {
+        name: [sorted(row.get(name, 0) for row in rows)[len(rows) // 2] for rows in ranks]
+        for name in ("ms", "peak_mib", "gathered_bytes", "sent_bytes")
+    }
+    return {
+        "ms_p50": max(middle["ms"]),
+        "trainer_peak_mib": max(middle["peak_mib"]),
+        "gathered_bytes": sum(middle["gathered_bytes"]),
+        "sent_to_engines_bytes": sum(middle["sent_bytes"]),
+    }
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
