@@ -129,7 +129,7 @@ def choose_flash_kernel(device: torch.device, deterministic: bool = False) -> No
     _chosen = find_flash_kernel(torch.cuda.get_device_capability(device)[0])
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def flash_kernel() -> FlashKernel:

@@ -199,7 +199,9 @@ class Resharder:
             assert isinstance(mover.builder, Pull.builder)
             if memory := share_memory(pull_bytes(mover.builder), self._device):
                 return Pull(*ends, memory), mover
-        return AllToAll(*ends), make(AllToAll.builder)
+        # An engine that sleeps needs the memory for its KV cache.
+        keeps = self._device.type == "cuda" and not self.engine.discards_weights
+        return AllToAll(*ends, keeps_staging=keeps), make(AllToAll.builder)
 
     # Sync
 

@@ -46,12 +46,12 @@ def test_all_ranks_measure_the_same() -> None:
     assert first == second and first.link > 0 and first.memory > 0
 
 
-def test_staging_buffers_stay_on_a_gpu() -> None:
-    """Their addresses are in tables on the device. Meta tensors stand for those of a GPU."""
-    for device, kept in (("meta", 2), ("cpu", 0)):
-        transport = AllToAll(None, None, torch.device(device), 64, merges=False)
-        buffers = [transport._new_buffer(64) for _ in range(2)]
-        for buffer in buffers:
-            transport.take_back(buffer)
-        transport.end()
-        assert len(transport._free) == kept
+@pytest.mark.parametrize("keeps", [False, True])
+def test_staging_buffers_that_serve_all_syncs(keeps: bool) -> None:
+    transport = AllToAll(None, None, torch.device("cpu"), 64, False, keeps_staging=keeps)
+    buffers = [transport._new_buffer(64) for _ in range(2)]
+    for buffer in buffers:
+        transport.take_back(buffer)
+    transport.end()
+    assert [buffer.untyped_storage().nbytes() for buffer in buffers] == [64 * keeps] * 2
+    assert len(transport._free) == 2 * keeps

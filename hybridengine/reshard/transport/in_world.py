@@ -49,10 +49,9 @@ class _Arriving(Pending):
 class AllToAll(Transport):
     """Two staging buffers serve all buckets, because allocating new memory is slow.
 
-    On GPUs they also serve all syncs, so that the addresses in the tables of copies stay valid.
-
     staging_bytes: of the plan. merges: each bucket gets a buffer of its own size, because merged
-    rows take the rest of its budget.
+    rows take the rest of its budget. keeps_staging: the buffers serve all syncs, so that the
+    addresses in the tables of copies stay valid.
     """
 
     name = "all-to-all"
@@ -64,9 +63,11 @@ class AllToAll(Transport):
         device: torch.device,
         staging_bytes: int,
         merges: bool,
+        keeps_staging: bool = False,
     ) -> None:
         self.guard, self.progress, self._device = guard, progress, device
         self._staging_bytes, self._merges = staging_bytes, merges
+        self._keeps_staging = keeps_staging
         self._free: list[torch.Tensor] = []
 
     def begin(self) -> None:
@@ -144,9 +145,8 @@ class AllToAll(Transport):
                 raise_on_all_ranks(problem, ReshardError)
 
     def end(self) -> None:
-        while (
-            self._free and self._device.type == "cpu"
-        ):  # gloo's threads may keep references: free the memory itself
+        while self._free and not self._keeps_staging:
+            # gloo's threads may keep references: free the memory itself
             self._free.pop().untyped_storage().resize_(0)
 
 
