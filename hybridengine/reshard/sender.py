@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.commit.coordinator import Coordinator, EngineStatus
+from hybridengine.reshard.commit.coordinator import Absent, Coordinator, EngineStatus
 from hybridengine.reshard.commit.records import EngineInfo, Generations, Order, SyncStore, Transfer
 from hybridengine.reshard.errors import LinkError, PlanOutdatedError, RankFailedError, ReshardError
 from hybridengine.reshard.memory import default_bucket_bytes
@@ -142,12 +142,17 @@ class WeightSender:
 
     # Sync
 
-    def sync(self, version: int, *, verify: bool = False) -> SyncReport:
+    def sync(
+        self, version: int, *, verify: bool = False, absent: Absent | None = None
+    ) -> SyncReport:
         """Send the current parameters to every live engine; returns when these have committed.
 
         Collective over the trainers. An engine that has `version` already takes no part: a second
         sync to the same version reaches those that were dropped and are back.
         verify: engines compare checksums of all slices before they commit.
+        absent: for a caller that makes each engine take part by a call of its own: returns why the
+          call of an engine has failed, None while it has not. Such an engine is dropped at once,
+          and one that was dropped before is invited again. Used on rank 0.
 
         Raises PlanOutdatedError if the parameters differ from those the sender was made for;
         RankFailedError if a trainer rank is lost; ReshardError if no engine is left. An engine that
@@ -160,7 +165,7 @@ class WeightSender:
         with self._operation(version), torch.no_grad():
             self._start(version)
             infos = self._on_rank0(
-                lambda c: c.open(version),
+                lambda c: c.open(version, absent),
                 "waiting for engines",
                 list[EngineInfo],
                 wait_s=self._timeout_s,

@@ -147,7 +147,7 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
         self._raise_on_all_ranks(failed)
         update = self._begin("update_weights", self._engines, lambda _: {"version": self.version})
         try:
-            self.report = self._sync()
+            self.report = self._sync(update.failed.get)
         except Exception as error:
             for failure in update.failed.copy().values():  # often the cause
                 error.add_note(failure)
@@ -163,13 +163,13 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
 
     # The weights
 
-    def _sync(self) -> SyncReport:
+    def _sync(self, absent: Callable[[int], str | None]) -> SyncReport:
         assert self._sender is not None and self._store is not None
         try:
-            return self._sender.sync(self.version)
+            return self._sender.sync(self.version, absent=absent)
         except PlanOutdatedError:  # on every rank
             self._sender = self._new_sender(self._store)
-            return self._sender.sync(self.version)
+            return self._sender.sync(self.version, absent=absent)
 
     def _new_sender(self, store: dist.Store) -> WeightSender:
         return WeightSender(
