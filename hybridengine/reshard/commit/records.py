@@ -29,6 +29,7 @@ from hybridengine.reshard.source.changes import covers
 from hybridengine.runtime.failures import STORE_GONE, one_line, process_state
 from hybridengine.runtime.messages import MessageError
 from hybridengine.runtime.signed_store import SignedStore
+from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.shards import Holders, ShardSpec
 
 _PREFIX = "hybridengine/disaggregated"
@@ -108,6 +109,21 @@ class FactorSpec(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
     scale: float
 
+    @classmethod
+    def of(cls, adapter: Adapter) -> FactorSpec:
+        left, right = adapter.left, adapter.right
+        shapes = tuple(left.shape), tuple(right.shape)
+        return cls(*shapes, (left.dtype, right.dtype), adapter.scale)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter without values, on the meta device."""
+        left, right = (
+            torch.empty(shape, dtype=dtype, device="meta")
+            for shape, dtype in zip(self[:2], self.dtypes, strict=True)
+        )
+        return Adapter(left, right, self.scale)
+
 
 @dataclass(frozen=True)
 class PlanInputs:
@@ -134,6 +150,11 @@ class PlanInputs:
         shards = {name: replace(s, holders=()) for name, s in specs.items()}
         holders_of = {name: index[id(s.holders)] for name, s in specs.items()}
         return cls(shards, list(distinct.values()), holders_of, *rest)
+
+    @cached_property
+    def adapters(self) -> dict[str, Adapter]:
+        """Parameter → its adapter without values."""
+        return {name: spec.adapter for name, spec in self.factors.items()}
 
     @cached_property
     def specs(self) -> dict[str, ShardSpec]:
