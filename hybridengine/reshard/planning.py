@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from hybridengine.reshard.commit.records import FactorSpec, PlanInputs, SyncStore
+from hybridengine.reshard.commit.records import PlanInputs, SyncStore
 from hybridengine.reshard.plan.configuration import check_configuration, in_words
 from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
-from hybridengine.reshard.source.trained import TrainedTensors
 from hybridengine.sharding.adapter import adapter_factors
 from hybridengine.sharding.layout import EngineLayout, LayoutError
 from hybridengine.sharding.shards import ShardSpec
-
-
-def plan_inputs(
-    specs: Mapping[str, ShardSpec],
-    trained: TrainedTensors,
-    layouts: Mapping[int, str],
-    bucket_bytes: int,
-    nodes: Sequence[int],
-) -> PlanInputs:
-    """Return what trainers and engines plan from; the arguments as there."""
-    factors = {name: FactorSpec.of(adapter) for name, adapter in trained.unmerged.items()}
-    return PlanInputs.of(specs, layouts, factors, bucket_bytes, nodes)
 
 
 def make_plan(

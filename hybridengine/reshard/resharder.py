@@ -101,21 +101,17 @@ class Resharder:
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
-        own = self.engine.tp_rank, self._layout.digest()
-        keys = all_gather_values(own, tuple[int, str])
-        layouts: dict[tuple, EngineLayout] = {}
+        keys = all_gather_values((self.engine.tp_rank, self._layout.digest()), tuple[int, str])
         first: dict[int, int] = {}  # TP rank → the first rank with it
-        for rank, key in enumerate(keys):
-            if key in layouts:
-                continue
-            layouts[key] = broadcast_value(self._layout, EngineLayout, rank)
-            if (other := first.setdefault(key[0], rank)) != rank:
+        for rank, (tp_rank, _) in enumerate(keys):
+            if keys[other := first.setdefault(tp_rank, rank)] != keys[rank]:
                 raise LayoutError(
-                    f"the engines of ranks {other} and {rank} are both TP rank {key[0]}, but "
+                    f"the engines of ranks {other} and {rank} are both TP rank {tp_rank}, but "
                     "their weights are laid out differently. Build every engine from one model "
                     "with the same options."
                 )
-        return [layouts[key] for key in keys]
+        layouts = {t: broadcast_value(self._layout, EngineLayout, r) for t, r in first.items()}
+        return [layouts[tp_rank] for tp_rank, _ in keys]
 
     def _connect(self) -> tuple[AllToAll, Mover]:
         """Return a pull if the ranks can map each other's memory, else an all-to-all."""
@@ -159,11 +155,8 @@ class Resharder:
             )
             self._engine_state = None  # until this sync is complete
             found = self._finder.find(intact) if self._finder else None
-            order = Order(intact, verify)
-            if found is not None:
-                order = Order(
-                    intact, verify, self.engine.weight_version or 0, group_size(found.share)
-                )
+            delta = (self.engine.weight_version or 0, group_size(found.share)) if found else ()
+            order = Order(intact, verify, *delta)
             transport = self._transport
             transport.begin()
             with self.engine.weight_update(version, self._finish_on_all_ranks):

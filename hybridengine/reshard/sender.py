@@ -12,14 +12,21 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.commit.coordinator import Absent, Coordinator, EngineStatus
-from hybridengine.reshard.commit.records import EngineInfo, Generations, Order, SyncStore, Transfer
+from hybridengine.reshard.commit.records import (
+    EngineInfo,
+    Generations,
+    Order,
+    PlanInputs,
+    SyncStore,
+    Transfer,
+)
 from hybridengine.reshard.errors import LinkError, ReshardError
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
 from hybridengine.reshard.plan.configuration import config_differences
 from hybridengine.reshard.plan.planner import ReshardPlan
-from hybridengine.reshard.planning import make_plan, plan_inputs
+from hybridengine.reshard.planning import make_plan
 from hybridengine.reshard.report import SyncReport
 from hybridengine.reshard.source.changes import ChangeFinder, DeltaMode, Found, ReadChanges
 from hybridengine.reshard.source.trained import Parameters
@@ -318,8 +325,8 @@ class WeightSender:
 
     def _plan(self, layouts: dict[int, str], info: EngineInfo) -> None:
         def make(size: int, nodes: list[int]) -> ReshardPlan:
-            rest = self._trained, layouts, size, nodes
-            self._inputs = plan_inputs(self._trainers.specs, *rest)
+            rest = self._trained.unmerged, layouts, size, nodes
+            self._inputs = PlanInputs.of(self._trainers.specs, *rest)
             return self._make_plan(info)
 
         default = min(default_bucket_bytes(self._device), info.bucket_bytes)

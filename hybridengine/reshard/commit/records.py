@@ -143,13 +143,18 @@ class PlanInputs:
     nodes: Sequence[int]
 
     @classmethod
-    def of(cls, specs: Mapping[str, ShardSpec], *rest: Any) -> PlanInputs:
-        """Return the inputs for parameters with `specs`; rest: the fields after `holders_of`."""
+    def of(
+        cls, specs: Mapping[str, ShardSpec], adapters: Mapping[str, Adapter],
+        layouts: Mapping[int, str], bucket_bytes: int, nodes: Sequence[int],
+    ) -> PlanInputs:  # fmt: skip
+        """Return the inputs for parameters with `specs`, and adapters that are not merged."""
         distinct = {id(s.holders): s.holders for s in specs.values()}  # each has all ranks
         index = {i: k for k, i in enumerate(distinct)}
         shards = {name: replace(s, holders=()) for name, s in specs.items()}
         holders_of = {name: index[id(s.holders)] for name, s in specs.items()}
-        return cls(shards, list(distinct.values()), holders_of, *rest)
+        factors = {name: FactorSpec.of(adapter) for name, adapter in adapters.items()}
+        holders = list(distinct.values())
+        return cls(shards, holders, holders_of, layouts, factors, bucket_bytes, nodes)
 
     @cached_property
     def adapters(self) -> dict[str, Adapter]:
