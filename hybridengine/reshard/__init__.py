@@ -3,6 +3,7 @@
     record     EngineLayout   strided copies: trained parameter → engine tensor, as the engine loads
     plan       ReshardPlan    who sends which slice to whom, in which bucket; the same on every rank
                Bucket         parts of many parameters (Chunk) that travel at once
+    trainers   Trainers       what the training ranks read, and agree on
     source     TrainedTensors the trainer's shards, adapters merged; ChangeFinder: what changed
     payload    Dense, Delta   all elements of a bucket, cast or quantized; or those that changed
     transport  Transport      moves messages: pull, all-to-all, or over a Link between worlds

@@ -35,5 +35,7 @@ def operation(guard: CollectiveGuard, name: str, advice: str = "") -> Iterator[N
     try:
         with guard.operation(name):
             yield
+    except RankFailedError:
+        raise
     except CollectiveError as error:
         raise RankFailedError(f"{error} {advice}".rstrip()) from error

@@ -14,13 +14,11 @@ from hybridengine.reshard.payload.message import Versions
 from hybridengine.reshard.payload.tables import ExchangeBuilder
 from hybridengine.reshard.payload.transport import Transport
 from hybridengine.reshard.plan.planner import ReshardPlan
-from hybridengine.reshard.plan.source_class import SliceCopy
 from hybridengine.reshard.source.changes import Found
 from hybridengine.reshard.source.trained import TrainedTensors
 from hybridengine.reshard.target import write_constants
 from hybridengine.reshard.verify import Mismatch, find_mismatches
-from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.geometry import Block, contiguous_strides
+from hybridengine.sharding.geometry import contiguous_strides
 from hybridengine.sharding.weight_target import WeightTarget
 
 
@@ -115,26 +113,4 @@ class Mover:
 
         Collective; as `move`.
         """
-        read_shard = None
-        if (source := self._source) is not None:
-            with transport.guard.collective("gathering adapters to verify"):
-                adapters = {name: adapter.full() for name, adapter in source.merged.items()}
-            read_shard = partial(self._expected, source, adapters)
-        return find_mismatches(self.plan, self._rank, transport, read_shard, weights, self._device)
-
-    def _expected(
-        self,
-        source: TrainedTensors,
-        adapters: Mapping[str, Adapter],
-        name: str,
-        slice_copy: SliceCopy,
-        destination: str,
-        block: Block,
-    ) -> torch.Tensor:
-        """Return what a block of a slice must be in the receiver's engine, in plain PyTorch.
-
-        adapters: the full adapters of merged parameters.
-        """
-        spec = self.plan.sources[name]
-        values = source.slice(name, spec, slice_copy.shard, block, adapters.get(name))
-        return self.dense.scales.expected(values, slice_copy.receiver, destination, block)
+        return find_mismatches(transport, self.dense, self._source, weights, self._device)

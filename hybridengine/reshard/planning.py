@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-import torch
-
-from hybridengine.reshard.commit.records import FactorSpec, PlanInputs, SyncStore
+from hybridengine.reshard.commit.records import PlanInputs, SyncStore
 from hybridengine.reshard.plan.configuration import check_configuration, in_words
 from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
-from hybridengine.reshard.source.trained import TrainedTensors
+from hybridengine.sharding.adapter import adapter_factors
 from hybridengine.sharding.layout import EngineLayout, LayoutError
 from hybridengine.sharding.shards import ShardSpec
-
-
-def plan_inputs(
-    specs: Mapping[str, ShardSpec],
-    trained: TrainedTensors,
-    layouts: Mapping[int, str],
-    bucket_bytes: int,
-    nodes: Sequence[int],
-) -> PlanInputs:
-    """Return what trainers and engines plan from; the arguments as there."""
-    factors = {
-        name: FactorSpec(
-            tuple(a.left.shape), tuple(a.right.shape), (a.left.dtype, a.right.dtype), a.scale
-        )
-        for name, a in trained.unmerged.items()
-    }
-    return PlanInputs.of(specs, layouts, factors, bucket_bytes, nodes)
 
 
 def make_plan(
@@ -43,11 +24,7 @@ def make_plan(
     A trainer's engine layout is empty. The receiving rank is in no trainer's node. The arguments
     except `inputs` and `store` are those of `WeightTarget`. Raises LayoutError as `build_plan`.
     """
-    factors = {
-        f"{name}.{side}": torch.empty(shape, dtype=dtype, device="meta")
-        for name, factor in inputs.factors.items()
-        for side, shape, dtype in zip(("left", "right"), factor[:2], factor.dtypes, strict=True)
-    }
+    factors = adapter_factors(inputs.adapters)
     layouts = [
         store.get(f"layout/{digest}", EngineLayout).with_full_tensors(factors)
         for _, digest in sorted(inputs.layouts.items())

@@ -30,7 +30,7 @@ from hybridengine.reshard.transport.link import GroupLink, Link, Place
 from hybridengine.reshard.transport.memory_link import MemoryLink
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import one_line
-from hybridengine.sharding.adapter import Adapter, adapters_of_factors
+from hybridengine.sharding.adapter import adapter_factors, adapters_of_factors
 from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.weight_target import HasTarget, WeightTarget, target_of
 
@@ -120,7 +120,7 @@ class WeightReceiver:
     def _check_engine(self) -> None:
         def check() -> None:
             self.engine.check_ready()
-            engine_weights(self.engine, self._device)
+            engine_weights(self.engine, self._device, {})
 
         self._rank.on_all_ranks(check, LayoutError, self._timeout_s)
 
@@ -197,21 +197,14 @@ class WeightReceiver:
     def _transfer(self, transfer: Transfer, state: SyncState, link: Link) -> tuple[int, int]:
         """Receive everything. Return (bytes received, bytes sent)."""
         progress = DeviceProgress(link, self._device, limit_s=0.8 * self._timeout_s)
-        weights = engine_weights(self.engine, self._device) | {
-            f"{name}.{side}": torch.empty(shape, dtype=dtype, device=self._device)
-            for name, f in self._inputs.factors.items()
-            for side, shape, dtype in zip(("left", "right"), f[:2], f.dtypes, strict=True)
-        }
+        adapters = self._inputs.adapters
+        weights = engine_weights(self.engine, self._device, adapter_factors(adapters))
         self._transport.begin(link, progress)
         moved = self._mover.move(self._transport, transfer.order, state.version, weights, None)
         if transfer.order.verify:
             progress.wait()
             self._verify(link, weights)
-        if self._inputs.factors:
-            adapters = {
-                n: Adapter(weights[f"{n}.left"], weights[f"{n}.right"], f.scale)
-                for n, f in self._inputs.factors.items()
-            }
+        if adapters:
             self.engine.load_adapters(adapters_of_factors(adapters, weights), state.version)
         progress.mark("waiting for the device before committing")
         progress.wait()

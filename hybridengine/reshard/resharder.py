@@ -13,47 +13,32 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.commit.records import Order
-from hybridengine.reshard.errors import PlanOutdatedError, ReshardError, operation
+from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
 from hybridengine.reshard.plan.planner import ReshardPlan
-from hybridengine.reshard.plan.senders import ranks_per_node
 from hybridengine.reshard.planning import plan_sync
 from hybridengine.reshard.report import SyncReport
-from hybridengine.reshard.source.changes import (
-    ChangeFinder,
-    DeltaMode,
-    ReadChanges,
-    check_mode,
-    is_wanted,
-)
-from hybridengine.reshard.source.holders import unite_holders
+from hybridengine.reshard.source.changes import DeltaMode, ReadChanges
 from hybridengine.reshard.source.rates import delta_pays, measure
-from hybridengine.reshard.source.trained import Parameters, TrainedTensors
+from hybridengine.reshard.source.trained import Parameters
 from hybridengine.reshard.target import EngineState, engine_weights
-from hybridengine.reshard.transport.in_world import AllToAll, Pull, pull_bytes
+from hybridengine.reshard.trainers import Trainers
+from hybridengine.reshard.transport.in_world import AllToAll, Pull, pull_bytes, raise_if_any
 from hybridengine.reshard.transport.shared_memory import share_memory
 from hybridengine.reshard.verify import Mismatch, find_unstable, from_all_ranks, warn_of_nan
-from hybridengine.runtime.all_ranks import (
-    all_gather_values,
-    broadcast_value,
-    host_device,
-    raise_on_all_ranks,
-    run_on_all_ranks,
-)
+from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value, run_on_all_ranks
 from hybridengine.runtime.device import DeviceProgress
-from hybridengine.runtime.failures import CollectiveGuard, machine_id
+from hybridengine.runtime.failures import machine_id
 from hybridengine.sharding.adapter import Adapter, adapters_of_factors
-from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.layout import EngineLayout, LayoutError
-from hybridengine.sharding.shards import ShardSpec
 from hybridengine.sharding.weight_target import HasTarget, WeightTarget, target_of
 
-_NEXT = -1  # in place of a version: the next one
-_AFTER_FAILURE = (
+_PARTIALLY_UPDATED = (
     "The engine's weights are partially updated: restart the failed ranks and sync again."
 )
+_PLAN_AGAIN = "since the reshard was planned: call connect() again, or make a new Resharder"
 
 
 class Resharder:
@@ -95,62 +80,38 @@ class Resharder:
         changes: ReadChanges | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        check_mode(delta)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.engine: WeightTarget = target_of(engine)
-        self._trained = TrainedTensors(parameters, adapters, merge)
-        self._guard = CollectiveGuard(
-            self.rank, self.world_size, timeout_s=timeout_s, groups=self._trained.groups
-        )
-        comparing = self._guard.collective("comparing models and engines")
-        with operation(self._guard, "planning the syncs"), comparing:
-            self._make_plan(bucket_bytes, delta, changes, timeout_s)
+        self.engine = target_of(engine)
+        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, changes, timeout_s)
+        self.rank, self.world_size = trainers.rank, trainers.world_size
+        self._trained, self._guard = trainers.model, trainers.guard
+        with trainers.operation("planning the syncs", "comparing models and engines"):
+            trainers.compare()
+            self._make_plan(bucket_bytes)
+        self._engine_state: EngineState | None = None  # after the last sync; None: write everything
 
     # Planning
 
-    def _make_plan(
-        self, bucket_bytes: int | None, delta: DeltaMode, changes: ReadChanges | None,
-        timeout_s: float | None,
-    ) -> None:  # fmt: skip
+    def _make_plan(self, bucket_bytes: int | None) -> None:
         """Plan with the other ranks and connect to them."""
-        specs = run_on_all_ranks(partial(self._trained.read_specs, self.world_size), LayoutError)
-        specs = unite_holders(specs)
-        shards = self._trained.shards.values()
-        self._device = next((t.device for t in shards), torch.device("cpu"))
-        self._progress = DeviceProgress(self._guard, self._device, limit_s=timeout_s)
-        defaults = all_gather_values(default_bucket_bytes(self._device), int)
-        size = min(defaults) if bucket_bytes is None else bucket_bytes
-        target = self.engine
+        trainers, target = self._trainers, self.engine
+        self._device = trainers.device
+        self._progress = DeviceProgress(self._guard, self._device, limit_s=trainers.timeout_s)
         self._layout = target.layout.with_full_tensors(self._trained.factors)
         layouts = self._gather_layouts()
-        nodes = all_gather_values(self.rank // ranks_per_node(self.world_size), int)
-        self.plan: ReshardPlan = run_on_all_ranks(
-            lambda: self._plan(specs, layouts, size, nodes), LayoutError
-        )
-        described = (self.plan.digest, delta, changes is None)
-        digests = all_gather_values(described, tuple[str, str, bool])
-        if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-            raise LayoutError(
-                f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
-                "bucket size differs. Start every rank with the same configuration."
-            )
-        self._planned = self._trained.placements
-        run_on_all_ranks(self._engine_weights, LayoutError)
+
+        def plan(size: int, nodes: list[int]) -> ReshardPlan:
+            engine = target.optional_parameters, target.config_differences
+            return plan_sync(trainers.specs, layouts, size, nodes, *engine)
+
+        default_bytes = default_bucket_bytes(self._device)
+        self.plan, nodes = trainers.plan(plan, bucket_bytes, default_bytes)
+        factors = self._trained.factors
+        run_on_all_ranks(lambda: engine_weights(target, self._device, factors), LayoutError)
         self._transport, self._mover = self._connect()
-        # Checksums of the frozen parameters at the last sync, None if it did not compute them.
-        self._frozen: list[int] | None = None
-        self._engine_state: EngineState | None = None  # after the last sync; None: write everything
-        by_default = delta == "auto" and (
-            len(set(nodes)) > 1 or (changes is not None and self._delta_pays())
-        )
-        wanted = is_wanted(delta, by_default, self.plan)
-        self._finder: ChangeFinder | None = None
-        if wanted and not self._trained.unmerged and not target.discards_weights:
-            self._finder = ChangeFinder(
-                self.plan, self.rank, self._trained, self._guard, delta, changes
-            )
-        frozen = any(spec.frozen for spec in specs.values())
-        self._writes_parts = (frozen or self._finder is not None) and not target.discards_weights
+        finder = trainers.find_changes(self.plan, len(set(nodes)) > 1, self._delta_pays)
+        self._finder = None if target.discards_weights else finder
+        frozen = any(spec.frozen for spec in trainers.specs.values())
+        self._writes_parts = (frozen or finder is not None) and not target.discards_weights
 
     def _delta_pays(self) -> bool:
         """Return whether a delta can take less time than a dense sync on this machine."""
@@ -162,31 +123,17 @@ class Resharder:
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
-        own = self.engine.tp_rank, self._layout.digest()
-        keys = all_gather_values(own, tuple[int, str])
-        layouts: dict[tuple, EngineLayout] = {}
+        keys = all_gather_values((self.engine.tp_rank, self._layout.digest()), tuple[int, str])
         first: dict[int, int] = {}  # TP rank → the first rank with it
-        for rank, key in enumerate(keys):
-            if key in layouts:
-                continue
-            layouts[key] = broadcast_value(self._layout, EngineLayout, rank)
-            if (other := first.setdefault(key[0], rank)) != rank:
+        for rank, (tp_rank, _) in enumerate(keys):
+            if keys[other := first.setdefault(tp_rank, rank)] != keys[rank]:
                 raise LayoutError(
-                    f"the engines of ranks {other} and {rank} are both TP rank {key[0]}, but "
+                    f"the engines of ranks {other} and {rank} are both TP rank {tp_rank}, but "
                     "their weights are laid out differently. Build every engine from one model "
                     "with the same options."
                 )
-        return [layouts[key] for key in keys]
-
-    def _plan(
-        self,
-        specs: dict[str, ShardSpec],
-        layouts: list[EngineLayout],
-        bucket_bytes: int,
-        nodes: list[int],
-    ) -> ReshardPlan:
-        optional, differences = self.engine.optional_parameters, self.engine.config_differences
-        return plan_sync(specs, layouts, bucket_bytes, nodes, optional, differences)
+        layouts = {t: broadcast_value(self._layout, EngineLayout, r) for t, r in first.items()}
+        return [layouts[tp_rank] for tp_rank, _ in keys]
 
     def _connect(self) -> tuple[AllToAll, Mover]:
         """Return a pull if the ranks can map each other's memory, else an all-to-all."""
@@ -198,7 +145,9 @@ class Resharder:
             mover = make(Pull.builder)
             assert isinstance(mover.builder, Pull.builder)
             if memory := share_memory(pull_bytes(mover.builder), self._device):
-                return Pull(*ends, memory), mover
+                pull = Pull(*ends)
+                pull.memory = memory
+                return pull, mover
         # An engine that sleeps needs the memory for its KV cache.
         keeps = self._device.type == "cuda" and not self.engine.discards_weights
         return AllToAll(*ends, keeps_staging=keeps), make(AllToAll.builder)
@@ -230,15 +179,14 @@ class Resharder:
         started = time.perf_counter()
         to = self._next_version if version is None else version
         name = f"the sync to version {to}"
-        with operation(self._guard, name, _AFTER_FAILURE), torch.no_grad():
-            version, intact = self._start(version)
+        with self._trainers.operation(name, advice=_PARTIALLY_UPDATED), torch.no_grad():
+            version, intact = self._trainers.start(
+                version, self._check, _PLAN_AGAIN, self._next_version, self._writes_parts
+            )
             self._engine_state = None  # until this sync is complete
             found = self._finder.find(intact) if self._finder else None
-            order = Order(intact, verify)
-            if found is not None:
-                order = Order(
-                    intact, verify, self.engine.weight_version or 0, group_size(found.share)
-                )
+            delta = (self.engine.weight_version or 0, group_size(found.share)) if found else ()
+            order = Order(intact, verify, *delta)
             transport = self._transport
             transport.begin()
             with self.engine.weight_update(version, self._finish_on_all_ranks):
@@ -272,67 +220,12 @@ class Resharder:
             finish()
         except Exception as error:
             problem = error
-        self._raise_on_all_ranks(problem, "committing")
+        raise_if_any(problem, self._guard, "committing")
 
-    def _raise_on_all_ranks(self, problem: Exception | None, phase: str) -> None:
-        """Raise ReshardError on every rank if any rank has a problem."""
-        failed = torch.tensor(int(problem is not None), device=host_device())
-        with self._guard.collective(phase):
-            dist.all_reduce(failed, dist.ReduceOp.MAX)
-            if failed.item():
-                raise_on_all_ranks(problem, ReshardError)
-
-    def _start(self, version: int | None) -> tuple[int, bool]:
-        """Check model, engine and world; continue only if no rank has a problem.
-
-        Return (version of this sync; whether all engines are kept, so that it may write a part).
-        """
-        changed: str | None = None
-        problem: Exception | None = None
-        stale = True
-        try:
-            changed = self._check_against_plan()
-            if not changed:
-                stale = not self._engine_is_kept()
-        except Exception as error:
-            problem = error
-        given = _NEXT if version is None else version
-        problems = problem is not None, changed is not None
-        state = [*problems, stale, given, -given, self._next_version]
-        flags = torch.tensor(state, device=host_device())
-        with self._guard.collective("agreeing to start"):
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-            failed, outdated, stale, highest, lowest, next_version = flags.tolist()
-            if failed or outdated:
-                raise_on_all_ranks(
-                    problem or changed, PlanOutdatedError if outdated else LayoutError
-                )
-        if highest != -lowest:
-            raise ReshardError(
-                f"rank {self.rank} syncs to version {version}, other ranks to versions between "
-                f"{-lowest} and {highest}: every rank must call sync() with the same version"
-            )
-        return next_version if version is None else version, not stale
-
-    def _engine_is_kept(self) -> bool:
+    def _check(self, frozen_is_kept: bool) -> bool:
         """Return whether the engine holds what the last sync left there, frozen weights included.
 
-        Sets `_frozen`. No shard is read where the engine has lost what it held.
-        """
-        state, frozen, self._frozen = self._engine_state, self._frozen, None
-        if state is None or not state.is_kept_by(self.engine):
-            return False
-        self._frozen = self._frozen_checksums()
-        return self._frozen == frozen
-
-    def _frozen_checksums(self) -> list[int]:
-        frozen = [name for name, spec in self.plan.sources.items() if spec.frozen]
-        return bit_checksums([self._trained.shards[name] for name in frozen])
-
-    def _check_against_plan(self) -> str | None:
-        """Return how the parameters differ from the plan. LayoutError if the engine is not ready.
-
-        Sets `_weights`.
+        Sets `_weights`. Raises LayoutError if the engine, or the world, is not as planned.
         """
         if (place := (dist.get_rank(), dist.get_world_size())) != (self.rank, self.world_size):
             raise LayoutError(
@@ -340,21 +233,9 @@ class Resharder:
                 f"{place[1]}: make a new Resharder for the new world"
             )
         self.engine.check_ready()
-        self._trained.read()
-        if changed := self._trained.describe_change(self._planned):
-            return (
-                f"{changed} since the reshard was planned: call connect() again, or make a new "
-                "Resharder"
-            )
-        self._weights = self._engine_weights()
-        return None
-
-    def _engine_weights(self) -> dict[str, torch.Tensor]:
-        """Return the engine's tensors, and new memory for the factors of unmerged adapters."""
-        return engine_weights(self.engine, self._device) | {
-            name: torch.empty(t.shape, dtype=t.dtype, device=self._device)
-            for name, t in self._trained.factors.items()
-        }
+        self._weights = engine_weights(self.engine, self._device, self._trained.factors)
+        state = self._engine_state if frozen_is_kept else None
+        return state is not None and state.is_kept_by(self.engine)
 
     def _verify(self) -> None:
         """Raise ReshardError on every rank if an engine tensor differs from its source."""

@@ -5,40 +5,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.commit.coordinator import Coordinator, EngineStatus
-from hybridengine.reshard.commit.records import EngineInfo, Generations, Order, SyncStore, Transfer
-from hybridengine.reshard.errors import (
-    LinkError,
-    PlanOutdatedError,
-    RankFailedError,
-    ReshardError,
-    operation,
+from hybridengine.reshard.commit.coordinator import Absent, Coordinator, EngineStatus
+from hybridengine.reshard.commit.records import (
+    EngineInfo,
+    Generations,
+    Order,
+    PlanInputs,
+    SyncStore,
+    Transfer,
 )
+from hybridengine.reshard.errors import LinkError, ReshardError
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
 from hybridengine.reshard.plan.configuration import config_differences
 from hybridengine.reshard.plan.planner import ReshardPlan
-from hybridengine.reshard.plan.senders import ranks_per_node
-from hybridengine.reshard.planning import make_plan, plan_inputs
+from hybridengine.reshard.planning import make_plan
 from hybridengine.reshard.report import SyncReport
-from hybridengine.reshard.source.changes import (
-    ChangeFinder,
-    DeltaMode,
-    Found,
-    ReadChanges,
-    check_mode,
-    is_wanted,
-)
-from hybridengine.reshard.source.holders import unite_holders
-from hybridengine.reshard.source.trained import Parameters, TrainedTensors
+from hybridengine.reshard.source.changes import ChangeFinder, DeltaMode, Found, ReadChanges
+from hybridengine.reshard.source.trained import Parameters
+from hybridengine.reshard.trainers import Trainers
 from hybridengine.reshard.transport.between_worlds import TrainersEnd
 from hybridengine.reshard.transport.link import GroupLink, Link, Place
 from hybridengine.reshard.transport.memory_link import MemoryLink, feeders_of
@@ -50,18 +42,12 @@ from hybridengine.runtime.all_ranks import (
     run_on_all_ranks,
 )
 from hybridengine.runtime.device import DeviceProgress, device_id
-from hybridengine.runtime.failures import (
-    CollectiveError,
-    CollectiveGuard,
-    machine_of,
-    one_line,
-    this_process,
-)
+from hybridengine.runtime.failures import CollectiveError, machine_of, one_line, this_process
 from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.layout import LayoutError
 
 T = TypeVar("T")
+_MAKE_AGAIN = "since the sender was made: make a new WeightSender"
 
 
 class Delta(NamedTuple):
@@ -112,33 +98,24 @@ class WeightSender:
     ) -> None:
         if num_engines < 1:
             raise ValueError(f"num_engines: got {num_engines}, expected at least 1")
-        check_mode(delta)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, changes, timeout_s)
+        self.rank, self.world_size = trainers.rank, trainers.world_size
+        self._trained, self._guard = trainers.model, trainers.guard
         self._store, self._config, self._timeout_s = SyncStore(store), config, timeout_s
         self._bucket_bytes = bucket_bytes
-        self._trained = TrainedTensors(parameters, adapters, merge)
-        self._guard = CollectiveGuard(
-            self.rank, self.world_size, timeout_s=timeout_s, groups=self._trained.groups
-        )
-        comparing = self._guard.collective("comparing trainers")
-        with operation(self._guard, "making the sender"), comparing:
-            read_specs = partial(self._trained.read_specs, self.world_size)
-            self._specs = unite_holders(run_on_all_ranks(read_specs, LayoutError))
-            self._placements = self._trained.placements
-            shards = self._trained.shards.values()
-            self._device = next((t.device for t in shards), torch.device("cpu"))
-            self._trainers = all_gather_values(this_process(), str)
+        with trainers.operation("making the sender", "comparing trainers"):
+            trainers.compare()
+            self._device = trainers.device
+            self._processes = all_gather_values(this_process(), str)
             self._devices = all_gather_values(device_id(self._device), str)
         self._coordinator: Coordinator | None = None
         if self.rank == 0:
-            self._coordinator = Coordinator(self._store, num_engines, self._trainers, timeout_s)
+            self._coordinator = Coordinator(self._store, num_engines, self._processes, timeout_s)
         self._engines = {index: EngineStatus() for index in range(num_engines)}
         self._layouts: dict[int, str] = {}
         self._link: Link | None = None
         self._linked_to: list[EngineInfo] = []
         self._group_number = 0
-        self._frozen_checksums: list[int] | None = None
-        self._mode, self._read_changes = delta, changes
         self._finder: ChangeFinder | None = None
         self._sent = Generations(0, 0)
         self._base: int | None = None  # version of the engines that have it
@@ -150,12 +127,17 @@ class WeightSender:
 
     # Sync
 
-    def sync(self, version: int, *, verify: bool = False) -> SyncReport:
+    def sync(
+        self, version: int, *, verify: bool = False, absent: Absent | None = None
+    ) -> SyncReport:
         """Send the current parameters to every live engine; returns when these have committed.
 
         Collective over the trainers. An engine that has `version` already takes no part: a second
         sync to the same version reaches those that were dropped and are back.
         verify: engines compare checksums of all slices before they commit.
+        absent: for a caller that makes each engine take part by a call of its own: returns why the
+          call of an engine has failed, None while it has not. Such an engine is dropped at once,
+          and one that was dropped before is invited again. Used on rank 0.
 
         Raises PlanOutdatedError if the parameters differ from those the sender was made for;
         RankFailedError if a trainer rank is lost; ReshardError if no engine is left. An engine that
@@ -166,9 +148,10 @@ class WeightSender:
         delta: Delta | None = None
         is_delta, changed = False, None
         with self._operation(version), torch.no_grad():
-            self._start(version)
+            _, is_kept = self._trainers.start(version, lambda frozen: frozen, _MAKE_AGAIN)
+            self._sent = self._sent._replace(frozen=self._sent.frozen + (not is_kept))
             infos = self._on_rank0(
-                lambda c: c.open(version),
+                lambda c: c.open(version, absent),
                 "waiting for engines",
                 list[EngineInfo],
                 wait_s=self._timeout_s,
@@ -193,46 +176,16 @@ class WeightSender:
 
     @contextmanager
     def _operation(self, version: int) -> Iterator[None]:
-        """Raise RankFailedError where a trainer is lost, and tell the engines."""
+        """Tell the engines where a sync fails; RankFailedError where a trainer is lost."""
         try:
-            with self._guard.operation(f"the sync to version {version}"):
+            with self._trainers.operation(f"the sync to version {version}"):
                 yield
         except BaseException as error:
             self._close_link()
             if self._coordinator is not None:
                 with suppress(ReshardError):  # the store is gone
                     self._coordinator.close(f"the trainers gave up the sync: {one_line(error)}")
-            if isinstance(error, CollectiveError) and not isinstance(error, RankFailedError):
-                raise RankFailedError(str(error)) from error
             raise
-
-    def _start(self, version: int) -> None:
-        """Check the parameters; continue only if no rank has a problem."""
-        problem: Exception | None = None
-        changed, checksums = None, None
-        try:
-            self._trained.read()
-            changed = self._trained.describe_change(self._placements)
-            frozen = [name for name, spec in self._specs.items() if spec.frozen]
-            if not changed:
-                checksums = bit_checksums([self._trained.shards[name] for name in frozen])
-        except Exception as error:
-            problem = error
-        with self._guard.collective("agreeing to start"):
-            raise_on_all_ranks(problem, LayoutError)
-            hint = "since the sender was made: make a new WeightSender"
-            raise_on_all_ranks(changed and f"{changed} {hint}", PlanOutdatedError)
-            own = version, checksums != self._frozen_checksums
-            differs = all_gather_values(own, tuple[int, bool])
-        if len(versions := {v for v, _ in differs}) > 1:
-            raise ReshardError(
-                f"rank {self.rank} syncs to version {version}, other ranks to versions between "
-                f"{min(versions)} and {max(versions)}: every rank must call sync() with the same "
-                "version"
-            )
-        self._frozen_checksums = checksums
-        generation = self._sent.frozen + any(changed for _, changed in differs)
-        self._sent = self._sent._replace(frozen=generation)
 
     def _find(self) -> Delta | None:
         """Return what changed since the last sync, None if everything has to be sent."""
@@ -263,7 +216,7 @@ class WeightSender:
             base = delta.base if delta and able else None
             size = group_size(delta.found.share) if delta else 0
             order = Order(has_frozen, verify, base, size)
-            by_member = feeders_of(self._trainers, self._devices, some)
+            by_member = feeders_of(self._processes, self._devices, some)
             feeders = [by_member[member] for member in members] if by_member else None
             plan = self._plan_number, self.plan.digest
             transfer = Transfer(groups, members, feeders, *plan, order)
@@ -339,7 +292,8 @@ class WeightSender:
     def _connect(self, infos: list[EngineInfo], transfer: Transfer) -> Link:
         if self._link is None or self._group_number != transfer.groups:
             self._close_link()
-            peers = {f"trainer rank {r}": p for r, p in enumerate(self._trainers) if r != self.rank}
+            trainers = enumerate(self._processes)
+            peers = {f"trainer rank {r}": p for r, p in trainers if r != self.rank}
             for info in infos:
                 for rank, process in enumerate(info.processes):
                     peers[f"rank {rank} of engine {info.index}"] = process
@@ -373,38 +327,30 @@ class WeightSender:
         )
 
     def _plan(self, layouts: dict[int, str], info: EngineInfo) -> None:
+        def make(size: int, nodes: list[int]) -> ReshardPlan:
+            rest = self._trained.unmerged, layouts, size, nodes
+            self._inputs = PlanInputs.of(self._trainers.specs, *rest)
+            return self._make_plan(info)
+
         default = min(default_bucket_bytes(self._device), info.bucket_bytes)
-        node = self.rank // ranks_per_node(self.world_size)
         with self._guard.collective("planning"):
-            gathered = all_gather_values((default, node), tuple[int, int])
-            size = min(d for d, _ in gathered) if self._bucket_bytes is None else self._bucket_bytes
-            nodes, trained = [n for _, n in gathered], self._trained
-            self._inputs = plan_inputs(self._specs, trained, layouts, size, nodes)
-            self.plan: ReshardPlan = run_on_all_ranks(lambda: self._make_plan(info), LayoutError)
-            digests = all_gather_values(self.plan.digest, str)
-        if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-            raise LayoutError(
-                f"ranks {odd} made another reshard plan than rank 0: their model or bucket size "
-                "differs. Start every rank with the same configuration."
-            )
+            self.plan, _ = self._trainers.plan(make, self._bucket_bytes, default)
         self._layouts = layouts
         self._mover = Mover(self.plan, self.rank, self._device, self._trained, None)
         merges = bool(self._trained.merged)
         self._transport = TrainersEnd(self._guard, self.plan, self._device, merges)
         self._transport.plan_for(self._mover.dense.exchanges)
-        self._finder = self._make_finder(info)
+        machines = {machine_of(process) for process in (*self._processes, *info.processes)}
+        self._finder = self._trainers.find_changes(
+            self.plan, len(machines) > 1, lambda: not self._shares_gpus_with(info)
+        )
         publish = self._publish_plan
         self._plan_number = self._on_rank0(lambda c: publish(), "publishing the plan", int)
 
-    def _make_finder(self, info: EngineInfo) -> ChangeFinder | None:
-        machines = {machine_of(process) for process in (*self._trainers, *info.processes)}
-        # Where engines are on the trainers' GPUs, a dense sync is as fast as the memory.
-        local = self._device.type == "cuda" and feeders_of(self._trainers, self._devices, [info])
-        by_default = len(machines) > 1 or (self._read_changes is not None and not local)
-        if self._trained.unmerged or not is_wanted(self._mode, by_default, self.plan):
-            return None
-        ways = self._mode, self._read_changes
-        return ChangeFinder(self.plan, self.rank, self._trained, self._guard, *ways)
+    def _shares_gpus_with(self, info: EngineInfo) -> bool:
+        """Whether a dense sync is as fast as the memory: the engine is on the trainers' GPUs."""
+        is_near = feeders_of(self._processes, self._devices, [info]) is not None
+        return self._device.type == "cuda" and is_near
 
     def _make_plan(self, info: EngineInfo) -> ReshardPlan:
         if info.device != self._device.type:
@@ -430,8 +376,9 @@ class WeightSender:
         expected: the type of the value.
         wait_s: how long `fn` may wait for engines.
         """
-        run: Callable[[], Any] = (
-            partial(fn, self._coordinator) if self._coordinator else lambda: None
-        )
+
+        def run() -> T | None:
+            return fn(self._coordinator) if self._coordinator else None
+
         with self._guard.collective(phase, self._timeout_s + wait_s):
             return broadcast_value(run_on_all_ranks(run, ReshardError), expected)

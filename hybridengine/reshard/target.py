@@ -42,10 +42,13 @@ class EngineState(NamedTuple):
         return self.checksums == EngineState.of(engine).checksums
 
 
-def engine_weights(engine: WeightTarget, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the engine's tensors by the names of its layout.
+def engine_weights(
+    engine: WeightTarget, device: torch.device, factors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the engine's tensors by the names of its layout, and new memory for `factors`.
 
-    device: of the trained parameters. Raises LayoutError where a tensor differs from its record.
+    device: of the trained parameters. factors: of unmerged adapters, as `adapter_factors`. Raises
+    LayoutError where a tensor differs from its record.
     """
     weights = engine.weights()
     for name, spec in (engine.layout.destinations | engine.layout.scales).items():
@@ -61,7 +64,8 @@ def engine_weights(engine: WeightTarget, device: torch.device) -> dict[str, torc
                 f"engine tensor {name!r} is on {weight.device}, the trained parameters are on "
                 f"{device}: build the engine without weight offload (cpu_offload_gb)"
             )
-    return weights
+    new = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in factors.items()}
+    return weights | new
 
 
 def write_constants(layout: EngineLayout, weights: Mapping[str, torch.Tensor]) -> None:

@@ -14,33 +14,35 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hybridengine.reshard.payload.dense import Dense
 from hybridengine.reshard.payload.transport import Transport
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import SliceCopy
+from hybridengine.reshard.source.trained import TrainedTensors
 from hybridengine.runtime.all_ranks import all_gather_values
+from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.checksums import chunks, value_checksum
 from hybridengine.sharding.geometry import Block
 from hybridengine.sharding.layout import EngineLayout
 
 Mismatch = tuple[int, str, str]  # receiving rank, engine tensor, trained parameter
-ReadShard = Callable[[str, SliceCopy, str, Block], torch.Tensor]
 _SUM_BYTES = 8
 
 
 def find_mismatches(
-    plan: ReshardPlan,
-    rank: int,
     transport: Transport,
-    read_shard: ReadShard | None,
+    dense: Dense,
+    source: TrainedTensors | None,
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> list[Mismatch]:
     """Return all slices that differ in this rank's engine; collective.
 
-    read_shard: (parameter, slice, engine tensor, block) → that part of this rank's shard; None on a
-    rank without shards. weights: of this rank's engine.
+    dense: what this rank has moved. source: None on a rank that only holds an engine. weights: of
+    this rank's engine; {} for none.
     """
+    plan, rank = dense.plan, dense.rank
     arriving: list[_Write] = []
     leaving: list[_Write] = []
     for bucket in plan.buckets:
@@ -53,8 +55,10 @@ def find_mismatches(
     received = np.bincount([w.slice.sender for w in arriving], minlength=plan.world_size)
     sent = np.bincount([w.slice.receiver for w in leaving], minlength=plan.world_size)
     ours = None
-    if read_shard is not None:
-        blocks = (read_shard(w.name, w.slice, w.destination, w.block) for w in leaving)
+    if source is not None:
+        with transport.guard.collective("gathering adapters to verify"):
+            adapters = {name: adapter.full() for name, adapter in source.merged.items()}
+        blocks = (_expected(dense, source, write, adapters.get(write.name)) for write in leaving)
         ours = _checksums(blocks, leaving, device).view(torch.uint8)
     sizes = (sent * _SUM_BYTES).tolist(), (received * _SUM_BYTES).tolist()
     arrived = transport.post("the checksums of all slices", ours, *sizes).wait()
@@ -89,6 +93,18 @@ def _slice_writes(
         names = plan.destinations(name, bucket.engine_dtype, slice_copy.receiver)
         for index, block in slice_copy.writes:
             yield _Write(name, slice_copy, names[index], block, bucket.engine_dtype)
+
+
+def _expected(
+    dense: Dense, source: TrainedTensors, write: _Write, adapter: Adapter | None
+) -> torch.Tensor:
+    """Return what a write must leave in the receiver's engine, in plain PyTorch.
+
+    adapter: the full adapter of a merged parameter.
+    """
+    name, slice_copy, destination, block, _ = write
+    values = source.slice(name, dense.plan.sources[name], slice_copy.shard, block, adapter)
+    return dense.scales.expected(values, slice_copy.receiver, destination, block)
 
 
 def find_unstable(

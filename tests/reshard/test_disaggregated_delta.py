@@ -88,15 +88,14 @@ def build_engine(tp_rank: int) -> MemoryEngine:
 
 
 def damage() -> mock._patch:
-    finish = EnginesEnd.finish
+    remember = EnginesEnd._remember
 
-    def finish_and_flip(transport, where, arrival):
-        arrived = finish(transport, where, arrival)
+    def remember_and_flip(transport, where, parts):
+        remember(transport, where, parts)
         if where.startswith("delta"):
-            next(part for part in arrived if len(part))[0] ^= 1
-        return arrived
+            next(part for part in parts if len(part))[0] ^= 1
 
-    return mock.patch.object(EnginesEnd, "finish", finish_and_flip)
+    return mock.patch.object(EnginesEnd, "_remember", remember_and_flip)
 
 
 def engine_body(rank: int, world_size: int, port: int, index: int) -> dict:

@@ -237,7 +237,8 @@ def overlap_body(rank: int, world_size: int) -> dict:
         i = resharder._mover.dense.exchanges.index(exchange)
         pending = start(transport, where, exchange, pack)
         log.append(f"send {i}")
-        wait, work = pending.wait, pending._work
+        wait = pending.wait
+        _, work, _ = wait.args  # of `AllToAll._wait`
 
         def noted_wait():
             deadline = time.monotonic() + 60
@@ -344,7 +345,7 @@ def planless_body(rank: int, world_size: int) -> int:
         (planner, ("Planner", "ReshardPlan", "build_plan", "check_coverage")),
         (source_class, ("cut", "SourceClass")),
         (resharder, ("plan_sync", "Mover", "share_memory")),
-        (tables, ("ExchangeBuilder", "PullBuilder", "SendBuffers")),
+        (tables, ("ExchangeBuilder", "PullBuilder", "SendBuffer")),
         (rows, ("CopyTable",)),
         (source_class.SourceClass, ("incoming", "outgoing", "count_needed", "loads")),
     ):

@@ -179,8 +179,8 @@ def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch
     engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
     sizes = []
     monkeypatch.setattr(
-        "hybridengine.reshard.resharder.all_gather_values",
-        lambda value, expected: [value, 5000] * 2,
+        "hybridengine.reshard.trainers.all_gather_values",
+        lambda value, expected: [value, (5000, 0)] * 2,
     )
     monkeypatch.setattr(
         Resharder, "_gather_layouts", lambda self: sizes.append(1) or [self._layout]

@@ -77,7 +77,23 @@ def vllm_body(rank: int, world_size: int, path: str, port: int) -> None:
             "version": llm.get_weight_version,
             "compare": compare,
             "num_bytes": lambda: sum(loaded_bytes(p) for p in engine.parameters()),
+            "sleep": sleep,
         },
+    )
+
+
+def sleep(freed: list[str]) -> None:
+    """Let vLLM's allocator, which needs a GPU, show memory of weights and cache, some of it freed.
+
+    Its records are its own.
+    """
+    from vllm.device_allocator.cumem import AllocationData, CuMemAllocator
+
+    CuMemAllocator.instance = SimpleNamespace(
+        pointer_to_data={
+            address: AllocationData((0, 512, address, 0), tag, is_asleep=tag in freed)
+            for address, tag in enumerate(("weights", "kv_cache"))
+        }
     )
 
 
@@ -100,7 +116,7 @@ def fsdp_body(rank: int, world_size: int, path: str, port: int, tp_size: int) ->
     fully_shard(model)
     client = StoreClient(port, tp_size) if rank == 0 else None
     engine = trainer_engine(rank, client, ModuleSource(model))
-    result: dict[str, list] = {"wrong": [], "versions": [], "sent": [], "received": []}
+    result: dict[str, Any] = {"wrong": [], "versions": [], "sent": [], "received": []}
     factor = 1.0
     for step, next_factor in enumerate(FACTORS):
         with torch.no_grad():
@@ -109,6 +125,12 @@ def fsdp_body(rank: int, world_size: int, path: str, port: int, tp_size: int) ->
         factor *= next_factor
         if step == 2:
             model.to(torch.bfloat16)
+        if step == 1:
+            if client is not None:
+                client.call("sleep", ["weights", "kv_cache"])
+            result["asleep"] = message_of(engine.send_weights)
+            if client is not None:
+                client.call("sleep", ["kv_cache"])
         engine.send_weights()
         result["sent"].append(engine.report.bytes_sent)
         result["received"].append(engine.report.bytes_received)
@@ -132,7 +154,10 @@ def test_the_engines_weights_are_those_of_vllms_loader(tp_size: int, tmp_path: P
         first, second = run_ranks(fsdp_body, 2, path, store.port, tp_size)
         engine.results()
     assert first["wrong"] == [[]] * tp_size * len(FACTORS)
-    assert first["versions"] == [[str(v)] * tp_size for v in (1, 2, 3)]
+    # The second one was refused, by worker and trainers, while the weights slept.
+    assert first["versions"] == [[str(v)] * tp_size for v in (1, 3, 4)]
+    assert first["asleep"] == second["asleep"]
+    assert "the server sleeps, so its weights have no memory" in first["asleep"]
     # All bytes of the engine leave the trainers, half of them each; nothing is gathered.
     for one, other in zip(first["sent"], second["sent"], strict=True):
         assert one + other == sum(first["num_bytes"])
@@ -205,12 +230,12 @@ def source_of(kind: str, shards: dict[str, DTensor]) -> Any:
 class MemoryWorker:
     """The engine's half without vLLM: a `WeightReceiver` and tensors in memory.
 
-    fail_in: number of the update that fails, from 1.
+    fail_in: number of the update that fails, from 1. rejects: before the receiver starts.
     """
 
-    def __init__(self, name: str, fail_in: int) -> None:
+    def __init__(self, name: str, fail_in: int, rejects: bool) -> None:
         self.engine: MemoryEngine = build_engine(0, 1)
-        self.name, self._fail_in = name, fail_in
+        self.name, self._fail_in, self._rejects = name, fail_in, rejects
         self.updates, self.labels = 0, list[str | None]()
 
     def join(self, info: dict[str, Any]) -> None:
@@ -228,6 +253,8 @@ class MemoryWorker:
         if self.updates == self._fail_in:
             self.engine.check_ready = lambda: 1 / 0
         try:
+            if self._rejects:
+                self.engine.check_ready()
             assert self.receiver.receive().version == info["version"]
         finally:
             vars(self.engine).pop("check_ready", None)
@@ -238,8 +265,10 @@ class MemoryWorker:
         return [n for n, t in want.items() if not torch.equal(self.engine.tensors[n], t)]
 
 
-def memory_body(rank: int, world_size: int, port: int, name: str, fail_in: int = 0) -> list:
-    worker = MemoryWorker(name, fail_in)
+def memory_body(
+    rank: int, world_size: int, port: int, name: str, fail_in: int = 0, rejects: bool = False
+) -> list:
+    worker = MemoryWorker(name, fail_in, rejects)
     commands = {
         "init_weight_transfer_engine": worker.join,
         "start_weight_update": lambda: None,
@@ -262,13 +291,15 @@ def source_body(
     clients = [StoreClient(port, 1, f"engine {i}") for i in range(num_engines)]
     source = source_of(kind, shards)
     engine = trainer_engine(rank, clients if num_engines > 1 else clients[0], source)
-    wrong, errors, factor = [], [], 1.0
+    wrong, errors, reasons, factor = [], [], [], 1.0
     for next_factor in FACTORS:
         factor *= next_factor
         with torch.no_grad():
             for parameter in shards.values():
                 parameter.to_local().mul_(next_factor)
         errors.append(message_of(engine.send_weights))
+        statuses = engine._sender.engines.values()
+        reasons.append([s.reason if s.state == "dropped" else "" for s in statuses])
         dist.barrier()
         if rank == 0:
             wrong.append([client.call("wrong", factor)[0] for client in clients])
@@ -276,7 +307,7 @@ def source_body(
     if rank == 0:
         for client in clients:
             client.call("end")
-    return {"wrong": wrong, "errors": errors}
+    return {"wrong": wrong, "errors": errors, "reasons": reasons}
 
 
 @pytest.mark.parametrize(
@@ -294,11 +325,13 @@ def test_sources(kind: str, replicas: int) -> None:
     assert first["errors"] == second["errors"] == ["no error"] * len(FACTORS)
 
 
-def test_an_engine_that_fails_is_named_and_gets_the_next_weights() -> None:
+@pytest.mark.parametrize("rejects", [False, True])
+def test_an_engine_that_fails_is_named_and_gets_the_next_weights(rejects: bool) -> None:
+    """rejects: the receiver does not start. The trainers do not wait for it until its timeout."""
     store = new_store()
     with (
         Ranks(memory_body, 1, store.port, "engine 0") as good,
-        Ranks(memory_body, 1, store.port, "engine 1", 2) as failing,
+        Ranks(memory_body, 1, store.port, "engine 1", 2, rejects) as failing,
     ):
         first, second = run_ranks(source_body, 2, store.port, "module", 1, 2)
         assert good.results() == [["1", "2", "3"]]
@@ -309,6 +342,9 @@ def test_an_engine_that_fails_is_named_and_gets_the_next_weights() -> None:
         ]  # fmt: skip
         assert "engine 1, update_weights: " in result["errors"][1]
         assert "ZeroDivisionError" in result["errors"][1]
+        reasons = [of_failing for _, of_failing in result["reasons"]]
+        assert [bool(reason) for reason in reasons] == [False, True, False]
+        assert "ZeroDivisionError" in reasons[1]
     assert [of_good for of_good, _ in first["wrong"]] == [[]] * len(FACTORS)
     assert [bool(of_failing) for _, of_failing in first["wrong"]] == [False, True, False]
 

@@ -29,6 +29,7 @@ from hybridengine.sharding.layout import LayoutError
 
 BEAT_S = 1.0
 NOTHING = Generations(0, 0)
+Absent = Callable[[int], str | None]  # engine → why it does not come to the sync, None if it may
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Coordinator:
         self._state = last or SyncState(0, 0, number, {})
         self._publish(trainers=number, is_open=False, invited={})
         self._beats = threading.Event()
+        self._absent: Absent | None = None
 
     def _publish(self, **changes: Any) -> None:
         state, now = replace(self._state, **changes), self._store.get_sync()
@@ -79,12 +81,14 @@ class Coordinator:
 
     # Who takes part
 
-    def open(self, version: int) -> list[EngineInfo]:
+    def open(self, version: int, absent: Absent | None = None) -> list[EngineInfo]:
         """Invite every engine that is not at `version`; return those that have come.
 
-        The first sync waits for all engines to join. Raises ReshardError if no engine is left.
+        The first sync waits for all engines to join. absent: as of `WeightSender.sync`. Raises
+        ReshardError if no engine is left.
         """
         self._forget_keys()
+        self._absent = absent
         self._beats = threading.Event()
         threading.Thread(target=self._beat, args=(self._beats,), daemon=True).start()
         self._publish(version=version)
@@ -140,7 +144,8 @@ class Coordinator:
         elif status.state == "dropped":
             back = self._store.get(f"engine/{index}/back", tuple[int, int])
             incarnation, number = back or (0, 0)
-            if incarnation == info.incarnation and number >= status.dropped_in:
+            is_back = incarnation == info.incarnation and number >= status.dropped_in
+            if is_back or self._absent is not None:
                 status.state, status.version = "live", None
         return info
 
@@ -163,6 +168,8 @@ class Coordinator:
                 return result
             if isinstance(text := self._store.get(state_key, Holding | str), str):
                 return text
+            if self._absent is not None and (reason := self._absent(info.index)):
+                return reason
             if (rank := info.ended_rank()) is not None:
                 return f"rank {rank} has ended"
             late = time.monotonic() > deadline

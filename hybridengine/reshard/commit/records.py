@@ -29,6 +29,7 @@ from hybridengine.reshard.source.changes import covers
 from hybridengine.runtime.failures import STORE_GONE, one_line, process_state
 from hybridengine.runtime.messages import MessageError
 from hybridengine.runtime.signed_store import SignedStore
+from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.shards import Holders, ShardSpec
 
 _PREFIX = "hybridengine/disaggregated"
@@ -108,6 +109,21 @@ class FactorSpec(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
     scale: float
 
+    @classmethod
+    def of(cls, adapter: Adapter) -> FactorSpec:
+        left, right = adapter.left, adapter.right
+        shapes = tuple(left.shape), tuple(right.shape)
+        return cls(*shapes, (left.dtype, right.dtype), adapter.scale)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter without values, on the meta device."""
+        left, right = (
+            torch.empty(shape, dtype=dtype, device="meta")
+            for shape, dtype in zip(self[:2], self.dtypes, strict=True)
+        )
+        return Adapter(left, right, self.scale)
+
 
 @dataclass(frozen=True)
 class PlanInputs:
@@ -127,13 +143,23 @@ class PlanInputs:
     nodes: Sequence[int]
 
     @classmethod
-    def of(cls, specs: Mapping[str, ShardSpec], *rest: Any) -> PlanInputs:
-        """Return the inputs for parameters with `specs`; rest: the fields after `holders_of`."""
+    def of(
+        cls, specs: Mapping[str, ShardSpec], adapters: Mapping[str, Adapter],
+        layouts: Mapping[int, str], bucket_bytes: int, nodes: Sequence[int],
+    ) -> PlanInputs:  # fmt: skip
+        """Return the inputs for parameters with `specs`, and adapters that are not merged."""
         distinct = {id(s.holders): s.holders for s in specs.values()}  # each has all ranks
         index = {i: k for k, i in enumerate(distinct)}
         shards = {name: replace(s, holders=()) for name, s in specs.items()}
         holders_of = {name: index[id(s.holders)] for name, s in specs.items()}
-        return cls(shards, list(distinct.values()), holders_of, *rest)
+        factors = {name: FactorSpec.of(adapter) for name, adapter in adapters.items()}
+        holders = list(distinct.values())
+        return cls(shards, holders, holders_of, layouts, factors, bucket_bytes, nodes)
+
+    @cached_property
+    def adapters(self) -> dict[str, Adapter]:
+        """Parameter → its adapter without values."""
+        return {name: spec.adapter for name, spec in self.factors.items()}
 
     @cached_property
     def specs(self) -> dict[str, ShardSpec]:

@@ -25,12 +25,13 @@ class Dense:
     """The exchanges of one rank. source: None on a rank that only holds an engine.
 
     Attributes:
-        exchanges: one per bucket, built once. scales: of quantized tensors.
+        plan, rank: as of `builder`. exchanges: one per bucket, built once. scales: of quantized
+          tensors.
         bytes_gathered: received to merge adapters in the last `run`.
     """
 
     def __init__(self, builder: ExchangeBuilder, source: TrainedTensors | None) -> None:
-        self._plan, self._rank, self._source = builder.plan, builder.rank, source
+        self.plan, self.rank, self._source = builder.plan, builder.rank, source
         self.scales = builder.scales
         self.exchanges = [builder.build(bucket) for bucket in builder.plan.buckets]
         self.bytes_gathered = 0
@@ -85,13 +86,13 @@ class Dense:
         return [self._read(transport, name, box) for name, box in exchange.sources]
 
     def _read(self, transport: Transport, name: str, box: Box) -> torch.Tensor:
-        source, spec = self._source, self._plan.sources[name]
+        source, spec = self._source, self.plan.sources[name]
         assert source is not None
         if name not in source.merged:
             return source.shards[name]
         with transport.guard.collective(f"gathering the adapter of {name!r}"):
             self.bytes_gathered += source.bytes_gathered(name)
-            return source.merge(name, spec, self._rank, box)
+            return source.merge(name, spec, self.rank, box)
 
     def _update_scales(
         self, transport: Transport, weights: Weights, moving: list[Exchange]
@@ -110,13 +111,13 @@ class Dense:
             transport.bytes_sent += scales.bytes_reduced
         self._deliver_scales(transport)
         if weights:
-            scales.write(self._rank, weights)
+            scales.write(self.rank, weights)
 
     def _deliver_scales(self, transport: Transport) -> None:
         """Send the scales to ranks that hold an engine only, an equal part from each trainer."""
         if not (receivers := transport.receivers):
             return
-        of_rank, rank = self.scales.of_rank, self._rank
+        of_rank, rank = self.scales.of_rank, self.rank
         where, trainers = "the scales of quantized weights", [*range(receivers.start)]
         if rank in receivers:
             scales = of_rank(rank)

@@ -36,7 +36,7 @@ class SliceRows(NamedTuple):
 def joined(parts: list[SliceRows]) -> SliceRows:
     """Concatenate rows, numbering their slices on."""
     if not parts:
-        return rows_of([], "local", (), ())
+        return Plain().rows("", (), "local", (), ())
     before = np.cumsum([0, *(len(p.ranks) for p in parts[:-1])])
     slice_of = [p.slice_of + b for p, b in zip(parts, before, strict=True)]
     table, ranks, numel = ([getattr(p, f) for p in parts] for f in ("table", "ranks", "numel"))
@@ -70,7 +70,18 @@ class Plain:
         origin: tuple[int, ...],
     ) -> SliceRows:
         """Return the rows of one way. strides, origin: of the shard that pack and local read."""
-        return rows_of(slices, way, strides, origin)
+        table: list[list[int]] = []
+        slice_of: list[int] = []
+        for i, slice_copy in enumerate(slices):
+            for index, block in [(0, slice_copy.read)] if way == "pack" else slice_copy.writes:
+                buffer = (0, _buffer_strides(block))
+                source = buffer if way == "unpack" else block.address(strides, origin)
+                destination = buffer if way == "pack" else (block.offset, block.strides)
+                rows = _rows_of_block(index, block, source, destination)
+                table += rows
+                slice_of += [i] * len(rows)
+        array = np.array(table, np.int64).reshape(-1, TABLE_COLUMNS)
+        return slice_rows(array, np.array(slice_of, np.int64), slices, way)
 
     def number(self, table: np.ndarray, rows: SliceRows, name: str) -> None:
         """Add to the rows of one source what is particular to it."""
@@ -81,24 +92,6 @@ class Plain:
 
     def measuring(self, tables: Sequence[np.ndarray], device: torch.device) -> None:
         """Return the table that measures what is encoded: nothing."""
-
-
-def rows_of(
-    slices: Sequence[SliceCopy], way: str, strides: tuple[int, ...], origin: tuple[int, ...]
-) -> SliceRows:
-    """Return the rows of one way. strides, origin: of the shard that pack and local read."""
-    table: list[list[int]] = []
-    slice_of: list[int] = []
-    for i, slice_copy in enumerate(slices):
-        for index, block in [(0, slice_copy.read)] if way == "pack" else slice_copy.writes:
-            buffer = (0, _buffer_strides(block))
-            source = buffer if way == "unpack" else block.address(strides, origin)
-            destination = buffer if way == "pack" else (block.offset, block.strides)
-            rows = _rows_of_block(index, block, source, destination)
-            table += rows
-            slice_of += [i] * len(rows)
-    array = np.array(table, np.int64).reshape(-1, TABLE_COLUMNS)
-    return slice_rows(array, np.array(slice_of, np.int64), slices, way)
 
 
 def slice_rows(

@@ -188,28 +188,6 @@ class SendBuffer(NamedTuple):
     size: int  # elements
 
 
-class SendBuffers:
-    """The send buffers of all ranks; every rank computes the same from the plan."""
-
-    def __init__(self, plan: ReshardPlan) -> None:
-        self._plan = plan
-        self._known: dict[tuple, SendBuffer] = {}  # of the chunks of one source
-
-    def of(self, bucket: Bucket, sender: int) -> SendBuffer:
-        end, parts = 0, []
-        for name, pairs in itertools.groupby(bucket.chunks, key=lambda pair: pair[0]):
-            source_class = self._plan.source_classes[name, bucket.engine_dtype]
-            chunks = tuple(chunk for _, chunk in pairs)
-            key = (source_class, chunks, sender, bucket.engine_dtype)
-            if key not in self._known:
-                self._known[key] = _place(*key)
-            part = self._known[key]
-            parts.append(part._replace(offsets=part.offsets + end))
-            end += part.size
-        receivers, offsets, is_first = (np.concatenate([p[i] for p in parts]) for i in range(3))
-        return SendBuffer(receivers, offsets, is_first, end)
-
-
 def _place(
     source_class: SourceClass, chunks: Sequence[Chunk], sender: int, dtype: torch.dtype
 ) -> SendBuffer:
@@ -242,13 +220,29 @@ class PullBuilder(ExchangeBuilder):
     buffer_bytes = 0
 
     @cached_property
-    def _send_buffers(self) -> SendBuffers:
-        return SendBuffers(self.plan)
+    def _known_buffers(self) -> dict[tuple, SendBuffer]:
+        """Send buffers by the chunks of one source."""
+        return {}
+
+    def _send_buffer(self, bucket: Bucket, sender: int) -> SendBuffer:
+        """Return the send buffer of any rank; every rank computes the same from the plan."""
+        end, parts = 0, []
+        for name, pairs in itertools.groupby(bucket.chunks, key=lambda pair: pair[0]):
+            source_class = self.plan.source_classes[name, bucket.engine_dtype]
+            chunks = tuple(chunk for _, chunk in pairs)
+            key = (source_class, chunks, sender, bucket.engine_dtype)
+            if key not in self._known_buffers:
+                self._known_buffers[key] = _place(*key)
+            part = self._known_buffers[key]
+            parts.append(part._replace(offsets=part.offsets + end))
+            end += part.size
+        receivers, offsets, is_first = (np.concatenate([p[i] for p in parts]) for i in range(3))
+        return SendBuffer(receivers, offsets, is_first, end)
 
     def _place(
         self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
     ) -> tuple[np.ndarray, np.ndarray]:
-        buffers = [self._send_buffers.of(bucket, r) for r in range(self.plan.world_size)]
+        buffers = [self._send_buffer(bucket, r) for r in range(self.plan.world_size)]
         largest = max(buffer.size for buffer in buffers) * bucket.engine_dtype.itemsize
         self.buffer_bytes = max(self.buffer_bytes, largest)
         own = buffers[self.rank]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -29,27 +30,50 @@ class PhaseGuard(Protocol):
         """Return who has failed or ended, None if nobody is known to."""
 
 
-class Pending(ABC):
-    """A message on its way. headers: those that came before it."""
+@dataclass
+class Pending:
+    """A message on its way.
 
+    wait: returns what has arrived, uint8, in one or more buffers; nothing on a rank that sends.
+      They are valid until two further messages have been posted, or until `release`.
+    release: called when what has arrived is no longer needed.
+    headers: those that came before the message.
+    received, sent: bytes of it on an engine rank, known once it has arrived.
+    """
+
+    wait: Callable[[], list[torch.Tensor]]
+    release: Callable[[], object] = lambda: None
     headers: Sequence[Header] = ()
+    received: int = 0
+    sent: int = 0
 
-    @abstractmethod
-    def wait(self) -> list[torch.Tensor]:
-        """Return what has arrived, uint8, in one or more buffers; nothing on a rank that sends.
 
-        They are valid until two further messages have been posted, or until `release`.
+class Buffers:
+    """Two buffers that serve all messages in turn, because allocating new memory is slow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._count = device, 0
+        self._buffers: list[torch.Tensor] = []
+
+    def next(self, size: int, largest: int) -> torch.Tensor:
+        """Return a buffer, uint8 [size]; valid until two others have been requested.
+
+        largest: of all buffers; 0: it gets a new one of its own size.
         """
+        i, self._count = self._count % 2, self._count + 1
+        if len(self._buffers) <= i:
+            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device))
+        if not largest or self._buffers[i].numel() < size:
+            self._buffers[i].untyped_storage().resize_(0)  # gloo's threads may keep references
+            new = torch.empty(max(size, largest), dtype=torch.uint8, device=self._device)
+            self._buffers[i] = new
+        return self._buffers[i][:size]
 
-    def release(self) -> None:  # noqa: B027, optional
-        """What has arrived is no longer needed."""
-
-
-class Nothing(Pending):
-    """A message that was not sent, because a connection has failed."""
-
-    def wait(self) -> list[torch.Tensor]:
-        return []
+    def end(self, keep: bool = False) -> None:
+        """Free the buffers, or keep them: the next sync gets the same ones in the same order."""
+        self._count = 0
+        while self._buffers and not keep:
+            self._buffers.pop().untyped_storage().resize_(0)
 
 
 class Transport(ABC):

@@ -24,7 +24,7 @@ import numpy as np
 from hybridengine.reshard.plan.regions import Writes, disjoint_regions
 from hybridengine.reshard.plan.senders import Senders
 from hybridengine.sharding.geometry import Axis, Block, count_below, cut, narrow
-from hybridengine.sharding.shards import Box, ShardSpec, grid_product
+from hybridengine.sharding.shards import ShardSpec, grid_product
 
 _Pair = tuple[int, int]  # shard, receiver
 
@@ -334,14 +334,6 @@ class SourceClass:
                 first[others] = _spread(taken or [shift], total, len(others), bool(taken))
             starts[:, members] = first, held[members]
         return starts
-
-
-def _cut_box(block: Block, box: Box, dims: Sequence[int]) -> list[Block]:
-    """Return the parts of a block whose source coordinates on `dims` lie in the box."""
-    parts = [block]
-    for dim in dims:
-        parts = [part for b in parts for part in cut(b, dim, *box[dim])]
-    return parts
 
 
 def _spread(taken: Sequence[int], total: int, count: int, skip_taken: bool) -> list[int]:

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,9 +21,9 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.reshard.errors import LinkError
 from hybridengine.reshard.payload.message import HEADER_BYTES, Header
 from hybridengine.reshard.payload.tables import Exchange
-from hybridengine.reshard.payload.transport import Nothing, Pending, PhaseGuard, Transport
+from hybridengine.reshard.payload.transport import Pending, PhaseGuard, Transport
 from hybridengine.reshard.plan.planner import ReshardPlan
-from hybridengine.reshard.transport.link import Arrival, Link
+from hybridengine.reshard.transport.link import Link
 from hybridengine.runtime.all_ranks import all_gather_values
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.sharding.shards import ShardSpec
@@ -88,14 +89,14 @@ class TrainersEnd(Transport):
         self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
     ) -> Pending:
         if self._is_out:
-            return Nothing()
+            return Pending(list)
         sizes = self._sizes[id(exchange)]
         with self._sending():
             with self.link.collective(f"sending {where}"):
                 outgoing = self.link.buffer(int(sizes[self._rank].sum()), self._largest)
             pack(outgoing.view(exchange.bucket.engine_dtype))
             return self._post(where, outgoing, sizes)
-        return Nothing()
+        return Pending(list)
 
     def post(
         self, where: str, outgoing: torch.Tensor | None, sent: Sequence[int],
@@ -120,7 +121,7 @@ class TrainersEnd(Transport):
     def _post(self, where: str, outgoing: torch.Tensor, sizes: np.ndarray) -> Pending:
         """Send a message. sizes: from each trainer to each TP rank, int64 [trainers, tp_size]."""
         if self._is_out:
-            return Nothing()
+            return Pending(list)
         with self._sending():
             if self.link.checks:
                 parts = outgoing.split(sizes[self._rank].tolist())
@@ -128,8 +129,16 @@ class TrainersEnd(Transport):
             with self.link.collective(f"sending {where}"):
                 work = self.link.send(outgoing, sizes)
             self.bytes_sent += outgoing.nbytes
-            return _Sent(self, where, work)
-        return Nothing()
+            return Pending(partial(self._wait, f"sending {where}", work))
+        return Pending(list)
+
+    def _wait(self, phase: str, work: dist.Work | None) -> list[torch.Tensor]:
+        with self._sending():
+            if work is not None:
+                with self.link.collective(phase):
+                    work.wait()
+            self.progress.mark(phase)
+        return []
 
     def move_full(self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]) -> None:
         full = gather()
@@ -165,20 +174,6 @@ def _of_all_trainers(own: np.ndarray) -> np.ndarray:
     """Return the numbers of every trainer, equally many; collective over them."""
     gathered = all_gather_values(torch.from_numpy(own), torch.Tensor)
     return torch.stack(gathered).numpy()
-
-
-class _Sent(Pending):
-    def __init__(self, transport: TrainersEnd, where: str, work: dist.Work | None) -> None:
-        self._transport, self._where, self._work = transport, where, work
-
-    def wait(self) -> list[torch.Tensor]:
-        transport, phase = self._transport, f"sending {self._where}"
-        with transport._sending():
-            if self._work is not None:
-                with transport.link.collective(phase):
-                    self._work.wait()
-            transport.progress.mark(phase)
-        return []
 
 
 class EnginesEnd(Transport):
@@ -220,20 +215,22 @@ class EnginesEnd(Transport):
         pending.headers = headers
         return pending
 
-    def _post(self, where: str, sizes: Sequence[int], largest: int = 0) -> _Received:
-        sent = np.array(sizes[: self._num_trainers], np.int64)
-        with self.link.collective(f"receiving {where}"):
-            return _Received(self, where, self.link.receive(sent, largest))
+    def _post(self, where: str, sizes: Sequence[int], largest: int = 0) -> Pending:
+        sent, phase = np.array(sizes[: self._num_trainers], np.int64), f"receiving {where}"
+        with self.link.collective(phase):
+            pending = self.link.receive(sent, largest)
 
-    def finish(self, where: str, arrival: Arrival) -> list[torch.Tensor]:
-        """Return what each trainer has sent, uint8; remember the checksums."""
-        with self.link.collective(f"receiving {where}"):
-            incoming = arrival.finish()
-        self.progress.mark(f"receiving {where}")
-        self.bytes_received += arrival.received
-        self.bytes_sent += arrival.sent
-        self._remember(where, incoming)
-        return incoming
+        def wait() -> list[torch.Tensor]:
+            """Return what each trainer has sent, uint8; remember the checksums."""
+            with self.link.collective(phase):
+                incoming = pending.wait()
+            self.progress.mark(phase)
+            self.bytes_received += pending.received
+            self.bytes_sent += pending.sent
+            self._remember(where, incoming)
+            return incoming
+
+        return Pending(wait, lambda: pending.release())
 
     def _remember(self, where: str, parts: Sequence[torch.Tensor]) -> None:
         if self.link.checks:
@@ -272,14 +269,3 @@ class EnginesEnd(Transport):
                 stacklevel=2,
             )
             raise LinkError(damage)
-
-
-class _Received(Pending):
-    def __init__(self, transport: EnginesEnd, where: str, arrival: Arrival) -> None:
-        self._transport, self._where, self._arrival = transport, where, arrival
-
-    def wait(self) -> list[torch.Tensor]:
-        return self._transport.finish(self._where, self._arrival)
-
-    def release(self) -> None:
-        self._arrival.release()

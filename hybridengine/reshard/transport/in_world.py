@@ -8,6 +8,7 @@ receiver copies from the senders' memory to the engine's weights, in one launch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,35 +16,11 @@ import torch.distributed as dist
 from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.payload.message import HEADER_BYTES, Header
 from hybridengine.reshard.payload.tables import ALIGNMENT, Exchange, PullBuilder
-from hybridengine.reshard.payload.transport import Pending, PhaseGuard, Transport
+from hybridengine.reshard.payload.transport import Buffers, Pending, PhaseGuard, Transport
 from hybridengine.reshard.transport.shared_memory import SharedMemory
 from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.sharding.shards import ShardSpec
-
-
-class _Arriving(Pending):
-    def __init__(
-        self,
-        transport: AllToAll,
-        where: str,
-        work: dist.Work,
-        arriving: list[torch.Tensor],
-        buffer: torch.Tensor | None = None,
-        headers: Sequence[Header] = (),
-    ) -> None:
-        self._transport, self._where, self._work = transport, where, work
-        self._arriving, self._buffer, self.headers = arriving, buffer, headers
-
-    def wait(self) -> list[torch.Tensor]:
-        with self._transport.guard.collective(f"exchanging {self._where}"):
-            self._work.wait()
-        self._transport.progress.mark(f"exchanging {self._where}")
-        return self._arriving
-
-    def release(self) -> None:
-        if self._buffer is not None:
-            self._transport.take_back(self._buffer)
 
 
 class AllToAll(Transport):
@@ -68,10 +45,12 @@ class AllToAll(Transport):
         self.guard, self.progress, self._device = guard, progress, device
         self._staging_bytes, self._merges = staging_bytes, merges
         self._keeps_staging = keeps_staging
-        self._free: list[torch.Tensor] = []
+        self._kept: Buffers | None = None  # of the last sync, unless it failed
 
     def begin(self) -> None:
         self.bytes_received = self.bytes_sent = 0
+        # A sync that failed may still write to its own.
+        self._buffers, self._kept = self._kept or Buffers(self._device), None
 
     def post_bucket(
         self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
@@ -80,28 +59,21 @@ class AllToAll(Transport):
         start = -(-sum(sent) // ALIGNMENT) * ALIGNMENT
         if start + sum(received) > self._staging_bytes:
             start = sum(sent)
-        size = start + sum(received) if self._merges else self._staging_bytes
-        buffer = self._free.pop() if self._free else self._new_buffer(size)
-        outgoing, incoming = buffer[: sum(sent)], buffer[start:][: sum(received)]
+        size = start + sum(received)
+        buffer = self._buffers.next(size, 0 if self._merges else self._staging_bytes)
+        outgoing, incoming = buffer[: sum(sent)], buffer[start:]
         pack(outgoing.view(exchange.bucket.engine_dtype))
-        return self._exchange(where, incoming, outgoing, received, sent, buffer)
-
-    def _new_buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def take_back(self, buffer: torch.Tensor) -> None:
-        """Use a buffer for a later bucket, or free it."""
+        pending = self._exchange(where, incoming, outgoing, received, sent)
         if self._merges:
-            buffer.untyped_storage().resize_(0)
-        else:
-            self._free.append(buffer)
+            pending.release = partial(buffer.untyped_storage().resize_, 0)
+        return pending
 
     def post(
         self, where: str, outgoing: torch.Tensor | None, sent: Sequence[int],
         received: Sequence[int],
     ) -> Pending:  # fmt: skip
         assert outgoing is not None
-        incoming = self._new_buffer(sum(received))
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
         return self._exchange(where, incoming, outgoing, received, sent)
 
     def post_delta(
@@ -116,12 +88,13 @@ class AllToAll(Transport):
         received, sent = ([h.num_bytes for h in row] for row in (arriving, headers))
         self.bytes_received += HEADER_BYTES * (len(headers) - 1)
         self.bytes_sent += HEADER_BYTES * (len(headers) - 1)
-        incoming = self._new_buffer(sum(received))
-        return self._exchange(where, incoming, outgoing, received, sent, headers=arriving)
+        pending = self.post(where, outgoing, sent, received)
+        pending.headers = arriving
+        return pending
 
     def _exchange(
         self, where: str, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int],
-        sent: Sequence[int], buffer: torch.Tensor | None = None, headers: Sequence[Header] = (),
+        sent: Sequence[int],
     ) -> Pending:  # fmt: skip
         with self.guard.collective(f"exchanging {where}"):
             work = dist.all_to_all_single(
@@ -129,8 +102,15 @@ class AllToAll(Transport):
             )
         self.bytes_received += incoming.nbytes
         self.bytes_sent += outgoing.nbytes
-        arriving = list(incoming.split(list(received)))
-        return _Arriving(self, where, work, arriving, buffer, headers)
+        return Pending(partial(self._wait, where, work, list(incoming.split(list(received)))))
+
+    def _wait(
+        self, where: str, work: dist.Work, arriving: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        with self.guard.collective(f"exchanging {where}"):
+            work.wait()
+        self.progress.mark(f"exchanging {where}")
+        return arriving
 
     def move_full(
         self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]
@@ -138,16 +118,11 @@ class AllToAll(Transport):
         return gather()
 
     def check(self, problem: Exception | None) -> None:
-        failed = torch.tensor(int(problem is not None), device=host_device())
-        with self.guard.collective("checking what has arrived"):
-            dist.all_reduce(failed, dist.ReduceOp.MAX)
-            if failed.item():
-                raise_on_all_ranks(problem, ReshardError)
+        raise_if_any(problem, self.guard, "checking what has arrived")
 
     def end(self) -> None:
-        while self._free and not self._keeps_staging:
-            # gloo's threads may keep references: free the memory itself
-            self._free.pop().untyped_storage().resize_(0)
+        self._buffers.end(keep=self._keeps_staging)
+        self._kept = self._buffers if self._keeps_staging else None
 
 
 class Pull(AllToAll):
@@ -158,18 +133,7 @@ class Pull(AllToAll):
     """
 
     name, overlaps, builder = "pull", False, PullBuilder
-
-    def __init__(
-        self,
-        guard: PhaseGuard,
-        progress: DeviceProgress,
-        device: torch.device,
-        staging_bytes: int,
-        merges: bool,
-        memory: SharedMemory,
-    ) -> None:
-        super().__init__(guard, progress, device, staging_bytes, merges)
-        self.memory = memory
+    memory: SharedMemory
 
     def begin(self) -> None:
         super().begin()
@@ -186,9 +150,18 @@ class Pull(AllToAll):
             work = dist.all_reduce(self._packed, async_op=True)
         self.bytes_received += sum(exchange.bytes_received)
         self.bytes_sent += sum(exchange.bytes_sent)
-        return _Arriving(self, where, work, buffers)
+        return Pending(partial(self._wait, where, work, buffers))
 
 
 def pull_bytes(builder: PullBuilder) -> int:
     """Return how much memory of every rank a pull needs for the buckets that were built."""
     return 2 * max(ALIGNMENT, builder.buffer_bytes)
+
+
+def raise_if_any(problem: Exception | None, guard: PhaseGuard, phase: str) -> None:
+    """Raise ReshardError on every rank if any rank has a problem; one number where none has."""
+    failed = torch.tensor(int(problem is not None), device=host_device())
+    with guard.collective(phase):
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed.item():
+            raise_on_all_ranks(problem, ReshardError)

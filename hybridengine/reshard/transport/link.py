@@ -22,6 +22,7 @@ import torch.distributed as dist
 from hybridengine.reshard.commit.records import Member, SyncStore
 from hybridengine.reshard.errors import LinkError
 from hybridengine.reshard.payload.tables import ALIGNMENT
+from hybridengine.reshard.payload.transport import Buffers, Pending
 from hybridengine.runtime.failures import (
     CollectiveError,
     is_collective_error,
@@ -30,33 +31,24 @@ from hybridengine.runtime.failures import (
 )
 
 
-class Division(NamedTuple):
-    """How the bytes that the trainers send to each tensor-parallel rank are divided.
-
-    counts: from each trainer to each replica, int64 [trainers, R]. part: bytes that a replica holds
-    of the gathered buffer, of which the last may be padding.
-    """
-
-    counts: np.ndarray
-    part: int
-
-
-def divide(sent: np.ndarray, replicas: int) -> Division:
+def divide(sent: np.ndarray, replicas: int) -> tuple[np.ndarray, int]:
     """Divide the concatenation of what N trainers send evenly among replicas.
 
-    sent: bytes from each trainer, int64 [N].
+    sent: bytes from each trainer, int64 [N]. Returns the bytes from each trainer to each replica,
+    int64 [N, replicas], and those that a replica holds of the gathered buffer, of which the last
+    may be padding.
 
     Example:
         >>> divide(np.array([20, 28]), 2)
-        Division(counts=array([[20,  0],
-               [12, 16]]), part=32)
+        (array([[20,  0],
+               [12, 16]]), 32)
     """
     total = int(sent.sum())
     part = -(-total // (replicas * ALIGNMENT)) * ALIGNMENT
     stops = np.cumsum(sent)[:, None]
     low = np.arange(replicas) * part
     counts = np.minimum(stops, low + part) - np.maximum(stops - sent[:, None], low)
-    return Division(np.maximum(counts, 0), part)
+    return np.maximum(counts, 0), part
 
 
 class Place(NamedTuple):
@@ -72,23 +64,6 @@ class Place(NamedTuple):
     peers: Mapping[str, str]
     device: torch.device
     timeout_s: float
-
-
-class Arrival(ABC):
-    """A message from all trainers on its way to a member.
-
-    Attributes:
-        received: bytes from trainers and replicas. sent: bytes to replicas.
-    """
-
-    received = sent = 0
-
-    @abstractmethod
-    def finish(self) -> list[torch.Tensor]:
-        """Return what each trainer has sent, uint8."""
-
-    def release(self) -> None:  # noqa: B027, optional
-        """What has arrived has been read."""
 
 
 class Link(ABC):
@@ -157,9 +132,10 @@ class Link(ABC):
     # On a member
 
     @abstractmethod
-    def receive(self, sizes: np.ndarray, largest: int) -> Arrival:
-        """Start to receive a message. sizes: from each trainer.
+    def receive(self, sizes: np.ndarray, largest: int) -> Pending:
+        """Start to receive a message; return what waits for the part of each trainer.
 
+        sizes: from each trainer.
         largest: as of `buffer` for a bucket, whose memory is used again; 0 for others.
         """
 
@@ -173,7 +149,7 @@ class Link(ABC):
 
     def end(self) -> None:
         """All messages of a transfer have arrived: free the memory."""
-        self._buffers.free()
+        self._buffers.end()
 
     @abstractmethod
     def close(self) -> None:
@@ -217,22 +193,37 @@ class GroupLink(Link):
     def send(self, outgoing: torch.Tensor, sizes: np.ndarray) -> dist.Work:
         counts: list[int] = []
         for column, (_, members) in zip(sizes.T, sorted(self.replicas.items()), strict=True):
-            counts += divide(column, len(members)).counts[self.rank].tolist()
+            counts += divide(column, len(members))[0][self.rank].tolist()
         return self._send(outgoing, counts)
 
     def _send(self, outgoing: torch.Tensor, counts: Sequence[int]) -> dist.Work:
         """Start to send bytes, `counts` to each member in order."""
         sent = [*[0] * self.num_trainers, *counts]
-        return self._groups["link"].alltoall_base(self._nothing(), outgoing, [0] * len(sent), sent)
+        return self._groups["link"].alltoall_base(self._bytes(0), outgoing, [0] * len(sent), sent)
 
-    def receive(self, sizes: np.ndarray, largest: int) -> Arrival:
-        return _DividedArrival(self, sizes, self._buffers, largest)
+    def receive(self, sizes: np.ndarray, largest: int) -> Pending:
+        """Receive this member's part at once; the message waits for those of other replicas."""
+        replicas = self._own_replicas
+        counts, part = divide(sizes, len(replicas))
+        index, size = replicas.index(self.rank), part * len(replicas)
+        most = largest and largest + ALIGNMENT * len(replicas)
+        buffer = self._buffers.next(size, most) if most else self._bytes(size)
+        own = buffer[index * part :][: counts[:, index].sum()]
+        work = self._receive_part(own, counts[:, index].tolist())
 
-    def receive_part(self, received: torch.Tensor, counts: Sequence[int]) -> dist.Work:
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            self.gather(buffer)
+            return list(buffer[: sizes.sum()].split(sizes.tolist()))
+
+        sent = (len(replicas) - 1) * part
+        return Pending(wait, received=own.nbytes + sent, sent=sent)
+
+    def _receive_part(self, received: torch.Tensor, counts: Sequence[int]) -> dist.Work:
         """Start to receive bytes, `counts` from each trainer in order."""
         arriving = [*counts, *[0] * len(self.members)]
         group = self._groups["link"]
-        return group.alltoall_base(received, self._nothing(), arriving, [0] * len(arriving))
+        return group.alltoall_base(received, self._bytes(0), arriving, [0] * len(arriving))
 
     def send_full(self, data: torch.Tensor) -> int:
         """Each member gets a part of it, and gathers the others."""
@@ -244,24 +235,24 @@ class GroupLink(Link):
 
     def receive_full(self, size: int) -> torch.Tensor:
         part, index = self._part_of_full(size), self.rank - self.num_trainers
-        buffer = torch.empty(part * len(self.members), dtype=torch.uint8, device=self.device)
+        buffer = self._bytes(part * len(self.members))
         own = buffer[:size][index * part :][:part]
         counts = [0] * self.num_trainers
         counts[self._owner(index)] = own.numel()
-        self.receive_part(own, counts).wait()
+        self._receive_part(own, counts).wait()
         self.gather(buffer, "members")
         return buffer[:size]
 
     def _part_of_full(self, size: int) -> int:
         """Return how many of `size` bytes one member receives from the trainers."""
-        return max(1, divide(np.array([size]), len(self.members)).part)
+        return max(1, divide(np.array([size]), len(self.members))[1])
 
     def _owner(self, index: int) -> int:
         """Return the trainer that sends the part of one member."""
         return index % self.num_trainers
 
-    def _nothing(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.device)
+    def _bytes(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def gather(self, buffer: torch.Tensor, among: str = "replicas") -> None:
         """Fill a buffer of equal parts from the members that hold one each; in place.
@@ -277,57 +268,3 @@ class GroupLink(Link):
         for group in self._groups.values():
             group.abort()
         self._groups.clear()
-
-
-class _DividedArrival(Arrival):
-    """Receives this member's part at once; `finish` gathers those of the other replicas."""
-
-    def __init__(self, link: GroupLink, sizes: np.ndarray, buffers: Buffers, largest: int) -> None:
-        self._link, self._sizes = link, sizes
-        replicas = link._own_replicas
-        division = divide(sizes, len(replicas))
-        index = replicas.index(link.rank)
-        counts = division.counts[:, index]
-        size = division.part * len(replicas)
-        self._buffer = (
-            buffers.next(size, largest + ALIGNMENT * len(replicas))
-            if largest
-            else torch.empty(size, dtype=torch.uint8, device=link.device)
-        )
-        own = self._buffer[index * division.part :][: counts.sum()]
-        self._work = link.receive_part(own, counts.tolist())
-        self.sent = (len(replicas) - 1) * division.part
-        self.received = own.nbytes + self.sent
-
-    def finish(self) -> list[torch.Tensor]:
-        self._work.wait()
-        self._link.gather(self._buffer)
-        return list(self._buffer[: self._sizes.sum()].split(self._sizes.tolist()))
-
-
-class Buffers:
-    """Two buffers that serve all messages in turn, because allocating new memory is slow."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._count = device, 0
-        self._buffers: list[torch.Tensor] = []
-
-    def next(self, size: int, largest: int) -> torch.Tensor:
-        """Return a buffer, uint8 [size]; valid until two others have been requested.
-
-        largest: of all buffers; 0: it gets a new one of its own size.
-        """
-        i, self._count = self._count % 2, self._count + 1
-        if len(self._buffers) <= i:
-            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device))
-        if not largest or self._buffers[i].numel() < size:
-            self._buffers[i].untyped_storage().resize_(0)  # gloo's threads may keep references
-            new = torch.empty(max(size, largest), dtype=torch.uint8, device=self._device)
-            self._buffers[i] = new
-        return self._buffers[i][:size]
-
-    def free(self) -> None:
-        for buffer in self._buffers:
-            buffer.untyped_storage().resize_(0)
-        self._buffers.clear()
-        self._count = 0

@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,8 +30,8 @@ import torch.distributed as dist
 from hybridengine.reshard.commit.records import EngineInfo, Member, SyncStore
 from hybridengine.reshard.errors import LinkError, ReshardError
 from hybridengine.reshard.payload.tables import ALIGNMENT
-from hybridengine.reshard.payload.transport import PhaseGuard
-from hybridengine.reshard.transport.link import Arrival, Link, Place
+from hybridengine.reshard.payload.transport import Pending, PhaseGuard
+from hybridengine.reshard.transport.link import Link, Place
 from hybridengine.reshard.transport.shared_memory import MemoryOffer, map_memory, offered_memory
 from hybridengine.runtime.failures import machine_of, one_line
 from hybridengine.runtime.polling import wait_for
@@ -303,7 +303,7 @@ class MemoryLink(Link):
             connection.connect(f"\0{told.address}")
             connection.sendall(_HELLO.pack(told.token, self.rank))
             self._sockets.append(connection)
-        self._waiting: deque[_MappedArrival] = deque()
+        self._unread: deque[Callable[[], None]] = deque()
 
     def _find_listener(self, trainer: int, deadline: float) -> _Listener:
         """Return what a trainer has told, once it has."""
@@ -318,17 +318,35 @@ class MemoryLink(Link):
 
         return wait_for(read, check)
 
-    def receive(self, sizes: np.ndarray, largest: int) -> Arrival:
-        arrival = _MappedArrival(self, sizes, in_place=largest > 0)
-        self._waiting.append(arrival)
-        return arrival
+    def receive(self, sizes: np.ndarray, largest: int) -> Pending:
+        """A bucket that came in one piece is read in the trainers' memory, all else is copied."""
+        parts: list[torch.Tensor] = []  # by trainer
 
-    def read_until(self, arrival: _MappedArrival) -> None:
-        """Read the messages up to this one: they come in the order in which they were awaited."""
-        while not arrival.is_read:
-            self._waiting.popleft().read()
+        def wait() -> list[torch.Tensor]:
+            while not parts:  # messages come in the order in which they were awaited
+                self._unread.popleft()()
+            return parts
 
-    def read_piece(self, sizes: np.ndarray) -> tuple[list[torch.Tensor], bool]:
+        def read() -> None:
+            own, more = self._read_piece(sizes)
+            if largest and not more:
+                pending.release = self._tell_read
+            else:
+                pieces = [[part.clone() for part in own]]
+                self._tell_read()
+                while more:
+                    following, more = self._read_piece(sizes)
+                    pieces.append([part.clone() for part in following])
+                    self._tell_read()
+                own = [torch.cat(part) for part in zip(*pieces, strict=True)]
+            parts.extend(own)
+            pending.received = sum(part.numel() for part in parts)
+
+        pending = Pending(wait)
+        self._unread.append(read)
+        return pending
+
+    def _read_piece(self, sizes: np.ndarray) -> tuple[list[torch.Tensor], bool]:
         """Return the next piece of a message, by trainer, and whether another one follows."""
         parts: list[torch.Tensor] = []
         more = False
@@ -341,7 +359,7 @@ class MemoryLink(Link):
                 parts.append(slots[slot][offset : offset + size])
         return parts, more
 
-    def tell_read(self) -> None:
+    def _tell_read(self) -> None:
         """Let the trainers use the slot again."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -349,8 +367,7 @@ class MemoryLink(Link):
             connection.sendall(_READ)
 
     def receive_full(self, size: int) -> torch.Tensor:
-        arrival = self.receive(np.zeros(self.num_trainers, np.int64), 0)
-        return torch.cat(arrival.finish())[:size]
+        return torch.cat(self.receive(np.zeros(self.num_trainers, np.int64), 0).wait())[:size]
 
     # Both
 
@@ -366,37 +383,6 @@ class MemoryLink(Link):
         self._slots, self._memory = [], torch.empty(0)
         if self.rank < self.num_trainers:
             self._store.delete([f"{self._key}/{self.rank}"])
-
-
-class _MappedArrival(Arrival):
-    """A message in the trainers' memory. in_place: it is read there; else it is copied."""
-
-    def __init__(self, link: MemoryLink, sizes: np.ndarray, in_place: bool) -> None:
-        self._link, self._sizes, self._in_place = link, sizes, in_place
-        self.is_read = False
-
-    def read(self) -> None:
-        parts, more = self._link.read_piece(self._sizes)
-        if more or not self._in_place:
-            collected = [[part.clone()] for part in parts]
-            self._link.tell_read()
-            while more:
-                parts, more = self._link.read_piece(self._sizes)
-                for pieces, part in zip(collected, parts, strict=True):
-                    pieces.append(part.clone())
-                self._link.tell_read()
-            parts = [torch.cat(pieces) for pieces in collected]
-            self._in_place = False
-        self._parts, self.is_read = parts, True
-        self.received = sum(part.numel() for part in parts)
-
-    def finish(self) -> list[torch.Tensor]:
-        self._link.read_until(self)
-        return self._parts
-
-    def release(self) -> None:
-        if self._in_place:
-            self._link.tell_read()
 
 
 def _pieces(size: int, room: int) -> int:

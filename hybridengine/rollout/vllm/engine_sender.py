@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridengine.reshard import PlanOutdatedError, ReshardError, SyncReport, WeightSender
+from hybridengine.reshard.commit.coordinator import Absent
 from hybridengine.rollout.vllm.source import SenderArguments
 from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks
 from hybridengine.runtime.rendezvous import listening_store
@@ -93,17 +94,18 @@ class EngineSender:
             **model._asdict(),
         )
 
-    def send(self, version: int) -> SyncReport:
+    def send(self, version: int, absent: Absent | None = None) -> SyncReport:
         """Send the current weights to all engines. Collective.
 
-        Plans again where the parameters have changed. Raises as `WeightSender.sync`.
+        absent: as `WeightSender.sync`, whose errors it raises. Plans again where the parameters
+        have changed.
         """
         assert self._sender is not None and self._model is not None
         try:
-            return self._sender.sync(version)
+            return self._sender.sync(version, absent=absent)
         except PlanOutdatedError:  # on every rank
             self.set_model(*self._model)
-            return self._sender.sync(version)
+            return self._sender.sync(version, absent=absent)
 
     def close(self) -> None:
         """End the connections to the engines, whose weights stay as they are."""

@@ -25,7 +25,9 @@ from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.rollout.vllm.options import check_plugins
 from hybridengine.rollout.vllm.post_load import PostLoadProcessing
 from hybridengine.rollout.vllm.seeds import request_generators
+from hybridengine.rollout.vllm.sleep import weights_sleep
 from hybridengine.rollout.vllm.weights import ModelWeights
+from hybridengine.sharding.layout import LayoutError
 
 _CONNECT_TIMEOUT = timedelta(seconds=30)
 
@@ -44,6 +46,18 @@ class StoreInfo(WeightTransferInitInfo):
     samples: bool = False
 
 
+class _WorkerWeights(ModelWeights):
+    """The weights of a worker, which its server may have put to sleep."""
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if weights_sleep():
+            raise LayoutError(
+                "the server sleeps, so its weights have no memory: wake them up before the sync "
+                "(POST /wake_up?tags=weights)"
+            )
+
+
 class ServerWorker:
     """Receives weights into the model of one worker of a server, for as long as this runs.
 
@@ -54,7 +68,7 @@ class ServerWorker:
         source, trust = config.model_config.model, config.model_config.trust_remote_code
         trained = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         checkpoint = checkpoint_layout_from_config(trained, trust)
-        self._weights = ModelWeights(model, config, checkpoint, post_load)
+        self._weights = _WorkerWeights(model, config, checkpoint, post_load)
         self._receiver: WeightReceiver | None = None
         self._compute_logits = model.compute_logits
         model.compute_logits = self._compute_from_complete_weights

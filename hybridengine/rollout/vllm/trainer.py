@@ -146,7 +146,7 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
         self._raise_on_all_ranks(failed)
         update = self._begin("update_weights", self._engines, lambda _: {"version": self.version})
         try:
-            self.report = self._sender.send(self.version)
+            self.report = self._sender.send(self.version, absent=update.failed.get)
         except Exception as error:
             for failure in update.failed.copy().values():  # often the cause
                 error.add_note(failure)

@@ -1,0 +1,171 @@
+"""The training ranks of a sync: the model that they read, and what they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.reshard.errors import PlanOutdatedError, ReshardError, operation
+from hybridengine.reshard.plan.planner import ReshardPlan
+from hybridengine.reshard.plan.senders import ranks_per_node
+from hybridengine.reshard.source.changes import (
+    ChangeFinder,
+    DeltaMode,
+    ReadChanges,
+    check_mode,
+    is_wanted,
+)
+from hybridengine.reshard.source.holders import unite_holders
+from hybridengine.reshard.source.trained import Parameters, TrainedTensors
+from hybridengine.runtime.all_ranks import (
+    all_gather_values,
+    host_device,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+)
+from hybridengine.runtime.failures import CollectiveGuard
+from hybridengine.sharding.adapter import Adapter
+from hybridengine.sharding.checksums import bit_checksums
+from hybridengine.sharding.layout import LayoutError
+
+_NEXT = -1  # in place of a version: the next one
+
+
+class Trainers:
+    """This rank among the training ranks.
+
+    The arguments are those of `Resharder`; timeout_s: of collectives, None: that of their groups.
+
+    Attributes:
+        model: what this rank reads.
+        guard: of the collectives.
+        specs: placement of every parameter, once `compare` has run.
+        device: of the shards, likewise.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Parameters],
+        adapters: Callable[[], Mapping[str, Adapter]],
+        merge: bool,
+        delta: DeltaMode,
+        changes: ReadChanges | None,
+        timeout_s: float | None = None,
+    ) -> None:
+        check_mode(delta)
+        self.timeout_s = timeout_s
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._delta, self._changes = delta, changes
+        self.model = model = TrainedTensors(parameters, adapters, merge)
+        self.guard = CollectiveGuard(
+            self.rank, self.world_size, timeout_s=timeout_s, groups=model.groups
+        )
+        self._frozen_checksums: list[int] | None = None  # as of the last sync
+
+    def compare(self) -> None:
+        """Read where every parameter is. Collective. Raises LayoutError on every rank."""
+        specs = run_on_all_ranks(partial(self.model.read_specs, self.world_size), LayoutError)
+        self.specs = unite_holders(specs)
+        self._placements = self.model.placements
+        shards = self.model.shards.values()
+        self.device = next((t.device for t in shards), torch.device("cpu"))
+        self._frozen = [name for name, spec in specs.items() if spec.frozen]
+
+    def plan(
+        self,
+        make: Callable[[int, list[int]], ReshardPlan],
+        bucket_bytes: int | None,
+        default_bytes: int,
+    ) -> tuple[ReshardPlan, list[int]]:
+        """Return the plan, the same on every rank, and the node of each rank. Collective.
+
+        make: plans for a bucket size and the nodes. bucket_bytes: None: the least of the ranks'
+        `default_bytes`. Raises LayoutError on every rank.
+        """
+        own = default_bytes, self.rank // ranks_per_node(self.world_size)
+        defaults, nodes = zip(*all_gather_values(own, tuple[int, int]), strict=True)
+        size = min(defaults) if bucket_bytes is None else bucket_bytes
+        plan = run_on_all_ranks(lambda: make(size, list(nodes)), LayoutError)
+        described = (plan.digest, self._delta, self._changes is None)
+        digests = all_gather_values(described, tuple[str, str, bool])
+        if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise LayoutError(
+                f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
+                "bucket size differs. Start every rank with the same configuration."
+            )
+        return plan, list(nodes)
+
+    def find_changes(
+        self, plan: ReshardPlan, is_far: bool, pays: Callable[[], bool]
+    ) -> ChangeFinder | None:
+        """Return what finds changes between syncs, None where all syncs are dense.
+
+        is_far: whether weights cross between machines.
+        pays: whether a delta can take less time than a dense sync; the same on all ranks.
+        """
+        by_default = self._delta == "auto" and (is_far or (self._changes is not None and pays()))
+        if not is_wanted(self._delta, by_default, plan) or self.model.unmerged:
+            return None
+        return ChangeFinder(plan, self.rank, self.model, self.guard, self._delta, self._changes)
+
+    @contextmanager
+    def operation(self, name: str, phase: str = "", advice: str = "") -> Iterator[None]:
+        """Collectives of one purpose; RankFailedError where another rank makes one fail.
+
+        phase: of those that have no name of their own.
+        """
+        with (
+            operation(self.guard, name, advice),
+            self.guard.collective(phase) if phase else nullcontext(),
+        ):
+            yield
+
+    def start(
+        self,
+        version: int | None,
+        check: Callable[[bool], bool],
+        remedy: str,
+        next_version: int = 0,
+        remembers: bool = True,
+    ) -> tuple[int, bool]:
+        """Read the model; continue only if no rank has a problem. Collective.
+
+        version: None: the highest `next_version`. check: gets whether the frozen parameters of this
+        rank are those of the last sync. remedy: for a model that differs from the plan. remembers:
+        whether a sync may leave out what has not changed; if not, no checksum is computed.
+        Return the version, and whether `check` returned True on all ranks.
+        """
+        changed: str | None = None
+        problem: Exception | None = None
+        is_kept, checksums = False, None
+        try:
+            self.model.read()
+            if not (changed := self.model.describe_change(self._placements)):
+                frozen = self._frozen if remembers else []
+                checksums = bit_checksums([self.model.shards[name] for name in frozen])
+                is_kept = check(checksums == self._frozen_checksums)
+        except Exception as error:
+            problem = error
+        given = _NEXT if version is None else version
+        problems = problem is not None, changed is not None
+        state = [*problems, not is_kept, given, -given, next_version]
+        flags = torch.tensor(state, device=host_device())
+        with self.guard.collective("agreeing to start"):
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+            failed, outdated, differs, highest, lowest, next_version = flags.tolist()
+            if failed or outdated:
+                raise_on_all_ranks(
+                    problem or (changed and f"{changed} {remedy}"),
+                    PlanOutdatedError if outdated else LayoutError,
+                )
+        if highest != -lowest:
+            raise ReshardError(
+                f"rank {self.rank} syncs to version {version}, other ranks to versions between "
+                f"{-lowest} and {highest}: every rank must call sync() with the same version"
+            )
+        self._frozen_checksums = checksums
+        return next_version if version is None else version, not differs
