@@ -200,8 +200,6 @@ class Resharder:
                 self._finish_on_device("before committing")
         if self._writes_parts:
             self._engine_state = EngineState.of(self.engine)
-            if self._frozen is None:
-                self._frozen = self._frozen_checksums()
         elapsed = (time.perf_counter() - started) * 1e3
         changed = self._finder.changed if self._finder else None
         densely = self._mover.dense.bytes_of(order.moves_densely)
