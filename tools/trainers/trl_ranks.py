@@ -45,7 +45,7 @@ def reward(ids: list[int]) -> float:
     return len(set(ids)) / LENGTH + ids[0] / 101
 
 
-def rewards(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+def rewards(completion_ids: list[list[int]], **columns: Any) -> list[Any]:
     return [reward(ids) for ids in completion_ids]
 
 
