@@ -101,9 +101,9 @@ class _Runner:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.model = save_tiny("llama", folder / "model")
-        self._python = Path(sys.executable)
+        self._python = sys.executable
         if self.version("trl") != REQUIREMENT.partition("==")[2]:
-            self._python = overlay(folder / "environment", (REQUIREMENT,))
+            self._python = str(overlay(folder / "environment", (REQUIREMENT,)))
         self._site = folder / "site"
         self._write_metadata()
         self._environment = os.environ | {
@@ -222,7 +222,7 @@ class _Runner:
                 process.wait()
         if code != 0:
             state = f"did not end within {TRAIN_S:g} s" if code is None else f"ended with {code}"
-            raise RuntimeError(f"{' '.join(map(str, command))} {state}:\n{log.read_text()[-8000:]}")
+            raise RuntimeError(f"{' '.join(command)} {state}:\n{log.read_text()[-8000:]}")
 
 
 def _compare_weights(case: Case, served: dict[str, str], expected: dict[str, str]) -> None:

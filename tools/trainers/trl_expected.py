@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridengine.runtime.all_ranks import all_gather_values
+
 
 def digests_of(worker: Any, folder: str) -> dict[str, str]:
     from safetensors.torch import load_file
@@ -45,8 +47,7 @@ def main(model: str, output: str, folders: list[str]) -> None:
     worker = llm.llm_engine.model_executor.driver_worker.worker
     result: dict[str, dict[str, str]] = {}
     for folder in folders:
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, digests_of(worker, folder))
+        ranks = all_gather_values(digests_of(worker, folder), dict[str, str])
         result[folder] = {name: digest for rank in ranks for name, digest in rank.items()}
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(result))

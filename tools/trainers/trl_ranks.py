@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from hybridengine.runtime.all_ranks import all_gather_values
 from tools.trainers import trl_on_cpu
 
 PROMPTS = ["w5 w9 w33", "w40 w8", "w17 w3 w60 w71", "w99 w4"]
@@ -45,7 +46,7 @@ def reward(ids: list[int]) -> float:
     return len(set(ids)) / LENGTH + ids[0] / 101
 
 
-def rewards(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+def rewards(completion_ids: list[list[int]], **columns: Any) -> list[Any]:
     return [reward(ids) for ids in completion_ids]
 
 
@@ -176,11 +177,7 @@ def moved(trainer: Any, sync: str) -> list[dict[str, int]]:
     if sync == "hybridengine":
         report = getattr(trainer, "vllm_generation", trainer)._hybridengine_server.report
         own = {"received": report.bytes_received, "sent": report.bytes_sent}
-    if not dist.is_initialized():
-        return [own]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return gathered
+    return all_gather_values(own, dict[str, int]) if dist.is_initialized() else [own]
 
 
 def main(settings: Settings) -> None:

@@ -92,7 +92,7 @@ class ServerSync:
             broadcast_value(host, str), rank=dist.get_rank(), timeout_s=self._timeout_s
         )
         # `update_weights` returns after the sync, which takes longer where it has to be repeated.
-        client = VllmServer(url, 0, 4 * self._timeout_s)
+        client: Any = VllmServer(url, 0, 4 * self._timeout_s)
         return WeightTransferTrainerFactory.trainer_init(
             info, client=client, source=ModuleSource(model)
         )
