@@ -9,14 +9,16 @@ Importing this module, as vLLM does before it extends the worker, leaves vLLM's 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerBase
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-else:
+if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker
+else:
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 
 __all__ = ["Worker"]
 

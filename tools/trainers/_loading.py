@@ -37,5 +37,6 @@ def __getattr__(name: str) -> Any:
     if name not in _EXTENSIONS:
         raise AttributeError(name)
     if name == "nemo" and not torch.cuda.is_available():  # it marks its calls for a profiler
-        torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0
+        for function in ("range_push", "range_pop"):
+            setattr(torch.cuda.nvtx, function, lambda *_: 0)
     return type(name, (_Loads, resolve_obj_by_qualname(_EXTENSIONS[name])), {})
