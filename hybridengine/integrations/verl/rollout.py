@@ -77,8 +77,8 @@ class ServerAdapter(_ServerAdapter):
     def _send(self, weights: Any) -> None:
         if not isinstance(weights, ShardedWeights):
             raise LayoutError(
-                "actor.strategy: the exact weight sync reads shards of verl's FSDP2 engine, and this "
-                f"engine gives a {type(weights).__name__}: set "
+                "actor.strategy: the exact weight sync reads shards of verl's FSDP2 engine, and "
+                f"this engine gives a {type(weights).__name__}: set "
                 "actor_rollout_ref.actor.strategy=fsdp2"
             )
         if self._sender is None:
