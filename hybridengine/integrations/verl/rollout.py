@@ -68,13 +68,9 @@ class ServerAdapter(_ServerAdapter):
             await super().update_weights(weights, global_steps, wire_format, **kwargs)
             return
         if weights is not None:
-            self._send(weights)
-        if self._ensure_server_handle():
-            await self.server_handle.clear_kv_cache.remote()
-            if global_steps is not None:
-                await self.server_handle.set_global_steps.remote(global_steps)
+            self._send(weights, global_steps)
 
-    def _send(self, weights: Any) -> None:
+    def _send(self, weights: Any, global_steps: int | None) -> None:
         if not isinstance(weights, ShardedWeights):
             raise LayoutError(
                 "actor.strategy: the exact weight sync reads shards of verl's FSDP2 engine, and "
@@ -88,7 +84,7 @@ class ServerAdapter(_ServerAdapter):
                 [self._server_name(index) for index in range(num_servers)],
                 "127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"],
             )
-        report = self._sender.send(weights)
+        report = self._sender.send(weights, global_steps)
         if self.replica_rank == 0 and self.rollout_rank == 0:
             logger.info(
                 "weights synced: %.1f ms, %.2f MiB sent by this rank",
