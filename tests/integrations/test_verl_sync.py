@@ -6,6 +6,7 @@ tests ends with them: its Ray is empty.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -90,7 +91,12 @@ def test_another_release_of_verl_is_refused(found):
 
 
 def refusals() -> dict[str, str]:
-    from hybridengine.integrations.verl.rollout import check_supported
+    from hybridengine.integrations.verl.rollout import ServerAdapter, check_supported
+
+    def send(weights: Any) -> str:
+        adapter = ServerAdapter.__new__(ServerAdapter)
+        adapter.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(backend="naive"))
+        return message_of(lambda: asyncio.run(adapter.update_weights(weights)))
 
     rollout: dict[str, Any] = {
         "data_parallel_size": 1, "pipeline_model_parallel_size": 1, "quantization": None,
@@ -107,6 +113,7 @@ def refusals() -> dict[str, str]:
         "nothing": message({}, {}),
         "merged adapters": message({}, {"lora_rank": 8, "lora": {"merge": True}}),
         "lora.merge=True": message({}, {"lora_rank": 8}),
+        "actor.strategy=fsdp2": send(iter([])),
         "data_parallel_size": message({"data_parallel_size": 2}, {}),
         "quantization": message({"quantization": "fp8"}, {}),
         "qat.enable": message({"qat": {"enable": True}}, {}),

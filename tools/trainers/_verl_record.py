@@ -58,8 +58,8 @@ def _record_shards(module: types.ModuleType) -> None:
     """Of `hybridengine.integrations.verl.servers`: bytes that our sync sent."""
     send = module.ServerSender.send
 
-    def recorded(self: Any, weights: Any) -> Any:
-        report = send(self, weights)
+    def recorded(self: Any, weights: Any, global_steps: int | None) -> Any:
+        report = send(self, weights, global_steps)
         _moved["sent_bytes"] += report.bytes_sent
         _moved["gathered_bytes"] += 0
         return report

@@ -77,7 +77,7 @@ class ReshardCheckpointEngine(_CheckpointEngine):
         if self._llm is not None:
             report = reshard(self._engine.module, self._llm)
         elif self._sender is not None and isinstance(weights, ShardedWeights):
-            report = self._sender.send(weights)
+            report = self._sender.send(weights, global_steps)
         else:
             raise LayoutError(
                 "the checkpoint engine 'hybridengine' has no vLLM engine: for verl's servers set "

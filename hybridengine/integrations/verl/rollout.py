@@ -59,20 +59,24 @@ class ServerAdapter(_ServerAdapter):
     ) -> None:
         """Write the trained weights into the servers; every trainer rank calls it.
 
-        weights: what the training engine returned. From a checkpoint engine of ours, nothing: the
+        weights: what the training engine returned. None from a checkpoint engine of ours: the
         trainers are writing into the server's workers.
+
+        Raises LayoutError for an engine without FSDP2's shards; else as `ServerSender.send`.
         """
         if not _is_ours(self.config):
             await super().update_weights(weights, global_steps, wire_format, **kwargs)
             return
-        if isinstance(weights, ShardedWeights):
-            self._send(weights)
-        if self._ensure_server_handle():
-            await self.server_handle.clear_kv_cache.remote()
-            if global_steps is not None:
-                await self.server_handle.set_global_steps.remote(global_steps)
+        if weights is not None:
+            self._send(weights, global_steps)
 
-    def _send(self, weights: ShardedWeights) -> None:
+    def _send(self, weights: Any, global_steps: int | None) -> None:
+        if not isinstance(weights, ShardedWeights):
+            raise LayoutError(
+                "actor.strategy: the exact weight sync reads shards of verl's FSDP2 engine, and "
+                f"this engine gives a {type(weights).__name__}: set "
+                "actor_rollout_ref.actor.strategy=fsdp2"
+            )
         if self._sender is None:
             num_servers = int(os.environ["WORLD_SIZE"]) // self.config.tensor_model_parallel_size
             is_one_machine = os.environ["RAY_LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
@@ -80,7 +84,7 @@ class ServerAdapter(_ServerAdapter):
                 [self._server_name(index) for index in range(num_servers)],
                 "127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"],
             )
-        report = self._sender.send(weights)
+        report = self._sender.send(weights, global_steps)
         if self.replica_rank == 0 and self.rollout_rank == 0:
             logger.info(
                 "weights synced: %.1f ms, %.2f MiB sent by this rank",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -27,13 +27,17 @@ class ServerSender:
         self.servers = list(servers)
         self._master_address = master_address
         self._trainer: Any = None
+        self._global_steps: int | None = None
 
-    def send(self, weights: ShardedWeights) -> SyncReport:
+    def send(self, weights: ShardedWeights, global_steps: int | None) -> SyncReport:
         """Write the current weights into all servers. Collective over the trainer ranks.
+
+        global_steps: verl's number of the step, which each server gets after the weights.
 
         Raises LayoutError where model and engines do not fit together, ReshardError if a server
         does not have the weights now, RankFailedError if a trainer is lost; on every rank.
         """
+        self._global_steps = global_steps
         with weights.module() as module:
             if self._trainer is None:
                 self._trainer = self._connect(module)
@@ -51,7 +55,7 @@ class ServerSender:
         rank = dist.get_rank()
         info = HybridEngineTrainerInitInfo(self._master_address, rank=rank)
         names = self.servers if rank == 0 else []  # rank 0 makes all calls
-        clients: Any = [_Client(ray.get_actor(name)) for name in names]
+        clients: Any = [_Client(ray.get_actor(name), lambda: self._global_steps) for name in names]
         return WeightTransferTrainerFactory.trainer_init(
             info, client=clients, source=ModuleSource(module)
         )
@@ -60,20 +64,25 @@ class ServerSender:
 class _Client:
     """The control plane of one server, as vLLM's `VLLMWeightSyncClient`. Calls return when done."""
 
-    def __init__(self, server: Any) -> None:
-        self._server = server
+    def __init__(self, server: Any, global_steps: Callable[[], int | None]) -> None:
+        self._server, self._global_steps = server, global_steps
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", init_info)
+        self._transfer("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        self._call("start_weight_update")
+        self._transfer("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._call("update_weights", update_info)
+        self._transfer("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update", weight_version)
+        self._transfer("finish_weight_update", weight_version)
+        if weight_version is None:  # the update failed
+            return
+        ray.get(self._server.clear_kv_cache.remote())
+        if (step := self._global_steps()) is not None:
+            ray.get(self._server.set_global_steps.remote(step))
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _transfer(self, name: str, *arguments: Any) -> None:
         ray.get(self._server.transfer_weights.remote(name, *arguments))
