@@ -197,9 +197,9 @@ class Bench:
             self.gpu.warm_up(call)
             peak_mib = self.gpu.peak_mib(call)
             samples = time_call(self.gpu, call, self.budget_s)
-            measured = quantiles(samples.ms) | {"peak_mib": peak_mib}
-            measured |= {"ms_min": min(samples.ms), "ms_max": max(samples.ms)}
-            measured |= {"host_ms": samples.host_ms, "timing": samples.timing}
+            extremes = {"ms_min": min(samples.ms), "ms_max": max(samples.ms)}
+            how = {"timing": samples.timing, "host_ms": samples.host_ms}
+            measured = {**quantiles(samples.ms), "peak_mib": peak_mib, **extremes, **how}
             return measured | {"state": self.gpu.state()}
         start = time.perf_counter()
         call()

@@ -96,7 +96,7 @@ def _rank(
         ms[step] = (time.perf_counter() - started) * 1e3
         return result
 
-    on_cpu = {"kv_cache_bytes": 64 << 20, "engine_options": {"enforce_eager": True}}
+    on_cpu: dict[str, Any] = {"kv_cache_bytes": 64 << 20, "engine_options": {"enforce_eager": True}}
     engine = timed(
         "build",
         lambda: VllmEngine(
