@@ -136,13 +136,11 @@ def test_frozen_weights_are_read_once_per_sync_or_never() -> None:
     for discards in (False, True):
         engine.discards_weights = discards
         resharder = Resharder(lambda: shards, engine, 4096, lambda: adapters)
-        with mock.patch(
-            "hybridengine.reshard.resharder.bit_checksums", wraps=bit_checksums
-        ) as read:
+        with mock.patch("hybridengine.reshard.trainers.bit_checksums", wraps=bit_checksums) as read:
             counts = []
             for _ in range(3):
                 resharder.sync()
-                counts.append(read.call_count)
+                counts.append(sum(len(call.args[0]) > 0 for call in read.call_args_list))
         assert counts == ([0, 0, 0] if discards else [1, 2, 3])
         assert_arrived(engine, full | {"q": full["q"] + 1})
 

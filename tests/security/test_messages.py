@@ -105,7 +105,7 @@ def test_parameters_share_their_holders() -> None:
         f"p{i}": ShardSpec.along((1024, 8), torch.float32, 0, holders, frozen=i % 2 == 0)
         for i in range(100)
     }
-    sent = PlanInputs.of(specs, {0: "digest"}, {}, 1 << 20, [0] * 512)
+    sent = PlanInputs.of(specs, {}, {0: "digest"}, 1 << 20, [0] * 512)
     message = encode(sent)
     assert decode(message, PlanInputs, "it").specs == sent.specs == specs
     assert len(message) < 100 * 200, "the holders travel once"

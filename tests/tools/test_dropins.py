@@ -27,7 +27,7 @@ def ran(monkeypatch, tmp_path):
         results = iter([(without, {}), (dropins._outcomes(report), calls or {"p.f": 2})])
         upstream = dropins.Upstream(("p==1",), "p==1", (), untested=untested or {})
         monkeypatch.setattr(dropins, "CACHE", tmp_path)
-        monkeypatch.setattr(dropins, "environment", lambda *_: tmp_path)
+        monkeypatch.setattr(dropins, "overlay", lambda *_: tmp_path)
         monkeypatch.setattr(dropins, "_pytest", lambda *_: next(results))
         monkeypatch.setitem(dropins.UPSTREAMS, "p", upstream)
         source, out = tmp_path / "given", tmp_path / "out.json"

@@ -77,6 +77,6 @@ def save_checkpoint(run, step: int, score: float | None = None) -> None:
         step,
         score,
         lambda folder: save_model_files(
-            run.model, run.tokenizer, folder, torch.bfloat16, False, run.checkpoints.group
+            run.model, run.tokenizer, folder, run.save_dtype, False, run.checkpoints.group
         ),
     )

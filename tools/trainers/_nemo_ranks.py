@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value
 from tools.trainers._engines import FACTORS, lose_a_server, post, shard, step, write_results
 
 TRANSPORT = "hybridengine.integrations.nemo_rl_refit:ReshardEngine"
@@ -26,9 +27,7 @@ class PolicyGroup:
     def run_all_workers_single_data(self, method: str, **arguments: Any) -> list[Future[Any]]:
         def run() -> list[Any]:
             own = asyncio.run(getattr(self._worker, method)(**arguments))
-            results: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(results, own)
-            return results
+            return all_gather_values(own, Any)
 
         return [self._pool.submit(run)]
 
@@ -50,10 +49,10 @@ class GenerationGroup:
                     answer[0] = getattr(self._worker, rpc)(**arguments)
                 except Exception as error:
                     answer[1] = f"{type(error).__name__}: {error}"
-            dist.broadcast_object_list(answer, 0, group=self._group)
-            if answer[1]:
-                raise RuntimeError(answer[1])
-            return answer[0]
+            value, failure = broadcast_value(answer, list[Any], group=self._group)
+            if failure:
+                raise RuntimeError(failure)
+            return value
 
         return [self._pool.submit(run)]
 
