@@ -1,4 +1,5 @@
-// The sum is one modulo 2^64, so threads may add their parts in any order. Vectors hold the sums of x and of its prefixes: the weights cost no multiplication.
+// The sum is one modulo 2^64, so threads may add their parts in any order. Vectors hold the sums of
+// x and of its prefixes: the weights cost no multiplication.
 #include <cstring>
 
 #include "checksum/params.h"

@@ -1,5 +1,5 @@
-// bit_checksum on CUDA: one pass, one atomic addition per 32 KiB. Sums of integers modulo 2^64 do not
-// depend on their order.
+// bit_checksum on CUDA: one pass, one atomic addition per 32 KiB. Sums of integers modulo 2^64 do
+// not depend on their order.
 #include <cuda_runtime.h>
 
 #include "checksum/params.h"
@@ -56,8 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     total += weighted(head + kWords * (first + k * kThreads), sum) + 2 * steps;
   }
   total = block_sum<kThreads>(total);
-  if (threadIdx.x == 0)
-    atomicAdd(reinterpret_cast<unsigned long long*>(p.checksum), total);
+  if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.checksum), total);
 }
 
 }  // namespace

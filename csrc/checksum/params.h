@@ -1,5 +1,5 @@
-// The checksum of bytes, see kernels/checksum.py: the sum of w[i] x[i] modulo 2^64 over 32-bit words,
-// with w[0] = 2^32 + 1 and w[i] = 2 i - 1.
+// The checksum of bytes, see kernels/checksum.py: the sum of w[i] x[i] modulo 2^64 over 32-bit
+// words, with w[0] = 2^32 + 1 and w[i] = 2 i - 1.
 #pragma once
 
 #include <cstdint>

@@ -289,7 +289,8 @@ std::tuple<at::Tensor, int64_t> encode_gaps_on_cuda(const at::Tensor& positions,
   return {out, width};
 }
 
-// The host waits for what is checked. Returns the number of positions, -1 if one is not below `end`.
+// The host waits for what is checked. Returns the number of positions, -1 if one is not below
+// `end`.
 int64_t decode_gaps_on_cuda(const at::Tensor& gaps, int width, int64_t start, int64_t end,
                             at::Tensor& positions) {
   const at::Device device = gaps.device();

@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t gap = i < p.count ? gap_at(p, i) : 0;
     if (gap < 255) return;
     HE_UNROLL
-    for (int width = 1; width <= kMaxGapWidth; ++width) escapes[width - 1] += gap / gap_escape(width);
+    for (int width = 1; width <= kMaxGapWidth; ++width)
+      escapes[width - 1] += gap / gap_escape(width);
   });
   HE_UNROLL
   for (int w = 0; w < kMaxGapWidth; ++w) {

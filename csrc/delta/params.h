@@ -37,9 +37,9 @@ HE_CPU_KERNEL(find_change_ranges_cpu, MapChangesParams)
 HE_CPU_KERNEL(map_changes_cpu, MapChangesParams)
 HE_CPU_KERNEL(scatter_changes_cpu, MapChangesParams)
 
-// All return a cudaError_t. On CUDA work[i + 1] is the number of pairs of row i until the caller sums
-// it, and map_changes writes every pair to the place of its number, with position -1 if the row does
-// not have the element.
+// All return a cudaError_t. On CUDA work[i + 1] is the number of pairs of row i until the caller
+// sums it, and map_changes writes every pair to the place of its number, with position -1 if the
+// row does not have the element.
 int find_change_ranges_cuda(const MapChangesParams& params, void* stream);
 int map_changes_cuda(const MapChangesParams& params, int64_t num_pairs, void* stream);
 int scatter_changes_cuda(const MapChangesParams& params, int64_t max_pairs, void* stream);

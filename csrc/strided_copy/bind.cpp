@@ -313,7 +313,8 @@ void CopyTable::upload_tables(const at::Device& device, const std::vector<void*>
                 static_cast<int32_t>(row));
     }
     device_rows_ = upload(rows_.data(), rows_.size() * sizeof(CopyRow), device);
-    device_row_of_chunk_ = upload(row_of_chunk.data(), row_of_chunk.size() * sizeof(int32_t), device);
+    device_row_of_chunk_ =
+        upload(row_of_chunk.data(), row_of_chunk.size() * sizeof(int32_t), device);
     uploaded_.clear();
   }
   if (uploaded_ != addresses) {
