@@ -36,6 +36,8 @@ from ._patching import Patches, Replacement
 
 __all__ = ["ReshardEngine"]
 
+_REPLACED = "NeMo RL calls `send` and `receive`, as this module has replaced their callers"
+
 
 class ReshardEngine(CheckpointEngine):
     """One worker's end of the sync: of a policy worker, or of a worker of vLLM.
@@ -119,11 +121,11 @@ class ReshardEngine(CheckpointEngine):
 
     async def send_weights(self, weights: Generator[tuple[str, Tensor], None, None]) -> NoReturn:
         """Not called: see `send`."""
-        raise NotImplementedError
+        raise NotImplementedError(_REPLACED)
 
     def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Tensor]], None]:
         """Not called: see `receive`."""
-        raise NotImplementedError
+        raise NotImplementedError(_REPLACED)
 
 
 def _is_engine() -> bool:
