@@ -99,8 +99,7 @@ class WeightReceiver:
             holding = self._holding()
             if rank.rank == 0:
                 rank.tell_state(state, holding)
-            rank.tell_ready(state, 0)
-            state, transfer = rank.wait_for_transfer(state, 0)
+            state, transfer = self._first_transfer(state)
             self._plan_for(transfer)
             with self.engine.weight_update(state.version, finish_on_all_ranks), torch.no_grad():
                 while (moved := self._try(transfer, state)) is None:
@@ -149,6 +148,19 @@ class WeightReceiver:
             raise
 
     # Transfer
+
+    def _first_transfer(self, state: SyncState) -> tuple[SyncState, Transfer]:
+        """Return once the trainers begin to send.
+
+        The engine refuses to generate if this fails after another rank of it may have begun.
+        """
+        self._rank.tell_ready(state, 0)
+        try:
+            return self._rank.wait_for_transfer(state, 0)
+        except ReshardError:
+            if self._rank.others_may_receive(state):
+                self.engine.state.updating_to = state.version
+            raise
 
     def _plan_for(self, transfer: Transfer) -> None:
         if transfer.plan != self._plan_number:

@@ -18,6 +18,7 @@ import torch
 from hybridengine.kernels.strided_copy import CopyTable
 
 from hybridengine.reshard import ReshardError, WeightReceiver, WeightSender
+from hybridengine.reshard.commit.engine_rank import EngineRank
 from hybridengine.reshard.transport.link import GroupLink
 from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.failures import process_state, this_process
@@ -59,6 +60,18 @@ def damage_arrivals(times: int) -> None:
             buffer[7] ^= 128
 
     GroupLink.gather = gather_damaged
+
+
+def look_after_the_drop() -> None:
+    """Let this process look for the second transfer once its engine was dropped from that sync."""
+    wait = EngineRank.wait_for_transfer
+
+    def wait_late(rank, state, attempt):
+        if state.version == 2:
+            wait_for(lambda: None if rank._is_invited(rank._sync()) else True)
+        return wait(rank, state, attempt)
+
+    EngineRank.wait_for_transfer = wait_late
 
 
 def trainer_body(
@@ -116,12 +129,15 @@ def engine_body(
     end: tuple[int, int] = (0, 0),
     come_after: int = 0,
     damaged: Mapping[int, int] = MappingProxyType({}),
+    late: bool = False,
 ) -> dict:
     """Receive until `last`. end: rank 0 gets signal end[0] in the sync to version end[1].
 
     come_after: stay away until that sync is over. damaged: version → how many of the messages that
-    rank 0 receives in its sync are damaged.
+    rank 0 receives in its sync are damaged. late: rank 1 looks for the second transfer late.
     """
+    if late and rank == 1:
+        look_after_the_drop()
     engine, store = build_engine(rank, world_size), link_store(port)
     receiver = WeightReceiver(engine, store, index=index, timeout_s=timeout_s)
     again = store.add(f"test/joins {index}", 1) > world_size
@@ -180,6 +196,22 @@ def test_an_engine_that_ends_is_dropped_and_its_successor_brought_up_to_date(ove
     (warning,) = of_trainers[0]["warned"]
     assert "engine 1 was dropped from the sync to version 2: " in warning
     assert "rank 0 has ended" in warning and of_trainers[1]["warned"] == []
+
+
+def test_a_rank_that_never_saw_the_transfer_refuses_where_another_one_began_it() -> None:
+    with worlds(
+        (trainer_body, 2, 2, 0, 0, TIMEOUT_S),
+        (engine_body, 2, 0, 2, TIMEOUT_S),
+        (engine_body, 2, 1, 2, TIMEOUT_S, (signal.SIGKILL, 2), 0, {}, True),
+        over="memory",
+    ) as (_, trainers, other, ended):
+        survivor = ended.results_without(0)[1]
+        assert [r["states"][1] for r in trainers.results()] == [
+            [("live", 2), ("dropped", None)]
+        ] * 2
+        assert other.results()[0]["right"] == [True, True]
+    assert "rank 0 has ended" in survivor["error"] and survivor["versions"] == [1]
+    assert "sync to weight version 2 did not finish" in survivor["refused"]
 
 
 @pytest.mark.parametrize("over", ["groups", "memory", "relayed"])

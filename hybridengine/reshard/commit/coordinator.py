@@ -110,6 +110,7 @@ class Coordinator:
             failure="",
             attempt=0,
             transfer=None,
+            begun=frozenset(),
         )
         came = [info for info in behind.values() if self._came(info, deadline)]
         self._check_any_live()
@@ -229,7 +230,8 @@ class Coordinator:
 
     def begin(self, transfer: Transfer) -> None:
         """Let the engines that are members start to receive."""
-        self._publish(transfer=transfer)
+        engines = {member.engine for member in transfer.members}
+        self._publish(transfer=transfer, begun=self._state.begun | engines)
 
     def settle(
         self, infos: Sequence[EngineInfo], sent: Generations

@@ -248,6 +248,16 @@ class EngineRank:
         assert now.transfer is not None
         return now, now.transfer
 
+    def others_may_receive(self, state: SyncState) -> bool:
+        """Return whether other ranks of this engine may have begun to receive in this sync."""
+        if self.world_size == 1:
+            return False
+        try:
+            now = self._sync()
+        except RankFailedError:  # the store is gone
+            return True
+        return now.number != state.number or self._index in now.begun
+
     def _check_own_engine(self, state: SyncState) -> None:
         """Raise if another rank of this engine has failed or ended."""
         key = f"{state.number}/state/{self.info.key}"

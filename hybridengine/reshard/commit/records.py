@@ -215,7 +215,7 @@ class SyncState:
 
     number: counts the syncs. trainers: number of the sender. invited: engine → incarnation, of the
     engines that take part. is_open: whether it is in progress. failure: why the trainers have given
-    it up.
+    it up. begun: engines to which a transfer has begun, whether they still take part or not.
     """
 
     number: int
@@ -226,6 +226,7 @@ class SyncState:
     failure: str = ""
     attempt: int = 0
     transfer: Transfer | None = None
+    begun: frozenset[int] = frozenset()
 
 
 class SyncStore:
