@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.api.small_job import TORCHRUN, _typed, alone, settings_of
 from tests.ports import free_port
 from tests.ranks import message_of, run_ranks
 from tests.trainer.in_process import small_job
@@ -20,40 +21,7 @@ from tests.trainer.sft_job import sft_settings, write_sft_job
 
 pytestmark = pytest.mark.multirank  # starts processes
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMES = ("timing_s", "perf", "reshard/")
-
-
-def settings_of(folder: Path, run: str, **changes) -> dict:
-    """The settings of a small job as a mapping of Python values."""
-    pairs = dict(pair.split("=", 1) for pair in json.loads((folder / "job.json").read_text()))
-    values = {
-        "data.train_batch_size": 4,
-        "trainer.total_training_steps": 2,
-        "trainer.logger": ["jsonl"],
-        "trainer.default_local_dir": folder / run,
-    }
-    typed = {key: _typed(value) for key, value in pairs.items()}
-    return typed | values | changes
-
-
-def _typed(text: str):
-    import yaml
-
-    return yaml.safe_load(text) if "/" not in text else text
-
-
-def alone() -> None:
-    """Be a process that is no rank; draw no curves."""
-    import torch.distributed as dist
-
-    from hybridengine.trainer import report
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    for name in TORCHRUN:
-        os.environ.pop(name, None)
-    report.plot_learning_curves = lambda *args, **options: None
 
 
 @pytest.fixture(scope="module")

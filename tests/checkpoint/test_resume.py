@@ -17,21 +17,12 @@ from pathlib import Path
 import pytest
 
 from hybridengine.checkpoint import find_checkpoints
+from tests.checkpoint.runs import metrics
 from tests.ranks import Ranks, run_ranks
 from tests.trainer.sft_job import sft_settings, write_sft_job
 from tests.trainer.toy import toy_job
 
 pytestmark = pytest.mark.multirank
-
-# Metrics that differ between equal runs: times, memory, rates, and what a sync moves (the first one
-# of a process moves everything).
-_UNEQUAL = ("timing_s/", "perf/", "reshard/")
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in row.items() if not k.startswith(_UNEQUAL)} for row in rows]
-    return [row for row in rows if len(row) > 1]
 
 
 def wait_for_checkpoint(folder: Path, step: int, is_running: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["PAGES", "ROOT", "Block", "Command", "blocks_of", "commands_of"]
+__all__ = ["BLOCKS", "PAGES", "ROOT", "Block", "Command", "blocks_of", "commands_of", "pages_with"]
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -119,3 +119,10 @@ def _command(page: str, line: int, text: str) -> Command:
     words = shlex.split(text)
     count = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     return Command(page, line, tuple(words[count:]), tuple(words[:count]))
+
+
+BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
+
+
+def pages_with(language: str) -> list[str]:
+    return [page for page in PAGES if any(b.language == language for b in BLOCKS[page])]

@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, commands_of
+from tests.docs.blocks import BLOCKS, ROOT, Block, commands_of, pages_with
 from tests.docs.commands import check
 from tests.docs.python_blocks import faults_of, trains
 from tests.tiny_models import save_tiny
-
-BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
-
-
-def pages_with(language: str) -> list[str]:
-    return [page for page in PAGES if any(b.language == language for b in BLOCKS[page])]
 
 
 def python_of(page: str) -> list[Block]:
@@ -49,15 +43,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             patch.setattr(sys, "argv", ["prepare.py"])
             runpy.run_path(str(ROOT / "examples" / name / "prepare.py"), run_name="__main__")
     return folder / ".cache"
-
-
-@pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what git tracks, as links, in which a reader starts."""
-    for name in ("examples", "docs", "tests", "benchmarks", "tools", "Makefile", "setup.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.slow

@@ -14,16 +14,13 @@ from pathlib import Path
 import pytest
 
 from hybridengine.rollout.server import VllmServer
-from tests.docs.blocks import ROOT, Block, Command, blocks_of, commands_of
+from tests.docs.blocks import BLOCKS, ROOT, Block, Command, blocks_of, commands_of, pages_with
 from tests.docs.commands import check, runs_here
 from tests.docs.python_blocks import trains
-from tests.docs.test_docs import BLOCKS, checkout, pages_with
 from tests.ports import free_port
 from tests.ranks import message_of
 from tests.rollout.vllm_server import ENTRY as SERVER
 from tests.rollout.vllm_server import START_S
-
-__all__ = ["checkout"]  # a fixture
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(3 * 3600)]
 

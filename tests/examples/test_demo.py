@@ -64,6 +64,7 @@ def questions(path):
     return found
 
 
+@pytest.mark.slow
 def test_held_out_problems_are_not_trained_on(sums):
     val, train, sft, rl = (
         questions(sums / f"{name}.parquet") for name in ("val", "train", "sft", "rl")
@@ -94,6 +95,7 @@ def test_curve_of_the_long_demo_is_drawn_from_its_scores(tmp_path, monkeypatch, 
     assert "after GRPO" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_model_is_a_plain_hugging_face_folder(model):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

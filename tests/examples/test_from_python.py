@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.test_python_interface import alone, settings_of
+from tests.api.small_job import alone, settings_of
 from tests.ranks import run_ranks
 from tests.trainer.in_process import small_job
 

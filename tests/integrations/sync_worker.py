@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hybridengine.integrations.areal_server import WorkerExtension
 from hybridengine.reshard import WeightReceiver
 from tests.reshard.memory_engine import expected, mesh_of, shard, values
-from tests.reshard.test_disaggregated import UNEVEN, build_engine
+from tests.reshard.worlds import UNEVEN, build_engine
 
 __all__ = ["TIMEOUT_S", "Worker", "in_thread", "step", "trained"]
 

@@ -103,6 +103,7 @@ def _on_a_slice(rank, world_size):
     return losses.detach(), z_losses, part.grad
 
 
+@pytest.mark.slow
 def test_vocabulary_on_two_ranks():
     logits, labels = _inputs()
     exact = logits.detach()[:, :36].double().requires_grad_()

@@ -10,6 +10,7 @@ import torch
 
 import hybridengine.integrations.verl as verl
 from hybridengine.integrations import flash_attn
+from tests.integrations.verl_values import ADVANTAGES, MODES, POLICY_LOSSES
 from tests.tolerances import LINEAR, LOG_PROB, VERL
 
 B, L, V = 6, 5, 37
@@ -128,20 +129,6 @@ def _rewards():
     return rewards
 
 
-ADVANTAGES = {  # of verl 0.9.1, one per response
-    "gpg": [1.4, -1.2, 0.2, 1.2, -1.6, 0.3],
-    "grpo": [0.927172, -0.707106, 0.132453, 0.707106, -1.059625, 0.25],
-    "grpo_passk": [0.794719, 0.0, 0.0, 1.605909, 0.0, 0.0],
-    "grpo_vectorized": [0.927172, -0.707106, 0.132453, 0.707106, -1.059625, 0.25],
-    "opo": [1.166667, -1.0, 0.166667, 1.0, -1.333333, 0.25],
-    "reinforce_plus_plus_baseline": [
-        1.185996, -1.098145, 0.131777, 1.010293, -1.449551, 0.219629
-    ],
-    "rloo": [1.75, -2.0, 0.25, 2.0, -2.0, 0.25],
-    "rloo_vectorized": [1.75, -2.0, 0.25, 2.0, -2.0, 0.0],
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_outcome_advantages(name):
     groups = GROUPS if name != "grpo_passk" else np.array(list("ababab"), dtype=object)
@@ -232,20 +219,6 @@ def _config(**info):
     )  # fmt: skip
 
 
-POLICY_LOSSES = {  # of verl 0.9.1: loss, norm of its gradient, metrics
-    "cispo": (0.392241, 0.397197, (0.761905, -0.003356, 0.0)),
-    "clip_cov": (-0.262321, 0.275250, (0.190476, -0.003356)),
-    "dppo_kl": (0.334367, 0.409504, (0.095238, -0.003356, 0.190476)),
-    "dppo_tv": (0.349632, 0.409260, (0.142857, -0.003356, 0.190476)),
-    "dro": (0.464507, 0.368347, {"ppo_kl": -0.003356}),
-    "geo_mean": (-0.359553, 0.161069, (0.52381, -0.003356, 0.285714)),
-    "gpg": (0.453867, 0.367495, ()),
-    "gspo": (-0.464124, 0.434716, (0.0, -0.003356, 0.0)),
-    "kl_cov": (-0.203732, 0.447841, {"ppo_kl": 0.40499}),
-    "reinforce": (0.453867, 0.367495, {"ppo_kl": -0.003356}),
-    "sapo": (-0.913959, 0.494801, (0.0, -0.003356, 0.0)),
-    "vanilla": (-0.150795, 0.293725, (0.380952, -0.003356, 0.095238)),
-}
 METRICS = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 
 
@@ -290,12 +263,6 @@ def _weights(mode, mask, tokens, sequences, factor):
             "seq-mean-token-sum-norm": sequences * factor,
         }[mode]
     )
-
-
-MODES = (
-    *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"),
-    "seq-mean-token-sum-norm",
-)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybridengine.integrations.verl as verl
-from tests.integrations.test_verl_functions import ADVANTAGES, MODES, POLICY_LOSSES
+from tests.integrations.verl_values import ADVANTAGES, MODES, POLICY_LOSSES
 from tests.tolerances import VERL
 
 upstream = pytest.importorskip(

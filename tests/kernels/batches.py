@@ -137,3 +137,12 @@ def impossible_tokens(inputs, side):
     for name in names.get(side, ["old_log_probs"]):
         inputs[name][::5] = -torch.inf
     return inputs
+
+
+def sequences(inputs):
+    """Per sequence the rows of its unmasked tokens and their log rho."""
+    ends, mask = inputs["cu_seqlens"].tolist(), inputs["response_mask"].tolist()
+    log_rho = (inputs["old_log_probs"] - inputs["ref_log_probs"]).tolist()
+    for a, b in pairwise(ends):
+        rows = [t for t in range(a, b) if mask[t]]
+        yield rows, [log_rho[t] for t in rows]

@@ -9,37 +9,13 @@ from hybridengine.kernels.changes import marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.adamw_cases import bits, clones, lists
 from tests.tolerances import ADAMW, ERROR_FACTOR, ROUNDING
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ENGINE_DTYPES = (torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 31, 32, 33, 100, 4095, 16384, 16385, 50_001)
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
-def lists(sizes, device, grad_dtype=torch.float32, offset=0):
-    """params, grads, exp_avgs, exp_avg_sqs, steps; `offset` elements behind an aligned address."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(size, dtype=torch.float32, scale=0.02):
-        values = torch.randn(size + offset, generator=generator) * scale
-        return values.to(dtype).to(device)[offset:]
-
-    params = [draw(n) for n in sizes]
-    grads = [draw(n, grad_dtype, 1.0) for n in sizes]
-    moments = [[draw(n) for n in sizes], [draw(n).square() for n in sizes]]
-    steps = [torch.tensor(float(2 + i), device=device) for i in range(len(sizes))]
-    return [params, grads, *moments, steps]
-
-
-def clones(tensors, dtype=None):
-    return [
-        [t.clone() if dtype is None else t.to(dtype, copy=True) for t in one] for one in tensors
-    ]
-
-
-def bits(tensor, dtype):
-    return tensor.to(dtype).view(torch.int16)
 
 
 def largest_error(params, exact):

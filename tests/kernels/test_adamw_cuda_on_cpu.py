@@ -9,9 +9,8 @@ import torch
 from hybridengine.kernels import adamw_, change_mask, mark_changed_, take_changed
 from hybridengine.kernels.changes import marks
 
+from tests.kernels.adamw_cases import bits, clones, drawn, lists, masks_of, out_of_date
 from tests.kernels.cuda_on_cpu import compile_for_cpu
-from tests.kernels.test_adamw import bits, clones, lists
-from tests.kernels.test_changes import drawn, masks_of, out_of_date
 from tests.tolerances import ADAMW
 
 # Numbers of dtypes in csrc/common/dtype.h.

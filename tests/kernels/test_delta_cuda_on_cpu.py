@@ -9,9 +9,9 @@ from hybridengine.kernels.delta import decode_gaps, encode_gaps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.copy_cases import row, slices
 from tests.kernels.cuda_on_cpu import compile_for_cpu
-from tests.kernels.test_delta_ops import GAPS, changes_of, positions_of, reference_table
-from tests.kernels.test_strided_copy import row, slices
+from tests.kernels.delta_cases import GAPS, changes_of, positions_of, reference_table
 
 HERE = Path(__file__).parent
 
@@ -61,6 +61,7 @@ def assert_gaps(library, positions, start):
 
 @settings(deadline=None, max_examples=40)
 @given(drawn=GAPS.filter(lambda drawn: len(drawn[0])))
+@pytest.mark.slow
 def test_gaps(gaps_library, drawn):
     assert_gaps(gaps_library, *drawn)
 

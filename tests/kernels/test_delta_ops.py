@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hybridengine.kernels import strided_copy
@@ -12,7 +11,8 @@ from hybridengine.kernels.delta import ChangeTable, decode_gaps, encode_gaps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.test_strided_copy import row, slices
+from tests.kernels.copy_cases import row, slices
+from tests.kernels.delta_cases import GAPS, changes_of, positions_of, reference_table
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
@@ -29,17 +29,6 @@ def entropy_bits(size: int, count: int) -> float:
     """log2(size over count)"""
     lgamma = math.lgamma
     return (lgamma(size + 1) - lgamma(count + 1) - lgamma(size - count + 1)) / math.log(2)
-
-
-def positions_of(kind: str, size: int, share: float) -> torch.Tensor:
-    generator = np.random.default_rng(3)
-    count = max(1, round(size * share))
-    if kind == "uniform":
-        return torch.from_numpy(np.sort(generator.choice(size, count, replace=False)))
-    if kind == "regular":
-        return torch.arange(count) * (size // count)
-    start = size - 3 * count  # crowded at the end, after one long gap
-    return torch.from_numpy(start + np.sort(generator.choice(3 * count, count, replace=False)))
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -61,17 +50,6 @@ def test_gaps_with_raw_values_are_within_1_3_of_the_entropy(
     assert torch.equal(reference[0], gaps) and reference[1] == width
 
 
-GAPS = st.builds(
-    lambda small, special, start: (
-        start + torch.tensor([*small, *special], dtype=torch.int64).add(1).cumsum(0) - 1,
-        start,
-    ),
-    st.lists(st.integers(0, 70_000), max_size=20),
-    st.lists(st.sampled_from([0, 1, 254, 255, 256, 510, 65_535, 65_536, 1 << 24, 1 << 33])),
-    st.sampled_from([0, 7, 1 << 40]),
-)
-
-
 @settings(deadline=None, max_examples=100)
 @given(GAPS)
 def test_gaps_come_back(drawn) -> None:
@@ -81,33 +59,6 @@ def test_gaps_come_back(drawn) -> None:
     for backend in (None, "reference"):
         again = decode_gaps(gaps, width, start, end, len(positions), backend=backend)
         assert torch.equal(again, positions)
-
-
-Drawn = list[tuple]  # of `slices`
-
-
-def changes_of(
-    drawn: Drawn, share: float, wide: bool
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Return a table, two tensors before and after some elements change, and their changes."""
-    rows, place = [], 0
-    for i, (size, src_stride, dst_stride, offset, gap) in enumerate(drawn):
-        rows.append(row(i % 2, 0, offset, place + gap, size, src_stride, dst_stride))
-        if i % 3 == 2 and len(size) < 4:  # repeats its elements
-            rows[-1] = row(i % 2, 0, offset, place + gap, [2, *size], [0, *src_stride],
-                           [torch.Size(size).numel(), *dst_stride])  # fmt: skip
-            place += torch.Size(size).numel()
-        place += gap + torch.Size(size).numel()
-    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 16)
-    generator = torch.Generator().manual_seed(place)
-    before = [torch.randn(20_000, generator=generator).bfloat16() for _ in range(2)]
-    after, indices, values = [t.clone() for t in before], [], []
-    for tensor in after:
-        chosen = (torch.rand(len(tensor), generator=generator) < share).nonzero()[:, 0]
-        tensor[chosen] += 1
-        indices.append(chosen if wide else chosen.int())
-        values.append(tensor[chosen])
-    return table, [*before, *after], indices, values
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,12 +85,6 @@ def test_a_table_moves_changes_as_strided_copy_moves_all(device, drawn, share, w
     assert torch.equal(by_reference, expected)
     for ours, theirs in zip((positions, mapped), reference.map(indices, values), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def reference_table(table: torch.Tensor, device: str = "cpu") -> ChangeTable:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRIDENGINE_BACKEND", "reference")
-        return ChangeTable(table, torch.device(device))
 
 
 def test_addresses_beyond_32_bits() -> None:

@@ -5,7 +5,7 @@ import torch
 from hybridengine.kernels.linear import chunks
 
 from hybridengine import kernels as he
-from tests.kernels.test_autocast import CASES, CU_KEPT, IDS, KEPT, draw
+from tests.kernels.operator_cases import CASES, CU_KEPT, IDS, KEPT, draw
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

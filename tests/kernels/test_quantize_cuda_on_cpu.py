@@ -8,7 +8,7 @@ import torch
 from hybridengine.kernels.block_quantize import _rows_of, block_quantize, block_scales
 
 from tests.kernels.cuda_on_cpu import compile_for_cpu
-from tests.kernels.test_block_quantize import DTYPES, matrix, same
+from tests.kernels.quantize_cases import DTYPES, matrix, same
 
 # Numbers in csrc/common/dtype.h.
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

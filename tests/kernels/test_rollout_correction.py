@@ -1,7 +1,6 @@
 """rollout_correction: against its formulas in plain Python, any split, hostile input."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from tests.kernels.batches import batch, split
+from tests.kernels.batches import batch, sequences, split
 
 BOUNDS = {"k1": (0.7, 1.5), "k2": 0.05, "k3": 0.05}
 
@@ -23,15 +22,6 @@ def run(inputs, **options):
         response_mask=inputs["response_mask"],
         **options,
     )
-
-
-def sequences(inputs):
-    """Per sequence the rows of its unmasked tokens and their log rho."""
-    ends, mask = inputs["cu_seqlens"].tolist(), inputs["response_mask"].tolist()
-    log_rho = (inputs["old_log_probs"] - inputs["ref_log_probs"]).tolist()
-    for a, b in pairwise(ends):
-        rows = [t for t in range(a, b) if mask[t]]
-        yield rows, [log_rho[t] for t in rows]
 
 
 def divergence(kind, x):

@@ -7,8 +7,7 @@ import pytest
 import torch
 from hybridengine.kernels import rollout_metrics
 
-from tests.kernels.batches import batch
-from tests.kernels.test_rollout_correction import sequences
+from tests.kernels.batches import batch, sequences
 
 UPPER = 1.4
 

@@ -9,8 +9,8 @@ from hybridengine.kernels import strided_copy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.copy_cases import row
 from tests.kernels.cuda_on_cpu import compile_for_cpu
-from tests.kernels.test_strided_copy import row
 
 # Dtypes and their numbers in csrc/common/dtype.h.
 KINDS = (

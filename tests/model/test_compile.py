@@ -105,6 +105,7 @@ def test_generated_code_on_a_gpu(dtype) -> None:
     assert num_graphs() == 1
 
 
+@pytest.mark.slow
 def test_one_graph_per_kind_of_layer_and_mode(traced) -> None:
     """Gemma 2 has layers with and without a window."""
     eager, compiled = pair_of_models("gemma2")
@@ -123,6 +124,7 @@ def test_one_graph_per_kind_of_layer_and_mode(traced) -> None:
 FOREST = [([5, 6, 7], [8, 9]), ([5, 6, 7], [8, 10, 11, 12]), ([9], [5, 4, 3])]
 
 
+@pytest.mark.slow
 def test_adapters_can_be_disabled(traced) -> None:
     targets = ["q_proj", "o_proj", "down_proj"]
     eager, compiled = pair_of_models(

@@ -19,8 +19,8 @@ from tests.model.cases import (
     one_by_one,
     rollouts,
     single_process_model,
+    weighted,
 )
-from tests.model.test_ulysses import weighted
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny
 

@@ -16,18 +16,13 @@ from tests.model.cases import (
     one_by_one,
     rollouts,
     single_process_model,
+    weighted,
 )
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, save_tiny
 
 # 154 tokens: padded over 4 ranks but not over 2; one of 4 ranks sees prompt tokens only.
 assert sum(prompt + response for prompt, response in SIZES) == 154
-
-
-def weighted(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-    """A loss that weighs every row differently, so that a shifted row shows."""
-    weight = torch.linspace(-1, 2, log_probs.shape[0])
-    return (weight * log_probs).sum() + 0.1 * (weight.flip(0) * entropy).sum()
 
 
 def expected(path: str, pairs: list) -> tuple[torch.Tensor, torch.Tensor, dict]:

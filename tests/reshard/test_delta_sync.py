@@ -15,11 +15,10 @@ from hybridengine.reshard.payload import delta as group_module
 from hybridengine.rollout import SamplingSpec
 from hybridengine.sharding import LayoutError
 from hybridengine.sharding.adapter import Adapter
-from hybridengine.sharding.changes import ChangedElements
-from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.shards import local_shard
 from tests.ranks import message_of, run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, values
+from tests.reshard.training import Tracker, train
 
 SHAPES: Shapes = {
     "q": ("column", (240, 10)),
@@ -30,39 +29,6 @@ SHAPES: Shapes = {
     "one": ("replicated", (1, 2)),
 }
 COMPUTED: Shapes = {**SHAPES, "computed": ("replicated", (6, 4))}
-
-
-def train(full: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
-    """Full parameters after a step that changes the bits of some elements, and others by less."""
-    generator = torch.Generator().manual_seed(seed)
-    trained = {}
-    for name, tensor in full.items():
-        chosen = torch.rand(tensor.shape, generator=generator) < share
-        trained[name] = torch.where(chosen, tensor * 1.5 + 1, tensor * (1 + 1e-6))
-    return trained
-
-
-class Tracker:
-    """The change sets that an optimizer would give of shards: what changed since the last call."""
-
-    def __init__(self, shards: dict[str, torch.Tensor], untracked: tuple[str, ...] = ()) -> None:
-        self.shards, self.untracked = shards, untracked
-        self.before: dict[str, torch.Tensor] | None = None
-        self.calls = 0
-
-    def __call__(self) -> dict[str, ChangedElements] | None:
-        self.calls += 1
-        now = {n: local_shard(t).flatten().clone() for n, t in self.shards.items()}
-        before, self.before = self.before, now
-        if before is None:
-            return None
-        changes = {}
-        for name in now.keys() - self.untracked:
-            then, bits = before[name].bfloat16(), now[name].bfloat16()
-            indices = (bits != then).nonzero()[:, 0].int()
-            states = bit_checksums([before[name], now[name]])
-            changes[name] = ChangedElements(indices, bits[indices], *states)
-        return changes
 
 
 STEPS = (1.0, 0.02, 0.02, 0.0, 0.2, 0.9, 0.01)  # shares of elements that change before each sync

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from unittest.mock import patch
 
 import numpy as np
@@ -13,70 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard import WeightReceiver, WeightSender, sender
+from hybridengine.reshard import WeightReceiver, WeightSender
 from hybridengine.reshard.commit.records import SyncState, SyncStore
 from hybridengine.reshard.plan.configuration import plain_values
 from hybridengine.reshard.transport.link import divide
-from tests.ranks import Ranks, message_of
-from tests.reshard.brute_force import fused_layout
-from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
+from tests.ranks import message_of
+from tests.reshard.memory_engine import expected, mesh_of, shard, values
+from tests.reshard.worlds import (
+    FACTORS,
+    TIMEOUT_S,
+    UNEVEN,
+    build_engine,
+    full_at,
+    link_store,
+    worlds,
+)
 
 pytestmark = pytest.mark.multirank
-
-# Rows that divide by nothing, fewer rows than ranks, a row-parallel weight, and one by the loader.
-UNEVEN: Shapes = {
-    "q": ("column", (48, 20)),
-    "gate": ("column", (480, 20)),
-    "out": ("row", (12, 18)),
-    "norm": ("replicated", (13, 3)),
-    "one": ("replicated", (1, 2)),
-    "computed": ("replicated", (7, 5)),
-}
-FACTORS = {1: 1.0, 2: -3.0, 3: 0.5}  # by version: the parameters are multiplied, later by 2
-TIMEOUT_S = 60.0
-
-
-def link_store(port: int) -> dist.TCPStore:
-    """Return the store of `worlds`; senders of this process use the links that it tells."""
-    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
-    over = store.get("test/over").decode()
-
-    def feeders(trainers, devices, infos):
-        members = sorted(member for info in infos for member in info.members())
-        return {member: [i % len(trainers)] for i, member in enumerate(members)}
-
-    if over != "memory":
-        sender.feeders_of = feeders if over == "relayed" else lambda *args: None
-    return store
-
-
-def wait_for_dropped(store: dist.Store, rank: int, version: int, dropped_in: int) -> None:
-    """On a trainer rank after each sync: wait for the engine that one of them drops."""
-    if rank == 0:
-        store.set(f"test/synced {version}", "1")
-    if version == dropped_in:
-        store.wait(["test/back"], timedelta(seconds=200))
-
-
-def come_back(store: dist.Store, receiver: WeightReceiver, version: int) -> None:
-    """On the engine that was dropped in the sync to `version`."""
-    store.wait([f"test/synced {version}"], timedelta(seconds=200))
-    assert not receiver.pending()  # shows that it is back
-    store.set("test/back", "1")
-
-
-def full_at(version: int) -> dict[str, torch.Tensor]:
-    full = values(UNEVEN)
-    for v in range(1, version + 1):
-        full = {name: tensor * FACTORS.get(v, 2.0) for name, tensor in full.items()}
-    return full
-
-
-def build_engine(tp_rank: int, tp_size: int) -> MemoryEngine:
-    layout = fused_layout(UNEVEN, tp_rank, tp_size)
-    layout.fallback, layout.by_loader = {"computed": "computed: computed by mul"}, {"computed"}
-    layout.copies = [c for c in layout.copies if c.source != "computed"]
-    return MemoryEngine(layout, tp_rank, tp_size)
 
 
 def trainer_body(rank: int, world_size: int, port: int, num_engines: int, case: dict) -> dict:
@@ -130,25 +80,6 @@ def test_replicas_share_what_the_trainers_send(sent: list[int], replicas: int) -
     received = np.repeat(np.arange(len(sent)), sent)  # the sender of each byte, in order
     parts = [np.repeat(np.arange(len(sent)), counts[:, j]) for j in range(replicas)]
     assert np.concatenate(parts).tolist() == received.tolist()
-
-
-@contextmanager
-def worlds(*arguments: tuple, timeout_s: float = 400.0, over: str = "groups") -> Iterator[tuple]:
-    """Start a world for each (function, ranks, *arguments); all get the port of one store.
-
-    over: the links between trainers and engines: process "groups", "memory" that all of them map,
-    or "relayed", memory of one trainer for each engine rank, as on GPUs.
-
-    Yields (port, *worlds).
-    """
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    store.set("test/over", over)
-    with ExitStack() as stack:
-        started = [
-            stack.enter_context(Ranks(fn, ranks, store.port, *rest, timeout_s=timeout_s))
-            for fn, ranks, *rest in arguments
-        ]
-        yield store.port, *started
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from hybridengine.sharding.shards import local_shard
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
-from tests.reshard.test_delta_sync import Tracker, train
-from tests.reshard.test_disaggregated import come_back, link_store, wait_for_dropped, worlds
+from tests.reshard.training import Tracker, train
+from tests.reshard.worlds import come_back, link_store, wait_for_dropped, worlds
 
 pytestmark = pytest.mark.multirank
 

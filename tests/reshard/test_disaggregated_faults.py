@@ -19,17 +19,17 @@ from hybridengine.kernels.strided_copy import CopyTable
 
 from hybridengine.reshard import ReshardError, WeightReceiver, WeightSender
 from hybridengine.reshard.commit.engine_rank import EngineRank
-from hybridengine.reshard.transport.link import GroupLink
 from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.failures import process_state, this_process
 from hybridengine.runtime.polling import wait_for
 from tests.ranks import Ranks, message_of
 from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shard, values
-from tests.reshard.test_disaggregated import (
+from tests.reshard.worlds import (
     FACTORS,
     TIMEOUT_S,
     UNEVEN,
     build_engine,
+    damage_arrivals,
     full_at,
     link_store,
     worlds,
@@ -48,18 +48,6 @@ def signal_at_second_copy(signum: int) -> None:
         copy(table, sources, destinations)
 
     CopyTable.copy = copy_or_end
-
-
-def damage_arrivals(times: int) -> None:
-    """Flip a bit of the next `times` messages that this process receives."""
-    gather, left = GroupLink.gather, iter(range(times))
-
-    def gather_damaged(link, buffer, among="replicas"):
-        gather(link, buffer, among)
-        if buffer.numel() and next(left, None) is not None:
-            buffer[7] ^= 128
-
-    GroupLink.gather = gather_damaged
 
 
 def look_after_the_drop() -> None:

@@ -14,13 +14,7 @@ from hybridengine.sharding.adapter import Adapter
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
-from tests.reshard.test_disaggregated import (
-    TIMEOUT_S,
-    come_back,
-    link_store,
-    wait_for_dropped,
-    worlds,
-)
+from tests.reshard.worlds import TIMEOUT_S, come_back, link_store, wait_for_dropped, worlds
 
 pytestmark = pytest.mark.multirank
 

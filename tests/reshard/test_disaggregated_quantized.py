@@ -19,15 +19,15 @@ from hybridengine.sharding.adapter import Adapter
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, mesh_of, quantize, shard
-from tests.reshard.test_disaggregated import (
+from tests.reshard.quantized_cases import QUANTIZED, SHAPES, differing, trained
+from tests.reshard.worlds import (
     TIMEOUT_S,
     come_back,
+    damage_arrivals,
     link_store,
     wait_for_dropped,
     worlds,
 )
-from tests.reshard.test_disaggregated_faults import damage_arrivals
-from tests.reshard.test_quantized_sync import QUANTIZED, SHAPES, differing, trained
 
 pytestmark = pytest.mark.multirank
 

@@ -32,9 +32,9 @@ from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.shards import local_shard
 from tests.ranks import run_ranks
 from tests.reshard.memory_engine import MemoryEngine, pulling, quantize
-from tests.reshard.test_delta_sync import train
-from tests.reshard.test_disaggregated import TIMEOUT_S, link_store, worlds
-from tests.reshard.test_quantized_vllm import save
+from tests.reshard.quantized_cases import save
+from tests.reshard.training import train
+from tests.reshard.worlds import TIMEOUT_S, link_store, worlds
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")

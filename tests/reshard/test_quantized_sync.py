@@ -21,43 +21,8 @@ from hybridengine.sharding import Copy, EngineLayout, LayoutError, StaleWeightsE
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.geometry import contiguous_strides
 from tests.ranks import message_of, run_ranks
-from tests.reshard.memory_engine import (
-    MemoryEngine,
-    Shapes,
-    build,
-    expected,
-    quantize,
-    shard,
-    values,
-)
-
-# Of all tensors blocks straddle shards: fused ones also parameters, row-parallel ones columns.
-SHAPES: Shapes = {
-    "q": ("column", (300, 260)),
-    "k": ("column", (140, 260)),
-    "out": ("row", (270, 640)),
-    "copied": ("replicated", (200, 130)),
-    "norm": ("replicated", (13, 3)),
-}
-QUANTIZED = ("fused", "out", "copied")
-
-
-def differing(engine: MemoryEngine, full) -> list[str]:
-    return [
-        name
-        for name, tensor in expected(engine, full).items()
-        if not torch.equal(tensor.view(torch.uint8), engine.tensors[name].view(torch.uint8))
-    ]
-
-
-def trained(seed: int, dtype: torch.dtype):
-    """Values of very different sizes in neighbouring rows and columns; some blocks are zero."""
-    full = values(SHAPES, torch.float32, seed)
-    for tensor in full.values():
-        tensor *= torch.exp2(torch.arange(len(tensor)) % 19.0)[:, None]
-        tensor *= torch.exp2(torch.arange(tensor.shape[1]) // 40.0)
-    full["copied"][:128] = 0
-    return {name: tensor.to(dtype) for name, tensor in full.items()}
+from tests.reshard.memory_engine import MemoryEngine, build, quantize, shard
+from tests.reshard.quantized_cases import QUANTIZED, SHAPES, differing, trained
 
 
 def sync_body(rank: int, world_size: int, cases: list[dict]) -> list[dict]:

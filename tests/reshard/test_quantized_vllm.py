@@ -9,26 +9,13 @@ import pytest
 import torch
 
 from tests.ranks import message_of, run_ranks
+from tests.reshard.quantized_cases import save
 from tests.reshard.quantized_kernel import register_kernel
-from tests.reshard.test_disaggregated import link_store, worlds
 from tests.reshard.vllm_engines import PROMPTS, build, build_engine
-from tests.tiny_models import tiny_config
+from tests.reshard.worlds import link_store, worlds
 
 pytestmark = pytest.mark.multirank
 pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
-
-
-def save(folder: Path) -> str:
-    """A model whose layers have several blocks on each of two ranks, none of a full width."""
-    from transformers import AutoModelForCausalLM
-
-    config = tiny_config("qwen2")  # biases, untied head
-    config.hidden_size, config.intermediate_size = 192, 360
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 6, 2, 32
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
 
 
 def load_again(engine, checkpoint: dict[str, torch.Tensor]) -> None:

@@ -3,11 +3,7 @@
 import pytest
 
 from hybridengine.errors import RewardError
-from hybridengine.reward_worker.function import import_reward_function
-
-
-def score(rule, source, response, truth):
-    return import_reward_function(rule)[0](source, response, truth, None)
+from tests.rewards.rules import score
 
 
 @pytest.mark.parametrize(

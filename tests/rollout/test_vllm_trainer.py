@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.reshard.memory_engine import MemoryEngine, expected, mesh_of, shard, values
-from tests.reshard.test_disaggregated import UNEVEN, build_engine
 from tests.reshard.vllm_engines import build_llm, unequal
+from tests.reshard.worlds import UNEVEN, build_engine
 from tests.rollout.engine_commands import StoreClient, follow
 from tests.tiny_models import save_tiny, tiny_config
 

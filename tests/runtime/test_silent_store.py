@@ -58,6 +58,7 @@ class Proxy:
                 destination.sendall(data)
 
 
+@pytest.mark.slow
 def test_a_rank_ends_when_its_store_is_silent_and_its_log_broken(tmp_path: Path) -> None:
     """One rank can report why it ends; the other one has no log and no place for a record."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -109,6 +110,7 @@ with writing_to(Path("final")):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_ends_when_a_write_makes_no_progress(tmp_path: Path) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = subprocess.run(

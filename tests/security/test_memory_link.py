@@ -18,7 +18,7 @@ from hybridengine.reshard import WeightReceiver, WeightSender
 from hybridengine.reshard.commit.records import SyncStore
 from hybridengine.reshard.transport import memory_link
 from tests.reshard.memory_engine import expected, mesh_of, shard, values
-from tests.reshard.test_disaggregated import UNEVEN, build_engine, link_store, worlds
+from tests.reshard.worlds import UNEVEN, build_engine, link_store, worlds
 
 pytestmark = pytest.mark.multirank
 

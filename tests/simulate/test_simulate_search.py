@@ -150,6 +150,7 @@ def test_a_split_sync_sends_every_byte_once() -> None:
     assert min(plan.bytes_sent[:4]) > 0, "replicas share the sending"
 
 
+@pytest.mark.slow
 def test_the_command(config, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     job = [f"model.path={tmp_path}", "workload.critic=true", "layout.mode=sync"]

@@ -46,6 +46,7 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_stalls_keeps_its_rows_and_those_of_others(run):
     status, parts = run("kernels", "fails")
     assert status == parts["kernels"]["status"] == "exit code 4"
@@ -93,6 +94,7 @@ def test_after_it(): ...
 """
 
 
+@pytest.mark.slow
 def test_gpu_tests_go_on_after_a_crash_and_have_a_row_each(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_other.py").write_text("import a_package_that_is_not_here")
@@ -127,6 +129,7 @@ esac
 """
 
 
+@pytest.mark.slow
 def test_errors_that_the_sanitizer_finds_are_rows(tmp_path, monkeypatch):
     tool, file = tmp_path / "compute-sanitizer", tmp_path / "rows.json"
     tool.write_text(SANITIZER)

@@ -13,7 +13,7 @@ from torch.distributed.elastic.utils.store import barrier
 
 from tests.ranks import run_ranks
 from tests.trainer.in_process import Result, _result
-from tests.trainer.test_every_key import TURN_LOOP, TURN_TOOLS
+from tests.trainer.turns import TURN_LOOP, TURN_TOOLS
 
 __all__ = ["MULTI_TURN", "overrides_of", "run_named", "run_overlapped", "update_inside_items"]
 

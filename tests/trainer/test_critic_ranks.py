@@ -18,8 +18,8 @@ from hybridengine.runtime.status import read_status
 from tests.ranks import Ranks, message_of, run_ranks
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
+from tests.trainer.processes import WITHIN_S, pid_of_training_rank
 from tests.trainer.sft_job import start_run, write_sft_job
-from tests.trainer.test_failed_rank import WITHIN_S, pid_of_training_rank
 from tests.trainer.toy import start_toy, toy_job
 
 pytestmark = pytest.mark.multirank

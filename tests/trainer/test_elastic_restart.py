@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_resume import metrics
+from tests.checkpoint.runs import metrics
 from tests.ports import free_port
 from tests.trainer.in_process import run_jobs, small_job
 

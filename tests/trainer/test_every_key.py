@@ -16,44 +16,10 @@ from tests.tiny_models import save_classifier, save_tiny
 from tests.trainer.effects import JobKind, effects_body, effects_of_flips, merged
 from tests.trainer.flips import CRITIC, FLIPS, GRPO_CONTEXTS, REFUSED_WITHOUT, SFT_FLIPS
 from tests.trainer.in_process import small_job
+from tests.trainer.turns import TURN_LOOP, TURN_TOOLS
 
 pytestmark = pytest.mark.multirank
 
-# The tiny model writes no JSON: here every turn that is not empty calls both tools.
-TURN_LOOP = """
-from dataclasses import replace
-
-from hybridengine.agent import ToolCall
-from hybridengine.agent.loops import ToolLoop
-
-def parse(text):
-    return [ToolCall(name, {"k": k}) for k, name in enumerate(("count", "more"))] if text else []
-
-class Loop(ToolLoop):
-    def __init__(self, context):
-        super().__init__(replace(context, parse=parse))
-"""
-TURN_TOOLS = '''
-from time import sleep
-
-active, most = 0, 1
-
-def count(k: int) -> str:
-    """Count.
-
-    Args:
-        k: any
-    """
-    return f"w{60 + most} w4 w5 w6"
-
-def more(k: int) -> str:
-    """Count.
-
-    Args:
-        k: any
-    """
-    return f"w{60 + most} w8 w9"
-'''
 BUSY = """    global active, most
     active += 1
     most = max(most, active)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from hybridengine.runtime.status import read_status
+from tests.trainer.processes import START_S, WITHIN_S, pid_of_training_rank
 from tests.trainer.toy import start_toy, toy_job
 
 pytestmark = pytest.mark.multirank
-
-START_S = 300  # of a run on two ranks, up to its second step
-WITHIN_S = 240  # of the end after a failure; far less than trainer.timeout_s
 
 # Limits collectives from the first step on: ranks may start at times that are further apart.
 SHORT_TIMEOUT = """
@@ -60,17 +56,6 @@ def test_failed_rank_is_named_with_its_phase(tmp_path: Path, sent: signal.Signal
     how = "was killed by SIGKILL" if sent == signal.SIGKILL else "is stopped (SIGSTOP) for "
     assert last.startswith(f"error: rank 1 (pid {pid}) {how}"), output
     assert "in phase '" in last and "of step" in last
-
-
-def pid_of_training_rank(folder: Path, rank: int) -> int:
-    """Wait until `rank` is in the middle of a step."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        status = read_status(folder).get(rank)
-        if status is not None and status.step >= 2:
-            return status.pid
-        time.sleep(0.05)
-    raise AssertionError(f"the run did not reach step 2 within {START_S} s")
 
 
 def test_a_stall_ends_with_rank_phase_and_stacks(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hybridengine.runtime.session import EXIT_STOPPED
 from tests.trainer.in_process import Result, small_job
 from tests.trainer.overlapped import MULTI_TURN, overrides_of, run_named, run_overlapped
-from tests.trainer.test_failed_rank import WITHIN_S, pid_of_training_rank
+from tests.trainer.processes import WITHIN_S, pid_of_training_rank
 from tests.trainer.toy import start_toy, toy_job
 
 pytestmark = pytest.mark.multirank

@@ -17,7 +17,7 @@ from hybridengine.runtime.monitor import EXIT_RANK_FAILED
 from tests.ranks import Ranks
 from tests.trainer.in_process import small_job
 from tests.trainer.overlapped import run_overlapped
-from tests.trainer.test_failed_rank import pid_of_training_rank
+from tests.trainer.processes import pid_of_training_rank
 
 pytestmark = pytest.mark.multirank
 

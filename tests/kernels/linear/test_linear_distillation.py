@@ -36,6 +36,7 @@ def test_against_float64(beta, options, backend, device):
         assert_all_close(got, expected)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     pytest.importorskip("triton")
     run_interpreted("linear/interpreted_distillation.py")

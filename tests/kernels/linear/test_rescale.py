@@ -8,6 +8,7 @@ from tests.kernels.interpreter import run_interpreted
 from tests.kernels.linear.cases import DEVICES, loss_inputs, problem
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     pytest.importorskip("triton")
     run_interpreted("linear/interpreted_rescale.py")

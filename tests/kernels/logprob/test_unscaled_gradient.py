@@ -14,6 +14,7 @@ from tests.kernels.logprob.cases import OPTIONS, move, options_for, plain_pytorc
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted("logprob/interpreted_unscaled.py")
 
