@@ -32,8 +32,11 @@ TEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n 2 --dist worksteal
 test: setup ## The tests, two at a time (GPU tests run where there is a GPU)
 	@$(TEST) -m "not exhaustive"
 
+HYPOTHESIS_SEED := $(shell date +%s)
 test-exhaustive: setup ## The long tests that `make test` leaves out: each has a cheaper sibling there
 	@$(TEST) -m exhaustive
+	@echo "new examples of the property tests: HYPOTHESIS_SEED=$(HYPOTHESIS_SEED)"
+	@$(TEST) -m "hypothesis and not exhaustive" --hypothesis-profile=new --hypothesis-seed=$(HYPOTHESIS_SEED)
 
 test-security: setup ## What every process of a run listens on, and what it does with others' bytes
 	@$(TEST) tests/security tests/rollout/test_vllm_server.py::test_what_a_server_listens_on_and_answers
@@ -55,7 +58,7 @@ lint: setup ## ruff, clang-format, mypy and import-linter, changing nothing
 	@$(BIN)/lint-imports --no-cache
 
 check: lint ## lint, types and the fast tests, in under three minutes
-	@$(PY) -m pytest -q -m "not multirank and not slow and not exhaustive"
+	@$(TEST) -m "not multirank and not slow and not exhaustive"
 
 bench: setup ## Time every operator against its baselines on this machine
 	@$(PY) -m benchmarks

@@ -6,10 +6,12 @@ import tempfile
 import torch
 from hypothesis import settings
 
-# The first example of a process may take longer than any deadline. Every run has the same examples:
-# a rare one that fails would be a failure of a change that has nothing to do with it.
-settings.register_profile("hybridengine", deadline=None, derandomize=True)
-settings.load_profile("hybridengine")
+# The first example of a process may take longer than any deadline. `make test` always has the same
+# examples: a rare one that fails would be a failure of a change that has nothing to do with it.
+# `make test-exhaustive` draws new ones from a seed that it prints.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("new", deadline=None, max_examples=300, print_blob=True)
+settings.load_profile("same")
 
 # Processes that the tests start inherit it.
 _CACHE = tempfile.TemporaryDirectory(prefix="hybridengine-cache-")
