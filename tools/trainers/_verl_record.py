@@ -62,9 +62,21 @@ def _record_shards(module: types.ModuleType) -> None:
         report = send(self, weights, global_steps)
         _moved["sent_bytes"] += report.bytes_sent
         _moved["gathered_bytes"] += 0
+        if "VERL_RECORD_MERGED" in os.environ:
+            _save_gathered(weights, global_steps)
         return report
 
     module.ServerSender.send = recorded
+
+
+def _save_gathered(weights: Any, step: int | None) -> None:
+    """Save the full tensors that verl's sync would send, LoRA adapters merged by PEFT."""
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in weights}
+    if dist.get_rank() == 0:
+        save_file(tensors, _FOLDER / f"merged_{step}.safetensors")
 
 
 def _record_buckets(module: types.ModuleType) -> None:

@@ -13,7 +13,9 @@ import os
 import random
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tools.dropins_upstreams import UPSTREAMS
@@ -80,14 +82,19 @@ def evaluate(folder: Path) -> dict[str, object]:
         results[f"tp{tp_size}"] = {
             "weights_compared": check_weights(ours, inputs, tp_size),
             "rollouts_compared": len(rollouts(ours)[1]),
-            "metrics_relative_difference": metrics_difference(theirs, ours),
+            "metrics_relative_difference": metrics_difference(theirs, ours, step=1),
             "verl": moved(theirs),
             "hybridengine": moved(ours),
         }
     ours, resumed = folder / "hybridengine_tp2", folder / "hybridengine_resumed"
     assert_equal(digests(ours), digests(resumed), "weights", step=STEPS - 1)
     apart = folder / "hybridengine_apart"
-    results["resumed"] = {"weights_compared": check_weights(resumed, inputs, 2, STEPS)}
+    assert_equal(rollouts(ours), rollouts(resumed), "rollouts", step=STEPS)
+    results["resumed"] = {
+        "weights_compared": check_weights(resumed, inputs, 2, STEPS),
+        "rollouts_compared": len(rollouts(resumed)[STEPS]),
+        "metrics_relative_difference": metrics_difference(ours, resumed, STEPS),
+    }
     results["apart_tp2"] = {
         "weights_compared": check_weights(apart, inputs, 2),
         "hybridengine": moved(apart),
@@ -152,6 +159,7 @@ def train(
     modules: list[str],
     resume_from: Path | None = None,
     overrides: tuple[str, ...] = (),
+    extra_variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Run `main_ppo`, with external `modules` besides the CPU's; return `out`.
 
@@ -170,6 +178,7 @@ def train(
         "VERL_RECORD": str(out / "record"),
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
     }
+    variables |= extra_variables
     log = out / "log.txt"
     with log.open("w") as output:
         status = subprocess.run(
@@ -221,12 +230,12 @@ def assert_equal(theirs: dict[int, Any], ours: dict[int, Any], what: str, step: 
     )
 
 
-def metrics_difference(theirs: Path, ours: Path) -> float:
-    """Return the largest relative difference of the first step's metrics.
+def metrics_difference(theirs: Path, ours: Path, step: int) -> float:
+    """Return the largest relative difference of a step's metrics.
 
     Raises AssertionError if it is more than the order of the samples explains.
     """
-    expected, found = metrics(theirs), metrics(ours)
+    expected, found = metrics(theirs, step), metrics(ours, step)
     assert expected and expected.keys() == found.keys()
     differences = {
         name: abs(value - found[name]) / max(abs(value), 1e-4) for name, value in expected.items()
@@ -278,8 +287,8 @@ def rollouts(run: Path) -> dict[int, list[tuple[str, str, float]]]:
     }
 
 
-def metrics(run: Path) -> dict[str, float]:
-    """Return the first step's metrics of data, losses and validation before it.
+def metrics(run: Path, step: int) -> dict[str, float]:
+    """Return a step's metrics of data, losses and validation before it.
 
     Those that compare the engine's log-probs with the trainer's are left out: the engine's last
     bits depend on which requests it computes together.
@@ -290,7 +299,7 @@ def metrics(run: Path) -> dict[str, float]:
         for row in _rows(run / "metrics.jsonl")
         for name, value in row["data"].items()
         if name.startswith(wanted)
-        and row["step"] <= (0 if name.startswith("val-") else 1)
+        and row["step"] == (step - 1 if name.startswith("val-") else step)
         and "perf/" not in name
         and isinstance(value, int | float)
     }

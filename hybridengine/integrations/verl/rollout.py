@@ -153,7 +153,7 @@ def check_supported(rollout: Any, model: Any) -> None:
     if (model.lora_rank > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
         raise LayoutError(
             "model.lora: the exact weight sync merges LoRA adapters as it sends them, and verl "
-            "asks for adapters of their own: set +actor_rollout_ref.model.lora.merge=True"
+            "asks for adapters of their own: set actor_rollout_ref.model.lora.merge=True"
         )
     refused = {
         "data_parallel_size": rollout.data_parallel_size > 1,
