@@ -10,7 +10,7 @@ from hybridengine.errors import ConfigError, located
 
 _KEY = "model.lora_adapter_path"
 # Entries of adapter_config.json whose adapter is more than W + (alpha / r) B A of every target.
-_PLAIN = ("", "none", None, False, [], {})
+_PLAIN: tuple[Any, ...] = ("", "none", None, False, [], {})
 _NOT_PLAIN = (
     *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "bias", "lora_bias", "rank_pattern"),
     *("alpha_pattern", "modules_to_save", "layers_to_transform", "exclude_modules"),
