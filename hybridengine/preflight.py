@@ -25,7 +25,7 @@ from hybridengine.data import (
     check_prompts,
 )
 from hybridengine.errors import Faults
-from hybridengine.model import check_sequence_parallel, check_target_modules, is_sequence_classifier
+from hybridengine.model import check_lora, check_sequence_parallel, is_sequence_classifier
 from hybridengine.model.compile import check_compiler
 from hybridengine.model.validation import check_model, check_weights
 from hybridengine.preflight_engine import (
@@ -211,7 +211,11 @@ def _check_run(config: GRPOConfig | SFTConfig, faults: Faults) -> PretrainedConf
         with faults:
             if not value:
                 raise ConfigError(f"{key} is required and was not given; set it in the config")
-    model = faults.attempt(lambda: check_model(path, trust)) if path else None
+    model = (
+        faults.attempt(lambda: check_model(path, trust, config.model.config_overrides))
+        if path
+        else None
+    )
     num_bytes = 0
     if model is not None:
         with faults:
@@ -265,8 +269,12 @@ def _check_reward_files(config: GRPOConfig, faults: Faults) -> None:
 
 
 def _check_adapters(config: GRPOConfig | SFTConfig, model: PretrainedConfig) -> None:
-    if config.model.lora_rank:
-        check_target_modules(model, config.model.target_modules, config.model.trust_remote_code)
+    given = config.model
+    if given.lora_rank:
+        check_lora(
+            model, given.lora_rank, given.target_modules, given.lora_adapter_path,
+            given.trust_remote_code,
+        )  # fmt: skip
 
 
 def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -> None:

@@ -60,11 +60,12 @@ _NOT_FSDP = "training is FSDP2; tensor, pipeline and expert parallelism are the 
 
 _REFUSED = {
     "*.megatron.* *.veomni.* *.torchtitan.* *.automodel.*": _NOT_FSDP,
-    "*override_config.*": "edit the model's config.json",
+    "*override_config.*": "edit the model's config.json; only max_position_embeddings of the "
+    "trained model is a key",
     "*.override_optimizer_config*": "the optimizer is AdamW with betas and weight_decay",
     "*.hf_config_path *.tokenizer_path": "config and tokenizer come from the model's folder",
     "data.image_key data.video_key data.audio_key": f"{_TEXT}; leave it out",
-    "*.lora_adapter_path *.lora.adapter_path": "merge the adapter into the model first",
+    "*.lora.adapter_path": "set model.lora_adapter_path",
     "model.exclude_modules": "name the modules to adapt in model.target_modules",
     "data.sampler.*": "order the rows of the data files, and set data.shuffle=false",
     "*.custom_cls.*": "convert the data to verl's columns",
@@ -193,19 +194,12 @@ RL_ALIASES = AliasTable(
             (), "the engine's weights are the trainer's; set rollout.quantization=fp8 for FP8"),
         "rollout.enable_rollout_routing_replay algorithm.use_pf_ppo distillation.enabled "
         "transfer_queue.enable skip.*.enable": (_OFF, _UNSUPPORTED),
-        "algorithm.rollout_correction.bypass_mode": (
-            _OFF, "the ratio of the loss is to the policy's own log-probs; rollout_is corrects for "
-            "those of the engine"),
-        "algorithm.rollout_correction.rollout_is_batch_normalize": (
-            _OFF, "importance weights are truncated, not normalised"),
         "rollout.disaggregation.enabled": (_OFF, _COLOCATED),
         "rollout.multi_turn.use_inference_chat_template": (
             _OFF, "sampled tokens stay as they are, see docs/multi_turn.md"),
         "rollout.nnodes": ((0,), _COLOCATED),
         "critic.model.lora_rank critic.model.lora.rank": ((0,), "the critic trains all weights"),
         "critic.enable": ((True,), "only algorithm.adv_estimator=gae has a critic"),
-        "algorithm.rollout_correction.loss_type": (
-            ("ppo_clip",), "set actor.policy_loss.loss_mode"),
         "data.validation_shuffle": (_OFF, "validation keeps the order of its files"),
         "reward.reward_manager.source": (("register", "importlib"), _MANAGER),
         "reward.reward_manager.module.name": (("custom_reward_manager",), _MANAGER),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os.path
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
@@ -62,6 +62,13 @@ ResumeMode = Literal["auto", "disable", "path", "resume_path"]
 
 
 @dataclass(frozen=True)
+class OverrideConfig:
+    """Entries of the model's config.json with other values, in the engine and in exports too."""
+
+    max_position_embeddings: PositiveInt | None = None  # longest sequence; null: config.json's
+
+
+@dataclass(frozen=True)
 class TrainedModelConfig:
     path: PathText = ""  # a Hugging Face folder, or a name in the local cache or the hub
     trust_remote_code: StrictBool = False  # run Python code that comes with the model
@@ -71,6 +78,13 @@ class TrainedModelConfig:
     lora_rank: NonNegativeInt = 0  # rank of the LoRA adapters; 0: train all weights
     lora_alpha: PositiveFloat = 16.0  # adapters are scaled by lora_alpha / lora_rank
     target_modules: str | tuple[str, ...] = "all-linear"  # names of the layers that get adapters
+    lora_adapter_path: PathText | None = None  # PEFT folder to start from, with its rank and scale
+    override_config: OverrideConfig = OverrideConfig()
+
+    @property
+    def config_overrides(self) -> dict[str, int]:
+        """Return the entries of config.json that have other values."""
+        return {name: value for name, value in asdict(self.override_config).items() if value}
 
 
 @dataclass(frozen=True)

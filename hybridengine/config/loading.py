@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
+from hybridengine.config.adapter import adapter_settings
 from hybridengine.config.aliases import RL_ALIASES, SFT_ALIASES, AliasTable
 from hybridengine.config.common import JobConfig, Options
 from hybridengine.config.rl import GRPOConfig
@@ -124,6 +125,7 @@ def _load(schema: Any, path: Any, overrides: Any, defaults: Mapping[str, Any]) -
         if not given.values.get(key) and key not in given.faulty_keys:
             given.values.pop(key, None)
             given.add_fault(f"{key} is required and was not given; set it in the config", key)
+    given.add_adapter()
     config = _validate(schema, given)
     crossed = itertools.chain(find_faults(config), given.shared_faults(config))
     given.faults += [fault for fault in crossed if not is_about(fault, given.faulty_keys)]
@@ -217,6 +219,29 @@ class _Settings:
             else:
                 here[key] = (given, self._translated(key, value))
         self.values |= {key: value for key, (_, value) in here.items()}
+
+    def add_adapter(self) -> None:
+        """Add what the initial adapter sets; a setting that contradicts it is a fault.
+
+        target_modules may be given in other words; `apply_lora` compares the layers themselves.
+        """
+        key = "model.lora_adapter_path"
+        if not isinstance(path := self.values.get(key), str):
+            return
+        try:
+            settings = adapter_settings(path)
+        except ConfigError as error:
+            self.add_fault(str(error), key)
+            return
+        for name, value in settings.items():
+            own = self.values.get(name) or value
+            if own != value and name != "model.target_modules":
+                self.add_fault(
+                    f"{name} is {own}, but the adapter of {key} {path!r} has {value}; leave {name} "
+                    "out",
+                    name,
+                )
+            self.values[name] = own
 
     def _in_mapping(self, key: str, value: Any) -> tuple[str, Any]:
         """Return the setting of one entry of a mapping as that of the mapping."""

@@ -232,6 +232,15 @@ class RolloutCorrectionConfig:
     rollout_is_threshold: float | str = 2.0  # truncation; "0.5_5": weights outside are 0
     rollout_rs: str | None = None  # criteria such as "seq_mean_k3", separated by commas
     rollout_rs_threshold: float | str | None = None  # one per criterion; k1: "lower_upper"
+    rollout_is_batch_normalize: StrictBool = False  # divide the weights by their mean
+    bypass_mode: StrictBool = False  # the engine's log-probs are the old ones: no forward for them
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"  # of bypass_mode
+
+    @property
+    def applies_weights(self) -> bool:
+        """Whether the loss has importance weights: a clipped ratio to the engine needs none."""
+        clips = self.bypass_mode and self.loss_type == "ppo_clip"
+        return self.rollout_is is not None and not clips
 
     @property
     def is_bounds(self) -> tuple[float | None, float]:

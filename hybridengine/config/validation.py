@@ -41,6 +41,7 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
         yield from _lengths(config)
         yield from _rollout(config)
         yield from _rewards(config)
+        yield from _bypass(config)
         yield from _distillation(config)
         yield from _multi_turn(config)
         yield from _overlap(config)
@@ -177,7 +178,10 @@ def _overlap(config: GRPOConfig) -> Iterator[str]:
             f"trainer.staleness is {trainer.staleness}, and {mode}, in which rollouts are one "
             "update old; leave it 1, or set trainer.mode=async"
         )
-    corrects = config.algorithm.rollout_correction.rollout_is is not None
+    correction = config.algorithm.rollout_correction
+    corrects = correction.applies_weights or (
+        correction.bypass_mode and correction.loss_type == "ppo_clip"
+    )
     if config.staleness and not config.distills and not corrects:
         yield (
             f"{mode} and algorithm.rollout_correction.rollout_is is null, so the loss would take "
@@ -306,6 +310,24 @@ def _rollout(config: GRPOConfig) -> Iterator[str]:
         )
 
 
+def _bypass(config: GRPOConfig) -> Iterator[str]:
+    """Yield what contradicts the engine's log-probs as old ones."""
+    correction, mode = config.algorithm.rollout_correction, config.actor.policy_loss.loss_mode
+    key = "algorithm.rollout_correction"
+    if correction.loss_type == "reinforce" and not correction.bypass_mode:
+        yield f"{key}.loss_type is reinforce, the loss of bypass_mode; set {key}.bypass_mode=true"
+    if correction.bypass_mode and mode != "vanilla":
+        yield (
+            f"actor.policy_loss.loss_mode is {mode}, but with {key}.bypass_mode the loss is "
+            f"{key}.loss_type; leave loss_mode vanilla"
+        )
+    if correction.rollout_is_batch_normalize and not correction.applies_weights:
+        yield (
+            f"{key}.rollout_is_batch_normalize is true, but the loss has no importance weights "
+            "(rollout_is is null, or bypass_mode with ppo_clip); leave it false"
+        )
+
+
 # What the loss of a distillation run does not read: the only values that are accepted.
 _WITHOUT_POLICY_LOSS = {
     "actor.policy_loss.loss_mode": "vanilla",
@@ -314,6 +336,8 @@ _WITHOUT_POLICY_LOSS = {
     "actor.use_kl_loss": False,
     "algorithm.use_kl_in_reward": False,
     "algorithm.rollout_correction.rollout_rs": None,
+    "algorithm.rollout_correction.rollout_is_batch_normalize": False,
+    "algorithm.rollout_correction.bypass_mode": False,
     "model.use_fused_kernels": True,
 }
 

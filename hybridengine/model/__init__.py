@@ -15,12 +15,7 @@ from hybridengine.model.forward import (
 from hybridengine.model.head import accepts_head_function
 from hybridengine.model.kept import KeptIds
 from hybridengine.model.loading import is_sequence_classifier, load_causal_lm, sharding_mesh
-from hybridengine.model.lora import (
-    adapter_shards,
-    adapters_disabled,
-    apply_lora,
-    check_target_modules,
-)
+from hybridengine.model.lora import adapter_shards, adapters_disabled, apply_lora, check_lora
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer, SkippedUpdate
 from hybridengine.model.parameters import free_gathered, parameter_shards
@@ -36,8 +31,8 @@ __all__ = [
     "adapter_shards",
     "adapters_disabled",
     "apply_lora",
+    "check_lora",
     "check_sequence_parallel",
-    "check_target_modules",
     "free_gathered",
     "is_sequence_classifier",
     "load_causal_lm",

@@ -7,8 +7,9 @@ broadcasts it parameter by parameter, so the other ranks hold at most one unshar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ def load_causal_lm(
     cpu_offload: bool = False,
     param_offload: bool = False,
     deterministic: bool = False,
+    config_overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> PreTrainedModel:
     """Load the model at `path` (folder or hub name) onto `mesh` (`sharding_mesh`); collective.
 
@@ -97,14 +99,15 @@ def load_causal_lm(
         cpu_offload: keep shards and gradients in host memory, where the optimizer then steps.
         param_offload: keep weights in host memory outside `on_device(model)`.
         deterministic: a GPU adds gradients in a fixed order (`choose_flash_kernel`).
+        config_overrides: entries of config.json → other values (`check_model`).
 
     Raises:
         ModelError: on every rank, also if only rank 0 fails (unreadable or missing weights).
     """
-    config = check_model(path, trust_remote_code)
+    config = check_model(path, trust_remote_code, config_overrides)
     choose_flash_kernel(torch.device(mesh.device_type), deterministic)
     weights = run_on_rank0(
-        lambda: _read_weights(path, config, trust_remote_code, value_head),
+        lambda: _read_weights(path, config, trust_remote_code, value_head, config_overrides),
         f"loading model {path!r}",
     )
     model = _build_model(path, config, trust_remote_code, value_head)
@@ -144,7 +147,11 @@ def is_sequence_classifier(config: PretrainedConfig) -> bool:
 
 
 def _read_weights(
-    path: str, config: PretrainedConfig, trust_remote_code: bool, value_head: bool
+    path: str,
+    config: PretrainedConfig,
+    trust_remote_code: bool,
+    value_head: bool,
+    overrides: Mapping[str, Any],
 ) -> PreTrainedModel:
     """Read the full causal LM at `path` in float32, with a value head if `value_head`."""
     classifier = value_head and is_sequence_classifier(config)
@@ -154,7 +161,11 @@ def _read_weights(
             f"model {path!r} has {config.num_labels} labels; a reward or value model has one"
         )
     model, report = auto_class.from_pretrained(
-        path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+        path,
+        dtype=torch.float32,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+        **overrides,
     )
     if classifier:
         _move_score_to_output_head(model, trust_remote_code)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybridengine.errors import ModelError
+from hybridengine.model.parameters import is_finite
 from hybridengine.sharding.adapter import Adapter
 
 
@@ -24,16 +27,19 @@ def apply_lora(
     rank: int,
     alpha: float,
     target_modules: str | Sequence[str] = "all-linear",
+    adapter_path: str | None = None,
 ) -> None:
     """Freeze `model` and add an adapter, scaled by alpha / rank, to each target; in place.
 
     target_modules: "all-linear" (every linear layer except the output head) or module names, of
-    which the last part is enough. Call it before sharding; the model may be on the meta device. The
-    update starts at zero. Adapters have the dtype of the weights (float32 in `load_causal_lm`).
+    which the last part is enough. Call it before sharding; the model may be on the meta device.
+    adapter_path: PEFT folder with the initial factors (safetensors), which a model on the meta
+    device does not read; None: the update starts at zero. Adapters have the dtype of the weights
+    (float32 in `load_causal_lm`).
 
     Raises:
-        ModelError: a rank below 1, a target that matches no module, one that is no linear layer, or
-        a head whose weight is tied to the embedding.
+        ModelError: a rank below 1, a target that matches no module, one that is no linear layer, a
+        head whose weight is tied to the embedding, or an initial adapter of other layers or shapes.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -68,15 +74,69 @@ def apply_lora(
                 f"target_modules: {name!r} is, or shares its weight with, the embedding, which an "
                 "adapter of a linear layer does not change; remove it"
             )
+    if adapter_path is not None and model.device.type != "meta":
+        _load_factors(model, adapter_path)
 
 
-def check_target_modules(
-    config: PretrainedConfig, target_modules: str | Sequence[str], trust_remote_code: bool = False
+def check_lora(
+    config: PretrainedConfig,
+    rank: int,
+    target_modules: str | Sequence[str],
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
     """Raise the ModelError of `apply_lora` for the causal LM of `config`; reads no weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    apply_lora(model, 1, 1.0, target_modules)
+    apply_lora(model, rank, 1.0, target_modules)
+    if adapter_path is not None:
+        with _open_factors(model, adapter_path):
+            pass
+
+
+def _load_factors(model: nn.Module, path: str) -> None:
+    """Copy the factors in the PEFT folder `path` into the adapters of `model`."""
+    with _open_factors(model, path) as (file, factors), torch.no_grad():
+        for name, parameter in factors.items():
+            tensor = file.get_tensor(name)
+            if not is_finite(tensor):
+                raise ModelError(f"lora_adapter_path {path!r}: {name} contains NaN or infinity")
+            parameter.copy_(tensor)
+
+
+@contextmanager
+def _open_factors(model: nn.Module, path: str) -> Iterator[tuple[Any, dict[str, nn.Parameter]]]:
+    """Yield (open safetensors file, its tensor name → parameter), of equal names and shapes."""
+    factors = {
+        f"base_model.model.{name}.{part}.weight": getattr(layer, part)["default"].weight
+        for name, layer in lora_layers(model)
+        for part in ("lora_A", "lora_B")
+    }
+    file_path = Path(path) / "adapter_model.safetensors"
+    try:
+        file = safe_open(file_path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"lora_adapter_path {path!r}: adapter_model.safetensors cannot be read ({error}); "
+            "save the adapter with safe_serialization=True"
+        ) from None
+    with file:
+        names = set(file.keys())
+        if other := sorted(names ^ factors.keys()):
+            where = "the adapter" if other[0] in names else "the model with target_modules"
+            raise ModelError(
+                f"lora_adapter_path {path!r} has {len(names)} factors, and the model with "
+                f"target_modules has {len(factors)}: {other[0]!r} is in {where} only; leave "
+                "target_modules out, and give the model that the adapter was trained on"
+            )
+        for name, parameter in factors.items():
+            shape = tuple(file.get_slice(name).get_shape())
+            if shape != parameter.shape:
+                raise ModelError(
+                    f"lora_adapter_path {path!r}: {name} is {list(shape)}, the model needs "
+                    f"{list(parameter.shape)}; give the model that the adapter was trained on"
+                )
+        yield file, factors
 
 
 def adapter_shards(model: nn.Module) -> dict[str, Adapter]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -28,19 +29,23 @@ _HUB_SECONDS = 8.0
 _SCALED = {"linear", "dynamic", "ntk"}  # rotary types whose limit grows by their factor
 # Rotary types whose frequencies depend on the longest position, which differs between the ranks.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_FIXED_ROPE = ("default", "linear", "llama3")  # their frequencies do not depend on the length
 _PACKABLE = {"full_attention", "sliding_attention"}  # layers without state between tokens
 
 
-def check_model(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
+def check_model(
+    path: str, trust_remote_code: bool = False, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> PretrainedConfig:
     """Return the configuration of the causal language model at `path`, a folder or a hub name.
 
-    Reads no weights and does not wait for the network: an unreachable hub is an error within
-    seconds, unless the model is in the local cache.
+    overrides: entries of config.json → other values. Reads no weights and does not wait for the
+    network: an unreachable hub is an error within seconds, unless the model is in the local cache.
 
     Raises:
         ModelError: the path does not exist, has no weights or is not a causal language model of
             text alone, or the model cannot run packed (recurrent layers, attention outside
-            AttentionInterface).
+            AttentionInterface), or an override has no such entry or would change the rotary
+            frequencies.
     """
     local = Path(path)
     if local.is_dir():
@@ -49,7 +54,8 @@ def check_model(path: str, trust_remote_code: bool = False) -> PretrainedConfig:
         raise ModelError(f"model path {path!r} is a file; expected a folder with config.json")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelError(f"model path {located(path)} does not exist; check the path")
-    config = _read_config(path, trust_remote_code)
+    config = _read_config(path, trust_remote_code, overrides)
+    _check_overrides(path, config, overrides)
     _check_config(path, config, trust_remote_code)
     return config
 
@@ -163,12 +169,31 @@ def _rotary(config: PretrainedConfig) -> list[dict[str, Any]]:
     return [r for r in (rope, *rope.values()) if isinstance(r, dict)]
 
 
-def _read_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
+def _check_overrides(path: str, config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
+    for name, value in overrides.items():
+        if getattr(config, name, None) != value:  # transformers ignores names that it does not know
+            raise ModelError(
+                f"override_config.{name}: the config.json of {path!r} has no such entry"
+            )
+    scaled = {r.get("rope_type") for r in _rotary(config)} - {None, *_FIXED_ROPE}
+    if "max_position_embeddings" in overrides and scaled:
+        raise ModelError(
+            f"override_config.max_position_embeddings: the rotary embedding of {path!r} "
+            f"({scaled.pop()}) is scaled by it; edit config.json instead"
+        )
+
+
+def _read_config(
+    path: str, trust_remote_code: bool, overrides: Mapping[str, Any]
+) -> PretrainedConfig:
     outcome: list[PretrainedConfig | Exception] = []
 
     def read() -> None:
         try:
-            outcome.append(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+            config = AutoConfig.from_pretrained(
+                path, trust_remote_code=trust_remote_code, **overrides
+            )
+            outcome.append(config)
         except Exception as error:
             outcome.append(error)
 

@@ -5,11 +5,12 @@ Each rank holds one full model (tensor-parallel size 1), which the reshard write
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -96,10 +97,13 @@ class HfEngine(RolloutEngine):
         max_num_seqs: int = 64,
         trust_remote_code: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        config_overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            model_path, trust_remote_code=trust_remote_code, **config_overrides
+        )
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         self._model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code

@@ -166,7 +166,11 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
     if engine_name(config) == "hf":
         from hybridengine.rollout.hf import HfEngine
 
-        return HfEngine(model.path, checkpoint, tokenizer=tokenizer, **shared, **limits)
+        overrides = model.config_overrides
+        return HfEngine(
+            model.path, checkpoint, tokenizer=tokenizer, config_overrides=overrides,
+            **shared, **limits,
+        )  # fmt: skip
     from hybridengine.rollout.vllm.engine import VllmEngine
 
     build = partial(
@@ -190,7 +194,7 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
             "enable_prefix_caching": rollout.enable_prefix_caching,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             # bfloat16 logits would change probabilities more than all other layers together
-            "hf_overrides": {"head_dtype": "float32"},
+            "hf_overrides": {"head_dtype": "float32", **model.config_overrides},
             **rollout.engine_kwargs.vllm,
         },
     )
@@ -207,8 +211,9 @@ def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Roll
 
 def checkpoint_layout(config: JobConfig, path: str = "") -> CheckpointLayout:
     """Return the layout of the checkpoint at `path`, by default model.path, from its config."""
-    trust = config.model.trust_remote_code
-    return checkpoint_layout_from_config(check_model(path or config.model.path, trust), trust)
+    trust, overrides = config.model.trust_remote_code, {} if path else config.model.config_overrides
+    model = check_model(path or config.model.path, trust, overrides)
+    return checkpoint_layout_from_config(model, trust)
 
 
 def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:

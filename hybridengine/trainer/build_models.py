@@ -46,7 +46,10 @@ def load_model(
     """
     fsdp, model = config.sharding, config.model
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
-    lora = partial(apply_lora, rank=rank, alpha=alpha, target_modules=modules)
+    lora = partial(
+        apply_lora, rank=rank, alpha=alpha, target_modules=modules,
+        adapter_path=model.lora_adapter_path,
+    )  # fmt: skip
     return load_causal_lm(
         path or model.path,
         mesh=sharding_mesh(
@@ -63,6 +66,7 @@ def load_model(
         trust_remote_code=model.trust_remote_code,
         deterministic=config.deterministic,
         adapt=lora if adapters and rank else None,
+        config_overrides=model.config_overrides if path in ("", model.path) else {},
         **options,
     )
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.config import GRPOConfig
+from hybridengine.config.rl import RolloutCorrectionConfig
 from hybridengine.kernels import (
     RolloutCorrection,
     policy_loss,
@@ -35,6 +36,7 @@ from hybridengine.trainer.batch import (
 )
 from hybridengine.trainer.learner import Learner
 
+_MIN_MEAN_WEIGHT = 1e-8  # weights of a smaller mean are not normalised, as in verl
 _COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
 _COV_MODES = ("clip_cov", "kl_cov")  # choose tokens by the old log-probs
 _CORRECTION_NAMES = {  # the kernel's -> verl's
@@ -58,6 +60,7 @@ def needs_old_log_probs(config: GRPOConfig, num_mini_batches: int) -> bool:
         config.actor.ppo_epochs * num_mini_batches > 1
         or config.algorithm.use_kl_in_reward
         or bool(config.algorithm.rollout_correction.rejection)
+        or config.algorithm.rollout_correction.rollout_is_batch_normalize
         or config.actor.policy_loss.loss_mode in _COV_MODES
     )
 
@@ -85,6 +88,10 @@ class Actor(Learner):
         self.kl: KLController | None = None
         if (actor := config.actor).use_kl_loss:
             self.kl = KLController(actor.kl_loss_ctrl, actor.kl_loss_coef, total_steps)
+
+    @property
+    def _options(self) -> RolloutCorrectionConfig:
+        return self._config.algorithm.rollout_correction
 
     @property
     def _kl_coef(self) -> float:
@@ -125,7 +132,48 @@ class Actor(Learner):
         correction = self._correction(
             old, batch.rollout_log_probs, batch.cu_seqlens, mask, num_tokens
         )
-        return correction._replace(metrics=self._dp.reduce_metrics([correction.metrics]))
+        metrics = self._dp.reduce_metrics([correction.metrics])
+        weights = correction.weights
+        if self._options.rollout_is_batch_normalize:
+            assert weights is not None
+            weights, mean = self._normalized(batch, weights, mask)
+            metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean
+        return correction._replace(weights=weights, metrics=metrics)
+
+    def _normalized(
+        self, batch: RolloutBatch, weights: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Divide importance weights [R] by their mean over all tokens, or over all responses.
+
+        Returns (weights, mean), as verl's rollout_is_batch_normalize. Collective.
+        """
+        share = mask.to(weights.dtype)
+        if self._options.rollout_is == "sequence":
+            share = share / batch.sequence_sums(share)[batch.sequence_ids].clamp(min=1)
+        total = torch.stack([(weights * share).sum(), share.sum()])
+        dist.all_reduce(total, group=self._dp.group)
+        mean = total[0] / total[1].clamp(min=1)
+        mean = torch.where(mean > _MIN_MEAN_WEIGHT, mean, 1.0)
+        return weights / mean, mean
+
+    def _step(
+        self, batch: RolloutBatch, mini_batch: MiniBatch
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Run one optimizer step; with bypass_mode, normalised weights need a forward before it."""
+        options = self._options
+        if not (options.bypass_mode and options.rollout_is_batch_normalize):
+            return super()._step(batch, mini_batch)
+        index = mini_batch.token_index
+        mask = torch.zeros_like(batch.response_mask)
+        mask[index] = batch.response_mask[index]
+        own = torch.zeros_like(batch.rollout_log_probs)
+        with torch.no_grad():
+            for micro_batch in mini_batch.micro_batches:
+                own[micro_batch.token_index] = self._forward(self.model, micro_batch)[0]
+        this = replace(batch, old_log_probs=own, response_mask=mask)
+        correction = self.rollout_correction(this)
+        metrics, outputs = super()._step(replace(batch, is_weights=correction.weights), mini_batch)
+        return correction.metrics | metrics, outputs
 
     def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch, by batch.advantages; return metrics."""
@@ -191,11 +239,12 @@ class Actor(Learner):
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         actor, take = self._config.actor, micro_batch.take
         clip_ratio_low, clip_ratio_high = self._config.clip_ratios
+        reinforces = self._options.loss_type == "reinforce"
         arguments = {
             "old_log_probs": take(batch.old_log_probs),
             "advantages": take(batch.advantages),
             "response_mask": micro_batch.response_mask(batch),
-            "loss_mode": actor.policy_loss.loss_mode,
+            "loss_mode": "gpg" if reinforces else actor.policy_loss.loss_mode,
             "clip_ratio_low": clip_ratio_low,
             "clip_ratio_high": clip_ratio_high,
             "clip_ratio_c": actor.clip_ratio_c,
@@ -219,22 +268,25 @@ class Actor(Learner):
         """Return whether the loss and its gradients can be computed in the forward.
 
         Not without a head function, for the rows of part of a sequence (Ulysses), over kept entries
-        only (a sparse head), and where a token's importance weight depends on log-probs of this
-        step of its whole response.
+        only (a sparse head), and where a token's importance weight or rejection depends on
+        log-probs of this step of its whole response.
         """
-        by_response = self._config.algorithm.rollout_correction.rollout_is == "sequence"
+        options = self._options
+        by_response = options.rollout_is == "sequence"
+        corrects = options.loss_type == "reinforce" or bool(options.rejection)
         return (
             accepts_head_function(self.model)
             and micro_batch.packed.shard is None
             and micro_batch.kept is None
             and not (batch.old_log_probs is None and by_response)
+            and not (options.bypass_mode and corrects)
         )
 
     def _one_pass(
         self, batch: RolloutBatch, micro_batch: MicroBatch, arguments: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Compute the loss from hidden states: 6 T H V operations in the head."""
-        correction = self._config.algorithm.rollout_correction
+        correction = self._options
         if batch.old_log_probs is None and correction.rollout_is is not None:
             lower, upper = correction.is_bounds
             arguments |= {
@@ -248,7 +300,7 @@ class Actor(Learner):
             **arguments,
         )  # fmt: skip
         metrics = _prefixed(loss_metrics)
-        if batch.old_log_probs is None:
+        if batch.old_log_probs is None or correction.bypass_mode:
             metrics |= self._own_correction(batch, micro_batch, log_probs, arguments).metrics
         return loss, metrics, log_probs
 
@@ -258,9 +310,11 @@ class Actor(Learner):
         """Compute log-probs, then the loss: 8 T H V operations, 6 where the logits are kept."""
         log_probs, entropy = self._forward(self.model, micro_batch)
         metrics: dict[str, Tensor] = {}
-        if batch.old_log_probs is None:
+        if batch.old_log_probs is None or self._options.bypass_mode:
             correction = self._own_correction(batch, micro_batch, log_probs.detach(), arguments)
-            arguments["rollout_is_weights"], metrics = correction.weights, correction.metrics
+            metrics, arguments["response_mask"] = correction.metrics, correction.response_mask
+            if self._options.applies_weights and batch.is_weights is None:
+                arguments["rollout_is_weights"] = correction.weights
         loss, loss_metrics = policy_loss(log_probs, entropy=entropy, **arguments)
         return loss, metrics | _prefixed(loss_metrics), log_probs
 
@@ -296,7 +350,7 @@ class Actor(Learner):
     def _correction(
         self, old: Tensor, rollout: Tensor, cu_seqlens: Tensor, mask: Tensor, num_tokens: Tensor
     ) -> RolloutCorrection:
-        options = self._config.algorithm.rollout_correction
+        options = self._options
         lower, upper = options.is_bounds
         correction = rollout_correction(
             old,

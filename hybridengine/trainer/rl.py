@@ -172,7 +172,10 @@ class GRPOTrainer(Trainer[GRPOConfig]):
 
             batch = replace(batch, ref_log_probs=actor.ref_log_probs(mini_batches))
             warming_up = critic is not None and step <= config.trainer.critic_warmup
-            if warming_up or needs_old_log_probs(config, self.num_mini_batches):
+            bypasses = algorithm.rollout_correction.bypass_mode
+            if bypasses:
+                batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+            elif warming_up or needs_old_log_probs(config, self.num_mini_batches):
                 batch = replace(batch, old_log_probs=actor.old_log_probs(mini_batches))
                 metrics |= probs_diff(batch, self.dp.group)
             if critic is not None:
@@ -185,7 +188,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
                 )
                 batch = replace(batch, advantages=advantages, returns=returns)
                 batch = replace(batch, response_mask=self._trained_tokens(batch))
-            if batch.old_log_probs is not None:
+            if batch.old_log_probs is not None and not bypasses:
                 is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
                 batch = replace(batch, is_weights=is_weights, response_mask=response_mask)
                 metrics |= {name: float(value) for name, value in correction_metrics.items()}

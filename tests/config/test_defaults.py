@@ -40,6 +40,8 @@ VALUES = {
     "trainer.mode": None,
     "rollout.in_flight_update": None,
     "trainer.resume_from_path": None,
+    "model.lora_adapter_path": None,
+    "algorithm.rollout_correction.loss_type": None,
     "reshard.lora": None,
     "layout.critic_ranks": None,
     "workload.response_lengths": "[2]",

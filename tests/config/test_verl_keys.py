@@ -153,8 +153,10 @@ def test_a_pasted_script_runs(script, load):
 
 
 @pytest.mark.parametrize("name", COMMANDS["commands"])
-def test_an_example_command_of_verl(name):
+def test_an_example_command_of_verl(name, tmp_path, monkeypatch):
     """It loads, or exactly the keys that cannot work are refused."""
+    write_adapter(tmp_path / "lora_adapter")
+    monkeypatch.chdir(tmp_path)
     command = COMMANDS["commands"][name]
     settings = [COMMANDS["settings"][i] for i in command["settings"]]
     load = load_sft_config if command["kind"] == "sft" else load_config
@@ -172,6 +174,63 @@ def test_an_example_command_of_verl(name):
         shortest = overrides_of(config, lambda given: load(None, given, *defaults))
         assert not faults_of(load_and_keep, shortest)
         assert loaded == [config, config] and len(shortest) <= len(settings) + 2
+
+
+def write_adapter(folder: Path, **entries: Any) -> None:
+    folder.mkdir()
+    plain = {"peft_type": "LORA", "r": 16, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(plain | entries))
+
+
+@pytest.mark.parametrize("load", [load_config, load_sft_config])
+def test_an_initial_adapter_sets_rank_scale_and_targets(tmp_path, load):
+    write_adapter(tmp_path / "adapter")
+    needed = ["model.path=m", "data.train_files=t.jsonl"]
+    given = f"model.lora_adapter_path={tmp_path / 'adapter'}"
+    model = load(None, [*needed, given]).model
+    assert (model.lora_rank, model.lora_alpha) == (16, 8.0)
+    assert model.target_modules == ("q_proj", "v_proj")
+    assert load(None, [*needed, given, "model.lora_rank=16"]).model == model
+    for key, value, own in (("lora_rank", 64, 16), ("lora_alpha", 16.0, 8.0)):
+        with pytest.raises(ConfigError) as error:
+            load(None, [*needed, given, f"model.{key}={value}"])
+        [fault] = error.value.faults
+        assert f"model.{key} is {value}, " in fault and f"has {own}" in fault
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"bias": "all"}, "bias=all"),
+        ({"peft_type": "IA3"}, "peft_type=IA3"),
+        (None, "no adapter_config.json"),
+    ],
+)
+def test_an_initial_adapter_that_is_no_plain_lora_is_refused(tmp_path, entries, reason):
+    if entries is not None:
+        write_adapter(tmp_path / "adapter", **entries)
+    needed = ["model.path=m", "data.train_files=t.jsonl"]
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [*needed, f"model.lora_adapter_path={tmp_path / 'adapter'}"])
+    [fault] = error.value.faults
+    assert reason in fault
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["loss_type=reinforce"], "set algorithm.rollout_correction.bypass_mode=true"),
+        (["bypass_mode=true", "rollout_is_batch_normalize=true"], "no importance weights"),
+        (["rollout_is=null", "rollout_is_batch_normalize=true"], "no importance weights"),
+    ],
+)
+def test_what_contradicts_bypass_mode(given, reason):
+    needed = ["model.path=m", "data.train_files=t.jsonl"]
+    settings = [f"algorithm.rollout_correction.{setting}" for setting in given]
+    with pytest.raises(ConfigError, match=reason):
+        load_config(None, [*needed, *settings])
 
 
 def test_other_engines_are_vllm():

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridengine.errors import ModelError
-from hybridengine.model import adapter_shards, apply_lora
+from hybridengine.model import adapter_shards, apply_lora, check_lora
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -145,3 +145,78 @@ def test_an_adapter_merged_by_peft_is_not_added_again(tmp_path: Path) -> None:
     adapted.merge_adapter()
     with pytest.raises(ModelError, match=r"merged into its weight already.*unmerge_adapter"):
         adapter_shards(model)
+
+
+def load_adapted(rank: int, world_size: int, path: str, adapter: str, out: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hybridengine.checkpoint.pretrained import save_adapter
+    from hybridengine.model import load_causal_lm
+
+    model = load_causal_lm(
+        path,
+        mesh=init_device_mesh("cpu", (world_size,)),
+        shard_dim1=lambda name: "o_proj" in name,
+        param_dtype=torch.float32,
+        adapt=lambda m: apply_lora(m, 3, 5.0, ["q_proj", "o_proj"], adapter),
+        config_overrides={"max_position_embeddings": 77},
+    )
+    assert model.config.max_position_embeddings == 77
+    save_adapter(model, out)
+
+
+def write_adapter(
+    model_path: str, folder: Path, dtype: torch.dtype = torch.float32, rank: int = 3, alpha: int = 5
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=["q_proj", "o_proj"], init_lora_weights=False
+    )
+    get_peft_model(base, config).to(dtype).save_pretrained(str(folder))
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_starts_from_an_adapter_that_peft_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import load_file
+
+    path = save_tiny("llama", tmp_path / "base")
+    write_adapter(path, tmp_path / "adapter", dtype)
+    arguments = (path, str(tmp_path / "adapter"), str(tmp_path / "out"))
+    run_ranks(load_adapted, 2, *arguments, timeout_s=200)
+    before, after = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("adapter", "out")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].float(), after[name]) for name in before)
+    assert all(tensor.any() for tensor in after.values())
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "match"),
+    [
+        (3, ["q_proj"], "has 8 factors, and the model with target_modules has 4"),
+        (4, ["q_proj", "o_proj"], r"is \[3, \d+\], the model needs \[4, \d+\]"),
+    ],
+)
+def test_an_adapter_of_another_form_is_refused(tmp_path: Path, rank, targets, match) -> None:
+    path = save_tiny("llama", tmp_path / "base")
+    write_adapter(path, tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with pytest.raises(ModelError, match=match):
+        apply_lora(model, rank, 5.0, targets, str(tmp_path / "adapter"))
+    with pytest.raises(ModelError, match=match):
+        check_lora(model.config, rank, targets, str(tmp_path / "adapter"))
+
+
+def test_an_adapter_without_safetensors_is_refused(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path / "base")
+    write_adapter(path, tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(ModelError, match="safe_serialization=True"):
+        apply_lora(
+            AutoModelForCausalLM.from_pretrained(path), 3, 5.0, ["q_proj", "o_proj"],
+            str(tmp_path / "adapter"),
+        )  # fmt: skip

@@ -74,6 +74,11 @@ CLASSIFIER = ("reward.reward_model.enable=true", "reward.reward_model.model_path
 DISTILLED = ("algorithm.distill.teacher_path={dir}/other", TWO_STEPS)
 LONG = ("data.max_prompt_length=2", "data.train_batch_size=2")
 LORA = ("model.lora_rank=4",)
+BYPASS = (
+    "rollout.dtype=bfloat16",
+    "algorithm.rollout_correction.bypass_mode=true",
+    "algorithm.rollout_correction.loss_type=reinforce",
+)
 SAVED = (TWO_STEPS, "trainer.save_freq=1")
 SPECIAL = ("data.train_files={dir}/special.jsonl", "data.special_tokens=allow")
 OPTIONS = ("{{word: w51}}", ("data.chat_template={dir}/template.jinja",))
@@ -85,6 +90,8 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "model.lora_rank": ("4", ()),
     "model.lora_alpha": ("7", LORA),
     "model.target_modules": ("[q_proj]", LORA),
+    "model.lora_adapter_path": ("{dir}/adapter", LORA),
+    "model.override_config.max_position_embeddings": ("4", ()),
     "data.train_files": ("{dir}/others.jsonl", ()),
     "data.val_files": ("{dir}/rows.jsonl", ()),
     "data.prompt_key": ("question", ()),
@@ -179,6 +186,12 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "algorithm.filter_groups.max_num_gen_batches": ("1", FILTERED),
     "algorithm.rollout_correction.rollout_is": ("null", ("rollout.dtype=bfloat16",)),
     "algorithm.rollout_correction.rollout_is_threshold": ("1.0", ("rollout.dtype=bfloat16",)),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": (
+        "true",
+        ("rollout.dtype=bfloat16",),
+    ),
+    "algorithm.rollout_correction.bypass_mode": ("true", ("rollout.dtype=bfloat16",)),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip", BYPASS),
     "algorithm.rollout_correction.rollout_rs": ("seq_max_k2", REJECTED),
     "algorithm.rollout_correction.rollout_rs_threshold": ("1e-3", REJECTED),
     "algorithm.sampling_replay": ("off", ("rollout.top_p=0.5",)),
@@ -267,6 +280,7 @@ RUN_KEYS = [
 ]
 SFT_FLIPS = {key: FLIPS[key] for key in (
     "model.path", "model.lora_rank", "model.lora_alpha", "model.target_modules",
+    "model.lora_adapter_path", "model.override_config.max_position_embeddings",
     "data.train_files", "data.val_files", "data.train_batch_size", "data.chat_template",
     "data.apply_chat_template_kwargs", *RUN_KEYS,
 )} | {

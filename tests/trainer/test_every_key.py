@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.config import GRPOConfig, SFTConfig
+from tests.model.test_lora import write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_classifier, save_tiny
 from tests.trainer.effects import JobKind, effects_body, effects_of_flips, merged
@@ -31,6 +32,7 @@ BUSY = """    global active, most
 def prepare(folder: Path) -> list[str]:
     base = small_job(folder)
     save_tiny("llama", folder / "other", seed=1)
+    write_adapter(str(folder / "model"), folder / "adapter", rank=4, alpha=16)
     for name, seed in (("classifier", 3), ("other_classifier", 4)):
         save_classifier("llama", folder / name)
         shutil.copy(folder / "model" / "tokenizer.json", folder / name)
