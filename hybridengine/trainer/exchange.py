@@ -55,6 +55,7 @@ class RowExchange:
         elements of every row.
         """
         if values.dtype == torch.int16:  # which neither gloo nor NCCL moves
+            values = torch.cat([values.new_empty(0), values])  # strides that `view` accepts
             return self(values.view(torch.uint8), 2 * lengths).view(torch.int16)
         return torch.cat([values.new_empty(0), *self.pieces(values, lengths)])
 
