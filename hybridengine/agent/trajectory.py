@@ -14,6 +14,7 @@ from hybridengine.agent.toolbox import Toolbox, ToolResult
 from hybridengine.data import PromptSample
 from hybridengine.errors import UserError
 from hybridengine.rollout import Completion
+from hybridengine.rollout.columns import extend_columns, first_columns
 from hybridengine.rollout.versions import join_runs
 
 __all__ = ["AgentError", "TokenSequence", "Trajectory", "Turn"]
@@ -65,9 +66,9 @@ def tool_call_messages(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 class TokenSequence:
     """Tokens that one forward pass reads: a prompt, then a response with sampled and other tokens.
 
-    context_ids: the prompt, None for the sample's own. mask: 1 for sampled tokens. log_probs and
-    num_kept: 0 for the others. versions: of the weights, for the sampled tokens. turn_ends: (index
-    of a turn's last token, the turn).
+    context_ids: the prompt, None for the sample's own. mask: 1 for sampled tokens. log_probs: 0
+    for the others. columns: as of `Completion`. versions: of the weights, for the sampled tokens.
+    turn_ends: (index of a turn's last token, the turn).
     """
 
     segments: list[Segment]
@@ -75,8 +76,7 @@ class TokenSequence:
     ids: array = field(default_factory=lambda: array("i"))
     mask: array = field(default_factory=lambda: array("b"))
     log_probs: array = field(default_factory=lambda: array("f"))
-    num_kept: array = field(default_factory=lambda: array("i"))
-    kept_ids: array = field(default_factory=lambda: array("i"))
+    columns: dict[str, array] = field(default_factory=dict)
     versions: list[tuple[int, int]] = field(default_factory=list)
     turn_ends: list[tuple[int, Turn]] = field(default_factory=list)
 
@@ -84,19 +84,18 @@ class TokenSequence:
         """Append tokens that were not sampled."""
         self.segments.append(segment)
         count = len(segment.ids)
+        extend_columns(self.columns, len(self.ids), {}, count)
         self.ids.extend(segment.ids)
         self.mask.extend([0] * count)
         self.log_probs.extend([0.0] * count)
-        self.num_kept.extend([0] * count)
 
     def append_sampled(self, completion: Completion, text: str, turn: Turn) -> None:
         self.segments.append(Segment(text, list(completion.token_ids)))
         count = len(completion.token_ids)
+        extend_columns(self.columns, len(self.ids), completion.columns, count)
         self.ids.extend(completion.token_ids)
         self.mask.extend([1] * count)
         self.log_probs.extend(completion.log_probs)
-        self.num_kept.extend([0] * count if completion.num_kept is None else completion.num_kept)
-        self.kept_ids.extend(completion.kept_ids or ())
         self.versions = join_runs(self.versions, completion.versions)
         self.turn_ends.append((len(self.ids) - 1, turn))
 
@@ -244,7 +243,8 @@ class Trajectory:
         self.sequences = [s for s in self.sequences if any(s.mask)]
         for sequence in self.sequences:
             end = sequence.turn_ends[-1][0] + 1
-            for column in (sequence.ids, sequence.mask, sequence.log_probs, sequence.num_kept):
+            sequence.columns = first_columns(sequence.columns, end)
+            for column in (sequence.ids, sequence.mask, sequence.log_probs):
                 del column[end:]
         if not self.sequences:
             raise AgentError(

@@ -7,12 +7,13 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hybridengine.errors import UserError
+from hybridengine.rollout.columns import ColumnValues
 from hybridengine.rollout.versions import VersionRuns
 from hybridengine.sharding.weight_target import StaleWeightsError, WeightTarget
 
@@ -36,7 +37,7 @@ class SamplingSpec:
 
     @property
     def records(self) -> bool:
-        """Whether completions have `kept_ids`: record_kept, where sampling truncates."""
+        """Whether completions have the column kept_ids: record_kept, where sampling truncates."""
         return self.record_kept and self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
@@ -47,18 +48,15 @@ class Completion:
     log_probs: of the sampling distribution (after temperature, top-k, top-p), one per token.
     finish_reason: "stop" (end-of-sequence token or a text of SamplingSpec.stop; token_ids includes
     it) or "length".
-    num_kept, kept_ids: where `SamplingSpec.records`, the number of vocabulary entries that each
-    token was sampled from, and their ids end to end, ascending for each token; 0 entries stand for
-    the full vocabulary.
     versions: of the weights that sampled the tokens; one run, unless they were updated in between.
+    columns: what was recorded with each token, by the names of `rollout.columns.COLUMNS`.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
-    num_kept: Sequence[int] | None = None
-    kept_ids: Sequence[int] | None = None
     versions: VersionRuns = ()
+    columns: ColumnValues = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Each rank holds one full model (tensor-parallel size 1), which the reshard write
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from transformers import (
 
 from hybridengine.kernels import token_log_probs
 from hybridengine.reshard.plan.configuration import config_differences, in_words, plain_values
+from hybridengine.rollout.columns import extend_columns, first_columns
 from hybridengine.rollout.engine import (
     Completion,
     Request,
@@ -235,14 +237,13 @@ def _first_tokens(c: Completion, count: int) -> Completion:
     """Cut a completion to at most `count` tokens."""
     if len(c.token_ids) <= count:
         return c
-    versions = first_tokens(c.versions, count)
-    cut = replace(
-        c, token_ids=c.token_ids[:count], log_probs=c.log_probs[:count], versions=versions
+    return Completion(
+        c.token_ids[:count],
+        c.log_probs[:count],
+        "length",
+        first_tokens(c.versions, count),
+        first_columns(c.columns, count),
     )
-    if c.num_kept is not None and c.kept_ids is not None:
-        num_kept = c.num_kept[:count]
-        cut = replace(cut, num_kept=num_kept, kept_ids=c.kept_ids[: sum(num_kept)])
-    return replace(cut, finish_reason="length")
 
 
 _INTERRUPTED = "interrupted"  # by a weight update; finish_reason of a response so far
@@ -251,19 +252,16 @@ _EMPTY = Completion([], [], _INTERRUPTED)
 
 def _join(c: Completion, more: Completion) -> Completion:
     """Return an interrupted completion with the tokens that were sampled afterwards."""
-    joined = replace(
+    columns: dict[str, array[Any]] = {}
+    extend_columns(columns, 0, c.columns, len(c.token_ids))
+    extend_columns(columns, len(c.token_ids), more.columns, len(more.token_ids))
+    return replace(
         more,
         token_ids=c.token_ids + more.token_ids,
         log_probs=c.log_probs + more.log_probs,
         versions=join_runs(c.versions, more.versions),
+        columns=columns,
     )
-    if more.num_kept is None or more.kept_ids is None:
-        return joined
-    num_kept, kept_ids = (
-        [*(c.num_kept or ()), *more.num_kept],
-        [*(c.kept_ids or ()), *more.kept_ids],
-    )
-    return replace(joined, num_kept=num_kept, kept_ids=kept_ids)
 
 
 class _Sampler(LogitsProcessor):
@@ -314,8 +312,7 @@ class _Sampler(LogitsProcessor):
         result = []
         for row, c in enumerate(completions):
             kept = [step[row].tolist() for step in self._kept[: len(c.token_ids)]]
-            num_kept, kept_ids = pack_kept(c.token_ids, kept, self._vocab_size)
-            result.append(replace(c, num_kept=num_kept, kept_ids=kept_ids))
+            result.append(replace(c, columns=pack_kept(c.token_ids, kept, self._vocab_size)))
         return result
 
 

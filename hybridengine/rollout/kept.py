@@ -11,15 +11,15 @@ __all__ = ["pack_kept"]
 
 def pack_kept(
     token_ids: Sequence[int], kept: Sequence[Sequence[int]], vocab_size: int
-) -> tuple[array[int], array[int]]:
-    """Return (num_kept, kept_ids) of a completion, as `Completion` defines them.
+) -> dict[str, array[int]]:
+    """Return the columns num_kept and kept_ids of a completion.
 
     kept: the ids that each token was sampled from. Raises RuntimeError where they are not those of
     `token_ids`.
 
     Example:
         >>> pack_kept([7, 2], [[3, 7], [0, 1, 2]], vocab_size=3)
-        (array('i', [2, 0]), array('i', [3, 7]))
+        {'num_kept': array('i', [2, 0]), 'kept_ids': array('i', [3, 7])}
     """
     if len(kept) != len(token_ids):
         raise RuntimeError(
@@ -34,4 +34,7 @@ def pack_kept(
                 "algorithm.sampling_replay=off"
             )
     truncated = [ids if len(ids) < vocab_size else () for ids in kept]
-    return array("i", map(len, truncated)), array("i", chain.from_iterable(truncated))
+    return {
+        "num_kept": array("i", map(len, truncated)),
+        "kept_ids": array("i", chain.from_iterable(truncated)),
+    }

@@ -34,6 +34,7 @@ def rollout_line(rollout: Any) -> str:
         "response_ids": list(r.response_ids),
         "log_probs": list(map(float, r.log_probs)),
         **({"sampled": list(r.sampled), "turns": list(r.turns)} if r.turns else {}),
+        **r.columns_in_files(),
     }
     taken = sample.keys() | response.keys()
     results = {

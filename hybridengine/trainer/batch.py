@@ -8,7 +8,7 @@ on them; what a step computes per token stays there, and statistics come from re
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridengine.data import PromptSample
 from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
+from hybridengine.rollout.columns import COLUMNS
 from hybridengine.runtime.all_ranks import group_timeout
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.exchange import Placement, RowExchange
@@ -44,7 +45,7 @@ class RolloutBatch:
     response_mask: Tensor  # bool [R], the tokens that are trained on
     rollout_log_probs: Tensor  # of the rollout engine
     is_dummy: bool = False
-    num_kept: Tensor | None = None  # int32 [R], vocabulary entries it was sampled from; 0: all
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # [R, …], declared ones by name
     sampled: Tensor | None = None  # bool [R], tokens of the model, not of tools or users; None: all
     turn_rewards: Tensor | None = None  # of multi-turn trajectories, at the last token of a turn
     old_log_probs: Tensor | None = None
@@ -190,7 +191,11 @@ class DataParallel:
             torch.full((ends[-1],), not is_dummy, device=device),
             columns["log_probs"],
             is_dummy,
-            columns.get("num_kept"),
+            {
+                name: columns[name].unflatten(0, (ends[-1], *column.shape))
+                for name, column in COLUMNS.items()
+                if name in columns and column.counts is None
+            },
             columns["sampled"].bool() if "sampled" in columns else None,
             columns.get("turn_rewards"),
             placement=placement,

@@ -105,8 +105,7 @@ class RolloutGenerator:
                 finish_reason=c.finish_reason,
                 parts={name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
                 texts=result.texts_of(k),
-                num_kept=c.num_kept or (),
-                kept_ids=c.kept_ids or (),
+                columns=c.columns,
                 versions=c.versions,
             )
             for k, (i, c) in enumerate(zip(groups, completions, strict=True))

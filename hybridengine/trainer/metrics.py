@@ -26,7 +26,7 @@ def batch_metrics(batch: RolloutBatch, group: dist.ProcessGroup | None) -> dict[
         "critic/advantages": batch.advantages,
         "critic/returns": batch.returns,
         "critic/values": batch.values,
-        "num_kept": batch.num_kept,
+        "num_kept": batch.columns.get("num_kept"),
     }
     return {
         **mean_max_min("critic/score", outcomes.scores),

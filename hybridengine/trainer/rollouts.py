@@ -13,19 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.data import PromptSample, Subset
+from hybridengine.rollout.columns import ARRAY_CODES, COLUMNS, ColumnValues
 from hybridengine.rollout.versions import VersionRuns
 from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.outcomes import Outcomes, RewardPart
 
-TOKEN_COLUMNS = {  # fields of ScoredResponse
+_TOKEN_FIELDS = {  # of ScoredResponse
     "response_ids": torch.int32,
     "log_probs": torch.float32,
-    "num_kept": torch.int32,
-    "kept_ids": torch.int32,
     "sampled": torch.int8,
     "turn_rewards": torch.float32,
     "context_ids": torch.int32,
 }
+
+
+def token_columns() -> dict[str, torch.dtype]:
+    """Return the types of the per-token columns of a response, the declared ones included."""
+    return _TOKEN_FIELDS | {name: column.dtype for name, column in COLUMNS.items()}
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class ScoredResponse:
     log_probs: the engine's, one per response token.
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
     extras, texts: further numbers and texts of the reward, by name.
-    num_kept, kept_ids: as of `Completion`; empty where the engine recorded none.
+    columns: as of `Completion`.
     versions: of the weights that sampled its tokens, those of tools and users left out.
 
     Of trajectories of several turns: sampled: 1 for each token of the model, 0 for those of tools
@@ -54,8 +58,7 @@ class ScoredResponse:
     finish_reason: str
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
-    num_kept: Sequence[int] = ()
-    kept_ids: Sequence[int] = ()
+    columns: ColumnValues = field(default_factory=dict)
     versions: VersionRuns = ()
     sampled: Sequence[int] = ()
     turn_rewards: Sequence[float] = ()
@@ -76,13 +79,28 @@ class ScoredResponse:
 
     def compact(self) -> ScoredResponse:
         """Return it with arrays in place of lists of numbers, which take 8 times the memory."""
-        codes = {torch.int32: "i", torch.float32: "f", torch.int8: "b"}
-        columns: dict[str, Any] = {
-            name: array(codes[dtype], values)
-            for name, dtype in TOKEN_COLUMNS.items()
+        fields: dict[str, Any] = {
+            name: array(ARRAY_CODES[dtype], values)
+            for name, dtype in _TOKEN_FIELDS.items()
             if (values := getattr(self, name))
         }
-        return replace(self, **columns)
+        columns = {name: COLUMNS[name].pack(values) for name, values in self.columns.items()}
+        return replace(self, **fields, columns=columns)
+
+    def columns_in_files(self) -> dict[str, list[Any]]:
+        """Return the declared columns that rollout files have, an entry or a list per token."""
+        return {
+            name: np.asarray(values).reshape(-1, *COLUMNS[name].shape).tolist()
+            for name, values in self.columns.items()
+            if COLUMNS[name].in_files
+        }
+
+    def per_token(self, name: str) -> Sequence[int | float]:
+        """Return a column of `token_columns`, empty where there is none."""
+        values: Sequence[float] = (
+            getattr(self, name) if name in _TOKEN_FIELDS else self.columns.get(name, ())
+        )
+        return values
 
     @property
     def results(self) -> dict[str, float]:
@@ -137,22 +155,22 @@ class Rollouts:
         return Rollouts(prompts, own_outcomes(own, rank).gather(), own, rank)
 
     def column(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Return a column of TOKEN_COLUMNS: those of this rank's own rollouts, end to end."""
-        empty = torch.empty(0, dtype=TOKEN_COLUMNS[name]).numpy()
-        parts = [np.asarray(getattr(r, name), empty.dtype) for r in self.own]
+        """Return a column of `token_columns`: those of this rank's own rollouts, end to end."""
+        empty = torch.empty(0, dtype=token_columns()[name]).numpy()
+        parts = [np.asarray(r.per_token(name), empty.dtype) for r in self.own]
         return torch.from_numpy(np.concatenate([empty, *parts])).to(device)
 
     def move(
-        self,
-        exchange: RowExchange,
-        device: torch.device | str,
-        names: Iterable[str] = tuple(TOKEN_COLUMNS),
+        self, exchange: RowExchange, device: torch.device | str, names: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
-        """Move the columns that are not empty to where `exchange` wants the rows. Collective."""
+        """Move the columns that are not empty to where `exchange` wants the rows. Collective.
+
+        names: of the columns; None: all.
+        """
         sizes = self.outcomes.sizes
         return {
             name: exchange(self.column(name, device), sizes[name])
-            for name in names
+            for name in (token_columns() if names is None else names)
             if sizes[name].any()
         }
 
@@ -228,8 +246,8 @@ def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
         is_truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]).bool(),
         scores=column([r.score for r in rollouts]),
         sizes={
-            name: groups.new_tensor([len(getattr(r, name)) for r in rollouts])
-            for name in TOKEN_COLUMNS
+            name: groups.new_tensor([len(r.per_token(name)) for r in rollouts])
+            for name in token_columns()
         },
         extras={name: column([r.extras[name] for r in rollouts]) for name in names},
         parts={

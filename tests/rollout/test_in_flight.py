@@ -143,10 +143,10 @@ def later(engine: Any) -> list[tuple[list[int], Completion]]:
 
 def error(models: Any, prompt: list[int], c: Completion, keep_kv: bool) -> torch.Tensor:
     """|log-prob - that of the oracle| of each token."""
-    assert c.num_kept is not None and c.kept_ids is not None
+    assert {"num_kept", "kept_ids"} <= c.columns.keys()
     assert sum(n for _, n in c.versions) == len(c.token_ids) == len(c.log_probs)
     logits = logits_by_version(models, prompt, c.token_ids, c.versions, keep_kv) / SPEC.temperature
-    kept_of_token = torch.tensor(c.kept_ids).split(list(c.num_kept))
+    kept_of_token = torch.tensor(c.columns["kept_ids"]).split(list(c.columns["num_kept"]))
     wanted = [
         row[token] - row[kept].logsumexp(0)
         for row, token, kept in zip(logits, c.token_ids, kept_of_token, strict=True)

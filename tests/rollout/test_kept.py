@@ -76,7 +76,7 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
     ]
     seeded = check_seeds(engine, kind)
     plain = [c for spec in without for [c] in engine.generate(PROMPTS, spec, seed=3)]
-    assert all(c.num_kept is None and c.kept_ids is None for c in plain)
+    assert all(not c.columns for c in plain)
     return {
         "sampled": sampled, "preempted": len(preempted), "tp_rank": engine.tp_rank,
         "seeded": seeded,
@@ -111,11 +111,11 @@ def check_seeds(engine: Any, kind: str) -> list[list[int]]:
 
 def check_completion(model: Any, prompt: list[int], c: Any, top_p: float, top_k: int) -> None:
     """The kept entries are the likeliest ones, and log_probs are of the softmax over them."""
-    assert len(c.num_kept) == len(c.token_ids) == len(c.log_probs)
+    assert len(c.columns["num_kept"]) == len(c.token_ids) == len(c.log_probs)
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *c.token_ids]])).logits[0, len(prompt) - 1 : -1]
     z = logits.double() / 0.7
-    kept_of_token = torch.tensor(c.kept_ids).split(list(c.num_kept))
+    kept_of_token = torch.tensor(c.columns["kept_ids"]).split(list(c.columns["num_kept"]))
     for row, ids, token, log_prob in zip(z, kept_of_token, c.token_ids, c.log_probs, strict=True):
         assert ids.diff().gt(0).all() and token in ids
         ranked = row.sort(descending=True).values
@@ -151,7 +151,7 @@ def test_engines_record_the_entries_that_sampling_kept(
         flat, own = ([c for part in r["sampled"] for g in part for c in g] for r in (other, result))
         assert [c.token_ids for c in flat] == [c.token_ids for c in own]
         assert other["seeded"] == result["seeded"]
-        assert all(c.num_kept is None for c in flat)
+        assert all(not c.columns for c in flat)
 
 
 def engine_parts(sampler: Any, speculative_config: object = None) -> tuple[Any, Any, Any]:
@@ -191,5 +191,5 @@ def test_entries_of_other_tokens_are_refused() -> None:
 
 
 def test_the_full_vocabulary_takes_no_entries() -> None:
-    num_kept, kept_ids = pack_kept([3, 4], [range(VOCAB), [4, 9]], VOCAB)
+    num_kept, kept_ids = pack_kept([3, 4], [range(VOCAB), [4, 9]], VOCAB).values()
     assert (list(num_kept), list(kept_ids)) == ([0, 2], [4, 9])

@@ -271,5 +271,4 @@ def _completion(output: Any, vocab_size: int | None) -> Completion:
     if vocab_size is None:
         return completion
     mask = output.sampling_mask.token_ids if output.sampling_mask else []
-    num_kept, kept_ids = pack_kept(ids, mask, vocab_size)
-    return replace(completion, num_kept=num_kept, kept_ids=kept_ids)
+    return replace(completion, columns=pack_kept(ids, mask, vocab_size))

@@ -1,0 +1,112 @@
+"""A column that an engine records per token, declared once, arrives where its tokens do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridengine.rollout.columns import COLUMNS, TokenColumn, declare_column
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.multirank
+
+SHAPE = (2, 3)  # layers, experts of a token
+FILL = -1
+
+
+def routed(position: int) -> list[int]:
+    """The entries of the sampled token at `position` of a response."""
+    return [300 * position + k for k in range(6)]
+
+
+def send_columns(rank: int, world_size: int) -> Any:
+    """From completions, through turns, messages, files and ranks, to micro-batches."""
+    from hybridengine.agent import TokenSequence, Turn
+    from hybridengine.agent.template import Segment
+    from hybridengine.data import PromptSample, Subset
+    from hybridengine.rollout import Completion
+    from hybridengine.runtime.messages import decode, encode
+    from hybridengine.runtime.session import Session
+    from hybridengine.runtime.status import PhaseStatus
+    from hybridengine.tracking.files import rollout_line
+    from hybridengine.trainer.batch import DataParallel
+    from hybridengine.trainer.rollouts import Rollouts, ScoredResponse
+
+    declare_column(TokenColumn("routed_experts", torch.int16, SHAPE, fill=FILL))
+    sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
+    own, lines = [], []
+    for k in range(3 if rank == 0 else 0):
+        sequence = TokenSequence([])
+        for start, tokens in ((0, [10 * k + 10, 10 * k + 11]), (4, [10 * k + 14])):
+            columns = {
+                "routed_experts": [
+                    x for i in range(len(tokens)) for x in routed(10 * k + 10 + start + i)
+                ]
+            }
+            completion = Completion(tokens, [-1.0] * len(tokens), "stop", columns=columns)
+            sequence.append_sampled(completion, "", Turn("assistant", ""))
+            if start == 0:
+                sequence.append(Segment("", [10 * k + 12, 10 * k + 13]))  # of a tool
+        response = ScoredResponse(
+            0, "", sequence.ids, sequence.log_probs, 0.0, {}, "stop",
+            columns=sequence.columns, sampled=sequence.mask,
+        )  # fmt: skip
+        [received] = decode(encode([response]), list[ScoredResponse], "a test")
+        own.append(received.compact().of(sample, 0))
+        lines.append(json.loads(rollout_line(own[-1])))
+    rollouts = Rollouts.gather(Subset([sample], [0]), own, rank)
+    dp = DataParallel(Session(PhaseStatus(Path("/nonexistent"), rank)), 1, shared_prefix=True)
+    batch, [mini_batch] = dp.build_batch(rollouts, 1, 16)
+    column = batch.columns["routed_experts"]
+    parts = [
+        (micro.packed.target_ids, micro.take(column))
+        for micro in mini_batch.micro_batches
+        if not micro.is_dummy
+    ]
+    return parts, lines
+
+
+def expected(token: int) -> list[list[int]]:
+    entries = [FILL] * 6 if token % 10 in (2, 3) else routed(token)
+    return torch.tensor(entries).reshape(SHAPE).tolist()
+
+
+def test_a_declared_column_arrives_in_micro_batches_and_files() -> None:
+    """Two ranks, of which one generated; a prompt that is shared; turns of a tool in between."""
+    results = run_ranks(send_columns, 2)
+    seen = []
+    for parts, _ in results:
+        assert parts, "both ranks train"
+        for target_ids, column in parts:
+            assert column.dtype == torch.int16
+            assert column.tolist() == [expected(token) for token in target_ids.tolist()]
+            seen += target_ids.tolist()
+    assert sorted(seen) == [10 * k + i for k in (1, 2, 3) for i in range(5)]
+    for line in results[0][1]:
+        assert line["routed_experts"] == [expected(token) for token in line["response_ids"]]
+
+
+def test_a_completion_is_cut_and_continued_with_its_columns() -> None:
+    from hybridengine.rollout import Completion
+    from hybridengine.rollout.hf import _first_tokens, _join
+
+    columns = {"num_kept": [2, 0, 1], "kept_ids": [4, 5, 9]}
+    completion = Completion([4, 7, 9], [-1.0, -2.0, -3.0], "stop", [(1, 3)], columns)
+    cut = _first_tokens(completion, 2)
+    assert (cut.token_ids, cut.finish_reason, cut.versions) == ([4, 7], "length", [(1, 2)])
+    assert cut.columns == {"num_kept": [2, 0], "kept_ids": [4, 5]}
+    joined = _join(Completion([3], [-1.0], "interrupted", [(1, 1)]), completion)
+    assert {name: list(x) for name, x in joined.columns.items()} == {
+        "num_kept": [0, 2, 0, 1],
+        "kept_ids": [4, 5, 9],
+    }
+
+
+def test_a_second_declaration_must_be_the_same() -> None:
+    declare_column(COLUMNS["num_kept"])
+    with pytest.raises(ValueError, match="num_kept"):
+        declare_column(TokenColumn("num_kept", torch.int16))
