@@ -90,7 +90,7 @@ class _Model:
             self.shards[name] = DTensor.from_local(values, mesh, [Shard(dim)], run_check=False)
         self._locals = {name: tensor.to_local() for name, tensor in self.shards.items()}
         self._masks = {name: change_mask(tensor) for name, tensor in self._locals.items()}
-        self._taken = self._checksums()
+        self._sent = self._now = self._checksums()
 
     def _checksums(self) -> dict[str, int]:
         return dict(zip(self._locals, bit_checksums(list(self._locals.values())), strict=True))
@@ -109,14 +109,15 @@ class _Model:
             bits, chosen = tensor.view(torch.int32).view(-1), self._chosen[name]
             bits[chosen] = bits[chosen] ^ (1 << 16)  # the last bit of bfloat16
             self._masks[name] |= self._marks[name]
+        self._now = self._checksums()  # AdamW has them of its own pass
 
     def take_changes(self) -> dict[str, ChangedElements]:
         tensors = list(self._locals.values())
         taken = take_changed(list(self._masks.values()), tensors, dtype=torch.bfloat16)
         assert taken is not None
-        before, self._taken = self._taken, self._checksums()
+        before, self._sent = self._sent, self._now
         return {
-            name: ChangedElements(indices, values, before[name], self._taken[name])
+            name: ChangedElements(indices, values, before[name], self._now[name])
             for name, (indices, values) in zip(self._locals, taken, strict=True)
         }
 

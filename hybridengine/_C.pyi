@@ -28,6 +28,7 @@ def adamw(
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     changed: Sequence[Tensor],
+    checksums: Tensor,
     engine_dtype: torch.dtype | None,
     lr: float,
     beta1: float,
@@ -196,7 +197,7 @@ class ChangeTable:
     def map(self, indices: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]: ...
     def scatter(
         self, indices: Sequence[Tensor], values: Sequence[Tensor], destinations: Sequence[Tensor]
-    ) -> None: ...
+    ) -> Tensor: ...
 
 def take_changed(
     masks: Sequence[Tensor],

@@ -17,6 +17,7 @@ from . import _check as check
 from ._backend import choose_backend, native, register_backends
 from ._library import custom_op
 from .changes import check_engine_dtype, mark_
+from .checksum import bit_checksum
 
 register_backends("adamw_", cpu=("cpp", "reference"), cuda=("cuda", "reference"))
 
@@ -38,7 +39,7 @@ def adamw_(
     changed: Sequence[Tensor] = (),
     engine_dtype: torch.dtype | None = None,
     backend: str | None = None,
-) -> None:
+) -> Tensor:
     """Update `params`, `exp_avgs` and `exp_avg_sqs` in place; add the changes to `changed`.
 
     AdamW (arXiv 1711.05101, algorithm 2), with bias correction and the weight decay multiplied by
@@ -60,6 +61,10 @@ def adamw_(
         engine_dtype: bfloat16 or float16; together with `changed`.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
 
+    Returns:
+        `bit_checksum` of each parameter before and after the update, int64 [len(changed), 2]. On a
+        CPU it is computed in the same pass, on GPUs by two more reads.
+
     Raises:
         ValueError: a wrong dtype, shape, stride or device, a number out of its range, a step below
             1 (on a CPU).
@@ -68,7 +73,8 @@ def adamw_(
         >>> weight, grad = torch.ones(3), torch.tensor([1.0, 0.0, -1.0])
         >>> mask = change_mask(weight)
         >>> state = [torch.zeros(3)], [torch.zeros(3)], [torch.ones(())]
-        >>> adamw_([weight], [grad], *state, lr=0.01, changed=[mask], engine_dtype=torch.bfloat16)
+        >>> options = {"lr": 0.01, "changed": [mask], "engine_dtype": torch.bfloat16}
+        >>> checksums = adamw_([weight], [grad], *state, **options)
         >>> take_changed([mask], [weight], dtype=torch.bfloat16)[0][0].tolist()
         [0, 2]
     """
@@ -86,7 +92,7 @@ def adamw_(
         )
     if engine_dtype is not None:
         check_engine_dtype(_OP, "engine_dtype", engine_dtype)
-    torch.ops.hybridengine.adamw_(
+    return torch.ops.hybridengine.adamw_(
         list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(steps), list(changed),
         lr, *betas, eps, weight_decay, grad_factor, engine_dtype, backend,
     )  # fmt: skip
@@ -108,15 +114,39 @@ def _adamw(
     grad_factor: Tensor | None,
     engine_dtype: torch.dtype | None,
     backend: str | None,
-) -> None:
+) -> Tensor:
     if not params:
-        return
+        return torch.zeros(0, 2, dtype=torch.int64)
     lists = params, grads, exp_avgs, exp_avg_sqs, steps, changed
     numbers = lr, beta1, beta2, eps, weight_decay
-    if choose_backend(_OP, params[0].device, backend, params[0].dtype) != "reference":
-        native().adamw(*lists, engine_dtype, *numbers, grad_factor)
-        return
-    _check_lists(*lists)
+    checksums = torch.zeros(len(changed), 2, dtype=torch.int64, device=params[0].device)
+    chosen = choose_backend(_OP, params[0].device, backend, params[0].dtype)
+    if chosen == "cpp":
+        native().adamw(*lists, checksums.view(-1), engine_dtype, *numbers, grad_factor)
+        return checksums
+    for i, param in enumerate(params[: len(changed)]):
+        checksums[i, 0] = bit_checksum(param)
+    if chosen == "cuda":
+        native().adamw(*lists, checksums.view(-1), engine_dtype, *numbers, grad_factor)
+    else:
+        _update_by_reference(*lists, engine_dtype, numbers, grad_factor)
+    for i, param in enumerate(params[: len(changed)]):
+        checksums[i, 1] = bit_checksum(param)
+    return checksums
+
+
+def _update_by_reference(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    changed: list[Tensor],
+    engine_dtype: torch.dtype | None,
+    numbers: tuple[float, float, float, float, float],
+    grad_factor: Tensor | None,
+) -> None:
+    _check_lists(params, grads, exp_avgs, exp_avg_sqs, steps, changed)
     for i, param in enumerate(params):
         before = param.clone() if changed else None
         state = exp_avgs[i], exp_avg_sqs[i], steps[i]
@@ -126,8 +156,9 @@ def _adamw(
 
 
 @_adamw.register_fake
-def _(*_: object) -> None:
-    return None
+def _(params: list[Tensor], *lists: list[Tensor], **_: object) -> Tensor:
+    changed = lists[4]
+    return torch.empty(len(changed), 2, dtype=torch.int64, device=params[0].device)
 
 
 def bits_differ(old: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor:

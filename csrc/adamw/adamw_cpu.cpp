@@ -3,6 +3,7 @@
 #include "adamw/params.h"
 #include "adamw/update.h"
 #include "changes/change_mask.h"
+#include "checksum/word_sums.h"
 #include "common/parallel.h"
 #include "common/simd.h"
 
@@ -40,7 +41,37 @@ struct VectorMath {
   HE_SIMD VecF product(VecF a, float b) { return rounded_product(a, splat(b)); }
 };
 
-struct Unmarked {};  // as the engine's type: changes are not marked
+struct Unmarked {};  // as the engine's type: changes are not marked, nor checksums computed
+
+// The checksum of a parameter's elements from `begin` on, in the pass that has them in registers.
+class Checksum {
+ public:
+  explicit Checksum(int64_t begin) : begin_(begin) {}
+
+  inline __attribute__((always_inline)) void add(VecF x) {
+    sums_.add(0, (Lanes)x);
+    ++rows_;
+  }
+
+  // The last elements, fewer than a vector.
+  void add_part(VecF x, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) rest_ += weighted(next() + i, word(x, i));
+  }
+
+  // first: of the elements. Threads add their parts in any order.
+  void add_to(uint64_t* total, VecF first) const {
+    const uint64_t of_first = begin_ ? 0 : kFirstWord * word(first, 0);
+    __atomic_fetch_add(total, sums_.total(begin_, rows_) + rest_ + of_first, __ATOMIC_RELAXED);
+  }
+
+ private:
+  static uint64_t word(VecF x, int64_t i) { return ((VecU)x)[i]; }
+  int64_t next() const { return begin_ + rows_ * kWidth; }
+
+  WordSums<1> sums_;
+  int64_t begin_, rows_ = 0;
+  uint64_t rest_ = 0;
+};
 
 template <typename Grad, typename Engine>
 class Update {
@@ -49,36 +80,49 @@ class Update {
       : tensor_(tensor), scalars_(adamw_scalars(options, tensor.step)) {}
 
   void run(int64_t begin, int64_t end) const {
+    const VecF first = load_part(tensor_.param + begin, 1, 0);
+    Checksum before(begin), after(begin);
     int64_t i = begin;
     for (; i + kMaskBits <= end; i += kMaskBits) {
       uint32_t changed = 0;
-      for (int j = 0; j < kMaskBits; j += kWidth) changed |= vector(i + j) << j;
+      for (int j = 0; j < kMaskBits; j += kWidth) changed |= vector(i + j, before, after) << j;
       mark(i, changed);
     }
     uint32_t changed = 0;
     const int64_t tail = i;
-    for (; i + kWidth <= end; i += kWidth) changed |= vector(i) << (i - tail);
-    if (i < end) changed |= part(i, end - i) << (i - tail);
+    for (; i + kWidth <= end; i += kWidth) changed |= vector(i, before, after) << (i - tail);
+    if (i < end) changed |= part(i, end - i, before, after) << (i - tail);
     mark(tail, changed);
+    if constexpr (kMarked) {
+      before.add_to(tensor_.checksums, first);
+      after.add_to(tensor_.checksums + 1, load_part(tensor_.param + begin, 1, 0));
+    }
   }
 
  private:
+  static constexpr bool kMarked = !__is_same(Engine, Unmarked);
+
   // Both return a bit for each changed element.
-  inline __attribute__((always_inline)) uint32_t vector(int64_t i) const {
+  inline __attribute__((always_inline)) uint32_t vector(int64_t i, Checksum& before,
+                                                        Checksum& after) const {
     VecF p = load(tensor_.param + i);
     VecF m = load(tensor_.exp_avg + i), v = load(tensor_.exp_avg_sq + i);
+    if constexpr (kMarked) before.add(p);
     const uint32_t changed = update(load(grad() + i), p, m, v);
+    if constexpr (kMarked) after.add(p);
     store(tensor_.param + i, p);
     store(tensor_.exp_avg + i, m);
     store(tensor_.exp_avg_sq + i, v);
     return changed;
   }
 
-  uint32_t part(int64_t i, int64_t count) const {
+  uint32_t part(int64_t i, int64_t count, Checksum& before, Checksum& after) const {
     VecF p = load_part(tensor_.param + i, count, 0);
     VecF m = load_part(tensor_.exp_avg + i, count, 0);
     VecF v = load_part(tensor_.exp_avg_sq + i, count, 0);
+    before.add_part(p, count);
     const uint32_t changed = update(load_part(grad() + i, count, 0), p, m, v);
+    after.add_part(p, count);
     store_part(tensor_.param + i, p, count);
     store_part(tensor_.exp_avg + i, m, count);
     store_part(tensor_.exp_avg_sq + i, v, count);
@@ -88,10 +132,10 @@ class Update {
   inline __attribute__((always_inline)) uint32_t update(VecF g, VecF& p, VecF& m, VecF& v) const {
     const VecF before = p;
     adamw_update<VectorMath>(scalars_, g, p, m, v);
-    if constexpr (__is_same(Engine, Unmarked)) {
-      return 0;
-    } else {
+    if constexpr (kMarked) {
       return lane_bits((VecI)(engine_bits(before, Engine{}) != engine_bits(p, Engine{})));
+    } else {
+      return 0;
     }
   }
 

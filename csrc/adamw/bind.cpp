@@ -55,8 +55,9 @@ uint32_t* mask_of(at::Tensor& mask, size_t i, const at::Tensor& param) {
 }
 
 void adamw(Tensors params, const Tensors& grads, Tensors exp_avgs, Tensors exp_avg_sqs,
-           const Tensors& steps, Tensors changed, std::optional<at::ScalarType> engine_dtype,
-           const AdamwOptions& options, const std::optional<at::Tensor>& grad_factor) {
+           const Tensors& steps, Tensors changed, at::Tensor checksums,
+           std::optional<at::ScalarType> engine_dtype, const AdamwOptions& options,
+           const std::optional<at::Tensor>& grad_factor) {
   check_length(grads, "grads", params);
   check_length(exp_avgs, "exp_avgs", params);
   check_length(exp_avg_sqs, "exp_avg_sqs", params);
@@ -65,6 +66,7 @@ void adamw(Tensors params, const Tensors& grads, Tensors exp_avgs, Tensors exp_a
     check_length(changed, "changed", params);
     TORCH_CHECK_VALUE(*engine_dtype == at::kBFloat16 || *engine_dtype == at::kHalf, kOp,
                       ": engine_dtype is ", *engine_dtype, "; expected bfloat16 or float16");
+    check_vector(checksums, "adamw_: checksums", at::kLong, 2 * params.size());
   }
   if (params.empty()) return;
   const at::Device device = params[0].device();
@@ -87,7 +89,10 @@ void adamw(Tensors params, const Tensors& grads, Tensors exp_avgs, Tensors exp_a
     tensor.exp_avg = exp_avgs[i].mutable_data_ptr<float>();
     tensor.exp_avg_sq = exp_avg_sqs[i].mutable_data_ptr<float>();
     tensor.step = step_of(steps[i], i, device);
-    if (engine_dtype) tensor.changed = mask_of(changed[i], i, params[i]);
+    if (engine_dtype) {
+      tensor.changed = mask_of(changed[i], i, params[i]);
+      tensor.checksums = reinterpret_cast<uint64_t*>(checksums.mutable_data_ptr<int64_t>()) + 2 * i;
+    }
     tensor.numel = params[i].numel();
     tensor.first_chunk = p.num_chunks;
     tensors.push_back(tensor);
@@ -127,16 +132,16 @@ void register_adamw(py::module_& m) {
   m.def(
       "adamw",
       [](Tensors params, const Tensors& grads, Tensors exp_avgs, Tensors exp_avg_sqs,
-         const Tensors& steps, Tensors changed, std::optional<at::ScalarType> engine_dtype,
-         double lr, double beta1, double beta2, double eps, double weight_decay,
-         const std::optional<at::Tensor>& grad_factor) {
+         const Tensors& steps, Tensors changed, at::Tensor checksums,
+         std::optional<at::ScalarType> engine_dtype, double lr, double beta1, double beta2,
+         double eps, double weight_decay, const std::optional<at::Tensor>& grad_factor) {
         adamw(std::move(params), grads, std::move(exp_avgs), std::move(exp_avg_sqs), steps,
-              std::move(changed), engine_dtype,
+              std::move(changed), std::move(checksums), engine_dtype,
               AdamwOptions{lr, beta1, beta2, eps, weight_decay, nullptr}, grad_factor);
       },
       py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
-      py::arg("steps"), py::arg("changed"), py::arg("engine_dtype"), py::arg("lr"),
-      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+      py::arg("steps"), py::arg("changed"), py::arg("checksums"), py::arg("engine_dtype"),
+      py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
       py::arg("grad_factor"));
 }
 

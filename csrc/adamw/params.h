@@ -14,8 +14,9 @@ struct AdamwTensor {
   const void* grad;
   float* exp_avg;
   float* exp_avg_sq;
-  const float* step;  // number of this update, from 1
-  uint32_t* changed;  // mask (changes/change_mask.h) that is added to
+  const float* step;    // number of this update, from 1
+  uint32_t* changed;    // mask (changes/change_mask.h) that is added to
+  uint64_t* checksums;  // CPU: checksum/params.h before and after; 0 before the call
   int64_t numel;
   int64_t first_chunk;
 };

@@ -1,21 +1,15 @@
-// The sum is one modulo 2^64, so threads may add their parts in any order. Vectors hold the sums of
-// x and of its prefixes: the weights cost no multiplication.
+// The sum is one modulo 2^64, so threads may add their parts in any order.
 #include <cstring>
 
-#include "checksum/params.h"
+#include "checksum/word_sums.h"
 #include "common/parallel.h"
-#include "common/simd.h"
 
 namespace hybridengine::HYBRIDENGINE_ISA {
 
 namespace {
 
-constexpr int kLanes = kWidth / 2;         // 64 bits each
-constexpr int kLoads = 2;                  // whose sums do not wait for each other
-constexpr int kRow = 2 * kLanes * kLoads;  // words
-constexpr int64_t kGrain = 1 << 16;        // words of a thread, at least
-
-typedef uint64_t Lanes __attribute__((vector_size(kLanes * 8)));
+constexpr int kLoads = 2;
+constexpr int64_t kGrain = 1 << 16;  // words of a thread, at least
 
 uint32_t word_at(const char* data, int64_t i, int64_t num_bytes = sizeof(uint32_t)) {
   uint32_t word = 0;
@@ -23,33 +17,21 @@ uint32_t word_at(const char* data, int64_t i, int64_t num_bytes = sizeof(uint32_
   return word;
 }
 
-// Of one word of each row and lane: the sums of x and of its prefixes.
-struct Column {
-  Lanes sum = {}, prefixes = {};
-  void add(Lanes x) { prefixes += sum += x; }
-};
-
 // The sum of (2 i - 1) x[i] over words [begin, end).
 uint64_t sum_of_words(const char* data, int64_t begin, int64_t end) {
+  using Sums = WordSums<kLoads>;
   const char* first = data + begin * sizeof(uint32_t);
-  const int64_t rows = (end - begin) / kRow;
-  Column columns[kLoads][2];  // of the even and the odd words
+  const int64_t rows = (end - begin) / Sums::kRow;
+  Sums sums;
   for (int64_t row = 0; row < rows; ++row) {
     for (int load = 0; load < kLoads; ++load) {
       Lanes pairs;
       std::memcpy(&pairs, first + (row * kLoads + load) * sizeof pairs, sizeof pairs);
-      columns[load][0].add(pairs & 0xFFFFFFFFu);
-      columns[load][1].add(pairs >> 32);
+      sums.add(load, pairs);
     }
   }
-  uint64_t total = 0;
-  for (int i = 0; i < kRow; ++i) {
-    const Column& column = columns[i / (2 * kLanes)][i % 2];
-    const uint64_t sum = column.sum[i / 2 % kLanes];
-    const uint64_t row_times_x = rows * sum - column.prefixes[i / 2 % kLanes];
-    total += weighted(begin + i, sum) + 2 * kRow * row_times_x;
-  }
-  for (int64_t i = begin + rows * kRow; i < end; ++i) total += weighted(i, word_at(data, i));
+  uint64_t total = sums.total(begin, rows);
+  for (int64_t i = begin + rows * Sums::kRow; i < end; ++i) total += weighted(i, word_at(data, i));
   return total;
 }
 

@@ -1,4 +1,5 @@
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
@@ -59,8 +60,9 @@ class ChangeTable {
   ChangeTable(const at::Tensor& table, const at::Device& device);
   std::tuple<at::Tensor, at::Tensor> map(const std::vector<at::Tensor>& indices,
                                          const std::vector<at::Tensor>& values);
-  void scatter(const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& values,
-               const std::vector<at::Tensor>& destinations);
+  // Returns what was added to bit_checksum of each destination; on CUDA it is not computed.
+  at::Tensor scatter(const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& values,
+                     const std::vector<at::Tensor>& destinations);
 
  private:
   MapChangesParams find_ranges(const std::vector<at::Tensor>& indices,
@@ -215,10 +217,11 @@ std::tuple<at::Tensor, at::Tensor> ChangeTable::map_on_cpu(MapChangesParams para
   return {positions, mapped};
 }
 
-void ChangeTable::scatter(const std::vector<at::Tensor>& indices,
-                          const std::vector<at::Tensor>& values,
-                          const std::vector<at::Tensor>& destinations) {
-  if (!first_.numel()) return;
+at::Tensor ChangeTable::scatter(const std::vector<at::Tensor>& indices,
+                                const std::vector<at::Tensor>& values,
+                                const std::vector<at::Tensor>& destinations) {
+  at::Tensor checksums = at::zeros({static_cast<int64_t>(destinations.size())}, at::kLong);
+  if (!first_.numel()) return checksums;
   const c10::DeviceGuard guard(device_);
   std::vector<uint16_t*> addresses;
   for (size_t i = 0; i < destinations.size(); ++i) {
@@ -243,12 +246,14 @@ void ChangeTable::scatter(const std::vector<at::Tensor>& indices,
     int64_t max_pairs = 0;
     for (size_t i = 0; i < src_rows_.size(); ++i) max_pairs += src_rows_[i] * indices[i].numel();
     check_cuda(scatter_changes_cuda(params, max_pairs, current_stream(device_)), kTable);
-    return;
+    return checksums;
   }
 #endif
   if (!device_.is_cpu()) no_kernel_for(device_, kTable);
+  params.checksums = reinterpret_cast<uint64_t*>(checksums.mutable_data_ptr<int64_t>());
   py::gil_scoped_release no_gil;
   scatter_changes_cpu(params);
+  return checksums;
 }
 
 #ifdef HYBRIDENGINE_WITH_CUDA

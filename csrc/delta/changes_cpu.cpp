@@ -1,5 +1,6 @@
 // map_changes and scatter_changes on the CPU. Threads take equal parts of all (row, change) pairs,
 // in order, whatever the sizes of the rows.
+#include "checksum/params.h"
 #include "common/parallel.h"
 #include "delta/params.h"
 
@@ -35,6 +36,32 @@ void visit_range(const MapChangesParams& params, int64_t begin, int64_t end, con
     });
     begin = stop;
   }
+}
+
+// What bit_checksum adds when a 16-bit element changes, half of a 32-bit word.
+uint64_t checksum_change(int64_t position, uint16_t from, uint16_t to) {
+  const uint64_t change = (uint64_t{to} - uint64_t{from}) << (position % 2 * 16);
+  const int64_t word = position / 2;
+  return weighted(word, change) + (word ? 0 : kFirstWord * change);
+}
+
+void scatter_range(const MapChangesParams& params, int64_t begin, int64_t end) {
+  int64_t dst = -1;
+  uint64_t sum = 0;  // of the changes of destination dst; rows are ordered by destination
+  const auto add_up = [&] {
+    if (sum) __atomic_fetch_add(&params.checksums[dst], sum, __ATOMIC_RELAXED);
+    sum = 0;
+  };
+  visit_range(params, begin, end, [&](const ChangeRow& row, int64_t position, uint16_t value) {
+    if (row.dst != dst) {
+      add_up();
+      dst = row.dst;
+    }
+    uint16_t& element = params.destinations[dst][position];
+    sum += checksum_change(position, element, value);
+    element = value;
+  });
+  add_up();
 }
 
 }  // namespace
@@ -74,12 +101,7 @@ void map_changes_cpu(const MapChangesParams& params) {
 
 void scatter_changes_cpu(const MapChangesParams& params) {
   parallel_for(params.work[params.num_rows], kGrain, params.num_threads,
-               [&](int64_t begin, int64_t end) {
-                 visit_range(params, begin, end,
-                             [&](const ChangeRow& row, int64_t position, uint16_t value) {
-                               params.destinations[row.dst][position] = value;
-                             });
-               });
+               [&](int64_t begin, int64_t end) { scatter_range(params, begin, end); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

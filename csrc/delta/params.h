@@ -26,6 +26,7 @@ struct MapChangesParams {
   int64_t* first;                 // [num_rows]
   int64_t* work;                  // [num_rows + 1]
   uint16_t* const* destinations;  // scatter only: first elements
+  uint64_t* checksums;            // scatter on CPUs: what is added to bit_checksum of each
   int64_t* positions;             // map only: [work[num_rows]]; part p of P begins at its first
   uint16_t* values;               // pair, number work[num_rows] * p / P, as do the values
   int64_t* part_counts;           // [num_threads]

@@ -19,7 +19,6 @@ from torch import Tensor
 from hybridengine.errors import ModelError
 from hybridengine.kernels import adamw_, change_mask, take_changed
 from hybridengine.sharding.changes import ChangedElements
-from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.shards import local_shard
 
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -93,13 +92,8 @@ class AdamW(torch.optim.AdamW):
         shards = [local_shard(param) for param in params]
         grads = [param.grad for param in params if param.grad is not None]
         tracked = [self._tracked[param] for param in params] if engine_dtype else []
-        for t, checksum in zip(tracked, bit_checksums(shards[: len(tracked)]), strict=True):
-            if t.after is None:
-                t.before = checksum
-            elif t.after != checksum:
-                t.before = None
         torch._foreach_add_(steps, 1)
-        adamw_(
+        checksums = adamw_(
             shards,
             [local_shard(grad).contiguous() for grad in grads],
             *([local_shard(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")),
@@ -109,8 +103,12 @@ class AdamW(torch.optim.AdamW):
             changed=[t.mask for t in tracked],
             engine_dtype=engine_dtype,
         )
-        for t, checksum in zip(tracked, bit_checksums(shards[: len(tracked)]), strict=True):
-            t.after = checksum
+        for t, (before, after) in zip(tracked, checksums.tolist(), strict=True):
+            if t.after is None:
+                t.before = before
+            elif t.after != before:
+                t.before = None
+            t.after = after
 
     @torch.no_grad()
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
@@ -140,8 +138,8 @@ class AdamW(torch.optim.AdamW):
     def track_changes(self, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         """Begin to mark what changes of the given parameters, each in its engine's dtype.
 
-        It takes a bit per element, and two reads of the parameter in an update. What was marked
-        before is dropped.
+        It takes a bit per element, and on GPUs two reads of the parameter in an update. What was
+        marked before is dropped.
         """
         self._tracked = {
             param: _Tracked(dtype, change_mask(local_shard(param)))

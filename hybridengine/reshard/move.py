@@ -27,7 +27,11 @@ class Mover:
 
     rank: in the plan. source: the trained tensors of this rank, None on a rank that only holds an
     engine. engine: of this rank, None on a rank that only trains. builder: of the transport.
+    checksum_growth: engine tensor → by how much a delta made its `bit_checksum` grow in the last
+    transfer; None for a dense transfer, and where it is not known.
     """
+
+    checksum_growth: Mapping[str, int] | None = None
 
     def __init__(
         self,
@@ -70,13 +74,16 @@ class Mover:
 
         weights: of this rank's engine; {} for none. found: what changed in this rank's shards.
         """
+        self.checksum_growth = None
         if self._engine is not None and order.base is None:
             write_constants(self._engine.layout, weights)
         self.dense.run(transport, weights, order.moves)
         if order.base is not None:
             versions = Versions(order.base, version)
             changes = found and found.changes
-            self._delta.run(transport, weights, changes, versions, order.group_size)
+            self.checksum_growth = self._delta.run(
+                transport, weights, changes, versions, order.group_size
+            )
         self.load_full(transport, order.skip_frozen)
         transport.end()
         return transport.bytes_received + self.dense.bytes_gathered, transport.bytes_sent

@@ -102,10 +102,12 @@ class WeightReceiver:
             state, transfer = self._first_transfer(state)
             self._plan_for(transfer)
             with self.engine.weight_update(state.version, finish_on_all_ranks), torch.no_grad():
+                before = self._engine_state
                 while (moved := self._try(transfer, state)) is None:
+                    before = None  # a part of a delta may have been written
                     rank.tell_ready(state, state.attempt + 1)
                     state, transfer = rank.wait_for_transfer(state, state.attempt + 1)
-            self._engine_state = EngineState.of(self.engine)
+            self._engine_state = EngineState.after(before, self.engine, self._mover.checksum_growth)
             if self._link is not None and not self._link.is_kept:
                 self._close_link()
             rank.tell_committed(state)

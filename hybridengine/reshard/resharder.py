@@ -183,7 +183,7 @@ class Resharder:
             version, intact = self._trainers.start(
                 version, self._check, _PLAN_AGAIN, self._next_version, self._writes_parts
             )
-            self._engine_state = None  # until this sync is complete
+            before, self._engine_state = self._engine_state, None  # until this sync is complete
             found = self._finder.find(intact) if self._finder else None
             delta = (self.engine.weight_version or 0, group_size(found.share)) if found else ()
             order = Order(intact, verify, *delta)
@@ -199,7 +199,7 @@ class Resharder:
                     self.engine.load_adapters(adapters, version)
                 self._finish_on_device("before committing")
         if self._writes_parts:
-            self._engine_state = EngineState.of(self.engine)
+            self._engine_state = EngineState.after(before, self.engine, self._mover.checksum_growth)
         elapsed = (time.perf_counter() - started) * 1e3
         changed = self._finder.changed if self._finder else None
         densely = self._mover.dense.bytes_of(order.moves_densely)

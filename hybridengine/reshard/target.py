@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,21 +26,59 @@ class EngineState(NamedTuple):
 
     version: int | None
     updates_begun: int
-    checksums: list[int]
+    checksums: Mapping[str, int]
 
     @classmethod
     def of(cls, engine: WeightTarget) -> EngineState:
         """Read the current state of an engine."""
+        return cls._of(engine, {})
+
+    @classmethod
+    def after(
+        cls, before: EngineState | None, engine: WeightTarget, growth: Mapping[str, int] | None
+    ) -> EngineState:
+        """Return the state of an engine after a sync.
+
+        before: its state before the sync. growth: engine tensor → by how much a delta made its
+        checksum grow; None after a dense sync. The tensors that a delta has written are not read:
+        if anything else has written to them meanwhile, the next comparison shows it.
+        """
+        if before is None or growth is None:
+            return cls.of(engine)
+        weights = engine.weights()
+        known = {
+            name: _int64(before.checksums[name] + growth[name])
+            for name in without_aliases(weights)
+            if name in growth and weights[name].is_contiguous()
+        }
+        return cls._of(engine, known)
+
+    @classmethod
+    def _of(cls, engine: WeightTarget, known: Mapping[str, int]) -> EngineState:
         weights = engine.weights()
         names = (engine.layout.destinations | engine.layout.scales).keys()
-        checksums = bit_checksums([weights[name] for name in names])
-        return cls(engine.weight_version, engine.updates_begun, checksums)
+        read = [name for name in names if name not in known]
+        checksums = dict(zip(read, bit_checksums([weights[name] for name in read]), strict=True))
+        return cls(engine.weight_version, engine.updates_begun, checksums | known)
 
     def is_kept_by(self, engine: WeightTarget) -> bool:
         """Return whether nothing has written to the engine's tensors, or discarded them, since."""
         if engine.discarded or self[:2] != (engine.weight_version, engine.updates_begun):
             return False
         return self.checksums == EngineState.of(engine).checksums
+
+
+def _int64(value: int) -> int:
+    """Return the signed number of 64 bits that is equal modulo 2^64."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def without_aliases(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yield the tensors whose storage no other one uses, as tied weights do."""
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in weights.values())
+    for name, tensor in weights.items():
+        if uses[tensor.untyped_storage().data_ptr()] == 1:
+            yield name
 
 
 def engine_weights(

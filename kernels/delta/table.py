@@ -39,6 +39,7 @@ class ChangeTable:
     def __init__(self, table: Tensor, device: torch.device) -> None:
         rows = torch.from_numpy(_nested(table.numpy()))
         self._native: Any = None
+        self._on_cpu = device.type == "cpu"
         if choose_backend("change_table", device) == "reference":
             self._rows = rows.to(device)
         else:
@@ -57,15 +58,18 @@ class ChangeTable:
 
     def scatter(
         self, indices: Sequence[Tensor], values: Sequence[Tensor], destinations: Sequence[Tensor]
-    ) -> None:
+    ) -> Tensor | None:
         """Write every change into the destinations, tensors of any strides and a 16-bit dtype.
 
         Positions count elements of the storage from the first element of a tensor, as in
         `strided_copy`.
+
+        Return by how much `bit_checksum` of each destination has grown, int64 [D], if it is
+        contiguous and shares no memory with another. None: it was not computed (on GPUs).
         """
         if self._native is not None:
-            self._native.scatter(list(indices), list(values), list(destinations))
-            return
+            checksums = self._native.scatter(list(indices), list(values), list(destinations))
+            return checksums if self._on_cpu else None
         rows, positions, mapped = self._follow(indices, values)
         to = self._rows[rows, 1]
         for i, destination in enumerate(destinations):
@@ -74,6 +78,7 @@ class ChangeTable:
             size = destination.untyped_storage().nbytes() // destination.element_size() - start
             flat = destination.as_strided((size,), (1,), start)
             flat[positions[chosen]] = mapped[chosen].view(flat.dtype)
+        return None
 
     def _follow(
         self, indices: Sequence[Tensor], values: Sequence[Tensor]

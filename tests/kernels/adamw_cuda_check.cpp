@@ -14,7 +14,7 @@ extern "C" int update_on_cpu(void* const* arrays, const int64_t* numels, int64_t
   for (int64_t i = 0; i < num_tensors; ++i, arrays += 6) {
     tensors.push_back({static_cast<float*>(arrays[0]), arrays[1], static_cast<float*>(arrays[2]),
                        static_cast<float*>(arrays[3]), static_cast<const float*>(arrays[4]),
-                       static_cast<uint32_t*>(arrays[5]), numels[i], params.num_chunks});
+                       static_cast<uint32_t*>(arrays[5]), nullptr, numels[i], params.num_chunks});
     params.num_chunks += num_chunks_of(numels[i]);
   }
   params.tensors = tensors.data();

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hybridengine.kernels import adamw_, change_mask, take_changed
+from hybridengine.kernels import adamw_, bit_checksum, change_mask, take_changed
 from hybridengine.kernels.changes import marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,8 +69,10 @@ def test_kernel_equals_reference_and_marks_what_changed(device, grad_dtype, engi
     factor = torch.tensor(0.37, device=device)
     masks = [change_mask(p) for p in ours[0]] if engine_dtype else []
     options = {**OPTIONS, "grad_factor": factor}
-    adamw_(*ours, **options, changed=masks, engine_dtype=engine_dtype)
+    checksums = adamw_(*ours, **options, changed=masks, engine_dtype=engine_dtype)
     adamw_(*exact, **options, backend="reference")
+    sums = [[int(bit_checksum(t)) for t in pair] for pair in zip(before, ours[0], strict=True)]
+    assert checksums.tolist() == (sums if engine_dtype else [])
     for name, tensors, expected in zip(range(5), ours, exact, strict=True):
         for tensor, one in zip(tensors, expected, strict=True):
             torch.testing.assert_close(tensor.double(), one.double(), **ADAMW, msg=f"list {name}")

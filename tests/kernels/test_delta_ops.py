@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hybridengine.kernels import strided_copy
+from hybridengine.kernels import bit_checksum, strided_copy
 from hybridengine.kernels.delta import ChangeTable, decode_gaps, encode_gaps
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,8 +75,13 @@ def test_a_table_moves_changes_as_strided_copy_moves_all(device, drawn, share, w
     by_reference = got.clone()
     changes = ChangeTable(table, torch.device(device))
     positions, mapped = changes.map(indices, values)
-    changes.scatter(indices, values, [got])
+    before_scatter = int(bit_checksum(got))
+    grown = changes.scatter(indices, values, [got])
     assert torch.equal(got, expected)
+    if device == "cpu":
+        assert (before_scatter + int(grown) - int(bit_checksum(got))) % 2**64 == 0
+    else:
+        assert grown is None
     assert bool((positions.diff() > 0).all()), "ascending, each once"
     assert torch.equal(mapped, expected[positions])
     assert set((by_reference != expected).nonzero()[:, 0].tolist()) <= set(positions.tolist())

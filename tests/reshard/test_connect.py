@@ -258,69 +258,6 @@ def unlike(case: Case) -> dict[str, str]:
     return {name: message_of(lambda m=m: connect(m, case.llm)) for name, m in models.items()}
 
 
-class Layer(torch.nn.Module):
-    """One weight, and a quantization method that does `change` to it after loading."""
-
-    def __init__(self, change) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(4, 16, 8))
-        self.quant_method, self.change, self.calls = self, change, 0
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        self.calls += 1
-        self.change(self)
-
-
-def pack_away(layer: Layer) -> None:
-    layer.weight = torch.nn.Parameter(torch.empty(0))
-
-
-def scale(layer: Layer) -> None:
-    layer.weight.data.mul_(2)
-
-
-def allocate(layer: Layer) -> None:
-    layer.weight.data = layer.weight.data.flip(0)
-
-
-def only_once(layer: Layer) -> None:
-    if layer.calls > 1:
-        raise NotImplementedError("no reload")
-    layer.weight.data.copy_(layer.weight.data.flip(0))
-
-
-def first_only(layer: Layer) -> None:
-    if layer.calls == 1:
-        layer.weight.data.copy_(layer.weight.data.flip(0))
-
-
-def flip(layer: Layer) -> None:
-    layer.weight.data.copy_(layer.weight.data.flip(0))
-
-
-def leave(layer: Layer) -> None:
-    layer.weight = torch.nn.Parameter(layer.weight.data.clone())
-
-
-def processed(case: Case) -> dict[str, str]:
-    """What becomes of a weight that is processed after loading; the engine takes no part."""
-    from hybridengine.rollout.vllm.post_load import PostLoadProcessing
-    from hybridengine.sharding.layout import identity_layout
-
-    results = {}
-    for change in (pack_away, scale, allocate, only_once, first_only, flip, leave):
-        model = torch.nn.ModuleDict({"experts": Layer(change)})
-        layer = model["experts"]
-        layout = identity_layout({"experts.weight": layer.weight.detach()})
-        post_load = PostLoadProcessing()
-        post_load.run(lambda m: m["experts"].process_weights_after_loading(m["experts"]), model)
-        after = layer.weight.detach().clone()
-        shapes = {"experts.weight": (4, 16, 8)}
-        results[change.__name__] = message_of(lambda: post_load.adapt_layout(model, layout, shapes))  # noqa: B023
-        assert torch.equal(layer.weight, after), f"{change.__name__}: its values are put back"
-    return results
-
-
 def not_a_number(case: Case) -> dict:
     from hybridengine.integrations.vllm import connect
 
@@ -339,8 +276,7 @@ def not_a_number(case: Case) -> dict:
 def connect_body(rank: int, world_size: int, path: str) -> dict[str, dict]:
     case = Case(path)
     return {
-        check.__name__: check(case)
-        for check in (replaced, alternating, busy, unlike, processed, not_a_number)
+        check.__name__: check(case) for check in (replaced, alternating, busy, unlike, not_a_number)
     }
 
 
@@ -429,22 +365,6 @@ def test_a_model_of_another_library_is_refused(results) -> None:
 def test_quantized_parameters_are_refused(results) -> None:
     message = results["unlike"]["int8"]
     assert "LayoutError" in message and "norm.weight' is torch.int8" in message, message
-
-
-def test_what_processing_after_loading_does_is_followed_or_refused_by_name(results) -> None:
-    result = results["processed"]
-    assert result["flip"] == result["leave"] == "no error"
-    reasons = {
-        "pack_away": "shape=(0,)",
-        "scale": "values are computed",
-        "allocate": "allocates it anew",
-        "only_once": "cannot be processed again: no reload",
-        "first_only": "does something else",
-    }
-    for change, reason in reasons.items():
-        message = result[change]
-        assert message.startswith("LayoutError: vLLM changed the weight 'experts.weight' after")
-        assert reason in message and "moe_backend" in message, message
 
 
 def test_nan_is_reported_as_nan(results) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridengine.model.optim import Optimizer
 from hybridengine.reshard import Resharder
+from hybridengine.reshard.target import EngineState, without_aliases
 from hybridengine.sharding.changes import ChangedElements
 from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.shards import full_tensor, local_shard
@@ -308,6 +309,23 @@ ENGINE_WRITES: dict[str, Callable[[MemoryEngine], None]] = {
     "load_full": load_full,
     "other tensors": replace_tensors,
 }
+
+
+def test_a_delta_leaves_the_checksums_of_the_engine() -> None:
+    """They are computed from the changes, and by reading the tensors that no delta writes."""
+    training = Training(sharded=True)
+    training.sync()
+    for _ in range(3):
+        training.step()
+        assert training.sync()
+        state = training.resharder._engine_state
+        assert state is not None and state.checksums == EngineState.of(training.engine).checksums
+
+
+def test_tensors_that_share_memory_are_read_after_a_delta() -> None:
+    tied = torch.zeros(2, 3).bfloat16()
+    weights = {"a": tied, "b": tied.view(3, 2), "alone": torch.zeros(4).bfloat16()}
+    assert list(without_aliases(weights)) == ["alone"]
 
 
 @pytest.mark.parametrize("compared", [False, True])

@@ -298,7 +298,7 @@ def source_body(
             for parameter in shards.values():
                 parameter.to_local().mul_(next_factor)
         errors.append(message_of(engine.send_weights))
-        statuses = engine._sender.engines.values()
+        statuses = engine._sender._sender.engines.values()
         reasons.append([s.reason if s.state == "dropped" else "" for s in statuses])
         dist.barrier()
         if rank == 0:

@@ -27,6 +27,7 @@ _BYTES_PER_CHANGE = 3  # of a message, where an element has 2
 _STEP = 4  # sizes of groups are powers of it, so that few sets of tables are made
 
 Changes = Mapping[Part, ChangedElements]
+Weights = Mapping[str, torch.Tensor]
 
 
 def group_size(share: float) -> int:
@@ -47,7 +48,11 @@ class DeltaGroup:
     """The tables of one rank for some buckets, as those of `Exchange` for one.
 
     parts: the changes that `encode` and `write_local` read.
+    checksums: engine tensor → by how much its `bit_checksum` has grown. checksums_known: whether
+    the kernels compute that.
     """
+
+    checksums_known = True
 
     def __init__(self, builder: ExchangeBuilder, bucket: Bucket) -> None:
         rows = builder.rows(bucket)
@@ -61,6 +66,7 @@ class DeltaGroup:
         # Where the elements of each rank begin in the order of sending, and the end.
         self._send_starts = [0, *itertools.accumulate(rows.send_counts)]
         self._receive_counts = rows.receive_counts
+        self.checksums = Counter[str]()
 
     def _lists(self, changes: Changes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         found = [changes[part] for part in self.parts]
@@ -73,26 +79,35 @@ class DeltaGroup:
         cuts = torch.searchsorted(positions, edges).tolist()
         return encode(positions, values, cuts, self._send_starts, versions)
 
-    def write_local(self, changes: Changes, weights: Mapping[str, torch.Tensor]) -> None:
+    def write_local(self, changes: Changes, weights: Weights) -> None:
         """Write what this rank needs of its own changes."""
-        self._local.scatter(*self._lists(changes), self._written(weights))
+        self._scatter(self._local, self._lists(changes), weights)
 
     def write(
         self,
         headers: Sequence[Header],
         messages: Sequence[torch.Tensor],
         versions: Versions,
-        weights: Mapping[str, torch.Tensor],
+        weights: Weights,
     ) -> None:
         """Check the messages of all senders, uint8, then write their changes.
 
         Raises CorruptDeltaError before anything is written.
         """
         changes = decode(headers, messages, self._dtype, self._receive_counts, versions)
-        self._unpack.scatter(*changes, self._written(weights))
+        self._scatter(self._unpack, changes, weights)
 
-    def _written(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        return [weights[name] for name in self._destinations]
+    def _scatter(
+        self,
+        table: ChangeTable,
+        changes: tuple[list[torch.Tensor], list[torch.Tensor]],
+        weights: Weights,
+    ) -> None:
+        grown = table.scatter(*changes, [weights[name] for name in self._destinations])
+        self.checksums_known &= grown is not None
+        if grown is not None:
+            for name, growth in zip(self._destinations, grown.tolist(), strict=True):
+                self.checksums[name] += growth
 
 
 class Delta:
@@ -117,12 +132,14 @@ class Delta:
     def run(
         self,
         transport: Transport,
-        weights: Mapping[str, torch.Tensor],
+        weights: Weights,
         changes: Changes | None,
         versions: Versions,
         size: int,
-    ) -> None:
+    ) -> Mapping[str, int] | None:
         """Write what changed into the engines' weights. Collective.
+
+        Return engine tensor → by how much its `bit_checksum` has grown; None if it is not known.
 
         weights: of this rank's engine; {} for none. changes: of this rank's shards; None without
         shards. size: of the groups (`group_size`). Raises CorruptDeltaError, once everything has
@@ -130,6 +147,8 @@ class Delta:
         """
         self._problem: CorruptDeltaError | None = None
         groups = self._groups(size)
+        for group in groups:
+            group.checksums.clear()
         run_transfers(
             self._transfer(
                 transport, group, f"delta {i} of {len(groups)}", weights, changes, versions
@@ -137,13 +156,19 @@ class Delta:
             for i, group in enumerate(groups, 1)
         )
         transport.check(self._problem)
+        if not all(group.checksums_known for group in groups):
+            return None
+        checksums = Counter[str]()
+        for group in groups:
+            checksums.update(group.checksums)
+        return checksums
 
     def _transfer(
         self,
         transport: Transport,
         group: DeltaGroup,
         where: str,
-        weights: Mapping[str, torch.Tensor],
+        weights: Weights,
         changes: Changes | None,
         versions: Versions,
     ) -> Iterator[None]:

@@ -13,14 +13,13 @@ trainers need no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from hybridengine.reshard import PlanOutdatedError, ReshardError, SyncReport, WeightSender
-from hybridengine.reshard.commit.coordinator import Absent, EngineStatus
+from hybridengine.reshard.commit.coordinator import Absent
 from hybridengine.rollout.vllm.source import SenderArguments
 from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks
 from hybridengine.runtime.rendezvous import listening_store
@@ -107,11 +106,6 @@ class EngineSender:
         except PlanOutdatedError:  # on every rank
             self.set_model(*self._model)
             return self._sender.sync(version, absent=absent)
-
-    @property
-    def engines(self) -> Mapping[int, EngineStatus]:
-        """Status of every engine as of the last sync."""
-        return self._sender.engines if self._sender is not None else {}
 
     def close(self) -> None:
         """End the connections to the engines, whose weights stay as they are."""
