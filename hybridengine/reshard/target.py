@@ -59,7 +59,7 @@ class EngineState(NamedTuple):
         names = (engine.layout.destinations | engine.layout.scales).keys()
         read = [name for name in names if name not in known]
         checksums = dict(zip(read, bit_checksums([weights[name] for name in read]), strict=True))
-        return cls(engine.weight_version, engine.updates_begun, checksums | known)
+        return cls(engine.weight_version, engine.updates_begun, {**checksums, **known})
 
     def is_kept_by(self, engine: WeightTarget) -> bool:
         """Return whether nothing has written to the engine's tensors, or discarded them, since."""
