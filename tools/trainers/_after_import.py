@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["after_import"]
 
-_CALLS: dict[str, Callable[[ModuleType], None]] = {}
+_CALLS: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 def after_import(name: str, call: Callable[[ModuleType], None]) -> None:
@@ -21,7 +21,7 @@ def after_import(name: str, call: Callable[[ModuleType], None]) -> None:
         return
     if not _CALLS:
         sys.meta_path.insert(0, _Finder())
-    _CALLS[name] = call
+    _CALLS.setdefault(name, []).append(call)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -37,7 +37,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def execute_and_call(module: ModuleType) -> None:
             execute(module)
-            _CALLS[name](module)
+            for call in _CALLS[name]:
+                call(module)
 
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

@@ -62,7 +62,7 @@ def _record_shards(module: types.ModuleType) -> None:
         report = send(self, weights, global_steps)
         _moved["sent_bytes"] += report.bytes_sent
         _moved["gathered_bytes"] += 0
-        if "VERL_RECORD_MERGED" in os.environ:
+        if hasattr(weights._engine.module, "peft_config"):  # LoRA
             _save_gathered(weights, global_steps)
         return report
 
@@ -76,7 +76,8 @@ def _save_gathered(weights: Any, step: int | None) -> None:
 
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in weights}
     if dist.get_rank() == 0:
-        save_file(tensors, _FOLDER / f"merged_{step}.safetensors")
+        file = _FOLDER / f"merged_{step}.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _record_buckets(module: types.ModuleType) -> None:

@@ -13,9 +13,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tools.dropins_upstreams import UPSTREAMS
@@ -24,6 +22,7 @@ from tools.environments import overlay
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = (*UPSTREAMS["verl"].requirements, "antlr4-python3-runtime==4.9.3")
 CPU, RECORD = "tools.trainers._verl_cpu", "tools.trainers._verl_record"
+LOSE = "tools.trainers._verl_lose"
 SYNC = "hybridengine.integrations.verl.sync"
 STEPS = 2
 TP_SIZES = (1, 2)
@@ -51,6 +50,16 @@ _APART = (
     "actor_rollout_ref.rollout.checkpoint_engine.backend=hybridengine",
     "ray_kwargs.ray_init.num_gpus=4", "ray_kwargs.ray_init.num_cpus=24",
 )  # fmt: skip
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_OFFLOAD = (
+    f"{_ACTOR}.fsdp_config.param_offload=True",
+    f"{_ACTOR}.fsdp_config.optimizer_offload=True",
+)
+_LORA = (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora_alpha=16", f"{_MODEL}.lora.merge=True")
+LOST_ERROR = (
+    "ReshardError", "no engine is left to sync to version 2 (engine 0: rank 1 has ended)",
+    "while waiting for engines",
+)  # fmt: skip
 
 
 def run(folder: Path) -> dict[str, object]:
@@ -60,10 +69,23 @@ def run(folder: Path) -> dict[str, object]:
     for tp_size in TP_SIZES:
         train(python, inputs, folder / f"verl_tp{tp_size}", tp_size, [])
         train(python, inputs, folder / f"hybridengine_tp{tp_size}", tp_size, [SYNC])
-    resumed = folder / "hybridengine_resumed"
-    train(python, inputs, resumed, 2, [SYNC], resume_from=folder / "hybridengine_tp2")
+    resumed, whole = folder / "hybridengine_resumed", folder / "hybridengine_tp2"
+    train(python, inputs, resumed, 2, [SYNC], resume_from=whole, overrides=_OFFLOAD)
     train(python, inputs, folder / "hybridengine_apart", 2, [SYNC], overrides=_APART)
+    train(python, inputs, folder / "hybridengine_lora", 2, [SYNC], overrides=_LORA)
+    lose_a_worker(python, inputs, folder / "hybridengine_lost")
     return evaluate(folder) | {"versions": versions(python)}
+
+
+def lose_a_worker(python: Path, inputs: Path, out: Path) -> None:
+    """Kill worker 1 of a server that is apart, in its second sync: the job ends with an error."""
+    try:
+        train(python, inputs, out, 2, [SYNC, LOSE], overrides=_APART)
+    except RuntimeError as error:
+        for text in LOST_ERROR:
+            assert text in str(error), error
+    else:
+        raise AssertionError(f"{out}: a worker was killed, and main_ppo did not fail")
 
 
 def evaluate(folder: Path) -> dict[str, object]:
@@ -98,6 +120,11 @@ def evaluate(folder: Path) -> dict[str, object]:
     results["apart_tp2"] = {
         "weights_compared": check_weights(apart, inputs, 2),
         "hybridengine": moved(apart),
+    }
+    lora = folder / "hybridengine_lora"
+    results["lora_merged_tp2"] = {
+        "weights_compared": check_weights(lora, inputs, 2),
+        "hybridengine": moved(lora),
     }
     return results
 
@@ -159,7 +186,6 @@ def train(
     modules: list[str],
     resume_from: Path | None = None,
     overrides: tuple[str, ...] = (),
-    extra_variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Run `main_ppo`, with external `modules` besides the CPU's; return `out`.
 
@@ -178,7 +204,6 @@ def train(
         "VERL_RECORD": str(out / "record"),
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
     }
-    variables |= extra_variables
     log = out / "log.txt"
     with log.open("w") as output:
         status = subprocess.run(
@@ -260,7 +285,7 @@ def check_weights(run: Path, inputs: Path, tp_size: int, from_step: int = 0) -> 
         if step < from_step:
             continue
         saved = run / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
-        model = saved if step else inputs / "model"
+        model = _merged(run, inputs, step) or (saved if step else inputs / "model")
         expected = expected_digests(str(model), tp_size, 1.0, dtype=torch.bfloat16)
         for server, weights in found.items():
             wrong = [name for name in expected if expected[name] != weights[name]]
@@ -268,6 +293,16 @@ def check_weights(run: Path, inputs: Path, tp_size: int, from_step: int = 0) -> 
             compared += len(expected)
     assert compared
     return compared
+
+
+def _merged(run: Path, inputs: Path, step: int) -> Path | None:
+    """Return a checkpoint of what verl gathered with LoRA adapters merged; None without LoRA."""
+    file = run / "record" / f"merged_{step}.safetensors"
+    if not file.exists():
+        return None
+    folder = shutil.copytree(inputs / "model", file.with_suffix(""), dirs_exist_ok=True)
+    shutil.copy(file, folder / "model.safetensors")
+    return Path(folder)
 
 
 def digests(run: Path) -> dict[int, dict[str, dict[str, str]]]:
