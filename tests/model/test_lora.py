@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridengine.errors import ModelError
 from hybridengine.model import adapter_shards, apply_lora, check_lora
+from tests.model.lora_shared import write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -163,18 +164,6 @@ def load_adapted(rank: int, world_size: int, path: str, adapter: str, out: str) 
     )
     assert model.config.max_position_embeddings == 77
     save_adapter(model, out)
-
-
-def write_adapter(
-    model_path: str, folder: Path, dtype: torch.dtype = torch.float32, rank: int = 3, alpha: int = 5
-) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=["q_proj", "o_proj"], init_lora_weights=False
-    )
-    get_peft_model(base, config).to(dtype).save_pretrained(str(folder))
 
 
 @pytest.mark.multirank

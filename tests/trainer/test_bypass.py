@@ -12,7 +12,7 @@ from hybridengine.config import GRPOConfig
 from hybridengine.config import rl as schema
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
-from tests.trainer.test_loss_forms import Setup
+from tests.trainer.loss_forms_shared import Setup
 
 pytestmark = pytest.mark.multirank  # one rank, for FSDP2
 CASES = (

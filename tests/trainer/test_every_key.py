@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.config import GRPOConfig, SFTConfig
-from tests.model.test_lora import write_adapter
+from tests.model.lora_shared import write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_classifier, save_tiny
 from tests.trainer.effects import JobKind, effects_body, effects_of_flips, merged

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model.test_lora import write_adapter
+from tests.model.lora_shared import write_adapter
 from tests.trainer.in_process import run_jobs, small_job
 
 pytestmark = pytest.mark.multirank

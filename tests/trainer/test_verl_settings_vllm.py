@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model.test_lora import write_adapter
+from tests.model.lora_shared import write_adapter
 from tests.trainer.toy import toy_job
 
 pytestmark = [pytest.mark.multirank, pytest.mark.exhaustive]
