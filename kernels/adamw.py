@@ -121,18 +121,22 @@ def _adamw(
     numbers = lr, beta1, beta2, eps, weight_decay
     checksums = torch.zeros(len(changed), 2, dtype=torch.int64, device=params[0].device)
     chosen = choose_backend(_OP, params[0].device, backend, params[0].dtype)
-    if chosen == "cpp":
-        native().adamw(*lists, checksums.view(-1), engine_dtype, *numbers, grad_factor)
-        return checksums
-    for i, param in enumerate(params[: len(changed)]):
-        checksums[i, 0] = bit_checksum(param)
-    if chosen == "cuda":
-        native().adamw(*lists, checksums.view(-1), engine_dtype, *numbers, grad_factor)
-    else:
+    in_same_pass = chosen == "cpp"
+    if not in_same_pass:
+        _read_checksums(params[: len(changed)], checksums[:, 0])
+    if chosen == "reference":
         _update_by_reference(*lists, engine_dtype, numbers, grad_factor)
-    for i, param in enumerate(params[: len(changed)]):
-        checksums[i, 1] = bit_checksum(param)
+    else:
+        native().adamw(*lists, checksums.view(-1), engine_dtype, *numbers, grad_factor)
+    if not in_same_pass:
+        _read_checksums(params[: len(changed)], checksums[:, 1])
     return checksums
+
+
+def _read_checksums(params: list[Tensor], out: Tensor) -> None:
+    """Write `bit_checksum` of every parameter to `out`, int64 [P]; a GPU is not waited for."""
+    for i, param in enumerate(params):
+        out[i] = bit_checksum(param)
 
 
 def _update_by_reference(
@@ -157,8 +161,8 @@ def _update_by_reference(
 
 @_adamw.register_fake
 def _(params: list[Tensor], *lists: list[Tensor], **_: object) -> Tensor:
-    changed = lists[4]
-    return torch.empty(len(changed), 2, dtype=torch.int64, device=params[0].device)
+    device = params[0].device if params else None
+    return torch.empty(len(lists[4]), 2, dtype=torch.int64, device=device)
 
 
 def bits_differ(old: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor:

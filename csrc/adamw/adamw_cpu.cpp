@@ -120,9 +120,9 @@ class Update {
     VecF p = load_part(tensor_.param + i, count, 0);
     VecF m = load_part(tensor_.exp_avg + i, count, 0);
     VecF v = load_part(tensor_.exp_avg_sq + i, count, 0);
-    before.add_part(p, count);
+    if constexpr (kMarked) before.add_part(p, count);
     const uint32_t changed = update(load_part(grad() + i, count, 0), p, m, v);
-    after.add_part(p, count);
+    if constexpr (kMarked) after.add_part(p, count);
     store_part(tensor_.param + i, p, count);
     store_part(tensor_.exp_avg + i, m, count);
     store_part(tensor_.exp_avg_sq + i, v, count);

@@ -130,6 +130,7 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
     "rollout.name": ("vllm", ()),
     "rollout.gpu_memory_utilization": ("0.25", VLLM),
     "rollout.max_num_seqs": ("3", ()),
+    "rollout.max_num_batched_tokens": ("8193", ()),
     "rollout.max_model_len": ("32", VLLM),
     "rollout.dtype": ("bfloat16", ()),
     "rollout.quantization": ("fp8", ()),
