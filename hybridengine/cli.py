@@ -27,8 +27,8 @@ from rich.table import Table
 from hybridengine import __version__
 from hybridengine.config import (
     PPO,
-    GRPOConfig,
     JobConfig,
+    RLConfig,
     SFTConfig,
     config_to_yaml,
     load_config,
@@ -230,12 +230,12 @@ def _check_and_plan(config: JobConfig, dry_run: bool, faults: Faults) -> Table:
         samples = check_sft(config, faults)
         table, num_samples = sft_plan(config, *samples), len(samples[0])
     else:
-        assert isinstance(config, GRPOConfig)
+        assert isinstance(config, RLConfig)
         prompts = check_grpo(config, faults)
         table, num_samples = plan_table(config, *prompts), len(prompts[0])
     if dry_run:  # a run prints these itself, when they are known
         table.add_row("[bold]start", start_of(config, num_samples))
-        if isinstance(config, GRPOConfig):
+        if isinstance(config, RLConfig):
             table.add_row("[bold]weight sync", sync_volume(config))
     return table
 

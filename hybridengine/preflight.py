@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridengine.checkpoint import check_resume
-from hybridengine.config import ConfigError, GRPOConfig, JobConfig, SFTConfig
+from hybridengine.config import ConfigError, JobConfig, RLConfig, SFTConfig
 from hybridengine.data import (
     PromptDataset,
     PromptLoader,
@@ -63,7 +63,7 @@ _PROBED_ROWS = 3  # whose empty answer is scored, besides the first row of each 
 
 
 def check_grpo(
-    config: GRPOConfig, faults: Faults | None = None
+    config: RLConfig, faults: Faults | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Check devices, model, disk, data and reward; load no weights.
 
@@ -166,7 +166,7 @@ def check_launch(config: JobConfig) -> None:
     started, ranks = os.environ.get("WORLD_SIZE"), config.ranks_per_node * config.trainer.nnodes
     if started is not None and int(started) != ranks:
         keys = list(_rank_keys(config))
-        if isinstance(config, GRPOConfig) and config.rollout.servers:
+        if isinstance(config, RLConfig) and config.rollout.servers:
             keys.append("1, for rollout.servers")
         per_node = f"({' + '.join(keys)})" if len(keys) > 1 else keys[0]
         raise ConfigError(
@@ -183,7 +183,7 @@ def check_launch(config: JobConfig) -> None:
 def _rank_keys(config: JobConfig) -> dict[str, int]:
     """Return the keys that set the ranks with a device on a machine, each with its number."""
     keys = {"trainer.n_gpus_per_node": config.trainer.n_gpus_per_node}
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, RLConfig):
         if config.overlaps and not config.rollout.servers:
             keys["rollout.n_gpus_per_node"] = config.rollout.n_gpus_per_node
         if config.critic.n_gpus_per_node:
@@ -191,7 +191,7 @@ def _rank_keys(config: JobConfig) -> dict[str, int]:
     return keys
 
 
-def _check_run(config: GRPOConfig | SFTConfig, faults: Faults) -> PretrainedConfig | None:
+def _check_run(config: RLConfig | SFTConfig, faults: Faults) -> PretrainedConfig | None:
     """Check what every kind of training needs; return the model's configuration.
 
     None where it cannot be read, which is one of `faults`.
@@ -259,7 +259,7 @@ def _load_data(
     return None
 
 
-def _check_reward_files(config: GRPOConfig, faults: Faults) -> None:
+def _check_reward_files(config: RLConfig, faults: Faults) -> None:
     """Import the reward functions of files, without the manager that calls them."""
     with faults:
         for path, name in config.reward.functions:
@@ -268,7 +268,7 @@ def _check_reward_files(config: GRPOConfig, faults: Faults) -> None:
                     import_reward_function(path, name, None)
 
 
-def _check_adapters(config: GRPOConfig | SFTConfig, model: PretrainedConfig) -> None:
+def _check_adapters(config: RLConfig | SFTConfig, model: PretrainedConfig) -> None:
     given = config.model
     if given.lora_rank:
         check_lora(
@@ -289,7 +289,7 @@ def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -
 
 
 def _check_resume(
-    config: GRPOConfig | SFTConfig, train: PromptDataset | SFTDataset, model: PretrainedConfig
+    config: RLConfig | SFTConfig, train: PromptDataset | SFTDataset, model: PretrainedConfig
 ) -> None:
     """Check that the checkpoint to resume from fits the data and the model."""
     data = config.data
@@ -298,7 +298,7 @@ def _check_resume(
     check_resume(config, loader, layout.parameters, saved_states(config))
 
 
-def _check_baselines(config: GRPOConfig) -> None:
+def _check_baselines(config: RLConfig) -> None:
     """Check that the estimator needs no responses of the weights that are trained now."""
     estimator = config.algorithm.adv_estimator
     if config.overlaps and "reward_baselines" in NEEDS.get(estimator, ()):
@@ -310,14 +310,14 @@ def _check_baselines(config: GRPOConfig) -> None:
         )
 
 
-def _check_critic(config: GRPOConfig) -> None:
+def _check_critic(config: RLConfig) -> None:
     path, trust = config.critic.model.path, config.model.trust_remote_code
     if path:
         critic = check_model(path, trust)
         check_weights(path, critic, trust, is_sequence_classifier(critic))
 
 
-def _check_reward_model(config: GRPOConfig) -> None:
+def _check_reward_model(config: RLConfig) -> None:
     path, trust = config.reward.reward_model.model_path, config.model.trust_remote_code
     if not path:
         return
@@ -330,7 +330,7 @@ def _check_reward_model(config: GRPOConfig) -> None:
     check_weights(path, model, trust, classifier=True)
 
 
-def _check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _check_teacher(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Check the teacher's files, and that it reads the same tokens as the student.
 
     tokenizer: the student's, None where there is none.
@@ -360,7 +360,7 @@ def _check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase | None
 
 
 def _check_reward(
-    config: GRPOConfig, reward: RewardManager, datasets: Iterable[PromptDataset | None]
+    config: RLConfig, reward: RewardManager, datasets: Iterable[PromptDataset | None]
 ) -> None:
     """Score an empty answer to some prompts of each dataset, to detect a broken function."""
     for dataset in datasets:
@@ -373,7 +373,7 @@ def _check_reward(
             _check_reward_names(config, result)
 
 
-def _check_reward_names(config: GRPOConfig, result: RewardResult) -> None:
+def _check_reward_names(config: RLConfig, result: RewardResult) -> None:
     """Check that the reward returns the results, besides the score, that the algorithm needs."""
     algorithm = config.algorithm
     model = ["reward_model"] if config.reward.reward_model.enable else []

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from hybridengine.config import ConfigError, GRPOConfig
+from hybridengine.config import ConfigError, RLConfig
 from hybridengine.errors import UserError
 from hybridengine.model.validation import longest_sequence
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
@@ -28,7 +28,7 @@ _GIB = 2**30
 _MASTER, _MOMENTS = 4, 8  # bytes of a weight and of its state in AdamW, float32
 
 
-def check_engine(config: GRPOConfig) -> None:
+def check_engine(config: RLConfig) -> None:
     """Check what needs no model: whether the engine is there, and what it can do and be given.
 
     Raises ConfigError with every fault.
@@ -40,7 +40,7 @@ def check_engine(config: GRPOConfig) -> None:
         raise ConfigError(*faults)
 
 
-def _plain_generate(config: GRPOConfig) -> Iterator[str]:
+def _plain_generate(config: RLConfig) -> Iterator[str]:
     """Yield what only vLLM can do."""
     rollout, advice = config.rollout, "but the engine is plain generate; set rollout.name=vllm"
     if rollout.tensor_model_parallel_size > 1:
@@ -57,7 +57,7 @@ def _plain_generate(config: GRPOConfig) -> Iterator[str]:
         yield f"rollout.quantization is {rollout.quantization}, {advice}, or remove it"
 
 
-def _vllm(config: GRPOConfig) -> Iterator[str]:
+def _vllm(config: RLConfig) -> Iterator[str]:
     """Yield what vLLM cannot be given."""
     rollout = config.rollout
     if rollout.quantization and rollout.dtype == "float32":
@@ -86,7 +86,7 @@ def _vllm(config: GRPOConfig) -> Iterator[str]:
             yield f"rollout.engine_kwargs.vllm: {error}"
 
 
-def check_model_in_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
+def check_model_in_engine(config: RLConfig, model: PretrainedConfig) -> None:
     """Check that vLLM's attention on a CPU fits the model, or that a GPU holds the weights."""
     if not config.rollout.servers and engine_name(config) == "vllm":
         if torch.cuda.is_available():
@@ -96,7 +96,7 @@ def check_model_in_engine(config: GRPOConfig, model: PretrainedConfig) -> None:
             check_head_size(model)
 
 
-def check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
+def check_heads(config: RLConfig, model: PretrainedConfig) -> None:
     """Check the tensor-parallel size against attention heads and key-value heads."""
     text, tp_size = model.get_text_config(), config.rollout.tensor_model_parallel_size
     heads = text.num_attention_heads
@@ -113,7 +113,7 @@ def check_heads(config: GRPOConfig, model: PretrainedConfig) -> None:
         )
 
 
-def check_sequence_length(config: GRPOConfig, model: PretrainedConfig) -> None:
+def check_sequence_length(config: RLConfig, model: PretrainedConfig) -> None:
     """Check the longest sequence against the positions of the model."""
     lengths = "data.max_prompt_length or data.max_response_length"
     key = "rollout.max_model_len" if config.rollout.max_model_len else lengths
@@ -133,7 +133,7 @@ def check_head_size(model: PretrainedConfig) -> None:
         )
 
 
-def check_device_memory(config: GRPOConfig, model: PretrainedConfig, memory: float) -> None:
+def check_device_memory(config: RLConfig, model: PretrainedConfig, memory: float) -> None:
     """Check that the engine's share of a GPU holds its weights and leaves room for the trainer's.
 
     memory: bytes of the GPU.
@@ -158,7 +158,7 @@ def check_device_memory(config: GRPOConfig, model: PretrainedConfig, memory: flo
         )
 
 
-def resident_bytes(config: GRPOConfig, numel: int) -> float:
+def resident_bytes(config: RLConfig, numel: int) -> float:
     """Return the least that the trainer's shards take on a rank's GPU while an engine generates.
 
     numel: weights of the policy; the critic is taken to be as large.

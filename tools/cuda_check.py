@@ -99,15 +99,15 @@ def table(kernels: list[Kernel]) -> str:
 
 
 def compile_triton(architectures: list[str]) -> tuple[list[str], list[Kernel]]:
-    """Compile every kernel of kernels/_triton_builds.py, if triton is installed."""
+    """Compile every kernel of tools/triton_builds.py, if triton is installed."""
     if importlib.util.find_spec("triton") is None:
         return [], []
     sys.path.insert(0, str(ROOT))
-    from hybridengine.kernels import _triton_builds
+    from tools import triton_builds
 
     problems, kernels = [], []
     for architecture in architectures:
-        for name, build in _triton_builds.builds(int(architecture.rstrip("a"))).items():
+        for name, build in triton_builds.builds(int(architecture.rstrip("a"))).items():
             try:
                 registers, shared, spills = build()
             except Exception as error:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hybridengine.config import (
     PPO,
     ConfigError,
-    GRPOConfig,
     JobConfig,
+    RLConfig,
     SFTConfig,
     load_config,
     load_sft_config,
@@ -23,7 +23,7 @@ from hybridengine.config import (
 )
 from hybridengine.preflight import check_launch
 
-Config = str | Path | Mapping[str, Any] | GRPOConfig | SFTConfig
+Config = str | Path | Mapping[str, Any] | RLConfig | SFTConfig
 
 _INITIAL_MODEL = "initial_model"  # folder in the run's, of a model that was given loaded
 
@@ -59,7 +59,7 @@ def load_settings(
     rewards: Sequence[str],
 ) -> JobConfig:
     """Load the configuration with what the arguments of `Trainer` set."""
-    if isinstance(config, GRPOConfig | SFTConfig):
+    if isinstance(config, RLConfig | SFTConfig):
         own = "sft" if isinstance(config, SFTConfig) else "grpo"
         if task not in (None, own, *(["ppo"] if own == "grpo" else [])):
             raise ConfigError(f"task is {task!r}, but config is a {type(config).__name__}")
@@ -88,14 +88,14 @@ def load_settings(
 
 def check_ranks(config: JobConfig) -> None:
     """Check the number of ranks against the processes that were started, else this one alone."""
-    if isinstance(config, GRPOConfig) and config.overlaps:
+    if isinstance(config, RLConfig) and config.overlaps:
         raise ConfigError(
             f"trainer.mode is {config.trainer.mode}"
             f"{' and rollout.servers are set' if config.rollout.servers else ''}, but every "
             "process of a script trains; start `hybridengine grpo`, or set trainer.mode=sync "
             "without servers"
         )
-    if isinstance(config, GRPOConfig) and config.num_critic_ranks:
+    if isinstance(config, RLConfig) and config.num_critic_ranks:
         raise ConfigError(
             f"critic.n_gpus_per_node is {config.critic.n_gpus_per_node}, but every process of a "
             "script trains the policy; start `hybridengine ppo`, or set critic.n_gpus_per_node=0"

@@ -31,7 +31,7 @@ from hybridengine.api.settings import (
     save_initial_model,
 )
 from hybridengine.checkpoint.pretrained import save_pretrained
-from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
+from hybridengine.config import ConfigError, RLConfig, SFTConfig
 from hybridengine.data import SFTSample
 from hybridengine.errors import UsageError
 from hybridengine.model import on_device
@@ -96,7 +96,7 @@ class Step:
 class Trainer:
     """One training run: a loop over steps, or `fit()`.
 
-    config: a YAML file, a mapping (nested, or with dotted keys), a GRPOConfig or an SFTConfig;
+    config: a YAML file, a mapping (nested, or with dotted keys), a RLConfig or an SFTConfig;
         None: all settings are in `overrides`.
     model: a folder or name, in place of model.path; or a loaded transformers model, which is
         written to <run>/initial_model together with `tokenizer` (default: that of its name).
@@ -104,7 +104,7 @@ class Trainer:
         ground_truth, extra_info)` with those of these arguments, and of `prompt`, that it takes.
         It runs in a thread of this process; reward.timeout_s and reward.weights apply.
     overrides: `{"actor.optim.lr": 1e-6}`, or a list of `key=value`.
-    task: "grpo" (default), "ppo" or "sft"; a GRPOConfig or SFTConfig names it already.
+    task: "grpo" (default), "ppo" or "sft"; a RLConfig or SFTConfig names it already.
     on_step_end, on_validation, on_save: see `Callbacks`.
 
     The process is one rank. Under torchrun every rank makes the same calls; otherwise a process
@@ -145,7 +145,7 @@ class Trainer:
     def _open(self, model: Any, tokenizer: Any, callbacks: Callbacks) -> None:
         config, folder = self.config, self.config.trainer.default_local_dir
         is_ours = "RANK" in os.environ and not dist.is_initialized()
-        if isinstance(config, GRPOConfig):
+        if isinstance(config, RLConfig):
             prepare_network(config.rollout.servers)
         check_ranks(config)
         if os.environ.get("RANK", "0") == "0":
@@ -154,7 +154,7 @@ class Trainer:
                 save_initial_model(model, tokenizer, config.model.path)
             if isinstance(config, SFTConfig):
                 check_sft(config)
-            elif isinstance(config, GRPOConfig):
+            elif isinstance(config, RLConfig):
                 check_grpo(config)
         session = self._stack.enter_context(
             rank_session(folder, config.trainer.timeout_s) if is_ours else script_session(folder)

@@ -27,7 +27,7 @@ from hybridengine.config.loading import (
     parse_overrides,
 )
 from hybridengine.config.reward import RewardConfig
-from hybridengine.config.rl import DataConfig, GRPOConfig
+from hybridengine.config.rl import DataConfig, RLConfig
 from hybridengine.config.sft import SFTConfig, SFTDataConfig
 from hybridengine.config.simulation import SimulationConfig
 from hybridengine.errors import ConfigError, ConfigNote
@@ -38,9 +38,9 @@ __all__ = [
     "ConfigNote",
     "DataConfig",
     "Dtype",
-    "GRPOConfig",
     "JobConfig",
     "OptimConfig",
+    "RLConfig",
     "RateConfig",
     "RewardConfig",
     "SFTConfig",

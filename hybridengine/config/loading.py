@@ -27,7 +27,7 @@ from yaml import YAMLError
 from hybridengine.config.adapter import adapter_settings
 from hybridengine.config.aliases import RL_ALIASES, SFT_ALIASES, AliasTable
 from hybridengine.config.common import JobConfig, Options
-from hybridengine.config.rl import GRPOConfig
+from hybridengine.config.rl import RLConfig
 from hybridengine.config.sft import SFTConfig
 from hybridengine.config.simulation import SimulationConfig
 from hybridengine.config.suggest import similar_keys
@@ -43,7 +43,7 @@ PPO = {
 }
 REQUIRED = ("model.path", "data.train_files")  # keys of a job
 _KINDS: dict[type, tuple[str, AliasTable, tuple[str, ...]]] = {  # name, aliases, required keys
-    GRPOConfig: ("grpo", RL_ALIASES, REQUIRED),
+    RLConfig: ("grpo", RL_ALIASES, REQUIRED),
     SFTConfig: ("sft", SFT_ALIASES, REQUIRED),
     SimulationConfig: ("simulate", AliasTable({}, {}, {}, {}, {}), ("model.path",)),
 }
@@ -56,7 +56,7 @@ def load_config(
     path: str | Path | Mapping[str, Any] | None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
-) -> GRPOConfig:
+) -> RLConfig:
     """Read a YAML file (None: defaults only), apply `key=value` overrides, check everything.
 
     path, overrides: may also be mappings, nested or with dotted keys, of Python values.
@@ -65,7 +65,7 @@ def load_config(
     with every other fault at once: unknown keys, wrong types or ranges, and settings that
     contradict each other.
     """
-    return _load(GRPOConfig, path, overrides, defaults)
+    return _load(RLConfig, path, overrides, defaults)
 
 
 def load_sft_config(

@@ -20,14 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridengine.config.loading import PPO
-from hybridengine.config.rl import GRPOConfig
+from hybridengine.config.rl import RLConfig
 from hybridengine.config.sft import SFTConfig
 from hybridengine.config.simulation import SimulationConfig
 from hybridengine.errors import ConfigError
 
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "grpo": (GRPOConfig, {}),
-    "ppo": (GRPOConfig, PPO),
+    "grpo": (RLConfig, {}),
+    "ppo": (RLConfig, PPO),
     "sft": (SFTConfig, {}),
     "simulate": (SimulationConfig, {}),
 }

@@ -314,7 +314,7 @@ class TrainerConfig(RunConfig):
 
 
 @dataclass(frozen=True)
-class GRPOConfig(JobConfig):
+class RLConfig(JobConfig):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()

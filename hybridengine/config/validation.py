@@ -12,7 +12,7 @@ from operator import attrgetter
 from urllib.parse import urlsplit
 
 from hybridengine.config.common import JobConfig, RateConfig
-from hybridengine.config.rl import GRPOConfig
+from hybridengine.config.rl import RLConfig
 from hybridengine.config.sft import SFTConfig
 from hybridengine.config.simulation import SimulationConfig
 
@@ -34,7 +34,7 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
     yield from _compile(config)
     if isinstance(config, SFTConfig):
         yield from _sft(config)
-    elif isinstance(config, GRPOConfig):
+    elif isinstance(config, RLConfig):
         yield from _warmup("actor.optim", config.actor.optim)
         yield from _warmup("critic.optim", config.critic.optim)
         yield from _ranks(config)
@@ -65,7 +65,7 @@ def find_notes(config: JobConfig | SimulationConfig) -> Iterator[str]:
             f"trainer.resume_from_path is {path}, which trainer.resume_mode={mode} does not read; "
             "set resume_mode=path to resume from it"
         )
-    if not isinstance(config, GRPOConfig) or config.distills:
+    if not isinstance(config, RLConfig) or config.distills:
         return
     estimator = config.algorithm.adv_estimator
     if config.rollout.n == 1 and estimator in _GROUP_ESTIMATORS:
@@ -134,7 +134,7 @@ def _warmup(group: str, optim: RateConfig) -> Iterator[str]:
         )
 
 
-def _ranks(config: GRPOConfig) -> Iterator[str]:
+def _ranks(config: RLConfig) -> Iterator[str]:
     batch, mini_batch = config.data.train_batch_size, config.ppo_mini_batch_size
     sizes = ("actor.fsdp_config.fsdp_size", "actor.ulysses_sequence_parallel_size")
     yield from _divisors(config, *sizes, *(() if config.overlaps else (_TP_SIZE,)))
@@ -151,7 +151,7 @@ def _ranks(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _overlap(config: GRPOConfig) -> Iterator[str]:
+def _overlap(config: RLConfig) -> Iterator[str]:
     """Yield what cannot be overlapped."""
     trainer, rollout = config.trainer, config.rollout
     mode = f"trainer.mode is {trainer.mode}"
@@ -203,7 +203,7 @@ _SET_BY_SERVERS: dict[str, object] = {
 }
 
 
-def _servers(config: GRPOConfig) -> Iterator[str]:
+def _servers(config: RLConfig) -> Iterator[str]:
     """Yield what cannot be combined with vLLM servers."""
     servers, key = config.rollout.servers, "rollout.servers"
     for url in servers:
@@ -234,7 +234,7 @@ def _servers(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _critic_ranks(config: GRPOConfig) -> Iterator[str]:
+def _critic_ranks(config: RLConfig) -> Iterator[str]:
     """Yield what does not fit the ranks of a critic apart from the policy."""
     ranks = config.num_critic_ranks
     if not ranks:
@@ -255,7 +255,7 @@ def _critic_ranks(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _lengths(config: GRPOConfig) -> Iterator[str]:
+def _lengths(config: RLConfig) -> Iterator[str]:
     rollout, sp_size = config.rollout, config.sequence_parallel_size
     longest, max_tokens = config.max_sequence_length, config.actor.ppo_max_token_len_per_gpu
     if max_tokens * sp_size < longest:
@@ -277,7 +277,7 @@ def _lengths(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _rollout(config: GRPOConfig) -> Iterator[str]:
+def _rollout(config: RLConfig) -> Iterator[str]:
     sampling = config.rollout.val_kwargs
     if config.reshard.lora == "adapters" and not config.model.lora_rank:
         yield "reshard.lora is 'adapters', but no adapter is trained; set model.lora_rank"
@@ -310,7 +310,7 @@ def _rollout(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _bypass(config: GRPOConfig) -> Iterator[str]:
+def _bypass(config: RLConfig) -> Iterator[str]:
     """Yield what contradicts the engine's log-probs as old ones."""
     correction, mode = config.algorithm.rollout_correction, config.actor.policy_loss.loss_mode
     key = "algorithm.rollout_correction"
@@ -342,7 +342,7 @@ _WITHOUT_POLICY_LOSS = {
 }
 
 
-def _distillation(config: GRPOConfig) -> Iterator[str]:
+def _distillation(config: RLConfig) -> Iterator[str]:
     if not config.distills:
         return
     key = "algorithm.distill.teacher_path"
@@ -361,7 +361,7 @@ def _distillation(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _multi_turn(config: GRPOConfig) -> Iterator[str]:
+def _multi_turn(config: RLConfig) -> Iterator[str]:
     multi_turn = config.rollout.multi_turn
     if not multi_turn.enable:
         for key in ("tool_config_path", "function_tool_path"):
@@ -383,7 +383,7 @@ def _multi_turn(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _rewards(config: GRPOConfig) -> Iterator[str]:
+def _rewards(config: RLConfig) -> Iterator[str]:
     reward, limit = config.reward, config.data.max_response_length
     files, names = reward.custom_reward_function.path, reward.custom_reward_function.name
     model, buffer = reward.reward_model, reward.overlong_buffer

@@ -18,7 +18,7 @@ _LOOK_S = 2.0  # between two looks for a lost rank
 _LIMIT_SHARE = 0.8  # of the group's timeout, at which NCCL's watchdog ends the process
 
 
-class Completion(Protocol):
+class StreamPoint(Protocol):
     """A point of a stream, as `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -53,14 +53,14 @@ class DeviceProgress:
         self,
         guard: Guard,
         device: torch.device,
-        record: Callable[[], Completion | None] | None = None,
+        record: Callable[[], StreamPoint | None] | None = None,
         limit_s: float | None = None,
     ) -> None:
         self._guard, self._device, self._limit_s = guard, device, limit_s
         self._record = record or self._record_event
-        self._marks: list[tuple[str, Completion]] = []
+        self._marks: list[tuple[str, StreamPoint]] = []
 
-    def _record_event(self) -> Completion | None:
+    def _record_event(self) -> StreamPoint | None:
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()

@@ -96,7 +96,7 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Link:
+class RoleLink:
     """What connects the worlds of all roles: a store that all ranks reach.
 
     store: of a connection of its own, with keys that no restart and no other use shares: those that
@@ -123,7 +123,7 @@ class Link:
         return bool(self.store.get("writing", bool))
 
 
-def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> Link:
+def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> RoleLink:
     """Initialize the default process group of this rank's own world.
 
     Torchrun's variables then describe that world, as vLLM and `torch.distributed` expect; only
@@ -145,4 +145,4 @@ def join_world(roles: Roles, rank: int, backend: str, timeout_s: float) -> Link:
         world_size=role.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return Link(roles, role, store.within("link"), timeout_s, address)
+    return RoleLink(roles, role, store.within("link"), timeout_s, address)

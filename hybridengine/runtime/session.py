@@ -31,7 +31,7 @@ from hybridengine.runtime.failures import (
 )
 from hybridengine.runtime.monitor import EXIT_RANK_FAILED, RankMonitor, connect_guard
 from hybridengine.runtime.restarts import RunMark, connect_store, number_of_start
-from hybridengine.runtime.roles import Link, Role, Roles, join_world
+from hybridengine.runtime.roles import Role, RoleLink, Roles, join_world
 from hybridengine.runtime.signed_store import check_secret, share_secret
 from hybridengine.runtime.status import PhaseStatus, write_error_record
 
@@ -59,7 +59,7 @@ class Session:
         status: PhaseStatus,
         guard: CollectiveGuard | None = None,
         signals: StopSignals | None = None,
-        link: Link | None = None,
+        link: RoleLink | None = None,
         mark: RunMark | None = None,
     ) -> None:
         self.link = link

@@ -22,7 +22,7 @@ from hybridengine.simulate.layout import Layout, Workload
 from hybridengine.simulate.model import ModelShape
 from hybridengine.simulate.run import Simulation, simulate
 from hybridengine.simulate.search import Result, describe, search
-from hybridengine.simulate.step import Phase, Shortage, Step, simulate_step
+from hybridengine.simulate.step import Phase, Shortage, SimulatedStep, simulate_step
 
 __all__ = [
     "DEVICES",
@@ -33,8 +33,8 @@ __all__ = [
     "Phase",
     "Result",
     "Shortage",
+    "SimulatedStep",
     "Simulation",
-    "Step",
     "Workload",
     "describe",
     "search",

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hybridengine.simulate.run import Simulation
 from hybridengine.simulate.search import describe
-from hybridengine.simulate.step import Step
+from hybridengine.simulate.step import SimulatedStep
 
 _GIB = 2.0**30
 _COLOURS = {
@@ -57,11 +57,11 @@ def print_simulation(simulation: Simulation, console: Console) -> None:
         console.print(_runners_up_table(best, runners_up))
 
 
-def _utilisation(step: Step) -> str:
+def _utilisation(step: SimulatedStep) -> str:
     return ", ".join(f"{group} {step.utilisation(group):.0%}" for group in step.groups)
 
 
-def _phase_table(step: Step) -> Table:
+def _phase_table(step: SimulatedStep) -> Table:
     generation = step.generation
     notes = {
         "generate": f"prefill {generation.prefill:.2f}, decode {generation.decode:.2f}, of it the "
@@ -77,7 +77,7 @@ def _phase_table(step: Step) -> Table:
     return table
 
 
-def _memory_table(step: Step) -> Table:
+def _memory_table(step: SimulatedStep) -> Table:
     """Return GiB on a rank: a row per kind, a column per moment."""
     moments = step.memory.moments
     kinds = list(dict.fromkeys(kind for sizes in moments.values() for kind in sizes))
@@ -92,7 +92,7 @@ def _memory_table(step: Step) -> Table:
     return table
 
 
-def _sync_line(step: Step) -> str:
+def _sync_line(step: SimulatedStep) -> str:
     sync = step.sync
     how = "planned" if sync.source == "planner" else "by HybridFlow's formula"
     return (
@@ -102,7 +102,7 @@ def _sync_line(step: Step) -> str:
     )
 
 
-def _runners_up_table(best: Step, steps: list[Step]) -> Table:
+def _runners_up_table(best: SimulatedStep, steps: list[SimulatedStep]) -> Table:
     table = Table("runner-up", "step s", "slower", "generate", "update", box=None, pad_edge=False)
     for step in steps:
         table.add_row(
@@ -129,7 +129,7 @@ def as_dict(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _step_dict(step: Step) -> dict[str, Any]:
+def _step_dict(step: SimulatedStep) -> dict[str, Any]:
     return {
         "layout": asdict(step.layout),
         "seconds": step.seconds,
@@ -171,7 +171,7 @@ def draw_timeline(simulation: Simulation, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_step(axes: Any, step: Step, longest: float) -> None:
+def _draw_step(axes: Any, step: SimulatedStep, longest: float) -> None:
     groups = step.groups
     for phase in step.phases:
         row = groups.index(phase.group)

@@ -12,7 +12,7 @@ from hybridengine.config.simulation import LayoutConfig, Mode
 from hybridengine.simulate.cluster import Cluster
 from hybridengine.simulate.layout import Layout, Workload
 from hybridengine.simulate.model import ModelShape
-from hybridengine.simulate.step import Shortage, Step, simulate_step
+from hybridengine.simulate.step import Shortage, SimulatedStep, simulate_step
 
 _KNOBS = {
     "mode": "mode",
@@ -35,20 +35,20 @@ class Result:
     num_layouts: considered in all, of which `refused` do not fit the memory.
     """
 
-    steps: list[Step]
+    steps: list[SimulatedStep]
     reasons: list[str]
     num_layouts: int
     refused: int
 
     @property
-    def best(self) -> Step:
+    def best(self) -> SimulatedStep:
         return self.steps[0]
 
-    def placements(self) -> list[Step]:
+    def placements(self) -> list[SimulatedStep]:
         """Return the best step of every placement (colocated or split, critic apart or not)."""
         return _firsts(self.steps, lambda layout: (layout.mode, layout.critic_ranks > 0))
 
-    def runners_up(self, count: int = 4) -> list[Step]:
+    def runners_up(self, count: int = 4) -> list[SimulatedStep]:
         """Return the next best steps with other groups or another TP size, and all placements."""
         groups = ("mode", "trainer_ranks", "critic_ranks", "tp_size")
         firsts = _firsts(self.steps, lambda layout: tuple(getattr(layout, g) for g in groups))
@@ -56,9 +56,9 @@ class Result:
         return chosen + [step for step in self.placements()[1:] if step not in chosen]
 
 
-def _firsts(steps: list[Step], key: Callable[[Layout], tuple]) -> list[Step]:
+def _firsts(steps: list[SimulatedStep], key: Callable[[Layout], tuple]) -> list[SimulatedStep]:
     """Return the first step for every key."""
-    first: dict[tuple, Step] = {}
+    first: dict[tuple, SimulatedStep] = {}
     for step in steps:
         first.setdefault(key(step.layout), step)
     return list(first.values())
@@ -69,7 +69,7 @@ def search(model: ModelShape, work: Workload, cluster: Cluster, fixed: LayoutCon
 
     Raises ConfigError if there is none, or if none fits the memory; it names what is missing.
     """
-    steps: list[Step] = []
+    steps: list[SimulatedStep] = []
     refused: dict[Layout, Shortage] = {}
     for layout in layouts(model, work, cluster, fixed):
         step = simulate_step(model, work, layout, cluster)
@@ -83,7 +83,7 @@ def search(model: ModelShape, work: Workload, cluster: Cluster, fixed: LayoutCon
     return Result(steps, _reasons(steps, refused), len(steps) + len(refused), len(refused))
 
 
-def _order(step: Step) -> tuple:
+def _order(step: SimulatedStep) -> tuple:
     """Sort by time to two digits; among equals by what is simpler, then by memory."""
     layout = step.layout
     return (
@@ -178,7 +178,7 @@ def describe(layout: Layout) -> str:
     return ", ".join([where, *parts, *(name for name, on in flags.items() if on)])
 
 
-def _reasons(steps: list[Step], refused: dict[Layout, Shortage]) -> list[str]:
+def _reasons(steps: list[SimulatedStep], refused: dict[Layout, Shortage]) -> list[str]:
     """Compare the best layout with the best one of every other value of each part."""
     best, reasons = steps[0], []
     for knob, name in _KNOBS.items():
@@ -195,7 +195,7 @@ def _reasons(steps: list[Step], refused: dict[Layout, Shortage]) -> list[str]:
     return reasons
 
 
-def _reason(name: str, own: object, other: object, best: Step, step: Step) -> str:
+def _reason(name: str, own: object, other: object, best: SimulatedStep, step: SimulatedStep) -> str:
     slower = step.seconds / best.seconds - 1
     sentence = f"{name} {_text(own)}: {_text(other)} is {slower:.1%} slower at best"
     if abs(slower) < 0.005:

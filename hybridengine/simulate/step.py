@@ -53,7 +53,7 @@ class Shortage:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """A step of a layout. seconds: from one step to the next; mfu: of the ranks that train the
     policy, during its update; exposed: seconds of it that wait for FSDP's collectives.
     """
@@ -81,7 +81,7 @@ class Step:
     def groups(self) -> list[str]:
         return list(dict.fromkeys(phase.group for phase in self.phases))
 
-    def replace_sync(self, planned: Sync) -> Step:
+    def replace_sync(self, planned: Sync) -> SimulatedStep:
         """Return this step with a planned sync instead of the formula's."""
         phases = tuple(
             replace(phase, seconds=planned.seconds) if phase.name == SYNC else phase
@@ -96,7 +96,7 @@ class Step:
 
 def simulate_step(
     model: ModelShape, work: Workload, layout: Layout, cluster: Cluster
-) -> Step | Shortage:
+) -> SimulatedStep | Shortage:
     """Return the step, or which memory is missing."""
     memory = memory_of(model, work, layout, cluster)
     if missing := _missing(model, work, layout, cluster, memory):
@@ -112,7 +112,7 @@ def simulate_step(
     phases += [Phase(SYNC, group, end, sync.seconds) for group in groups]
     seconds = max(phase.end for phase in phases)
     flops = TrainingModel(model, work, layout, cluster, layout.actor_ranks).flops()
-    return Step(
+    return SimulatedStep(
         layout,
         tuple(phases),
         seconds,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.config.rl import KLScheduleConfig
 from hybridengine.kernels import gae, group_advantage, whiten
 
@@ -125,7 +125,7 @@ def register_estimator(
     return register
 
 
-def uses_critic(config: GRPOConfig) -> bool:
+def uses_critic(config: RLConfig) -> bool:
     """Return whether the estimator needs values; False for one that is not registered."""
     return "values" in NEEDS.get(config.algorithm.adv_estimator, ())
 

@@ -1,7 +1,7 @@
 """The training loop that RL and SFT share: resume, validate, step, save, finish or stop.
 
-`Trainer.train` is the loop of the command line. `hybridengine.Trainer` calls the same methods in
-the same order, with the user's code between them.
+`BaseTrainer.train` is the loop of the command line. `hybridengine.Trainer` calls the same methods
+in the same order, with the user's code between them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hybridengine.trainer.updates import UpdateCounts, UpdateLog
 ConfigT = TypeVar("ConfigT", bound=JobConfig)
 
 
-class Trainer(ABC, Generic[ConfigT]):
+class BaseTrainer(ABC, Generic[ConfigT]):
     """One rank of a run. A subclass sets these attributes and implements the abstract methods.
 
     callbacks: called at the events of the run. val: the validation data, or None. epochs_per_step:

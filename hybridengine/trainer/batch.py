@@ -20,7 +20,7 @@ from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_
 from hybridengine.rollout.columns import COLUMNS
 from hybridengine.runtime.all_ranks import group_timeout
 from hybridengine.runtime.session import Session
-from hybridengine.trainer.exchange import Placement, RowExchange
+from hybridengine.trainer.exchange import RowExchange, RowLocations
 from hybridengine.trainer.outcomes import Outcomes
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.split import MicroBatchIndices, split_micro_batches
@@ -55,7 +55,7 @@ class RolloutBatch:
     returns: Tensor | None = None
     is_weights: Tensor | None = None  # importance weights of the rollout correction
     selected: Tensor | None = None  # bool [R], the tokens that clip_cov and kl_cov choose
-    placement: Placement | None = None  # of all N responses on the ranks that train on them
+    placement: RowLocations | None = None  # of all N responses on the ranks that train on them
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -158,7 +158,7 @@ class DataParallel:
         rollouts: Rollouts,
         num_mini_batches: int,
         max_tokens: int,
-        receive: Callable[[Placement], Mapping[str, Tensor]] | None = None,
+        receive: Callable[[RowLocations], Mapping[str, Tensor]] | None = None,
     ) -> tuple[RolloutBatch, list[MiniBatch]]:
         """Split rollouts into optimizer steps of whole groups, each balanced over the replicas.
 
@@ -213,14 +213,14 @@ class DataParallel:
         )
         return batch, [packing.mini_batch(rows, replicas[self.replica]) for rows, replicas in split]
 
-    def _place(self, outcomes: Outcomes, trained: Sequence[list[int]]) -> Placement:
+    def _place(self, outcomes: Outcomes, trained: Sequence[list[int]]) -> RowLocations:
         """trained: the rows that each replica trains on; without any it holds the shortest one."""
         shortest = int(outcomes.lengths.argmin())
         held = [rows or [shortest] for rows in trained for _ in range(self.sp_size)]
         sources = torch.empty(len(outcomes), dtype=torch.int64)
         for replica, rows in enumerate(trained):
             sources[rows] = replica * self.sp_size
-        return Placement(held, sources)
+        return RowLocations(held, sources)
 
     def _split(
         self, outcomes: Outcomes, num_mini_batches: int, max_tokens: int

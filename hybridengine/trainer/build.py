@@ -19,7 +19,7 @@ from hybridengine.agent import (
     find_parser,
     load_tools,
 )
-from hybridengine.config import ConfigError, GRPOConfig, JobConfig
+from hybridengine.config import ConfigError, JobConfig, RLConfig
 from hybridengine.data import PromptDataset
 from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.special_tokens import SpecialTokens
@@ -32,7 +32,7 @@ from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
 from hybridengine.reward_worker.function import import_file
 from hybridengine.rewards import RewardManager, build_reward_manager
 from hybridengine.rollout import RolloutEngine
-from hybridengine.runtime.roles import Link
+from hybridengine.runtime.roles import RoleLink
 from hybridengine.sharding import CheckpointLayout
 from hybridengine.sharding.changes import ChangedElements
 from hybridengine.sharding.weight_target import target_of
@@ -59,7 +59,7 @@ def load_tokenizer(config: JobConfig, path: str | None = None) -> PreTrainedToke
 
 
 def load_data(
-    config: GRPOConfig,
+    config: RLConfig,
 ) -> tuple[PreTrainedTokenizerBase, PromptDataset, PromptDataset | None, RewardManager]:
     """Load tokenizer, training prompts, validation prompts (or None) and reward.
 
@@ -75,13 +75,13 @@ def load_data(
     return tokenizer, train, val, reward
 
 
-def tool_schemas(config: GRPOConfig) -> list[dict[str, Any]]:
+def tool_schemas(config: RLConfig) -> list[dict[str, Any]]:
     """Return the tools that the chat template shows to the model."""
     turns = config.rollout.multi_turn
     return [tool.schema for tool in load_tools(turns).values()] if turns.enable else []
 
 
-def build_agents(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> AgentRunner | None:
+def build_agents(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> AgentRunner | None:
     """Build what runs trajectories of several turns, None where responses are single turns.
 
     Raises ConfigError for tools, a format or an agent loop that do not exist.
@@ -100,7 +100,7 @@ def build_agents(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Agen
     return AgentRunner(context, name, template, tools)
 
 
-def check_algorithm(config: GRPOConfig) -> None:
+def check_algorithm(config: RLConfig) -> None:
     """Raise ConfigError for an unknown estimator, and for ranks of a critic that it has not."""
     estimator = config.algorithm.adv_estimator
     try:
@@ -114,7 +114,7 @@ def check_algorithm(config: GRPOConfig) -> None:
         )
 
 
-def import_external(config: GRPOConfig) -> None:
+def import_external(config: RLConfig) -> None:
     """Import `model.external_lib` for what it registers; once per process."""
     if config.model.external_lib:
         _import_external(config.model.external_lib)
@@ -134,7 +134,7 @@ def _import_external(name: str) -> None:
         raise ConfigError(f"model.external_lib {name!r} cannot be imported: {error}") from error
 
 
-def engine_name(config: GRPOConfig) -> str:
+def engine_name(config: RLConfig) -> str:
     """Return the engine that `rollout.name` selects here: auto is vllm where it is installed."""
     from hybridengine.rollout.vllm.environment import vllm_available
 
@@ -151,7 +151,7 @@ def engine_name(config: GRPOConfig) -> str:
     return name
 
 
-def build_engine(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+def build_engine(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """Build the rollout engine on this rank, without weights."""
     model, rollout, checkpoint = config.model, config.rollout, checkpoint_layout(config)
     stop_token_ids, dtype = (
@@ -226,7 +226,7 @@ def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
     return sorted(token for token in tokens if token is not None)
 
 
-def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
+def build_resharder(config: RLConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
     """Build the weight sync from the policy's shards into the engine."""
     mib = config.reshard.bucket_mib
     resharder = Resharder(
@@ -243,7 +243,7 @@ def build_resharder(config: GRPOConfig, actor: Actor, engine: RolloutEngine) -> 
     return resharder
 
 
-def build_sender(config: GRPOConfig, actor: Actor, link: Link) -> WeightSender:
+def build_sender(config: RLConfig, actor: Actor, link: RoleLink) -> WeightSender:
     """Build a trainer rank's side of the weight sync to engine ranks."""
     mib, model = config.reshard.bucket_mib, cast(PreTrainedModel, actor.model)
     return WeightSender(
@@ -260,7 +260,7 @@ def build_sender(config: GRPOConfig, actor: Actor, link: Link) -> WeightSender:
     )
 
 
-def build_receiver(engine: RolloutEngine, link: Link) -> WeightReceiver:
+def build_receiver(engine: RolloutEngine, link: RoleLink) -> WeightReceiver:
     """Build an engine rank's side of the weight sync."""
     assert link.role.engine is not None
     store = link.store.substore("weights")
@@ -269,7 +269,7 @@ def build_receiver(engine: RolloutEngine, link: Link) -> WeightReceiver:
 
 
 def _track_changes(
-    config: GRPOConfig, actor: Actor
+    config: RLConfig, actor: Actor
 ) -> Callable[[], dict[str, ChangedElements] | None] | None:
     """Make the optimizer track what changes in the engine's dtype; return what reads it.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybridengine.config import GRPOConfig, JobConfig, OptimConfig, RateConfig
+from hybridengine.config import JobConfig, OptimConfig, RateConfig, RLConfig
 from hybridengine.errors import ModelError
 from hybridengine.model import (
     Optimizer,
@@ -71,7 +71,7 @@ def load_model(
     )
 
 
-def load_value_model(config: GRPOConfig, session: Session, path: str) -> Any:
+def load_value_model(config: RLConfig, session: Session, path: str) -> Any:
     """Load a model with a value head, see `load_model`."""
     offload = config.actor.fsdp_config.param_offload
     return load_model(config, session, path, value_head=True, param_offload=offload)
@@ -102,7 +102,7 @@ def num_shards(config: JobConfig, ranks: int | None = None) -> int:
 
 
 def build_actor(
-    config: GRPOConfig,
+    config: RLConfig,
     sliced_dims: Callable[[Mapping[str, tuple[int, ...]]], dict[str, int]],
     dp: DataParallel,
     updates: int,
@@ -147,7 +147,7 @@ def build_actor(
 def saved_states(config: JobConfig) -> list[str]:
     """Return the names of the states that a checkpoint of this run must hold to be resumed."""
     names = ["actor.optimizer"]
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, RLConfig):
         names += ["kl"] if config.algorithm.use_kl_in_reward else []
         names += ["kl_loss"] if config.schedules_kl_loss else []
         names += ["critic.optimizer"] if uses_critic(config) else []
@@ -155,7 +155,7 @@ def saved_states(config: JobConfig) -> list[str]:
 
 
 def build_reward_model(
-    config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, session: Session
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, session: Session
 ) -> RewardModel:
     """Build the reward model; tokenizer: the policy's."""
     path = config.reward.reward_model.model_path

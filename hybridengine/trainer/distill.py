@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.model import Optimizer, packed_distillation_loss
 from hybridengine.trainer.batch import DataParallel, MicroBatch, MiniBatch, RolloutBatch
 from hybridengine.trainer.models import Actor
@@ -25,7 +25,7 @@ class Student(Actor):
 
     def __init__(
         self,
-        config: GRPOConfig,
+        config: RLConfig,
         model: nn.Module,
         teacher: Callable[[], AbstractContextManager[nn.Module]],
         optimizer: Optimizer,

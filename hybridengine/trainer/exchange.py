@@ -13,7 +13,7 @@ _MAX_ELEMENTS = 1 << 24  # that a rank sends or receives at once, where one row 
 
 
 @dataclass(frozen=True)
-class Placement:
+class RowLocations:
     """Where N rows lie.
 
     held: for each rank, the rows that it holds; a row may be on several ranks. sources: int64 [N],

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.model import Optimizer
 from hybridengine.trainer.batch import (
     DataParallel,
@@ -31,7 +31,7 @@ class Learner(ABC):
     name: str
 
     def __init__(
-        self, config: GRPOConfig, model: nn.Module, optimizer: Optimizer, dp: DataParallel
+        self, config: RLConfig, model: nn.Module, optimizer: Optimizer, dp: DataParallel
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._config, self._dp = config, dp

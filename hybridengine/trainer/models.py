@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.config.rl import RolloutCorrectionConfig
 from hybridengine.kernels import (
     RolloutCorrection,
@@ -47,7 +47,7 @@ _CORRECTION_NAMES = {  # the kernel's -> verl's
 }
 
 
-def needs_old_log_probs(config: GRPOConfig, num_mini_batches: int) -> bool:
+def needs_old_log_probs(config: RLConfig, num_mini_batches: int) -> bool:
     """Return whether the update needs old log-probs from a forward pass of their own.
 
     It does not where a batch is used for one optimizer step and nothing before that step reads
@@ -76,7 +76,7 @@ class Actor(Learner):
 
     def __init__(
         self,
-        config: GRPOConfig,
+        config: RLConfig,
         model: nn.Module,
         reference: Callable[[], AbstractContextManager[nn.Module]] | None,
         optimizer: Optimizer,

@@ -20,7 +20,7 @@ from hybridengine.trainer.exchange import all_gather_rows
 SCORE_NAMES = ("score", "reward", "seq_reward")  # of the score; the last two are verl's
 
 
-class RewardPart(NamedTuple):
+class RewardColumn(NamedTuple):
     """One declared reward; scores: float64 [N]."""
 
     weight: float
@@ -60,7 +60,7 @@ class Outcomes:
     scores: Tensor  # float64
     sizes: Mapping[str, Tensor]  # int64
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # float64
-    parts: Mapping[str, RewardPart] = field(default_factory=dict)
+    parts: Mapping[str, RewardColumn] = field(default_factory=dict)
     turns: Mapping[str, Tensor] = field(default_factory=dict)  # float64
     preds: Tensor | None = None  # float64
     is_last: Tensor | None = None  # bool, whether it is the last of its trajectory; None: all are
@@ -104,7 +104,7 @@ class Outcomes:
             self,
             scores=self.scores + weight * scores,
             extras={**self.extras, name: scores},
-            parts={**self.parts, name: RewardPart(weight, scores)},
+            parts={**self.parts, name: RewardColumn(weight, scores)},
         )
 
     def take(self, rows: Tensor) -> Outcomes:
@@ -183,7 +183,9 @@ def _from_matrix(matrix: Tensor, header: _Header) -> Outcomes:
         scores=scores,
         sizes={name: next(columns).long() for name in header["sizes"]},
         extras={name: next(columns) for name in header["extras"]},
-        parts={name: RewardPart(weight, next(columns)) for name, weight in header["parts"].items()},
+        parts={
+            name: RewardColumn(weight, next(columns)) for name, weight in header["parts"].items()
+        },
         turns={name: next(columns) for name in header["turns"]},
         preds=next(columns) if header["preds"] else None,
         is_last=next(columns).bool() if header["is_last"] else None,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from hybridengine.checkpoint import resume_plan
-from hybridengine.config import Dtype, GRPOConfig, JobConfig, SFTConfig, keys_of
+from hybridengine.config import Dtype, JobConfig, RLConfig, SFTConfig, keys_of
 from hybridengine.data import PromptDataset, SFTDataset
 from hybridengine.kernels import has_fast_products
 from hybridengine.model.validation import check_model
@@ -29,7 +29,7 @@ _GIB = 2.0**30
 _Config = TypeVar("_Config", bound=JobConfig)
 
 
-def plan_table(config: GRPOConfig, train: PromptDataset, val: PromptDataset | None) -> Table:
+def plan_table(config: RLConfig, train: PromptDataset, val: PromptDataset | None) -> Table:
     """Describe an RL run."""
     data, trainer = config.data, config.trainer
     splits = config.overlaps and not config.rollout.servers
@@ -102,7 +102,7 @@ def sft_plan(config: SFTConfig, train: SFTDataset, val: SFTDataset | None) -> Ta
     )
 
 
-def start_of(config: GRPOConfig | SFTConfig, num_samples: int) -> str:
+def start_of(config: RLConfig | SFTConfig, num_samples: int) -> str:
     """Describe where the run starts: anew, after the step of a checkpoint, or not at all."""
     trainer = config.trainer
     plan = resume_plan(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
@@ -111,7 +111,7 @@ def start_of(config: GRPOConfig | SFTConfig, num_samples: int) -> str:
     return f"{plan}{done}"
 
 
-def sync_volume(config: GRPOConfig) -> str:
+def sync_volume(config: RLConfig) -> str:
     """Describe how much a weight sync will move, from the configuration alone."""
     itemsize = _itemsize(config.rollout.dtype)
     if config.overlaps:
@@ -145,7 +145,7 @@ def _table(rows: dict[str, str]) -> Table:
     return table
 
 
-def _algorithm(config: GRPOConfig) -> str:
+def _algorithm(config: RLConfig) -> str:
     algorithm, distill = config.algorithm, config.algorithm.distill
     if config.distills:
         return f"distillation, beta {distill.beta:g}, from {distill.teacher_path}"
@@ -155,7 +155,7 @@ def _algorithm(config: GRPOConfig) -> str:
     )
 
 
-def _engines(config: GRPOConfig) -> str:
+def _engines(config: RLConfig) -> str:
     if config.rollout.servers:
         return f"vLLM servers: {', '.join(config.rollout.servers)}"
     text = (
@@ -165,14 +165,14 @@ def _engines(config: GRPOConfig) -> str:
     return text + (", on ranks of their own" if config.overlaps else "")
 
 
-def _mesh(config: GRPOConfig) -> str:
+def _mesh(config: RLConfig) -> str:
     shards, sp_size = num_shards(config), config.sequence_parallel_size
     copies = f"{config.world_size // shards} x " if shards < config.world_size else ""
     sequences = f", sequences over {sp_size} neighbours" if sp_size > 1 else ""
     return f"weights sharded over {copies}{shards}{sequences}"
 
 
-def _critic_rows(config: GRPOConfig) -> dict[str, str]:
+def _critic_rows(config: RLConfig) -> dict[str, str]:
     """Describe a critic on ranks of its own, with its weights, gradients and moments."""
     if not config.num_critic_ranks:
         return {}
@@ -184,7 +184,7 @@ def _critic_rows(config: GRPOConfig) -> dict[str, str]:
     }
 
 
-def _num_parameters(config: GRPOConfig, path: str = "") -> int:
+def _num_parameters(config: RLConfig, path: str = "") -> int:
     return sum(map(math.prod, checkpoint_layout(config, path).parameters.values()))
 
 
@@ -192,7 +192,7 @@ def _itemsize(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
-def _memory_gib(config: GRPOConfig) -> dict[str, float]:
+def _memory_gib(config: RLConfig) -> dict[str, float]:
     """Estimate the peak memory per rank of each part of the run.
 
     A trained weight takes 16 bytes: float32 master, gradient and two moments. Where layers are

@@ -1,7 +1,7 @@
 """GRPO (arXiv 2402.03300), PPO (arXiv 1707.06347) and related methods, as one line per step:
 
 prompts → generate → score → exchange and pack → reference and old log-probs, values → rewards,
-advantages → update critic → update policy → sync weights into the engine. `GRPOTrainer.collect`
+advantages → update critic → update policy → sync weights into the engine. `RLTrainer.collect`
 and `update` are that line.
 
 Deviations: the loss is averaged over tokens by default (DAPO, arXiv 2503.14476, eq. 12); where a
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.data import PromptDataset, PromptLoader, Subset
 from hybridengine.model import on_device
 from hybridengine.reshard import SyncReport
@@ -34,7 +34,7 @@ from hybridengine.runtime.roles import Roles
 from hybridengine.runtime.session import Session, run_rank
 from hybridengine.trainer.advantages import compute_advantages, compute_rewards
 from hybridengine.trainer.algorithms import NEEDS, KLController, uses_critic
-from hybridengine.trainer.base import Trainer
+from hybridengine.trainer.base import BaseTrainer
 from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.build import load_data
 from hybridengine.trainer.build_models import build_actor, build_reward_model
@@ -54,12 +54,12 @@ from hybridengine.trainer.validation import Problem, ValidationHistory, problems
 _NUM_PRINTED = 3  # scored samples on the screen
 
 
-class GRPOTrainer(Trainer[GRPOConfig]):
+class RLTrainer(BaseTrainer[RLConfig]):
     """One rank of an RL run."""
 
     val: PromptDataset | None
 
-    def __init__(self, config: GRPOConfig, session: Session) -> None:
+    def __init__(self, config: RLConfig, session: Session) -> None:
         config = resolve_dtypes(config)
         super().__init__(config, session)
         data, algorithm = config.data, config.algorithm
@@ -118,7 +118,7 @@ class GRPOTrainer(Trainer[GRPOConfig]):
         self.printed_samples = False
 
     @classmethod
-    def run(cls, config: GRPOConfig) -> int:
+    def run(cls, config: RLConfig) -> int:
         if not config.overlaps and not config.num_critic_ranks:
             return super().run(config)
         from hybridengine.trainer.critic.worker import CriticWorker

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.data import PromptLoader, PromptSample, Subset
 from hybridengine.reshard import SyncReport
 from hybridengine.rewards import RewardManager
@@ -80,7 +80,7 @@ class ColocatedRollouts(RolloutSource):
 
     def __init__(
         self,
-        config: GRPOConfig,
+        config: RLConfig,
         session: Session,
         tokenizer: Any,
         reward: RewardManager,

@@ -16,7 +16,7 @@ from hybridengine.data import PromptSample, Subset
 from hybridengine.rollout.columns import ARRAY_CODES, COLUMNS, ColumnValues
 from hybridengine.rollout.versions import VersionRuns
 from hybridengine.trainer.exchange import RowExchange
-from hybridengine.trainer.outcomes import Outcomes, RewardPart
+from hybridengine.trainer.outcomes import Outcomes, RewardColumn
 
 _TOKEN_FIELDS = {  # of ScoredResponse
     "response_ids": torch.int32,
@@ -251,7 +251,7 @@ def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
         },
         extras={name: column([r.extras[name] for r in rollouts]) for name in names},
         parts={
-            name: RewardPart(weight, column([r.parts[name][1] for r in rollouts]))
+            name: RewardColumn(weight, column([r.parts[name][1] for r in rollouts]))
             for name, (weight, _) in parts.items()
         },
         turns={name: column([r.turn_numbers[name] for r in rollouts]) for name in turn_names},

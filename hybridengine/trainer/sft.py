@@ -26,7 +26,7 @@ from hybridengine.model import (
     packed_cross_entropy,
 )
 from hybridengine.runtime.session import Session
-from hybridengine.trainer.base import Trainer
+from hybridengine.trainer.base import BaseTrainer
 from hybridengine.trainer.build import load_tokenizer
 from hybridengine.trainer.build_models import build_optimizer, load_model
 from hybridengine.trainer.plan import resolve_dtypes, sft_plan
@@ -40,7 +40,7 @@ def load_sft_data(config: SFTConfig) -> tuple[Any, SFTDataset, SFTDataset | None
     return tokenizer, SFTDataset(data.train_files, tokenizer, data), val
 
 
-class SFTTrainer(Trainer[SFTConfig]):
+class SFTTrainer(BaseTrainer[SFTConfig]):
     """One rank of an SFT run."""
 
     val: SFTDataset | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridengine.config import ConfigError, GRPOConfig, SFTConfig
+from hybridengine.config import ConfigError, RLConfig, SFTConfig
 from hybridengine.kernels import choose_backend
 from hybridengine.model.validation import check_model, shared_prefix_obstacle
 from hybridengine.runtime.session import Session
@@ -14,7 +14,7 @@ from hybridengine.trainer.batch import DataParallel
 from hybridengine.trainer.build import checkpoint_layout
 
 
-def build_data_parallel(config: GRPOConfig | SFTConfig, session: Session) -> DataParallel:
+def build_data_parallel(config: RLConfig | SFTConfig, session: Session) -> DataParallel:
     """Build the replicas, which share prefixes where `actor.shared_prefix` and the models permit.
 
     SFT shares them wherever its model permits.
@@ -28,13 +28,13 @@ def build_data_parallel(config: GRPOConfig | SFTConfig, session: Session) -> Dat
     )
 
 
-def no_sharing_reason(config: GRPOConfig | SFTConfig) -> str | None:
+def no_sharing_reason(config: RLConfig | SFTConfig) -> str | None:
     """Return why no prefix is shared, None if prefixes are.
 
     Raises:
         ConfigError: `actor.shared_prefix=on` for models that cannot.
     """
-    chosen = config.actor.shared_prefix if isinstance(config, GRPOConfig) else "auto"
+    chosen = config.actor.shared_prefix if isinstance(config, RLConfig) else "auto"
     if chosen == "off":
         return "actor.shared_prefix is off"
     obstacle = _obstacle(config)
@@ -46,11 +46,11 @@ def no_sharing_reason(config: GRPOConfig | SFTConfig) -> str | None:
     return obstacle
 
 
-def _obstacle(config: GRPOConfig | SFTConfig) -> str | None:
+def _obstacle(config: RLConfig | SFTConfig) -> str | None:
     paths = [config.model.path]
-    if isinstance(config, GRPOConfig) and uses_critic(config) and config.critic.model.path:
+    if isinstance(config, RLConfig) and uses_critic(config) and config.critic.model.path:
         paths.append(config.critic.model.path)
-    if isinstance(config, GRPOConfig) and config.algorithm.distill.teacher_path:
+    if isinstance(config, RLConfig) and config.algorithm.distill.teacher_path:
         paths.append(config.algorithm.distill.teacher_path)
     for path in paths:
         model = check_model(path, config.model.trust_remote_code)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from hybridengine.checkpoint.folders import find_checkpoints
 from hybridengine.config import (
-    GRPOConfig,
     JobConfig,
+    RLConfig,
     SFTConfig,
     config_to_yaml,
     load_config,
@@ -28,7 +28,7 @@ from hybridengine.runtime.status import clear_status, run_lock
 from hybridengine.storage import atomic_file
 
 if TYPE_CHECKING:
-    from hybridengine.trainer.base import Trainer
+    from hybridengine.trainer.base import BaseTrainer
 
 
 def launch(config: JobConfig) -> int:
@@ -37,7 +37,7 @@ def launch(config: JobConfig) -> int:
     Raises ConfigError if another run is using the folder.
     """
     dir = Path(config.trainer.default_local_dir)
-    servers = config.rollout.servers if isinstance(config, GRPOConfig) else ()
+    servers = config.rollout.servers if isinstance(config, RLConfig) else ()
     prepare_network(servers)
     address = "" if has_remote(servers) else "127.0.0.1"
     with run_lock(dir):
@@ -68,16 +68,16 @@ def _how_to_resume(dir: Path) -> str:
     return f"the same command resumes after step {saved[-1].step} (trainer.resume_mode=auto)"
 
 
-def trainer_of(config: JobConfig) -> type[Trainer]:
+def trainer_of(config: JobConfig) -> type[BaseTrainer]:
     """Return the class that runs `config`, with the messages of its libraries silenced."""
     from transformers.utils.logging import disable_progress_bar
 
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.rl import RLTrainer
     from hybridengine.trainer.sft import SFTTrainer
 
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    return SFTTrainer if isinstance(config, SFTConfig) else GRPOTrainer
+    return SFTTrainer if isinstance(config, SFTConfig) else RLTrainer
 
 
 if __name__ == "__main__":

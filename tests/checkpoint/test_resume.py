@@ -102,11 +102,11 @@ def train(rank: int, world_size: int, folder: Path, overrides: list[str]) -> str
     from hybridengine.config import load_config
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.rl import RLTrainer
 
     config = load_config(None, [*overrides, f"trainer.default_local_dir={folder}"])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        GRPOTrainer(config, Session(PhaseStatus(folder, rank))).train()
+        RLTrainer(config, Session(PhaseStatus(folder, rank))).train()
     return printed.getvalue()
 
 

@@ -10,7 +10,7 @@ from hybridengine.config import (
     PPO,
     ConfigError,
     ConfigNote,
-    GRPOConfig,
+    RLConfig,
     SFTConfig,
     config_to_yaml,
     keys_of,
@@ -30,10 +30,10 @@ PATH_NAMES = {
     "resume_from_path", "default_local_dir", "rollout_data_dir",
 }  # fmt: skip
 RESUME = "trainer.resume_mode=path"
-WITH_PATHS = {GRPOConfig: ["reward.reward_model.enable=true", RESUME], SFTConfig: [RESUME]}
+WITH_PATHS = {RLConfig: ["reward.reward_model.enable=true", RESUME], SFTConfig: [RESUME]}
 
 
-def load(*overrides: str) -> GRPOConfig:
+def load(*overrides: str) -> RLConfig:
     return load_config(None, [*NEEDED, *overrides])
 
 
@@ -367,7 +367,7 @@ def test_hydra_prefixes_and_a_text_for_a_list():
 
 def test_home_is_expanded_in_every_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
-    for load_any, schema in ((load_config, GRPOConfig), (load_sft_config, SFTConfig)):
+    for load_any, schema in ((load_config, RLConfig), (load_sft_config, SFTConfig)):
         keys = [key for key, _ in keys_of(schema)]
         paths = [k for k in keys if k.rsplit(".")[-1] in PATH_NAMES]
         config = load_any(None, [*NEEDED[:2], *(f"{k}=~/x" for k in paths), *WITH_PATHS[schema]])

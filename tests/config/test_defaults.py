@@ -9,7 +9,7 @@ import pytest
 
 from hybridengine.config import (
     PPO,
-    GRPOConfig,
+    RLConfig,
     SFTConfig,
     SimulationConfig,
     keys_of,
@@ -55,8 +55,8 @@ VALUES = {
 }
 DIVISORS = ("tensor_model_parallel_size", "fsdp_size", "ulysses_sequence_parallel_size")
 KINDS: dict[str, tuple[type, Any]] = {
-    "grpo": (GRPOConfig, lambda overrides: load_config(None, overrides)),
-    "ppo": (GRPOConfig, lambda overrides: load_config(None, overrides, PPO)),
+    "grpo": (RLConfig, lambda overrides: load_config(None, overrides)),
+    "ppo": (RLConfig, lambda overrides: load_config(None, overrides, PPO)),
     "sft": (SFTConfig, lambda overrides: load_sft_config(None, overrides)),
     "simulate": (
         SimulationConfig,
@@ -117,7 +117,7 @@ def test_setting_one_key_changes_that_key_only(kind):
     assert tried > len(list(keys_of(schema))) - len(VALUES)
 
 
-@pytest.mark.parametrize("schema", [GRPOConfig, SFTConfig, SimulationConfig])
+@pytest.mark.parametrize("schema", [RLConfig, SFTConfig, SimulationConfig])
 def test_a_group_is_its_class_without_arguments(schema):
     """Otherwise setting one key would reset the other defaults of its group."""
 

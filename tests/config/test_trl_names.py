@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import ConfigError, GRPOConfig, SFTConfig, load_config, load_sft_config
+from hybridengine.config import ConfigError, RLConfig, SFTConfig, load_config, load_sft_config
 from hybridengine.config.loading import keys_of
 from hybridengine.config.trl_names import TRL_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_trl.md"
-KINDS = {"grpo": (GRPOConfig, load_config), "sft": (SFTConfig, load_sft_config)}
+KINDS = {"grpo": (RLConfig, load_config), "sft": (SFTConfig, load_sft_config)}
 OTHERS = {"model_name_or_path", "dataset_name", "reward_funcs"}  # scripts' and trainers' arguments
 
 

@@ -13,7 +13,7 @@ from hybridengine.config import (
     PPO,
     ConfigError,
     ConfigNote,
-    GRPOConfig,
+    RLConfig,
     SFTConfig,
     load_config,
     load_sft_config,
@@ -351,5 +351,5 @@ def faults_of(load: Any, given: Any) -> tuple[str, ...]:
             config = load(given)
         except ConfigError as error:
             return error.faults
-    assert isinstance(config, GRPOConfig | SFTConfig)
+    assert isinstance(config, RLConfig | SFTConfig)
     return ()

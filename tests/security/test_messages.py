@@ -25,12 +25,12 @@ from hybridengine.runtime import all_ranks, signed_store
 from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value
 from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.runtime.messages import MessageError, decode, encode
-from hybridengine.runtime.roles import Link, Roles
+from hybridengine.runtime.roles import RoleLink, Roles
 from hybridengine.runtime.session import _join_start
 from hybridengine.runtime.signed_store import SECRET, SignedStore, share_secret, sign
 from hybridengine.sharding.shards import ShardSpec
 from hybridengine.trainer.critic.channel import Command, End, TrainStep
-from hybridengine.trainer.exchange import Placement
+from hybridengine.trainer.exchange import RowLocations
 from hybridengine.trainer.overlap import queue
 from hybridengine.trainer.overlap.queue import EngineQueue, TrainerQueue, WorkItem
 from tests.ranks import message_of, run_ranks
@@ -95,7 +95,7 @@ def test_commands_are_told_apart() -> None:
     for command in (End("stopped"), End("finished")):
         assert decode(encode(command), Command, "it") == command
     with pytest.raises(MessageError):
-        decode(encode(Placement([[0]], torch.zeros(1))), Command, "it")
+        decode(encode(RowLocations([[0]], torch.zeros(1))), Command, "it")
     assert TrainStep.__struct_config__.tag != End.__struct_config__.tag
 
 
@@ -239,7 +239,7 @@ def queues(stores: tuple, monkeypatch: pytest.MonkeyPatch) -> tuple[TrainerQueue
 
     def make(kind: type, rank: int) -> Any:
         store = SignedStore(stores[0].clone(), "link")
-        return kind(Link(roles, roles.role_of(rank), store, 60.0))
+        return kind(RoleLink(roles, roles.role_of(rank), store, 60.0))
 
     with ThreadPoolExecutor(2) as pool:
         trainer, engine = pool.map(make, (TrainerQueue, EngineQueue), (0, 1))

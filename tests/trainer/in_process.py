@@ -142,13 +142,13 @@ def _run(overrides: Sequence[str], session: Any) -> str:
     from hybridengine.config import load_config
     from hybridengine.errors import UserError
     from hybridengine.preflight import check_grpo
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.rl import RLTrainer
 
     file = next((o for o in overrides if "=" not in o), None)
     try:
         config = load_config(file, [o for o in overrides if "=" in o])
         check_grpo(config)
-        GRPOTrainer(config, session).train()
+        RLTrainer(config, session).train()
     except UserError as error:
         return str(error)
     return ""

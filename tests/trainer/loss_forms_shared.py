@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from tests.trainer.rollout_cases import make_rollouts, share
 
 
@@ -35,7 +35,7 @@ class Setup:
         batch, self.mini_batches = self.dp.build_batch(share(rollouts, 0, 1), 1, 10_000)
         generator = torch.Generator().manual_seed(1)
         draw = lambda scale: scale * torch.randn(len(own), generator=generator)  # noqa: E731
-        own = self.actor(GRPOConfig()).old_log_probs(self.mini_batches)
+        own = self.actor(RLConfig()).old_log_probs(self.mini_batches)
         self.batch = replace(
             batch,
             advantages=torch.cat(advantages) * (draw(1.0) > -0.5),
@@ -46,7 +46,7 @@ class Setup:
             response_mask=draw(1.0) > -1,
         )
 
-    def actor(self, config: GRPOConfig, **changes: Any) -> Any:
+    def actor(self, config: RLConfig, **changes: Any) -> Any:
         from hybridengine.trainer.models import Actor
 
         actor = Actor(config, self.model, None, self.optimizer, self.dp)

@@ -118,7 +118,7 @@ def _jobs(
     from hybridengine.runtime import failures
     from hybridengine.runtime.restarts import connect_store
     from hybridengine.trainer import report
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.rl import RLTrainer
 
     report.plot_learning_curves = lambda *args, **options: None
     if before:
@@ -137,7 +137,7 @@ def _jobs(
         if rank < ranks:
             os.environ.update(environment, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
             failures._guards = itertools.count()  # a rank that skipped a job has made fewer
-            code = GRPOTrainer.run(config)
+            code = RLTrainer.run(config)
             if rank == 0:
                 results.append(_result(run, f"exit code {code}" if code else ""))
     return results

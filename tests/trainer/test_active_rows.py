@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.config import rl as schema
 from hybridengine.trainer.batch import MicroBatch, MiniBatch
 from hybridengine.trainer.models import Actor
@@ -21,7 +21,7 @@ def micro_batch(*tokens: int, is_dummy: bool = False) -> MicroBatch:
     return MicroBatch(packed, torch.tensor(tokens), torch.tensor([0, len(tokens)]), is_dummy)
 
 
-def active_rows(config: GRPOConfig, mini_batches: list[MiniBatch]) -> list[list[list[int] | None]]:
+def active_rows(config: RLConfig, mini_batches: list[MiniBatch]) -> list[list[list[int] | None]]:
     kl_coef = config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0
     actor: Any = SimpleNamespace(_config=config, _kl_coef=kl_coef)
     batch: Any = SimpleNamespace(response_mask=MASK, advantages=ADVANTAGES)
@@ -40,9 +40,9 @@ def mini_batches() -> list[MiniBatch]:
 
 
 def test_rows_of_every_micro_batch_are_its_own() -> None:
-    assert active_rows(GRPOConfig(), mini_batches()) == [[[0, 1], []], [[1], []]]
+    assert active_rows(RLConfig(), mini_batches()) == [[[0, 1], []], [[1], []]]
 
 
 def test_every_row_is_active_where_a_term_has_a_gradient_everywhere() -> None:
     actor = schema.ActorConfig(entropy_coeff=0.1)
-    assert active_rows(GRPOConfig(actor=actor), mini_batches()) == [[None, None], [None, None]]
+    assert active_rows(RLConfig(actor=actor), mini_batches()) == [[None, None], [None, None]]

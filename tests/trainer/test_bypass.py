@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.config import rl as schema
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -57,7 +57,7 @@ def expected_loss(batch, own, options) -> torch.Tensor:
 def compare(rank: int, world_size: int, path: str) -> list[tuple[float, float]]:
     setup, results = Setup(rank, world_size, path), []
     for options in CASES:
-        config = GRPOConfig(algorithm=schema.AlgorithmConfig(rollout_correction=options))
+        config = RLConfig(algorithm=schema.AlgorithmConfig(rollout_correction=options))
         actor = setup.actor(config)
         own = actor.old_log_probs(setup.mini_batches)
         batch = replace(setup.batch, old_log_probs=setup.batch.rollout_log_probs)

@@ -28,7 +28,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    from hybridengine.config import GRPOConfig
+    from hybridengine.config import RLConfig
     from hybridengine.config import rl as schema
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.runtime.session import Session
@@ -39,7 +39,7 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     actor = schema.ActorConfig(
         ppo_max_token_len_per_gpu=budget, ulysses_sequence_parallel_size=sp_size, grad_clip=1e9
     )
-    config = GRPOConfig(actor=actor, critic=schema.CriticConfig(cliprange_value=CLIP))
+    config = RLConfig(actor=actor, critic=schema.CriticConfig(cliprange_value=CLIP))
     mesh = init_device_mesh("cpu", (world_size,))
     model = load_causal_lm(
         path, mesh=mesh, shard_dim1=lambda name: False, param_dtype=torch.float32, value_head=True

@@ -204,7 +204,7 @@ def fail_between_phases(rank: int, world_size: int, folder: Path, overrides: lis
 
     from hybridengine.config import load_config
     from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.rl import RLTrainer
 
     def fail(*args: Any) -> None:
         raise RuntimeError("at the beginning")
@@ -218,7 +218,7 @@ def fail_between_phases(rank: int, world_size: int, folder: Path, overrides: lis
         contextlib.redirect_stderr(printed),
         pytest.raises(RuntimeError),
     ):
-        GRPOTrainer.run(load_config(None, overrides))
+        RLTrainer.run(load_config(None, overrides))
 
 
 def test_a_critic_that_fails_between_two_phases_names_its_step(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import GRPOConfig, SFTConfig
+from hybridengine.config import RLConfig, SFTConfig
 from tests.model.lora_shared import write_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import save_classifier, save_tiny
@@ -76,10 +76,10 @@ def load_grpo(overrides: Sequence[str]):
     from hybridengine.config import load_config
     from hybridengine.preflight import check_grpo
     from hybridengine.trainer.plan import plan_table
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.rl import RLTrainer
 
     config = load_config(None, overrides)
-    return plan_table(config, *check_grpo(config)), lambda: GRPOTrainer.run(config)
+    return plan_table(config, *check_grpo(config)), lambda: RLTrainer.run(config)
 
 
 def prepare_sft(folder: Path) -> list[str]:
@@ -120,7 +120,7 @@ def load_sft(overrides: Sequence[str]):
     return sft_plan(config, *check_sft(config)), lambda: SFTTrainer.run(config)
 
 
-GRPO = JobKind(GRPOConfig, FLIPS, prepare, load_grpo, GRPO_CONTEXTS)
+GRPO = JobKind(RLConfig, FLIPS, prepare, load_grpo, GRPO_CONTEXTS)
 SFT = JobKind(SFTConfig, SFT_FLIPS, prepare_sft, load_sft)
 
 

@@ -91,7 +91,7 @@ def train(base: list[str], run: Path, case: Case, fill: Fill | None) -> str:
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
     from hybridengine.trainer.callbacks import Callbacks
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.rl import RLTrainer
 
     overrides = (
         f"trainer.default_local_dir={run}",
@@ -101,7 +101,7 @@ def train(base: list[str], run: Path, case: Case, fill: Fill | None) -> str:
         *case.overrides,
     )
     assert dist.get_world_size() == 1
-    trainer = GRPOTrainer(load_config(None, [*base, *overrides]), Session(PhaseStatus(run, 0)))
+    trainer = RLTrainer(load_config(None, [*base, *overrides]), Session(PhaseStatus(run, 0)))
     patches = contextlib.ExitStack()
 
     def on_step_end(step: int, metrics: Any) -> None:

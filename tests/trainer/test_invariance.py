@@ -31,7 +31,7 @@ def body(
     """Return (unsharded float32 gradients per optimizer step, metrics) of one update."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hybridengine.config import GRPOConfig
+    from hybridengine.config import RLConfig
     from hybridengine.config import rl as schema
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.runtime.session import Session
@@ -51,7 +51,7 @@ def body(
         ppo_epochs=2,  # the second pass has ratios away from 1
         grad_clip=1e9,
     )
-    config = GRPOConfig(actor=actor_config)
+    config = RLConfig(actor=actor_config)
     mesh = init_device_mesh("cpu", (world_size,))
 
     def load(seed_shift: float) -> torch.nn.Module:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.config import rl as schema
 from tests import tolerances
 from tests.ranks import run_ranks
@@ -25,9 +25,9 @@ AGGREGATIONS = typing.get_args(typing.get_type_hints(schema.ActorConfig)["loss_a
 CORRECTIONS = ((None, 2.0), ("token", 1.2), ("token", "0.8_1.2"))
 
 
-def config_of(mode: str, aggregation: str, correction: tuple, extra_terms: bool) -> GRPOConfig:
+def config_of(mode: str, aggregation: str, correction: tuple, extra_terms: bool) -> RLConfig:
     level, threshold = correction
-    return GRPOConfig(
+    return RLConfig(
         actor=schema.ActorConfig(
             policy_loss=schema.PolicyLossConfig(loss_mode=mode),
             loss_agg_mode=aggregation,
@@ -41,7 +41,7 @@ def config_of(mode: str, aggregation: str, correction: tuple, extra_terms: bool)
     )
 
 
-def cases() -> Iterator[tuple[GRPOConfig, bool]]:
+def cases() -> Iterator[tuple[RLConfig, bool]]:
     """Every mode with every correction and extra term, with given and own old log-probs.
 
     The aggregations take turns, so that every mode meets all of them.
@@ -81,10 +81,10 @@ def permitted(setup: Setup) -> list[bool]:
     [micro_batch] = setup.mini_batches[0].micro_batches
     own = replace(setup.batch, old_log_probs=None)
     by_response = setup.actor(config_of("vanilla", "token-mean", ("sequence", 2.0), False))
-    by_token = setup.actor(GRPOConfig())
+    by_token = setup.actor(RLConfig())
     rows = SequenceShard(torch.distributed.group.WORLD, torch.tensor([0]), 1)
     shard = replace(micro_batch.packed, shard=rows)
-    full_logits = setup.actor(GRPOConfig(), model=torch.nn.Linear(1, 1))
+    full_logits = setup.actor(RLConfig(), model=torch.nn.Linear(1, 1))
     return [
         by_token._permits_one_pass(own, micro_batch),
         by_response._permits_one_pass(setup.batch, micro_batch),

@@ -31,7 +31,7 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], lin
     from hybridengine.config import load_config
     from hybridengine.trainer import report
     from hybridengine.trainer.overlap import queue
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.rl import RLTrainer
 
     report.plot_learning_curves = lambda *args, **options: None
     dist.barrier()
@@ -65,7 +65,7 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], lin
 
     if link:
         queue.TrainerQueue.__init__, queue.EngineQueue.send = connect_with_limit, lose
-    return GRPOTrainer.run(load_config(None, overrides))
+    return RLTrainer.run(load_config(None, overrides))
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def hold_writes(folder: Path) -> None:
 
     from hybridengine.checkpoint import pretrained
     from hybridengine.runtime import polling
-    from hybridengine.runtime.roles import Link
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.runtime.roles import RoleLink
+    from hybridengine.trainer.rl import RLTrainer
 
     held, waited, is_main = folder / "held", folder / "waited", os.environ["RANK"] == "0"
 
@@ -96,17 +96,17 @@ def hold_writes(folder: Path) -> None:
         call = partial(hold, write)
         setattr(owner, name, call if owner is pretrained else lambda *a, call=call: call(*a))
     if is_main:
-        signals = GRPOTrainer.stop_signal
+        signals = RLTrainer.stop_signal
 
         def stop_signal(self: Any) -> Any:
             stops = self.steps == STOPPED_JOB and self.session.step == 2
             return signal.SIGTERM if stops else signals(self)
 
-        GRPOTrainer.stop_signal = stop_signal
+        RLTrainer.stop_signal = stop_signal
         return
-    ahead, looks, ask = 0.0, 0, Link.is_writing
+    ahead, looks, ask = 0.0, 0, RoleLink.is_writing
 
-    def is_writing(self: Link) -> bool:
+    def is_writing(self: RoleLink) -> bool:
         nonlocal ahead, looks
         if (found := ask(self)) and held.exists():
             ahead, looks = ahead + 0.4 * self.timeout_s, looks + 1
@@ -114,7 +114,7 @@ def hold_writes(folder: Path) -> None:
                 waited.touch()
         return found
 
-    Link.is_writing = is_writing
+    RoleLink.is_writing = is_writing
     polling.time = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
 
 

@@ -13,7 +13,7 @@ from hybridengine.config import ConfigError, load_config
 from hybridengine.data import PromptLoader, PromptSample
 from hybridengine.preflight import _check_baselines
 from hybridengine.rollout import SamplingSpec
-from hybridengine.runtime.roles import Link, Role, Roles
+from hybridengine.runtime.roles import Role, RoleLink, Roles
 from hybridengine.trainer.overlap.queue import Finished, WorkItem
 from hybridengine.trainer.overlap.source import OverlappedRollouts
 from hybridengine.trainer.rollouts import ScoredResponse
@@ -74,7 +74,7 @@ def source_of(*overrides: str) -> tuple[OverlappedRollouts, Engines]:
     config = load_config(None, [*NEEDED, *overrides])
     rollout = config.rollout
     roles = Roles(1, 1, rollout.n_gpus_per_node, rollout.tensor_model_parallel_size)
-    link = Link(roles, Role("trainer", 0, 1, 1), dist.HashStore(), timeout_s=1.0)
+    link = RoleLink(roles, Role("trainer", 0, 1, 1), dist.HashStore(), timeout_s=1.0)
 
     class Status:
         def enter(self, phase: str, step: int) -> None: ...

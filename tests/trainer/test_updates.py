@@ -42,7 +42,7 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], fai
     from hybridengine.config import load_config
     from hybridengine.trainer import report
     from hybridengine.trainer.learner import Learner
-    from hybridengine.trainer.rl import GRPOTrainer
+    from hybridengine.trainer.rl import RLTrainer
 
     report.plot_learning_curves = lambda *args, **options: None
     dist.barrier()
@@ -64,7 +64,7 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], fai
         return step(self, batch, mini_batch)
 
     Learner._step = diverging_step
-    return GRPOTrainer.run(load_config(None, overrides))
+    return RLTrainer.run(load_config(None, overrides))
 
 
 @pytest.mark.parametrize("kind", JOBS)

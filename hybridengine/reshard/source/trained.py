@@ -22,7 +22,7 @@ from hybridengine.sharding.shards import Box, RowRange, ShardSpec, full_tensor, 
 Parameters = Mapping[str, torch.Tensor]
 
 
-class Placement(NamedTuple):
+class ShardProperties(NamedTuple):
     """The properties of a parameter on this rank that a plan depends on."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Placement(NamedTuple):
     local_stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Placement:
+    def of(cls, tensor: torch.Tensor) -> ShardProperties:
         local, mesh = local_shard(tensor), getattr(tensor, "device_mesh", None)
         placements = getattr(tensor, "placements", None)
         sizes = (tuple(t) or (1,) for t in (tensor.shape, local.shape, _strides(local)))
@@ -86,7 +86,7 @@ class TrainedTensors:
         self.parameters = {**self._read_parameters(), **self.factors}
         self.shards = {name: local_shard(t).detach() for name, t in self.parameters.items()}
         tensors = {**self.parameters, **adapter_factors(self.merged)}
-        self.placements = {name: Placement.of(tensor) for name, tensor in tensors.items()}
+        self.placements = {name: ShardProperties.of(tensor) for name, tensor in tensors.items()}
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups that gather parameters, and the default group."""
@@ -106,12 +106,14 @@ class TrainedTensors:
             for name, tensor in self.parameters.items()
         }
 
-    def describe_change(self, planned: Mapping[str, Placement]) -> str | None:
+    def describe_change(self, planned: Mapping[str, ShardProperties]) -> str | None:
         """Return how a tensor differs from the planned placements, None if none differs."""
         for name in sorted(planned.keys() ^ self.placements.keys()):
             return f"parameter {name!r} was {'removed' if name in planned else 'added'}"
         for name, placement in self.placements.items():
-            for what, then, now in zip(Placement._fields, planned[name], placement, strict=True):
+            for what, then, now in zip(
+                ShardProperties._fields, planned[name], placement, strict=True
+            ):
                 if now != then:
                     return f"parameter {name!r} changed its {what} from {then} to {now}"
         return None

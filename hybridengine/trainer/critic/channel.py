@@ -21,12 +21,12 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.model import SkippedUpdate
 from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.runtime.polling import wait_until
-from hybridengine.runtime.roles import Link
-from hybridengine.trainer.exchange import Placement, RowExchange
+from hybridengine.runtime.roles import RoleLink
+from hybridengine.trainer.exchange import RowExchange, RowLocations
 from hybridengine.trainer.outcomes import Outcomes
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ COLUMNS = ("response_ids", "log_probs", "sampled", "context_ids")  # what a crit
 class Setup(Struct):
     """What the critic is built from. num_updates: its optimizer steps in the whole run."""
 
-    config: GRPOConfig
+    config: RLConfig
     num_updates: int
 
 
@@ -54,7 +54,7 @@ class TrainStep(Struct, tag=True):
     step: int
     outcomes: Outcomes
     prompts: Sequence[Sequence[int]]
-    actor: Placement
+    actor: RowLocations
 
 
 class SaveTensors(Struct, tag=True):
@@ -98,7 +98,7 @@ class CriticChannel:
     A rank that waits longer than trainer.timeout_s fails with a timeout, as in every collective.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RoleLink) -> None:
         roles, role = link.roles, link.role
         self._link, self._num_sent = link, 0
         self.num_actors, self.num_critics = roles.num_trainers, roles.num_critics
@@ -129,12 +129,12 @@ class CriticChannel:
         """Return the value, of type `expected`, that the critic's first rank passes, everywhere."""
         return broadcast_value(value, expected, self.num_actors, self._group)
 
-    def to_critic(self, sources: Tensor, critic: Placement) -> RowExchange:
+    def to_critic(self, sources: Tensor, critic: RowLocations) -> RowExchange:
         """Return what moves rows to the critic's ranks; sources: int64 [N], the policy's ranks."""
         nothing: list[Sequence[int]] = [()] * self.num_actors
         return RowExchange(sources, [*nothing, *critic.held], self._group)
 
-    def to_actor(self, critic: Placement, actor: Placement) -> RowExchange:
+    def to_actor(self, critic: RowLocations, actor: RowLocations) -> RowExchange:
         """Return what moves rows from the critic's ranks to the policy's."""
         nothing: list[Sequence[int]] = [()] * self.num_critics
         sources = critic.sources + self.num_actors

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.kernels import value_loss
 from hybridengine.model import free_gathered, on_device, packed_values
 from hybridengine.trainer.batch import DataParallel, MicroBatch, MiniBatch, RolloutBatch
@@ -92,7 +92,7 @@ class Critic(Learner, StepCritic):
         return loss, {f"critic/{name}": value for name, value in metrics.items()}, values
 
 
-def build_critic(config: GRPOConfig, dp: DataParallel, steps: int) -> Critic:
+def build_critic(config: RLConfig, dp: DataParallel, steps: int) -> Critic:
     """Build the value model with an FSDP2 group of its own over the ranks of `dp`."""
     path = config.critic.model.path or config.model.path
     model = load_value_model(config, dp.session, path)

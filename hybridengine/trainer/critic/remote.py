@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.checkpoint import CheckpointError
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.model import SkippedUpdate
 from hybridengine.runtime.polling import wait_for
 from hybridengine.runtime.session import Session
@@ -32,7 +32,7 @@ from hybridengine.trainer.critic.channel import (
     saved_key,
 )
 from hybridengine.trainer.critic.model import StepCritic
-from hybridengine.trainer.exchange import Placement
+from hybridengine.trainer.exchange import RowLocations
 from hybridengine.trainer.rollouts import Rollouts
 
 
@@ -79,7 +79,7 @@ class RemoteCritic(StepCritic):
 
     name = "critic"
 
-    def __init__(self, config: GRPOConfig, session: Session, num_updates: int) -> None:
+    def __init__(self, config: RLConfig, session: Session, num_updates: int) -> None:
         assert session.link is not None
         self._session, self._link = session, session.link
         self.optimizer = RemoteOptimizer()
@@ -108,7 +108,7 @@ class RemoteCritic(StepCritic):
                 prompts = [prompt.prompt_ids for prompt in rollouts.prompts]
                 command = TrainStep(step, rollouts.outcomes, prompts, self._actor)
             self._channel.from_actor(Command, command)
-            self._critic: Placement = self._channel.from_critic(Placement)
+            self._critic: RowLocations = self._channel.from_critic(RowLocations)
             exchange = self._channel.to_critic(rollouts.outcomes.ranks, self._critic)
             rollouts.move(exchange, "cpu", COLUMNS)
 

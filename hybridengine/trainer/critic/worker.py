@@ -27,7 +27,7 @@ from hybridengine.trainer.critic.channel import (
     saved_key,
 )
 from hybridengine.trainer.critic.model import build_critic
-from hybridengine.trainer.exchange import Placement
+from hybridengine.trainer.exchange import RowLocations
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.shared_prefix import build_data_parallel
 
@@ -83,8 +83,8 @@ class CriticWorker:
         prompts = [PromptSample(i, [*x], "", "", None, {}) for i, x in enumerate(command.prompts)]
         rollouts = Rollouts(Subset(prompts, range(len(prompts))), command.outcomes, [], rank=-1)
 
-        def receive(placement: Placement) -> Mapping[str, Tensor]:
-            self._channel.from_critic(Placement, placement)
+        def receive(placement: RowLocations) -> Mapping[str, Tensor]:
+            self._channel.from_critic(RowLocations, placement)
             exchange = self._channel.to_critic(command.outcomes.ranks, placement)
             return rollouts.move(exchange, "cpu", COLUMNS)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.messages import decode, encode
 from hybridengine.runtime.polling import wait_until
-from hybridengine.runtime.roles import Link
+from hybridengine.runtime.roles import RoleLink
 from hybridengine.runtime.signed_store import sign, verified
 from hybridengine.trainer.rollouts import ScoredResponse
 
@@ -61,7 +61,7 @@ class Finished:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def report_signal(link: Link, number: int) -> None:
+def report_signal(link: RoleLink, number: int) -> None:
     """Tell the trainer ranks of a stop signal to this rank."""
     link.store.set("signal", number)
 
@@ -72,7 +72,7 @@ class _Queue:
     Collective at its construction over all of these.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RoleLink) -> None:
         roles, role = link.roles, link.role
         self.link = link
         self._store = link.store
@@ -133,7 +133,7 @@ class TrainerQueue(_Queue):
 class EngineQueue(_Queue):
     """The side of an engine's first rank."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RoleLink) -> None:
         super().__init__(link)
         assert link.role.engine is not None
         self._engine = link.role.engine

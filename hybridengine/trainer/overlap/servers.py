@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.rollout.server import (
     ServerEngine,
     ServerPool,
@@ -13,12 +13,12 @@ from hybridengine.rollout.server import (
     VllmServer,
 )
 from hybridengine.rollout.server.network import address_for
-from hybridengine.runtime.roles import Link
+from hybridengine.runtime.roles import RoleLink
 from hybridengine.trainer.build import SYNC_SHARE, find_stop_token_ids
 
 
 def connect_servers(
-    config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, link: Link
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, link: RoleLink
 ) -> tuple[ServerEngine, ServerReceiver]:
     """Return this rank's share of `rollout.servers` as an engine, and what updates its weights.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.data import PromptDataset, PromptLoader, PromptSample, Subset
 from hybridengine.reshard import SyncReport
 from hybridengine.rollout import SamplingSpec, derive_seed
@@ -42,7 +42,7 @@ class OverlappedRollouts(RolloutSource):
 
     def __init__(
         self,
-        config: GRPOConfig,
+        config: RLConfig,
         session: Session,
         tokenizer: Any,
         train: PromptDataset,

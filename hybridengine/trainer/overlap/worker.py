@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from hybridengine.config import GRPOConfig
+from hybridengine.config import RLConfig
 from hybridengine.reshard import WeightReceiver
 from hybridengine.rollout import InFlightUpdate, RolloutEngine
 from hybridengine.rollout.server import NoServerError, ServerReceiver
@@ -32,7 +32,7 @@ class RolloutWorker:
     with `rollout.in_flight_update` while items run.
     """
 
-    def __init__(self, config: GRPOConfig, session: Session) -> None:
+    def __init__(self, config: RLConfig, session: Session) -> None:
         assert session.link is not None
         config = resolve_dtypes(config)
         self._session, self._link = session, session.link
@@ -128,7 +128,7 @@ class RolloutWorker:
             self._queue.send(item, [r.response for r in rollouts], version, seconds)
 
 
-def _with_own_share_of_cores(config: GRPOConfig) -> GRPOConfig:
+def _with_own_share_of_cores(config: RLConfig) -> RLConfig:
     """Return the configuration with as many reward workers as this rank's share of the cores."""
     workers = config.reward.num_workers or max(
         1, len(os.sched_getaffinity(0)) // config.ranks_per_node

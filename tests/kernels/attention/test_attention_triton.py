@@ -19,7 +19,7 @@ def test_in_the_interpreter():
 
 @pytest.mark.parametrize("kernel", ("forward", "query_grad", "key_grad"))
 def test_compiles_for_hopper_without_spills(kernel):
-    from hybridengine.kernels._triton_builds import builds
+    from tools.triton_builds import builds
 
     registers, shared, spilled = builds(90)[f"attention_{kernel}_bf16_128_plain"]()
     assert registers <= 255

@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from hybridengine.kernels.advantage import whiten_triton
+from hybridengine.kernels.attention import triton_backward, triton_forward, triton_tables
+from hybridengine.kernels.attention.triton_tiles import choose_tiles
+from hybridengine.kernels.linear import distillation_triton, rescale
+from hybridengine.kernels.logprob import triton as logprob_triton
+from hybridengine.kernels.logprob import triton_unscaled
+from hybridengine.kernels.policy_loss import triton as policy_loss_triton
+from hybridengine.kernels.policy_loss.terms import KERNEL_MODES, SEQUENCE_MODES
+from hybridengine.kernels.rollout_correction import triton as correction_triton
+from hybridengine.kernels.rollout_correction.reference import REJECTION_CRITERIA
+from hybridengine.kernels.sparse_linear import triton as sparse_triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from .advantage import whiten_triton
-from .attention import triton_backward, triton_forward, triton_tables
-from .attention.triton_tiles import choose_tiles
-from .linear import distillation_triton, rescale
-from .logprob import triton as logprob_triton
-from .logprob import triton_unscaled
-from .policy_loss import triton as policy_loss_triton
-from .policy_loss.terms import KERNEL_MODES, SEQUENCE_MODES
-from .rollout_correction import triton as correction_triton
-from .rollout_correction.reference import REJECTION_CRITERIA
-from .sparse_linear import triton as sparse_triton
 
 Usage = tuple[int, int, int]
 Build = Callable[[int], Usage]
