@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-trainers test-exhaustive lint check bench dist cuda-check clean
+.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-trainers test-exhaustive lint check bench dist cuda-check site clean
 .PHONY: gpu-report gpu-rehearsal gpu-pack
 
 help: ## List these commands
@@ -78,6 +78,10 @@ gpu-pack: ## Without a GPU: the built extension and wheels for a GPU machine wit
 
 cuda-check: setup ## Compile the CUDA sources (no GPU needed); registers, shared memory, spills
 	@$(PY) tools/cuda_check.py
+
+site: setup ## Build the documentation as a site in build/site; every link is checked
+	@$(PY) -m pip install -qq "mkdocs-material>=9.6" "mkdocstrings[python]>=1"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs -q build
 
 clean: ## Remove builds, caches and runs, but not .venv
 	rm -rf build dist runs .cache compile_commands.json hybridengine/_C*.so

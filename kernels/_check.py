@@ -68,7 +68,7 @@ def shape(op: str, name: str, tensor: Tensor, pattern: str, sizes: Sizes) -> Non
     A letter in `sizes` must have that size; others are added to it. One dictionary passed to the
     checks of all arguments makes their shapes agree.
 
-    Example:
+    Examples:
         >>> sizes = {}
         >>> shape("op", "hidden", torch.zeros(2, 8), "T H", sizes)
         >>> shape("op", "weight", torch.zeros(4, 8), "V H", sizes)

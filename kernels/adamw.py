@@ -69,7 +69,7 @@ def adamw_(
         ValueError: a wrong dtype, shape, stride or device, a number out of its range, a step below
             1 (on a CPU).
 
-    Example:
+    Examples:
         >>> weight, grad = torch.ones(3), torch.tensor([1.0, 0.0, -1.0])
         >>> mask = change_mask(weight)
         >>> state = [torch.zeros(3)], [torch.zeros(3)], [torch.ones(())]

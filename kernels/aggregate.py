@@ -38,7 +38,7 @@ def aggregate_loss(
     Raises:
         ValueError: as policy_loss; seq_num_tokens with another mode or of another shape.
 
-    Example:
+    Examples:
         >>> import torch
         >>> losses = torch.tensor([[1.0, 2.0], [6.0, 9.0]])
         >>> aggregate_loss(losses, response_mask=torch.tensor([[1, 1], [1, 0]])).item()

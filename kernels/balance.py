@@ -53,7 +53,7 @@ def balance(
             group_ids.
         RuntimeError: the extension is not built.
 
-    Example:
+    Examples:
         >>> balance([8, 7, 6, 5, 4], 2)
         [[0, 1], [2, 3, 4]]
     """
@@ -93,7 +93,7 @@ def balance_by_tokens(
     Raises:
         ValueError: a sequence longer than max_tokens.
 
-    Example:
+    Examples:
         >>> balance_by_tokens([5, 5, 4, 3], 9)
         [[0, 3], [1, 2]]
     """

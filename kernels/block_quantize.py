@@ -49,7 +49,7 @@ def block_quantize(weight: Tensor, *, backend: str | None = None) -> tuple[Tenso
     Raises:
         ValueError: fewer than two dimensions, or another dtype.
 
-    Example:
+    Examples:
         >>> quantized, scale = block_quantize(torch.full((2, 200), 7.0))
         >>> quantized[0, 0].item(), scale.shape
         (448.0, torch.Size([1, 2]))

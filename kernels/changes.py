@@ -52,7 +52,7 @@ def mark_changed_(
     Raises:
         ValueError: other shapes, dtypes or devices.
 
-    Example:
+    Examples:
         >>> sent = torch.zeros(4, dtype=torch.bfloat16)
         >>> mask = change_mask(sent)
         >>> mark_changed_(torch.tensor([0.0, 2.0, 0.0, 3.0]), sent, mask)
@@ -106,7 +106,7 @@ def take_changed(
     Raises:
         ValueError: wrong dtypes, sizes, strides or devices.
 
-    Example:
+    Examples:
         >>> weight = torch.arange(40.0)
         >>> mask = change_mask(weight)
         >>> mask[0] = 0b110

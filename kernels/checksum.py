@@ -38,7 +38,7 @@ def bit_checksum(tensor: Tensor, *, backend: str | None = None) -> Tensor:
     Returns:
         An int64 scalar on the tensor's device.
 
-    Example:
+    Examples:
         >>> bit_checksum(torch.tensor([1, 2, 3], dtype=torch.int32)).item()  # w[0] + 1 * 2 + 3 * 3
         4294967308
     """

@@ -18,7 +18,7 @@ def empty_from_pool(
     The system clears new pages one by one, which costs several times what filling them does.
     Elsewhere, and without the extension, this is `torch.empty`.
 
-    Example:
+    Examples:
         >>> empty_from_pool([2, 3], torch.float32).shape
         torch.Size([2, 3])
     """

@@ -70,7 +70,7 @@ def strided_copy(
         IndexError: a row names a tensor that is not there or reaches outside its storage.
         ValueError: a wrong table, mixed dtypes or devices, or a cast that does not exist.
 
-    Example:
+    Examples:
         >>> row = [0, 0, 2, 0] + [1, 1, 2, 2] + [0, 0, 4, 1] + [0, 0, 2, 1]
         >>> source, out = torch.arange(8.0), torch.empty(4, dtype=torch.bfloat16)
         >>> strided_copy([source], [out], torch.tensor([row]))

@@ -253,7 +253,7 @@ def _mentions(text: str, content: str) -> bool:
 def prefix_end(text: str, prefix: str) -> int | None:
     """Return where `prefix` ends in `text`, None if it is none; white space does not count.
 
-    Example:
+    Examples:
         >>> prefix_end("a b\\n c", " ab ")
         3
     """

@@ -244,7 +244,7 @@ def group_ids(prompt_ids: Any) -> Tensor:
 
     prompt_ids: B strings, uuids or other hashable values; or a tensor or NumPy array [B].
 
-    Example:
+    Examples:
         >>> group_ids(["b", "a", "b"]).tolist()
         [0, 1, 0]
     """

@@ -54,7 +54,7 @@ def connect(
 
     Raises LayoutError where model and engine do not fit together; the message says what to change.
 
-    Example:
+    Examples:
         >>> resharder = connect(model, llm)            # doctest: +SKIP
         >>> resharder.sync()                           # after every optimizer step
     """

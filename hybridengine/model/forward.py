@@ -81,7 +81,7 @@ def pack_rollouts(
     Raises:
         ModelError: a pair without prompt tokens, as nothing predicts its first token.
 
-    Example:
+    Examples:
         >>> batch = pack_rollouts([([5, 6], [7, 8]), ([9], [5])])
         >>> batch.logit_positions.tolist(), batch.target_ids.tolist()
         ([1, 2, 4], [7, 8, 5])

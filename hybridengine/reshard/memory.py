@@ -26,7 +26,7 @@ def free_bytes(device: torch.device) -> int:
 def bucket_bytes_of(free: int) -> int:
     """Return the default bucket of a GPU with `free` bytes.
 
-    Example:
+    Examples:
         >>> [bucket_bytes_of(gib << 30) >> 20 for gib in (0, 8, 100)]
         [64, 512, 1024]
     """

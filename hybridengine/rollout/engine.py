@@ -117,7 +117,7 @@ def derive_seed(*numbers: int) -> int:
 
     numbers: signed 64-bit.
 
-    Example:
+    Examples:
         >>> derive_seed(1, 5) == derive_seed(1, 5), derive_seed(1, 5) == derive_seed(5, 1)
         (True, False)
     """

@@ -17,7 +17,7 @@ def pack_kept(
     kept: the ids that each token was sampled from. Raises RuntimeError where they are not those of
     `token_ids`.
 
-    Example:
+    Examples:
         >>> pack_kept([7, 2], [[3, 7], [0, 1, 2]], vocab_size=3)
         {'num_kept': array('i', [2, 0]), 'kept_ids': array('i', [3, 7])}
     """

@@ -15,7 +15,7 @@ VersionRuns = Sequence[
 def join_runs(*parts: VersionRuns) -> list[tuple[int, int]]:
     """Return the runs of successive parts of a response.
 
-    Example:
+    Examples:
         >>> join_runs([(3, 5)], [(3, 2), (4, 1)])
         [(3, 7), (4, 1)]
     """
@@ -26,7 +26,7 @@ def join_runs(*parts: VersionRuns) -> list[tuple[int, int]]:
 def first_tokens(runs: VersionRuns, count: int) -> list[tuple[int, int]]:
     """Return the runs of the first `count` tokens.
 
-    Example:
+    Examples:
         >>> first_tokens([(3, 5), (4, 2), (6, 1)], 6)
         [(3, 5), (4, 1)]
     """

@@ -77,7 +77,7 @@ class Roles:
     def role_of(self, rank: int) -> Role:
         """Return the role of a rank of the torchrun world.
 
-        Example:
+        Examples:
             >>> Roles(1, trainers_per_node=2, engines_per_node=2, tp_size=1).role_of(3).world
             'engine 1'
         """

@@ -73,7 +73,7 @@ def group_advantage(
             do not match, a wrong cu_seqlens (CPU; on a GPU results are then wrong, but no access
             leaves the tensors), an unknown estimator.
 
-    Example:
+    Examples:
         >>> group_advantage(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([7, 7, -1])).tolist()
         [0.7071057558059692, -0.7071057558059692, 4.999995231628418]
     """

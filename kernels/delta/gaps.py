@@ -24,7 +24,7 @@ def encode_gaps(
 ) -> tuple[Tensor, int]:
     """Return (gaps uint8 [B], bytes of a field) of ascending positions, int64 [K], from `start` on.
 
-    Example:
+    Examples:
         >>> encode_gaps(torch.tensor([2, 3, 300]))
         (tensor([  2,   0, 255,  41], dtype=torch.uint8), 1)
     """

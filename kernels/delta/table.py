@@ -28,7 +28,7 @@ class ChangeTable:
 
     Raises ValueError and IndexError for wrong tables and tensors.
 
-    Example:
+    Examples:
         >>> row = [0, 0, 2, 0] + [1, 1, 2, 2] + [0, 0, 4, 1] + [0, 0, 2, 1]  # a 2 x 2 slice
         >>> table = ChangeTable(torch.tensor([row]), torch.device("cpu"))
         >>> positions, _ = table.map([torch.tensor([0, 2, 7])], [torch.ones(3).bfloat16()])

@@ -107,7 +107,7 @@ def linear_cross_entropy(
             `check_labels` raises.
         ValueError: a wrong shape, dtype, device or number.
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.zeros(2, 8), torch.randn(4, 8)
         >>> loss, _ = linear_cross_entropy(hidden, weight, torch.tensor([0, -100]))
         >>> round(loss.item(), 4)

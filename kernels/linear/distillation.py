@@ -111,7 +111,7 @@ def linear_distillation_loss(
     Raises:
         ValueError: a wrong shape, dtype, device or number; different vocabularies.
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.randn(2, 8), torch.randn(5, 8)
         >>> loss, _ = linear_distillation_loss(hidden, weight, hidden, weight)
         >>> loss.item()

@@ -95,7 +95,7 @@ def linear_token_log_probs(
     Raises:
         ValueError: a wrong shape, dtype or device. Otherwise as `token_log_probs`.
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.zeros(2, 8), torch.randn(4, 8)
         >>> log_probs, _ = linear_token_log_probs(hidden, weight, torch.tensor([0, 3]))
         >>> [round(value, 4) for value in log_probs.tolist()]

@@ -24,7 +24,7 @@ def has_fast_products(dtype: torch.dtype, device: torch.device | str = "cpu") ->
     `HYBRIDENGINE_ISA` and `ONEDNN_MAX_CPU_ISA` are respected. A GPU needs Ampere or later for
     bfloat16.
 
-    Example:
+    Examples:
         >>> has_fast_products(torch.float32)
         True
     """
@@ -48,7 +48,7 @@ def mixed_gemm(
     `out` is float32 if a or b is 16-bit, otherwise of their dtype. a, b and bias have any strides;
     operands without stride 1 along a dimension are copied.
 
-    Example:
+    Examples:
         >>> out = torch.empty(2, 3)
         >>> mixed_gemm(out, torch.ones(2, 4).bfloat16(), torch.ones(3, 4).bfloat16())
         >>> out.tolist()

@@ -115,7 +115,7 @@ def linear_policy_loss(
         `linear_token_log_probs` followed by `policy_loss` (8 T H V operations), unless the 16-bit
         gradients of all tokens fit a GPU's budget (docs/linear_policy_loss.md).
 
-    Example:
+    Examples:
         >>> hidden = torch.zeros(2, 8, requires_grad=True)
         >>> weight, ids = torch.ones(4, 8), torch.tensor([1, 3])
         >>> old = torch.full((2,), -1.3862944)

@@ -46,7 +46,7 @@ def cross_entropy(
     Raises:
         ValueError: a number out of its range. Otherwise as `token_log_probs`.
 
-    Example:
+    Examples:
         >>> losses, _ = cross_entropy(torch.zeros(1, 4), torch.tensor([2]))
         >>> round(losses.item(), 4)
         1.3863

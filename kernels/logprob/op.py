@@ -88,7 +88,7 @@ def token_log_probs(
 
     Source: online softmax, Milakov & Gimelshein, arXiv 1805.02867.
 
-    Example:
+    Examples:
         >>> log_probs, entropy = token_log_probs(torch.zeros(1, 4), torch.tensor([2]))
         >>> round(log_probs.item(), 4), round(entropy.item(), 4)
         (-1.3863, 1.3863)
@@ -155,7 +155,7 @@ def token_entropy(
     Raises:
         ValueError: as `token_log_probs`.
 
-    Example:
+    Examples:
         >>> round(token_entropy(torch.zeros(1, 4)).item(), 4)
         1.3863
     """

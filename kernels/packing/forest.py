@@ -51,7 +51,7 @@ def pack_forest(
         ValueError: shapes or dtypes that do not fit, ends that do not start at 0, decrease or do
             not end at S, or more than 2^31 - 1 tokens.
 
-    Example:
+    Examples:
         >>> ids = torch.tensor([5, 6, 7, 5, 6, 8, 9, 4])
         >>> forest = pack_forest(ids, torch.tensor([0, 3, 7, 8]))
         >>> forest.input_ids.tolist(), forest.position_ids.tolist()

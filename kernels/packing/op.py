@@ -52,7 +52,7 @@ def pack(
             tensor that requires a gradient.
         NotImplementedError: a forward-mode tangent.
 
-    Example:
+    Examples:
         >>> ids = torch.tensor([[1, 2, 0], [3, 4, 5]])
         >>> packed = pack([ids, ids], ids > 0, shifted=[1])
         >>> packed.values[0].tolist(), packed.values[1].tolist(), packed.cu_seqlens.tolist()
@@ -156,7 +156,7 @@ def move_rows(
 
     Neither index is checked: they are for callers that made them.
 
-    Example:
+    Examples:
         >>> index = torch.tensor([2, -1, 0])
         >>> move_rows([torch.arange(3)], index, inverse_order(index, 3), 1, [3], fill=-1)
         [tensor([ 2, -1,  0])]

@@ -60,7 +60,7 @@ def pack_sequences(*fields: Sequence, device: torch.device | str | None = None) 
         ValueError: fields of different lengths (the message names the sequence) or devices, or more
             than 2^31 - 1 tokens.
 
-    Example:
+    Examples:
         >>> packed = pack_sequences([[5, 6, 7], [8]])
         >>> packed.values[0].tolist(), packed.position_ids.tolist(), packed.max_seqlen
         ([5, 6, 7, 8], [0, 1, 2, 0], 3)

@@ -128,7 +128,7 @@ def policy_loss(
             range, cu_seqlens that does not fit, an argument that a mode needs, a coefficient
             without its tensor.
 
-    Example:
+    Examples:
         >>> log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
         >>> loss, metrics = policy_loss(log_probs, log_probs.detach(), torch.tensor([1.0, -3.0]))
         >>> loss.item(), metrics["pg_clipfrac"].item()

@@ -55,7 +55,7 @@ def token_policy_loss(
         ValueError: as policy_loss; gmpo, and kl_times_ratio with gspo or seq_sapo, where the loss
             of a token depends on the log-probs of all its sequence.
 
-    Example:
+    Examples:
         >>> losses = token_policy_loss(torch.tensor([-1.0, -2.0]), None, torch.tensor([1.0, -3.0]))
         >>> losses.loss.tolist(), losses.ratio.tolist()
         ([-1.0, 3.0], [1.0, 1.0])

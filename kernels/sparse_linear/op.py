@@ -79,7 +79,7 @@ def sparse_linear_token_log_probs(
             without kept entries. IndexError: an id outside the vocabulary. (On a GPU values are
             not checked: a row without kept entries, or with an id outside, is NaN.)
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.zeros(2, 8), torch.randn(5, 8)
         >>> kept_ids, cu_kept = torch.tensor([0, 3, 4, 2]), torch.tensor([0, 3, 4])
         >>> log_probs, _ = sparse_linear_token_log_probs(

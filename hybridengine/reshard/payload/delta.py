@@ -33,7 +33,7 @@ Weights = Mapping[str, torch.Tensor]
 def group_size(share: float) -> int:
     """Return of how many buckets the messages take about as much memory as two buckets.
 
-    Example:
+    Examples:
         >>> [group_size(share) for share in (1 / 3, 0.1, 0.01, 0.001)]
         [4, 4, 64, 1024]
     """

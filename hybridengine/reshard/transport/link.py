@@ -38,7 +38,7 @@ def divide(sent: np.ndarray, replicas: int) -> tuple[np.ndarray, int]:
     int64 [N, replicas], and those that a replica holds of the gathered buffer, of which the last
     may be padding.
 
-    Example:
+    Examples:
         >>> divide(np.array([20, 28]), 2)
         (array([[20,  0],
                [12, 16]]), 32)

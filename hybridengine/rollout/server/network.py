@@ -22,7 +22,7 @@ def address_for(host: str, address: tuple[str, int]) -> tuple[str, int]:
 
     Raises RolloutError for a host that is unknown or cannot be reached.
 
-    Example:
+    Examples:
         >>> address_for("localhost", ("127.0.0.1", 29500))
         ('127.0.0.1', 29500)
     """
