@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from benchmarks._bench import OURS, Bench, short
 
 SEQUENCES = (1, 8, 32, 128)
-PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 8, 72
+PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 4, 28
+
+
 def run(bench: Bench) -> None:
     from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
 
@@ -148,7 +150,7 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
 
 
 def _seconds_per_step(llm: Any, sequences: int) -> float:
-    times = {tokens: [_generate(llm, sequences, tokens) for _ in range(3)]
+    times = {tokens: [_generate(llm, sequences, tokens) for _ in range(2)]
              for tokens in (FEW_TOKENS, MANY_TOKENS)}  # fmt: skip
     return (min(times[MANY_TOKENS]) - min(times[FEW_TOKENS])) / (MANY_TOKENS - FEW_TOKENS)
 

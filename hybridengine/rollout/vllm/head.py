@@ -31,7 +31,7 @@ def _apply_head(original: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None
     is_matrix = hidden.dim() == 2 and weight.shape[1:] == hidden.shape[1:]
     if not is_matrix or weight.dtype.itemsize != 2:
         return original(lm_head, hidden, bias)
-    if weight.dtype == hidden.dtype == torch.bfloat16 and (bias is None or bias.dtype == hidden.dtype):
+    if all(x is None or x.dtype == torch.bfloat16 for x in (hidden, weight, bias)):
         return decode_linear(hidden, weight, bias, out_dtype=torch.float32)
     logits = torch.empty(hidden.shape[0], weight.shape[0])
     mixed_gemm(logits, hidden, weight, bias)
