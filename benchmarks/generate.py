@@ -3,8 +3,8 @@
 A random model of the shapes of SmolLM2-135M in bfloat16 with a float32 head, set up as the trainer
 sets up its engine. `step` is one decoding step of all sequences: the time of a generation of many
 tokens less that of few, by the difference in tokens. `share_of_limit` compares it with the larger
-of the time to read all weights and the time of the products at the rate of a large one. The parts of
-a step are timed in a run of their own, around the functions of vLLM that compute them.
+of the time to read all weights and the time of the products at the rate of a large one. The parts
+of a step are timed in a run of their own, around the functions of vLLM that compute them.
 """
 
 from __future__ import annotations
