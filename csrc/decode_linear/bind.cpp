@@ -16,8 +16,8 @@ at::Tensor decode_linear(const at::Tensor& x, const at::Tensor& weight,
   check_same_device(op, {{"x", x}, {"weight", weight}, {"bias", bias}});
   if (!x.device().is_cpu()) no_kernel_for(x.device(), op);
   for (const NamedTensor& operand : {NamedTensor("x", x), NamedTensor("weight", weight)}) {
-    TORCH_CHECK_VALUE(operand.tensor->dim() == 2 && (operand.tensor->size(1) <= 1 ||
-                                                     operand.tensor->stride(1) == 1),
+    TORCH_CHECK_VALUE(operand.tensor->dim() == 2 &&
+                          (operand.tensor->size(1) <= 1 || operand.tensor->stride(1) == 1),
                       op, ": ", operand.name, " has shape ", operand.tensor->sizes(),
                       " and strides ", operand.tensor->strides(),
                       "; expected a matrix with inner stride 1");

@@ -15,9 +15,9 @@ constexpr int kSums = 16;  // sums of a register tile, kRows x kOutputs
 #else
 constexpr int kSums = 8;
 #endif
-constexpr int64_t kStep = 2 * kWidth;  // elements of a load
-constexpr int64_t kLine = 64;          // bytes of a cache line
-constexpr int64_t kCachedRows = 128;   // of x, which stay in the cache while the weight is read
+constexpr int64_t kStep = 2 * kWidth;   // elements of a load
+constexpr int64_t kLine = 64;           // bytes of a cache line
+constexpr int64_t kCachedRows = 128;    // of x, which stay in the cache while the weight is read
 constexpr int64_t kPanelBytes = 16384;  // of the weight, which stay in the cache for all rows
 
 // One load of an operand: 2 * kWidth elements. The order of the elements is that of load_pair.
@@ -34,9 +34,7 @@ template <typename T>
 using Step = VecPair;
 #endif
 
-HE_SIMD VecF multiply_add(VecPair a, VecPair b, VecF sum) {
-  return a.b * b.b + (a.a * b.a + sum);
-}
+HE_SIMD VecF multiply_add(VecPair a, VecPair b, VecF sum) { return a.b * b.b + (a.a * b.a + sum); }
 
 template <typename T>
 HE_SIMD Step<T> load_step(const T* p) {

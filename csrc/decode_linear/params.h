@@ -1,5 +1,5 @@
-// out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n] for few rows t, from row-major operands as they
-// are: nothing is packed.
+// out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n] for few rows t, from row-major operands as
+// they are: nothing is packed.
 //
 // An element is summed by kWidth lanes (float32), each in ascending order of k, and the lanes are
 // joined by a binary tree. The order depends on k and on the instruction set alone. So a row's bits
