@@ -11,6 +11,7 @@ void register_attention(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
 void register_changes(pybind11::module_& m);
 void register_checksum(pybind11::module_& m);
+void register_decode_linear(pybind11::module_& m);
 void register_delta(pybind11::module_& m);
 void register_distillation(pybind11::module_& m);
 void register_logprob(pybind11::module_& m);
@@ -38,6 +39,7 @@ PYBIND11_MODULE(_C, m) {
   register_balance(m);
   register_changes(m);
   register_checksum(m);
+  register_decode_linear(m);
   register_delta(m);
   register_distillation(m);
   register_logprob(m);

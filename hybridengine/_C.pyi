@@ -106,6 +106,9 @@ def log_prob_backward(
     row_index: Tensor | None,
 ) -> None: ...
 def count_changed(masks: Sequence[Tensor], numels: Sequence[int]) -> Tensor: ...
+def decode_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor: ...
 def distillation(
     student: Tensor,
     teacher: Tensor,

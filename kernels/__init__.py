@@ -15,6 +15,7 @@ from .balance import Imbalance, balance, balance_by_tokens, imbalance
 from .block_quantize import block_quantize
 from .changes import change_mask, mark_changed_, take_changed
 from .checksum import bit_checksum
+from .decode_linear import decode_linear
 from .linear import (
     LinearStats,
     has_fast_products,
@@ -65,6 +66,7 @@ __all__ = [
     "check_labels",
     "choose_backend",
     "cross_entropy",
+    "decode_linear",
     "empty_from_pool",
     "gae",
     "group_advantage",

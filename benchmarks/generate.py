@@ -1,0 +1,170 @@
+"""Tokens per second of a real vLLM engine on a CPU, with our products and with torch's.
+
+A random model of the shapes of SmolLM2-135M in bfloat16 with a float32 head, set up as the trainer
+sets up its engine. `step` is one decoding step of all sequences: the time of a generation of many
+tokens less that of few, by the difference in tokens. `share_of_limit` compares it with the larger
+of the time to read all weights and the time of the products at the rate of a large one. The parts
+of a step are timed in a run of their own, around the functions of vLLM that compute them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hybridengine.kernels import mixed_gemm
+from hybridengine.kernels.decode_linear import inference_linear
+from torch import Tensor, nn
+
+from benchmarks._bench import OURS, Bench, short
+
+SEQUENCES = (1, 8, 32, 128)
+PROMPT_TOKENS, FEW_TOKENS, MANY_TOKENS = 128, 4, 28
+
+
+def run(bench: Bench) -> None:
+    from hybridengine.rollout.vllm.environment import prepare_environment, vllm_available
+
+    dtype = torch.bfloat16
+    if bench.device.type != "cpu" or bench.quick or not vllm_available():
+        reason = "an engine on a CPU, not in a quick run"
+        bench.leave_out("generate", "step", "135M", dtype, {OURS: reason})
+        return
+    prepare_environment()
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        llm, parameters = _build(Path(folder))
+        read = 2 * parameters / (bench.peak("read", dtype) * 1e9)
+        multiply = 2 * parameters / (bench.peak("gemm", dtype) * 1e12)
+        for sequences in SEQUENCES:
+            seconds = {}
+            for name in ("torch", OURS):
+                with _products(llm, name == OURS):
+                    _generate(llm, sequences, FEW_TOKENS)  # warm up
+                    seconds[name] = _seconds_per_step(llm, sequences)
+                    parts = _parts(llm, sequences)
+                bench.add(
+                    "generate", "step", name, f"135M sequences={sequences}", dtype=short(dtype),
+                    ms_p50=seconds[name] * 1e3,
+                    share_of_limit=max(read, multiply * sequences) / seconds[name],
+                    ratio_to_best_peer=seconds["torch"] / seconds[name] if name == OURS else None,
+                    note=f"  {sequences / seconds[name]:.0f} tokens/s; ms of {parts}",
+                    tokens_per_s=sequences / seconds[name], parts_ms=parts,
+                )  # fmt: skip
+
+
+def _build(folder: Path) -> tuple[Any, int]:
+    """Return an engine, and the number of weights that a step multiplies with."""
+    from transformers import LlamaConfig
+    from vllm import LLM
+
+    from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE
+    from hybridengine.rollout.vllm.head import multiply_head_in_16_bits
+    from hybridengine.rollout.vllm.post_load import writable_weights
+
+    config = LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+        max_position_embeddings=2048, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with writable_weights():
+        llm = LLM(
+            str(folder), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True,
+            max_model_len=512, enforce_eager=True, logprobs_mode="processed_logprobs",
+            hf_overrides={"head_dtype": "float32"}, enable_prefix_caching=False,
+            block_size=CPU_BLOCK_SIZE, max_num_seqs=max(SEQUENCES), disable_log_stats=True,
+        )  # fmt: skip
+    model = _model(llm)
+    multiply_head_in_16_bits(model)
+    return llm, sum(p.numel() for p in model.parameters() if p.dim() == 2)
+
+
+def _model(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+@contextmanager
+def _products(llm: Any, ours: bool) -> Iterator[None]:
+    """While open, multiply by our product, or by torch's and, in the head, oneDNN's."""
+    from hybridengine.rollout.vllm import head
+
+    def head_by_onednn(hidden: Tensor, weight: Tensor, bias: Any, out_dtype: torch.dtype) -> Tensor:
+        logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=out_dtype)
+        mixed_gemm(logits, hidden, weight, bias)
+        return logits
+
+    with ExitStack() as stack:
+        if not ours:
+            stack.enter_context(patch.object(head, "decode_linear", head_by_onednn))
+        for module in _model(llm).modules():
+            if hasattr(module, "cpu_linear"):
+                product = inference_linear if ours else nn.functional.linear
+                stack.enter_context(patch.object(module, "cpu_linear", product))
+        yield
+
+
+def _parts(llm: Any, sequences: int) -> dict[str, float]:
+    """Return the milliseconds of a decoding step that each of its parts takes."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.v1.sample.sampler import Sampler
+
+    totals: dict[int, Counter[str]] = {}
+    for tokens in (FEW_TOKENS, MANY_TOKENS):
+        seconds = totals[tokens] = Counter()
+
+        def timed(
+            name: str, function: Callable, seconds: Counter[str] = seconds
+        ) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                start = time.perf_counter()
+                result = function(*args, **kwargs)
+                seconds[name] += time.perf_counter() - start
+                return result
+
+            return run
+
+        modules = list(_model(llm).modules())
+        linears = [("products", m, "cpu_linear") for m in modules if hasattr(m, "cpu_linear")]
+        heads = [("head", m, "_apply_head") for m in modules if isinstance(m, LogitsProcessor)]
+        attention = [("attention", _custom_ops, "cpu_attention_with_kv_cache")]
+        with ExitStack() as stack:
+            for name, owner, function in (
+                *linears, *heads, *attention, ("sampler", Sampler, "forward")
+            ):  # fmt: skip
+                wrapped = timed(name, getattr(owner, function))
+                stack.enter_context(patch.object(owner, function, wrapped))
+            seconds["step"] = _generate(llm, sequences, tokens)
+    steps = MANY_TOKENS - FEW_TOKENS
+    few, many = totals[FEW_TOKENS], totals[MANY_TOKENS]
+    return {name: round((many[name] - few[name]) / steps * 1e3, 2) for name in many}
+
+
+def _seconds_per_step(llm: Any, sequences: int) -> float:
+    times = {tokens: [_generate(llm, sequences, tokens) for _ in range(2)]
+             for tokens in (FEW_TOKENS, MANY_TOKENS)}  # fmt: skip
+    return (min(times[MANY_TOKENS]) - min(times[FEW_TOKENS])) / (MANY_TOKENS - FEW_TOKENS)
+
+
+def _generate(llm: Any, sequences: int, tokens: int) -> float:
+    """Generate so many tokens of each sequence; return the seconds."""
+    from vllm import SamplingParams
+
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1000, 40_000, (sequences, PROMPT_TOKENS), generator=draw).tolist()
+    sampling = [
+        SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=i)
+        for i in range(sequences)
+    ]
+    start = time.perf_counter()
+    llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    return time.perf_counter() - start

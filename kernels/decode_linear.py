@@ -1,0 +1,139 @@
+"""decode_linear: a linear layer for few rows, batch-invariant, from row-major weights as they are.
+
+A decoding step multiplies one row per sequence. General products pack the weight at every call,
+which costs more than the product itself, and a packed copy could not be written in place by the
+weight sync. Here register tiles of dot products along K read both operands as they are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _check as check
+from ._backend import choose_backend, native, register_backends
+from ._library import custom_op
+from .linear.mixed_gemm import has_fast_products
+
+OP = "decode_linear"
+MAX_ROWS = 128  # from there on a general product is as fast
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+register_backends(OP, cpu=("cpp", "reference"), cuda=("reference",))
+
+
+def decode_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Return x @ weight.T + bias, without a gradient; fast for 1 to 128 rows.
+
+    Batch-invariant: the bits of a result depend on its row of `x`, its row of `weight` and its
+    `bias` alone, whatever the number of rows and threads. Sums are float32: lane l of L adds the
+    products of the elements k that a vector register of L lanes takes there (bfloat16: k = 2 l and
+    2 l + 1 of every 2 L elements; float32: k = l and l + L), in ascending order of k. The lanes are
+    joined as a binary tree, neighbours first. The bias is added last, and the result is rounded
+    once. L is 16 with AVX-512, 8 with AVX2, 4 otherwise. Therefore results of different instruction
+    sets differ in rounding. AVX512-BF16 treats subnormal numbers as zero.
+
+    Args:
+        x: [..., K], float32 or bfloat16 (float64: on the reference backend).
+        weight: [N, K] of the dtype of `x`.
+        bias: [N] of the dtype of `x`, or None.
+        out_dtype: dtype of `x` (the default) or float32.
+        backend: `cpp` (CPU) or `reference`; None: the best one for the device.
+
+    Returns:
+        [..., N].
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the backend cannot run here.
+
+    Example:
+        >>> decode_linear(torch.ones(1, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([[3., 7.]])
+    """
+    check.same_device(OP, x=x, weight=weight, bias=bias)
+    sizes: check.Sizes = {}
+    check.shape(OP, "x", x, "... K", sizes)
+    check.shape(OP, "weight", weight, "N K", sizes)
+    allowed = (torch.float32, torch.bfloat16, torch.float64)
+    check.dtype(OP, "x", x, allowed)
+    check.dtype(OP, "weight", weight, (x.dtype,))
+    if bias is not None:
+        check.shape(OP, "bias", bias, "N", sizes)
+        check.dtype(OP, "bias", bias, (x.dtype,))
+    out_dtype = out_dtype or x.dtype
+    if out_dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"{OP}: out_dtype is {out_dtype}; expected {x.dtype}, the dtype of x, or torch.float32."
+        )
+    chosen = choose_backend(OP, x.device, backend, x.dtype)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    out = _op(rows, weight, bias, out_dtype, chosen)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `torch.nn.functional.linear` without a gradient, by `decode_linear` if it is faster.
+
+    That is on a CPU up to MAX_ROWS rows, and for bfloat16 without AVX512-BF16 for any number. There
+    the overhead is the least possible, because a product of one row takes no longer than the
+    argument checks, the choice of a backend and torch's dispatcher. Under torch.compile it is one
+    operator, so that the number of rows may change without another compilation.
+    """
+    if torch.compiler.is_compiling():
+        return _inference_op(x, weight, bias)
+    return _inference_linear(x, weight, bias)
+
+
+def _inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    extension, dtype = native(), x.dtype
+    if extension is None or x.device.type != "cpu" or dtype not in _KERNEL_DTYPES:
+        return F.linear(x, weight, bias)
+    rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if rows.shape[0] > MAX_ROWS and has_fast_products(dtype):
+        return F.linear(x, weight, bias)
+    out: Tensor = extension.decode_linear(rows, weight, bias, dtype)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+@custom_op("hybridengine::inference_linear", mutates_args=())
+def _inference_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _inference_linear(x, weight, bias)
+
+
+@_inference_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@custom_op(f"hybridengine::{OP}", mutates_args=())
+def _op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, backend: str
+) -> Tensor:
+    if backend == "cpp":
+        x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+        bias = None if bias is None else bias.contiguous()
+        return native().decode_linear(x, weight, bias, out_dtype)
+    return _reference(x, weight, bias).to(out_dtype)
+
+
+@_op.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, backend: str
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
+
+
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    product = x.to(wide) @ weight.to(wide).t()
+    return product if bias is None else product + bias.to(wide)
