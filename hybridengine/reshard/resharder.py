@@ -169,7 +169,7 @@ class Resharder:
             before, self._engine_state = self._engine_state, None  # until this sync is complete
             found = self._finder.find(intact) if self._finder else None
             delta = (self.engine.weight_version or 0, group_size(found.share)) if found else ()
-            order = Order(intact, verify, *delta)
+            order = Order(intact, verify, self._writes_parts, *delta)
             transport = self._transport
             transport.begin()
             with self.engine.weight_update(version, self._finish_on_all_ranks):

@@ -214,7 +214,7 @@ class WeightSender:
             has_frozen = coordinator.has_frozen(some, self._sent.frozen)
             base = delta.base if delta and able else None
             size = group_size(delta.found.share) if delta else 0
-            order = Order(has_frozen, verify, base, size)
+            order = Order(has_frozen, verify, self._remembers, base, size)
             by_member = feeders_of(self._processes, self._devices, some)
             feeders = [by_member[member] for member in members] if by_member else None
             plan = self._plan_number, self.plan.digest
@@ -343,6 +343,8 @@ class WeightSender:
         is_near = feeders_of(self._processes, self._devices, [info]) is not None
         with self._guard.collective("measuring rates"):
             self._finder = self._trainers.find_changes(self.plan, len(machines) > 1, pulls=is_near)
+        frozen = any(spec.frozen for spec in self._trainers.specs.values())
+        self._remembers = frozen or self._finder is not None
         publish = self._publish_plan
         self._plan_number = self._on_rank0(lambda c: publish(), "publishing the plan", int)
 
