@@ -95,11 +95,10 @@ std::tuple<at::Tensor, at::Tensor> take_changed(Tensors masks, const Tensors& so
   check_vector(ends, "ends", at::kLong, p.num_chunks);
   for (size_t i = 0; i < sources.size(); ++i) {
     const at::Tensor& source = sources[i];
-    TORCH_CHECK_VALUE(source.scalar_type() == dtype && source.is_contiguous() &&
-                          source.device() == device,
-                      kOp, ": sources[", i, "] has dtype ", source.scalar_type(), " and strides ",
-                      source.strides(), " on ", source.device(), "; expected contiguous ",
-                      dtype, " on ", device);
+    TORCH_CHECK_VALUE(
+        source.scalar_type() == dtype && source.is_contiguous() && source.device() == device, kOp,
+        ": sources[", i, "] has dtype ", source.scalar_type(), " and strides ", source.strides(),
+        " on ", source.device(), "; expected contiguous ", dtype, " on ", device);
     tensors[i].source = static_cast<const uint16_t*>(source.const_data_ptr());
     p.wide_indices |= source.numel() > kMaxNarrow;
   }

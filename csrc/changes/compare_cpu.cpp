@@ -62,8 +62,8 @@ void compare_range(const CompareParams& p, int64_t begin, int64_t end) {
     uint16_t* then = sent + at;
     for (int64_t i = 0; i < count; i += kMaskBits) {
       const int64_t size = count - i < kMaskBits ? count - i : kMaskBits;
-      const uint32_t bits = size == kMaskBits ? differing(now + i, then + i)
-                                              : differing(now + i, then + i, size);
+      const uint32_t bits =
+          size == kMaskBits ? differing(now + i, then + i) : differing(now + i, then + i, size);
       if (!bits) continue;
       p.mask[(at + i) / kMaskBits] |= bits;
       std::memcpy(then + i, now + i, size * sizeof(uint16_t));

@@ -8,14 +8,12 @@ using namespace hybridengine;
 // arrays: for each tensor the addresses of mask and source. Returns the number of changes; writes
 // them if there are `indices`, for which `ends` holds the result of the call without.
 extern "C" int64_t take_on_cpu(void* const* arrays, const int64_t* numels, int64_t num_tensors,
-                               int64_t* ends, void* indices, uint16_t* values,
-                               int wide_indices) {
+                               int64_t* ends, void* indices, uint16_t* values, int wide_indices) {
   ChangesParams params{};
   std::vector<ChangedTensor> tensors;
   for (int64_t i = 0; i < num_tensors; ++i) {
-    tensors.push_back(
-        {static_cast<uint32_t*>(arrays[2 * i]), static_cast<uint16_t*>(arrays[2 * i + 1]),
-         numels[i], params.num_chunks});
+    tensors.push_back({static_cast<uint32_t*>(arrays[2 * i]),
+                       static_cast<uint16_t*>(arrays[2 * i + 1]), numels[i], params.num_chunks});
     params.num_chunks += num_chunks_of(numels[i]);
   }
   std::vector<int32_t> counts(params.num_chunks);
