@@ -2,8 +2,7 @@
 
 Between two syncs a share of the elements moves to the next or back to the former bfloat16 value.
 Rows, at each share of changed elements:
-  hybridengine   a delta of change sets, taken from masks as AdamW keeps them
-  compared       a delta found by comparison with the bits that were sent last
+  hybridengine   a delta, found by comparison with the bits that were sent last
 and once, since they move everything:
   dense, dense_all_to_all   by a pull from shared memory, and by the transport between machines
 
@@ -15,21 +14,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hybridengine.kernels.changes import change_mask, mark_, take_changed
 
 from benchmarks._bench import OURS, Bench
 from benchmarks.strided_copy import llama
 from benchmarks.sync import _Tensors
 from hybridengine.reshard import Resharder
 from hybridengine.reshard import resharder as module
-from hybridengine.sharding.changes import ChangedElements
-from hybridengine.sharding.checksums import bit_checksums
 from tests.ranks import run_ranks
 
 RANKS, TP_SIZE = 4, 2
@@ -67,14 +63,13 @@ def run(bench: Bench) -> None:
             ms_p50=p50, ms_p80=times[len(times) * 4 // 5], gb_per_s=result.received / p50 / 1e6,
             ratio_to_best_peer=dense if way == OURS else None, note=notes,
         )  # fmt: skip
-    for way in (OURS, "compared"):
-        for dense in ("dense", "dense_all_to_all"):
-            faster = [s for s in shares if medians[way, s] < medians[dense, 1.0]]
-            print(f"# {way} is faster than {dense} up to {max(faster, default=0):.1%}", flush=True)
+    for dense in ("dense", "dense_all_to_all"):
+        faster = [s for s in shares if medians[OURS, s] < medians[dense, 1.0]]
+        print(f"# a delta is faster than {dense} up to {max(faster, default=0):.1%}", flush=True)
 
 
 class _Model:
-    """The shards of this rank, which `train` changes, and their masks of what changed."""
+    """The shards of this rank, which `train` changes."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], rank: int, world_size: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -89,37 +84,18 @@ class _Model:
             values = torch.randn(local, generator=generator).bfloat16().float()
             self.shards[name] = DTensor.from_local(values, mesh, [Shard(dim)], run_check=False)
         self._locals = {name: tensor.to_local() for name, tensor in self.shards.items()}
-        self._masks = {name: change_mask(tensor) for name, tensor in self._locals.items()}
-        self._sent = self._now = self._checksums()
-
-    def _checksums(self) -> dict[str, int]:
-        return dict(zip(self._locals, bit_checksums(list(self._locals.values())), strict=True))
 
     def choose(self, share: float) -> None:
         """Choose the elements that `train` changes."""
-        self._chosen: dict[str, torch.Tensor] = {}
-        self._marks = {name: change_mask(tensor) for name, tensor in self._locals.items()}
-        for name, tensor in self._locals.items():
-            chosen = torch.rand(tensor.numel()) < share
-            mark_(self._marks[name], chosen)
-            self._chosen[name] = chosen.nonzero()[:, 0]
+        self._chosen = {
+            name: (torch.rand(tensor.numel()) < share).nonzero()[:, 0]
+            for name, tensor in self._locals.items()
+        }
 
     def train(self) -> None:
         for name, tensor in self._locals.items():
             bits, chosen = tensor.view(torch.int32).view(-1), self._chosen[name]
             bits[chosen] = bits[chosen] ^ (1 << 16)  # the last bit of bfloat16
-            self._masks[name] |= self._marks[name]
-        self._now = self._checksums()  # AdamW has them of its own pass
-
-    def take_changes(self) -> dict[str, ChangedElements]:
-        tensors = list(self._locals.values())
-        taken = take_changed(list(self._masks.values()), tensors, dtype=torch.bfloat16)
-        assert taken is not None
-        before, self._sent = self._sent, self._now
-        return {
-            name: ChangedElements(indices, values, before[name], self._now[name])
-            for name, (indices, values) in zip(self._locals, taken, strict=True)
-        }
 
 
 def _rank(
@@ -156,15 +132,10 @@ def _rank(
     measure("dense", 1.0, make(delta="off"))
     with mock.patch.object(module, "share_memory", lambda *args: None):
         measure("dense_all_to_all", 1.0, make(delta="off"))
-    ways: dict[str, Callable[[], Resharder]] = {
-        OURS: lambda: make(delta="on", changes=model.take_changes),
-        "compared": lambda: make(delta="on"),
-    }
-    for way, build in ways.items():
-        resharder = build()
-        resharder.sync()
-        for share in shares:
-            measure(way, share, resharder)
+    resharder = make(delta="on")
+    resharder.sync()
+    for share in shares:
+        measure(OURS, share, resharder)
     return sum(tensor.numel() for tensor in model.shards.values()), results
 
 

@@ -5,7 +5,6 @@
 
 namespace hybridengine {
 
-void register_adamw(pybind11::module_& m);
 void register_advantage(pybind11::module_& m);
 void register_attention(pybind11::module_& m);
 void register_balance(pybind11::module_& m);
@@ -33,7 +32,6 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("with_cuda") = false;
 #endif
-  register_adamw(m);
   register_advantage(m);
   register_attention(m);
   register_balance(m);

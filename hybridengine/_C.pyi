@@ -21,22 +21,6 @@ class LogProbOptions:
         vocab_range: Tensor | None,
     ) -> None: ...
 
-def adamw(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    changed: Sequence[Tensor],
-    checksums: Tensor,
-    engine_dtype: torch.dtype | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    grad_factor: Tensor | None,
-) -> None: ...
 def attention_forward(
     query: Tensor,
     key: Tensor,
@@ -203,9 +187,5 @@ class ChangeTable:
     ) -> Tensor: ...
 
 def take_changed(
-    masks: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    ends: Tensor,
-    num_changed: int,
-    dtype: torch.dtype,
+    masks: Sequence[Tensor], sources: Sequence[Tensor], ends: Tensor, num_changed: int
 ) -> tuple[Tensor, Tensor]: ...

@@ -7,13 +7,12 @@ what operators share.
 
 from ._aggregation import LOSS_AGG_MODES
 from ._backend import backend_table, choose_backend
-from .adamw import adamw_
 from .advantage import GROUP_ESTIMATORS, gae, group_advantage, whiten
 from .aggregate import aggregate_loss
 from .attention import tree_attention
 from .balance import Imbalance, balance, balance_by_tokens, imbalance
 from .block_quantize import block_quantize
-from .changes import change_mask, mark_changed_, take_changed
+from .changes import Changed, change_mask, mark_changed_, take_changed
 from .checksum import bit_checksum
 from .decode_linear import decode_linear
 from .linear import (
@@ -48,6 +47,7 @@ __all__ = [
     "LOSS_AGG_MODES",
     "LOSS_MODES",
     "REJECTION_CRITERIA",
+    "Changed",
     "Imbalance",
     "LinearStats",
     "Packed",
@@ -55,7 +55,6 @@ __all__ = [
     "RolloutCorrection",
     "RowStats",
     "TokenLosses",
-    "adamw_",
     "aggregate_loss",
     "backend_table",
     "balance",

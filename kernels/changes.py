@@ -1,16 +1,16 @@
 """Masks of changed elements, and the (index, value) of the elements that they mark.
 
 A mask has one bit per element, int32 [ceil(numel / 32)]: element i is bit i % 32 of entry i // 32.
-Marking adds to it, so one mask covers several updates without any merging, and its size does not
-depend on what changes: no capacity to choose, and no host synchronization to learn a count while
-marking. `adamw_` marks changes in the pass that makes them, `mark_changed_` compares with what was
-sent; `take_changed` reads the masks once and of the marked tensors the changed elements only.
+Its size does not depend on what changes: no capacity to choose, and no host synchronization to
+learn a count while marking. `mark_changed_` compares with what was sent; `take_changed` reads the
+masks, and of the marked tensors the changed elements only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,16 @@ _OP = "take_changed"
 _MAX_INT32_NUMEL = 2**31
 _CHUNK = 1 << 22  # elements that the reference casts at a time
 
-# Indices and values, [K] each.
-Changed = tuple[Tensor, Tensor]
+
+class Changed(NamedTuple):
+    """Some elements of a tensor.
+
+    indices: int32 or int64 [K], ascending: positions in its contiguous order.
+    values: bfloat16 or float16 [K].
+    """
+
+    indices: Tensor
+    values: Tensor
 
 
 def change_mask(tensor: Tensor) -> Tensor:
@@ -56,14 +64,15 @@ def mark_changed_(
         >>> sent = torch.zeros(4, dtype=torch.bfloat16)
         >>> mask = change_mask(sent)
         >>> mark_changed_(torch.tensor([0.0, 2.0, 0.0, 3.0]), sent, mask)
-        >>> take_changed([mask], [sent], dtype=torch.bfloat16)
-        [(tensor([1, 3], dtype=torch.int32), tensor([2., 3.], dtype=torch.bfloat16))]
+        >>> indices, values = take_changed([mask], [sent])[0]
+        >>> indices.tolist(), values.tolist()
+        ([1, 3], [2.0, 3.0])
     """
     check.same_device("mark_changed_", current=current, sent=sent, mask=mask)
     if choose_backend("mark_changed_", sent.device, backend) != "reference":
         native().mark_changed(current, sent, mask)
         return
-    check_engine_dtype("mark_changed_", "sent", sent.dtype)
+    check.dtype("mark_changed_", "sent", sent, ENGINE_DTYPES)
     if current.shape != sent.shape or current.dim() != 1 or mask.numel() != -(-len(sent) // 32):
         raise ValueError(
             f"mark_changed_: current has shape {tuple(current.shape)}, sent {tuple(sent.shape)} "
@@ -81,7 +90,6 @@ def take_changed(
     masks: Sequence[Tensor],
     sources: Sequence[Tensor],
     *,
-    dtype: torch.dtype,
     max_share: float = 1.0,
     backend: str | None = None,
 ) -> list[Changed] | None:
@@ -93,29 +101,27 @@ def take_changed(
 
     Args:
         masks: one per source, from `change_mask`.
-        sources: contiguous tensors of one dtype on one device: float32, or `dtype`.
-        dtype: of the values, bfloat16 or float16; rounded as by `tensor.to()`.
+        sources: contiguous tensors of one dtype, bfloat16 or float16, on one device.
         max_share: if a larger share of all elements is marked, None is returned, so that the result
             takes at most `max_share` times 6 (int32 and 16 bits) bytes of an element.
         backend: `cpp`, `cuda` or `reference`; None takes the best one.
 
     Returns:
-        For each source the positions in its contiguous order, [K] int32 (int64 if a source has more
-        than 2^31 elements), and the present values, [K]; views of two tensors.
+        For each source the marked positions (int64 if a source has more than 2^31 elements) and the
+        present values; views of two tensors.
 
     Raises:
         ValueError: wrong dtypes, sizes, strides or devices.
 
     Examples:
-        >>> weight = torch.arange(40.0)
+        >>> weight = torch.arange(40.0).bfloat16()
         >>> mask = change_mask(weight)
         >>> mask[0] = 0b110
-        >>> take_changed([mask], [weight], dtype=torch.bfloat16)[0][1].tolist()
+        >>> take_changed([mask], [weight])[0].values.tolist()
         [1.0, 2.0]
     """
     masks, sources = list(masks), list(sources)
     check.number(_OP, "max_share", max_share, at_least=0, at_most=1)
-    check_engine_dtype(_OP, "dtype", dtype)
     named = {f"sources[{i}]": tensor for i, tensor in enumerate(sources)}
     check.same_device(_OP, **named, **{f"masks[{i}]": mask for i, mask in enumerate(masks)})
     if len(masks) != len(sources):
@@ -126,28 +132,18 @@ def take_changed(
         return []
     limit = max_share * sum(source.numel() for source in sources)
     if choose_backend(_OP, sources[0].device, backend) == "reference":
-        taken = _reference(masks, sources, dtype, limit)
-    else:
-        taken = _take(masks, sources, dtype, limit)
-    return taken
+        return _reference(masks, sources, limit)
+    return _take(masks, sources, limit)
 
 
-def check_engine_dtype(op: str, name: str, dtype: torch.dtype) -> None:
-    """Check for a dtype in which an engine holds weights."""
-    if dtype not in ENGINE_DTYPES:
-        raise ValueError(f"{op}: {name} is {dtype}; expected bfloat16 or float16.")
-
-
-def _take(
-    masks: list[Tensor], sources: list[Tensor], dtype: torch.dtype, limit: float
-) -> list[Changed] | None:
+def _take(masks: list[Tensor], sources: list[Tensor], limit: float) -> list[Changed] | None:
     ends, counts = _count(masks, [source.numel() for source in sources])
     if sum(counts) > limit:
         for mask in masks:
             mask.zero_()
         return None
-    indices, values = native().take_changed(masks, sources, ends, sum(counts), dtype)
-    return list(zip(indices.split(counts), values.split(counts), strict=True))
+    indices, values = native().take_changed(masks, sources, ends, sum(counts))
+    return list(map(Changed, indices.split(counts), values.split(counts)))
 
 
 def _count(masks: list[Tensor], numels: list[int]) -> tuple[Tensor, list[int]]:
@@ -173,15 +169,13 @@ def mark_(mask: Tensor, changed: Tensor) -> None:
     mask |= (padded * bit).sum(1, dtype=torch.uint8).view(torch.int32)
 
 
-def _reference(
-    masks: list[Tensor], sources: list[Tensor], dtype: torch.dtype, limit: float
-) -> list[Changed] | None:
+def _reference(masks: list[Tensor], sources: list[Tensor], limit: float) -> list[Changed] | None:
     """Find the set bits with `nonzero`: the specification."""
     wide = any(source.numel() > _MAX_INT32_NUMEL for source in sources)
     found = []
     for mask, source in zip(masks, sources, strict=True):
         check.dtype(_OP, "masks", mask, (torch.int32,))
-        check.dtype(_OP, "sources", source, (torch.float32, dtype))
+        check.dtype(_OP, "sources", source, ENGINE_DTYPES)
         if mask.numel() != -(-source.numel() // 32) or not source.is_contiguous():
             raise ValueError(
                 f"{_OP}: a mask of {mask.numel()} entries for a source of {source.numel()} "
@@ -193,6 +187,6 @@ def _reference(
     if sum(map(len, found)) > limit:
         return None
     return [
-        (indices.to(torch.int64 if wide else torch.int32), source.flatten()[indices].to(dtype))
+        Changed(indices.to(torch.int64 if wide else torch.int32), source.flatten()[indices])
         for indices, source in zip(found, sources, strict=True)
     ]

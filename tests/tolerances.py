@@ -55,8 +55,3 @@ ATTENTION_ROUNDED = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
 # dS = P (dP - delta) cancels where few keys have all the weight, but delta = grad_out . out is of
 # an out with two roundings, of P and of the result: this part of the largest dP is left.
 ATTENTION_DELTA = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-
-# adamw_ in float32: a handful of roundings (2^-24 each) per update of numbers of the size of the
-# weights (0.1) and of the update; torch's v loses up to 1e-5 of its size over many updates, as
-# float32(beta2) + float32(1 - beta2) is not 1, and a few updates of size lr = 3e-3 half of that.
-ADAMW = {"rtol": 5e-6, "atol": 5e-7}

@@ -5,6 +5,7 @@
 
 #include "changes/params.h"
 #include "common/binding.h"
+#include "common/memory_pool.h"
 
 namespace hybridengine {
 
@@ -82,38 +83,33 @@ at::Tensor count_changed(Tensors masks, const std::vector<int64_t>& numels) {
 
 // ends: int64 [num_chunks], the inclusive sums of count_changed; num_changed: the last one.
 std::tuple<at::Tensor, at::Tensor> take_changed(Tensors masks, const Tensors& sources,
-                                                const at::Tensor& ends, int64_t num_changed,
-                                                at::ScalarType dtype) {
+                                                const at::Tensor& ends, int64_t num_changed) {
   std::vector<int64_t> numels;
   for (const at::Tensor& source : sources) numels.push_back(source.numel());
   ChangesParams p{};
   std::vector<ChangedTensor> tensors = table_of(masks, numels, p);
   const at::Device device = masks.empty() ? at::Device(at::kCPU) : masks[0].device();
+  const at::ScalarType dtype = sources.empty() ? at::kBFloat16 : sources[0].scalar_type();
+  TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kHalf, kOp, ": sources[0] has dtype ",
+                    dtype, "; expected bfloat16 or float16");
   check_vector(ends, "ends", at::kLong, p.num_chunks);
   for (size_t i = 0; i < sources.size(); ++i) {
     const at::Tensor& source = sources[i];
-    TORCH_CHECK_VALUE(source.scalar_type() == sources[0].scalar_type() && source.is_contiguous() &&
-                          source.device() == device,
-                      kOp, ": sources[", i, "] has dtype ", source.scalar_type(), " and strides ",
-                      source.strides(), " on ", source.device(), "; expected contiguous ",
-                      sources[0].scalar_type(), " on ", device);
-    tensors[i].source = source.const_data_ptr();
+    TORCH_CHECK_VALUE(
+        source.scalar_type() == dtype && source.is_contiguous() && source.device() == device, kOp,
+        ": sources[", i, "] has dtype ", source.scalar_type(), " and strides ", source.strides(),
+        " on ", source.device(), "; expected contiguous ", dtype, " on ", device);
+    tensors[i].source = static_cast<const uint16_t*>(source.const_data_ptr());
     p.wide_indices |= source.numel() > kMaxNarrow;
   }
   const auto options = at::TensorOptions().device(device);
   at::Tensor indices =
-      at::empty({num_changed}, options.dtype(p.wide_indices ? at::kLong : at::kInt));
-  at::Tensor values = at::empty({num_changed}, options.dtype(dtype));
+      empty_from_pool({num_changed}, options.dtype(p.wide_indices ? at::kLong : at::kInt));
+  at::Tensor values = empty_from_pool({num_changed}, options.dtype(dtype));
   if (sources.empty()) return {indices, values};
-  p.source_dtype = float_dtype(sources[0], "sources[0]");
-  p.value_dtype = float_dtype(values, "dtype");
-  TORCH_CHECK_VALUE((p.source_dtype == p.value_dtype || p.source_dtype == DType::f32) &&
-                        (p.value_dtype == DType::bf16 || p.value_dtype == DType::f16),
-                    kOp, ": no cast from ", sources[0].scalar_type(), " to ", dtype,
-                    "; float32 casts to bfloat16 and float16, each of them copies to itself");
   p.ends = ends.const_data_ptr<int64_t>();
   p.indices = indices.mutable_data_ptr();
-  p.values = values.mutable_data_ptr();
+  p.values = static_cast<uint16_t*>(values.mutable_data_ptr());
   if (p.num_chunks)
     run(device, p, [](const ChangesParams& q) { take_changed_cpu(q); }, kTakeOnCuda);
   return {indices, values};
@@ -159,7 +155,7 @@ void register_changes(py::module_& m) {
   m.attr("tensor_chunk") = kTensorChunk;
   m.def("count_changed", &count_changed, py::arg("masks"), py::arg("numels"));
   m.def("take_changed", &take_changed, py::arg("masks"), py::arg("sources"), py::arg("ends"),
-        py::arg("num_changed"), py::arg("dtype"));
+        py::arg("num_changed"));
 }
 
 }  // namespace hybridengine

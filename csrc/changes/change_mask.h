@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
 #include "common/host_device.h"
 #include "common/tensor_chunks.h"
 
@@ -33,13 +32,13 @@ HE_HOST_DEVICE int lowest_set_bit(uint32_t word) {
 
 // Writes the index of every set bit of a word, and the value of that element, to entries `at`, ...
 // first: the element of bit 0.
-template <typename S, typename D, typename Index>
-HE_HOST_DEVICE void take_word(uint32_t word, int64_t first, const S* source, int64_t at,
-                              Index* indices, D* values) {
+template <typename Index>
+HE_HOST_DEVICE void take_word(uint32_t word, int64_t first, const uint16_t* source, int64_t at,
+                              Index* indices, uint16_t* values) {
   for (; word; word &= word - 1, ++at) {
     const int64_t i = first + lowest_set_bit(word);
     indices[at] = static_cast<Index>(i);
-    values[at] = convert<S, D>(source[i]);
+    values[at] = source[i];
   }
 }
 

@@ -1,6 +1,5 @@
 // Chunks are counted, then written at the places that the counts give: the result does not depend
 // on the number of threads.
-#include "changes/dispatch.h"
 #include "changes/params.h"
 #include "common/parallel.h"
 
@@ -19,25 +18,25 @@ void for_each_chunk(const ChangesParams& p, const Body& body) {
 }
 
 // All indices of a chunk, then its values, whose scattered reads are in flight by then.
-template <typename S, typename D, typename Index>
+template <typename Index>
 void take_all(const ChangesParams& p) {
   for_each_chunk(p, [&](int64_t chunk, const TensorChunk& in) {
     const ChangedTensor& tensor = p.tensors[in.tensor];
-    const auto* source = static_cast<const S*>(tensor.source);
     auto* indices = static_cast<Index*>(p.indices);
-    auto* values = static_cast<D*>(p.values);
     const int64_t begin = chunk ? p.ends[chunk - 1] : 0;
+    if (p.ends[chunk] == begin) return;
     int64_t end = begin;
     for (int64_t i = in.begin; i < in.end; i += kMaskBits) {
       uint32_t& mask = tensor.mask[i / kMaskBits];
+      if (!mask) continue;
       for (uint32_t word = mask; word; word &= word - 1) {
         const int64_t index = i + lowest_set_bit(word);
-        __builtin_prefetch(source + index);
+        __builtin_prefetch(tensor.source + index);
         indices[end++] = static_cast<Index>(index);
       }
       mask = 0;
     }
-    for (int64_t k = begin; k < end; ++k) values[k] = convert<S, D>(source[indices[k]]);
+    for (int64_t k = begin; k < end; ++k) p.values[k] = tensor.source[indices[k]];
   });
 }
 
@@ -45,17 +44,18 @@ void take_all(const ChangesParams& p) {
 
 void count_changed_cpu(const ChangesParams& p) {
   for_each_chunk(p, [&](int64_t chunk, const TensorChunk& in) {
+    const uint32_t* words = p.tensors[in.tensor].mask + in.begin / kMaskBits;
+    const int64_t num_words = num_mask_words(in.end - in.begin);
     int32_t count = 0;
-    for (int64_t i = in.begin; i < in.end; i += kMaskBits)
-      count += num_set_bits(p.tensors[in.tensor].mask[i / kMaskBits]);
+    for (int64_t i = 0; i < num_words; ++i) {
+      if (words[i]) count += num_set_bits(words[i]);
+    }
     p.counts[chunk] = count;
   });
 }
 
 void take_changed_cpu(const ChangesParams& p) {
-  by_dtypes(p, [&](auto source, auto value, auto index) {
-    take_all<decltype(source), decltype(value), decltype(index)>(p);
-  });
+  p.wide_indices ? take_all<int64_t>(p) : take_all<int32_t>(p);
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -2,7 +2,6 @@
 // the launch, so nothing is uploaded.
 #include <cuda_runtime.h>
 
-#include "changes/dispatch.h"
 #include "changes/params.h"
 #include "common/block_scan.h"
 
@@ -21,7 +20,7 @@ struct ChangesLaunch {
   const int64_t* ends;  // of all chunks
   int64_t first_chunk;  // of the launch
   void* indices;
-  void* values;
+  uint16_t* values;
 };
 static_assert(sizeof(ChangesLaunch) <= 4096);
 
@@ -52,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) launch.counts[blockIdx.x] = total;
 }
 
-template <typename S, typename D, typename Index>
+template <typename Index>
 __global__ void __launch_bounds__(kThreads)
     take_kernel(const __grid_constant__ ChangesLaunch launch) {
   const TensorChunk in = locate_chunk(launch.tensors, launch.num_tensors, blockIdx.x);
@@ -65,8 +64,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int w = 0; w < kWords; ++w) {
     if (!words.bits[w]) continue;
     const int64_t first = words.first + w * kMaskBits;
-    take_word(words.bits[w], first, static_cast<const S*>(tensor.source), at,
-              static_cast<Index*>(launch.indices), static_cast<D*>(launch.values));
+    take_word(words.bits[w], first, tensor.source, at, static_cast<Index*>(launch.indices),
+              launch.values);
     at += num_set_bits(words.bits[w]);
     tensor.mask[first / kMaskBits] = 0;
   }
@@ -109,10 +108,11 @@ int count_changed_cuda(const ChangesParams& params, void* stream) {
 int take_changed_cuda(const ChangesParams& params, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   return for_each_launch(params, [&](const ChangesLaunch& table, unsigned chunks) {
-    by_dtypes(params, [&](auto source, auto value, auto index) {
-      take_kernel<decltype(source), decltype(value), decltype(index)>
-          <<<chunks, kThreads, 0, s>>>(table);
-    });
+    if (params.wide_indices) {
+      take_kernel<int64_t><<<chunks, kThreads, 0, s>>>(table);
+    } else {
+      take_kernel<int32_t><<<chunks, kThreads, 0, s>>>(table);
+    }
   });
 }
 

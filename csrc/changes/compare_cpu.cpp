@@ -10,7 +10,6 @@ namespace {
 
 constexpr int64_t kTile = 2048;
 constexpr int64_t kGrain = 512;  // words of a thread, at least
-constexpr int kPacked = 4;       // elements in 64 bits
 static_assert(kTile % kMaskBits == 0);
 
 template <typename S, typename D>
@@ -27,22 +26,29 @@ const D* cast_tile(const S* source, D* tile, int64_t count) {
   return tile;
 }
 
-// Whether any of the elements of one word differ.
-HE_SIMD bool differ(const uint16_t* now, const uint16_t* then) {
-  constexpr int kWords = kMaskBits / kPacked;
-  uint64_t a[kWords], b[kWords], any = 0;
-  std::memcpy(a, now, sizeof a);
-  std::memcpy(b, then, sizeof b);
-  for (int i = 0; i < kWords; ++i) any |= a[i] ^ b[i];
-  return any != 0;
-}
-
-// A bit for each of the elements that differ. Apart from the loop that finds none in most words.
-__attribute__((noinline)) uint32_t differing(const uint16_t* now, const uint16_t* then,
-                                             int64_t count) {
+// A bit for each of the `count` elements that differ.
+uint32_t differing(const uint16_t* now, const uint16_t* then, int64_t count) {
   uint32_t bits = 0;
   for (int64_t i = 0; i < count; ++i) bits |= uint32_t{now[i] != then[i]} << i;
   return bits;
+}
+
+// The same for all elements of a word.
+HE_SIMD uint32_t differing(const uint16_t* now, const uint16_t* then) {
+#if defined(__AVX512BW__)
+  return _mm512_cmpneq_epi16_mask(_mm512_loadu_si512(now), _mm512_loadu_si512(then));
+#elif defined(__AVX2__)
+  const auto load = [](const uint16_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  };
+  const __m256i low = _mm256_cmpeq_epi16(load(now), load(then));
+  const __m256i high = _mm256_cmpeq_epi16(load(now + 16), load(then + 16));
+  // Lanes of 128 bits are packed each for itself: low, high, low, high.
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xD8);
+  return ~static_cast<uint32_t>(_mm256_movemask_epi8(packed));
+#else
+  return std::memcmp(now, then, kMaskBits * sizeof *now) ? differing(now, then, kMaskBits) : 0;
+#endif
 }
 
 template <typename S, typename D>
@@ -56,8 +62,8 @@ void compare_range(const CompareParams& p, int64_t begin, int64_t end) {
     uint16_t* then = sent + at;
     for (int64_t i = 0; i < count; i += kMaskBits) {
       const int64_t size = count - i < kMaskBits ? count - i : kMaskBits;
-      if (size == kMaskBits && !differ(now + i, then + i)) continue;
-      const uint32_t bits = differing(now + i, then + i, size);
+      const uint32_t bits =
+          size == kMaskBits ? differing(now + i, then + i) : differing(now + i, then + i, size);
       if (!bits) continue;
       p.mask[(at + i) / kMaskBits] |= bits;
       std::memcpy(then + i, now + i, size * sizeof(uint16_t));

@@ -24,7 +24,7 @@ HE_CPU_KERNEL(mark_changed_cpu, CompareParams)
 
 struct ChangedTensor {
   uint32_t* mask;
-  const void* source;  // null to count
+  const uint16_t* source;  // null to count
   int64_t numel;
   int64_t first_chunk;
 };
@@ -36,10 +36,8 @@ struct ChangesParams {
   int32_t* counts;      // [num_chunks], written by count_changed
   const int64_t* ends;  // [num_chunks], inclusive sums of the counts
   void* indices;        // positions in each tensor
-  void* values;
+  uint16_t* values;
   bool wide_indices;  // int64, else int32
-  DType source_dtype;
-  DType value_dtype;
   int num_threads;
 };
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from hybridengine.errors import ModelError
-from hybridengine.model.adamw import AdamW
 from hybridengine.model.offload import Offloader
-from hybridengine.sharding.changes import ChangedElements
-from hybridengine.sharding.shards import full_tensor
+from hybridengine.sharding.shards import full_tensor, local_shard
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -81,7 +80,8 @@ class Optimizer:
             raise ModelError(f"schedule {schedule!r} is unknown; choose from {sorted(_SCHEDULES)}")
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self._named.values())
-        self.adamw = AdamW(self.parameters, lr, betas, eps, weight_decay)
+        groups: list[dict[str, Any]] = [{"params": ps} for ps in by_mesh(self.parameters)]
+        self.adamw = torch.optim.AdamW(groups, lr, betas, eps, weight_decay, fused=True)
         scheduler: Any = get_scheduler(
             _SCHEDULES[schedule],
             self.adamw,
@@ -146,7 +146,9 @@ class Optimizer:
         loss, num_nonfinite = self._take_observed()
         if math.isfinite(loss) and bool(norm.isfinite()):
             with self.offloader.on_device():
-                self.adamw.step(grad_factor=factor)
+                if factor != 1:
+                    scale_gradients(self.parameters, factor)
+                self.adamw.step()
             self.skipped_in_a_row = self.failed_in_a_row = 0
             self._steps_at_scale += self._scaling
             if self._scaling and self._steps_at_scale % _GROWTH_INTERVAL == 0:
@@ -172,21 +174,6 @@ class Optimizer:
         skipped, self._skipped = self._skipped, []
         return skipped
 
-    def track_changes(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Begin to mark what changes of the named parameters, each in its engine's dtype."""
-        self.adamw.track_changes({self._named[name]: dtype for name, dtype in dtypes.items()})
-
-    def take_changes(self, max_share: float = 1 / 3) -> dict[str, ChangedElements] | None:
-        """Return what this rank's updates changed since the last call, by tracked parameter.
-
-        None: more than `max_share` of the elements, which are sent in fewer bytes as a whole. The
-        changes have one reader: another one sends everything.
-        """
-        changes = self.adamw.take_changes(max_share)
-        if changes is None:
-            return None
-        return {name: changes[p] for name, p in self._named.items() if p in changes}
-
     @torch.no_grad()
     def moments(self) -> dict[str, torch.Tensor]:
         """Return Adam's state as `<parameter>/<key>`, not copied, to save or to load into.
@@ -195,9 +182,17 @@ class Optimizer:
         """
         moments: dict[str, torch.Tensor] = {}
         for name, parameter in self._named.items():
-            state = self.adamw.state_of(parameter)
+            state = self._state_of(parameter)
             moments |= {f"{name}/{key}": tensor for key, tensor in state.items()}
         return moments
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        state = self.adamw.state[parameter]
+        if not state:  # as torch's first update makes it
+            state["step"] = torch.zeros((), device=local_shard(parameter).device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and the loss scale; for tensors see `moments`."""
@@ -217,6 +212,21 @@ class Optimizer:
         self.num_updates = int(state["schedule_step"])
         self.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
         self.failed_in_a_row = int(state.get("failed_in_a_row", 0))
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters as torch updates them at once: DTensors of one mesh, or plain tensors."""
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        groups[getattr(parameter, "device_mesh", None)].append(parameter)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply the local shards of the gradients by `factor`, float32 []."""
+    grads = [local_shard(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(grads, factor)
 
 
 @torch.no_grad()

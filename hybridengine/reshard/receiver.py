@@ -60,7 +60,7 @@ class WeightReceiver:
         self._rank = EngineRank(self.engine, self._store, index, timeout_s, size, self._device)
         self._link: Link | None = None
         self._group_number = self._plan_number = 0
-        self._engine_state: EngineState | None = None  # after the last sync
+        self._engine_state: EngineState | None = None  # after the last sync, if it is needed
 
     def pending(self) -> bool:
         """Return whether a sync waits for this engine, the same on every rank. Collective.
@@ -107,7 +107,10 @@ class WeightReceiver:
                     before = None  # a part of a delta may have been written
                     rank.tell_ready(state, state.attempt + 1)
                     state, transfer = rank.wait_for_transfer(state, state.attempt + 1)
-            self._engine_state = EngineState.after(before, self.engine, self._mover.checksum_growth)
+            self._engine_state = None
+            if transfer.order.remembers:
+                growth = self._mover.checksum_growth
+                self._engine_state = EngineState.after(before, self.engine, growth)
             if self._link is not None and not self._link.is_kept:
                 self._close_link()
             rank.tell_committed(state)

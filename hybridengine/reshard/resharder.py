@@ -20,8 +20,7 @@ from hybridengine.reshard.payload.delta import group_size
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.planning import plan_sync
 from hybridengine.reshard.report import SyncReport
-from hybridengine.reshard.source.changes import DeltaMode, ReadChanges
-from hybridengine.reshard.source.rates import delta_pays, measure
+from hybridengine.reshard.source.changes import ChangeFinder, DeltaMode
 from hybridengine.reshard.source.trained import Parameters
 from hybridengine.reshard.target import EngineState, engine_weights
 from hybridengine.reshard.trainers import Trainers
@@ -54,13 +53,9 @@ class Resharder:
       the parameter is packed, else the engine receives them in addition to its weights. All other
       parameters are frozen: they travel again only if their bits change, here or in the engine.
     delta: whether a sync moves only the elements whose bits changed since the last one, where its
-      changes are few and the engine still holds what that sync wrote. on: also where finding them
-      takes a comparison with a copy of what was sent, 16 bits per element of the shards. auto:
-      across nodes, or with `changes`, on GPUs if the measured rates of link and memory are such
-      that it takes less time.
-    changes: function that returns, for the parameters that the optimizer keeps track of, what
-      changed since its last call; None where that is not known. A write to these parameters by
-      anything else, or a second reader of the changes, makes the next sync move everything.
+      changes are few and the engine still holds what that sync wrote. They are found by comparison
+      with a copy of what was sent, 16 bits per element of the shards. auto: across machines; on one
+      machine if measured rates of moving and reading are such that it takes less time.
     timeout_s: how long the other ranks may take in a collective of plan and syncs; a rank that
       stalls, or is stopped, is named then. None, and at most: the process groups' own timeouts.
       NCCL groups without a CPU backend keep theirs.
@@ -77,11 +72,10 @@ class Resharder:
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         merge: bool = True,
         delta: DeltaMode = "auto",
-        changes: ReadChanges | None = None,
         timeout_s: float | None = None,
     ) -> None:
         self.engine = target_of(engine)
-        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, changes, timeout_s)
+        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, timeout_s)
         self.rank, self.world_size = trainers.rank, trainers.world_size
         self._trained, self._guard = trainers.model, trainers.guard
         with trainers.operation("planning the syncs", "comparing models and engines"):
@@ -108,18 +102,12 @@ class Resharder:
         factors = self._trained.factors
         run_on_all_ranks(lambda: engine_weights(target, self._device, factors), LayoutError)
         self._transport, self._mover = self._connect()
-        finder = trainers.find_changes(self.plan, len(set(nodes)) > 1, self._delta_pays)
-        self._finder = None if target.discards_weights else finder
+        self._finder: ChangeFinder | None = None
+        if not target.discards_weights:
+            pulls = isinstance(self._transport, Pull)
+            self._finder = trainers.find_changes(self.plan, len(set(nodes)) > 1, pulls)
         frozen = any(spec.frozen for spec in trainers.specs.values())
-        self._writes_parts = (frozen or finder is not None) and not target.discards_weights
-
-    def _delta_pays(self) -> bool:
-        """Return whether a delta can take less time than a dense sync on this machine."""
-        if self._device.type == "cpu" or self.engine.discards_weights:
-            return True
-        shard_bytes = sum(shard.nbytes for shard in self._trained.shards.values())
-        sizes = self.plan.bytes_received, all_gather_values(shard_bytes, int)
-        return delta_pays(*sizes, self.plan.bytes_needed, measure(self._device))
+        self._writes_parts = (frozen or bool(self._finder)) and not target.discards_weights
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
@@ -155,11 +143,6 @@ class Resharder:
     # Sync
 
     @property
-    def reads_changes(self) -> bool:
-        """Whether syncs look for what changed, and call `changes`."""
-        return self._finder is not None
-
-    @property
     def _next_version(self) -> int:
         return (self.engine.weight_version or 0) + 1
 
@@ -186,7 +169,7 @@ class Resharder:
             before, self._engine_state = self._engine_state, None  # until this sync is complete
             found = self._finder.find(intact) if self._finder else None
             delta = (self.engine.weight_version or 0, group_size(found.share)) if found else ()
-            order = Order(intact, verify, *delta)
+            order = Order(intact, verify, self._writes_parts, *delta)
             transport = self._transport
             transport.begin()
             with self.engine.weight_update(version, self._finish_on_all_ranks):

@@ -28,7 +28,7 @@ from hybridengine.reshard.plan.configuration import config_differences
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.planning import make_plan
 from hybridengine.reshard.report import SyncReport
-from hybridengine.reshard.source.changes import ChangeFinder, DeltaMode, Found, ReadChanges
+from hybridengine.reshard.source.changes import ChangeFinder, DeltaMode, Found
 from hybridengine.reshard.source.trained import Parameters
 from hybridengine.reshard.trainers import Trainers
 from hybridengine.reshard.transport.between_worlds import TrainersEnd
@@ -64,8 +64,8 @@ class Delta(NamedTuple):
 class WeightSender:
     """Sends trained FSDP2 parameters to rollout engines in other processes. On every trainer rank.
 
-    parameters, adapters, merge, delta, changes: as `Resharder`; with delta `auto`, also where an
-      engine is on another machine. Each engine that has what the last sync sent receives a delta.
+    parameters, adapters, merge, delta: as `Resharder`. Each engine that has what the last sync sent
+      receives a delta.
     config: of the trained model (`model.config.to_dict()`). An engine that would compute another
       function of equal weights is refused. {}: not compared.
     store: a `torch.distributed` store that all trainers and engines reach (`TCPStore`).
@@ -92,13 +92,12 @@ class WeightSender:
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         merge: bool = True,
         delta: DeltaMode = "auto",
-        changes: ReadChanges | None = None,
         config: Mapping[str, Any] = MappingProxyType({}),
         timeout_s: float = 300.0,
     ) -> None:
         if num_engines < 1:
             raise ValueError(f"num_engines: got {num_engines}, expected at least 1")
-        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, changes, timeout_s)
+        self._trainers = trainers = Trainers(parameters, adapters, merge, delta, timeout_s)
         self.rank, self.world_size = trainers.rank, trainers.world_size
         self._trained, self._guard = trainers.model, trainers.guard
         self._store, self._config, self._timeout_s = SyncStore(store), config, timeout_s
@@ -215,7 +214,7 @@ class WeightSender:
             has_frozen = coordinator.has_frozen(some, self._sent.frozen)
             base = delta.base if delta and able else None
             size = group_size(delta.found.share) if delta else 0
-            order = Order(has_frozen, verify, base, size)
+            order = Order(has_frozen, verify, self._remembers, base, size)
             by_member = feeders_of(self._processes, self._devices, some)
             feeders = [by_member[member] for member in members] if by_member else None
             plan = self._plan_number, self.plan.digest
@@ -341,16 +340,13 @@ class WeightSender:
         self._transport = TrainersEnd(self._guard, self.plan, self._device, merges)
         self._transport.plan_for(self._mover.dense.exchanges)
         machines = {machine_of(process) for process in (*self._processes, *info.processes)}
-        self._finder = self._trainers.find_changes(
-            self.plan, len(machines) > 1, lambda: not self._shares_gpus_with(info)
-        )
+        is_near = feeders_of(self._processes, self._devices, [info]) is not None
+        with self._guard.collective("measuring rates"):
+            self._finder = self._trainers.find_changes(self.plan, len(machines) > 1, pulls=is_near)
+        frozen = any(spec.frozen for spec in self._trainers.specs.values())
+        self._remembers = frozen or self._finder is not None
         publish = self._publish_plan
         self._plan_number = self._on_rank0(lambda c: publish(), "publishing the plan", int)
-
-    def _shares_gpus_with(self, info: EngineInfo) -> bool:
-        """Whether a dense sync is as fast as the memory: the engine is on the trainers' GPUs."""
-        is_near = feeders_of(self._processes, self._devices, [info]) is not None
-        return self._device.type == "cuda" and is_near
 
     def _make_plan(self, info: EngineInfo) -> ReshardPlan:
         if info.device != self._device.type:

@@ -13,13 +13,14 @@ from hybridengine.reshard.errors import PlanOutdatedError, ReshardError, operati
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.senders import ranks_per_node
 from hybridengine.reshard.source.changes import (
+    MAX_CHANGED,
     ChangeFinder,
     DeltaMode,
-    ReadChanges,
     check_mode,
-    is_wanted,
+    is_possible,
 )
 from hybridengine.reshard.source.holders import unite_holders
+from hybridengine.reshard.source.rates import max_share
 from hybridengine.reshard.source.trained import Parameters, TrainedTensors
 from hybridengine.runtime.all_ranks import (
     all_gather_values,
@@ -53,13 +54,12 @@ class Trainers:
         adapters: Callable[[], Mapping[str, Adapter]],
         merge: bool,
         delta: DeltaMode,
-        changes: ReadChanges | None,
         timeout_s: float | None = None,
     ) -> None:
         check_mode(delta)
         self.timeout_s = timeout_s
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._delta, self._changes = delta, changes
+        self._delta = delta
         self.model = model = TrainedTensors(parameters, adapters, merge)
         self.guard = CollectiveGuard(
             self.rank, self.world_size, timeout_s=timeout_s, groups=model.groups
@@ -90,8 +90,7 @@ class Trainers:
         defaults, nodes = zip(*all_gather_values(own, tuple[int, int]), strict=True)
         size = min(defaults) if bucket_bytes is None else bucket_bytes
         plan = run_on_all_ranks(lambda: make(size, list(nodes)), LayoutError)
-        described = (plan.digest, self._delta, self._changes is None)
-        digests = all_gather_values(described, tuple[str, str, bool])
+        digests = all_gather_values((plan.digest, self._delta), tuple[str, str])
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise LayoutError(
                 f"ranks {odd} made another reshard plan than rank 0: their model, engine or "
@@ -99,18 +98,21 @@ class Trainers:
             )
         return plan, list(nodes)
 
-    def find_changes(
-        self, plan: ReshardPlan, is_far: bool, pays: Callable[[], bool]
-    ) -> ChangeFinder | None:
-        """Return what finds changes between syncs, None where all syncs are dense.
+    def find_changes(self, plan: ReshardPlan, is_far: bool, pulls: bool) -> ChangeFinder | None:
+        """Return what finds changes between syncs, None where all syncs are dense. Collective.
 
-        is_far: whether weights cross between machines.
-        pays: whether a delta can take less time than a dense sync; the same on all ranks.
+        is_far: whether weights cross between machines. pulls: as `rates.measure`.
         """
-        by_default = self._delta == "auto" and (is_far or (self._changes is not None and pays()))
-        if not is_wanted(self._delta, by_default, plan) or self.model.unmerged:
+        if not is_possible(self._delta, plan) or self.model.unmerged:
             return None
-        return ChangeFinder(plan, self.rank, self.model, self.guard, self._delta, self._changes)
+        limit = MAX_CHANGED[self._delta]
+        if self._delta == "auto" and not is_far:
+            read = sum(t.nbytes + 2 * t.numel() for t in self.model.shards.values())
+            sizes = plan.bytes_received, all_gather_values(read, int), plan.bytes_needed
+            limit = min(limit, max_share(*sizes, self.device, pulls))
+        if not limit:
+            return None
+        return ChangeFinder(plan, self.rank, self.model, self.guard, limit)
 
     @contextmanager
     def operation(self, name: str, phase: str = "", advice: str = "") -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,6 @@ from hybridengine.data.chats import ChatTemplate
 from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.errors import ModelError, UserError, located
 from hybridengine.model import adapter_shards, parameter_shards
-from hybridengine.model.parameters import unwrapped_name
 from hybridengine.model.validation import check_model
 from hybridengine.reshard import Resharder, WeightReceiver, WeightSender
 from hybridengine.reshard.record.checkpoint import checkpoint_layout_from_config
@@ -34,8 +32,6 @@ from hybridengine.rewards import RewardManager, build_reward_manager
 from hybridengine.rollout import RolloutEngine
 from hybridengine.runtime.roles import RoleLink
 from hybridengine.sharding import CheckpointLayout
-from hybridengine.sharding.changes import ChangedElements
-from hybridengine.sharding.weight_target import target_of
 from hybridengine.trainer.algorithms import check_estimator, uses_critic
 from hybridengine.trainer.models import Actor
 
@@ -229,18 +225,14 @@ def find_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 def build_resharder(config: RLConfig, actor: Actor, engine: RolloutEngine) -> Resharder:
     """Build the weight sync from the policy's shards into the engine."""
     mib = config.reshard.bucket_mib
-    resharder = Resharder(
+    return Resharder(
         partial(parameter_shards, actor.model),
         engine,
         bucket_bytes=None if mib is None else mib << 20,
         adapters=partial(adapter_shards, actor.model),
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
-        changes=None if target_of(engine).discards_weights else _track_changes(config, actor),
     )
-    if not resharder.reads_changes:
-        actor.optimizer.track_changes({})
-    return resharder
 
 
 def build_sender(config: RLConfig, actor: Actor, link: RoleLink) -> WeightSender:
@@ -254,7 +246,6 @@ def build_sender(config: RLConfig, actor: Actor, link: RoleLink) -> WeightSender
         adapters=partial(adapter_shards, actor.model),
         merge=config.reshard.lora == "merged",
         delta=config.reshard.delta,
-        changes=_track_changes(config, actor),
         config=model.config.to_dict(),
         timeout_s=SYNC_SHARE * link.timeout_s,
     )
@@ -266,25 +257,3 @@ def build_receiver(engine: RolloutEngine, link: RoleLink) -> WeightReceiver:
     store = link.store.substore("weights")
     timeout_s = SYNC_SHARE * link.timeout_s
     return WeightReceiver(engine, store, index=link.role.engine, timeout_s=timeout_s)
-
-
-def _track_changes(
-    config: RLConfig, actor: Actor
-) -> Callable[[], dict[str, ChangedElements] | None] | None:
-    """Make the optimizer track what changes in the engine's dtype; return what reads it.
-
-    None where it does not help: adapters are merged after the update, in float32 nearly everything
-    changes, and quantized weights are sent in full.
-    """
-    dtype: torch.dtype = getattr(torch, config.rollout.dtype)
-    in_full = config.rollout.quantization or config.model.lora_rank
-    if config.reshard.delta == "off" or in_full or dtype.itemsize != 2:
-        return None
-    names = {name for name, p in actor.model.named_parameters() if p.requires_grad}
-    actor.optimizer.track_changes(dict.fromkeys(names, dtype))
-
-    def take() -> dict[str, ChangedElements] | None:
-        taken = actor.optimizer.take_changes()
-        return taken and {unwrapped_name(name): changed for name, changed in taken.items()}
-
-    return take

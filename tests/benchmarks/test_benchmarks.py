@@ -9,7 +9,7 @@ from benchmarks._bench import KEYS, OURS, Bench
 from benchmarks.isa import LIMITS, is_limited
 
 OPERATORS = (
-    "adamw", "advantage", "attention", "balance", "block_quantize", "decode_linear", "distillation",
+    "advantage", "attention", "balance", "block_quantize", "decode_linear", "distillation",
     "head_share", "linear", "linear_cross_entropy", "logprob", "packing", "policy_loss",
     "shared_prefix", "strided_copy",
 )  # fmt: skip

@@ -13,7 +13,6 @@ from hybridengine._C import cpu_isa
 ROOT = Path(__file__).parent.parent.parent
 # Tests of kernels that depend on the instruction set, by module of tests/kernels; []: all of it.
 CASES = {
-    "test_adamw.py": [],
     "test_block_quantize.py": ["test_any_size_and_strides", "test_casts_are_torchs"],
     "test_changes.py": [
         "test_what_is_marked_is_taken_in_order",

@@ -13,7 +13,6 @@ from hybridengine.kernels import (
     LOSS_AGG_MODES,
     LOSS_MODES,
     _backend,
-    adamw_,
     gae,
     group_advantage,
     pack,
@@ -154,14 +153,6 @@ def test_rollout_correction_is_one_operator(tokens, rollout_is):
     for count in (None, 40):
         call = partial(rollout_correction, old, rollout, **options, global_num_tokens=count)
         assert launches(call) == ["rollout_correction"]
-
-
-def test_an_update_is_one_operator_however_many_parameters():
-    lists = [[torch.empty(64, device="meta") for _ in range(9)] for _ in range(4)]
-    steps = [torch.empty((), device="meta") for _ in range(9)]
-    masks = [torch.empty(2, dtype=torch.int32, device="meta") for _ in range(9)]
-    options = {"changed": masks, "engine_dtype": torch.bfloat16, "grad_factor": steps[0]}
-    assert launches(lambda: adamw_(*lists, steps, lr=1e-3, **options)) == ["adamw_"]
 
 
 def test_packing_is_two_operators_and_unpacking_one(tokens):

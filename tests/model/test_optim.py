@@ -93,3 +93,49 @@ def test_only_an_overflow_of_gradients_lowers_the_loss_scale():
     resumed.optimizer.load_state_dict(training.optimizer.state_dict())
     assert resumed.counts == (3, 2) and resumed.optimizer.num_updates == 3
     assert not Training(torch.float32).update(gradient=math.inf)
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.Linear(33, 5, bias=False))
+
+
+@pytest.mark.parametrize("max_norm", [1e9, 0.01])
+def test_updates_are_those_of_torch(max_norm: float) -> None:
+    """Bit for bit: fused AdamW of gradients that are clipped."""
+    ours, theirs = small_model(), small_model()
+    optimizer = Optimizer(ours, lr=1e-2, total_steps=9, weight_decay=0.1)
+    torchs = torch.optim.AdamW(theirs.parameters(), 1e-2, weight_decay=0.1, fused=True)
+    for _ in range(3):
+        inputs = torch.randn(8, 40)
+        for model in (ours, theirs):
+            model(inputs).square().mean().backward()
+        norm = optimizer.step(max_norm)
+        assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm))
+        torchs.step()
+        torchs.zero_grad()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+def test_a_skipped_update_changes_no_moment() -> None:
+    model = small_model()
+    optimizer = Optimizer(model, lr=1e-3, total_steps=9)
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step(1.0)
+    before = {name: moment.clone() for name, moment in optimizer.moments().items()}
+    (model(torch.ones(1, 40)).sum() * torch.inf).backward()
+    optimizer.step(1.0)
+    after = optimizer.moments()
+    assert before.keys() == after.keys() and all(torch.equal(after[n], before[n]) for n in before)
+
+
+def test_moments_before_and_after_the_first_update() -> None:
+    """They have the names and shapes of torch's state, whoever makes it."""
+    models = small_model(), small_model()
+    first, second = (Optimizer(model, lr=1e-3, total_steps=9) for model in models)
+    created = second.moments()
+    for model, optimizer in zip(models, (first, second), strict=True):
+        model(torch.ones(1, 40)).sum().backward()
+        optimizer.step(1.0)
+    assert created.keys() == first.moments().keys()
+    assert all(torch.equal(t, created[n]) for n, t in first.moments().items())

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hybridengine.kernels import Changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from hybridengine.reshard.payload.delta import DeltaGroup, group_size, joined
 from hybridengine.reshard.payload.message import CorruptDeltaError, Versions, decode, encode
 from hybridengine.reshard.payload.tables import ExchangeBuilder
 from hybridengine.reshard.source.changes import Part
-from hybridengine.sharding.changes import ChangedElements
 from tests.reshard.random_plans import Case, _Ranks, assert_written, random_cases, values_of
 
 
@@ -33,7 +33,7 @@ def delta_all(world: _Ranks, plan, sources, before: dict[str, torch.Tensor], gro
             group.write(headers, parts, Versions(1, 2), world.engines[rank])
 
 
-def changes_of(world, rank, group, sources, before) -> dict[Part, ChangedElements]:
+def changes_of(world, rank, group, sources, before) -> dict[Part, Changed]:
     changes = {}
     for part in group.parts:
         shard = world._shards[rank][part.name]
@@ -45,7 +45,7 @@ def changes_of(world, rank, group, sources, before) -> dict[Part, ChangedElement
             shard, old = shard[inside].contiguous(), old[inside].contiguous()
         now, old = shard.flatten(), old.flatten()
         chosen = (now != old).nonzero()[:, 0]
-        changes[part] = ChangedElements(chosen, now[chosen], None, None)
+        changes[part] = Changed(chosen, now[chosen])
     return changes
 
 

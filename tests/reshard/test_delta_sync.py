@@ -18,7 +18,7 @@ from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.shards import local_shard
 from tests.ranks import message_of, run_ranks
 from tests.reshard.memory_engine import Shapes, build, expected, values
-from tests.reshard.training import Tracker, train
+from tests.reshard.training import train
 
 SHAPES: Shapes = {
     "q": ("column", (240, 10)),
@@ -37,15 +37,9 @@ STEPS = (1.0, 0.02, 0.02, 0.0, 0.2, 0.9, 0.01)  # shares of elements that change
 def steps_body(rank: int, world_size: int, tp_size: int, cases: list[dict]) -> list[dict]:
     results = []
     for case in cases:
-        tracked = case.pop("tracked", None)
         shapes = COMPUTED if "by_loader" in case else SHAPES
         full = values(shapes)
-        made: dict[str, torch.Tensor] = {}
-        tracker = Tracker(made, tracked or ()) if tracked is not None else None
-        engine, shards, resharder = build(
-            shapes, tp_size, full=full, delta="on", changes=tracker, **case
-        )
-        made.update(shards)
+        engine, shards, resharder = build(shapes, tp_size, full=full, delta="on", **case)
         right, reports = [], []
         for version, share in enumerate(STEPS, 1):
             full = train(full, share, version)
@@ -63,7 +57,6 @@ def steps_body(rank: int, world_size: int, tp_size: int, cases: list[dict]) -> l
                 "received": [r.bytes_received for r in reports],
                 "vs_dense": [r.metrics.get("reshard/bytes_vs_dense", 1) for r in reports],
                 "bound": resharder.plan.lower_bound[rank],
-                "calls": tracker.calls if tracker else 0,
             }
         )
     return results
@@ -75,28 +68,23 @@ CASES = [
     {"rows_on_dim1": False},
     {"replicas": 2},
     {"by_loader": ("computed",)},
-    {"tracked": ()},
-    {"tracked": ("norm", "q"), "replicas": 2},
 ]
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(("world_size", "tp_size"), [(4, 2), (2, 2)])
 def test_several_steps_in_a_row_equal_dense_syncs(world_size: int, tp_size: int) -> None:
-    """Uneven and empty shards, Shard(1), HSDP, fallback, change sets of an optimizer, of some."""
-    cases = CASES if world_size > 2 else [CASES[0], CASES[5]]
+    """Uneven and empty shards, Shard(1), HSDP, fallback."""
+    cases = CASES if world_size > 2 else CASES[:1]
     ranks = run_ranks(steps_body, world_size, tp_size, [dict(c) for c in cases], timeout_s=400)
     for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
         for result in results:
             assert result["right"] == [True] * len(STEPS), case
-            # An optimizer does not know before its first call; what it leaves out has to be sent.
-            second = not case.get("tracked")
-            wanted = [False, second, True, True, True, False, True]
+            wanted = [False, True, True, True, True, False, True]
             assert result["delta"] == wanted, case
             assert result["changed"] == results[0]["changed"], "the same on all ranks"
             shares = zip(result["changed"], STEPS, wanted, strict=True)
             assert all(c == pytest.approx(s, abs=0.01) for c, s, d in shares if d)
-            assert result["calls"] == (len(STEPS) if "tracked" in case else 0)
             gathered = result["bound"] * ("by_loader" not in case)
             assert not gathered or result["received"][0] == gathered
             assert result["received"][3] <= result["received"][2]
@@ -273,10 +261,8 @@ def test_modes() -> None:
         assert all((r.changed is None) == (not r.delta) for r in reports)
         return [report.delta for report in reports]
 
-    assert deltas() == deltas(delta="off") == [False] * 3, "on one node, without change sets"
+    assert deltas() == deltas(delta="off") == [False] * 3, "auto: an engine of this size"
     assert deltas(delta="on") == [False, True, True]
-    assert deltas(changes=Tracker(shards)) == [False, True, True]
-    assert deltas(changes=Tracker(shards), delta="off") == [False] * 3
     engine.discards_weights = True
     assert deltas(delta="on") == [False] * 3
     with pytest.raises(ValueError, match="delta: got 'yes', expected one of"):
@@ -305,16 +291,15 @@ def test_merged_adapters_are_compared_after_the_merge() -> None:
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_the_optimizers_changes_are_sent() -> None:
-    """Several updates between two syncs; a write by anyone else makes the next one dense."""
+def test_updates_of_an_optimizer_are_sent() -> None:
+    """Several between two syncs, and a write by anyone else."""
     from hybridengine.model.optim import Optimizer
 
     full = values(SHAPES)
     engine, _, _ = build(SHAPES, 1, full=full)
     model = torch.nn.ParameterDict({n: torch.nn.Parameter(t) for n, t in full.items()})
     optimizer = Optimizer(model, lr=1e-4, total_steps=9)
-    optimizer.track_changes(dict.fromkeys(full, torch.bfloat16))
-    resharder = Resharder(lambda: dict(model.items()), engine, 4096, changes=optimizer.take_changes)
+    resharder = Resharder(lambda: dict(model.items()), engine, 4096, delta="on")
     deltas = []
     for version, updates in enumerate((1, 1, 2, 0, 1, 1)):
         for _ in range(updates):
@@ -329,7 +314,7 @@ def test_the_optimizers_changes_are_sent() -> None:
         assert_synced(engine, {name: p.detach() for name, p in model.items()})
         assert not report.delta or report.changed < 0.1
         assert (report.changed == 0) == (updates == 0)
-    assert deltas == [False, True, True, True, False, True]
+    assert deltas == [False, True, True, True, True, True]
     assert report.metrics.keys() == {
         "reshard/bytes_received", "reshard/bytes_sent", "reshard/ms", "reshard/delta",
         "reshard/changed",

@@ -17,7 +17,7 @@ from hybridengine.sharding.shards import local_shard
 from tests.ranks import message_of
 from tests.reshard.brute_force import fused_layout
 from tests.reshard.memory_engine import MemoryEngine, Shapes, expected, mesh_of, shard, values
-from tests.reshard.training import Tracker, train
+from tests.reshard.training import train
 from tests.reshard.worlds import come_back, link_store, wait_for_dropped, worlds
 
 pytestmark = pytest.mark.multirank
@@ -51,7 +51,7 @@ def trainer_body(rank: int, world_size: int, port: int) -> dict:
         full = full_at(version)
         return {n: shard(full[n], mesh, int(kind == "row")) for n, (kind, _) in SHAPES.items()}
 
-    shards, tracked = sharded(0), dict[str, torch.Tensor]()
+    shards = sharded(0)
     options = dict(num_engines=2, bucket_bytes=4096, timeout_s=TIMEOUT_S)
     sender = WeightSender(lambda: shards, store, delta="on", **options)
     reports, warned = [], []
@@ -59,9 +59,8 @@ def trainer_body(rank: int, world_size: int, port: int) -> dict:
         for name, tensor in sharded(version).items():
             local_shard(shards[name]).copy_(local_shard(tensor))
         if version == NEW_SENDER:
-            tracked.update({n: t for n, t in shards.items() if n != "computed"})
             earlier = sender
-            sender = WeightSender(lambda: shards, store, changes=Tracker(tracked), **options)
+            sender = WeightSender(lambda: shards, store, delta="on", **options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             reports.append(sender.sync(version, verify=version in (2, WRITTEN)))

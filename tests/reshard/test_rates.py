@@ -1,49 +1,55 @@
-"""Whether deltas pay on GPUs: what a delta reads against what a dense sync receives."""
+"""Up to which share deltas pay: what a delta reads against what a dense sync receives."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.reshard.source.rates import Rates, delta_pays, measure
+from hybridengine.reshard.source.rates import Rates, max_share, measure, share_of
 from hybridengine.reshard.transport.in_world import AllToAll
 from tests.ranks import run_ranks
 
 GB = 10**9
 
 
-def pays(parameters: int, world_size: int, tp_size: int, received: int, rates: Rates) -> bool:
-    """Float32 masters, an engine in 16 bits."""
-    shard, engine = 4 * parameters // world_size, 2 * parameters // tp_size
-    return delta_pays(*([x] * world_size for x in (received, shard, engine)), rates)
-
-
 def test_the_examples_of_the_documentation() -> None:
-    rates = Rates(link=400 * GB, memory=3000 * GB)
-    assert pays(7 * GB, 8, 1, 14 * GB * 7 // 8, rates)
-    assert not pays(7 * GB, 2, 2, 7 * GB, rates)
-
-
-@given(st.integers(1, 10**12), st.integers(1, 10**12), st.floats(1, 1e12), st.floats(1.1, 1e3))
-def test_a_slower_link_never_turns_deltas_off(size, received, link, factor) -> None:
-    slow, fast = Rates(link, 1e12), Rates(link * factor, 1e12)
-    assert delta_pays([received], [size], [size], slow) >= delta_pays(
-        [received], [size], [size], fast
+    """7B parameters, float32 masters, an engine in 16 bits; bytes of every rank."""
+    rates = Rates(dense=400 * GB, memory=3000 * GB)
+    shard, engine = 6 * 7 * GB // 8, 2 * 7 * GB
+    assert share_of([engine * 7 // 8] * 8, [shard] * 8, [engine] * 8, rates, 2) == pytest.approx(
+        0.0085, abs=5e-4
+    )
+    assert share_of([7 * GB] * 2, [21 * GB] * 2, [7 * GB] * 2, rates, 2) > 0
+    assert (
+        share_of([7 * GB] * 2, [21 * GB] * 2, [7 * GB] * 2, rates._replace(dense=600 * GB), 2) == 0
     )
 
 
+@given(st.integers(1, 10**12), st.integers(1, 10**12), st.floats(1, 1e12), st.floats(1.1, 1e3))
+def test_a_slower_link_never_lowers_the_share(size, received, rate, factor) -> None:
+    slow, fast = (
+        share_of([received], [3 * size], [size], Rates(dense, 1e12), 1)
+        for dense in (rate, rate * factor)
+    )
+    assert slow >= fast >= 0
+
+
 def test_nothing_to_receive_makes_a_delta_useless() -> None:
-    assert not delta_pays([0, 0], [8, 8], [4, 4], Rates(1.0, 1e12))
+    assert share_of([0, 0], [8, 8], [4, 4], Rates(1.0, 1e12), 1) == 0
 
 
-def measure_body(rank: int, world_size: int) -> Rates:
-    return measure(torch.device("cpu"))
+def measure_body(rank: int, world_size: int) -> list:
+    cpu, size = torch.device("cpu"), 1 << 30
+    rates = [measure(cpu, pulls) for pulls in (True, False)]
+    shares = [max_share([size] * 2, [size] * 2, [n] * 2, cpu, True) for n in (size, 1 << 20)]
+    return [*rates, *shares]
 
 
 @pytest.mark.multirank
 def test_all_ranks_measure_the_same() -> None:
     first, second = run_ranks(measure_body, 2)
-    assert first == second and first.link > 0 and first.memory > 0
+    assert first == second and all(rate > 0 for rates in first[:2] for rate in rates)
+    assert first[2] >= 0 and first[3] == 0, "a small engine is not measured"
 
 
 @pytest.mark.parametrize("keeps", [False, True])

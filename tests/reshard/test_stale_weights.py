@@ -1,4 +1,4 @@
-"""Weights that something else than the optimizer or the sync has written are never kept."""
+"""Whatever has written to a parameter or an engine, a sync leaves the bits of a dense one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from hybridengine.model.optim import Optimizer
 from hybridengine.reshard import Resharder
 from hybridengine.reshard.target import EngineState, without_aliases
-from hybridengine.sharding.changes import ChangedElements
 from hybridengine.sharding.checksums import bit_checksums
 from hybridengine.sharding.shards import full_tensor, local_shard
 from tests.reshard.memory_engine import MemoryEngine, Shapes, build, expected, values
@@ -58,19 +57,18 @@ class Policy(nn.Module):
 
 
 class Training:
-    """A policy, its optimizer, and an engine that is synced with its changes."""
+    """A policy, its optimizer, and an engine that is synced with deltas."""
 
     def __init__(self, sharded: bool) -> None:
         torch.manual_seed(0)
         self.model = Policy(sharded)
         self.optimizer = Optimizer(self.model, lr=1e-5, total_steps=99)
-        self.optimizer.track_changes(dict.fromkeys(SHAPES, torch.bfloat16))
         self.engine, self.resharder = self.connect()
 
     def connect(self) -> tuple[MemoryEngine, Resharder]:
         engine, _, _ = build(SHAPES, 1, full=values(SHAPES), **COMPUTED)
         read = lambda: dict(self.model.named_parameters())  # noqa: E731
-        return engine, Resharder(read, engine, 4096, changes=self.optimizer.take_changes)
+        return engine, Resharder(read, engine, 4096, delta="on")
 
     def step(self) -> None:
         self.model.set_gradients()
@@ -219,63 +217,27 @@ def test_every_way_to_write_a_parameter(sharded: bool, name: str) -> None:
 
 
 def test_deltas_go_on_after_a_write() -> None:
+    """What a write changes is found, and sent if it is little."""
     training = Training(sharded=True)
     training.sync()
     for _ in range(2):
         training.step()
         assert training.sync()
         training.model.norm.data.mul_(2)
-        assert not training.sync()
-        assert training.sync(), "nothing changed"
+        assert training.sync() and training.resharder._finder.changed > 0
+        assert training.sync() and training.resharder._finder.changed == 0
 
 
-def test_parameters_that_take_their_former_place_again() -> None:
-    """The optimizer has updated what the engine did not hold meanwhile."""
-    training = Training(sharded=False)
-    training.sync()
-    tracked = dict(training.model.named_parameters())
-    replace_parameters(training.model)
-    training.step()
-    training.optimizer.parameters[0].grad = torch.randn_like(training.optimizer.parameters[0])
-    training.optimizer.step(1.0)
-    assert not training.sync()
-    for name, parameter in tracked.items():
-        setattr(training.model, name, parameter)
-    training.step()
-    assert not training.sync()
-    training.step()
-    assert training.sync()
-
-
-def test_two_readers_of_the_changes() -> None:
-    """The second one has to send everything, unless nothing changed."""
+def test_two_engines_of_one_model() -> None:
+    """Each connection compares with what it has sent itself."""
     training = Training(sharded=True)
     other, second = training.connect()
     deltas = []
-    for version in range(4):
-        if version < 3:
-            training.step()
+    for _ in range(3):
+        training.step()
         deltas.append((training.sync(), second.sync().delta))
         training.check(other)
-    assert deltas == [(False, False), (True, False), (True, False), (True, True)]
-
-
-def test_names_that_vary_between_calls() -> None:
-    """Named, not named and named again: never compared with what was sent before that."""
-    training = Training(sharded=True)
-    named = iter([SHAPES, SHAPES, {"q"}, {"q"}, {"q"}, SHAPES, SHAPES, {}, None, SHAPES])
-
-    def changes() -> dict[str, ChangedElements] | None:
-        taken, names = training.optimizer.take_changes(), next(named)
-        return None if names is None else {name: taken[name] for name in names}
-
-    read = lambda: dict(training.model.named_parameters())  # noqa: E731
-    training.resharder = Resharder(read, training.engine, 4096, changes=changes)
-    deltas = []
-    for _ in range(10):
-        training.step()
-        deltas.append(training.sync())
-    assert deltas == [False, True, False, True, True, False, True, False, True, False]
+    assert deltas == [(False, False), (True, True), (True, True)]
 
 
 def load_full(engine: MemoryEngine) -> None:
@@ -328,12 +290,8 @@ def test_tensors_that_share_memory_are_read_after_a_delta() -> None:
     assert list(without_aliases(weights)) == ["alone"]
 
 
-@pytest.mark.parametrize("compared", [False, True])
-def test_writes_to_the_engine(compared: bool) -> None:
+def test_writes_to_the_engine() -> None:
     training = Training(sharded=True)
-    if compared:
-        read = lambda: dict(training.model.named_parameters())  # noqa: E731
-        training.resharder = Resharder(read, training.engine, 4096, delta="on")
     training.sync()
     for name, write in ENGINE_WRITES.items():
         before = bit_checksums(list(training.engine.tensors.values()))

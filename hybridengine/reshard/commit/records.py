@@ -173,13 +173,15 @@ class PlanInputs:
 class Order(NamedTuple):
     """What a transfer moves.
 
-    skip_frozen: leave out parameters that the engines have. verify: compare checksums. base:
-    version of the weights that a delta is made from; None: everything is sent. group_size: of the
-    delta.
+    skip_frozen: leave out parameters that the engines have. verify: compare checksums. remembers:
+    whether a later one may leave out what has not changed, so that engines keep checksums of what
+    they have. base: version of the weights that a delta is made from; None: everything is sent.
+    group_size: of the delta.
     """
 
     skip_frozen: bool
     verify: bool
+    remembers: bool
     base: int | None = None
     group_size: int = 0
 

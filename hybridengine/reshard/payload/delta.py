@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from hybridengine.kernels import Changed
 from hybridengine.kernels.delta import ChangeTable
 from hybridengine.reshard.errors import CorruptDeltaError
 from hybridengine.reshard.payload.message import Header, Versions, decode, encode
@@ -21,12 +22,11 @@ from hybridengine.reshard.payload.transport import Transport, run_transfers
 from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.source_class import Chunk
 from hybridengine.reshard.source.changes import Part, covers
-from hybridengine.sharding.changes import ChangedElements
 
 _BYTES_PER_CHANGE = 3  # of a message, where an element has 2
 _STEP = 4  # sizes of groups are powers of it, so that few sets of tables are made
 
-Changes = Mapping[Part, ChangedElements]
+Changes = Mapping[Part, Changed]
 Weights = Mapping[str, torch.Tensor]
 
 

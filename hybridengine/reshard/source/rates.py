@@ -1,8 +1,9 @@
-"""Whether a delta can take less time than a dense sync on GPUs: by measured rates.
+"""Up to which share of changed elements a delta takes less time than a dense sync: by measurement.
 
-A dense sync waits for the link: each rank receives what its engine needs and it does not hold. A
-delta sends little, but it has to know that nothing else was written: it reads every shard three
-times (before and after an update, and at the sync) and every engine tensor twice.
+Between ranks of one machine. A dense sync casts what is sent, and each rank receives what its
+engine needs and it does not hold. A delta reads each shard and the copy of what was sent, and the
+engine's tensors, which may have been written to; each change then costs about as much time as a
+part of the memory that an engine's rank reads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -18,30 +20,44 @@ import torch.distributed as dist
 from hybridengine.kernels import bit_checksum
 from hybridengine.runtime.all_ranks import all_gather_values
 
-_SHARD_READS, _ENGINE_READS = 3, 2
-_LINK_BYTES = 32 << 20  # that a rank receives for a measurement
-_MEMORY_BYTES = 256 << 20  # larger than caches
+# Of a change, from finding to writing it, as the bytes that are read in that time (docs/delta.md).
+_CHANGE_BYTES = 1000
+_BYTES = 32 << 20  # of an engine, for a measurement: larger than its cache
 _REPEATS = 3
 
 
 class Rates(NamedTuple):
-    """Bytes per second of the slowest rank. link: received from others. memory: checksummed."""
+    """Bytes per second of the slowest rank, while all of them do the same.
 
-    link: float
+    dense: received from others, what is sent cast first and what is received written to an engine.
+    memory: read.
+    """
+
+    dense: float
     memory: float
 
 
-def measure(device: torch.device) -> Rates:
-    """Measure the rates of the default process group's ranks. Collective."""
+def measure(device: torch.device, pulls: bool) -> Rates:
+    """Measure the rates of the default process group's ranks. Collective.
+
+    pulls: whether a rank reads what it receives from the memory of others, or by an all-to-all.
+    """
     world_size = dist.get_world_size()
-    part = _LINK_BYTES // world_size
-    sent, received = torch.zeros(2, part * world_size, dtype=torch.uint8, device=device).unbind()
-    data = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=device)
-    link_s = _seconds(lambda: dist.all_to_all_single(received, sent), device)
-    memory_s = _seconds(lambda: bit_checksum(data), device)
-    times = all_gather_values((link_s, memory_s), tuple[float, float])
-    slowest = max(link for link, _ in times), max(memory for _, memory in times)
-    return Rates(part * (world_size - 1) / slowest[0], _MEMORY_BYTES / slowest[1])
+    size = _BYTES // 2 // world_size * world_size
+    values = torch.ones(size, device=device)  # zeros: the system maps one page for all of them
+    staged, received, engine = torch.ones(3, size, dtype=torch.bfloat16, device=device).unbind()
+
+    def dense() -> None:
+        staged.copy_(values)
+        if not pulls:
+            dist.all_to_all_single(received, staged)
+        engine.copy_(staged if pulls else received)
+
+    own = _seconds(dense, device), _seconds(lambda: bit_checksum(values), device)
+    times = all_gather_values(own, tuple[float, float])
+    dense_s, memory_s = (max(column) for column in zip(*times, strict=True))
+    arrives = 1.0 if pulls else (world_size - 1) / world_size
+    return Rates(engine.nbytes * arrives / dense_s, values.nbytes / memory_s)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -57,15 +73,33 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return min(times[1:])
 
 
-def delta_pays(
-    received: Sequence[int], shards: Sequence[int], engines: Sequence[int], rates: Rates
-) -> bool:
-    """Return whether the reads of a delta take less time than what a dense sync receives.
+def max_share(
+    received: Sequence[int],
+    compared: Sequence[int],
+    engines: Sequence[int],
+    device: torch.device,
+    pulls: bool,
+) -> float:
+    """Return the share of changed elements up to which a delta takes less time; 0: none.
 
-    received, shards, engines: bytes that each rank receives densely, and that it holds.
+    Collective, the same on all ranks. received, compared, engines: bytes that each rank receives
+    densely, that a comparison reads there, and of its engine, with 16 bits per element. An engine
+    that is smaller than what is measured is synced in a few milliseconds either way: 0.
     """
-    reads = (
-        _SHARD_READS * shard + _ENGINE_READS * engine
-        for shard, engine in zip(shards, engines, strict=True)
-    )
-    return max(reads) / rates.memory < max(received) / rates.link
+    if max(engines) < _BYTES:
+        return 0.0
+    return share_of(received, compared, engines, measure(device, pulls), 1 + (device.type != "cpu"))
+
+
+def share_of(
+    received: Sequence[int],
+    compared: Sequence[int],
+    engines: Sequence[int],
+    rates: Rates,
+    engine_reads: int,
+) -> float:
+    """Return the share at given rates. engine_reads: of its tensors, by a delta."""
+    dense_s = max(received) / rates.dense
+    reads = (c + engine_reads * e for c, e in zip_longest(compared, engines, fillvalue=0))
+    change_s = _CHANGE_BYTES * max(max(engines) / 2, 1) / rates.memory  # if all elements change
+    return max(0.0, dense_s - max(reads) / rates.memory) / change_s

@@ -1,4 +1,4 @@
-"""The CUDA kernels of adamw_, mark_changed_ and take_changed, compiled for the CPU."""
+"""The CUDA kernels of mark_changed_ and take_changed, compiled for the CPU."""
 
 import ctypes
 from pathlib import Path
@@ -6,16 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hybridengine.kernels import adamw_, change_mask, mark_changed_, take_changed
-from hybridengine.kernels.changes import marks
+from hybridengine.kernels import mark_changed_, take_changed
 
-from tests.kernels.adamw_cases import bits, clones, drawn, lists, masks_of, out_of_date
+from tests.kernels.changes_cases import drawn, masks_of, out_of_date
 from tests.kernels.cuda_on_cpu import compile_for_cpu
-from tests.tolerances import ADAMW
 
 # Numbers of dtypes in csrc/common/dtype.h.
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
-UNMARKED = -1
 CHUNK = 16384
 
 
@@ -23,13 +20,6 @@ def compiled(name, tmp_path_factory, domain=None):
     check = Path(__file__).parent / f"{name}_cuda_check.cpp"
     source = f"{domain or name}/{name}_cuda.cu"
     return compile_for_cpu(source, check, tmp_path_factory.mktemp(name))
-
-
-@pytest.fixture(scope="module")
-def adamw_library(tmp_path_factory):
-    library = compiled("adamw", tmp_path_factory)
-    library.power.restype = ctypes.c_double
-    return library
 
 
 @pytest.fixture(scope="module")
@@ -48,68 +38,23 @@ def address(array):
     return ctypes.c_void_p(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())
 
 
-@pytest.mark.parametrize("offset", (0, 1))
-@pytest.mark.parametrize("engine_dtype", (None, torch.float16, torch.bfloat16))
-@pytest.mark.parametrize("grad_dtype", (torch.float32, torch.bfloat16))
-def test_update(adamw_library, grad_dtype, engine_dtype, offset):
-    # More tensors than one launch takes; ends of words, groups and chunks.
-    sizes = [5] * 60 + [0, 1, 35, 1023, 1029, CHUNK, CHUNK + 3, 0]
-    ours = lists(sizes, "cpu", grad_dtype, offset)
-    for grad, square in zip(ours[1], ours[3], strict=True):  # squares that overflow
-        grad[::7], square[::5] = 1e20, torch.inf
-    before, expected = clones(ours)[0], clones(ours)
-    masks = [change_mask(p) for p in ours[0]]
-    arrays = np.array(
-        [[t.data_ptr() for t in one] for one in zip(*ours, masks, strict=True)], dtype=np.uint64
-    )
-    numbers = np.array([1e-3, 0.9, 0.95, 1e-8, 0.1])
-    factor = torch.tensor(0.37)
-    error = adamw_library.update_on_cpu(
-        *(address(arrays), address(np.array(sizes)), ctypes.c_int64(len(sizes))),
-        *(
-            address(numbers),
-            address(factor),
-            NUMBERS[grad_dtype],
-            NUMBERS.get(engine_dtype, UNMARKED),
-        ),
-    )
-    assert error == 0
-    options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "grad_factor": factor}
-    adamw_(*expected, **options)
-    for tensors, others in zip(ours, expected, strict=True):
-        for tensor, other in zip(tensors, others, strict=True):
-            assert not tensor.isnan().any()
-            torch.testing.assert_close(tensor, other, **ADAMW)
-    for mask, old, new in zip(masks, before, ours[0], strict=True):
-        changed = torch.zeros(len(new), dtype=torch.bool)
-        if engine_dtype:
-            changed = bits(old, engine_dtype) != bits(new, engine_dtype)
-        assert torch.equal(marks(mask, 32 * len(mask))[: len(new)], changed)
-        assert not marks(mask, 32 * len(mask))[len(new) :].any()
-
-
 @pytest.mark.parametrize("wide", (False, True))
 @pytest.mark.parametrize("share", (0, 0.01, 1))
-@pytest.mark.parametrize(
-    ("source_dtype", "dtype"),
-    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float16,) * 2],
-)
-def test_take(changes_library, source_dtype, dtype, share, wide):
+def test_take(changes_library, share, wide):
     sizes = [3] * 110 + [0, 1, 33, 3 * CHUNK + 7, 0]
-    sources, changed = drawn(sizes, share, dtype=source_dtype)
+    sources, changed = drawn(sizes, share)
     masks = masks_of(changed)
-    expected = take_changed([m.clone() for m in masks], sources, dtype=dtype)
+    expected = take_changed([m.clone() for m in masks], sources)
     arrays = np.array(
         [[t.data_ptr() for t in one] for one in zip(masks, sources, strict=True)], dtype=np.uint64
     )
     ends = np.zeros(sum(-(-n // CHUNK) for n in sizes), dtype=np.int64)
     table = (address(arrays), address(np.array(sizes)), ctypes.c_int64(len(sizes)), address(ends))
-    numbers = (int(wide), NUMBERS[source_dtype], NUMBERS[dtype])
-    total = changes_library.take_on_cpu(*table, None, None, *numbers)
+    total = changes_library.take_on_cpu(*table, None, None, int(wide))
     assert total == sum(len(indices) for indices, _ in expected)
     indices = torch.zeros(total + 1, dtype=torch.int64 if wide else torch.int32)
-    values = torch.zeros(total + 1, dtype=dtype)
-    changes_library.take_on_cpu(*table, address(indices), address(values), *numbers)
+    values = torch.zeros(total + 1, dtype=torch.bfloat16)
+    changes_library.take_on_cpu(*table, address(indices), address(values), int(wide))
     assert torch.equal(indices[:-1].int(), torch.cat([i for i, _ in expected]))
     assert torch.equal(values[:-1], torch.cat([v for _, v in expected]))
     assert not any(mask.any() for mask in masks)
@@ -134,12 +79,12 @@ def test_marks_and_updates_what_differs(compare_library, dtype, sent_dtype, size
         assert torch.equal(mask[0], expected[0]), "marks are added"
 
 
-def test_chunks_of_tensors_with_more_than_2_to_the_31_elements(adamw_library):
+def test_chunks_of_tensors_with_more_than_2_to_the_31_elements(changes_library):
     sizes = np.array([3, 0, 2**40 + 5, 7])
     found = np.zeros(3, dtype=np.int64)
 
     def located(chunk):
-        adamw_library.locate(
+        changes_library.locate(
             address(sizes), ctypes.c_int64(4), ctypes.c_int64(chunk), address(found)
         )
         return found.tolist()
@@ -154,10 +99,3 @@ def test_chunks_of_tensors_with_more_than_2_to_the_31_elements(adamw_library):
 def test_indices_of_tensors_with_more_than_2_to_the_31_elements(changes_library):
     for first in (0, 2**31 - 32, 2**33):
         assert changes_library.index_of(ctypes.c_int64(first), 31) == first + 31
-
-
-def test_powers_are_those_of_pow(adamw_library):
-    for base in (0.0, 0.9, 0.95, 0.999):
-        for exponent in (1, 2, 3, 1000, 123_457, 2**24):
-            got = adamw_library.power(ctypes.c_double(base), ctypes.c_int64(exponent))
-            assert got == pytest.approx(base**exponent, rel=0, abs=1e-13)  # it is subtracted from 1

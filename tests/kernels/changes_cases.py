@@ -1,4 +1,4 @@
-"""Tensors for AdamW, and elements of them that change."""
+"""Tensors, and elements of them that change."""
 
 from __future__ import annotations
 
@@ -11,32 +11,7 @@ from hybridengine.kernels.changes import mark_
 HOSTILE = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-41, -1e-41, 3e38])
 
 
-def lists(sizes, device, grad_dtype=torch.float32, offset=0):
-    """params, grads, exp_avgs, exp_avg_sqs, steps; `offset` elements behind an aligned address."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(size, dtype=torch.float32, scale=0.02):
-        values = torch.randn(size + offset, generator=generator) * scale
-        return values.to(dtype).to(device)[offset:]
-
-    params = [draw(n) for n in sizes]
-    grads = [draw(n, grad_dtype, 1.0) for n in sizes]
-    moments = [[draw(n) for n in sizes], [draw(n).square() for n in sizes]]
-    steps = [torch.tensor(float(2 + i), device=device) for i in range(len(sizes))]
-    return [params, grads, *moments, steps]
-
-
-def clones(tensors, dtype=None):
-    return [
-        [t.clone() if dtype is None else t.to(dtype, copy=True) for t in one] for one in tensors
-    ]
-
-
-def bits(tensor, dtype):
-    return tensor.to(dtype).view(torch.int16)
-
-
-def drawn(sizes, share, device="cpu", dtype=torch.float32):
+def drawn(sizes, share, device="cpu", dtype=torch.bfloat16):
     """Sources, and for each one which elements changed."""
     generator = torch.Generator().manual_seed(sum(sizes))
     sources = [torch.randn(n, generator=generator).to(dtype).to(device) for n in sizes]
