@@ -41,6 +41,7 @@ from hybridengine.config.reward import RewardConfig
 
 AboveOne = Annotated[float, Field(gt=1, strict=True)]
 KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+ReplayedRoutes = Literal["off", "rollout", "old"]
 KLLossType = Literal[KLType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
 
@@ -97,9 +98,7 @@ class ActorConfig:
     ppo_epochs: PositiveInt = 1  # passes over each batch of rollouts
     ppo_max_token_len_per_gpu: PositiveInt = 16384  # tokens in one micro-batch
     shared_prefix: Switch = "auto"  # compute a prompt once for its responses; auto: if possible
-    router_replay: Literal["off", "rollout", "old"] = (
-        "off"  # whose experts tokens take, docs/moe.md
-    )
+    router_replay: ReplayedRoutes = "off"  # experts: of the engine, of old log-probs; docs/moe.md
     clip_ratio: PositiveFloat = 0.2  # clip range of the probability ratio
     clip_ratio_low: PositiveFloat | None = None  # null: clip_ratio; 1 or more: no lower bound
     clip_ratio_high: PositiveFloat | None = None  # null: clip_ratio
