@@ -27,6 +27,7 @@ from hybridengine.config.common import (
     PositiveFloat,
     PositiveInt,
     RateConfig,
+    ReplayedRoutes,
     RunConfig,
     Seed,
     ShardingConfig,
@@ -41,7 +42,6 @@ from hybridengine.config.reward import RewardConfig
 
 AboveOne = Annotated[float, Field(gt=1, strict=True)]
 KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-ReplayedRoutes = Literal["off", "rollout", "old"]
 KLLossType = Literal[KLType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
 

@@ -118,6 +118,13 @@ def test_refused_combinations(overrides: list[str], words: str) -> None:
         load_config(None, ["model.path=m", "data.train_files=t.jsonl", *overrides])
 
 
+def test_off_is_a_word_and_yamls_boolean() -> None:
+    from hybridengine.config import load_config
+
+    needed = ["model.path=m", "data.train_files=t.jsonl"]
+    assert load_config(None, [*needed, "actor.router_replay=off"]).actor.router_replay == "off"
+
+
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     [result] = run_jobs(tmp_path, [[*small_job(tmp_path), OLD]])
     assert "LlamaForCausalLM has no module `experts`" in result.refused
