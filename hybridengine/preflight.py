@@ -52,6 +52,7 @@ from hybridengine.trainer.build import (
 )
 from hybridengine.trainer.build_models import saved_states
 from hybridengine.trainer.outcomes import SCORE_NAMES
+from hybridengine.trainer.routes import config_route_shape
 from hybridengine.trainer.shared_prefix import no_sharing_reason
 from hybridengine.trainer.trajectories import TURN_REWARDS, with_turns
 
@@ -90,6 +91,8 @@ def check_grpo(
             check_sequence_parallel(model, config.actor.ulysses_sequence_parallel_size)
         with faults:
             no_sharing_reason(config)
+        with faults:
+            config_route_shape(config)
     tokenizer = _load_tokenizer(config, model, faults)
     with faults:
         _check_teacher(config, tokenizer)

@@ -198,6 +198,8 @@ RL_ALIASES = AliasTable(
         "rollout.multi_turn.use_inference_chat_template": (
             _OFF, "sampled tokens stay as they are, see docs/multi_turn.md"),
         "rollout.nnodes": ((0,), _COLOCATED),
+        "actor.router_replay.mode rollout.enable_rollout_routing_replay":
+            (("disabled", *_OFF), "set actor.router_replay: rollout for R3, old for R2"),
         "critic.model.lora_rank critic.model.lora.rank": ((0,), "the critic trains all weights"),
         "critic.enable": ((True,), "only algorithm.adv_estimator=gae has a critic"),
         "data.validation_shuffle": (_OFF, "validation keeps the order of its files"),

@@ -57,6 +57,7 @@ SpecialTokensInData = Literal["text", "allow", "error"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]
 InFlight = Annotated[Literal["off", "keep_kv", "recompute_kv"], BeforeValidator(_as_switch)]
+ReplayedRoutes = Annotated[Literal["off", "rollout", "old"], BeforeValidator(_as_switch)]
 Schedule = Literal["constant", "linear", "cosine"]
 ResumeMode = Literal["auto", "disable", "path", "resume_path"]
 

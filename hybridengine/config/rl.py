@@ -27,6 +27,7 @@ from hybridengine.config.common import (
     PositiveFloat,
     PositiveInt,
     RateConfig,
+    ReplayedRoutes,
     RunConfig,
     Seed,
     ShardingConfig,
@@ -97,6 +98,7 @@ class ActorConfig:
     ppo_epochs: PositiveInt = 1  # passes over each batch of rollouts
     ppo_max_token_len_per_gpu: PositiveInt = 16384  # tokens in one micro-batch
     shared_prefix: Switch = "auto"  # compute a prompt once for its responses; auto: if possible
+    router_replay: ReplayedRoutes = "off"  # experts: of the engine, of old log-probs; docs/moe.md
     clip_ratio: PositiveFloat = 0.2  # clip range of the probability ratio
     clip_ratio_low: PositiveFloat | None = None  # null: clip_ratio; 1 or more: no lower bound
     clip_ratio_high: PositiveFloat | None = None  # null: clip_ratio

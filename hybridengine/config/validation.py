@@ -42,6 +42,7 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
         yield from _rollout(config)
         yield from _rewards(config)
         yield from _bypass(config)
+        yield from _router_replay(config)
         yield from _distillation(config)
         yield from _multi_turn(config)
         yield from _overlap(config)
@@ -325,6 +326,28 @@ def _bypass(config: RLConfig) -> Iterator[str]:
         yield (
             f"{key}.rollout_is_batch_normalize is true, but the loss has no importance weights "
             "(rollout_is is null, or bypass_mode with ppo_clip); leave it false"
+        )
+
+
+def _router_replay(config: RLConfig) -> Iterator[str]:
+    """Yield what cannot be combined with router replay."""
+    chosen = config.actor.router_replay
+    if chosen == "off":
+        return
+    key = f"actor.router_replay is {chosen}"
+    if config.model.compile:
+        yield f"{key}, but model.compile makes one graph of a layer and its router; set it to false"
+    if chosen == "rollout" and config.rollout.name == "hf":
+        yield f"{key}, but rollout.name=hf records no routes; set rollout.name=vllm"
+    if chosen == "rollout" and config.rollout.servers:
+        yield (
+            f"{key}, but rollout.servers answer without routed experts; set it to off or old, or "
+            "use engines of the job (rollout.n_gpus_per_node)"
+        )
+    if chosen == "old" and (config.algorithm.rollout_correction.bypass_mode or config.distills):
+        yield (
+            f"{key}, but without a pass for old log-probs (algorithm.rollout_correction.bypass_mode"
+            ", algorithm.distill.teacher_path) no routes are recorded; set it to off or rollout"
         )
 
 

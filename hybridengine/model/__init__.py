@@ -19,12 +19,14 @@ from hybridengine.model.lora import adapter_shards, adapters_disabled, apply_lor
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer, SkippedUpdate
 from hybridengine.model.parameters import free_gathered, parameter_shards
+from hybridengine.model.router_replay import RouterReplay, route_shape
 from hybridengine.model.validation import check_sequence_parallel
 
 __all__ = [
     "KeptIds",
     "Optimizer",
     "PackedBatch",
+    "RouterReplay",
     "SavedWork",
     "SkippedUpdate",
     "accepts_head_function",
@@ -46,5 +48,6 @@ __all__ = [
     "packed_policy_loss",
     "packed_values",
     "parameter_shards",
+    "route_shape",
     "sharding_mesh",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import nn
 from hybridengine.errors import ModelError
 from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
 from hybridengine.model.kept import KeptIds
+from hybridengine.model.router_replay import RouterReplay, merge_routes, pad_routes
 from hybridengine.model.ulysses import SequenceShard, gather_rows
 
 TokenIds = Sequence[int] | torch.Tensor  # a list, or integers [l] on the CPU
@@ -56,6 +58,7 @@ class PackedBatch:
     subtree_ends: torch.Tensor | None = None  # int32 [T] of all ranks; None: plain packing
     tree_position_ids: torch.Tensor | None = None  # with subtree_ends: position_ids of all ranks
     saved: SavedWork = _NOTHING_SAVED  # over all ranks that share the batch
+    routes: torch.Tensor | None = None  # int16 [T, layers, k], see `RouterReplay.replay`
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Move the tensors; `shard` stays on the CPU."""
@@ -72,11 +75,13 @@ def pack_rollouts(
     sequence_parallel: dist.ProcessGroup | None = None,
     *,
     shared_prefix: bool = False,
+    routes: Sequence[torch.Tensor] | None = None,
 ) -> PackedBatch:
     """Pack (prompt_ids, response_ids) pairs; the R result rows are in the order of the pairs.
 
     sequence_parallel: the ranks that share this batch; all of them pass the same pairs.
     shared_prefix: pack common prefixes, such as the prompt of several responses, once.
+    routes: for each pair int16 [t, layers, k], of its first t tokens.
 
     Raises:
         ModelError: a pair without prompt tokens, as nothing predicts its first token.
@@ -93,12 +98,14 @@ def pack_rollouts(
     parts = [torch.as_tensor(ids, dtype=torch.int64) for pair in rollouts for ids in pair]
     packed = pack_sequences(parts)
     is_response = torch.arange(len(parts)) % 2 == 1
+    cu_seqlens = packed.cu_seqlens[::2].contiguous()
     batch = _pack(
         packed.values[0],
-        packed.cu_seqlens[::2].contiguous(),
+        cu_seqlens,
         is_response.repeat_interleave(packed.cu_seqlens.diff()),
         sequence_parallel,
         shared_prefix,
+        None if routes is None else pad_routes(routes, cu_seqlens.diff().tolist()),
     )
     return batch.to(device)
 
@@ -131,6 +138,7 @@ def _pack(
     is_target: torch.Tensor,
     sequence_parallel: dist.ProcessGroup | None,
     shared_prefix: bool,
+    routes: torch.Tensor | None = None,
 ) -> PackedBatch:
     """Pack sequences that are end to end in `input_ids` [T]; all tensors are on the CPU."""
     lengths = cu_seqlens.diff().long()
@@ -143,6 +151,7 @@ def _pack(
         max_seqlen=max(lengths.tolist(), default=0),
         logit_positions=targets - 1,
         target_ids=input_ids[targets],
+        routes=routes,
     )
     if shared_prefix:
         batch = _share_prefixes(batch)
@@ -169,6 +178,7 @@ def _share_prefixes(batch: PackedBatch) -> PackedBatch:
         subtree_ends=forest.subtree_ends,
         tree_position_ids=forest.position_ids,
         saved=SavedWork(tokens, tokens + others),
+        routes=None if batch.routes is None else merge_routes(batch.routes, forest.token_index),
     )
 
 
@@ -186,7 +196,9 @@ def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch
     filler = torch.arange(padding)
     position_ids = torch.cat([batch.position_ids, filler])
     rows = (batch.logit_positions // length == rank).nonzero().flatten()
-    cu_seqlens, subtree_ends = batch.cu_seqlens, batch.subtree_ends
+    cu_seqlens, subtree_ends, routes = batch.cu_seqlens, batch.subtree_ends, batch.routes
+    if routes is not None:
+        routes = torch.cat([routes, routes.new_full((padding, *routes.shape[1:]), -1)])[local]
     if padding:
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([total + padding])])
     if subtree_ends is not None:
@@ -203,6 +215,7 @@ def _split_sequence(batch: PackedBatch, group: dist.ProcessGroup) -> PackedBatch
         shard=SequenceShard(group, rows, batch.logit_positions.shape[0]),
         subtree_ends=subtree_ends,
         tree_position_ids=None if subtree_ends is None else position_ids,
+        routes=routes,
     )
 
 
@@ -212,6 +225,12 @@ def _forward(model: nn.Module, batch: PackedBatch, **options: object) -> Any:
     if batch.subtree_ends is not None:
         options["subtree_ends"] = batch.subtree_ends
         options["tree_position_ids"] = batch.tree_position_ids
+    replay = RouterReplay.of(model)
+    with nullcontext() if replay is None else replay.of_batch(batch.routes):
+        return _call(model, batch, options)
+
+
+def _call(model: nn.Module, batch: PackedBatch, options: dict[str, object]) -> Any:
     return model(
         input_ids=batch.input_ids[None],
         position_ids=batch.position_ids[None],

@@ -37,6 +37,8 @@ class TokenColumn:
     counts: name of the column with the number of a token's entries, where tokens differ in it.
     fill: the entries of tokens that were not sampled, such as those of tools.
     in_files: whether rollout files have it.
+    of_context: the first token of a completion has the entries of its prompt as well; where a
+    completion continues a sequence, those that the sequence has are dropped.
     """
 
     name: str
@@ -45,6 +47,7 @@ class TokenColumn:
     counts: str | None = None
     fill: float = 0
     in_files: bool = True
+    of_context: bool = False
 
     def num_entries(self, values: ColumnValues, num_tokens: int) -> int:
         """Return how many entries the first `num_tokens` tokens have."""
@@ -70,6 +73,9 @@ def declare_column(column: TokenColumn) -> TokenColumn:
 # The vocabulary entries that top-k and top-p sampling kept; no entries stand for all of them.
 declare_column(TokenColumn("num_kept", torch.int32, in_files=False))
 declare_column(TokenColumn("kept_ids", torch.int32, counts="num_kept", in_files=False))
+# The experts [layers, k] of each row that the engine computed to sample a token (`rollout.routes`).
+declare_column(TokenColumn("num_routed", torch.int32, in_files=False))
+declare_column(TokenColumn("routed_experts", torch.int16, counts="num_routed", of_context=True))
 
 
 def first_columns(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
@@ -87,11 +93,26 @@ def extend_columns(
 
     Tokens without a column that others have get its fill.
     """
+    for name in [name for name in more if COLUMNS[name].of_context]:
+        more = _continued(COLUMNS[name], values, more)
     for name in values.keys() | more.keys():
         column = COLUMNS[name]
         if name not in values:
             values[name] = column.pack(_fill(column, num_tokens))
         values[name].extend(column.pack(more[name] if name in more else _fill(column, num_more)))
+
+
+def _continued(column: TokenColumn, values: ColumnValues, more: ColumnValues) -> ColumnValues:
+    """Drop the entries of a completion's context that `values` has."""
+    assert column.counts is not None
+    known = len(values.get(column.name, ()))
+    first, *others = more[column.counts]
+    if known > first:
+        raise ValueError(
+            f"the token column {column.name!r} has {known} entries of a sequence whose next "
+            f"completion has {first} of its context"
+        )
+    return {**more, column.name: more[column.name][known:], column.counts: [first - known, *others]}
 
 
 def _fill(column: TokenColumn, num_tokens: int) -> list[float]:

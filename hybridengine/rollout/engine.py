@@ -24,7 +24,8 @@ class SamplingSpec:
 
     temperature 0 is greedy; top_k -1 and top_p 1 disable truncation. stop: texts that end a
     response; the token that completes one is the response's last. record_kept: where sampling
-    truncates, return the vocabulary entries that it kept with each completion.
+    truncates, return the vocabulary entries that it kept with each completion. record_routes:
+    return the experts that the routers selected (`rollout.routes`).
     """
 
     n: int = 1
@@ -34,6 +35,7 @@ class SamplingSpec:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     record_kept: bool = False
+    record_routes: bool = False
 
     @property
     def records(self) -> bool:

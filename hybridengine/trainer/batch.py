@@ -23,6 +23,7 @@ from hybridengine.runtime.session import Session
 from hybridengine.trainer.exchange import RowExchange, RowLocations
 from hybridengine.trainer.outcomes import Outcomes
 from hybridengine.trainer.rollouts import Rollouts
+from hybridengine.trainer.routes import response_routes
 from hybridengine.trainer.split import MicroBatchIndices, split_micro_batches
 
 
@@ -117,6 +118,7 @@ class DataParallel:
 
     sp_size: ranks of sequence parallelism (Ulysses); 1: every rank is a replica.
     shared_prefix: compute common prefixes once; pair_cost: see `split_micro_batches`.
+    route_shape: of a token's routes, where the engine's are replayed.
 
     Attributes:
         replica, dp_size: index of this rank's replica, and how many there are.
@@ -125,9 +127,15 @@ class DataParallel:
     """
 
     def __init__(
-        self, session: Session, sp_size: int, *, shared_prefix: bool = False, pair_cost: float = 0.0
+        self,
+        session: Session,
+        sp_size: int,
+        *,
+        shared_prefix: bool = False,
+        pair_cost: float = 0.0,
+        route_shape: tuple[int, int] | None = None,
     ) -> None:
-        self.session, self.sp_size = session, sp_size
+        self.session, self.sp_size, self.route_shape = session, sp_size, route_shape
         self.shared_prefix, self.pair_cost = shared_prefix, pair_cost
         self.dp_size, self.replica = session.world_size // sp_size, session.rank // sp_size
         self.sp_group: dist.ProcessGroup | None = None
@@ -208,8 +216,11 @@ class DataParallel:
         response_ids = columns["response_ids"].cpu()
         contexts = columns["context_ids"].cpu() if "context_ids" in columns else response_ids[:0]
         own_prompts = contexts.split(outcomes.sizes["context_ids"][index].tolist())
+        routes = response_routes(
+            columns, outcomes.response_lengths[index].tolist(), self.route_shape
+        )
         packing = _Packing(
-            self, rollouts.prompts, outcomes, index, ends, response_ids, own_prompts, kept
+            self, rollouts.prompts, outcomes, index, ends, response_ids, own_prompts, kept, routes
         )
         return batch, [packing.mini_batch(rows, replicas[self.replica]) for rows, replicas in split]
 
@@ -366,6 +377,7 @@ class _Packing:
     response_ids: Tensor  # int32 [R], on the CPU
     own_prompts: Sequence[Tensor]  # int32, of each response; empty: that of its group
     kept: KeptIds | None
+    routes: list[Tensor] | None  # of the responses' sequences
 
     def mini_batch(self, rows: list[int], micro_batches: list[MicroBatchIndices]) -> MiniBatch:
         position = {row: k for k, row in enumerate(self.index.tolist())}
@@ -393,8 +405,15 @@ class _Packing:
         ]
         response_ends = [0, *accumulate(len(response) for _, response in pairs)]
         token_index = self._token_index(chosen)
+        routes = self.routes if not micro.is_dummy else None
         return MicroBatch(
-            pack_rollouts(pairs, device, self.dp.sp_group, shared_prefix=self.dp.shared_prefix),
+            pack_rollouts(
+                pairs,
+                device,
+                self.dp.sp_group,
+                shared_prefix=self.dp.shared_prefix,
+                routes=None if routes is None else [routes[k] for k in chosen],
+            ),
             token_index.to(device),
             torch.tensor(response_ends, dtype=torch.int32, device=device),
             micro.is_dummy,

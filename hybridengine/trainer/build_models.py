@@ -13,6 +13,7 @@ from hybridengine.config import JobConfig, OptimConfig, RateConfig, RLConfig
 from hybridengine.errors import ModelError
 from hybridengine.model import (
     Optimizer,
+    RouterReplay,
     accepts_head_function,
     adapters_disabled,
     apply_lora,
@@ -126,8 +127,13 @@ def build_actor(
     )
     reference: Any = None
     if config.uses_reference and not config.model.lora_rank:
-        reference = partial(on_device, load().requires_grad_(False))
+        frozen = load().requires_grad_(False)
+        if config.actor.router_replay == "rollout":
+            RouterReplay(frozen)
+        reference = partial(on_device, frozen)
     model = load(adapters=True)
+    if config.actor.router_replay != "off":
+        RouterReplay(model)
     if config.uses_reference and config.model.lora_rank:
         reference = partial(adapters_disabled, model)
     optimizer = build_optimizer(config, model, optim, optim, updates)

@@ -15,6 +15,7 @@ from hybridengine.config import RLConfig
 from hybridengine.model import Optimizer, packed_distillation_loss
 from hybridengine.trainer.batch import DataParallel, MicroBatch, MiniBatch, RolloutBatch
 from hybridengine.trainer.models import Actor
+from hybridengine.trainer.routes import pop_metrics
 
 
 class Student(Actor):
@@ -37,7 +38,7 @@ class Student(Actor):
     def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch towards the teacher; return metrics."""
         with self._dp.session.phase("update_actor"), self._teacher() as self._frozen:
-            return self._epochs(batch, mini_batches)
+            return self._epochs(batch, mini_batches) | pop_metrics(self.model)
 
     def micro_batch_loss(
         self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor

@@ -21,6 +21,7 @@ from hybridengine.kernels import (
 )
 from hybridengine.model import (
     Optimizer,
+    RouterReplay,
     accepts_head_function,
     free_gathered,
     packed_log_probs,
@@ -35,6 +36,7 @@ from hybridengine.trainer.batch import (
     mean_metrics,
 )
 from hybridengine.trainer.learner import Learner
+from hybridengine.trainer.routes import pop_metrics
 
 _MIN_MEAN_WEIGHT = 1e-8  # weights of a smaller mean are not normalised, as in verl
 _COV_KL_COEF = 0.1  # of kl_cov, verl's ppo_kl_coef
@@ -107,14 +109,49 @@ class Actor(Learner):
     def old_log_probs(self, mini_batches: list[MiniBatch]) -> Tensor:
         """Compute the policy's log-probs before the update, [R]."""
         with self._dp.session.phase("old_log_prob"):
-            return self._log_probs(self.model, mini_batches)
+            if self._config.actor.router_replay != "old":
+                return self._log_probs(self.model, mini_batches)
+            self._recorded: list[Tensor] = []
+            return self._log_probs(self.model, mini_batches, self._recording_forward)
 
-    def _log_probs(self, model: nn.Module, mini_batches: list[MiniBatch]) -> Tensor:
+    def _log_probs(
+        self,
+        model: nn.Module,
+        mini_batches: list[MiniBatch],
+        forward: Callable[[nn.Module, MicroBatch], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        forward = forward or self._forward
         log_probs = self._dp.per_token(
-            mini_batches, lambda micro_batch: self._forward(model, micro_batch)[0]
+            mini_batches, lambda micro_batch: forward(model, micro_batch)[0]
         )
         free_gathered(model)
         return log_probs
+
+    def _recording_forward(
+        self, model: nn.Module, micro_batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Run `_forward` and note the routes, which the update replays."""
+        replay, ids = RouterReplay.of(model), micro_batch.packed.input_ids
+        assert replay is not None
+        with replay.record(ids.numel(), ids.device) as call:
+            result = self._forward(model, micro_batch)
+        self._recorded.append(call.routes)
+        return result
+
+    def _with_recorded_routes(self, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
+        if self._config.actor.router_replay != "old":
+            return mini_batches
+        routes = iter(self._recorded)
+        return [
+            replace(
+                mini,
+                micro_batches=[
+                    replace(m, packed=replace(m.packed, routes=next(routes)))
+                    for m in mini.micro_batches
+                ],
+            )
+            for mini in mini_batches
+        ]
 
     def _forward(self, model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropy [r], over what sampling kept where that is replayed."""
@@ -180,7 +217,10 @@ class Actor(Learner):
         with self._dp.session.phase("update_actor"):
             if self._config.actor.policy_loss.loss_mode in _COV_MODES:
                 batch = replace(batch, selected=self._select(batch, mini_batches))
+            pop_metrics(self.model)  # of the passes before
+            mini_batches = self._with_recorded_routes(mini_batches)
             metrics = self._epochs(batch, self._with_active_rows(batch, mini_batches))
+            metrics |= pop_metrics(self.model)
             return metrics | self._next_kl_coef(batch, metrics)
 
     def update_once(
@@ -195,8 +235,9 @@ class Actor(Learner):
         assert batch.old_log_probs is None
         with self._dp.session.phase("update_actor"):
             [mini_batch] = self._with_active_rows(batch, mini_batches)
+            pop_metrics(self.model)  # of the passes before
             tensors, log_probs = self._step(batch, mini_batch)
-            metrics = mean_metrics([tensors])
+            metrics = mean_metrics([tensors]) | pop_metrics(self.model)
             metrics |= self._next_kl_coef(batch, metrics)
             return self._dp.join_tokens(mini_batches, log_probs), metrics
 

@@ -79,9 +79,10 @@ class RLTrainer(BaseTrainer[RLConfig]):
         reward_model = None
         r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
         self.sampling = SamplingSpec(
-            r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, config.replays_sampling
-        )
-        self.greedy = replace(self.sampling, n=1, temperature=0.0)
+            r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, config.replays_sampling,
+            record_routes=config.actor.router_replay == "rollout",
+        )  # fmt: skip
+        self.greedy = replace(self.sampling, n=1, temperature=0.0, record_routes=False)
         val_temperature = v.temperature if v.do_sample else 0.0
         self.val_sampling = SamplingSpec(v.n, val_temperature, v.top_p, v.top_k, limit, r.stop)
         self.source = self._build_source(reward)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridengine.data import PromptSample, Subset
 from hybridengine.rollout.columns import ARRAY_CODES, COLUMNS, ColumnValues
+from hybridengine.rollout.routes import encode_routes
 from hybridengine.rollout.versions import VersionRuns
 from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.outcomes import Outcomes, RewardColumn
@@ -87,10 +88,13 @@ class ScoredResponse:
         columns = {name: COLUMNS[name].pack(values) for name, values in self.columns.items()}
         return replace(self, **fields, columns=columns)
 
-    def columns_in_files(self) -> dict[str, list[Any]]:
-        """Return the declared columns that rollout files have, an entry or a list per token."""
+    def columns_in_files(self) -> dict[str, Any]:
+        """Return the declared columns that rollout files have: an entry or a list per token, or
+        `encode_routes` of one whose tokens differ in their number of entries."""
         return {
             name: np.asarray(values).reshape(-1, *COLUMNS[name].shape).tolist()
+            if COLUMNS[name].counts is None
+            else encode_routes(values)
             for name, values in self.columns.items()
             if COLUMNS[name].in_files
         }

@@ -12,6 +12,7 @@ from hybridengine.tracking.performance import pair_cost
 from hybridengine.trainer.algorithms import uses_critic
 from hybridengine.trainer.batch import DataParallel
 from hybridengine.trainer.build import checkpoint_layout
+from hybridengine.trainer.routes import config_route_shape
 
 
 def build_data_parallel(config: RLConfig | SFTConfig, session: Session) -> DataParallel:
@@ -25,6 +26,7 @@ def build_data_parallel(config: RLConfig | SFTConfig, session: Session) -> DataP
         config.sequence_parallel_size,
         shared_prefix=no_sharing_reason(config) is None,
         pair_cost=pair_cost(model, checkpoint_layout(config).parameters),
+        route_shape=config_route_shape(config) if isinstance(config, RLConfig) else None,
     )
 
 

@@ -36,14 +36,14 @@ def send_columns(rank: int, world_size: int) -> Any:
     from hybridengine.trainer.batch import DataParallel
     from hybridengine.trainer.rollouts import Rollouts, ScoredResponse
 
-    declare_column(TokenColumn("routed_experts", torch.int16, SHAPE, fill=FILL))
+    declare_column(TokenColumn("layer_numbers", torch.int16, SHAPE, fill=FILL))
     sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
     own, lines = [], []
     for k in range(3 if rank == 0 else 0):
         sequence = TokenSequence([])
         for start, tokens in ((0, [10 * k + 10, 10 * k + 11]), (4, [10 * k + 14])):
             columns = {
-                "routed_experts": [
+                "layer_numbers": [
                     x for i in range(len(tokens)) for x in routed(10 * k + 10 + start + i)
                 ]
             }
@@ -61,7 +61,7 @@ def send_columns(rank: int, world_size: int) -> Any:
     rollouts = Rollouts.gather(Subset([sample], [0]), own, rank)
     dp = DataParallel(Session(PhaseStatus(Path("/nonexistent"), rank)), 1, shared_prefix=True)
     batch, [mini_batch] = dp.build_batch(rollouts, 1, 16)
-    column = batch.columns["routed_experts"]
+    column = batch.columns["layer_numbers"]
     parts = [
         (micro.packed.target_ids, micro.take(column))
         for micro in mini_batch.micro_batches
@@ -87,7 +87,7 @@ def test_a_declared_column_arrives_in_micro_batches_and_files() -> None:
             seen += target_ids.tolist()
     assert sorted(seen) == [10 * k + i for k in (1, 2, 3) for i in range(5)]
     for line in results[0][1]:
-        assert line["routed_experts"] == [expected(token) for token in line["response_ids"]]
+        assert line["layer_numbers"] == [expected(token) for token in line["response_ids"]]
 
 
 def test_a_completion_is_cut_and_continued_with_its_columns() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from hybridengine.rollout.engine import (
     local_random_state,
 )
 from hybridengine.rollout.kept import pack_kept
+from hybridengine.rollout.routes import pack_routes
 from hybridengine.rollout.vllm.environment import (
     CPU_BLOCK_SIZE,
     prepare_environment,
@@ -40,6 +41,7 @@ from hybridengine.rollout.vllm.kept import record_kept_ids
 from hybridengine.rollout.vllm.options import check_plugins
 from hybridengine.rollout.vllm.post_load import writable_weights
 from hybridengine.rollout.vllm.quantized import quantization_options
+from hybridengine.rollout.vllm.routes import RouteRecorder, recording_options
 from hybridengine.rollout.vllm.seeds import request_generators, seeded
 from hybridengine.rollout.vllm.sleep import Level2Sleep
 from hybridengine.rollout.vllm.stream import VllmStream
@@ -62,6 +64,7 @@ class VllmEngine(RolloutEngine):
     free_cache: `sleep()` frees weights and cache on a GPU, the cache alone on a CPU.
     stop_texts: whether `SamplingSpec.stop` may be given, for which vLLM needs its tokenizer.
     quantization: "fp8" for linear layers and experts quantized in blocks of 128 x 128.
+    record_routes: whether `SamplingSpec.record_routes` may be set.
     engine_options: further keyword arguments of `vllm.LLM`.
     """
 
@@ -81,6 +84,7 @@ class VllmEngine(RolloutEngine):
         free_cache: bool = True,
         stop_texts: bool = False,
         quantization: str | None = None,
+        record_routes: bool = False,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
         prepare_environment()
@@ -95,6 +99,8 @@ class VllmEngine(RolloutEngine):
         options = dict(engine_options or {})
         if not torch.cuda.is_available():
             options.setdefault("block_size", CPU_BLOCK_SIZE)
+        if record_routes:
+            options = recording_options(options)
         with (
             unchanged_local_world_size(),
             strided_groups(groups),
@@ -122,6 +128,8 @@ class VllmEngine(RolloutEngine):
         self.target: EngineWeights = EngineWeights(self, self._llm, checkpoint, post_load)
         self.tp_rank, self.dtype = self.target.tp_rank, self.target.dtype
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        if record_routes and not torch.cuda.is_available():
+            RouteRecorder(self._llm, self._runner)
         self._slot: LoraSlot | None = LoraSlot(self._runner) if lora_rank else None
         self.target.slot = self._slot
         sleeps = free_cache and torch.cuda.is_available()
@@ -136,15 +144,20 @@ class VllmEngine(RolloutEngine):
         requests: list[Any] = [{"prompt_token_ids": list(ids)} for ids in prompts]
         seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
         lora = self._slot.request if self._slot else None
-        with self._sampling(spec, seeds[0]) as (sampling, vocab_size):
+        with self._sampling(spec, seeds[0]) as (sampling, convert):
             outputs = self._llm.generate(
                 requests, seeded(sampling, seeds), use_tqdm=False, lora_request=lora
             )
-        return [[_completion(o, vocab_size) for o in output.outputs] for output in outputs]
+        return [convert(output) for output in outputs]
 
     @contextmanager
-    def _sampling(self, spec: SamplingSpec, seed: int) -> Iterator[tuple[Any, int | None]]:
-        """Sample by `spec` while open; yields (`SamplingParams`, vocab_size of `_completion`)."""
+    def _sampling(
+        self, spec: SamplingSpec, seed: int
+    ) -> Iterator[tuple[Any, Callable[[Any], list[Completion]]]]:
+        """Sample by `spec` while open.
+
+        Yields (`SamplingParams`, what makes completions of a `RequestOutput`).
+        """
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -167,13 +180,14 @@ class VllmEngine(RolloutEngine):
         updating = updates_between_steps(engine, in_flight) if in_flight else nullcontext()
         # vLLM draws from torch's state as well, though it uses the numbers of no seeded request.
         with local_random_state(seed), request_generators(), recording, updating:
-            yield sampling, self._llm.model_config.get_vocab_size() if record else None
+            vocab_size = self._llm.model_config.get_vocab_size() if record else None
+            routed = spec.record_routes and self.tp_rank == 0
+            yield sampling, partial(_completions, vocab_size=vocab_size, routed=routed)
 
     @contextmanager
     def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[VllmStream]:
-        with self._sampling(replace(spec, n=1), seed) as (sampling, vocab_size):
+        with self._sampling(replace(spec, n=1), seed) as (sampling, convert):
             lora_request = self._slot and self._slot.request
-            convert = partial(_completion, vocab_size=vocab_size)
             stream = VllmStream(self._llm.llm_engine, sampling, lora_request, convert)
             try:
                 yield stream
@@ -258,8 +272,25 @@ def _release_pages(storage: torch.UntypedStorage) -> None:
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
-def _completion(output: Any, vocab_size: int | None) -> Completion:
-    """Convert a `CompletionOutput`. vocab_size: given where it has a sampling mask."""
+def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Completion]:
+    """Convert the outputs of a `RequestOutput`.
+
+    vocab_size: given where they have sampling masks. routed: whether they have routed experts.
+    """
+    completions = []
+    for sample in output.outputs:
+        completion, columns = _completion(sample), dict[str, Any]()
+        ids = completion.token_ids
+        if vocab_size is not None:
+            mask = sample.sampling_mask.token_ids if sample.sampling_mask else []
+            columns |= pack_kept(ids, mask, vocab_size)
+        if routed:
+            columns |= pack_routes(sample.routed_experts, len(output.prompt_token_ids), len(ids))
+        completions.append(replace(completion, columns=columns))
+    return completions
+
+
+def _completion(output: Any) -> Completion:
     ids, log_probs = list(output.token_ids), output.logprobs.logprobs
     if output.logprobs.token_ids != ids:
         raise RuntimeError(
@@ -267,8 +298,4 @@ def _completion(output: Any, vocab_size: int | None) -> Completion:
             "expected one for each token"
         )
     versions = [(int(run.version), run.end - run.start) for run in output.weight_versions]
-    completion = Completion(ids, log_probs, output.finish_reason, versions=versions)
-    if vocab_size is None:
-        return completion
-    mask = output.sampling_mask.token_ids if output.sampling_mask else []
-    return replace(completion, columns=pack_kept(ids, mask, vocab_size))
+    return Completion(ids, log_probs, output.finish_reason, versions=versions)

@@ -14,12 +14,16 @@ __all__ = ["VllmStream"]
 class VllmStream(RequestStream):
     """Adds requests to `engine`, vLLM's `LLMEngine`, between its steps.
 
-    sampling: `SamplingParams` of all requests but for seed and length. convert: makes a
-    `Completion` of a `CompletionOutput`.
+    sampling: `SamplingParams` of all requests but for seed and length. convert: makes the
+    completions of a `RequestOutput`.
     """
 
     def __init__(
-        self, engine: Any, sampling: Any, lora_request: Any, convert: Callable[[Any], Completion]
+        self,
+        engine: Any,
+        sampling: Any,
+        lora_request: Any,
+        convert: Callable[[Any], list[Completion]],
     ) -> None:
         from vllm.sampling_params import RequestOutputKind
 
@@ -43,7 +47,7 @@ class VllmStream(RequestStream):
         finished = [output for output in self._engine.step() if output.finished]
         for output in finished:
             del self._internal[output.request_id]
-        return [(int(output.request_id), self._convert(output.outputs[0])) for output in finished]
+        return [(int(output.request_id), self._convert(output)[0]) for output in finished]
 
     def abort(self) -> None:
         """Remove requests that have not finished, so that they are not part of later batches."""

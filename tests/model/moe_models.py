@@ -1,0 +1,53 @@
+"""Tiny random mixtures of experts of many architectures, in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+__all__ = ["ARCHITECTURES", "NUM_EXPERTS", "tiny_moe"]
+
+NUM_EXPERTS, TOP_K = 8, 2
+_COMMON = dict(
+    vocab_size=101, hidden_size=64, intermediate_size=48, moe_intermediate_size=32,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=256, pad_token_id=0, initializer_range=0.3,
+)  # fmt: skip
+_ROUTED = dict(num_experts_per_tok=TOP_K)
+_LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+_DEEPSEEK = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+    num_key_value_heads=4,
+)  # fmt: skip
+_GROUPED = dict(n_routed_experts=NUM_EXPERTS, first_k_dense_replace=1, n_shared_experts=1)
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": _ROUTED | dict(num_experts=NUM_EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3_moe": _ROUTED | dict(num_experts=NUM_EXPERTS),
+    "qwen3_next": _ROUTED | _LINEAR | dict(num_experts=8, shared_expert_intermediate_size=32),
+    "deepseek_v3": _ROUTED | _DEEPSEEK | _GROUPED | dict(n_group=2, topk_group=1),
+    "glm4_moe": _ROUTED | _GROUPED | dict(n_group=1, topk_group=1),
+    "dots1": _ROUTED | _GROUPED | dict(n_group=1, topk_group=1),
+    "gpt_oss": _ROUTED | dict(num_local_experts=NUM_EXPERTS),
+    "olmoe": _ROUTED | dict(num_experts=NUM_EXPERTS),
+    "mixtral": _ROUTED | dict(num_local_experts=NUM_EXPERTS),
+    "minimax": _ROUTED | dict(num_local_experts=NUM_EXPERTS),
+    "minimax_m2": _ROUTED | dict(num_local_experts=NUM_EXPERTS),
+    "ernie4_5_moe": dict(
+        moe_num_experts=NUM_EXPERTS, moe_k=TOP_K, moe_num_shared_experts=1, moe_layer_start_index=0
+    ),
+    "granitemoe": _ROUTED | dict(num_local_experts=NUM_EXPERTS),
+}
+
+
+def tiny_moe(kind: str, **options: Any) -> PreTrainedModel:
+    """Return a random float32 model of `kind`, the same at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[kind](**_COMMON | options)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
