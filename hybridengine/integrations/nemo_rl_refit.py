@@ -12,9 +12,10 @@ worker then sends slices of its own shards, and vLLM's workers write them in pla
 gathers each parameter on every rank and runs `load_weights`. Checkpoint engines are in NeMo RL's
 main branch (August 2026), after 0.7.0. HYBRIDENGINE_SECRET must be in the environment of all.
 
-A checkpoint engine is given an iterator of full tensors, and no model. Therefore this module, which
-both sides import when the engine is made, replaces the two methods that use an engine; other
-engines are used as before.
+A checkpoint engine is given an iterator of full tensors, and no model. Therefore making the first
+one replaces the two methods that use an engine; other engines are used as before.
+
+Colocated engines: `hybridengine.integrations.nemo_rl_colocated`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hybridengine.sharding.layout import LayoutError
 
 from ._patching import Patches, Replacement
 
-__all__ = ["ReshardEngine"]
+__all__ = ["ReshardEngine", "check_policy", "patch"]
 
 _REPLACED = "NeMo RL calls `send` and `receive`, as this module has replaced their callers"
 
@@ -43,6 +44,7 @@ class ReshardEngine(CheckpointEngine):
     """One worker's end of the sync: of a policy worker, or of a worker of vLLM.
 
     bucket_size: bytes, of update_weights_bucket_memory_ratio; two buckets are in use at a time.
+      None: by the memory that is free.
     release_after_refit: NeMo RL's; ends the connections after every refit. timeout_s: as
     `WeightSender`.
 
@@ -51,8 +53,9 @@ class ReshardEngine(CheckpointEngine):
     """
 
     def __init__(
-        self, bucket_size: int, release_after_refit: bool = False, timeout_s: float = 300.0
+        self, bucket_size: int | None, release_after_refit: bool = False, timeout_s: float = 300.0
     ) -> None:
+        patch()
         self._bucket_bytes, self._timeout_s = bucket_size, timeout_s
         self._sender: EngineSender | None = None
         self._num_engines = self._version = 0
@@ -134,18 +137,14 @@ def _is_engine() -> bool:
     return state is not None and state.model_parallel_is_initialized()
 
 
-async def send_weights_via_checkpoint_engine(
-    self: Any, kv_scales: dict[str, float] | None = None
-) -> None:
-    """Send the sharded model of a policy worker through ours."""
-    if not isinstance(self.checkpoint_engine, ReshardEngine):
-        return await _PATCHES.original(f"{_POLICY}.{_SEND}")(self, kv_scales)
-    if not hasattr(self, "_checkpoint_engine_params"):
+def check_policy(worker: Any, kv_scales: dict[str, float] | None) -> None:
+    """Raise LayoutError for a policy worker whose weights cannot be sent."""
+    if not hasattr(worker, "_checkpoint_engine_params"):
         raise LayoutError(
-            f"the policy worker is a {type(self).__name__}, expected one of DTensor (dtensor_cfg."
+            f"the policy worker is a {type(worker).__name__}, expected one of DTensor (dtensor_cfg."
             "enabled=true): Megatron's parameters are not those of the engine's checkpoint"
         )
-    if getattr(self.model, "state_dict_adapter", None) is not None:
+    if getattr(worker.model, "state_dict_adapter", None) is not None:
         raise LayoutError(
             "the policy is a model of NeMo AutoModel with a state_dict_adapter, whose parameters "
             "are not those of the checkpoint; load it as transformers has it "
@@ -153,6 +152,15 @@ async def send_weights_via_checkpoint_engine(
         )
     if kv_scales is not None:
         raise LayoutError("scales of an FP8 KV cache are not sent")
+
+
+async def send_weights_via_checkpoint_engine(
+    self: Any, kv_scales: dict[str, float] | None = None
+) -> None:
+    """Send the sharded model of a policy worker through ours."""
+    if not isinstance(self.checkpoint_engine, ReshardEngine):
+        return await _PATCHES.original(f"{_POLICY}.{_SEND}")(self, kv_scales)
+    check_policy(self, kv_scales)
     self._prepare_checkpoint_engine_weight_send()
     try:
         self.checkpoint_engine.send(self.model)
@@ -185,4 +193,8 @@ _PATCHES = Patches(
     default_groups=("policy", "engine"),
     distribution="nemo-rl",
 )
-_PATCHES.patch("engine" if _is_engine() else "policy")
+
+
+def patch() -> None:
+    """Replace the method that uses an engine here: of the policy, or of vLLM's worker."""
+    _PATCHES.patch("engine" if _is_engine() else "policy")

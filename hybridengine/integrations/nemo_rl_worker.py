@@ -4,7 +4,8 @@
 
 NeMo RL's extension of vLLM's workers has a method `synchronize_device`, for its sparse refit. Since
 vLLM 0.32 its workers have one of that name, and vLLM refuses an extension that hides one of theirs.
-Importing this module, as vLLM does before it extends the worker, leaves vLLM's in place.
+Importing this module, as vLLM does before it extends the worker, leaves vLLM's in place, and lets
+the extension receive from a colocated policy of ours (`nemo_rl_colocated`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ if TYPE_CHECKING or not current_platform.is_cpu():
 else:
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 
+from hybridengine.integrations.nemo_rl_colocated import receive_in_workers
+
 __all__ = ["Worker"]
 
 if hasattr(WorkerBase, "synchronize_device"):
     del VllmInternalWorkerExtension.synchronize_device
+receive_in_workers()

@@ -66,6 +66,21 @@ class PolicyCheckpointEngineMixin:
 class VllmCheckpointEngineMixin:
     async def _update_weights_from_checkpoint_engine_async(self): return "theirs"
 """,
+        "nemo_rl.models.generation.vllm.vllm_backend": """
+class VllmInternalWorkerExtension:
+    def update_weights_via_ipc_zmq(*args, **kwargs): return "theirs"
+""",
+        "nemo_rl.models.policy.utils": """
+def resolve_policy_worker_cls(default_cls, config):
+    return "quantized" if config.get("quant_cfg") else default_cls
+""",
+        "nemo_rl.models.policy.lm_policy": """
+from nemo_rl.models.policy.utils import resolve_policy_worker_cls
+""",
+        "nemo_rl.distributed.ray_actor_environment_registry": """
+ACTOR_ENVIRONMENT_REGISTRY = {
+    "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2": "automodel"}
+""",
         "ray.util": """
 def get_node_ip_address(): return "127.0.0.1"
 """,

@@ -11,7 +11,7 @@ import importlib.metadata
 import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -253,6 +253,109 @@ def test_nemo_rl_refits_its_engines() -> None:
         assert "expected one of DTensor" in result["megatron"]
         assert "scales of an FP8 KV cache" in result["scales"]
         assert result["another engine"] == "theirs"
+
+
+def nemo_colocated_worker_body(rank: int, world_size: int, port: int, name: str) -> None:
+    record("nemo_rl")
+    from vllm.distributed import parallel_state
+
+    from hybridengine.integrations import nemo_rl_colocated
+
+    importlib.import_module(REFIT)._is_engine = lambda: True
+    parallel_state.get_world_group = lambda: SimpleNamespace(cpu_group=dist.group.WORLD)
+    nemo_rl_colocated.receive_in_workers()
+    backend = sys.modules["nemo_rl.models.generation.vllm.vllm_backend"]
+
+    class Extended(Worker, backend.VllmInternalWorkerExtension):
+        def prepare_refit_info(self, info: dict[str, Any]) -> None:
+            self.state_dict_info = info
+
+    worker = Extended()
+    commands = {
+        "prepare": worker.prepare_refit_info,
+        "receive": worker.update_weights_via_ipc_zmq,
+        "wrong": worker.wrong,
+    }
+    follow(port, 0, commands, name)
+
+
+def nemo_colocated_body(rank: int, world_size: int, port: int) -> dict[str, Any]:
+    record("nemo_rl")
+    from hybridengine.integrations.nemo_rl_colocated import SendsShards
+
+    class Policy(SendsShards):
+        model = trained()
+        cpu_offload = False
+        cfg: ClassVar = {"generation": {"vllm_cfg": {"tensor_parallel_size": 1}}}
+
+    class DTensorPolicy(Policy):
+        def _checkpoint_engine_params(self) -> Any: ...
+
+    policy = DTensorPolicy()
+    clients = [StoreClient(port, 1, f"engine {i}") for i in range(ENGINES)] if rank == 0 else []
+    result: dict[str, Any] = {"wrong": [], "received": []}
+    for client in clients:
+        client.call("prepare", {"weight": "of NeMo RL's own policy"})
+        result["received"] += client.call("receive")
+    factor = 1.0
+    for _ in range(2):  # the second one is of an engine that NeMo RL has connected again
+        info = policy.prepare_refit_info()
+        for client in clients:
+            client.call("prepare", info)
+        for next_factor in FACTORS:
+            step(policy.model, next_factor)
+            factor *= next_factor
+            received = [in_thread(client.call, "receive") for client in clients]
+            policy.stream_weights_via_ipc_zmq(buffer_size_bytes=1)
+            for future in received:
+                result["received"] += future.result(TIMEOUT_S)
+            result["wrong"] += [client.call("wrong", factor) for client in clients]
+    for client in clients:
+        client.call("end")
+    result["megatron"] = message_of(Policy().prepare_refit_info)
+    result["scales"] = message_of(lambda: policy.stream_weights_via_ipc_zmq(0, {}))
+    return result
+
+
+@pytest.mark.multirank
+def test_nemo_rl_refits_colocated_engines() -> None:
+    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    with (
+        Ranks(nemo_colocated_worker_body, 1, store.port, "engine 0") as one,
+        Ranks(nemo_colocated_worker_body, 1, store.port, "engine 1") as other,
+    ):
+        first, second = run_ranks(nemo_colocated_body, 2, store.port)
+        one.results()
+        other.results()
+    assert first["received"] == ["theirs"] * ENGINES + [True] * 4 * ENGINES
+    assert first["wrong"] == [[[]]] * ENGINES * 4
+    for result in (first, second):
+        assert "expected one of DTensor" in result["megatron"]
+        assert "scales of an FP8 KV cache" in result["scales"]
+
+
+def test_a_colocated_policy_of_nemo_rl_gets_our_workers(recorded) -> None:
+    recorded("nemo_rl")
+    from hybridengine.integrations import nemo_rl_colocated
+
+    driver = sys.modules["nemo_rl.models.policy.lm_policy"]
+    registry = sys.modules[
+        "nemo_rl.distributed.ray_actor_environment_registry"
+    ].ACTOR_ENVIRONMENT_REGISTRY
+    [theirs] = registry
+    megatron = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+    config = {"generation": {"colocated": {"enabled": True}}}
+    apart = {"generation": {"colocated": {"enabled": False}}}
+    with nemo_rl_colocated.patched():
+        ours = driver.resolve_policy_worker_cls(theirs, config)
+        assert ours == "hybridengine.integrations.nemo_rl_colocated.DTensorPolicyWorkerV2"
+        assert registry[ours] == "automodel"
+        assert driver.resolve_policy_worker_cls(theirs, apart) == theirs
+        assert driver.resolve_policy_worker_cls(theirs, {}) == theirs
+        assert driver.resolve_policy_worker_cls(megatron, config) == megatron
+        assert driver.resolve_policy_worker_cls(theirs, config | {"quant_cfg": 1}) == "quantized"
+    assert driver.resolve_policy_worker_cls(theirs, config) == theirs
 
 
 # SkyRL

@@ -37,8 +37,7 @@ def model(tmp_path: Path) -> str:
 
 
 def theirs() -> list[Any]:
-    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+    from trl.experimental import async_distillation, async_grpo
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -46,8 +45,10 @@ def theirs() -> list[Any]:
         VLLMGeneration._init_vllm,
         VLLMGeneration.sync_weights,
         VLLMClient.init_communicator,
-        AsyncGRPOTrainer._sync_weight_merged,
-        WeightTransferClient.init_weight_transfer,
+        async_grpo.AsyncGRPOTrainer._sync_weight_merged,
+        async_grpo.weight_transfer.WeightTransferClient.init_weight_transfer,
+        async_distillation.AsyncDistillationTrainer._sync_weight_merged,
+        async_distillation.weight_transfer.WeightTransferClient.init_weight_transfer,
     ]
 
 
@@ -55,7 +56,7 @@ def test_groups_are_replaced_and_put_back() -> None:
     before = theirs()
     with adapter.patched():
         changed = [a is not b for a, b in zip(theirs(), before, strict=True)]
-        assert changed == [True, True, True, False, False]
+        assert changed == [True] * 3 + [False] * 4
         with adapter.patched("async_sync"):
             assert all(a is not b for a, b in zip(theirs(), before, strict=True))
     assert theirs() == before
@@ -135,11 +136,11 @@ def test_a_trainer_that_sends_by_itself_is_told() -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("case", ["fsdp", "plain", "lora", "async"])
+@pytest.mark.parametrize("case", ["fsdp", "plain", "lora", "async", "distillation"])
 def test_a_servers_weights_are_the_trainers(two_ranks: Results, case: str) -> None:
     first, second = (rank[case] for rank in two_ranks)
     assert first["served"] == first["trained"]
-    if case == "async":
+    if case in ("async", "distillation"):
         assert (first["version"], second["version"]) == (2, 0)
         return
     for one, other in zip(first["sent"], second["sent"], strict=True):
@@ -169,9 +170,19 @@ def test_trls_own_sync_leaves_the_other_ranks_in_a_collective(two_ranks: Results
     assert "full_tensor" in second, "the rank waits for rank 0, which has raised"
 
 
+# Not "it has not answered within …": no rank waits for a server whose call has failed.
+UPDATE_FAILED = "no engine is left to sync to version 1 (engine 0: engine 0, update_weights: "
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("case", "text"), [("fails", "MemoryError: of the server"), ("ends", "Connection refused")]
+    ("case", "text"),
+    [
+        ("fails", "MemoryError: of the server"),
+        ("update fails", UPDATE_FAILED),
+        ("joined, update fails", UPDATE_FAILED),
+        ("ends", "Connection refused"),
+    ],
 )
 def test_ours_raises_on_all_ranks(two_ranks: Results, case: str, text: str) -> None:
     for message, version in (rank[case] for rank in two_ranks):
@@ -197,15 +208,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
         raise MemoryError("of the server")
 
     model = save_tiny("llama", tmp_path_factory.mktemp("trl") / "model")
-    names = ("hybridengine", "nccl", "none", "no routes", "gone", "fails", "ends")
+    names = ("hybridengine", "nccl", "none", "no routes", "gone", "fails", "update fails", "ends")
     ports = {name: free_port() for name in names}
     for name in ("hybridengine", "nccl", "none"):
         backend = None if name == "none" else name
         answer_requests(ports[name], {"/server_info": settings_of(backend)})
     answer_requests(ports["no routes"], {"/health": None})
     ours = {"/server_info": settings_of("hybridengine"), "/pause": None}
-    joined = ours | {"/init_weight_transfer_engine": None, "/start_weight_update": fail}
-    answer_requests(ports["fails"], joined)
+    joined = ours | {"/init_weight_transfer_engine": None}
+    answer_requests(ports["fails"], joined | {"/start_weight_update": fail})
+    update = {"/start_weight_update": None, "/update_weights": fail, "/finish_weight_update": None}
+    answer_requests(ports["update fails"], joined | update)
     ending = answer_requests(ports["ends"], ours | {"/pause": lambda body: end(ending)})
     with serving(model) as url:
         ports["serving"] = int(url.rpartition(":")[2])

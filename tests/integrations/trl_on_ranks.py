@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import traceback
@@ -104,9 +105,9 @@ def sync_grpo(rank: int, path: str, url: str, model: Any) -> dict[str, Any]:
     return {"sent": sent} | compared(model, url)
 
 
-def sync_async(rank: int, path: str, url: str) -> dict[str, Any]:
+def sync_async(rank: int, path: str, url: str, kind: str = "GRPO") -> dict[str, Any]:
     """As AsyncGRPOTrainer, whose callback initializes the transfer on rank 0 alone."""
-    trainer, _ = async_trainer(rank, trained(path, True), url)
+    trainer, _ = async_trainer(rank, trained(path, True), url, kind)
     if trainer.weight_transfer is not None:
         trainer.weight_transfer.init_weight_transfer()
     for _ in range(2):
@@ -170,15 +171,17 @@ class NoServer:
     def resume(self, timeout: float) -> None: ...
 
 
-def async_trainer(rank: int, model: Any, url: str) -> tuple[Any, threading.Event]:
-    """What of an AsyncGRPOTrainer its `_sync_weight` uses."""
+def async_trainer(
+    rank: int, model: Any, url: str, kind: str = "GRPO"
+) -> tuple[Any, threading.Event]:
+    """What of an AsyncGRPOTrainer, or an AsyncDistillationTrainer, its `_sync_weight` uses."""
     from collections import defaultdict
 
-    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
-
+    package = f"trl.experimental.async_{kind.lower()}"
+    module = importlib.import_module(f"{package}.async_{kind.lower()}_trainer")
+    trainer_class = getattr(module, f"Async{kind}Trainer")
     sent = threading.Event()
-    trainer: Any = AsyncGRPOTrainer.__new__(AsyncGRPOTrainer)
+    trainer: Any = trainer_class.__new__(trainer_class)
     trainer.model, trainer.model_version, trainer.rollout_worker = model, 0, None
     trainer.accelerator = SimpleNamespace(
         is_main_process=rank == 0,
@@ -189,7 +192,8 @@ def async_trainer(rank: int, model: Any, url: str) -> tuple[Any, threading.Event
     )
     trainer.args = SimpleNamespace(vllm_server_base_url=url, weight_sync_timeout=4 * TIMEOUT_S)
     trainer._lora_sync, trainer._metrics = False, {"train": defaultdict(list)}
-    trainer.weight_transfer = WeightTransferClient(NoServer(sent), {}) if rank == 0 else None
+    transfer = importlib.import_module(f"{package}.weight_transfer").WeightTransferClient
+    trainer.weight_transfer = transfer(NoServer(sent), {}) if rank == 0 else None
     trainer.vllm_client = SimpleNamespace(wait_for_server_ready=lambda: None)
     return trainer, sent
 
@@ -231,11 +235,18 @@ def sync_and_fail(rank: int, path: str, url: str) -> tuple[str, int]:
     return message_of(trainer._sync_weight), trainer.model_version
 
 
+def fail_an_update(rank: int, path: str, url: str) -> tuple[str, int]:
+    """A server that has joined fails in `update_weights`; the trainers have begun to send."""
+    if rank == 0:
+        VllmServer(url, 0, TIMEOUT_S)._request("POST", "/fail_next_update", "of the server")
+    return sync_and_fail(rank, path, url)
+
+
 def use_other_transfers(rank: int) -> list[str]:
     """A user's own transfer, and a server with `nccl`, are TRL's business."""
     from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
-    from hybridengine.integrations.trl import async_grpo
+    from hybridengine.integrations.trl import async_sync
 
     class Own(WeightTransferClient):
         """Of a user."""
@@ -252,11 +263,11 @@ def use_other_transfers(rank: int) -> list[str]:
     own, _ = async_trainer(rank, torch.nn.Linear(2, 2), "")
     if rank == 0:
         own.weight_transfer = Own(NoServer(threading.Event()), {})
-        async_grpo.init_weight_transfer(own.weight_transfer, initialize)
+        async_sync.init_weight_transfer(own.weight_transfer, initialize)
     nccl, _ = async_trainer(rank, torch.nn.Linear(2, 2), "")
-    with patch.object(async_grpo.server, "takes_slices", lambda *args: False):
+    with patch.object(async_sync.server, "takes_slices", lambda *args: False):
         for trainer in (own, own, nccl, nccl):
-            marks = async_grpo.sync_weight_merged(trainer, 1.0, original, initialize)
+            marks = async_sync.sync_weight_merged(trainer, 1.0, original, initialize)
             assert marks == (1.0, 1.0, 1.0)
     return calls
 
@@ -274,7 +285,10 @@ def body(rank: int, world_size: int, path: str, ports: dict[str, int]) -> dict[s
             "plain": sync_grpo(rank, path, url, trained(path, False)),
             "lora": sync_grpo(rank, path, url, with_adapters(path)),
             "async": sync_async(rank, path, url),
+            "distillation": sync_async(rank, path, url, "Distillation"),
             "fails": sync_and_fail(rank, path, f"http://127.0.0.1:{ports['fails']}"),
+            "update fails": sync_and_fail(rank, path, f"http://127.0.0.1:{ports['update fails']}"),
+            "joined, update fails": fail_an_update(rank, path, url),
             "ends": sync_and_fail(rank, path, f"http://127.0.0.1:{ports['ends']}"),
             "other transfers": use_other_transfers(rank),
         }

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard import PlanOutdatedError, Resharder, ReshardError, build_plan, memory
+from hybridengine.reshard.commit.coordinator import Coordinator
+from hybridengine.reshard.commit.records import SyncStore
 from hybridengine.reshard.plan.configuration import config_differences
 from hybridengine.rollout import SamplingSpec
 from hybridengine.runtime.device import DeviceProgress
@@ -301,3 +303,11 @@ def test_checksums_of_frozen_parameters_tell_swapped_elements(dtype, shape) -> N
     assert bit_checksums([tensor]) != once
     odd = torch.cat([flat[:1], flat])[1:]  # an address that no 64-bit word begins at
     assert bit_checksums([odd]) == bit_checksums([flat])
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_whose_call_has_failed_is_not_waited_for() -> None:
+    coordinator = Coordinator(SyncStore(dist.HashStore()), 1, ["trainer"], timeout_s=600.0)
+    reason = "no engine is left to sync to version 1 .engine 0: its call failed"
+    with pytest.warns(RuntimeWarning, match="dropped"), pytest.raises(ReshardError, match=reason):
+        coordinator.open(1, {0: "its call failed"}.get)

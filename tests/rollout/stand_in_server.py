@@ -88,6 +88,7 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
     engine.target.weight_version = -1
     lock, receivers, labels = threading.Lock(), list[WeightReceiver](), ["default"]
     generated: list[str] = []  # label of the weights, of each request
+    failing: list[str] = []  # messages of the next updates' errors
 
     def join(body: Any) -> None:
         info = body["init_info"]
@@ -97,6 +98,8 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
         receivers[:] = [receiver]
 
     def update(body: Any) -> None:
+        if failing:
+            raise MemoryError(failing.pop())
         with lock:
             assert receivers[0].receive().version == body["update_info"]["version"]
 
@@ -124,6 +127,7 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
             "/pause": None,
             "/start_weight_update": None,
             "/update_weights": update,
+            "/fail_next_update": failing.append,
             "/finish_weight_update": finish,
             "/resume": None,
             "/shutdown_weight_transfer_engine": lambda body: receivers.clear(),

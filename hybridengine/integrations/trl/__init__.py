@@ -11,7 +11,8 @@ Groups of `patch`, all of them default but `loss` and `async_sync`:
   hidden states. Only positions with a label pass through the head.
 - `sync`: the weights of a vLLM engine in the trainers' processes (`vllm_mode="colocate"`) or of a
   server that was started for it (`vllm_mode="server"`).
-- `async_sync`: the weights of the server of `trl.experimental.async_grpo`.
+- `async_sync`: the weights of the servers of `trl.experimental`'s AsyncGRPOTrainer and
+  AsyncDistillationTrainer (the student's; teachers get none).
 - `loss`: the loss of GRPOTrainer with its gradient made in the forward; needs `head`.
 
 Losses (without `loss`), advantages and metrics remain TRL's. The functions can be imported from
@@ -49,9 +50,6 @@ _UTILS = "trl.trainer.utils"
 _GRPO = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 _VLLM = "trl.generation.vllm_generation.VLLMGeneration"
 _CLIENT = "trl.generation.vllm_client.VLLMClient.init_communicator"
-_ASYNC = "trl.experimental.async_grpo"
-_ASYNC_SYNC = f"{_ASYNC}.async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged"
-_ASYNC_INIT = f"{_ASYNC}.weight_transfer.WeightTransferClient.init_weight_transfer"
 
 
 def _init_vllm(self: Any) -> None:
@@ -66,17 +64,26 @@ def _init_communicator(self: Any, device: Any = 0) -> None:
     init_communicator(self, device, _PATCHES.original(_CLIENT))
 
 
-def _sync_weight_merged(self: Any, t0: float) -> tuple[float, float, float]:
-    from hybridengine.integrations.trl.async_grpo import sync_weight_merged
+def _async_sync(package: str, trainer: str) -> list[Replacement]:
+    """Return the replacements in one package of `trl.experimental`; each has a copy of the sync."""
+    package = f"trl.experimental.{package}"
+    sync = f"{package}.{trainer}._sync_weight_merged"
+    init = f"{package}.weight_transfer.WeightTransferClient.init_weight_transfer"
 
-    originals = (_PATCHES.original(target) for target in (_ASYNC_SYNC, _ASYNC_INIT))
-    return sync_weight_merged(self, t0, *originals)
+    def _sync_weight_merged(self: Any, t0: float) -> tuple[float, float, float]:
+        from hybridengine.integrations.trl.async_sync import sync_weight_merged
 
+        return sync_weight_merged(self, t0, _PATCHES.original(sync), _PATCHES.original(init))
 
-def _init_weight_transfer(self: Any) -> None:
-    from hybridengine.integrations.trl.async_grpo import init_weight_transfer
+    def init_weight_transfer(self: Any) -> None:
+        from hybridengine.integrations.trl import async_sync
 
-    init_weight_transfer(self, _PATCHES.original(_ASYNC_INIT))
+        async_sync.init_weight_transfer(self, _PATCHES.original(init))
+
+    return [
+        Replacement(sync, _sync_weight_merged, "async_sync"),
+        Replacement(init, init_weight_transfer, "async_sync"),
+    ]
 
 
 def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
@@ -103,8 +110,8 @@ _PATCHES = Patches(
         Replacement(f"{_VLLM}._init_vllm", _init_vllm, "sync"),
         Replacement(f"{_VLLM}.sync_weights", _sync_weights, "sync"),
         Replacement(_CLIENT, _init_communicator, "sync"),
-        Replacement(_ASYNC_SYNC, _sync_weight_merged, "async_sync"),
-        Replacement(_ASYNC_INIT, _init_weight_transfer, "async_sync"),
+        *_async_sync("async_grpo", "async_grpo_trainer.AsyncGRPOTrainer"),
+        *_async_sync("async_distillation", "async_distillation_trainer.AsyncDistillationTrainer"),
         Replacement(_GRPO, _compute_loss, "loss"),
     ],
     default_groups=("log_probs", "head", "sync"),

@@ -123,15 +123,21 @@ class Coordinator:
             raise ReshardError(f"no engine is left to sync to version {version} ({reasons})")
 
     def _wait_for_all(self, deadline: float) -> None:
-        def missing() -> bool | None:
-            late = time.monotonic() > deadline
-            joined = all(self._store.has(f"engine/{i}") for i in self.engines)
-            return True if late or joined else None
+        """Wait until every engine has joined or is known to be absent; drop the others."""
+        missing = set(self.engines)
 
-        wait_for(missing)
-        for index in self.engines:
-            if not self._store.has(f"engine/{index}"):
-                self._drop(index, f"it has not joined within {self._timeout_s:g} s")
+        def look() -> bool | None:
+            for index in missing.copy():
+                if self._store.has(f"engine/{index}"):
+                    missing.remove(index)
+                elif self._absent is not None and (reason := self._absent(index)):
+                    missing.remove(index)
+                    self._drop(index, reason)
+            return True if not missing or time.monotonic() > deadline else None
+
+        wait_for(look)
+        for index in missing:
+            self._drop(index, f"it has not joined within {self._timeout_s:g} s")
 
     def _look_at(self, index: int) -> EngineInfo | None:
         """Return an engine that has joined; update its status if it is new or back."""

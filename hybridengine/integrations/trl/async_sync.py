@@ -1,4 +1,4 @@
-"""The weight sync of TRL's AsyncGRPOTrainer by slices from all ranks.
+"""The weight sync of TRL's AsyncGRPOTrainer and AsyncDistillationTrainer by slices from all ranks.
 
 TRL's own sync interleaves collectives of all ranks (`full_tensor()`) with what only rank 0 does:
 requests to the server and the broadcast to its workers. Where these stall or fail, the other ranks
@@ -28,13 +28,8 @@ def init_weight_transfer(self: Any, original: Callable[[Any], None]) -> None:
 
     TRL calls it on rank 0 alone, where an error would leave the other ranks waiting.
     """
-    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
-
-    if type(self) is WeightTransferClient:
-        transfer: Any = self
-        transfer.model_update_group = SimpleNamespace(
-            group=SimpleNamespace()
-        )  # None: sends nothing
+    if _is_trls(self):
+        self.model_update_group = SimpleNamespace(group=SimpleNamespace())  # None: sends nothing
     else:  # a user's subclass, which `sync_weight_merged` leaves alone
         original(self)
 
@@ -45,7 +40,7 @@ def sync_weight_merged(
     original: Callable[[Any, float], tuple[float, float, float]],
     original_init: Callable[[Any], None],
 ) -> tuple[float, float, float]:
-    """Publish the weights, as TRL's `AsyncGRPOTrainer._sync_weight_merged`. Collective.
+    """Publish the weights, as the `_sync_weight_merged` of TRL's trainers. Collective.
 
     t0: TRL's.
     original, original_init: TRL's, for a server with the backend `nccl` and for transfers
@@ -71,11 +66,10 @@ def sync_weight_merged(
 def _connect(trainer: Any, original_init: Callable[[Any], None]) -> server.ServerSync | None:
     """Return the sync to the trainer's server, None if TRL's code is to be used. Collective."""
     from trl.distributed import DistributedBackend
-    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
     transfer, arguments = trainer.weight_transfer, trainer.args
     server.start_process_group()
-    if not broadcast_value(type(transfer) is WeightTransferClient, bool):
+    if not broadcast_value(_is_trls(transfer), bool):
         return None
     server.on_main(lambda: trainer.vllm_client.wait_for_server_ready(), RolloutError)
     obstacle = server.obstacle_of(trainer.model, DistributedBackend(trainer.accelerator))
@@ -84,3 +78,9 @@ def _connect(trainer: Any, original_init: Callable[[Any], None]) -> server.Serve
         return server.ServerSync(url, arguments.weight_sync_timeout / _WAITS)
     server.on_main(lambda: original_init(transfer), RolloutError)
     return None
+
+
+def _is_trls(transfer: Any) -> bool:
+    """Tell whether a transfer is of one of TRL's own classes, not of a user's."""
+    kind = type(transfer)
+    return kind.__module__.startswith("trl.") and kind.__name__ == "WeightTransferClient"
