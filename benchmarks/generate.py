@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -118,12 +118,13 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.v1.sample.sampler import Sampler
 
-    totals: dict[int, Counter[str]] = {}
+    totals: dict[int, dict[str, float]] = {}
     for tokens in (FEW_TOKENS, MANY_TOKENS):
-        seconds = totals[tokens] = Counter()
+        seconds: dict[str, float] = defaultdict(float)
+        totals[tokens] = seconds
 
         def timed(
-            name: str, function: Callable, seconds: Counter[str] = seconds
+            name: str, function: Callable, seconds: dict[str, float] = seconds
         ) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 start = time.perf_counter()
