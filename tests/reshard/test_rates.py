@@ -45,6 +45,18 @@ def measure_body(rank: int, world_size: int) -> list:
     return [*rates, *shares]
 
 
+def test_one_rank_measures_too() -> None:
+    """It trains alone; its engine is in this process, or it sends to one in another."""
+    cpu, size = torch.device("cpu"), 1 << 30
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert max_share([0], [size], [size], cpu, pulls=False) == 0
+        assert max_share([0, size], [size], [0, size], cpu, pulls=False) >= 0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.multirank
 def test_all_ranks_measure_the_same() -> None:
     first, second = run_ranks(measure_body, 2)

@@ -56,7 +56,7 @@ def measure(device: torch.device, pulls: bool) -> Rates:
     own = _seconds(dense, device), _seconds(lambda: bit_checksum(values), device)
     times = all_gather_values(own, tuple[float, float])
     dense_s, memory_s = (max(column) for column in zip(*times, strict=True))
-    arrives = 1.0 if pulls else (world_size - 1) / world_size
+    arrives = 1.0 if pulls or world_size == 1 else (world_size - 1) / world_size
     return Rates(engine.nbytes * arrives / dense_s, values.nbytes / memory_s)
 
 
@@ -86,7 +86,7 @@ def max_share(
     densely, that a comparison reads there, and of its engine, with 16 bits per element. An engine
     that is smaller than what is measured is synced in a few milliseconds either way: 0.
     """
-    if max(engines) < _BYTES:
+    if max(engines) < _BYTES or not max(received):
         return 0.0
     return share_of(received, compared, engines, measure(device, pulls), 1 + (device.type != "cpu"))
 
