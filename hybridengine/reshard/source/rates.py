@@ -21,7 +21,7 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.runtime.all_ranks import all_gather_values
 
 # Of a change, from finding to writing it, as the bytes that are read in that time (docs/delta.md).
-_CHANGE_BYTES = 1000
+_CHANGE_BYTES = 500
 _BYTES = 32 << 20  # of an engine, for a measurement: larger than its cache
 _REPEATS = 3
 
@@ -61,16 +61,19 @@ def measure(device: torch.device, pulls: bool) -> Rates:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest time of a call, after one that is not measured."""
+    """Return the mean time of calls that all ranks begin at once, after one that is not measured.
+
+    Not the shortest: ranks may share cores and memory.
+    """
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    times = []
-    for _ in range(1 + _REPEATS):
-        wait()
-        started = time.perf_counter()
+    call()
+    wait()
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(_REPEATS):
         call()
-        wait()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
+    wait()
+    return (time.perf_counter() - started) / _REPEATS
 
 
 def max_share(
