@@ -1,8 +1,9 @@
 """Verify a sync: compare checksums of the engine's tensors with those of the shards.
 
 Each sender computes the checksums of its own slices, cast to the engine's dtype; each receiver
-those of the same slices, read back from its engine tensors. Only checksums travel. Both sides use
-plain PyTorch, so errors of the copy kernels are detected as well as errors of the transport.
+those of the same slices, read back from its engine tensors. Only checksums travel. Both sides cast
+and read in plain PyTorch, so errors of the copy kernels are detected as well as errors of the
+transport.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ import torch
 from hybridengine.kernels import bit_checksum
 
 _CHUNK = 1 << 18  # elements that `value_checksum` converts at a time: it takes a few MiB
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -31,12 +29,12 @@ def value_checksum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     start = 0
     for part in chunks(values):
-        part = part.to(dtype).contiguous().view(-1)
+        part = part.to(dtype).contiguous()
         if part.is_floating_point():
             if part.itemsize == 1:
                 part = part.half()  # exact; float8 has few operations
             part = part.masked_fill(part.isnan(), float("nan"))
-        total += _weighted_sum(part.view(_INTEGERS[part.itemsize]).to(torch.int64), start)
+        total += bit_checksum(part) * (2 * start + 1)
         start += part.numel()
     return total
 
@@ -49,9 +47,3 @@ def chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:
     dim = next(d for d, size in enumerate(values.shape) if size > 1)
     for part in values.split(max(1, values.shape[dim] * _CHUNK // values.numel()), dim):
         yield from chunks(part)
-
-
-def _weighted_sum(values: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Return the sum (int64, wrapping) of values[i] times an odd number made of start + i."""
-    index = torch.arange(start, start + values.numel(), device=values.device)
-    return index.mul_(_FACTOR).mul_(2).add_(1).mul_(values).sum()

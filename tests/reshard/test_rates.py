@@ -16,13 +16,11 @@ def test_the_examples_of_the_documentation() -> None:
     """7B parameters, float32 masters, an engine in 16 bits; bytes of every rank."""
     rates = Rates(dense=400 * GB, memory=3000 * GB)
     shard, engine = 6 * 7 * GB // 8, 2 * 7 * GB
-    assert share_of([engine * 7 // 8] * 8, [shard] * 8, [engine] * 8, rates, 2) == pytest.approx(
-        0.0085, abs=5e-4
-    )
-    assert share_of([7 * GB] * 2, [21 * GB] * 2, [7 * GB] * 2, rates, 2) > 0
-    assert (
-        share_of([7 * GB] * 2, [21 * GB] * 2, [7 * GB] * 2, rates._replace(dense=600 * GB), 2) == 0
-    )
+    many = [engine * 7 // 8] * 8, [shard] * 8, [engine] * 8
+    assert share_of(*many, rates, 2) == pytest.approx(0.017, abs=5e-4)
+    few = [7 * GB] * 2, [21 * GB] * 2, [7 * GB] * 2
+    assert share_of(*few, rates, 2) == pytest.approx(0.01)
+    assert share_of(*few, rates._replace(dense=600 * GB), 2) == 0
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**12), st.floats(1, 1e12), st.floats(1.1, 1e3))
@@ -43,6 +41,18 @@ def measure_body(rank: int, world_size: int) -> list:
     rates = [measure(cpu, pulls) for pulls in (True, False)]
     shares = [max_share([size] * 2, [size] * 2, [n] * 2, cpu, True) for n in (size, 1 << 20)]
     return [*rates, *shares]
+
+
+def test_one_rank_measures_too() -> None:
+    """It trains alone; its engine is in this process, or it sends to one in another."""
+    cpu, size = torch.device("cpu"), 1 << 30
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert max_share([0], [size], [size], cpu, pulls=False) == 0
+        assert max_share([0, size], [size], [0, size], cpu, pulls=False) >= 0
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.multirank

@@ -21,7 +21,7 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.runtime.all_ranks import all_gather_values
 
 # Of a change, from finding to writing it, as the bytes that are read in that time (docs/delta.md).
-_CHANGE_BYTES = 1000
+_CHANGE_BYTES = 500
 _BYTES = 32 << 20  # of an engine, for a measurement: larger than its cache
 _REPEATS = 3
 
@@ -56,21 +56,24 @@ def measure(device: torch.device, pulls: bool) -> Rates:
     own = _seconds(dense, device), _seconds(lambda: bit_checksum(values), device)
     times = all_gather_values(own, tuple[float, float])
     dense_s, memory_s = (max(column) for column in zip(*times, strict=True))
-    arrives = 1.0 if pulls else (world_size - 1) / world_size
+    arrives = 1.0 if pulls or world_size == 1 else (world_size - 1) / world_size
     return Rates(engine.nbytes * arrives / dense_s, values.nbytes / memory_s)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest time of a call, after one that is not measured."""
+    """Return the mean time of calls that all ranks begin at once, after one that is not measured.
+
+    Not the shortest: ranks may share cores and memory.
+    """
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    times = []
-    for _ in range(1 + _REPEATS):
-        wait()
-        started = time.perf_counter()
+    call()
+    wait()
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(_REPEATS):
         call()
-        wait()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
+    wait()
+    return (time.perf_counter() - started) / _REPEATS
 
 
 def max_share(
@@ -86,7 +89,7 @@ def max_share(
     densely, that a comparison reads there, and of its engine, with 16 bits per element. An engine
     that is smaller than what is measured is synced in a few milliseconds either way: 0.
     """
-    if max(engines) < _BYTES:
+    if max(engines) < _BYTES or not max(received):
         return 0.0
     return share_of(received, compared, engines, measure(device, pulls), 1 + (device.type != "cpu"))
 
