@@ -55,7 +55,8 @@ def check(command: Command, prepared: Path) -> None:
     elif PYTHONS.match(program) or program.endswith("pytest"):
         _check_script(words)
         if words[0].endswith("/prepare.py"):
-            _copy(prepared / "demo", ".cache/demo")
+            name = "moe" if words[0] == "examples/moe/prepare.py" else "demo"
+            _copy(prepared / name, f".cache/{name}")
     elif "/" in program and not program.startswith("."):
         assert (ROOT / program).stat().st_mode & 0o111, f"{program} cannot be executed"
     else:

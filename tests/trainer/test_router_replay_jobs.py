@@ -14,6 +14,7 @@ from hybridengine.rollout.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.trainer.in_process import run_jobs, small_job
+from tests.trainer.overlapped import run_overlapped
 
 pytestmark = pytest.mark.multirank
 
@@ -74,6 +75,29 @@ def test_the_routes_of_the_engine_arrive_with_their_tokens(tmp_path: Path) -> No
         routes = decode_routes(line["routed_experts"], 2, 2)
         assert len(routes) == len(line["prompt_ids"]) + len(line["response_ids"]) - 1
         assert set(np.unique(routes)) <= set(range(4)) and (routes[..., 0] != routes[..., 1]).all()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not vllm_available(), reason="the rollout engine; `make setup` installs it")
+def test_the_routes_arrive_from_other_ranks(tmp_path: Path) -> None:
+    """A tensor-parallel engine on two ranks beside a trainer, whose updates it is behind."""
+    settings = {
+        "rollout.name": "vllm",
+        "rollout.kv_cache_gib": 0.05,
+        "rollout.n_gpus_per_node": 2,
+        "rollout.tensor_model_parallel_size": 2,
+        "trainer.mode": "async",
+        "trainer.total_training_steps": 3,
+    }
+    job = [*moe_job(tmp_path), REPLAY, *(f"{key}={value}" for key, value in settings.items())]
+    job = [f"{k}={v}" for k, v in dict(o.split("=", 1) for o in job).items()]
+    [run] = run_overlapped(tmp_path, [job], num_ranks=3)
+    assert not run.refused
+    rows = [row for row in run.rows if "actor/pg_loss" in row]
+    assert len(rows) == 3 and all(row["routing/replayed_tokens"] > 0.7 for row in rows)
+    assert rows[0]["routing/mismatched_routes"] < 0.01
+    assert rows[0]["training/rollout_probs_diff_max"] < 1e-4
+    assert rows[2]["routing/mismatched_routes"] > 0, "the routers have moved on"
 
 
 def test_the_routes_of_the_old_log_probs_are_replayed(tmp_path: Path) -> None:

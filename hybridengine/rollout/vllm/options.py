@@ -51,6 +51,8 @@ _WITH_KEY = {
     "enable_chunked_prefill": "rollout.enable_chunked_prefill",
     "enable_sleep_mode": "rollout.free_cache_engine",
     "return_sampling_mask": "algorithm.sampling_replay",
+    "enable_return_routed_experts": "actor.router_replay",
+    "aux_output_config": "actor.router_replay",
     "enable_lora": "reshard.lora",
     "max_loras": "reshard.lora",
     "max_lora_rank": "model.lora_rank",
@@ -131,8 +133,8 @@ _REFUSED = (  # why, arguments
         "has no effect on a job, which sends token ids to an engine in its own process; remove it",
         """
         structured_outputs_config reasoning_parser reasoning_parser_plugin pooler_config
-        enable_prompt_embeds enable_return_routed_experts aux_output_config enable_trace_replay
-        tokens_only stream_interval max_num_queued_reqs max_num_queued_tokens io_processor_plugin
+        enable_prompt_embeds enable_trace_replay tokens_only stream_interval max_num_queued_reqs
+        max_num_queued_tokens io_processor_plugin
         renderer_num_workers served_model_name allowed_local_media_path allowed_media_domains
         shutdown_timeout fail_on_environ_validation fault_tolerance_config enable_fault_tolerance
         ray_workers_use_nsight _api_process_count _api_process_rank
