@@ -19,14 +19,9 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.plan.senders import ranks_per_node
-from hybridengine.rollout.engine import (
-    Completion,
-    RolloutEngine,
-    SamplingSpec,
-    derive_seed,
-    local_random_state,
-)
+from hybridengine.rollout.engine import RolloutEngine, SamplingSpec, derive_seed, local_random_state
 from hybridengine.rollout.kept import pack_kept
+from hybridengine.rollout.response import Response
 from hybridengine.rollout.vllm.environment import (
     CPU_BLOCK_SIZE,
     prepare_environment,
@@ -132,7 +127,7 @@ class VllmEngine(RolloutEngine):
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
-    ) -> list[list[Completion]]:
+    ) -> list[list[Response]]:
         requests: list[Any] = [{"prompt_token_ids": list(ids)} for ids in prompts]
         seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
         lora = self._slot.request if self._slot else None
@@ -258,7 +253,7 @@ def _release_pages(storage: torch.UntypedStorage) -> None:
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
-def _completion(output: Any, vocab_size: int | None) -> Completion:
+def _completion(output: Any, vocab_size: int | None) -> Response:
     """Convert a `CompletionOutput`. vocab_size: given where it has a sampling mask."""
     ids, log_probs = list(output.token_ids), output.logprobs.logprobs
     if output.logprobs.token_ids != ids:
@@ -267,7 +262,7 @@ def _completion(output: Any, vocab_size: int | None) -> Completion:
             "expected one for each token"
         )
     versions = [(int(run.version), run.end - run.start) for run in output.weight_versions]
-    completion = Completion(ids, log_probs, output.finish_reason, versions=versions)
+    completion = Response(ids, log_probs, output.finish_reason, versions=versions)
     if vocab_size is None:
         return completion
     mask = output.sampling_mask.token_ids if output.sampling_mask else []

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridengine.rollout.engine import Completion, Request, RequestStream
+from hybridengine.rollout.engine import Request, RequestStream
+from hybridengine.rollout.response import Response
 from hybridengine.rollout.vllm.seeds import seeded
 
 __all__ = ["VllmStream"]
@@ -15,11 +16,11 @@ class VllmStream(RequestStream):
     """Adds requests to `engine`, vLLM's `LLMEngine`, between its steps.
 
     sampling: `SamplingParams` of all requests but for seed and length. convert: makes a
-    `Completion` of a `CompletionOutput`.
+    `Response` of a `CompletionOutput`.
     """
 
     def __init__(
-        self, engine: Any, sampling: Any, lora_request: Any, convert: Callable[[Any], Completion]
+        self, engine: Any, sampling: Any, lora_request: Any, convert: Callable[[Any], Response]
     ) -> None:
         from vllm.sampling_params import RequestOutputKind
 
@@ -37,7 +38,7 @@ class VllmStream(RequestStream):
             name, prompt, sampling, lora_request=self._lora_request
         )
 
-    def _step(self) -> list[tuple[int, Completion]]:
+    def _step(self) -> list[tuple[int, Response]]:
         if not self.num_running:
             return []
         finished = [output for output in self._engine.step() if output.finished]
