@@ -24,9 +24,9 @@ from hybridengine.agent.trajectory import AgentError, Trajectory
 from hybridengine.data import PromptSample
 from hybridengine.errors import UserError, shorten
 from hybridengine.rollout import (
-    Completion,
     Request,
     RequestStream,
+    Response,
     RolloutEngine,
     SamplingSpec,
     derive_seed,
@@ -77,7 +77,7 @@ class AgentRunner:
             def start(position: int, sample: PromptSample, k: int) -> Trajectory:
                 turns = count()
 
-                async def generate(ids: Sequence[int], max_tokens: int) -> Completion:
+                async def generate(ids: Sequence[int], max_tokens: int) -> Response:
                     own = derive_seed(seed, position, k, next(turns))
                     return await queue.request(Request(number, ids, max_tokens, own))
 
@@ -141,7 +141,7 @@ class _RequestQueue:
         self._inbox: SimpleQueue[tuple[Request, asyncio.Future] | BaseException | None] = (
             SimpleQueue()
         )
-        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._waiting: dict[int, asyncio.Future[Response]] = {}
         self._slots: asyncio.Semaphore | None = None
         self._thread: threading.Thread | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -169,8 +169,8 @@ class _RequestQueue:
         self._thread = threading.Thread(target=main, daemon=True, name="agent loops")
         self._thread.start()
 
-    async def request(self, request: Request) -> Completion:
-        future: asyncio.Future[Completion] = self.loop.create_future()
+    async def request(self, request: Request) -> Response:
+        future: asyncio.Future[Response] = self.loop.create_future()
         self._inbox.put((request, future))
         return await future
 
@@ -195,7 +195,7 @@ class _RequestQueue:
                 self._waiting[request.id] = future
                 taken.append(request)
 
-    def deliver(self, finished: Sequence[tuple[int, Completion]]) -> None:
+    def deliver(self, finished: Sequence[tuple[int, Response]]) -> None:
         for number, completion in finished:
             future = self._waiting.pop(number)
             self.loop.call_soon_threadsafe(_resolve, future, completion)
@@ -218,7 +218,7 @@ class _RequestQueue:
             self.loop.close()
 
 
-def _resolve(future: asyncio.Future[Completion], completion: Completion) -> None:
+def _resolve(future: asyncio.Future[Response], completion: Response) -> None:
     if not future.done():
         future.set_result(completion)
 
@@ -246,7 +246,7 @@ def _follow(engine: RolloutEngine, stream: RequestStream) -> None:
 
 def _step(
     engine: RolloutEngine, stream: RequestStream, requests: Sequence[Request]
-) -> list[tuple[int, Completion]]:
+) -> list[tuple[int, Response]]:
     for request in requests:
         stream.add(request)
     if stream.num_running:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridengine.agent.parsers import ToolCall
@@ -13,13 +12,11 @@ from hybridengine.agent.template import Entry, ModelTurn, Segment, TurnTemplate
 from hybridengine.agent.toolbox import Toolbox, ToolResult
 from hybridengine.data import PromptSample
 from hybridengine.errors import UserError
-from hybridengine.rollout import Completion
-from hybridengine.rollout.columns import extend_columns, first_columns
-from hybridengine.rollout.versions import join_runs
+from hybridengine.rollout import Response
 
 __all__ = ["AgentError", "TokenSequence", "Trajectory", "Turn"]
 
-Generate = Callable[[Sequence[int], int], Awaitable[Completion]]  # (prompt ids, maximum tokens)
+Generate = Callable[[Sequence[int], int], Awaitable[Response]]  # (prompt ids, maximum tokens)
 
 
 class AgentError(UserError):
@@ -62,42 +59,44 @@ def tool_call_messages(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     ]
 
 
+_EMPTY = Response((), (), "stop")
+
+
 @dataclass
 class TokenSequence:
     """Tokens that one forward pass reads: a prompt, then a response with sampled and other tokens.
 
-    context_ids: the prompt, None for the sample's own. mask: 1 for sampled tokens. log_probs: 0
-    for the others. columns: as of `Completion`. versions: of the weights, for the sampled tokens.
-    turn_ends: (index of a turn's last token, the turn).
+    context_ids: the prompt, None for the sample's own. response: its tokens; the log-probs of
+    those that were not sampled are 0. turn_ends: (index of a turn's last token, the turn).
     """
 
     segments: list[Segment]
     context_ids: list[int] | None = None
-    ids: array = field(default_factory=lambda: array("i"))
-    mask: array = field(default_factory=lambda: array("b"))
-    log_probs: array = field(default_factory=lambda: array("f"))
-    columns: dict[str, array] = field(default_factory=dict)
-    versions: list[tuple[int, int]] = field(default_factory=list)
+    response: Response = _EMPTY
     turn_ends: list[tuple[int, Turn]] = field(default_factory=list)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self.response.token_ids
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether any of its tokens is the model's."""
+        return any(self.response.per_token("sampled"))
 
     def append(self, segment: Segment) -> None:
         """Append tokens that were not sampled."""
-        self.segments.append(segment)
-        count = len(segment.ids)
-        extend_columns(self.columns, len(self.ids), {}, count)
-        self.ids.extend(segment.ids)
-        self.mask.extend([0] * count)
-        self.log_probs.extend([0.0] * count)
+        reason = self.response.finish_reason
+        self._append(segment, Response(segment.ids, [0.0] * len(segment.ids), reason))
 
-    def append_sampled(self, completion: Completion, text: str, turn: Turn) -> None:
-        self.segments.append(Segment(text, list(completion.token_ids)))
-        count = len(completion.token_ids)
-        extend_columns(self.columns, len(self.ids), completion.columns, count)
-        self.ids.extend(completion.token_ids)
-        self.mask.extend([1] * count)
-        self.log_probs.extend(completion.log_probs)
-        self.versions = join_runs(self.versions, completion.versions)
+    def append_sampled(self, response: Response, text: str, turn: Turn) -> None:
+        columns = {**response.columns, "sampled": [1] * len(response.token_ids)}
+        self._append(Segment(text, list(response.token_ids)), replace(response, columns=columns))
         self.turn_ends.append((len(self.ids) - 1, turn))
+
+    def _append(self, segment: Segment, response: Response) -> None:
+        self.segments.append(segment)
+        self.response = self.response.join(response).compact()
 
 
 class Trajectory:
@@ -158,7 +157,7 @@ class Trajectory:
         own = sequence.context_ids
         return self.sample.prompt_ids if own is None else own
 
-    def _add_turn(self, sequence: TokenSequence, completion: Completion) -> Turn:
+    def _add_turn(self, sequence: TokenSequence, completion: Response) -> Turn:
         text = self._template.sampled_text(completion.token_ids)
         entry = ModelTurn(text, text)
         turn = Turn(
@@ -240,12 +239,9 @@ class Trajectory:
         """
         self._note_messages(self.messages[self._num_read :], 0)
         self._num_read = len(self.messages)
-        self.sequences = [s for s in self.sequences if any(s.mask)]
+        self.sequences = [s for s in self.sequences if s.is_sampled]
         for sequence in self.sequences:
-            end = sequence.turn_ends[-1][0] + 1
-            sequence.columns = first_columns(sequence.columns, end)
-            for column in (sequence.ids, sequence.mask, sequence.log_probs):
-                del column[end:]
+            sequence.response = sequence.response.first(sequence.turn_ends[-1][0] + 1)
         if not self.sequences:
             raise AgentError(
                 "the agent loop ended without a token of the model; it must await "

@@ -54,6 +54,15 @@ class RewardResult:
         texts = {name: column[k] for name, column in self.texts.items()}
         return {name: text for name, text in texts.items() if text is not None}
 
+    def fields_of(self, k: int) -> dict[str, Any]:
+        """Return the fields of a `Response` that are results of response `k`, by name."""
+        return {
+            "score": self.scores[k],
+            "extras": {name: x[k] for name, x in self.extras.items()},
+            "parts": {name: (part.weight, part.scores[k]) for name, part in self.parts.items()},
+            "texts": self.texts_of(k),
+        }
+
 
 def score_responses(
     function: RewardFunction,

@@ -1,7 +1,6 @@
 """Rollout engines: token ids in, token ids and log-probs out."""
 
 from hybridengine.rollout.engine import (
-    Completion,
     InFlightUpdate,
     Request,
     RequestStream,
@@ -9,13 +8,14 @@ from hybridengine.rollout.engine import (
     SamplingSpec,
     derive_seed,
 )
+from hybridengine.rollout.response import Response
 from hybridengine.sharding.weight_target import StaleWeightsError
 
 __all__ = [
-    "Completion",
     "InFlightUpdate",
     "Request",
     "RequestStream",
+    "Response",
     "RolloutEngine",
     "SamplingSpec",
     "StaleWeightsError",

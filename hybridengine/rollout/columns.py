@@ -1,6 +1,6 @@
 """The numbers that an engine records with each sampled token, each declared once.
 
-A declared column follows its tokens from the engine's `Completion` through multi-turn trajectories,
+A declared column follows its tokens from the engine's `Response` through multi-turn trajectories,
 messages between ranks and the exchange of responses to `RolloutBatch.columns`, of which
 `MicroBatch.take` selects the rows of a micro-batch, and into rollout files.
 """
@@ -70,6 +70,10 @@ def declare_column(column: TokenColumn) -> TokenColumn:
     return column
 
 
+# Of multi-turn trajectories. sampled: 1 for tokens of the model, 0 for those of tools and users.
+# turn_rewards: rewards of turns, each at the last token of its turn.
+declare_column(TokenColumn("sampled", torch.int8, in_files=False))
+declare_column(TokenColumn("turn_rewards", torch.float32, in_files=False))
 # The vocabulary entries that top-k and top-p sampling kept; no entries stand for all of them.
 declare_column(TokenColumn("num_kept", torch.int32, in_files=False))
 declare_column(TokenColumn("kept_ids", torch.int32, counts="num_kept", in_files=False))

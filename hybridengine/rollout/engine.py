@@ -7,14 +7,13 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybridengine.errors import UserError
-from hybridengine.rollout.columns import ColumnValues
-from hybridengine.rollout.versions import VersionRuns
+from hybridengine.rollout.response import Response
 from hybridengine.sharding.weight_target import StaleWeightsError, WeightTarget
 
 
@@ -44,24 +43,6 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One response.
-
-    log_probs: of the sampling distribution (after temperature, top-k, top-p), one per token.
-    finish_reason: "stop" (end-of-sequence token or a text of SamplingSpec.stop; token_ids includes
-    it) or "length".
-    versions: of the weights that sampled the tokens; one run, unless they were updated in between.
-    columns: what was recorded with each token, by the names of `rollout.columns.COLUMNS`.
-    """
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str
-    versions: VersionRuns = ()
-    columns: ColumnValues = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class InFlightUpdate:
     """How an engine takes new weights between the decode steps of running responses.
 
@@ -77,7 +58,7 @@ class InFlightUpdate:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion that is wanted of a `RequestStream`; id: unique in the stream."""
+    """One response that is wanted of a `RequestStream`; id: unique in the stream."""
 
     id: int
     prompt_ids: Sequence[int]
@@ -101,7 +82,7 @@ class RequestStream(ABC):
         self._add(request)
         self.num_running += 1
 
-    def step(self) -> list[tuple[int, Completion]]:
+    def step(self) -> list[tuple[int, Response]]:
         """Advance the requests; return (id, completion) of those that finished."""
         finished = self._step()
         self.num_running -= len(finished)
@@ -111,7 +92,7 @@ class RequestStream(ABC):
     def _add(self, request: Request) -> None: ...
 
     @abstractmethod
-    def _step(self) -> list[tuple[int, Completion]]: ...
+    def _step(self) -> list[tuple[int, Response]]: ...
 
 
 def derive_seed(*numbers: int) -> int:
@@ -162,11 +143,11 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
-    ) -> list[list[Completion]]: ...
+    ) -> list[list[Response]]: ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
-    ) -> list[list[Completion]]:
+    ) -> list[list[Response]]:
         """Return spec.n completions for each prompt of token ids, reproducible from `seed`.
 
         Every rank of a replica calls it with the same arguments. Replicas given the same seed draw

@@ -5,7 +5,6 @@ Each rank holds one full model (tensor-parallel size 1), which the reshard write
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,9 +29,7 @@ from transformers import (
 
 from hybridengine.kernels import token_log_probs
 from hybridengine.reshard.plan.configuration import config_differences, in_words, plain_values
-from hybridengine.rollout.columns import extend_columns, first_columns
 from hybridengine.rollout.engine import (
-    Completion,
     Request,
     RequestStream,
     RolloutEngine,
@@ -41,7 +38,7 @@ from hybridengine.rollout.engine import (
     local_random_state,
 )
 from hybridengine.rollout.kept import pack_kept
-from hybridengine.rollout.versions import first_tokens, join_runs
+from hybridengine.rollout.response import Response
 from hybridengine.sharding.layout import CheckpointLayout, LayoutError, identity_layout
 from hybridengine.sharding.weight_target import WeightTarget
 
@@ -124,11 +121,11 @@ class HfEngine(RolloutEngine):
     @torch.no_grad()
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
-    ) -> list[list[Completion]]:
+    ) -> list[list[Response]]:
         repeated = [list(ids) for ids in prompts for _ in range(spec.n)]
         # Sorted by length, so that little is padded.
         order = sorted(range(len(repeated)), key=lambda i: len(repeated[i]))
-        done: dict[int, Completion] = {}
+        done: dict[int, Response] = {}
         with local_random_state(derive_seed(seed, self.replica)):
             for at in range(0, len(order), self._max_num_seqs):
                 chosen = order[at : at + self._max_num_seqs]
@@ -140,7 +137,7 @@ class HfEngine(RolloutEngine):
     def _stream(self, spec: SamplingSpec, seed: int) -> Iterator[_BatchStream]:
         yield _BatchStream(self, spec, seed)
 
-    def _generate_batch(self, prompts: list[list[int]], spec: SamplingSpec) -> list[Completion]:
+    def _generate_batch(self, prompts: list[list[int]], spec: SamplingSpec) -> list[Response]:
         """Sample one completion for each prompt, all together.
 
         Those that a weight update interrupts go on with their tokens as part of the prompt.
@@ -148,14 +145,12 @@ class HfEngine(RolloutEngine):
         completions = [_EMPTY] * len(prompts)
         while running := [i for i, c in enumerate(completions) if c.finish_reason == _INTERRUPTED]:
             num_new = len(completions[running[0]].token_ids)  # of each of them
-            rows = [prompts[i] + completions[i].token_ids for i in running]
+            rows = [[*prompts[i], *completions[i].token_ids] for i in running]
             for i, part in zip(running, self._sample(rows, num_new, spec), strict=True):
-                completions[i] = _join(completions[i], part)
+                completions[i] = completions[i].join(part)
         return completions
 
-    def _sample(
-        self, prompts: list[list[int]], num_new: int, spec: SamplingSpec
-    ) -> list[Completion]:
+    def _sample(self, prompts: list[list[int]], num_new: int, spec: SamplingSpec) -> list[Response]:
         """Sample further tokens; the last `num_new` of each prompt belong to the response."""
         rows = [torch.tensor(prompt) for prompt in prompts]
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -185,10 +180,12 @@ class HfEngine(RolloutEngine):
             end = self._end(token_ids, stops.ends.get(row, 0) - num_new)
             reason = "stop" if end else "length" if len(token_ids) == limit else _INTERRUPTED
             size = end or len(token_ids)
-            versions = first_tokens(updates.versions, size)
             completions.append(
-                Completion(
-                    token_ids[:size], log_probs[row][:size], reason, versions=join_runs(versions)
+                Response(
+                    token_ids[:size],
+                    log_probs[row][:size],
+                    reason,
+                    versions=updates.versions[:size],
                 )
             )
         return sampler.with_kept(completions) if spec.records else completions
@@ -216,7 +213,7 @@ class _BatchStream(RequestStream):
     def _add(self, request: Request) -> None:
         self._waiting.append(request)
 
-    def _step(self) -> list[tuple[int, Completion]]:
+    def _step(self) -> list[tuple[int, Response]]:
         # In the order of their ids, so that a sample does not depend on which tool was faster.
         requests = sorted(self._waiting, key=lambda request: request.id)
         self._waiting = []
@@ -228,40 +225,13 @@ class _BatchStream(RequestStream):
             prompts, spec, derive_seed(self._seed, self._num_steps)
         )
         return [
-            (request.id, _first_tokens(completion, request.max_tokens))
+            (request.id, completion.first(request.max_tokens))
             for request, [completion] in zip(requests, completions, strict=True)
         ]
 
 
-def _first_tokens(c: Completion, count: int) -> Completion:
-    """Cut a completion to at most `count` tokens."""
-    if len(c.token_ids) <= count:
-        return c
-    return Completion(
-        c.token_ids[:count],
-        c.log_probs[:count],
-        "length",
-        first_tokens(c.versions, count),
-        first_columns(c.columns, count),
-    )
-
-
 _INTERRUPTED = "interrupted"  # by a weight update; finish_reason of a response so far
-_EMPTY = Completion([], [], _INTERRUPTED)
-
-
-def _join(c: Completion, more: Completion) -> Completion:
-    """Return an interrupted completion with the tokens that were sampled afterwards."""
-    columns: dict[str, array[Any]] = {}
-    extend_columns(columns, 0, c.columns, len(c.token_ids))
-    extend_columns(columns, len(c.token_ids), more.columns, len(more.token_ids))
-    return replace(
-        more,
-        token_ids=c.token_ids + more.token_ids,
-        log_probs=c.log_probs + more.log_probs,
-        versions=join_runs(c.versions, more.versions),
-        columns=columns,
-    )
+_EMPTY = Response([], [], _INTERRUPTED)
 
 
 class _Sampler(LogitsProcessor):
@@ -306,7 +276,7 @@ class _Sampler(LogitsProcessor):
             counts = is_kept.sum(1).tolist()
             self._kept.append(is_kept.nonzero()[:, 1].cpu().split(counts))
 
-    def with_kept(self, completions: list[Completion]) -> list[Completion]:
+    def with_kept(self, completions: list[Response]) -> list[Response]:
         """Add the vocabulary entries that each token was sampled from."""
         assert self._scores is None, "finish() comes first"
         result = []

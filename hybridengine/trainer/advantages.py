@@ -39,9 +39,10 @@ def compute_rewards(
     scores = batch.outcomes.scores.float().to(batch.index.device)
     per_token, metrics = torch.zeros_like(batch.rollout_log_probs), dict[str, float]()
     at_end = batch.per_response(scores)
-    if batch.turn_rewards is not None:
-        at_end = at_end - batch.sequence_sums(batch.turn_rewards)
-        per_token += batch.turn_rewards
+    turn_rewards = batch.columns.get("turn_rewards")
+    if turn_rewards is not None:
+        at_end = at_end - batch.sequence_sums(turn_rewards)
+        per_token += turn_rewards
     per_token[batch.cu_seqlens[1:].long() - 1] += at_end
     rewards = Rewards(scores, per_token)
     if kl is not None:
@@ -114,6 +115,6 @@ def reward_parts(
     names: declared rewards (algorithm.gdpo_reward_keys); none: all. weights: one per name; None:
     those of the score (reward.weights).
     """
-    parts = [outcomes.parts[name] for name in names or outcomes.parts]
-    scores = torch.stack([part.scores for part in parts], dim=1)
-    return scores, tuple(weights or [part.weight for part in parts])
+    names = names or list(outcomes.parts)
+    scores = torch.stack([outcomes.parts[name] for name in names], dim=1)
+    return scores, tuple(weights or [outcomes.weights[name] for name in names])

@@ -47,8 +47,6 @@ class RolloutBatch:
     rollout_log_probs: Tensor  # of the rollout engine
     is_dummy: bool = False
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # [R, …], declared ones by name
-    sampled: Tensor | None = None  # bool [R], tokens of the model, not of tools or users; None: all
-    turn_rewards: Tensor | None = None  # of multi-turn trajectories, at the last token of a turn
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
@@ -57,6 +55,12 @@ class RolloutBatch:
     is_weights: Tensor | None = None  # importance weights of the rollout correction
     selected: Tensor | None = None  # bool [R], the tokens that clip_cov and kl_cov choose
     placement: RowLocations | None = None  # of all N responses on the ranks that train on them
+
+    @property
+    def sampled(self) -> Tensor | None:
+        """bool [R], the tokens of the model, not those of tools or users; None: all are."""
+        sampled = self.columns.get("sampled")
+        return None if sampled is None else sampled.bool()
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -204,8 +208,6 @@ class DataParallel:
                 for name, column in COLUMNS.items()
                 if name in columns and column.counts is None
             },
-            columns["sampled"].bool() if "sampled" in columns else None,
-            columns.get("turn_rewards"),
             placement=placement,
         )
         if batch.sampled is not None:
@@ -213,7 +215,7 @@ class DataParallel:
         kept = None
         if "kept_ids" in columns:
             kept = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"].cpu())
-        response_ids = columns["response_ids"].cpu()
+        response_ids = columns["token_ids"].cpu()
         contexts = columns["context_ids"].cpu() if "context_ids" in columns else response_ids[:0]
         own_prompts = contexts.split(outcomes.sizes["context_ids"][index].tolist())
         routes = response_routes(

@@ -54,9 +54,6 @@ class RowExchange:
         values: this rank's rows end to end, in ascending order. lengths: int64 [N] on the CPU, the
         elements of every row.
         """
-        if values.dtype == torch.int16:  # which neither gloo nor NCCL moves
-            values = torch.cat([values.new_empty(0), values])  # strides that `view` accepts
-            return self(values.view(torch.uint8), 2 * lengths).view(torch.int16)
         return torch.cat([values.new_empty(0), *self.pieces(values, lengths)])
 
     def pieces(
@@ -93,12 +90,18 @@ class RowExchange:
         ]
         received_rows = wanted[self._rank]
         sources = self._sources[received_rows]
-        in_sizes = [int(lengths[rows].sum()) for rows in sent]
+        size = values.itemsize  # bytes: neither gloo nor NCCL moves every type
+        in_sizes = [size * int(lengths[rows].sum()) for rows in sent]
         out_sizes = torch.zeros(self._world_size, dtype=torch.int64)
         out_sizes.index_add_(0, sources, lengths[received_rows])
         received = values.new_empty(int(out_sizes.sum()))
         buffer = torch.cat([values.new_empty(0), *to_send])
-        self._group.alltoall_base(received, buffer, out_sizes.tolist(), in_sizes).wait()
+        self._group.alltoall_base(
+            received.view(torch.uint8),
+            buffer.view(torch.uint8),
+            (size * out_sizes).tolist(),
+            in_sizes,
+        ).wait()
         by_source = sources.argsort(stable=True)  # the order in which they arrive
         arrived = received.split(lengths[received_rows[by_source]].tolist())
         ordered = [arrived[i] for i in by_source.argsort().tolist()]

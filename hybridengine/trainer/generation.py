@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridengine.agent import AgentRunner
 from hybridengine.data import PromptSample, Subset
 from hybridengine.rewards import RewardManager, score_checked
-from hybridengine.rollout import Completion, RolloutEngine, SamplingSpec
+from hybridengine.rollout import Response, RolloutEngine, SamplingSpec
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.reward_model import RewardModel
-from hybridengine.trainer.rollouts import Rollout, Rollouts
+from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.trajectories import score_trajectories
 
 
 def gather_rollouts(
     prompts: Subset[PromptSample],
-    own: Sequence[Rollout],
+    own: Sequence[Response],
     session: Session,
     reward_model: RewardModel | None,
 ) -> Rollouts:
@@ -59,7 +58,7 @@ class RolloutGenerator:
 
     def respond(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Rollout]:
+    ) -> list[Response]:
         """Return the scored responses of this engine's `samples`, given by their position in the
         batch; [] on all but the first rank of an engine."""
         responses = self._respond if self.agents is None else self._act
@@ -67,7 +66,7 @@ class RolloutGenerator:
 
     def _respond(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Rollout]:
+    ) -> list[Response]:
         with self.session.phase("gen"):
             completions = self.engine.generate(
                 [sample.prompt_ids for sample in samples.values()], spec, seed
@@ -80,7 +79,7 @@ class RolloutGenerator:
 
     def _act(
         self, samples: Mapping[int, PromptSample], spec: SamplingSpec, seed: int
-    ) -> list[Rollout]:
+    ) -> list[Response]:
         assert self.agents is not None
         with self.session.phase("gen"):
             trajectories = self.agents.run(self.engine, samples, spec, seed)
@@ -88,25 +87,12 @@ class RolloutGenerator:
             return score_trajectories(trajectories, self.tokenizer, self.reward)
 
     def _score(
-        self, samples: Mapping[int, PromptSample], groups: list[int], completions: list[Completion]
-    ) -> list[Rollout]:
+        self, samples: Mapping[int, PromptSample], groups: list[int], completions: list[Response]
+    ) -> list[Response]:
         ids, scored = [c.token_ids for c in completions], [samples[i] for i in groups]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         result = score_checked(self.reward, scored, texts, ids)
         return [
-            Rollout(
-                group=i,
-                sample=samples[i],
-                response_text=texts[k],
-                response_ids=array("i", c.token_ids),  # lists take 8 times the memory
-                log_probs=array("f", c.log_probs),
-                score=result.scores[k],
-                extras={name: x[k] for name, x in result.extras.items()},
-                finish_reason=c.finish_reason,
-                parts={name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
-                texts=result.texts_of(k),
-                columns=c.columns,
-                versions=c.versions,
-            )
+            replace(c.compact(), group=i, text=texts[k], **result.fields_of(k))
             for k, (i, c) in enumerate(zip(groups, completions, strict=True))
         ]

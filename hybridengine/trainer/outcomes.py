@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypedDict
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,57 +19,100 @@ from hybridengine.trainer.exchange import all_gather_rows
 SCORE_NAMES = ("score", "reward", "seq_reward")  # of the score; the last two are verl's
 
 
-class RewardColumn(NamedTuple):
-    """One declared reward; scores: float64 [N]."""
-
-    weight: float
-    scores: Tensor
-
-
-class _Header(TypedDict):
-    """The names of the columns after the fixed ones, in their order; parts: with their weights."""
-
-    sizes: list[str]
-    extras: list[str]
-    parts: dict[str, float]
-    turns: list[str]
-    preds: list[str]
-    is_last: list[str]
-
-
 @dataclass(frozen=True)
 class Outcomes:
-    """Numbers of N responses in the order of their groups; CPU tensors [N].
+    """Numbers of N responses in the order of their groups.
 
-    extras: further results of the reward, by name. parts: the declared rewards, whose weighted sum
-    is the score. preds: the answers that majority votes count, where the reward returns any, as
-    numbers that are equal within a group where the answers are. sizes: elements of each per-token
-    column of a rollout, by the column's name.
+    names: of the K columns, among them those of `own_outcomes`. values: float64 [K, N] on the CPU,
+    exact for integers up to 2^53. weights: of the declared rewards, by name; their weighted sum is
+    the score.
 
     A trajectory of several turns is one response, or several in a row where the chat template
-    rewrote its history; they have its score, and statistics count the last one. turns: numbers of
-    the trajectory, by name.
+    rewrote its history; they have its score, and statistics count the last one.
     """
 
-    groups: Tensor  # int64, position of the prompt; responses to one prompt share it
-    ranks: Tensor  # int64, where its tokens are
-    versions: Tensor  # int64, of the weights that sampled its oldest token
-    prompt_lengths: Tensor  # int64
-    is_truncated: Tensor  # bool
-    scores: Tensor  # float64
-    sizes: Mapping[str, Tensor]  # int64
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # float64
-    parts: Mapping[str, RewardColumn] = field(default_factory=dict)
-    turns: Mapping[str, Tensor] = field(default_factory=dict)  # float64
-    preds: Tensor | None = None  # float64
-    is_last: Tensor | None = None  # bool, whether it is the last of its trajectory; None: all are
+    names: Sequence[str]
+    values: Tensor
+    weights: Mapping[str, float]
 
     def __len__(self) -> int:
-        return self.groups.numel()
+        return self.values.shape[1]
+
+    def _column(self, name: str) -> Tensor:
+        return self.values[self.names.index(name)]
+
+    def _optional(self, name: str) -> Tensor | None:
+        return self._column(name) if name in self.names else None
+
+    def _columns(self, kind: str) -> dict[str, Tensor]:
+        """Return the columns whose names begin with `kind`, by the rest of their names."""
+        named = zip(self.names, self.values, strict=True)
+        return {n.removeprefix(kind): column for n, column in named if n.startswith(kind)}
+
+    @property
+    def groups(self) -> Tensor:
+        """The position of the prompt, int64 [N]; responses to one prompt share it."""
+        return self._column("group").long()
+
+    @property
+    def ranks(self) -> Tensor:
+        """The rank that has the tokens, int64 [N]."""
+        return self._column("rank").long()
+
+    @property
+    def versions(self) -> Tensor:
+        """The version of the weights that sampled the oldest token, int64 [N]."""
+        return self._column("version").long()
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        return self._column("prompt_length").long()
+
+    @property
+    def is_truncated(self) -> Tensor:
+        return self._column("is_truncated").bool()
+
+    @property
+    def scores(self) -> Tensor:
+        return self._column("score")
+
+    @property
+    def sizes(self) -> dict[str, Tensor]:
+        """Elements of each of a response's `token_columns`, int64 [N] by name."""
+        return {name: column.long() for name, column in self._columns("size/").items()}
+
+    @property
+    def extras(self) -> dict[str, Tensor]:
+        """Further results of the reward, by name."""
+        return self._columns("extra/")
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The scores of the declared rewards, by name."""
+        return self._columns("part/")
+
+    @property
+    def turns(self) -> dict[str, Tensor]:
+        """Numbers of the trajectory, by name."""
+        return self._columns("turn/")
+
+    @property
+    def preds(self) -> Tensor | None:
+        """The answers that majority votes count, where the reward returns any.
+
+        They are numbers that are equal within a group where the answers are.
+        """
+        return self._optional("pred")
+
+    @property
+    def is_last(self) -> Tensor | None:
+        """Whether it is the last of its trajectory, bool [N]; None: all are."""
+        column = self._optional("is_last")
+        return None if column is None else column.bool()
 
     @property
     def response_lengths(self) -> Tensor:
-        return self.sizes["response_ids"]
+        return self._column("size/token_ids").long()
 
     @property
     def lengths(self) -> Tensor:
@@ -100,21 +142,25 @@ class Outcomes:
 
     def add_reward(self, name: str, weight: float, scores: Tensor) -> Outcomes:
         """Add a declared reward, float64 [N], to scores, results and parts."""
-        return replace(
-            self,
-            scores=self.scores + weight * scores,
-            extras={**self.extras, name: scores},
-            parts={**self.parts, name: RewardColumn(weight, scores)},
-        )
+        names = [*self.names, f"extra/{name}", f"part/{name}"]
+        values = torch.cat([self.values, scores.expand(2, -1)])
+        values[names.index("score")] += weight * scores
+        return Outcomes(names, values, {**self.weights, name: weight})
 
     def take(self, rows: Tensor) -> Outcomes:
         """Select rows, int64."""
-        return _from_matrix(self._matrix()[rows], self._header())
+        return replace(self, values=self.values[:, rows])
+
+    def with_groups(self, groups: Tensor) -> Outcomes:
+        """Number the groups anew, int64 [N]."""
+        values = self.values.clone()
+        values[self.names.index("group")] = groups.double()
+        return replace(self, values=values)
 
     @staticmethod
     def concatenate(outcomes: Sequence[Outcomes]) -> Outcomes:
         """Put outcomes with the same names one after another."""
-        return _from_matrix(torch.cat([o._matrix() for o in outcomes]), outcomes[0]._header())
+        return replace(outcomes[0], values=torch.cat([o.values for o in outcomes], dim=1))
 
     def gather(self) -> Outcomes:
         """Return those of all ranks, of which each passes its own, sorted by group. Collective.
@@ -122,8 +168,8 @@ class Outcomes:
         Raises:
             RewardError: on every rank, where the results of two ranks have other names.
         """
-        gathered = all_gather_rows(self._matrix().flatten())
-        encoded = json.dumps(self._header()).encode()
+        gathered = all_gather_rows(self.values.T.flatten())
+        encoded = json.dumps([list(self.names), dict(self.weights)]).encode()
         headers = [
             bytes(part.tolist()).decode()
             for part in all_gather_rows(torch.tensor([*encoded], dtype=torch.uint8))
@@ -136,57 +182,7 @@ class Outcomes:
                     f"{headers[first]} on rank {first}; a reward must return the same names for "
                     "every response"
                 )
-        header = json.loads(headers[first])
-        width = _NUM_FIXED + sum(map(len, header.values()))
-        matrix = torch.cat([part.view(-1, width) for part in gathered if part.numel()])
-        return _from_matrix(matrix[matrix[:, 0].argsort(stable=True)], header)
-
-    def _header(self) -> _Header:
-        return {
-            "sizes": list(self.sizes),
-            "extras": list(self.extras),
-            "parts": {name: part.weight for name, part in self.parts.items()},
-            "turns": list(self.turns),
-            "preds": [] if self.preds is None else ["pred"],
-            "is_last": [] if self.is_last is None else ["is_last"],
-        }
-
-    def _matrix(self) -> Tensor:
-        """float64 [N, K]; integers up to 2^53 are exact."""
-        columns = [
-            *(self.groups, self.ranks, self.versions),
-            *(self.prompt_lengths, self.is_truncated, self.scores),
-            *self.sizes.values(),
-            *self.extras.values(),
-            *(part.scores for part in self.parts.values()),
-            *self.turns.values(),
-            *([] if self.preds is None else [self.preds]),
-            *([] if self.is_last is None else [self.is_last]),
-        ]
-        return torch.stack([column.double() for column in columns], dim=1)
-
-
-_NUM_FIXED = 6  # columns of every matrix
-
-
-def _from_matrix(matrix: Tensor, header: _Header) -> Outcomes:
-    columns = iter(matrix.T.contiguous())
-    groups, ranks, versions, prompt_lengths, is_truncated, scores = (
-        next(columns) for _ in range(_NUM_FIXED)
-    )
-    return Outcomes(
-        groups=groups.long(),
-        ranks=ranks.long(),
-        versions=versions.long(),
-        prompt_lengths=prompt_lengths.long(),
-        is_truncated=is_truncated.bool(),
-        scores=scores,
-        sizes={name: next(columns).long() for name in header["sizes"]},
-        extras={name: next(columns) for name in header["extras"]},
-        parts={
-            name: RewardColumn(weight, next(columns)) for name, weight in header["parts"].items()
-        },
-        turns={name: next(columns) for name in header["turns"]},
-        preds=next(columns) if header["preds"] else None,
-        is_last=next(columns).bool() if header["is_last"] else None,
-    )
+        names, weights = json.loads(headers[first])
+        rows = torch.cat([part.view(-1, len(names)) for part in gathered if part.numel()])
+        order = rows[:, names.index("group")].argsort(stable=True)
+        return Outcomes(names, rows[order].T.contiguous(), weights)

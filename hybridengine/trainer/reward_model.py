@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from hybridengine.data import PromptSample
 from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.model import free_gathered, on_device, pack_rollouts, packed_values
+from hybridengine.rollout import Response
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.exchange import RowExchange
-from hybridengine.trainer.rollouts import Rollout, Rollouts
+from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.split import split_micro_batches
 
 
@@ -39,7 +41,8 @@ class RewardModel:
 
         Responses move to the ranks that score them, balanced by tokens.
         """
-        own_ids = [torch.tensor(self._ids(r), dtype=torch.int32) for r in rollouts.own]
+        pairs = rollouts.with_prompts()
+        own_ids = [torch.tensor(self._ids(*pair), dtype=torch.int32) for pair in pairs]
         session = self.session
         lengths = rollouts.gather_numbers([ids.numel() for ids in own_ids]).long()
         split = split_micro_batches(lengths.tolist(), session.world_size, self.max_tokens)
@@ -50,8 +53,7 @@ class RewardModel:
         scores = torch.zeros(len(lengths), dtype=torch.float64, device=session.device)
         with on_device(self.model) as model:
             for micro in split[session.rank]:
-                pairs: list[tuple[Tensor, list[int]]] = [(next(ids), []) for _ in micro.indices]
-                batch = pack_rollouts(pairs, session.device)
+                batch = pack_rollouts([(next(ids), ()) for _ in micro.indices], session.device)
                 batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
                 values = packed_values(model, batch)
                 if not micro.is_dummy:
@@ -60,11 +62,11 @@ class RewardModel:
         dist.all_reduce(scores)  # exact: one rank's value plus zeros
         return scores.cpu()
 
-    def _ids(self, rollout: Rollout) -> list[int]:
+    def _ids(self, sample: PromptSample, response: Response) -> list[int]:
         if self.tokenizer is None:
-            return [*rollout.prompt_ids, *rollout.response_ids]
-        answer = {"role": "assistant", "content": rollout.response_text}
+            return [*(response.context_ids or sample.prompt_ids), *response.token_ids]
+        answer = {"role": "assistant", "content": response.text}
         special = SpecialTokens(self.tokenizer, "text")  # a response cannot end its own turn
-        chat = special.hide("a response", [*map(dict, rollout.sample.chat), answer])
+        chat = special.hide("a response", [*map(dict, sample.chat), answer])
         text = self.tokenizer.apply_chat_template(chat, tokenize=False)
         return list(special.encode([str(text)])["input_ids"][0])

@@ -294,7 +294,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
         self.printed_samples = True
         rows = range(len(rollouts.outcomes))
         chosen = rows[:: max(1, len(rows) // _NUM_PRINTED)][:_NUM_PRINTED]
-        lines = b"".join(texts_on_rank0(rollouts, lambda r: format_rollout(r) + "\n", chosen))
+        lines = b"".join(texts_on_rank0(rollouts, format_rollout, chosen))
         self.report.print(lines.decode().removesuffix("\n"))
 
     def end_rollouts(self) -> None:

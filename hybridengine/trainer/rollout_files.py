@@ -1,18 +1,21 @@
-"""Texts of rollouts on rank 0: made where the response was generated, then moved in order."""
+"""Texts of responses on rank 0: made where they were generated, then moved in order."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybridengine.data import PromptSample
+from hybridengine.rollout import Response
 from hybridengine.storage import atomic_file
-from hybridengine.tracking.files import rollout_line
 from hybridengine.trainer.exchange import RowExchange
-from hybridengine.trainer.rollouts import Rollout, Rollouts
+from hybridengine.trainer.rollouts import Rollouts
 
 
 @contextmanager
@@ -38,7 +41,9 @@ def rollout_file(path: Path | None, is_main: bool) -> Iterator[Callable[[Rollout
 
 
 def texts_on_rank0(
-    rollouts: Rollouts, text_of: Callable[[Rollout], str], rows: Sequence[int] | None = None
+    rollouts: Rollouts,
+    text_of: Callable[[PromptSample, Response], str],
+    rows: Sequence[int] | None = None,
 ) -> Iterator[bytes]:
     """Yield `text_of` the responses `rows` (None: all) in order, end to end, on rank 0.
 
@@ -49,8 +54,8 @@ def texts_on_rank0(
     rows = range(len(outcomes)) if rows is None else rows
     wanted = set(rows)
     texts = [
-        text_of(r).encode() if row in wanted else b""
-        for row, r in zip(own_rows, rollouts.own, strict=True)
+        text_of(*pair).encode() if row in wanted else b""
+        for row, pair in zip(own_rows, rollouts.with_prompts(), strict=True)
     ]
     sizes = rollouts.gather_numbers([len(text) for text in texts]).long()
     values = torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8)
@@ -58,3 +63,40 @@ def texts_on_rank0(
     exchange = RowExchange(outcomes.ranks, [rows, *nothing])
     for piece in exchange.pieces(values, sizes):
         yield piece.numpy().tobytes()
+
+
+def rollout_line(sample: PromptSample, r: Response) -> str:
+    """Format a prompt and a scored response to it as one line of JSON.
+
+    Results of the reward are columns; one with the name of another column has the prefix reward/.
+    """
+    prompt = {
+        "index": sample.index,
+        "data_source": sample.data_source,
+        "prompt": sample.prompt_text,
+        "response": r.text,
+        "ground_truth": _plain(sample.ground_truth),
+        "reward": r.score,
+    }
+    response = {
+        **({} if r.advantage is None else {"advantage": r.advantage}),
+        "finish_reason": r.finish_reason,
+        "weight_version": r.version,
+        **({"weight_versions": list(map(list, r.versions))} if len(r.versions) > 1 else {}),
+        "prompt_ids": list(r.context_ids or sample.prompt_ids),
+        "response_ids": list(r.token_ids),
+        "log_probs": list(map(float, r.log_probs)),
+        **({"sampled": list(r.columns["sampled"]), "turns": list(r.turns)} if r.turns else {}),
+        **r.columns_in_files(),
+    }
+    taken = prompt.keys() | response.keys()
+    results = {
+        f"reward/{name}" if name in taken else name: value
+        for name, value in {**r.extras, **r.texts}.items()
+    }
+    return json.dumps({**prompt, **results, **response}, ensure_ascii=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Convert types of parquet that JSON lacks, such as dates, decimals and bytes, to text."""
+    return json.loads(json.dumps(value, default=str))

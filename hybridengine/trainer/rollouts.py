@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -13,127 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.data import PromptSample, Subset
-from hybridengine.rollout.columns import ARRAY_CODES, COLUMNS, ColumnValues
-from hybridengine.rollout.routes import encode_routes
-from hybridengine.rollout.versions import VersionRuns
+from hybridengine.rollout import Response
+from hybridengine.rollout.response import token_columns
 from hybridengine.trainer.exchange import RowExchange
-from hybridengine.trainer.outcomes import Outcomes, RewardColumn
-
-_TOKEN_FIELDS = {  # of ScoredResponse
-    "response_ids": torch.int32,
-    "log_probs": torch.float32,
-    "sampled": torch.int8,
-    "turn_rewards": torch.float32,
-    "context_ids": torch.int32,
-}
-
-
-def token_columns() -> dict[str, torch.dtype]:
-    """Return the types of the per-token columns of a response, the declared ones included."""
-    return _TOKEN_FIELDS | {name: column.dtype for name, column in COLUMNS.items()}
-
-
-@dataclass(frozen=True)
-class ScoredResponse:
-    """One scored response, as an engine on ranks of its own sends it: without its prompt.
-
-    group: position of its prompt in the batch; responses of one prompt share it.
-    log_probs: the engine's, one per response token.
-    parts: by name, (weight, score) of each reward; the score is their weighted sum.
-    extras, texts: further numbers and texts of the reward, by name.
-    columns: as of `Completion`.
-    versions: of the weights that sampled its tokens, those of tools and users left out.
-
-    Of trajectories of several turns: sampled: 1 for each token of the model, 0 for those of tools
-    and users; empty: all are the model's. turn_rewards: per token, rewards of turns; empty: none.
-    context_ids: the prompt; empty: the sample's. is_last: see `Outcomes`. turns: all turns, as
-    rollout files have them. turn_numbers: numbers of the trajectory, by name.
-    """
-
-    group: int
-    response_text: str
-    response_ids: Sequence[int]
-    log_probs: Sequence[float]
-    score: float
-    extras: dict[str, float]
-    finish_reason: str
-    parts: dict[str, tuple[float, float]] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-    columns: ColumnValues = field(default_factory=dict)
-    versions: VersionRuns = ()
-    sampled: Sequence[int] = ()
-    turn_rewards: Sequence[float] = ()
-    context_ids: Sequence[int] = ()
-    is_last: bool = True
-    turns: Sequence[Mapping[str, Any]] = ()
-    turn_numbers: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def version(self) -> int:
-        """Of the weights that sampled the oldest token."""
-        return min((version for version, _ in self.versions), default=0)
-
-    @property
-    def pred(self) -> str | None:
-        """The answer that majority votes count, where the reward returns one."""
-        return self.texts.get("pred")
-
-    def compact(self) -> ScoredResponse:
-        """Return it with arrays in place of lists of numbers, which take 8 times the memory."""
-        fields: dict[str, Any] = {
-            name: array(ARRAY_CODES[dtype], values)
-            for name, dtype in _TOKEN_FIELDS.items()
-            if (values := getattr(self, name))
-        }
-        columns = {name: COLUMNS[name].pack(values) for name, values in self.columns.items()}
-        return replace(self, **fields, columns=columns)
-
-    def columns_in_files(self) -> dict[str, Any]:
-        """Return the declared columns that rollout files have: an entry or a list per token, or
-        `encode_routes` of one whose tokens differ in their number of entries."""
-        return {
-            name: np.asarray(values).reshape(-1, *COLUMNS[name].shape).tolist()
-            if COLUMNS[name].counts is None
-            else encode_routes(values)
-            for name, values in self.columns.items()
-            if COLUMNS[name].in_files
-        }
-
-    def per_token(self, name: str) -> Sequence[int | float]:
-        """Return a column of `token_columns`, empty where there is none."""
-        values: Sequence[float] = (
-            getattr(self, name) if name in _TOKEN_FIELDS else self.columns.get(name, ())
-        )
-        return values
-
-    @property
-    def results(self) -> dict[str, float]:
-        """The score and the further results of the reward, by name."""
-        return {"score": self.score, **self.extras}
-
-    def of(self, sample: PromptSample, group: int) -> Rollout:
-        """Return the rollout of this response to `sample`, which is number `group` of a batch."""
-        return Rollout(**(vars(self) | {"sample": sample, "group": group}))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout(ScoredResponse):
-    """One scored response with its prompt.
-
-    advantage: mean over its tokens, where it is known.
-    """
-
-    sample: PromptSample
-    advantage: float | None = None
-
-    @property
-    def prompt_ids(self) -> Sequence[int]:
-        return self.context_ids or self.sample.prompt_ids
-
-    @property
-    def response(self) -> ScoredResponse:
-        """The response without its prompt."""
-        return ScoredResponse(**{f.name: getattr(self, f.name) for f in fields(ScoredResponse)})
+from hybridengine.trainer.outcomes import Outcomes
 
 
 @dataclass(frozen=True)
@@ -146,20 +28,24 @@ class Rollouts:
 
     prompts: Subset[PromptSample]
     outcomes: Outcomes
-    own: Sequence[Rollout]
+    own: Sequence[Response]
     rank: int = 0
     step: int = 0
 
     @staticmethod
-    def gather(prompts: Subset[PromptSample], own: Sequence[Rollout], rank: int) -> Rollouts:
-        """Gather the outcomes of all ranks, each of which passes its own rollouts. Collective.
+    def gather(prompts: Subset[PromptSample], own: Sequence[Response], rank: int) -> Rollouts:
+        """Gather the outcomes of all ranks, each of which passes its own responses. Collective.
 
         own: sorted by group; the responses to one prompt are all on one rank.
         """
-        return Rollouts(prompts, own_outcomes(own, rank).gather(), own, rank)
+        return Rollouts(prompts, own_outcomes(prompts, own, rank).gather(), own, rank)
+
+    def with_prompts(self) -> Iterator[tuple[PromptSample, Response]]:
+        """Yield this rank's own responses, each with its prompt."""
+        return _with_prompts(self.prompts, self.own)
 
     def column(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Return a column of `token_columns`: those of this rank's own rollouts, end to end."""
+        """Return a column of `token_columns`: those of this rank's own responses, end to end."""
         empty = torch.empty(0, dtype=token_columns()[name]).numpy()
         parts = [np.asarray(r.per_token(name), empty.dtype) for r in self.own]
         return torch.from_numpy(np.concatenate([empty, *parts])).to(device)
@@ -179,7 +65,7 @@ class Rollouts:
         }
 
     def gather_numbers(self, values: Sequence[float]) -> Tensor:
-        """Gather one number per own rollout to float64 [N] on every rank. Collective."""
+        """Gather one number per own response to float64 [N] on every rank. Collective."""
         numbers = torch.zeros(len(self.outcomes), dtype=torch.float64)
         numbers[self.outcomes.ranks == self.rank] = numbers.new_tensor(values)
         dist.all_reduce(numbers)  # exact: one rank's value plus zeros
@@ -210,7 +96,7 @@ class Rollouts:
         rows_of = [(self.outcomes.groups == group).nonzero().flatten() for group in groups]
         rows = torch.cat(rows_of)
         numbers = torch.repeat_interleave(torch.tensor([len(rows) for rows in rows_of]))
-        outcomes = replace(self.outcomes.take(rows), groups=numbers)
+        outcomes = self.outcomes.take(rows).with_groups(numbers)
         is_own = self.outcomes.ranks == self.rank
         selected = zip(rows.tolist(), numbers.tolist(), is_own[rows].tolist(), strict=True)
         position = (is_own.cumsum(0) - 1).tolist()
@@ -223,57 +109,56 @@ class Rollouts:
         prompts, outcomes = batches[0].prompts[:0], list[Outcomes]()
         for batch in batches:
             groups = batch.outcomes.groups + len(prompts)
-            outcomes.append(replace(batch.outcomes, groups=groups))
+            outcomes.append(batch.outcomes.with_groups(groups))
             prompts = prompts + batch.prompts
         own = [r for batch in batches for r in batch.own]
         return Rollouts(prompts, Outcomes.concatenate(outcomes), own, batches[0].rank)
 
 
-def own_outcomes(rollouts: Sequence[Rollout], rank: int) -> Outcomes:
-    """Return the numbers of rollouts that `rank` generated."""
+def _with_prompts(
+    prompts: Subset[PromptSample], own: Sequence[Response]
+) -> Iterator[tuple[PromptSample, Response]]:
+    for group, responses in groupby(own, key=lambda r: r.group):
+        sample = prompts[group]
+        yield from ((sample, r) for r in responses)
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64)
 
-    first = rollouts[0] if rollouts else None
-    names = sorted(first.extras) if first else []
-    parts = first.parts if first else {}
-    has_preds = any(r.pred is not None for r in rollouts)
+def own_outcomes(prompts: Subset[PromptSample], own: Sequence[Response], rank: int) -> Outcomes:
+    """Return the numbers of responses that `rank` generated."""
+    has_preds = any(r.pred is not None for r in own)
     answers = dict[str | None, float]()  # numbered, for all responses of a group are here
-    turn_names = first.turn_numbers if first else {}
-    groups = torch.tensor([r.group for r in rollouts], dtype=torch.int64)
-    return Outcomes(
-        groups=groups,
-        ranks=torch.full_like(groups, rank),
-        versions=groups.new_tensor([r.version for r in rollouts]),
-        prompt_lengths=groups.new_tensor([len(r.prompt_ids) for r in rollouts]),
-        is_truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]).bool(),
-        scores=column([r.score for r in rollouts]),
-        sizes={
-            name: groups.new_tensor([len(r.per_token(name)) for r in rollouts])
-            for name in token_columns()
-        },
-        extras={name: column([r.extras[name] for r in rollouts]) for name in names},
-        parts={
-            name: RewardColumn(weight, column([r.parts[name][1] for r in rollouts]))
-            for name, (weight, _) in parts.items()
-        },
-        turns={name: column([r.turn_numbers[name] for r in rollouts]) for name in turn_names},
-        preds=column([answers.setdefault(r.pred, len(answers)) for r in rollouts])
-        if has_preds
-        else None,
-        is_last=torch.tensor([r.is_last for r in rollouts]) if turn_names else None,
-    )
+    rows: list[dict[str, float]] = [
+        {
+            "group": r.group,
+            "rank": rank,
+            "version": r.version,
+            "prompt_length": len(r.context_ids or sample.prompt_ids),
+            "is_truncated": r.finish_reason == "length",
+            "score": r.score,
+            **{f"size/{name}": len(r.per_token(name)) for name in token_columns()},
+            **{f"extra/{name}": r.extras[name] for name in sorted(r.extras)},
+            **{f"part/{name}": score for name, (_, score) in r.parts.items()},
+            **{f"turn/{name}": number for name, number in r.turn_numbers.items()},
+            **({"pred": answers.setdefault(r.pred, len(answers))} if has_preds else {}),
+            **({"is_last": r.is_last} if r.turn_numbers else {}),
+        }
+        for sample, r in _with_prompts(prompts, own)
+    ]
+    names = list(rows[0]) if rows else []
+    numbers = [[float(row[name]) for row in rows] for name in names]
+    values = torch.tensor(numbers, dtype=torch.float64).view(len(names), len(own))
+    weights = {name: weight for name, (weight, _) in own[0].parts.items()} if own else {}
+    return Outcomes(names, values, weights)
 
 
-def format_rollout(r: Rollout) -> str:
+def format_rollout(sample: PromptSample, r: Response) -> str:
     """Format prompt, response and results for the console."""
-    numbers = [f"{name} {value:g}" for name, value in r.results.items()]
+    numbers = [f"{name} {value:g}" for name, value in {"score": r.score, **r.extras}.items()]
     results = ", ".join(numbers + [f"{name} {text[:100]!r}" for name, text in r.texts.items()])
     return (
-        f"scored sample: prompt {r.sample.prompt_text[-200:]!r}\n"
-        f"  response {r.response_text[:300]!r}, ground truth {r.sample.ground_truth!r}\n"
-        f"  {results}"
+        f"scored sample: prompt {sample.prompt_text[-200:]!r}\n"
+        f"  response {r.text[:300]!r}, ground truth {sample.ground_truth!r}\n"
+        f"  {results}\n"
     )
 
 

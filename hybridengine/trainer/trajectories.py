@@ -1,4 +1,4 @@
-"""From trajectories of several turns to scored rollouts."""
+"""From trajectories of several turns to scored responses."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from hybridengine.agent import TokenSequence, Trajectory, Turn
 from hybridengine.data import PromptSample
 from hybridengine.rewards import RewardManager, score_checked
-from hybridengine.trainer.rollouts import Rollout
+from hybridengine.rollout import Response
 
 __all__ = ["TURN_REWARDS", "score_trajectories", "with_turns"]
 
-TURN_REWARDS = "turn_rewards"  # the result that holds the sum of a trajectory's turn rewards
+TURN_REWARDS = "turn_rewards"  # the column, and the result that is its sum over a trajectory
 
 
 def score_trajectories(
     trajectories: Mapping[int, Sequence[Trajectory]], tokenizer: Any, reward: RewardManager
-) -> list[Rollout]:
-    """Return the rollouts of trajectories, given by the position of their prompt.
+) -> list[Response]:
+    """Return the responses of trajectories, given by the position of their prompt.
 
     The score is the reward functions' plus the rewards of the turns. The functions get the text of
     all turns after the prompt, and in extra_info `num_turns`, `turn_scores`, `tool_rewards`,
@@ -33,46 +33,36 @@ def score_trajectories(
     ids = [[token for s in t.sequences for token in s.ids] for _, t in rows]
     samples = [with_turns(t.sample, t.turns, t.turn_rewards, t.tool_rewards) for _, t in rows]
     result = score_checked(reward, samples, texts, ids)
-    rollouts: list[Rollout] = []
+    rollouts: list[Response] = []
     for k, (position, trajectory) in enumerate(rows):
         earned = sum(trajectory.turn_rewards)
-        shared = Rollout(
-            group=position,
-            sample=trajectory.sample,
-            response_text=texts[k],
-            response_ids=(),
-            log_probs=(),
-            score=result.scores[k] + earned,
-            extras={**{name: x[k] for name, x in result.extras.items()}, TURN_REWARDS: earned},
-            finish_reason="length" if trajectory.is_truncated else "stop",
-            parts={
-                **{name: (p.weight, p.scores[k]) for name, p in result.parts.items()},
-                TURN_REWARDS: (1.0, earned),
-            },
-            texts=result.texts_of(k),
-            turns=[_turn_row(turn) for turn in trajectory.turns],
-            turn_numbers=_numbers(trajectory),
-        )
+        scored = result.fields_of(k)
+        fields = scored | {
+            "group": position,
+            "text": texts[k],
+            "score": scored["score"] + earned,
+            "extras": scored["extras"] | {TURN_REWARDS: earned},
+            "parts": scored["parts"] | {TURN_REWARDS: (1.0, earned)},
+            "finish_reason": "length" if trajectory.is_truncated else "stop",
+            "turns": [_turn_row(turn) for turn in trajectory.turns],
+            "turn_numbers": _numbers(trajectory),
+        }
         *others, last = trajectory.sequences
-        rollouts += [_with_tokens(shared, s, is_last=False) for s in others]
-        rollouts.append(_with_tokens(shared, last, is_last=True))
+        rollouts += [_with_rewards(s, fields, is_last=False) for s in others]
+        rollouts.append(_with_rewards(last, fields, is_last=True))
     return rollouts
 
 
-def _with_tokens(shared: Rollout, sequence: TokenSequence, is_last: bool) -> Rollout:
+def _with_rewards(sequence: TokenSequence, fields: dict[str, Any], is_last: bool) -> Response:
     rewards = array("f", bytes(4 * len(sequence.ids)))
     for end, turn in sequence.turn_ends:
         rewards[end] += turn.reward
     return replace(
-        shared,
-        response_ids=sequence.ids,
-        log_probs=sequence.log_probs,
-        columns=sequence.columns,
-        versions=sequence.versions,
-        sampled=sequence.mask,
-        turn_rewards=rewards,
+        sequence.response,
+        columns={**sequence.response.columns, TURN_REWARDS: rewards},
         context_ids=array("i", sequence.context_ids or ()),
         is_last=is_last,
+        **fields,
     )
 
 

@@ -25,7 +25,7 @@ from hybridengine.agent.tools import FunctionTool, Tool
 from hybridengine.config.rl import MultiTurnConfig
 from hybridengine.data import PromptSample
 from hybridengine.errors import ConfigError
-from hybridengine.rollout import Completion, InFlightUpdate, Request, RequestStream, SamplingSpec
+from hybridengine.rollout import InFlightUpdate, Request, RequestStream, Response, SamplingSpec
 from tests.agent.families import CHATML, byte_tokenizer, turn_template
 
 
@@ -42,19 +42,19 @@ class Stream(RequestStream):
     def _add(self, request: Request) -> None:
         self._running.append(request)
 
-    def _step(self) -> list[tuple[int, Completion]]:
+    def _step(self) -> list[tuple[int, Response]]:
         running, self._running = self._running, []
         self.batches.append(len(running))
         return [(request.id, self._complete(request)) for request in running]
 
-    def _complete(self, request: Request) -> Completion:
+    def _complete(self, request: Request) -> Response:
         tokenizer = byte_tokenizer()
         text = self._answer(tokenizer.decode(request.prompt_ids))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids.append(tokenizer.convert_tokens_to_ids("<|im_end|>"))
         reason = "stop" if len(ids) <= request.max_tokens else "length"
         ids = ids[: request.max_tokens]
-        return Completion(ids, [-0.5] * len(ids), reason, versions=[(self.version, len(ids))])
+        return Response(ids, [-0.5] * len(ids), reason, versions=[(self.version, len(ids))])
 
 
 class Engine:
@@ -156,8 +156,8 @@ def test_weights_are_taken_while_all_tools_run(monkeypatch: pytest.MonkeyPatch) 
     assert [turn.text for turn in trajectory.turns] == ["!wait", "new", "done"]
     [sequence] = trajectory.sequences
     turns = [turn.num_tokens for turn in trajectory.turns if turn.role == "assistant"]
-    assert sequence.versions == [(3, turns[0]), (4, turns[1])]
-    assert sum(turns) == sum(sequence.mask)
+    assert sequence.response.versions == [(3, turns[0]), (4, turns[1])]
+    assert sum(turns) == sum(sequence.response.columns["sampled"])
 
 
 def test_an_engine_that_runs_batches_gets_full_ones() -> None:
@@ -187,9 +187,10 @@ def test_tokens_are_the_sampled_ones_with_the_template_s_between() -> None:
         "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nI call !two  <|im_end|>\n"
         "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\nIt is 2<|im_end|>"
     )
-    sampled = [i for i, m in zip(sequence.ids, sequence.mask, strict=True) if m]
+    mask = sequence.response.columns["sampled"]
+    sampled = [i for i, m in zip(sequence.ids, mask, strict=True) if m]
     assert tokenizer.decode(sampled) == "I call !two  <|im_end|>It is 2<|im_end|>"
-    assert {p for p, m in zip(sequence.log_probs, sequence.mask, strict=True) if not m} == {0.0}
+    assert {p for p, m in zip(sequence.response.log_probs, mask, strict=True) if not m} == {0.0}
     assert [turn.num_tokens > 0 for turn in trajectory.turns] == [True, True, True]
 
 
@@ -201,7 +202,7 @@ def test_limits_end_a_trajectory_with_a_token_of_the_model() -> None:
     engine = Engine(lambda text: "!long")
     [trajectory] = run(engine, ["go"], [long], max_tokens=60)
     assert trajectory.is_truncated
-    assert all(sequence.mask[-1] for sequence in trajectory.sequences)
+    assert all(sequence.response.columns["sampled"][-1] for sequence in trajectory.sequences)
     assert len(trajectory.sequences[0].ids) <= 60
     [trajectory] = run(engine, ["go"], [long], max_assistant_turns=2)
     assert [turn.role for turn in trajectory.turns] == ["assistant", "tool", "assistant"]

@@ -115,7 +115,10 @@ def trajectories_body(rank: int, world_size: int, path: str) -> Any:
         done = runner.run(engine, samples, SamplingSpec(n=3, max_tokens=40), seed=5)
         runs.append(
             {
-                (i, t.number): [(list(s.ids), list(s.mask), list(s.log_probs)) for s in t.sequences]
+                (i, t.number): [
+                    (list(s.ids), list(s.response.columns["sampled"]), list(s.response.log_probs))
+                    for s in t.sequences
+                ]
                 for i, group in done.items()
                 for t in group
             }

@@ -10,8 +10,8 @@ import pytest
 
 from hybridengine.config import DataConfig
 from hybridengine.data import DataError, PromptDataset
-from hybridengine.tracking.files import rollout_line
-from hybridengine.trainer.rollouts import Rollout
+from hybridengine.rollout import Response
+from hybridengine.trainer.rollout_files import rollout_line
 from tests.data.rows import TEMPLATE, row, write_jsonl
 
 
@@ -41,8 +41,8 @@ def test_any_ground_truth_reaches_the_reward_and_the_file_of_rollouts(tokenizer,
     pq.write_table(pa.Table.from_pylist([row("1", truth=truth)]), tmp_path / "a.parquet")
     [sample] = PromptDataset(str(tmp_path / "a.parquet"), tokenizer, DataConfig())
     assert sample.ground_truth == truth
-    rollout = Rollout(0, "2", [5], [-0.5], 1.0, {}, "stop", sample=sample)
-    written = json.loads(rollout_line(rollout))["ground_truth"]
+    response = Response([5], [-0.5], "stop", text="2")
+    written = json.loads(rollout_line(sample, response))["ground_truth"]
     plain = truth is None or isinstance(truth, int | list | dict)
     assert written == (truth if plain else str(truth))
 

@@ -14,8 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridengine.rollout import Completion, InFlightUpdate, Request, SamplingSpec
-from hybridengine.rollout.versions import first_tokens, join_runs
+from hybridengine.rollout import InFlightUpdate, Request, Response, SamplingSpec
 from hybridengine.rollout.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.rollout.version_oracle import logits_by_version
@@ -108,7 +107,7 @@ def body(rank: int, world_size: int, paths: Sequence[str], kind: str) -> dict[st
         found[name] = [(p, c) for p, group in zip(PROMPTS, groups, strict=True) for c in group]
     updates.begin(keep_kv=False)
     with engine.stream(SPEC, seed=3) as stream:
-        finished = dict[int, Completion]()
+        finished = dict[int, Response]()
         for i, prompt in enumerate(PROMPTS):
             stream.add(Request(i, prompt, max_tokens=MAX_TOKENS, seed=i))
             finished |= dict(stream.step())
@@ -124,7 +123,7 @@ def body(rank: int, world_size: int, paths: Sequence[str], kind: str) -> dict[st
     return found
 
 
-def later(engine: Any) -> list[tuple[list[int], Completion]]:
+def later(engine: Any) -> list[tuple[list[int], Response]]:
     """(prompt, completion) of two requests that begin with a response that spans an update.
 
     The first one caches the blocks that the response filled before the update. The second one reads
@@ -141,7 +140,7 @@ def later(engine: Any) -> list[tuple[list[int], Completion]]:
     return [(ids[:size], engine.generate([ids[:size]], one, seed=1)[0][0]) for size in sizes]
 
 
-def error(models: Any, prompt: list[int], c: Completion, keep_kv: bool) -> torch.Tensor:
+def error(models: Any, prompt: list[int], c: Response, keep_kv: bool) -> torch.Tensor:
     """|log-prob - that of the oracle| of each token."""
     assert {"num_kept", "kept_ids"} <= c.columns.keys()
     assert sum(n for _, n in c.versions) == len(c.token_ids) == len(c.log_probs)
@@ -189,7 +188,13 @@ def test_log_probs_are_those_of_the_version_of_each_token(tmp_path: Path, kind: 
 
 
 def test_runs_are_joined_and_cut() -> None:
-    assert join_runs([], [(1, 2)], [(1, 1), (2, 4)], [(2, 1)]) == [(1, 3), (2, 5)]
-    assert first_tokens([(1, 3), (2, 5)], 3) == [(1, 3)]
-    assert first_tokens([(1, 3), (2, 5)], 4) == [(1, 3), (2, 1)]
-    assert first_tokens([(1, 3)], 0) == []
+    first, *others = [
+        Response([1] * sum(n for _, n in runs), [0.0] * sum(n for _, n in runs), "stop", runs)
+        for runs in ([(1, 2)], [(1, 1), (2, 4)], [(2, 1)])
+    ]
+    for more in others:
+        first = first.join(more)
+    assert first.versions == [(1, 3), (2, 5)]
+    assert first.first(3).versions == [(1, 3)]
+    assert first.first(4).versions == [(1, 3), (2, 1)]
+    assert first.first(0).versions == []

@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 
 from hybridengine.errors import RolloutError
-from hybridengine.rollout import (
-    Completion,
-    InFlightUpdate,
-    Request,
-    SamplingSpec,
-    StaleWeightsError,
-)
+from hybridengine.rollout import InFlightUpdate, Request, Response, SamplingSpec, StaleWeightsError
 from hybridengine.rollout.server import (
     NoServerError,
     ServerEngine,
@@ -71,7 +65,7 @@ class StandIn:
         self.bodies.append(body)
         ids = body["token_ids"]
         choices = [
-            as_choice(i, Completion([*ids, i], [-0.1 - i] * (len(ids) + 1), "stop"), self.label)
+            as_choice(i, Response([*ids, i], [-0.1 - i] * (len(ids) + 1), "stop"), self.label)
             for i in range(body["sampling_params"]["n"])
         ]
         return {"choices": choices[::-1]}
@@ -120,12 +114,12 @@ def test_token_ids_in_and_token_ids_out(stand_ins: list[StandIn]) -> None:
             stream.add(Request(4, [9], max_tokens=2, seed=77))
             while not (finished := stream.step()):
                 pass
-            assert finished == [(4, Completion([9, 0], [-0.1, -0.1], "stop", versions=[(3, 2)]))]
+            assert finished == [(4, Response([9, 0], [-0.1, -0.1], "stop", versions=[(3, 2)]))]
             assert stream.num_running == 0
     assert [c.token_ids for part in completions for c in part] == [
         [*prompt, i] for prompt in prompts for i in (0, 1)
     ]
-    assert completions[1][1] == Completion([7, 1], [-1.1, -1.1], "stop", versions=[(3, 2)])
+    assert completions[1][1] == Response([7, 1], [-1.1, -1.1], "stop", versions=[(3, 2)])
     for stand_in in stand_ins:
         assert stand_in.updates == ["join", "pause", "start", "update", "resume", "leave"]
         assert stand_in.label.endswith("/3")
@@ -328,7 +322,7 @@ def test_an_update_inside_a_response(
         one.routes["/inference/v1/generate"] = generate
         spec = SamplingSpec(max_tokens=2)
         if streams:
-            finished = dict[int, Completion]()
+            finished = dict[int, Response]()
             with engine.stream(spec, seed=1) as stream:
                 for k in range(2):
                     stream.add(Request(k, [k], max_tokens=2, seed=k))

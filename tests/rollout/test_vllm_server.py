@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hybridengine.errors import RolloutError
 from hybridengine.reshard.commit.records import EngineInfo, SyncStore
-from hybridengine.rollout import Completion, InFlightUpdate, SamplingSpec, StaleWeightsError
+from hybridengine.rollout import InFlightUpdate, Response, SamplingSpec, StaleWeightsError
 from hybridengine.rollout.server import (
     NoServerError,
     ServerEngine,
@@ -279,7 +279,7 @@ def scaled(model: Any, factor: float) -> Any:
 
 
 def largest_error(
-    models: Any, prompt: list[int], c: Completion, keep_kv: bool, temperature: float
+    models: Any, prompt: list[int], c: Response, keep_kv: bool, temperature: float
 ) -> float:
     """Largest |log-prob - that of the oracle| of a token."""
     logits = logits_by_version(models, prompt, c.token_ids, c.versions, keep_kv) / temperature

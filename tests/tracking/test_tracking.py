@@ -11,15 +11,16 @@ from rich.console import Console
 
 from hybridengine.config import load_sft_config
 from hybridengine.data import PromptSample
+from hybridengine.rollout import Response
 from hybridengine.storage import atomic_file
 from hybridengine.tracking import progress as progress_line
 from hybridengine.tracking.curves import plot_learning_curves
-from hybridengine.tracking.files import rollout_line, write_summary
+from hybridengine.tracking.files import write_summary
 from hybridengine.tracking.metrics import MetricsLogger
 from hybridengine.tracking.progress import Progress
 from hybridengine.trainer import report
 from hybridengine.trainer.report import Reporter
-from hybridengine.trainer.rollouts import Rollout
+from hybridengine.trainer.rollout_files import rollout_line
 from hybridengine.trainer.validation import accuracy_interval, gain_interval
 
 STEP = {"critic/score/mean": 0.25, "response_length/mean": 4.0, "timing_s/step": 9.5}
@@ -110,13 +111,15 @@ def test_progress_on_a_terminal_shows_phase_and_rate():
     assert "tokens/s" in shown and "1/3" in shown
 
 
-def rollout(**extras):
-    sample = PromptSample(7, [5, 6], "1 + 1 =", "sums", "2", {})
-    return Rollout(0, " 2", [9, 2], [-0.5, -0.25], 1.0, extras, "stop", sample=sample)
+SAMPLE = PromptSample(7, [5, 6], "1 + 1 =", "sums", "2", {})
+
+
+def response(**extras):
+    return Response([9, 2], [-0.5, -0.25], "stop", text=" 2", score=1.0, extras=extras)
 
 
 def test_rollouts_keep_the_generated_ids():
-    [line] = rollout_line(rollout(strict=1.0)).splitlines()
+    [line] = rollout_line(SAMPLE, response(strict=1.0)).splitlines()
     assert json.loads(line) == {
         "index": 7,
         "data_source": "sums",
@@ -134,14 +137,14 @@ def test_rollouts_keep_the_generated_ids():
 
 
 def test_rollouts_have_texts_of_the_reward_and_the_advantage():
-    told = replace(rollout(acc=1.0), texts={"pred": "2", "response": "a"}, advantage=-0.5)
-    row = json.loads(rollout_line(told))
+    told = replace(response(acc=1.0), texts={"pred": "2", "response": "a"}, advantage=-0.5)
+    row = json.loads(rollout_line(SAMPLE, told))
     assert (row["acc"], row["pred"], row["advantage"]) == (1.0, "2", -0.5)
     assert (row["response"], row["reward/response"]) == (" 2", "a")
 
 
 def test_rollouts_of_several_weight_versions_have_them_by_token():
-    [line] = rollout_line(replace(rollout(), versions=[(4, 1), (5, 1)])).splitlines()
+    [line] = rollout_line(SAMPLE, replace(response(), versions=[(4, 1), (5, 1)])).splitlines()
     row = json.loads(line)
     assert (row["weight_version"], row["weight_versions"]) == (4, [[4, 1], [5, 1]])
 

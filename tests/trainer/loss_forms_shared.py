@@ -31,8 +31,8 @@ class Setup:
         )  # fmt: skip
         self.optimizer = Optimizer(self.model, lr=0.0, total_steps=1)
         self.dp = DataParallel(session, 1)
-        rollouts, advantages = make_rollouts(101)
-        batch, self.mini_batches = self.dp.build_batch(share(rollouts, 0, 1), 1, 10_000)
+        prompts, responses, advantages = make_rollouts(101)
+        batch, self.mini_batches = self.dp.build_batch(share(prompts, responses, 0, 1), 1, 10_000)
         generator = torch.Generator().manual_seed(1)
         draw = lambda scale: scale * torch.randn(len(own), generator=generator)  # noqa: E731
         own = self.actor(RLConfig()).old_log_probs(self.mini_batches)

@@ -57,10 +57,10 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     session = Session(PhaseStatus(Path(path) / "run", rank))
     dp = DataParallel(session, sp_size)
     critic = Critic(config, model, Recording(model, lr=1e-3, total_steps=2), dp)
-    rollouts = make_rollouts(101)[0]
-    batch, mini_batches = dp.build_batch(share(rollouts, rank, world_size), 1, budget)
+    prompts, responses, _ = make_rollouts(101)
+    batch, mini_batches = dp.build_batch(share(prompts, responses, rank, world_size), 1, budget)
     values = critic.values(mini_batches)
-    lengths = [len(r.response_ids) for r in rollouts]
+    lengths = [len(r.token_ids) for r in responses]
     own = [
         torch.cat([x.split(lengths)[i] for i in batch.index.tolist()])
         for x in targets(sum(lengths))
@@ -80,9 +80,11 @@ def test_against_the_formula_however_it_is_split(tmp_path: Path) -> None:
     head = torch.randn(1, 128, generator=torch.Generator().manual_seed(1)) / 4
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).get_decoder()
     wanted = []
-    for r in make_rollouts(101)[0]:
-        ids = torch.tensor([[*r.sample.prompt_ids, *r.response_ids]])
-        first = len(r.sample.prompt_ids) - 1  # the state before the first response token
+    prompts, responses, _ = make_rollouts(101)
+    for r in responses:
+        prompt_ids = prompts[r.group].prompt_ids
+        ids = torch.tensor([[*prompt_ids, *r.token_ids]])
+        first = len(prompt_ids) - 1  # the state before the first response token
         wanted.append((base(ids).last_hidden_state[0] @ head[0])[first:-1])
     values = torch.cat(wanted)
     old, returns = targets(values.numel())

@@ -30,10 +30,10 @@ KL_COEF = 0.25
 
 
 def rollouts_with_parts(count: int):
-    rollouts, _ = make_rollouts(101, count)
-    return [
+    prompts, responses, _ = make_rollouts(101, count)
+    return prompts, [
         replace(r, parts={"a": (1.0, i % 3 / 3), "b": (-0.5, i % 5 / 7)}, extras={"acc": i % 2})
-        for i, r in enumerate(rollouts)
+        for i, r in enumerate(responses)
     ]
 
 
@@ -54,10 +54,10 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
     from hybridengine.trainer.metrics import batch_metrics, explained_variance, probs_diff
     from hybridengine.trainer.models import Actor
 
-    rollouts = rollouts_with_parts(count)
-    lengths = [len(r.response_ids) for r in rollouts]
+    prompts, rollouts = rollouts_with_parts(count)
+    lengths = [len(r.token_ids) for r in rollouts]
     dp = DataParallel(Session(PhaseStatus(folder, rank)), sp_size)
-    batch, mini_batches = dp.build_batch(share(rollouts, rank, world_size), 2, 30)
+    batch, mini_batches = dp.build_batch(share(prompts, rollouts, rank, world_size), 2, 30)
     own = {
         name: torch.cat([values.split(lengths)[i] for i in batch.index.tolist()])
         for name, values in columns(lengths).items()
@@ -97,8 +97,8 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
 
 def replicated(count: int) -> dict[str, Any]:
     """The same in one process from plain tensors of all responses."""
-    rollouts = rollouts_with_parts(count)
-    lengths = torch.tensor([len(r.response_ids) for r in rollouts])
+    _, rollouts = rollouts_with_parts(count)
+    lengths = torch.tensor([len(r.token_ids) for r in rollouts])
     given = columns(lengths.tolist())
     ends = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
     scores = torch.tensor([r.score for r in rollouts])

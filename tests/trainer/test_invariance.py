@@ -77,8 +77,10 @@ def body(
     session = Session(PhaseStatus(Path(path) / "run", rank))
     dp = DataParallel(session, sp_size)
     actor = Actor(config, model, partial(nullcontext, reference), optimizer, dp)
-    rollouts, advantages = make_rollouts(101, count)
-    batch, mini_batches = dp.build_batch(share(rollouts, rank, world_size), 1, token_budget)
+    prompts, responses, advantages = make_rollouts(101, count)
+    batch, mini_batches = dp.build_batch(
+        share(prompts, responses, rank, world_size), 1, token_budget
+    )
     batch = replace(
         batch,
         advantages=torch.cat([advantages[i] for i in batch.index.tolist()]),

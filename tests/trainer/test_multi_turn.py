@@ -198,19 +198,21 @@ def make_trajectories(rank: int, world_size: int) -> Any:
     """Advantages and tokens of two trajectories, one of which has two sequences."""
     from hybridengine.config.rl import AlgorithmConfig
     from hybridengine.data import PromptSample, Subset
+    from hybridengine.rollout import Response
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
     from hybridengine.trainer.advantages import compute_advantages, compute_rewards
     from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.rollouts import Rollout, Rollouts
+    from hybridengine.trainer.rollouts import Rollouts
 
     sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
 
-    def rollout(ids: list[int], mask: list[int], score: float, **more: Any) -> Rollout:
-        return Rollout(
-            0, "", array("i", ids), array("f", [-1.0 * m for m in mask]), score, {}, "stop",
-            sampled=array("b", mask), turn_rewards=array("f", [0.25, *[0.0] * (len(ids) - 1)]),
-            turns=[{}], turn_numbers={"num_turns": 3.0}, sample=sample, **more,
+    def rollout(ids: list[int], mask: list[int], score: float, **more: Any) -> Response:
+        rewards = array("f", [0.25, *[0.0] * (len(ids) - 1)])
+        return Response(
+            array("i", ids), array("f", [-1.0 * m for m in mask]), "stop", score=score,
+            columns={"sampled": array("b", mask), "turn_rewards": rewards},
+            turns=[{}], turn_numbers={"num_turns": 3.0}, **more,
         )  # fmt: skip
 
     own = [

@@ -6,7 +6,8 @@ from statistics import fmean, stdev
 import pytest
 
 from hybridengine.data import PromptSample, Subset
-from hybridengine.trainer.rollouts import Rollout, Rollouts, own_outcomes, select_groups
+from hybridengine.rollout import Response
+from hybridengine.trainer.rollouts import Rollouts, own_outcomes, select_groups
 from hybridengine.trainer.validation import expected_majority
 from tests.trainer.in_process import run_jobs, small_job
 
@@ -16,7 +17,7 @@ SAMPLES = [PromptSample(index, [1], "", "", "", {}) for index in range(23)]
 def group(number: int, index: int, scores: list[float], acc: list[float] | None = None):
     accs = acc or scores
     return [
-        Rollout(number, "", [1], [0.0], score, {"acc": a}, "stop", sample=SAMPLES[index])
+        (index, Response([1], [0.0], "stop", group=number, score=score, extras={"acc": a}))
         for score, a in zip(scores, accs, strict=True)
     ]
 
@@ -25,9 +26,10 @@ FIRST = [*group(0, 10, [1, 1]), *group(1, 11, [0, 1]), *group(2, 12, [0, 0])]
 SECOND = [*group(0, 20, [1, 0]), *group(1, 21, [0, 0]), *group(2, 22, [1, 0])]
 
 
-def batch_of(rollouts):
-    indices = {r.group: r.sample.index for r in rollouts}
-    return Rollouts(Subset(SAMPLES, list(indices.values())), own_outcomes(rollouts, 0), rollouts)
+def batch_of(pairs):
+    prompts = Subset(SAMPLES, list({r.group: index for index, r in pairs}.values()))
+    own = [r for _, r in pairs]
+    return Rollouts(prompts, own_outcomes(prompts, own, 0), own)
 
 
 def chosen(batches, metric="score", wanted=3):
@@ -35,7 +37,7 @@ def chosen(batches, metric="score", wanted=3):
     numbers = [i for i in range(wanted) for _ in range(2)]
     assert [r.group for r in rollouts.own] == rollouts.outcomes.groups.tolist() == numbers
     assert [r.score for r in rollouts.own] == rollouts.outcomes.scores.tolist()
-    indices = [r.sample.index for r in rollouts.own[::2]]
+    indices = [sample.index for sample, _ in rollouts.with_prompts()][::2]
     assert indices == [prompt.index for prompt in rollouts.prompts]
     return indices, with_signal
 
@@ -102,4 +104,4 @@ def test_the_metric_may_be_a_further_result():
 def test_a_group_of_one_has_signal():
     alone = group(0, 1, [1.0])
     rollouts, with_signal = select_groups([batch_of(alone)], "score", 1)
-    assert (list(rollouts.own), with_signal) == (alone, 1)
+    assert (list(rollouts.own), with_signal) == ([r for _, r in alone], 1)

@@ -34,7 +34,7 @@ def exchange_body(rank: int, world_size: int, seed: int) -> None:
     wanted[0] = wanted[0] if world_size > 1 else [5, 2, 5, 16]
     exchange = RowExchange(sources, wanted)
     own = (sources == rank).nonzero().flatten().tolist()
-    for dtype in (torch.int32, torch.float32, torch.uint8):
+    for dtype in (torch.int32, torch.float32, torch.uint8, torch.int16):
         values, want = (rows_of(rows, lengths, dtype) for rows in (own, wanted[rank]))
         assert torch.equal(exchange(values, lengths), want)
         pieces = list(exchange.pieces(values, lengths, max_elements=5))
@@ -54,11 +54,11 @@ def files_body(rank: int, world_size: int, folder: Path) -> tuple[bytes, str]:
 
     from hybridengine.trainer.rollout_files import rollout_file, texts_on_rank0
 
-    rollouts = share(make_rollouts(101)[0], rank, world_size)
+    rollouts = share(*make_rollouts(101)[:2], rank, world_size)
     with rollout_file(folder / "rollouts.jsonl", rank == 0) as write:
         write(rollouts)
         write(rollouts)
-    some = b"".join(texts_on_rank0(rollouts, lambda r: f"{r.score} é\n", [1, 6]))
+    some = b"".join(texts_on_rank0(rollouts, lambda _, r: f"{r.score} é\n", [1, 6]))
     own = [replace(r, extras={f"of_rank_{rank}": 0.0}) for r in rollouts.own]
     return some, message_of(lambda: rollouts.gather(rollouts.prompts, own, rank))
 
@@ -66,7 +66,7 @@ def files_body(rank: int, world_size: int, folder: Path) -> tuple[bytes, str]:
 def test_files_and_texts_come_in_order_from_all_ranks(tmp_path: Path) -> None:
     results = run_ranks(files_body, 3, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    want = [list(r.response_ids) for r in make_rollouts(101)[0]]
+    want = [list(r.token_ids) for r in make_rollouts(101)[1]]
     assert [row["response_ids"] for row in rows] == [*want, *want]
     assert [text for text, _ in results] == ["1.0 é\n0.0 é\n".encode(), b"", b""]
     for _, message in results:

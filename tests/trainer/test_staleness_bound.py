@@ -12,11 +12,10 @@ from hybridengine.api.settings import check_ranks
 from hybridengine.config import ConfigError, load_config
 from hybridengine.data import PromptLoader, PromptSample
 from hybridengine.preflight import _check_baselines
-from hybridengine.rollout import SamplingSpec
+from hybridengine.rollout import Response, SamplingSpec
 from hybridengine.runtime.roles import Role, RoleLink, Roles
 from hybridengine.trainer.overlap.queue import Finished, WorkItem
 from hybridengine.trainer.overlap.source import OverlappedRollouts
-from hybridengine.trainer.rollouts import ScoredResponse
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl", "rollout.n_gpus_per_node=3"]
 
@@ -45,10 +44,10 @@ class Engines:
     def weights_follow(self) -> None:
         self.lost, self.late = False, set()
 
-    def receive(self, result: Finished) -> list[ScoredResponse]:
+    def receive(self, result: Finished) -> list[Response]:
         self.received.append(result.number)
         return [
-            ScoredResponse(k, "", [5], [-1.0], 0.5, {}, "stop", versions=[(result.version, 1)])
+            Response([5], [-1.0], "stop", [(result.version, 1)], group=k, score=0.5)
             for k in self.items[result.number].positions
         ]
 
@@ -132,7 +131,7 @@ def test_async_takes_what_is_finished_first(world: None) -> None:
     engines.late = set()
     taken = [prompt.index for prompt in first.prompts]
     assert taken == list(range(4, 16))  # items of two prompts; 0 and 1 wait for a later step
-    assert [r.sample.index for r in first.own] == taken
+    assert [sample.index for sample, _ in first.with_prompts()] == taken
     second = [prompt.index for prompt in source.next_batch(2, 0).prompts]
     assert second == [0, 1, 2, 3, *range(16, 24)]
     third = source.next_batch(3, 0)

@@ -28,13 +28,13 @@ def send_columns(rank: int, world_size: int) -> Any:
     from hybridengine.agent import TokenSequence, Turn
     from hybridengine.agent.template import Segment
     from hybridengine.data import PromptSample, Subset
-    from hybridengine.rollout import Completion
+    from hybridengine.rollout import Response
     from hybridengine.runtime.messages import decode, encode
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
-    from hybridengine.tracking.files import rollout_line
     from hybridengine.trainer.batch import DataParallel
-    from hybridengine.trainer.rollouts import Rollouts, ScoredResponse
+    from hybridengine.trainer.rollout_files import rollout_line
+    from hybridengine.trainer.rollouts import Rollouts
 
     declare_column(TokenColumn("layer_numbers", torch.int16, SHAPE, fill=FILL))
     sample = PromptSample(0, [5, 6, 7], "", "toy", None, {})
@@ -47,17 +47,13 @@ def send_columns(rank: int, world_size: int) -> Any:
                     x for i in range(len(tokens)) for x in routed(10 * k + 10 + start + i)
                 ]
             }
-            completion = Completion(tokens, [-1.0] * len(tokens), "stop", columns=columns)
-            sequence.append_sampled(completion, "", Turn("assistant", ""))
+            sampled = Response(tokens, [-1.0] * len(tokens), "stop", columns=columns)
+            sequence.append_sampled(sampled, "", Turn("assistant", ""))
             if start == 0:
                 sequence.append(Segment("", [10 * k + 12, 10 * k + 13]))  # of a tool
-        response = ScoredResponse(
-            0, "", sequence.ids, sequence.log_probs, 0.0, {}, "stop",
-            columns=sequence.columns, sampled=sequence.mask,
-        )  # fmt: skip
-        [received] = decode(encode([response]), list[ScoredResponse], "a test")
-        own.append(received.compact().of(sample, 0))
-        lines.append(json.loads(rollout_line(own[-1])))
+        [received] = decode(encode([sequence.response]), list[Response], "a test")
+        own.append(received.compact())
+        lines.append(json.loads(rollout_line(sample, own[-1])))
     rollouts = Rollouts.gather(Subset([sample], [0]), own, rank)
     dp = DataParallel(Session(PhaseStatus(Path("/nonexistent"), rank)), 1, shared_prefix=True)
     batch, [mini_batch] = dp.build_batch(rollouts, 1, 16)
@@ -90,16 +86,15 @@ def test_a_declared_column_arrives_in_micro_batches_and_files() -> None:
         assert line["layer_numbers"] == [expected(token) for token in line["response_ids"]]
 
 
-def test_a_completion_is_cut_and_continued_with_its_columns() -> None:
-    from hybridengine.rollout import Completion
-    from hybridengine.rollout.hf import _first_tokens, _join
+def test_a_response_is_cut_and_continued_with_its_columns() -> None:
+    from hybridengine.rollout import Response
 
     columns = {"num_kept": [2, 0, 1], "kept_ids": [4, 5, 9]}
-    completion = Completion([4, 7, 9], [-1.0, -2.0, -3.0], "stop", [(1, 3)], columns)
-    cut = _first_tokens(completion, 2)
+    response = Response([4, 7, 9], [-1.0, -2.0, -3.0], "stop", [(1, 3)], columns)
+    cut = response.first(2)
     assert (cut.token_ids, cut.finish_reason, cut.versions) == ([4, 7], "length", [(1, 2)])
     assert cut.columns == {"num_kept": [2, 0], "kept_ids": [4, 5]}
-    joined = _join(Completion([3], [-1.0], "interrupted", [(1, 1)]), completion)
+    joined = Response([3], [-1.0], "interrupted", [(1, 1)]).join(response)
     assert {name: list(x) for name, x in joined.columns.items()} == {
         "num_kept": [0, 2, 0, 1],
         "kept_ids": [4, 5, 9],

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridengine.data import PromptSample, Subset
-from hybridengine.trainer.rollouts import Rollout, Rollouts, own_outcomes
+from hybridengine.rollout import Response
+from hybridengine.trainer.rollouts import Rollouts, own_outcomes
 from hybridengine.trainer.validation import (
     ValidationHistory,
     expected_best,
@@ -64,16 +65,18 @@ def test_one_response_has_a_mean_only() -> None:
     }
 
 
-def rollout(index: int, source: str, score: float, **texts: str) -> Rollout:
+def rollout(index: int, source: str, score: float, **texts: str) -> tuple[PromptSample, Response]:
     sample = PromptSample(index, [5], "?", source, "2", {})
-    return Rollout(index, " 2", [9], [-0.5], score, {}, "stop", texts=texts, sample=sample)
+    return sample, Response([9], [-0.5], "stop", group=index, score=score, texts=texts)
 
 
-def problems(rollouts: list[Rollout]):
-    prompts = list({r.group: r.sample for r in rollouts}.values())
-    return problems_of(
-        Rollouts(Subset(prompts, range(len(prompts))), own_outcomes(rollouts, 0), rollouts)
+def problems(rollouts: list[tuple[PromptSample, Response]]):
+    samples, own = (
+        list({r.group: sample for sample, r in rollouts}.values()),
+        [r for _, r in rollouts],
     )
+    prompts = Subset(samples, range(len(samples)))
+    return problems_of(Rollouts(prompts, own_outcomes(prompts, own, 0), own))
 
 
 def test_votes_are_counted_over_the_answers_that_a_reward_gives() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.errors import RolloutError, shorten
-from hybridengine.rollout.engine import Completion
+from hybridengine.rollout.response import Response
 
 BACKEND = "hybridengine"  # of vLLM's weight transfer
 HOW_TO_START = (
@@ -175,7 +175,7 @@ class VllmServer:
 
     def complete(
         self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], versions: Mapping[str, int]
-    ) -> list[Completion]:
+    ) -> list[Response]:
         """Return sampling["n"] completions.
 
         sampling: vLLM's `SamplingParams`. versions: of the weights, by their labels; a completion
@@ -195,7 +195,7 @@ class VllmServer:
             )
         return completions
 
-    def _completion(self, choice: Mapping[str, Any], versions: Mapping[str, int]) -> Completion:
+    def _completion(self, choice: Mapping[str, Any], versions: Mapping[str, int]) -> Response:
         ids, log_probs = choice["token_ids"], choice["logprobs"]["content"]
         spans = choice["weight_versions"] or ()
         if choice["finish_reason"] not in ("stop", "length"):
@@ -217,7 +217,7 @@ class VllmServer:
         values = [float(entry["logprob"]) for entry in log_probs]
         if not all(math.isfinite(x) for x in values):
             raise ServerLostError(f"{self} returned a log-prob that is not finite")
-        return Completion(ids, values, choice["finish_reason"], versions=runs)
+        return Response(ids, values, choice["finish_reason"], versions=runs)
 
     # HTTP
 

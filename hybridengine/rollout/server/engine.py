@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hybridengine.rollout.engine import (
-    Completion,
     InFlightUpdate,
     Request,
     RequestStream,
@@ -21,6 +20,7 @@ from hybridengine.rollout.engine import (
     SamplingSpec,
     derive_seed,
 )
+from hybridengine.rollout.response import Response
 from hybridengine.rollout.server.client import VllmServer
 from hybridengine.rollout.server.pool import ServerPool
 
@@ -62,7 +62,7 @@ class ServerEngine(RolloutEngine):
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
-    ) -> list[list[Completion]]:
+    ) -> list[list[Response]]:
         numbers = (i * self.replicas + self.replica for i in range(len(prompts)))
         seeds = [derive_seed(seed, number) for number in numbers]
         futures = [
@@ -83,10 +83,10 @@ class ServerEngine(RolloutEngine):
 
     def _submit(
         self, prompt_ids: Sequence[int], spec: SamplingSpec, seed: int
-    ) -> Future[list[Completion]]:
+    ) -> Future[list[Response]]:
         sampling = self._sampling(spec, seed)
 
-        def complete(server: VllmServer, versions: Mapping[str, int]) -> list[Completion]:
+        def complete(server: VllmServer, versions: Mapping[str, int]) -> list[Response]:
             return server.complete(prompt_ids, sampling, versions)
 
         return self._threads.submit(partial(self.pool.call, complete, spec.n))
@@ -126,7 +126,7 @@ class _ServerStream(RequestStream):
     def __init__(self, engine: ServerEngine, spec: SamplingSpec) -> None:
         super().__init__()
         self._engine, self._spec = engine, spec
-        self._futures: dict[int, Future[list[Completion]]] = {}
+        self._futures: dict[int, Future[list[Response]]] = {}
         self._done = queue.SimpleQueue[int]()
 
     def _add(self, request: Request) -> None:
@@ -135,7 +135,7 @@ class _ServerStream(RequestStream):
         self._futures[request.id] = future
         future.add_done_callback(lambda _: self._done.put(request.id))
 
-    def _step(self) -> list[tuple[int, Completion]]:
+    def _step(self) -> list[tuple[int, Response]]:
         self._engine.take_update()
         finished = []
         try:

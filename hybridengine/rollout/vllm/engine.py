@@ -19,14 +19,9 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.plan.senders import ranks_per_node
-from hybridengine.rollout.engine import (
-    Completion,
-    RolloutEngine,
-    SamplingSpec,
-    derive_seed,
-    local_random_state,
-)
+from hybridengine.rollout.engine import RolloutEngine, SamplingSpec, derive_seed, local_random_state
 from hybridengine.rollout.kept import pack_kept
+from hybridengine.rollout.response import Response
 from hybridengine.rollout.routes import pack_routes
 from hybridengine.rollout.vllm.environment import (
     CPU_BLOCK_SIZE,
@@ -140,7 +135,7 @@ class VllmEngine(RolloutEngine):
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], spec: SamplingSpec, seed: int
-    ) -> list[list[Completion]]:
+    ) -> list[list[Response]]:
         requests: list[Any] = [{"prompt_token_ids": list(ids)} for ids in prompts]
         seeds = [derive_seed(seed, i * self.replicas + self.replica) for i in range(len(prompts))]
         lora = self._slot.request if self._slot else None
@@ -153,7 +148,7 @@ class VllmEngine(RolloutEngine):
     @contextmanager
     def _sampling(
         self, spec: SamplingSpec, seed: int
-    ) -> Iterator[tuple[Any, Callable[[Any], list[Completion]]]]:
+    ) -> Iterator[tuple[Any, Callable[[Any], list[Response]]]]:
         """Sample by `spec` while open.
 
         Yields (`SamplingParams`, what makes completions of a `RequestOutput`).
@@ -272,7 +267,7 @@ def _release_pages(storage: torch.UntypedStorage) -> None:
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
-def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Completion]:
+def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Response]:
     """Convert the outputs of a `RequestOutput`.
 
     vocab_size: given where they have sampling masks. routed: whether they have routed experts.
@@ -290,7 +285,7 @@ def _completions(output: Any, vocab_size: int | None, routed: bool) -> list[Comp
     return completions
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: Any) -> Response:
     ids, log_probs = list(output.token_ids), output.logprobs.logprobs
     if output.logprobs.token_ids != ids:
         raise RuntimeError(
@@ -298,4 +293,4 @@ def _completion(output: Any) -> Completion:
             "expected one for each token"
         )
     versions = [(int(run.version), run.end - run.start) for run in output.weight_versions]
-    return Completion(ids, log_probs, output.finish_reason, versions=versions)
+    return Response(ids, log_probs, output.finish_reason, versions=versions)

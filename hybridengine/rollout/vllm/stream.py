@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridengine.rollout.engine import Completion, Request, RequestStream
+from hybridengine.rollout.engine import Request, RequestStream
+from hybridengine.rollout.response import Response
 from hybridengine.rollout.vllm.seeds import seeded
 
 __all__ = ["VllmStream"]
@@ -23,7 +24,7 @@ class VllmStream(RequestStream):
         engine: Any,
         sampling: Any,
         lora_request: Any,
-        convert: Callable[[Any], list[Completion]],
+        convert: Callable[[Any], list[Response]],
     ) -> None:
         from vllm.sampling_params import RequestOutputKind
 
@@ -41,7 +42,7 @@ class VllmStream(RequestStream):
             name, prompt, sampling, lora_request=self._lora_request
         )
 
-    def _step(self) -> list[tuple[int, Completion]]:
+    def _step(self) -> list[tuple[int, Response]]:
         if not self.num_running:
             return []
         finished = [output for output in self._engine.step() if output.finished]

@@ -31,7 +31,7 @@ from hybridengine.trainer.outcomes import Outcomes
 
 T = TypeVar("T")
 
-COLUMNS = ("response_ids", "log_probs", "sampled", "context_ids")  # what a critic's batch needs
+COLUMNS = ("token_ids", "log_probs", "sampled", "context_ids")  # what a critic's batch needs
 
 
 class Setup(Struct):

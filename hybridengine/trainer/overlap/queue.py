@@ -17,12 +17,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hybridengine.rollout import SamplingSpec
+from hybridengine.rollout import Response, SamplingSpec
 from hybridengine.runtime.messages import decode, encode
 from hybridengine.runtime.polling import wait_until
 from hybridengine.runtime.roles import RoleLink
 from hybridengine.runtime.signed_store import sign, verified
-from hybridengine.trainer.rollouts import ScoredResponse
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class TrainerQueue(_Queue):
         announced: Finished | None = self._store.get(f"finished/{number}", Finished)
         return announced
 
-    def receive(self, result: Finished) -> list[ScoredResponse]:
+    def receive(self, result: Finished) -> list[Response]:
         """Receive the responses of a finished item."""
         buffer = torch.empty(result.num_bytes, dtype=torch.uint8)
         source = self.link.roles.num_trainers + result.engine
@@ -104,7 +103,7 @@ class TrainerQueue(_Queue):
         self._store.set(f"received/{result.number}", True)
         what = f"the message of engine {result.engine}"
         message = verified(f"item/{result.number}", buffer.numpy().data, what, is_required=True)
-        responses = decode(message, list[ScoredResponse], what)
+        responses = decode(message, list[Response], what)
         return [response.compact() for response in responses]
 
     def wants_weights(self) -> bool:
@@ -167,11 +166,7 @@ class EngineQueue(_Queue):
         self._store.set("weights_wanted", True)
 
     def send(
-        self,
-        item: WorkItem,
-        responses: Sequence[ScoredResponse],
-        version: int,
-        seconds: dict[str, float],
+        self, item: WorkItem, responses: Sequence[Response], version: int, seconds: dict[str, float]
     ) -> None:
         """Announce an item's responses and start to send them; does not wait."""
         signed = sign(f"item/{item.number}", encode(list(responses)), is_required=True)

@@ -240,7 +240,7 @@ class OverlappedRollouts(RolloutSource):
                 if item.receiver == self._session.rank:
                     for response in self._queue.receive(result):
                         group = group_of[item.number, response.group]
-                        own.append(response.of(prompts[group], group))
+                        own.append(replace(response, group=group))
         own.sort(key=lambda r: r.group)  # stable
         return gather_rollouts(prompts, own, self._session, self._reward_model)
 

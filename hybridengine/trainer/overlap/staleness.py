@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hybridengine.trainer.rollouts import Rollout, Rollouts
+from hybridengine.rollout import Response
+from hybridengine.trainer.rollouts import Rollouts
 
 __all__ = ["staleness_metrics"]
 
@@ -27,6 +28,6 @@ def staleness_metrics(version: int, rollouts: Rollouts) -> dict[str, float]:
     }
 
 
-def _mean_version(rollout: Rollout) -> float:
-    runs = rollout.versions
+def _mean_version(response: Response) -> float:
+    runs = response.versions
     return sum(version * count for version, count in runs) / sum(count for _, count in runs)

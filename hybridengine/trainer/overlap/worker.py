@@ -117,15 +117,15 @@ class RolloutWorker:
         # Prompt i of this call is number i * replicas + replica of the batch.
         engine.replica, engine.replicas = item.positions.start, item.positions.step
         try:
-            rollouts = self._generator.respond(samples, item.spec, item.seed)
+            responses = self._generator.respond(samples, item.spec, item.seed)
         except NoServerError as error:
             warnings.warn(f"{error}; its prompts are generated again", RuntimeWarning, stacklevel=2)
             assert self._queue is not None
             self._queue.put_back(item)
             return
         if self._queue is not None:
-            version, seconds = min(r.version for r in rollouts), session.take_timings()
-            self._queue.send(item, [r.response for r in rollouts], version, seconds)
+            version, seconds = min(r.version for r in responses), session.take_timings()
+            self._queue.send(item, responses, version, seconds)
 
 
 def _with_own_share_of_cores(config: RLConfig) -> RLConfig:
