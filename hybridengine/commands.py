@@ -1,7 +1,8 @@
-"""Commands that look at a run or at the installation; `cli` adds them to `hybridengine`."""
+"""Commands that look at a run, at a model alone, or at the installation."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -28,8 +29,9 @@ def report_user_errors() -> Iterator[None]:
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
-    for command in (view, plot, diagnose, doctor):
+    for command in (view, plot, diagnose, doctor, generate):
         app.command()(command)
+    app.command("eval")(evaluate)
 
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
@@ -114,3 +116,45 @@ def doctor(
     Console().print(checks_table(checks))
     if any(check.state == "problem" for check in checks):
         raise typer.Exit(EXIT_USER_ERROR)
+
+
+_Settings = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+
+
+def evaluate(
+    source: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN|MODEL", help="A YAML file, a run, or a model.")
+    ],
+    settings: _Settings = None,
+) -> None:
+    """Validate a model alone: means, pass@k and 95% intervals per data source."""
+    with report_user_errors():
+        from hybridengine.trainer.evaluate import evaluate, load_evaluation, results_table
+
+        problems = evaluate(load_evaluation(source.expanduser(), settings or []))
+    Console().print(results_table(problems))
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run or a model's folder.")],
+    settings: _Settings = None,
+) -> None:
+    """Try a model: each line of the standard input is a prompt, its response is printed."""
+    with report_user_errors():
+        from hybridengine.trainer.evaluate import load_evaluation, respond
+
+        unused = ["data.train_files=none"]
+        config = load_evaluation(model.expanduser(), [*unused, *(settings or [])])
+        for response in respond(config, _lines()):
+            print(response, flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of the standard input, with a prompt sign on a terminal."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
