@@ -156,12 +156,13 @@ class RolloutApp(App[None]):
         )
 
     def _colored(self, detail: Detail, start: int, end: int) -> Text:
-        values = detail.values.get(self._color.name) if self._color else None
-        text = Text()
+        color, text = self._color, Text()
+        values = detail.values.get(color.name) if color is not None else None
         for k in range(start, end):
             token = text_of_token(self._index.tokenizer, detail.token_ids[k])
-            is_colored = self._color and values is not None and math.isfinite(values[k])
-            style = _style(self._color.strength(values[k])) if is_colored else ""
+            style = ""
+            if color is not None and values is not None and math.isfinite(values[k]):
+                style = _style(color.strength(values[k]))
             text.append(token, style)
         return text
 
