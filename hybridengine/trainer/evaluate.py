@@ -79,11 +79,12 @@ def open_engine(
         tokenizer = load_tokenizer(config)
         engine = build_engine(config, tokenizer)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 config.model.path,
                 dtype=getattr(torch, config.rollout.dtype),
                 trust_remote_code=config.model.trust_remote_code,
-            ).to(session.device)
+            )
+            model = model.to(session.device)
             engine.sleep()
             Resharder(partial(parameter_shards, model), engine, delta="off").sync(0)
             del model
@@ -127,7 +128,7 @@ def respond(config: RLConfig, prompts: Iterable[str]) -> Iterator[str]:
                 )
             ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
             [[completion]] = engine.generate([ids], spec, config.seed + number)
-            yield tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            yield str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
 
 def pass_at_k(values: Sequence[float], k: int) -> float:
