@@ -33,6 +33,7 @@ def rollout_line(rollout: Any) -> str:
         "prompt_ids": list(r.prompt_ids),
         "response_ids": list(r.response_ids),
         "log_probs": list(map(float, r.log_probs)),
+        **r.trained,
         **({"sampled": list(r.sampled), "turns": list(r.turns)} if r.turns else {}),
         **r.columns_in_files(),
     }

@@ -121,10 +121,12 @@ class Rollout(ScoredResponse):
     """One scored response with its prompt.
 
     advantage: mean over its tokens, where it is known.
+    trained: what training computed per response token, by name, for rollout files.
     """
 
     sample: PromptSample
     advantage: float | None = None
+    trained: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -204,6 +206,14 @@ class Rollouts:
         own_advantages = advantages[self.outcomes.ranks == self.rank].tolist()
         pairs = zip(self.own, own_advantages, strict=True)
         return replace(self, own=[replace(r, advantage=a) for r, a in pairs])
+
+    def with_trained(self, columns: Mapping[str, Sequence[Tensor]]) -> Rollouts:
+        """Add what training computed per token: by name, a tensor for each of this rank's own."""
+        trained = [
+            {name: rows[k].tolist() for name, rows in columns.items()} for k in range(len(self.own))
+        ]
+        own = [replace(r, trained=x) for r, x in zip(self.own, trained, strict=True)]
+        return replace(self, own=own)
 
     def select(self, groups: Sequence[int]) -> Rollouts:
         """Select groups; they are numbered from 0 in the given order."""
