@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -10,12 +10,6 @@ from torch import Tensor
 
 from .. import _check as check
 from .._backend import native
-
-# The fields of RowOptions in the schema of a torch.library op.
-ROW_SCHEMA = (
-    "float temperature, Tensor? temperatures, float logit_scale, float softcap, int ignore_index, "
-    "Tensor? vocab_mask, Tensor? vocab_range, str group"
-)
 
 
 class RowOptions(NamedTuple):
@@ -62,6 +56,13 @@ class RowOptions(NamedTuple):
     def native(self) -> Any:
         """Return the same options as a `hybridengine._C.LogProbOptions`."""
         return native().LogProbOptions(*self[:-1])  # it needs no group
+
+
+_SCHEMA_TYPES = {float: "float", int: "int", str: "str", Tensor | None: "Tensor?"}
+# The fields of RowOptions in the schema of a torch.library op.
+ROW_SCHEMA = ", ".join(
+    f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(RowOptions).items()
+)
 
 
 def row_options(
