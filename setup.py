@@ -110,7 +110,7 @@ setup(
         *(f"hybridengine.kernels.{name}" for name in find_packages("kernels")),
     ],
     package_dir={"hybridengine.kernels": "kernels"},
-    package_data={"hybridengine": ["py.typed", "*.pyi", "**/*.yaml"]},
+    package_data={"hybridengine": ["py.typed", "*.pyi", "**/*.yaml", "**/*.html"]},
     ext_modules=[Extension("hybridengine._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

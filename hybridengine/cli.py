@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine import __version__
+from hybridengine.commands import add_commands, report_user_errors
 from hybridengine.config import (
     PPO,
     JobConfig,
@@ -43,7 +44,6 @@ from hybridengine.errors import (
     ConfigNote,
     Faults,
     InvalidConfigError,
-    UserError,
     print_error,
     print_note,
 )
@@ -51,16 +51,6 @@ from hybridengine.errors import (
 __all__ = ["main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-@contextmanager
-def _report_user_errors() -> Iterator[None]:
-    """Print a UserError as one line and exit with code 2."""
-    try:
-        yield
-    except UserError as error:
-        print_error(error)
-        raise typer.Exit(EXIT_USER_ERROR) from None
 
 
 def _show_version(show: bool) -> None:
@@ -105,7 +95,7 @@ def _add_job(kind: str, load: Callable[[str | None, list[str]], JobConfig], help
         config_path: _ConfigPath = None,
         config_name: _ConfigName = None,
     ) -> None:
-        with _stop_before_the_start(), _report_user_errors():
+        with _stop_before_the_start(), report_user_errors():
             file, overrides = _split(settings or [], config_path, config_name)
             config, invalid = _load(lambda: load(file, overrides))
             if not print_config:
@@ -136,7 +126,7 @@ def keys(
     """List every key of a job: type, default and meaning."""
     from hybridengine.config.reference import key_table
 
-    with _report_user_errors():
+    with report_user_errors():
         table = key_table(kind, containing)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
@@ -259,7 +249,7 @@ def export(
     from hybridengine.checkpoint.export import export_checkpoint
 
     disable_progress_bar()
-    with _report_user_errors():
+    with report_user_errors():
         if dtype not in (None, "bfloat16", "float16", "float32"):
             raise ConfigError(f"--dtype is {dtype!r}, expected bfloat16, float16 or float32")
         source = export_checkpoint(
@@ -307,7 +297,7 @@ def simulate(
     plan_sync: Annotated[bool, typer.Option(help="Plan the best layout's weight sync.")] = True,
 ) -> None:
     """Predict a step on a cluster and search the best layout; needs no weights and no GPUs."""
-    with _report_user_errors():
+    with report_user_errors():
         config = load_simulation_config(*_split(settings or []))
 
         from hybridengine.simulate.report import as_dict, draw_timeline, print_simulation
@@ -373,6 +363,9 @@ def reshard_plan(
     print_advice(advice, Console())
     if png is not None:
         draw_advice(advice, png.expanduser())
+
+
+add_commands(app)
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ import tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
-wanted = project["dependencies"] + [d for name in ("train", "demo", "dev") for d in extras[name]]
+wanted = project["dependencies"] + [d for name in ("train", "view", "demo", "dev") for d in extras[name]]
 print(*(requirement.replace(" ", "") for requirement in wanted))
 PY
 }

@@ -51,7 +51,8 @@ class Response:
     group: position of its prompt in the batch; responses of one prompt share it.
     extras, texts: further numbers and texts of the reward, by name.
     parts: by name, (weight, score) of each reward; the score is their weighted sum.
-    advantage: mean over its tokens, where it is known.
+    advantage: mean over its tokens, where it is known. trained: what training computed per token,
+        by name, for rollout files.
 
     Of trajectories of several turns: context_ids: the prompt; empty: the sample's. is_last: see
     `Outcomes`. turns: all turns, as rollout files have them. turn_numbers: numbers of the
@@ -70,6 +71,7 @@ class Response:
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     advantage: float | None = None
+    trained: Mapping[str, Sequence[float]] = field(default_factory=dict)
     context_ids: Sequence[int] = ()
     is_last: bool = True
     turns: Sequence[Mapping[str, Any]] = ()

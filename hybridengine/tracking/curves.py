@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def plot_learning_curves(history: History, path: str | Path, *, title: str = "")
         if metrics == (_PROBS_DIFF,):
             ax.axhline(_HEALTHY, color="C2", linestyle="--", label="healthy below")
             ax.axhline(_PROBLEM, color="C3", linestyle="--", label="problem above")
-        _decorate(ax, title)
+        decorate_axes(ax, title)
     _plot_times(next(axes), history)
     for unused in axes:
         unused.remove()
@@ -117,10 +117,19 @@ def _plot_times(ax: Any, history: History) -> None:
             label = f"{phase}  {mean:.1f} s"
             ax.bar([row["step"] for row in rows], heights, 0.85, bottom, label=label)
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    _decorate(ax, "Seconds per step")
+    decorate_axes(ax, "Seconds per step")
 
 
-def _decorate(ax: Any, title: str) -> None:
+def main_metrics(logged: Collection[str]) -> list[str]:
+    """Return the metrics that the curves of a run show, of those that it has logged."""
+    panels = _SFT_PANELS if "train/loss" in logged else _RL_PANELS
+    validation = sorted(name for name in logged if name.startswith(_VALIDATION))
+    names = [n for m in panels.values() for n in (validation if m == _VALIDATION else [m])]
+    return [name for name in (*names, "timing_s/step") if name in logged]
+
+
+def decorate_axes(ax: Any, title: str) -> None:
+    """Give a panel its title, grid, axes and legend."""
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
     ax.set_xlabel("step")
     ax.grid(alpha=0.3)

@@ -44,7 +44,7 @@ from hybridengine.trainer.learner import Learner
 from hybridengine.trainer.metrics import batch_metrics, probs_diff
 from hybridengine.trainer.models import needs_old_log_probs
 from hybridengine.trainer.plan import plan_table, resolve_dtypes
-from hybridengine.trainer.rollout_files import rollout_file, texts_on_rank0
+from hybridengine.trainer.rollout_files import rollout_file, texts_on_rank0, with_trained_columns
 from hybridengine.trainer.rollout_source import ColocatedRollouts, RolloutSource
 from hybridengine.trainer.rollouts import Rollouts, format_rollout, select_groups
 from hybridengine.trainer.shared_prefix import build_data_parallel
@@ -281,6 +281,7 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 assert batch.advantages is not None
                 means = batch.sequence_means(batch.advantages)
                 rollouts = rollouts.with_advantages(self.dp.gather_responses(batch, means).cpu())
+                rollouts = with_trained_columns(rollouts, batch)
             write(rollouts)
         self._print_samples(rollouts)
 

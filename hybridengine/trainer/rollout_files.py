@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hybridengine.data import PromptSample
 from hybridengine.rollout import Response
 from hybridengine.storage import atomic_file
+from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.exchange import RowExchange
 from hybridengine.trainer.rollouts import Rollouts
 
@@ -38,6 +39,27 @@ def rollout_file(path: Path | None, is_main: bool) -> Iterator[Callable[[Rollout
                         file.write(piece)
 
         yield append
+
+
+def with_trained_columns(rollouts: Rollouts, batch: RolloutBatch) -> Rollouts:
+    """Return rollouts with the tokens' advantages and old log-probs of the trainer. Collective.
+
+    They lie where the batch is trained on, and move to where the responses were generated.
+    """
+    assert batch.placement is not None
+    outcomes, world_size = rollouts.outcomes, dist.get_world_size()
+    wanted = [(outcomes.ranks == r).nonzero().flatten().tolist() for r in range(world_size)]
+    exchange = RowExchange(batch.placement.sources, wanted)
+    lengths = outcomes.response_lengths
+    own_lengths = lengths[outcomes.ranks == rollouts.rank].tolist()
+    columns = {"advantages": batch.advantages, "old_log_probs": batch.old_log_probs}
+    return rollouts.with_trained(
+        {
+            name: exchange(values.float(), lengths).cpu().split(own_lengths)
+            for name, values in columns.items()
+            if values is not None
+        }
+    )
 
 
 def texts_on_rank0(
@@ -86,6 +108,7 @@ def rollout_line(sample: PromptSample, r: Response) -> str:
         "prompt_ids": list(r.context_ids or sample.prompt_ids),
         "response_ids": list(r.token_ids),
         "log_probs": list(map(float, r.log_probs)),
+        **r.trained,
         **({"sampled": list(r.columns["sampled"]), "turns": list(r.turns)} if r.turns else {}),
         **r.columns_in_files(),
     }

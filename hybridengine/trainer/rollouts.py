@@ -91,6 +91,14 @@ class Rollouts:
         pairs = zip(self.own, own_advantages, strict=True)
         return replace(self, own=[replace(r, advantage=a) for r, a in pairs])
 
+    def with_trained(self, columns: Mapping[str, Sequence[Tensor]]) -> Rollouts:
+        """Add what training computed per token: by name, a tensor for each of this rank's own."""
+        trained = [
+            {name: rows[k].tolist() for name, rows in columns.items()} for k in range(len(self.own))
+        ]
+        own = [replace(r, trained=x) for r, x in zip(self.own, trained, strict=True)]
+        return replace(self, own=own)
+
     def select(self, groups: Sequence[int]) -> Rollouts:
         """Select groups; they are numbered from 0 in the given order."""
         rows_of = [(self.outcomes.groups == group).nonzero().flatten() for group in groups]

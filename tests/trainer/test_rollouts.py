@@ -71,6 +71,8 @@ def test_files_have_texts_and_advantages_and_votes_count_texts(tmp_path: Path):
         length = len(row["response"].split())
         assert (row["note"], row["reward"], row["data_source"]) == (f"é {length}", length, "toy")
         assert row["finish_reason"] in ("stop", "length")
+        assert row["old_log_probs"] == pytest.approx(row["log_probs"], abs=1e-3)  # float32 both
+        assert row["advantages"] == pytest.approx([row["advantage"]] * len(row["response_ids"]))
     for group in (rows[k : k + 4] for k in range(0, 16, 4)):
         rewards, advantages = ([row[name] for row in group] for name in ("reward", "advantage"))
         spread = stdev(rewards) + 1e-6

@@ -1,0 +1,1 @@
+"""Compare runs and name their problems, from what they logged."""

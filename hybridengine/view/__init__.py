@@ -1,0 +1,1 @@
+"""Look at the rollouts of a run: in the terminal, or in one HTML page."""

@@ -1,0 +1,129 @@
+"""What a screen shows of one response: its tokens, their values for colours, and its turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+__all__ = ["COLORS", "Color", "Detail", "Part", "detail_of", "text_of_token"]
+
+_SHOWN = {"prompt", "response", "turns"}  # in other places than the facts
+
+
+@dataclass(frozen=True)
+class Color:
+    """A column that tokens are coloured by.
+
+    low, high: the values of the strongest colours, which are two; the neutral value has none.
+    neutral: 0, or 1 for a ratio, whose logarithm is compared.
+    """
+
+    name: str
+    label: str
+    low: float
+    high: float
+    neutral: float = 0.0
+
+    def strength(self, value: float) -> float:
+        """Return a number from -1 to 1."""
+        low, high = self.low, self.high
+        if self.neutral:
+            value, low, high = (math.log(max(x, 1e-9)) for x in (value, low, high))
+        limit = high if value > 0 else -low
+        return max(-1.0, min(1.0, value / limit)) if limit else 0.0
+
+
+COLORS = {
+    color.name: color
+    for color in (
+        Color("log_prob", "log-prob of the engine", -6.0, 0.0),
+        Color("advantage", "advantage", -2.0, 2.0),
+        Color("difference", "probability, trainer minus engine", -0.1, 0.1),
+        Color("ratio", "ratio trainer / engine; the importance weight", 0.5, 2.0, 1.0),
+        Color("entropy", "entropy of the checkpoint, nats", 0.0, 4.0),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive tokens of the model, or of tools and users: tokens `start` to `end`."""
+
+    title: str
+    is_model: bool
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Detail:
+    """One response.
+
+    values: by name of a color, a number per token.
+    facts: the columns that are no list of numbers per token, by name.
+    """
+
+    prompt: str
+    token_ids: Sequence[int]
+    values: Mapping[str, Sequence[float]]
+    parts: Sequence[Part]
+    facts: Mapping[str, Any]
+
+
+def detail_of(row: Mapping[str, Any]) -> Detail:
+    """Return what is shown of a row of a rollout file."""
+    facts = {
+        name: value
+        for name, value in row.items()
+        if name not in _SHOWN and not (isinstance(value, list) and name != "ground_truth")
+    }
+    return Detail(row["prompt"], row["response_ids"], _color_values(row), _parts(row), facts)
+
+
+def _color_values(row: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the values of tokens; the ratio is what the rollout correction clips."""
+    engine, trainer = row["log_probs"], row.get("old_log_probs")
+    values: dict[str, list[float]] = {"log_prob": engine}
+    if "advantages" in row:
+        values["advantage"] = row["advantages"]
+    elif row.get("advantage") is not None:
+        values["advantage"] = [row["advantage"]] * len(engine)
+    if trainer is not None:
+        pairs = list(zip(trainer, engine, strict=True))
+        values["difference"] = [math.exp(p) - math.exp(q) for p, q in pairs]
+        values["ratio"] = [math.exp(max(-20.0, min(20.0, p - q))) for p, q in pairs]
+    if "entropy" in row:
+        values["entropy"] = row["entropy"]
+    return values
+
+
+def _parts(row: Mapping[str, Any]) -> list[Part]:
+    """Split the tokens where the writer changes; one part for a response of one turn."""
+    length = len(row["response_ids"])
+    turns = iter([t for t in row.get("turns", ()) if t["role"] == "assistant"])
+    parts, start = list[Part](), 0
+    for is_model, tokens in groupby(row.get("sampled") or [1] * length):
+        end = start + len(list(tokens))
+        title = _title(next(turns, {})) if is_model else "tool or user"
+        parts.append(Part(f"{title} · {end - start} tokens", bool(is_model), start, end))
+        start = end
+    return parts
+
+
+def _title(turn: Mapping[str, Any]) -> str:
+    calls = [str(call.get("name", "")) for call in turn.get("tool_calls", ())]
+    reward = [f"reward {turn['reward']:g}"] if turn.get("reward") else []
+    called = [f"calls {', '.join(calls)}"] if calls else []
+    return " · ".join(["model", *called, *reward])
+
+
+def text_of_token(tokenizer: Any, token: int) -> str:
+    """Return the text of one token; its id in brackets without a tokenizer."""
+    piece = tokenizer.id_to_token(token) if tokenizer is not None else None
+    if piece is None:
+        return f"[{token}]"
+    text: str = tokenizer.decode([token], skip_special_tokens=False)
+    return " " + text.lstrip(" ") if piece[0] in "▁Ġ" and len(piece) > 1 else text or piece

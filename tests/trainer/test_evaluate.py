@@ -1,0 +1,60 @@
+"""`hybridengine eval` and `generate`: the same numbers as a run's validation; pass@k."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from typer.testing import CliRunner
+
+from hybridengine import cli
+from hybridengine.trainer.evaluate import evaluate, load_evaluation, pass_at_k, results_table
+from tests.trainer.in_process import run_jobs, small_job
+
+
+def test_pass_at_k_counts_all_choices() -> None:
+    values = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    for k in range(1, 7):
+        assert pass_at_k(values, k) == pytest.approx(fmean(map(max, combinations(values, k))))
+
+
+def test_the_table_has_intervals_and_pass_at_k_of_binary_results() -> None:
+    problems = [("a", {"acc": [1.0, 0.0], "score": [0.5, 0.1]}, None)] * 3
+    rows = list(zip(*(column.cells for column in results_table(problems).columns), strict=True))
+    assert rows == [
+        ("a", "3", "acc mean", "0.500", "0.500 to 0.500"),
+        ("a", "3", "acc pass@2", "1.000", "1.000 to 1.000"),
+        ("a", "3", "score mean", "0.300", "0.300 to 0.300"),
+    ]
+
+
+@pytest.mark.multirank
+def test_a_run_and_its_evaluation_agree(tmp_path: Path) -> None:
+    own = {
+        "data.val_files": tmp_path / "rows.jsonl",
+        "trainer.total_training_steps": 1,
+        "rollout.val_kwargs.n": 2,
+        "rollout.val_kwargs.do_sample": True,
+        "rollout.val_kwargs.temperature": 1.0,
+    }
+    job = [*small_job(tmp_path), *(f"{key}={value}" for key, value in own.items())]
+    [result] = run_jobs(tmp_path, [job])
+    run = tmp_path / "run"
+    config = load_evaluation(run, [])
+    assert config.model.path == str(run / "final")
+    problems = evaluate(config)
+    scores = [score for _, results, _ in problems for score in results["score"]]
+    assert fmean(scores) == pytest.approx(result.last["val/score"])  # same weights, same seed
+    typed = CliRunner().invoke(
+        cli.app, ["generate", str(run), "data.max_response_length=3"], input="w3 w4\n\nw5\n"
+    )
+    assert typed.exit_code == 0, typed.output
+    responses = [line.split() for line in typed.stdout.splitlines() if line.startswith("w")]
+    assert len(responses) == 2 and all(len(words) <= 3 for words in responses)
+
+
+def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["eval", str(tmp_path)])
+    assert result.exit_code == 2 and "no Hugging Face folder" in result.output
