@@ -128,7 +128,7 @@ def respond(config: RLConfig, prompts: Iterable[str]) -> Iterator[str]:
                 )
             ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
             [[completion]] = engine.generate([ids], spec, config.seed + number)
-            yield str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            yield str(tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
 
 
 def pass_at_k(values: Sequence[float], k: int) -> float:
