@@ -15,7 +15,7 @@ from hybridengine.simulate.layout import Layout, Workload
 from hybridengine.simulate.memory import GRADIENT, MASTER, MOMENTS
 from hybridengine.simulate.model import ModelShape
 
-_BACKWARD_LAUNCH = 1.4  # of the forward's: 79 kernels at 4 µs to 38 at 6 µs (docs/notes.md)
+_BACKWARD_LAUNCH = 1.4  # of the forward's: 79 kernels at 4 µs to 38 at 6 µs (docs/notes/trainer.md)
 _ADAMW_BYTES = 32  # read and write master, gradient and moments, read the gradient for its norm
 
 

@@ -19,7 +19,7 @@ __all__ = ["BLOCKS", "PAGES", "ROOT", "Block", "Command", "blocks_of", "commands
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/*/README.md")
+    for pattern in ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*/README.md")
     for path in ROOT.glob(pattern)
 )
 LANGUAGES = ("python", "bash", "yaml", "text")
