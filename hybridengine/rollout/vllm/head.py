@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridengine.kernels import decode_linear, mixed_gemm
+from hybridengine.kernels import mixed_gemm
 
 
 def multiply_head_in_16_bits(model: nn.Module) -> None:
@@ -31,8 +31,6 @@ def _apply_head(original: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None
     is_matrix = hidden.dim() == 2 and weight.shape[1:] == hidden.shape[1:]
     if not is_matrix or weight.dtype.itemsize != 2:
         return original(lm_head, hidden, bias)
-    if all(x is None or x.dtype == torch.bfloat16 for x in (hidden, weight, bias)):
-        return decode_linear(hidden, weight, bias, out_dtype=torch.float32)
     logits = torch.empty(hidden.shape[0], weight.shape[0])
     mixed_gemm(logits, hidden, weight, bias)
     return logits

@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 
-from hybridengine.kernels.decode_linear import inference_linear
 from hybridengine.reshard.record.loader import engine_tensors
 from hybridengine.reshard.record.reordering import (
     find_reordering,
@@ -70,7 +69,7 @@ class PostLoadProcessing:
         self._pack = experts_class.process_weights_after_loading
 
         def use_plain_weight(layer: Any, remove_weight: bool) -> None:
-            layer.cpu_linear = inference_linear
+            layer.cpu_linear = torch.nn.functional.linear
 
         def keep_and_pack(experts: Any, layer: torch.nn.Module) -> None:
             self._experts.append((experts, layer, dict(layer.named_parameters(recurse=False))))
