@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from hybridengine.kernels import mixed_gemm
+from hybridengine.kernels import decode_linear
 from hybridengine.kernels.decode_linear import inference_linear
 from torch import Tensor, nn
 
@@ -97,14 +97,12 @@ def _products(llm: Any, ours: bool) -> Iterator[None]:
     """While open, multiply by our product, or by torch's and, in the head, oneDNN's."""
     from hybridengine.rollout.vllm import head
 
-    def head_by_onednn(hidden: Tensor, weight: Tensor, bias: Any, out_dtype: torch.dtype) -> Tensor:
-        logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=out_dtype)
-        mixed_gemm(logits, hidden, weight, bias)
-        return logits
+    def head_by_ours(logits: Tensor, hidden: Tensor, weight: Tensor, bias: Any) -> None:
+        logits.copy_(decode_linear(hidden, weight, bias, out_dtype=logits.dtype))
 
     with ExitStack() as stack:
-        if not ours:
-            stack.enter_context(patch.object(head, "decode_linear", head_by_onednn))
+        if ours:
+            stack.enter_context(patch.object(head, "mixed_gemm", head_by_ours))
         for module in _model(llm).modules():
             if hasattr(module, "cpu_linear"):
                 product = inference_linear if ours else nn.functional.linear
