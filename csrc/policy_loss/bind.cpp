@@ -76,6 +76,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   params.seq_num_tokens = optional_floats(seq_num_tokens, "seq_num_tokens", params.num_sequences);
   params.num_tokens = tokens;
   params.mode = static_cast<LossMode>(mode);
+  TORCH_CHECK_VALUE(
+      selected || (params.mode != LossMode::clip_cov && params.mode != LossMode::kl_cov),
+      "policy_loss: selected is None; expected bool [", tokens,
+      "] for the loss modes clip_cov and kl_cov");
   params.agg_mode = static_cast<LossAggMode>(agg_mode);
   const auto option = [&](int i) { return static_cast<float>(options.at(i)); };
   params.options = {option(0), option(1), option(2), option(3), option(4), option(5), option(6)};

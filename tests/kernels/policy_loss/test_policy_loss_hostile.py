@@ -323,3 +323,15 @@ def test_importance_weights_have_one_source_and_valid_bounds():
         policy_loss(X, None, X, rollout_is_lower=3.0, **given)
     with pytest.raises(ValueError, match=r"rollout_log_probs has shape \[1\]; expected"):
         policy_loss(X, None, X, rollout_log_probs=X[:1])
+
+
+@pytest.mark.parametrize("mode", [7, 8], ids=["clip_cov", "kl_cov"])
+def test_the_extension_needs_what_covariance_selected(mode: int) -> None:
+    extension = native()
+    if extension is None:
+        pytest.skip("the extension is not built")
+    vectors, nothing = [torch.zeros(4)] * 3, [None] * 8
+    with pytest.raises(ValueError, match=r"selected is None; expected bool \[4\]"):
+        extension.policy_loss(
+            *vectors, *nothing, mode, 0, 0, False, False, [], [], False, False, False
+        )
