@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,6 @@ from hybridengine.rollout.columns import (
     extend_columns,
     first_columns,
 )
-from hybridengine.rollout.routes import encode_routes
 
 __all__ = ["Response", "VersionRuns", "token_columns"]
 
@@ -128,11 +129,11 @@ class Response:
 
     def columns_in_files(self) -> dict[str, Any]:
         """Return the declared columns that rollout files have: an entry or a list per token, or
-        `encode_routes` of one whose tokens differ in their number of entries."""
+        `_encode` of one whose tokens differ in their number of entries."""
         return {
             name: np.asarray(values).reshape(-1, *COLUMNS[name].shape).tolist()
             if COLUMNS[name].counts is None
-            else encode_routes(values)
+            else _encode(values, COLUMNS[name].dtype)
             for name, values in self.columns.items()
             if COLUMNS[name].in_files
         }
@@ -146,3 +147,9 @@ class Response:
     def pred(self) -> str | None:
         """The answer that majority votes count, where the reward returns one."""
         return self.texts.get("pred")
+
+
+def _encode(values: Sequence[int | float], dtype: torch.dtype) -> str:
+    """Return entries as rollout files have them: base64 of zlib of `dtype`, little-endian."""
+    entries = np.asarray(values, f"<{ARRAY_CODES[dtype]}")
+    return base64.b64encode(zlib.compress(entries.tobytes())).decode()

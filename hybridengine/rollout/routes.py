@@ -11,11 +11,10 @@ from __future__ import annotations
 import base64
 import zlib
 from array import array
-from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["decode_routes", "encode_routes", "pack_routes"]
+__all__ = ["decode_routes", "pack_routes"]
 
 
 def pack_routes(rows: np.ndarray, prompt_length: int, num_tokens: int) -> dict[str, array[int]]:
@@ -41,11 +40,6 @@ def pack_routes(rows: np.ndarray, prompt_length: int, num_tokens: int) -> dict[s
     ids.frombytes(np.ascontiguousarray(rows[:needed], np.int16).tobytes())
     counts = [prompt_length * size] + [size] * (num_tokens - 1)
     return {"num_routed": array("i", counts), "routed_experts": ids}
-
-
-def encode_routes(entries: Sequence[int | float]) -> str:
-    """Return expert ids as rollout files have them: base64 of zlib of int16, little-endian."""
-    return base64.b64encode(zlib.compress(np.asarray(entries, "<i2").tobytes())).decode()
 
 
 def decode_routes(text: str, layers: int, top_k: int) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from hybridengine.rollout.columns import extend_columns, first_columns
-from hybridengine.rollout.routes import decode_routes, encode_routes, pack_routes
+from hybridengine.rollout.columns import COLUMNS, TokenColumn, extend_columns, first_columns
+from hybridengine.rollout.response import Response
+from hybridengine.rollout.routes import decode_routes, pack_routes
 from hybridengine.rollout.vllm.environment import vllm_available
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -129,5 +132,14 @@ def test_missing_rows_are_refused_and_surplus_ones_dropped() -> None:
 
 def test_rollout_files_have_the_ids() -> None:
     rows = np.random.default_rng(0).integers(0, 512, (9, 3, 4)).astype(np.int16)
-    text = encode_routes(pack_routes(rows, 6, 4)["routed_experts"])
+    response = Response([1, 2, 3, 4], [0.0] * 4, "length", columns=pack_routes(rows, 6, 4))
+    text = response.columns_in_files()["routed_experts"]
     assert np.array_equal(decode_routes(text, 3, 4), rows)
+
+
+def test_files_have_ragged_entries_of_any_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    column = TokenColumn("weights_of", torch.float32, counts="num_weights")
+    monkeypatch.setitem(COLUMNS, "weights_of", column)
+    response = Response([1, 2], [0.0] * 2, "stop", columns={"weights_of": [0.25, 70000.5]})
+    data = zlib.decompress(base64.b64decode(response.columns_in_files()["weights_of"]))
+    assert np.frombuffer(data, "<f4").tolist() == [0.25, 70000.5]
