@@ -144,9 +144,10 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = self.last_lr
         loss, num_nonfinite = self._take_observed()
-        if math.isfinite(loss) and bool(norm.isfinite()):
+        is_finite, clips = torch.stack([norm.isfinite(), factor != 1]).tolist()  # one wait
+        if math.isfinite(loss) and is_finite:
             with self.offloader.on_device():
-                if factor != 1:
+                if clips:
                     scale_gradients(self.parameters, factor)
                 self.adamw.step()
             self.skipped_in_a_row = self.failed_in_a_row = 0
