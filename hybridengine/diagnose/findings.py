@@ -32,8 +32,12 @@ THRESHOLDS = {
     "policy_clip_fraction": 0.3,
 }
 _COMMUNICATION = (
-    "update_weights", "gather_rollouts", "exchange_rollouts", "receive_rollouts", "wait_for_critic",
-)  # fmt: skip
+    "update_weights",
+    "gather_rollouts",
+    "exchange_rollouts",
+    "receive_rollouts",
+    "wait_for_critic",
+)
 _NOT_OF_STEP = ("step", "testing", "save_checkpoint", "export", "start")
 _END = 0.2  # share of the steps that the start and the end of a run are averaged over
 
@@ -172,10 +176,13 @@ def _mismatch(run: LoggedRun) -> list[Finding]:
                 "mismatch",
                 f"engine and trainer differ by {diff:.3f} in the mean probability of a token",
                 "use the same data type on both sides; keep the importance weights on",
-                ("rollout.dtype", "actor.fsdp_config.dtype",
-                 "algorithm.rollout_correction.rollout_is"),
+                (
+                    "rollout.dtype",
+                    "actor.fsdp_config.dtype",
+                    "algorithm.rollout_correction.rollout_is",
+                ),
             )
-        )  # fmt: skip
+        )
     clipped = _last(run, "rollout_corr/rollout_is_clipped_fraction")
     if clipped > THRESHOLDS["is_clipped_fraction"]:
         found.append(
@@ -278,5 +285,12 @@ def _updates(run: LoggedRun) -> list[Finding]:
 
 
 _CHECKS: tuple[Callable[[LoggedRun], list[Finding]], ...] = (
-    _time, _sync, _memory, _mismatch, _entropy, _reward, _length, _updates,
-)  # fmt: skip
+    _time,
+    _sync,
+    _memory,
+    _mismatch,
+    _entropy,
+    _reward,
+    _length,
+    _updates,
+)

@@ -35,8 +35,10 @@ def same_settings(runs: Sequence[LoggedRun]) -> dict[str, list[LoggedRun]]:
         else:
             group.append(run)
     names = [group[0].name for group in groups]
-    return {_label(group, names.count(name) == 1): group
-            for name, group in zip(names, groups, strict=True)}  # fmt: skip
+    return {
+        _label(group, names.count(name) == 1): group
+        for name, group in zip(names, groups, strict=True)
+    }
 
 
 def _label(group: Sequence[LoggedRun], has_own_name: bool) -> str:
@@ -79,8 +81,10 @@ def plot_runs(runs: Sequence[LoggedRun], metrics: Sequence[str], path: Path) -> 
             if curve.steps:
                 label = f"{label}  {curve.means[0]:.3g} → {curve.means[-1]:.3g}"
                 ax.plot(curve.steps, curve.means, color=f"C{k}", linewidth=1.8, label=label)
-                ends = [[m + sign * d for m, d in zip(curve.means, curve.deviations, strict=True)]
-                        for sign in (-1, 1)]  # fmt: skip
+                ends = [
+                    [m + sign * d for m, d in zip(curve.means, curve.deviations, strict=True)]
+                    for sign in (-1, 1)
+                ]
                 ax.fill_between(curve.steps, *ends, color=f"C{k}", alpha=0.18, linewidth=0)
         decorate_axes(ax, metric)
     for unused in figure.axes[len(metrics) :]:

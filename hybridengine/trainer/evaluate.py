@@ -38,10 +38,16 @@ __all__ = ["evaluate", "load_evaluation", "open_engine", "pass_at_k", "respond",
 
 # In this process, whatever the run had: the weights are merged, and no rank trains.
 _ALONE = (
-    "rollout.tensor_model_parallel_size=1", "rollout.n_gpus_per_node=0", "rollout.servers=[]",
-    "trainer.n_gpus_per_node=1", "trainer.nnodes=1", "trainer.mode=sync",
-    "critic.n_gpus_per_node=0", "model.lora_rank=0", "model.lora_adapter_path=null",
-)  # fmt: skip
+    "rollout.tensor_model_parallel_size=1",
+    "rollout.n_gpus_per_node=0",
+    "rollout.servers=[]",
+    "trainer.n_gpus_per_node=1",
+    "trainer.nnodes=1",
+    "trainer.mode=sync",
+    "critic.n_gpus_per_node=0",
+    "model.lora_rank=0",
+    "model.lora_adapter_path=null",
+)
 
 
 def load_evaluation(source: Path, overrides: Sequence[str]) -> RLConfig:
@@ -116,8 +122,14 @@ def respond(config: RLConfig, prompts: Iterable[str]) -> Iterator[str]:
     Without a chat template the model continues the text of the prompt.
     """
     sampling = config.rollout
-    spec = SamplingSpec(1, sampling.temperature, sampling.top_p, sampling.top_k,
-                        config.data.max_response_length, sampling.stop)  # fmt: skip
+    spec = SamplingSpec(
+        1,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        config.data.max_response_length,
+        sampling.stop,
+    )
     with open_engine(config) as (_, tokenizer, engine):
         for number, prompt in enumerate(prompts):
             chat = [{"role": "user", "content": prompt}]

@@ -75,8 +75,16 @@ def write_page(
 
 
 def _row(entry: Entry) -> list[Any]:
-    return [entry.kind, entry.step, entry.row, entry.group, round(entry.reward, 6), entry.length,
-            entry.finish_reason, entry.preview]  # fmt: skip
+    return [
+        entry.kind,
+        entry.step,
+        entry.row,
+        entry.group,
+        round(entry.reward, 6),
+        entry.length,
+        entry.finish_reason,
+        entry.preview,
+    ]
 
 
 def _payload(

@@ -96,8 +96,19 @@ class RolloutIndex:
                 ids = bytes(line.response_ids)
                 length = ids.count(b",") + (len(ids) > 2)
                 preview = " ".join(line.response[:80].split())
-                yield Entry(kind, step, row, line.index, line.reward, length, line.advantage,
-                            line.finish_reason, preview, offset, len(text))  # fmt: skip
+                yield Entry(
+                    kind,
+                    step,
+                    row,
+                    line.index,
+                    line.reward,
+                    length,
+                    line.advantage,
+                    line.finish_reason,
+                    preview,
+                    offset,
+                    len(text),
+                )
                 offset += len(text)
 
     def read(self, entry: Entry) -> dict[str, Any]:

@@ -68,9 +68,11 @@ def test_a_healthy_run_has_no_problem(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["diagnose", str(run)])
     assert result.exit_code == 0 and "no problem" in result.output
     assert [(p.name, p.seconds, p.is_communication) for p in phases_of(LoggedRun(run))] == [
-        ("gen", 6.0, False), ("update_actor", 3.0, False), ("update_weights", 0.75, True),
+        ("gen", 6.0, False),
+        ("update_actor", 3.0, False),
+        ("update_weights", 0.75, True),
         ("other", 0.25, False),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("subject", SICK)

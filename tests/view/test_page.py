@@ -114,8 +114,9 @@ def test_ten_thousand_rollouts_render_only_what_is_visible(tmp_path: Path) -> No
 def test_attention_of_a_rollout(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     model = save_tiny("llama", tmp_path / "model")
-    page = write_page(run, "--filter", "step=1", "--attention", "step=2 row=1",
-                      "--checkpoint", str(model))  # fmt: skip
+    page = write_page(
+        run, "--filter", "step=1", "--attention", "step=2 row=1", "--checkpoint", str(model)
+    )
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
