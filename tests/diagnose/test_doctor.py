@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,18 @@ def test_this_installation_can_run(tmp_path: Path) -> None:
     assert {"python", "torch", "transformers", "extension"} <= {check.name for check in found}
     assert all(check.advice for check in found if check.state != "ok")
     assert doctor.checks_table(found).row_count == len(found)
+
+
+@pytest.mark.slow
+def test_a_process_that_has_imported_nothing(tmp_path: Path) -> None:
+    """As the command starts: nobody has loaded torch, whose libraries the extension needs."""
+    code = (
+        "from pathlib import Path; from hybridengine.diagnose import doctor\n"
+        "print([c.text for c in doctor._native(Path()) if c.state != 'ok'])"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.slow
