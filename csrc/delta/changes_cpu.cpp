@@ -45,23 +45,56 @@ uint64_t checksum_change(int64_t position, uint16_t from, uint16_t to) {
   return weighted(word, change) + (word ? 0 : kFirstWord * change);
 }
 
-void scatter_range(const MapChangesParams& params, int64_t begin, int64_t end) {
-  int64_t dst = -1;
-  uint64_t sum = 0;  // of the changes of destination dst; rows are ordered by destination
-  const auto add_up = [&] {
-    if (sum) __atomic_fetch_add(&params.checksums[dst], sum, __ATOMIC_RELAXED);
-    sum = 0;
-  };
-  visit_range(params, begin, end, [&](const ChangeRow& row, int64_t position, uint16_t value) {
-    if (row.dst != dst) {
-      add_up();
-      dst = row.dst;
+// Changes of one destination. A write needs the old element, so that the cache lines of a batch are
+// asked for before the first of them is read.
+class Batch {
+ public:
+  explicit Batch(const MapChangesParams& params) : params_(params) {}
+  ~Batch() { close(); }
+
+  void add(int64_t dst, int64_t position, uint16_t value) {
+    if (dst != dst_) {
+      close();
+      dst_ = dst;
     }
-    uint16_t& element = params.destinations[dst][position];
-    sum += checksum_change(position, element, value);
-    element = value;
+    __builtin_prefetch(params_.destinations[dst] + position, 1);
+    positions_[count_] = position;
+    values_[count_++] = value;
+    if (count_ == kSize) write();
+  }
+
+ private:
+  static constexpr int kSize = 64;
+
+  void write() {
+    uint16_t* elements = params_.destinations[dst_];
+    for (int i = 0; i < count_; ++i) {
+      uint16_t& element = elements[positions_[i]];
+      sum_ += checksum_change(positions_[i], element, values_[i]);
+      element = values_[i];
+    }
+    count_ = 0;
+  }
+
+  void close() {
+    if (count_) write();
+    if (sum_) __atomic_fetch_add(&params_.checksums[dst_], sum_, __ATOMIC_RELAXED);
+    sum_ = 0;
+  }
+
+  const MapChangesParams& params_;
+  int64_t positions_[kSize];
+  uint16_t values_[kSize];
+  int count_ = 0;
+  int64_t dst_ = -1;
+  uint64_t sum_ = 0;  // by how much the checksum of dst has grown
+};
+
+void scatter_range(const MapChangesParams& params, int64_t begin, int64_t end) {
+  Batch batch(params);
+  visit_range(params, begin, end, [&](const ChangeRow& row, int64_t position, uint16_t value) {
+    batch.add(row.dst, position, value);
   });
-  add_up();
 }
 
 }  // namespace
