@@ -30,7 +30,7 @@ from hybridengine.reshard.transport.link import GroupLink, Link, Place
 from hybridengine.reshard.transport.memory_link import MemoryLink
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import one_line
-from hybridengine.sharding.adapter import adapter_factors, adapters_of_factors
+from hybridengine.sharding.adapter import adapters_of_factors
 from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.weight_target import HasTarget, WeightTarget, target_of
 
@@ -214,15 +214,15 @@ class WeightReceiver:
     def _transfer(self, transfer: Transfer, state: SyncState, link: Link) -> tuple[int, int]:
         """Receive everything. Return (bytes received, bytes sent)."""
         progress = DeviceProgress(link, self._device, limit_s=0.8 * self._timeout_s)
-        adapters = self._inputs.adapters
-        weights = engine_weights(self.engine, self._device, adapter_factors(adapters))
+        scales = self._inputs.scales
+        weights = engine_weights(self.engine, self._device, self._inputs.factors)
         self._transport.begin(link, progress)
         moved = self._mover.move(self._transport, transfer.order, state.version, weights, None)
         if transfer.order.verify:
             progress.wait()
             self._verify(link, weights)
-        if adapters:
-            self.engine.load_adapters(adapters_of_factors(adapters, weights), state.version)
+        if scales:
+            self.engine.load_adapters(adapters_of_factors(scales, weights), state.version)
         progress.mark("waiting for the device before committing")
         progress.wait()
         return moved

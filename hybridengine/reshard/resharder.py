@@ -178,7 +178,8 @@ class Resharder:
                     self._finish_on_device("before verifying")
                     self._verify()
                 if self._trained.unmerged:
-                    adapters = adapters_of_factors(self._trained.unmerged, self._weights)
+                    scales = {n: a.scale for n, a in self._trained.unmerged.items()}
+                    adapters = adapters_of_factors(scales, self._weights)
                     self.engine.load_adapters(adapters, version)
                 self._finish_on_device("before committing")
         if self._writes_parts:

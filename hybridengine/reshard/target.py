@@ -82,7 +82,7 @@ def without_aliases(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
 
 
 def engine_weights(
-    engine: WeightTarget, device: torch.device, factors: Mapping[str, torch.Tensor]
+    engine: WeightTarget, device: torch.device, factors: Mapping[str, torch.Tensor | TensorSpec]
 ) -> dict[str, torch.Tensor]:
     """Return the engine's tensors by the names of its layout, and new memory for `factors`.
 

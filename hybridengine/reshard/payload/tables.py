@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +26,11 @@ from hybridengine.sharding.shards import Box, RowRange
 
 ALIGNMENT = 16  # bytes, for vector accesses
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Exchange:
-    """The copies of one bucket on one rank.
+
+class Exchange(NamedTuple, Generic[T]):
+    """The copies of one bucket on one rank, in tables of type T.
 
     pack: sources → send buffer. local: sources → engine tensors. unpack: receive buffers → engine
     tensors. sources: (parameter, box of it) that pack and local read. destinations: engine tensors
@@ -41,9 +41,9 @@ class Exchange:
     bucket: Bucket
     sources: list[tuple[str, Box]]
     destinations: list[str]
-    pack: CopyTable | QuantizingTable
-    local: CopyTable | QuantizingTable
-    unpack: CopyTable
+    pack: T
+    local: T
+    unpack: T
     send_counts: list[int]
     receive_counts: list[int]
     measured: BlockTable | None = None
@@ -57,21 +57,6 @@ class Exchange:
     def bytes_received(self) -> list[int]:
         """Bytes from each rank."""
         return [count * self.bucket.engine_dtype.itemsize for count in self.receive_counts]
-
-
-class ExchangeRows(NamedTuple):
-    """The tables of an `Exchange` as arrays, int64 [R, 16]; the rest as there.
-
-    Those that an encoding other than `Plain` makes have more columns.
-    """
-
-    sources: list[tuple[str, Box]]
-    destinations: list[str]
-    pack: np.ndarray
-    local: np.ndarray
-    unpack: np.ndarray
-    send_counts: list[int]
-    receive_counts: list[int]
 
 
 class ExchangeBuilder:
@@ -93,18 +78,25 @@ class ExchangeBuilder:
         self._plain = Plain()
         self._known: dict[tuple, dict[str, SliceRows]] = {}
 
-    def build(self, bucket: Bucket) -> Exchange:
-        rows, device, encoding = self.rows(bucket), self.device, self._encoding(bucket)
-        pack, local = (encoding.table(read, device) for read in (rows.pack, rows.local))
-        unpack = self._plain.table(rows.unpack, device)
-        measured = encoding.measuring([rows.pack, rows.local], device)
-        tables = {"pack": pack, "local": local, "unpack": unpack, "measured": measured}
-        return Exchange(bucket, **rows._asdict() | tables)
+    def build(self, bucket: Bucket) -> Exchange[CopyTable | QuantizingTable]:
+        """Return the exchange that moves all elements of a bucket."""
+        rows: Exchange[Any] = self.rows(bucket)
+        device, encoding = self.device, self._encoding(bucket)
+        return rows._replace(
+            pack=encoding.table(rows.pack, device),
+            local=encoding.table(rows.local, device),
+            unpack=self._plain.table(rows.unpack, device),
+            measured=encoding.measuring([rows.pack, rows.local], device),
+        )
 
     def _encoding(self, bucket: Bucket) -> Plain | BlockScales:
         return self.scales if bucket.quantized else self._plain
 
-    def rows(self, bucket: Bucket) -> ExchangeRows:
+    def rows(self, bucket: Bucket) -> Exchange[np.ndarray]:
+        """Return the tables as arrays, int64 [R, 16].
+
+        Those that an encoding other than `Plain` makes have more columns.
+        """
         sources: list[tuple[str, Box]] = []
         source_index: dict[tuple, int] = {}  # chunks read one shard, but each its own merged rows
         destination_index: dict[str, int] = {}
@@ -127,9 +119,8 @@ class ExchangeBuilder:
         pack, local, unpack = (joined(parts[way]) for way in ("pack", "local", "unpack"))
         counts = [rows.elements_by_rank(self.plan.world_size) for rows in (pack, unpack)]
         packing, unpacking = self._place(bucket, pack, unpack)
-        return ExchangeRows(
-            sources, list(destination_index), packing, local.table, unpacking, *counts
-        )
+        tables = packing, local.table, unpacking
+        return Exchange(bucket, sources, list(destination_index), *tables, *counts)
 
     def _place(
         self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
