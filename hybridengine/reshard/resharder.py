@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.commit.records import Order
-from hybridengine.reshard.errors import ReshardError
+from hybridengine.reshard.errors import ReshardError, operation
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
@@ -78,7 +78,8 @@ class Resharder:
         self._trainers = trainers = Trainers(parameters, adapters, merge, delta, timeout_s)
         self.rank, self.world_size = trainers.rank, trainers.world_size
         self._trained, self._guard = trainers.model, trainers.guard
-        with trainers.operation("planning the syncs", "comparing models and engines"):
+        doing = operation(self._guard, "planning the syncs")
+        with doing, self._guard.collective("comparing models and engines"):
             trainers.compare()
             self._make_plan(bucket_bytes)
         self._engine_state: EngineState | None = None  # after the last sync; None: write everything
@@ -161,8 +162,8 @@ class Resharder:
         """
         started = time.perf_counter()
         to = self._next_version if version is None else version
-        name = f"the sync to version {to}"
-        with self._trainers.operation(name, advice=_PARTIALLY_UPDATED), torch.no_grad():
+        syncing = operation(self._guard, f"the sync to version {to}", _PARTIALLY_UPDATED)
+        with syncing, torch.no_grad():
             version, intact = self._trainers.start(
                 version, self._check, _PLAN_AGAIN, self._next_version, self._writes_parts
             )

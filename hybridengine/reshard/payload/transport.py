@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from hybridengine.reshard.payload.message import Header
 from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder
-from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.device import DeviceProgress, Guard
 from hybridengine.sharding.shards import ShardSpec
-
-
-class PhaseGuard(Protocol):
-    """A guard of collectives that knows what this rank does now, as `CollectiveGuard`."""
-
-    phase: str
-
-    def collective(
-        self, phase: str, timeout_s: float | None = None
-    ) -> AbstractContextManager[None]:
-        """Raise CollectiveError if what runs inside fails because of another rank."""
-
-    def lost_rank(self) -> object | None:
-        """Return who has failed or ended, None if nobody is known to."""
 
 
 @dataclass
@@ -94,7 +79,7 @@ class Transport(ABC):
     name: ClassVar[str]
     overlaps: ClassVar[bool] = True
     builder: ClassVar[type[ExchangeBuilder]] = ExchangeBuilder
-    guard: PhaseGuard
+    guard: Guard
     progress: DeviceProgress
     receivers: range = range(0)
     bytes_received = bytes_sent = 0

@@ -21,11 +21,11 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.reshard.errors import LinkError
 from hybridengine.reshard.payload.message import HEADER_BYTES, Header
 from hybridengine.reshard.payload.tables import Exchange
-from hybridengine.reshard.payload.transport import Pending, PhaseGuard, Transport
+from hybridengine.reshard.payload.transport import Pending, Transport
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.transport.link import Link
 from hybridengine.runtime.all_ranks import all_gather_values
-from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.device import DeviceProgress, Guard
 from hybridengine.sharding.shards import ShardSpec
 
 _CHECKSUM_BYTES = 8
@@ -42,9 +42,7 @@ class TrainersEnd(Transport):
     failure: LinkError | None = None
     _link: Link | None = None
 
-    def __init__(
-        self, guard: PhaseGuard, plan: ReshardPlan, device: torch.device, merges: bool
-    ) -> None:
+    def __init__(self, guard: Guard, plan: ReshardPlan, device: torch.device, merges: bool) -> None:
         self.guard, self._device, self._merges = guard, device, merges
         self._rank, self._num_trainers = dist.get_rank(), dist.get_world_size()
         self.receivers = range(self._num_trainers, plan.world_size)

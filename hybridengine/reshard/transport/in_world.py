@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.payload.message import HEADER_BYTES, Header
 from hybridengine.reshard.payload.tables import ALIGNMENT, Exchange, PullBuilder
-from hybridengine.reshard.payload.transport import Buffers, Pending, PhaseGuard, Transport
+from hybridengine.reshard.payload.transport import Buffers, Pending, Transport
 from hybridengine.reshard.transport.shared_memory import SharedMemory
 from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks
-from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.device import DeviceProgress, Guard
 from hybridengine.sharding.shards import ShardSpec
 
 
@@ -35,7 +35,7 @@ class AllToAll(Transport):
 
     def __init__(
         self,
-        guard: PhaseGuard,
+        guard: Guard,
         progress: DeviceProgress,
         device: torch.device,
         staging_bytes: int,
@@ -158,7 +158,7 @@ def pull_bytes(builder: PullBuilder) -> int:
     return 2 * max(ALIGNMENT, builder.buffer_bytes)
 
 
-def raise_if_any(problem: Exception | None, guard: PhaseGuard, phase: str) -> None:
+def raise_if_any(problem: Exception | None, guard: Guard, phase: str) -> None:
     """Raise ReshardError on every rank if any rank has a problem; one number where none has."""
     failed = torch.tensor(int(problem is not None), device=host_device())
     with guard.collective(phase):
