@@ -17,6 +17,7 @@ from hybridengine.reshard.errors import ReshardError, operation
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
+from hybridengine.reshard.payload.tables import PullBuilder
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.planning import plan_sync
 from hybridengine.reshard.report import SyncReport
@@ -131,15 +132,15 @@ class Resharder:
         ends = self._guard, self._progress, self._device, self.plan.staging_bytes, merges
         machines = all_gather_values(machine_id(), str)
         if len(set(machines)) == 1 and any(self.plan.bytes_sent):
-            mover = make(Pull.builder)
-            assert isinstance(mover.builder, Pull.builder)
+            mover = make(PullBuilder)
+            assert isinstance(mover.builder, PullBuilder)
             if memory := share_memory(pull_bytes(mover.builder), self._device):
                 pull = Pull(*ends)
                 pull.memory = memory
                 return pull, mover
         # An engine that sleeps needs the memory for its KV cache.
         keeps = self._device.type == "cuda" and not self.engine.discards_weights
-        return AllToAll(*ends, keeps_staging=keeps), make(AllToAll.builder)
+        return AllToAll(*ends, keeps_staging=keeps), make()
 
     # Sync
 

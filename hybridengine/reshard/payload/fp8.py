@@ -86,9 +86,6 @@ class BlockScales:
                     "are quantized for the engine"
                 )
 
-    def __len__(self) -> int:
-        return self.scale.numel()
-
     # Tables
 
     def _first_blocks(self, name: str) -> np.ndarray:
@@ -232,9 +229,6 @@ class QuantizingTable:
 
     def __init__(self, table: BlockTable, scales: BlockScales) -> None:
         self._table, self._scales = table, scales
-
-    def __len__(self) -> int:
-        return len(self._table)
 
     def copy(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
         self._table.quantize(sources, destinations, self._scales.scale, self._scales.dtype)

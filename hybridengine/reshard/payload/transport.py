@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from hybridengine.reshard.payload.message import Header
-from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder
+from hybridengine.reshard.payload.tables import Exchange
 from hybridengine.runtime.device import DeviceProgress, Guard
 from hybridengine.sharding.shards import ShardSpec
 
@@ -68,7 +68,7 @@ class Transport(ABC):
     same messages in the same order. Sizes are in bytes, of every rank of the plan.
 
     name: for reports. overlaps: whether a bucket may be posted before the one before it has been
-    waited for. builder: makes the tables of the buckets.
+    waited for.
 
     Attributes:
         guard: of the collectives of this end.
@@ -78,7 +78,6 @@ class Transport(ABC):
 
     name: ClassVar[str]
     overlaps: ClassVar[bool] = True
-    builder: ClassVar[type[ExchangeBuilder]] = ExchangeBuilder
     guard: Guard
     progress: DeviceProgress
     receivers: range = range(0)

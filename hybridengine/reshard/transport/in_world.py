@@ -132,7 +132,7 @@ class Pull(AllToAll):
     bucket k after all ranks have packed k+1, which each did after unpacking k.
     """
 
-    name, overlaps, builder = "pull", False, PullBuilder
+    name, overlaps = "pull", False
     memory: SharedMemory
 
     def begin(self) -> None:
