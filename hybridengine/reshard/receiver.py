@@ -28,6 +28,7 @@ from hybridengine.reshard.target import EngineState, engine_weights
 from hybridengine.reshard.transport.between_worlds import EnginesEnd
 from hybridengine.reshard.transport.link import GroupLink, Link, Place
 from hybridengine.reshard.transport.memory_link import MemoryLink
+from hybridengine.reshard.verify import find_mismatches
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import one_line
 from hybridengine.sharding.adapter import adapters_of_factors
@@ -256,7 +257,7 @@ class WeightReceiver:
         self._link = None
 
     def _verify(self, link: Link, weights: dict[str, torch.Tensor]) -> None:
-        if wrong := self._mover.find_mismatches(self._transport, weights):
+        if wrong := find_mismatches(self._transport, self._mover.dense, weights):
             link.phase = "verifying"
             raise ReshardError(
                 f"the checksum of engine tensor {wrong[0][1]!r} on {self._rank.name} differs from "

@@ -27,7 +27,13 @@ from hybridengine.reshard.target import EngineState, engine_weights
 from hybridengine.reshard.trainers import Trainers
 from hybridengine.reshard.transport.in_world import AllToAll, Pull, pull_bytes, raise_if_any
 from hybridengine.reshard.transport.shared_memory import share_memory
-from hybridengine.reshard.verify import Mismatch, find_unstable, from_all_ranks, warn_of_nan
+from hybridengine.reshard.verify import (
+    Mismatch,
+    find_mismatches,
+    find_unstable,
+    from_all_ranks,
+    warn_of_nan,
+)
 from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value, run_on_all_ranks
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import machine_id
@@ -224,7 +230,7 @@ class Resharder:
     def _verify(self) -> None:
         """Raise ReshardError on every rank if an engine tensor differs from its source."""
         with self._guard.collective("verifying"):
-            own = self._mover.find_mismatches(self._transport, self._weights)
+            own = find_mismatches(self._transport, self._mover.dense, self._weights)
             mismatches = from_all_ranks(own, Mismatch)
             if self.plan.fallback:
                 loaded = self.engine.layout.by_loader & self._weights.keys()

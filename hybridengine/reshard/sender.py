@@ -34,7 +34,7 @@ from hybridengine.reshard.trainers import Trainers
 from hybridengine.reshard.transport.between_worlds import TrainersEnd
 from hybridengine.reshard.transport.link import GroupLink, Link, Place, feeders_of
 from hybridengine.reshard.transport.memory_link import MemoryLink
-from hybridengine.reshard.verify import warn_of_nan
+from hybridengine.reshard.verify import find_mismatches, warn_of_nan
 from hybridengine.runtime.all_ranks import (
     all_gather_values,
     broadcast_value,
@@ -277,7 +277,7 @@ class WeightSender:
         found = delta.found if delta else None
         moved = self._mover.move(transport, transfer.order, version, {}, found)
         if transfer.order.verify:
-            self._mover.find_mismatches(transport, {})
+            find_mismatches(transport, self._mover.dense, {})
             with self._guard.collective("looking for NaN"):
                 warn_of_nan(self._trained.shards)
         try:

@@ -62,7 +62,8 @@ class Exchange(NamedTuple, Generic[T]):
 class ExchangeBuilder:
     """Builds the exchanges of one rank.
 
-    strides: parameter → strides of this rank's shard, in elements. device: of shards and engine.
+    strides: parameter → strides of this rank's shard, in elements; {} on a rank without shards.
+    device: of shards and engine.
     scales: the encoding of quantized engine tensors.
     """
 
@@ -148,7 +149,7 @@ class ExchangeBuilder:
     def _table_rows(self, bucket: Bucket, name: str, chunk: Chunk) -> dict[str, SliceRows]:
         """Return the rows of pack, local and unpack, the same for all sources of a class."""
         source_class = self.plan.source_classes[name, bucket.engine_dtype]
-        box, strides = self._box_read(bucket, name, chunk), self._strides[name]
+        box, strides = self._box_read(bucket, name, chunk), self._strides.get(name, ())
         origin = tuple(low for low, _ in box)
         if bucket.merged:
             strides = contiguous_strides(tuple(high - low for low, high in box))

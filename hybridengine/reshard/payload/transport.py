@@ -67,8 +67,7 @@ class Transport(ABC):
     Some ranks send, some receive, those that train and hold an engine do both. All of them post the
     same messages in the same order. Sizes are in bytes, of every rank of the plan.
 
-    name: for reports. overlaps: whether a bucket may be posted before the one before it has been
-    waited for.
+    overlaps: whether a bucket may be posted before the one before it has been waited for.
 
     Attributes:
         guard: of the collectives of this end.
@@ -76,7 +75,6 @@ class Transport(ABC):
         bytes_received, bytes_sent: since `begin`.
     """
 
-    name: ClassVar[str]
     overlaps: ClassVar[bool] = True
     guard: Guard
     progress: DeviceProgress

@@ -38,7 +38,6 @@ class TrainersEnd(Transport):
     and `failure` is set: the engines tell whether they have committed.
     """
 
-    name = "link"
     failure: LinkError | None = None
     _link: Link | None = None
 
@@ -176,8 +175,6 @@ def _of_all_trainers(own: np.ndarray) -> np.ndarray:
 
 class EnginesEnd(Transport):
     """What an engine rank receives. num_trainers: they are the first ranks of the plan."""
-
-    name = "link"
 
     def __init__(self, plan: ReshardPlan, num_trainers: int) -> None:
         self._num_trainers, self._staging_bytes = num_trainers, plan.staging_bytes

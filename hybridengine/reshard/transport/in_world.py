@@ -31,8 +31,6 @@ class AllToAll(Transport):
     addresses in the tables of copies stay valid.
     """
 
-    name = "all-to-all"
-
     def __init__(
         self,
         guard: Guard,
@@ -132,7 +130,7 @@ class Pull(AllToAll):
     bucket k after all ranks have packed k+1, which each did after unpacking k.
     """
 
-    name, overlaps = "pull", False
+    overlaps = False
     memory: SharedMemory
 
     def begin(self) -> None:
