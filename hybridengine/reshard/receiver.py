@@ -20,7 +20,6 @@ from hybridengine.reshard.commit.records import (
     Transfer,
 )
 from hybridengine.reshard.errors import CorruptDeltaError, LinkError, RankFailedError, ReshardError
-from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.planning import make_plan
 from hybridengine.reshard.report import SyncReport
@@ -56,9 +55,8 @@ class WeightReceiver:
     ) -> None:
         self.engine, self.index = target_of(engine), index
         self._store, self._timeout_s = SyncStore(store), timeout_s
-        self._device = next((t.device for t in self.engine.weights().values()), torch.device("cpu"))
-        size = default_bucket_bytes(self._device)
-        self._rank = EngineRank(self.engine, self._store, index, timeout_s, size, self._device)
+        self._rank = EngineRank(self.engine, self._store, index, timeout_s)
+        self._device = self._rank.device
         self._link: Link | None = None
         self._group_number = self._plan_number = 0
         self._engine_state: EngineState | None = None  # after the last sync, if it is needed

@@ -90,9 +90,9 @@ class Dense:
         assert source is not None
         if name not in source.merged:
             return source.shards[name]
-        with transport.guard.collective(f"gathering the adapter of {name!r}"):
-            self.bytes_gathered += source.bytes_gathered(name)
-            return source.merge(name, spec, self.rank, box)
+        merged, num_bytes = source.merge(name, spec, self.rank, box, transport.guard)
+        self.bytes_gathered += num_bytes
+        return merged
 
     def _update_scales(
         self, transport: Transport, weights: Weights, moving: list[Exchange]

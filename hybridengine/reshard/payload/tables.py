@@ -22,7 +22,7 @@ from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import Chunk, SourceClass
 from hybridengine.sharding.geometry import contiguous_strides
-from hybridengine.sharding.shards import Box, RowRange
+from hybridengine.sharding.shards import Box
 
 ALIGNMENT = 16  # bytes, for vector accesses
 
@@ -142,9 +142,8 @@ class ExchangeBuilder:
         """Return the box of this rank's full shard, or what of it is merged for the chunk."""
         source_class = self.plan.source_classes[name, bucket.engine_dtype]
         shard = int(source_class.senders.shard_of[self.rank])
-        if shard < 0:
-            return (RowRange(0, 0),) * len(source_class.spec.shape)
-        return source_class.spec.box(shard, *(chunk.row_part if bucket.merged else ()))
+        part = chunk.row_part if bucket.merged else (0, 1)
+        return source_class.spec.box(None if shard < 0 else shard, *part)
 
     def _table_rows(self, bucket: Bucket, name: str, chunk: Chunk) -> dict[str, SliceRows]:
         """Return the rows of pack, local and unpack, the same for all sources of a class."""
