@@ -14,6 +14,15 @@ from hybridengine.reshard.payload.tables import Exchange
 from hybridengine.runtime.device import DeviceProgress, Guard
 from hybridengine.sharding.shards import ShardSpec
 
+Pack = Callable[[torch.Tensor], None]
+"""Fills a buffer of the engine's dtype with what this rank sends of a bucket."""
+
+Gather = Callable[[], torch.Tensor]
+"""Returns a full parameter on a rank that trains; collective over these."""
+
+Sizes = Sequence[int]
+"""Bytes to, or from, every rank of the plan."""
+
 
 @dataclass
 class Pending:
@@ -82,18 +91,12 @@ class Transport(ABC):
     bytes_received = bytes_sent = 0
 
     @abstractmethod
-    def post_bucket(
-        self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
-    ) -> Pending:
-        """Start to move a bucket. pack: fills a buffer of the engine's dtype."""
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
+        """Start to move a bucket."""
 
     @abstractmethod
     def post(
-        self,
-        where: str,
-        outgoing: torch.Tensor | None,
-        sent: Sequence[int],
-        received: Sequence[int],
+        self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
     ) -> Pending:
         """Start to move messages. outgoing: uint8, in the order of the receivers; None: none."""
 
@@ -104,13 +107,8 @@ class Transport(ABC):
         """Start to move messages whose sizes only their senders know. headers: one per receiver."""
 
     @abstractmethod
-    def move_full(
-        self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]
-    ) -> torch.Tensor | None:
-        """Return a full parameter on ranks that hold an engine, None elsewhere.
-
-        gather: returns it on a rank that trains; collective over these.
-        """
+    def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor | None:
+        """Return a full parameter on ranks that hold an engine, None elsewhere."""
 
     def check(self, problem: Exception | None) -> None:
         """Raise on this rank, or where ranks agree on every step on all, if there is a problem."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,7 +21,7 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.reshard.errors import LinkError
 from hybridengine.reshard.payload.message import HEADER_BYTES, Header
 from hybridengine.reshard.payload.tables import Exchange
-from hybridengine.reshard.payload.transport import Pending, Transport
+from hybridengine.reshard.payload.transport import Gather, Pack, Pending, Sizes, Transport
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.transport.link import Link
 from hybridengine.runtime.all_ranks import all_gather_values
@@ -82,9 +82,7 @@ class TrainersEnd(Transport):
         except LinkError as error:
             self.failure = error
 
-    def post_bucket(
-        self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
-    ) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         if self._is_out:
             return Pending(list)
         sizes = self._sizes[id(exchange)]
@@ -96,9 +94,8 @@ class TrainersEnd(Transport):
         return Pending(list)
 
     def post(
-        self, where: str, outgoing: torch.Tensor | None, sent: Sequence[int],
-        received: Sequence[int],
-    ) -> Pending:  # fmt: skip
+        self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
+    ) -> Pending:
         own = np.array(sent[self._num_trainers :], np.int64)
         with self.guard.collective(f"exchanging the sizes of {where}"):
             sizes = _of_all_trainers(own)
@@ -137,7 +134,7 @@ class TrainersEnd(Transport):
             self.progress.mark(phase)
         return []
 
-    def move_full(self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]) -> None:
+    def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> None:
         full = gather()
         if self.failure:
             return
@@ -187,15 +184,12 @@ class EnginesEnd(Transport):
         self._checksums: list[torch.Tensor] = []  # of each message, by trainer
         self._messages: list[str] = []
 
-    def post_bucket(
-        self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
-    ) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         return self._post(where, exchange.bytes_received, self._staging_bytes)
 
     def post(
-        self, where: str, outgoing: torch.Tensor | None, sent: Sequence[int],
-        received: Sequence[int],
-    ) -> Pending:  # fmt: skip
+        self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
+    ) -> Pending:
         return self._post(where, received)
 
     def post_delta(
@@ -232,9 +226,7 @@ class EnginesEnd(Transport):
             self._checksums.append(torch.stack([bit_checksum(part) for part in parts]))
             self._messages.append(where)
 
-    def move_full(
-        self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
+    def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor:
         size = math.prod(spec.shape) * spec.dtype.itemsize
         with self.link.collective(f"receiving {name!r} in full"):
             full = self.link.receive_full(size)
