@@ -7,7 +7,8 @@ and "trainers/T" (processes). Each engine writes its own keys:
     engine/I/back           (incarnation, sync): a dropped engine is back since that sync
     layout/DIGEST           EngineLayout
     S/A/ready/I.N/R         rank R waits for attempt A of sync S (I.N: engine, incarnation)
-    S/A/done/I.N/R          rank R has received everything
+    S/A/moving/I.N/R        rank R has received everything
+    S/A/committing/I.N/R    rank R has finished its update
     S/state/I.N             Holding of the engine, or why it failed
     S/committed/I.N/R       the weight version of rank R has moved
 """
