@@ -14,13 +14,11 @@ def default_bucket_bytes(device: torch.device) -> int:
     On a CPU 64 MiB, which stays near the caches. On a GPU a bucket has a fixed cost on the host, so
     that larger ones are faster: a sixteenth of the free memory, at most 1 GiB.
     """
-    return bucket_bytes_of(free_bytes(device)) if device.type == "cuda" else _MIN_BYTES
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes of a CUDA device that are free, or cached by torch."""
+    if device.type != "cuda":
+        return _MIN_BYTES
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return bucket_bytes_of(free + cached)
 
 
 def bucket_bytes_of(free: int) -> int:

@@ -17,7 +17,6 @@ from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.source.changes import Found
 from hybridengine.reshard.source.trained import TrainedTensors
 from hybridengine.reshard.target import write_constants
-from hybridengine.reshard.verify import Mismatch, find_mismatches
 from hybridengine.sharding.geometry import contiguous_strides
 from hybridengine.sharding.weight_target import WeightTarget
 
@@ -44,23 +43,15 @@ class Mover:
     ) -> None:
         self.plan, self._rank, self._device = plan, rank, device
         self._source, self._engine = source, engine
-        placements = source.placements if source else {}
-        strides = {n: p.local_stride for n, p in placements.items()} or self._contiguous_strides()
+        self._placements = source.placements if source else {}
+        strides = {n: p.local_stride for n, p in self._placements.items()}
         self.builder = builder(plan, rank, strides, device)
         self.dense = Dense(self.builder, source)
 
     @cached_property
     def _delta(self) -> Delta:
-        strides = self._contiguous_strides()
+        strides = {n: contiguous_strides(p.local_shape) for n, p in self._placements.items()}
         return Delta(ExchangeBuilder(self.plan, self._rank, strides, self._device))
-
-    def _contiguous_strides(self) -> dict[str, tuple[int, ...]]:
-        placements = self._source.placements if self._source else {}
-        shapes = {n: p.local_shape for n, p in placements.items()}
-        return {
-            n: contiguous_strides(shapes.get(n, spec.shape))
-            for n, spec in self.plan.sources.items()
-        }
 
     def move(
         self,
@@ -112,12 +103,3 @@ class Mover:
         assert self._source is not None
         with transport.guard.collective(f"gathering {name!r} in full"):
             return self._source.unsharded(name)
-
-    def find_mismatches(
-        self, transport: Transport, weights: Mapping[str, torch.Tensor]
-    ) -> list[Mismatch]:
-        """Return the slices of this rank's engine whose checksums differ from their sources'.
-
-        Collective; as `move`.
-        """
-        return find_mismatches(transport, self.dense, self._source, weights, self._device)

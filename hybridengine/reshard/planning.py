@@ -8,7 +8,6 @@ from hybridengine.reshard.commit.records import PlanInputs, SyncStore
 from hybridengine.reshard.plan.configuration import check_configuration, in_words
 from hybridengine.reshard.plan.coverage import check_casts, check_sources
 from hybridengine.reshard.plan.planner import ReshardPlan, build_plan
-from hybridengine.sharding.adapter import adapter_factors
 from hybridengine.sharding.layout import EngineLayout, LayoutError
 from hybridengine.sharding.shards import ShardSpec
 
@@ -24,9 +23,8 @@ def make_plan(
     A trainer's engine layout is empty. The receiving rank is in no trainer's node. The arguments
     except `inputs` and `store` are those of `WeightTarget`. Raises LayoutError as `build_plan`.
     """
-    factors = adapter_factors(inputs.adapters)
     layouts = [
-        store.get(f"layout/{digest}", EngineLayout).with_full_tensors(factors)
+        store.get(f"layout/{digest}", EngineLayout).with_full_tensors(inputs.factors)
         for _, digest in sorted(inputs.layouts.items())
     ]
     nodes = [*inputs.nodes, *[max(inputs.nodes) + 1] * len(layouts)]

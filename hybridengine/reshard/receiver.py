@@ -20,7 +20,6 @@ from hybridengine.reshard.commit.records import (
     Transfer,
 )
 from hybridengine.reshard.errors import CorruptDeltaError, LinkError, RankFailedError, ReshardError
-from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.planning import make_plan
 from hybridengine.reshard.report import SyncReport
@@ -28,9 +27,10 @@ from hybridengine.reshard.target import EngineState, engine_weights
 from hybridengine.reshard.transport.between_worlds import EnginesEnd
 from hybridengine.reshard.transport.link import GroupLink, Link, Place
 from hybridengine.reshard.transport.memory_link import MemoryLink
+from hybridengine.reshard.verify import find_mismatches
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import one_line
-from hybridengine.sharding.adapter import adapter_factors, adapters_of_factors
+from hybridengine.sharding.adapter import adapters_of_factors
 from hybridengine.sharding.layout import LayoutError
 from hybridengine.sharding.weight_target import HasTarget, WeightTarget, target_of
 
@@ -55,9 +55,8 @@ class WeightReceiver:
     ) -> None:
         self.engine, self.index = target_of(engine), index
         self._store, self._timeout_s = SyncStore(store), timeout_s
-        self._device = next((t.device for t in self.engine.weights().values()), torch.device("cpu"))
-        size = default_bucket_bytes(self._device)
-        self._rank = EngineRank(self.engine, self._store, index, timeout_s, size, self._device)
+        self._rank = EngineRank(self.engine, self._store, index, timeout_s)
+        self._device = self._rank.device
         self._link: Link | None = None
         self._group_number = self._plan_number = 0
         self._engine_state: EngineState | None = None  # after the last sync, if it is needed
@@ -214,15 +213,15 @@ class WeightReceiver:
     def _transfer(self, transfer: Transfer, state: SyncState, link: Link) -> tuple[int, int]:
         """Receive everything. Return (bytes received, bytes sent)."""
         progress = DeviceProgress(link, self._device, limit_s=0.8 * self._timeout_s)
-        adapters = self._inputs.adapters
-        weights = engine_weights(self.engine, self._device, adapter_factors(adapters))
+        scales = self._inputs.scales
+        weights = engine_weights(self.engine, self._device, self._inputs.factors)
         self._transport.begin(link, progress)
         moved = self._mover.move(self._transport, transfer.order, state.version, weights, None)
         if transfer.order.verify:
             progress.wait()
             self._verify(link, weights)
-        if adapters:
-            self.engine.load_adapters(adapters_of_factors(adapters, weights), state.version)
+        if scales:
+            self.engine.load_adapters(adapters_of_factors(scales, weights), state.version)
         progress.mark("waiting for the device before committing")
         progress.wait()
         return moved
@@ -256,7 +255,7 @@ class WeightReceiver:
         self._link = None
 
     def _verify(self, link: Link, weights: dict[str, torch.Tensor]) -> None:
-        if wrong := self._mover.find_mismatches(self._transport, weights):
+        if wrong := find_mismatches(self._transport, self._mover.dense, weights):
             link.phase = "verifying"
             raise ReshardError(
                 f"the checksum of engine tensor {wrong[0][1]!r} on {self._rank.name} differs from "

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.commit.records import Order
-from hybridengine.reshard.errors import ReshardError
+from hybridengine.reshard.errors import ReshardError, operation
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
+from hybridengine.reshard.payload.tables import PullBuilder
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.planning import plan_sync
 from hybridengine.reshard.report import SyncReport
@@ -26,7 +27,13 @@ from hybridengine.reshard.target import EngineState, engine_weights
 from hybridengine.reshard.trainers import Trainers
 from hybridengine.reshard.transport.in_world import AllToAll, Pull, pull_bytes, raise_if_any
 from hybridengine.reshard.transport.shared_memory import share_memory
-from hybridengine.reshard.verify import Mismatch, find_unstable, from_all_ranks, warn_of_nan
+from hybridengine.reshard.verify import (
+    Mismatch,
+    find_mismatches,
+    find_unstable,
+    from_all_ranks,
+    warn_of_nan,
+)
 from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value, run_on_all_ranks
 from hybridengine.runtime.device import DeviceProgress
 from hybridengine.runtime.failures import machine_id
@@ -78,7 +85,8 @@ class Resharder:
         self._trainers = trainers = Trainers(parameters, adapters, merge, delta, timeout_s)
         self.rank, self.world_size = trainers.rank, trainers.world_size
         self._trained, self._guard = trainers.model, trainers.guard
-        with trainers.operation("planning the syncs", "comparing models and engines"):
+        doing = operation(self._guard, "planning the syncs")
+        with doing, self._guard.collective("comparing models and engines"):
             trainers.compare()
             self._make_plan(bucket_bytes)
         self._engine_state: EngineState | None = None  # after the last sync; None: write everything
@@ -130,15 +138,15 @@ class Resharder:
         ends = self._guard, self._progress, self._device, self.plan.staging_bytes, merges
         machines = all_gather_values(machine_id(), str)
         if len(set(machines)) == 1 and any(self.plan.bytes_sent):
-            mover = make(Pull.builder)
-            assert isinstance(mover.builder, Pull.builder)
+            mover = make(PullBuilder)
+            assert isinstance(mover.builder, PullBuilder)
             if memory := share_memory(pull_bytes(mover.builder), self._device):
                 pull = Pull(*ends)
                 pull.memory = memory
                 return pull, mover
         # An engine that sleeps needs the memory for its KV cache.
         keeps = self._device.type == "cuda" and not self.engine.discards_weights
-        return AllToAll(*ends, keeps_staging=keeps), make(AllToAll.builder)
+        return AllToAll(*ends, keeps_staging=keeps), make()
 
     # Sync
 
@@ -161,8 +169,8 @@ class Resharder:
         """
         started = time.perf_counter()
         to = self._next_version if version is None else version
-        name = f"the sync to version {to}"
-        with self._trainers.operation(name, advice=_PARTIALLY_UPDATED), torch.no_grad():
+        syncing = operation(self._guard, f"the sync to version {to}", _PARTIALLY_UPDATED)
+        with syncing, torch.no_grad():
             version, intact = self._trainers.start(
                 version, self._check, _PLAN_AGAIN, self._next_version, self._writes_parts
             )
@@ -178,7 +186,8 @@ class Resharder:
                     self._finish_on_device("before verifying")
                     self._verify()
                 if self._trained.unmerged:
-                    adapters = adapters_of_factors(self._trained.unmerged, self._weights)
+                    scales = {n: a.scale for n, a in self._trained.unmerged.items()}
+                    adapters = adapters_of_factors(scales, self._weights)
                     self.engine.load_adapters(adapters, version)
                 self._finish_on_device("before committing")
         if self._writes_parts:
@@ -221,7 +230,7 @@ class Resharder:
     def _verify(self) -> None:
         """Raise ReshardError on every rank if an engine tensor differs from its source."""
         with self._guard.collective("verifying"):
-            own = self._mover.find_mismatches(self._transport, self._weights)
+            own = find_mismatches(self._transport, self._mover.dense, self._weights)
             mismatches = from_all_ranks(own, Mismatch)
             if self.plan.fallback:
                 loaded = self.engine.layout.by_loader & self._weights.keys()

@@ -20,7 +20,7 @@ from hybridengine.reshard.commit.records import (
     SyncStore,
     Transfer,
 )
-from hybridengine.reshard.errors import LinkError, ReshardError
+from hybridengine.reshard.errors import LinkError, ReshardError, operation
 from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.reshard.move import Mover
 from hybridengine.reshard.payload.delta import group_size
@@ -32,9 +32,9 @@ from hybridengine.reshard.source.changes import ChangeFinder, DeltaMode, Found
 from hybridengine.reshard.source.trained import Parameters
 from hybridengine.reshard.trainers import Trainers
 from hybridengine.reshard.transport.between_worlds import TrainersEnd
-from hybridengine.reshard.transport.link import GroupLink, Link, Place
-from hybridengine.reshard.transport.memory_link import MemoryLink, feeders_of
-from hybridengine.reshard.verify import warn_of_nan
+from hybridengine.reshard.transport.link import GroupLink, Link, Place, feeders_of
+from hybridengine.reshard.transport.memory_link import MemoryLink
+from hybridengine.reshard.verify import find_mismatches, warn_of_nan
 from hybridengine.runtime.all_ranks import (
     all_gather_values,
     broadcast_value,
@@ -102,7 +102,8 @@ class WeightSender:
         self._trained, self._guard = trainers.model, trainers.guard
         self._store, self._config, self._timeout_s = SyncStore(store), config, timeout_s
         self._bucket_bytes = bucket_bytes
-        with trainers.operation("making the sender", "comparing trainers"):
+        making = operation(self._guard, "making the sender")
+        with making, self._guard.collective("comparing trainers"):
             trainers.compare()
             self._device = trainers.device
             self._processes = all_gather_values(this_process(), str)
@@ -177,7 +178,7 @@ class WeightSender:
     def _operation(self, version: int) -> Iterator[None]:
         """Tell the engines where a sync fails; RankFailedError where a trainer is lost."""
         try:
-            with self._trainers.operation(f"the sync to version {version}"):
+            with operation(self._guard, f"the sync to version {version}"):
                 yield
         except BaseException as error:
             self._close_link()
@@ -276,7 +277,7 @@ class WeightSender:
         found = delta.found if delta else None
         moved = self._mover.move(transport, transfer.order, version, {}, found)
         if transfer.order.verify:
-            self._mover.find_mismatches(transport, {})
+            find_mismatches(transport, self._mover.dense, {})
             with self._guard.collective("looking for NaN"):
                 warn_of_nan(self._trained.shards)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,9 +30,15 @@ class EngineState(NamedTuple):
     checksums: Mapping[str, int]
 
     @classmethod
-    def of(cls, engine: WeightTarget) -> EngineState:
-        """Read the current state of an engine."""
-        return cls._of(engine, {})
+    def of(
+        cls, engine: WeightTarget, known: Mapping[str, int] = MappingProxyType({})
+    ) -> EngineState:
+        """Return the current state of an engine. known: checksums that are not read."""
+        weights = engine.weights()
+        names = (engine.layout.destinations | engine.layout.scales).keys()
+        read = [name for name in names if name not in known]
+        checksums = dict(zip(read, bit_checksums([weights[name] for name in read]), strict=True))
+        return cls(engine.weight_version, engine.updates_begun, {**checksums, **known})
 
     @classmethod
     def after(
@@ -51,15 +58,7 @@ class EngineState(NamedTuple):
             for name in without_aliases(weights)
             if name in growth and weights[name].is_contiguous()
         }
-        return cls._of(engine, known)
-
-    @classmethod
-    def _of(cls, engine: WeightTarget, known: Mapping[str, int]) -> EngineState:
-        weights = engine.weights()
-        names = (engine.layout.destinations | engine.layout.scales).keys()
-        read = [name for name in names if name not in known]
-        checksums = dict(zip(read, bit_checksums([weights[name] for name in read]), strict=True))
-        return cls(engine.weight_version, engine.updates_begun, {**checksums, **known})
+        return cls.of(engine, known)
 
     def is_kept_by(self, engine: WeightTarget) -> bool:
         """Return whether nothing has written to the engine's tensors, or discarded them, since."""
@@ -82,7 +81,7 @@ def without_aliases(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
 
 
 def engine_weights(
-    engine: WeightTarget, device: torch.device, factors: Mapping[str, torch.Tensor]
+    engine: WeightTarget, device: torch.device, factors: Mapping[str, torch.Tensor | TensorSpec]
 ) -> dict[str, torch.Tensor]:
     """Return the engine's tensors by the names of its layout, and new memory for `factors`.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.errors import PlanOutdatedError, ReshardError, operation
+from hybridengine.reshard.errors import PlanOutdatedError, ReshardError
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.senders import ranks_per_node
 from hybridengine.reshard.source.changes import (
@@ -113,18 +112,6 @@ class Trainers:
         if not limit:
             return None
         return ChangeFinder(plan, self.rank, self.model, self.guard, limit)
-
-    @contextmanager
-    def operation(self, name: str, phase: str = "", advice: str = "") -> Iterator[None]:
-        """Collectives of one purpose; RankFailedError where another rank makes one fail.
-
-        phase: of those that have no name of their own.
-        """
-        with (
-            operation(self.guard, name, advice),
-            self.guard.collective(phase) if phase else nullcontext(),
-        ):
-            yield
 
     def start(
         self,

@@ -32,18 +32,13 @@ _SUM_BYTES = 8
 
 
 def find_mismatches(
-    transport: Transport,
-    dense: Dense,
-    source: TrainedTensors | None,
-    weights: Mapping[str, torch.Tensor],
-    device: torch.device,
+    transport: Transport, dense: Dense, weights: Mapping[str, torch.Tensor]
 ) -> list[Mismatch]:
     """Return all slices that differ in this rank's engine; collective.
 
-    dense: what this rank has moved. source: None on a rank that only holds an engine. weights: of
-    this rank's engine; {} for none.
+    dense: what this rank has moved. weights: of this rank's engine; {} for none.
     """
-    plan, rank = dense.plan, dense.rank
+    plan, rank, source, device = dense.plan, dense.rank, dense.source, dense.scales.scale.device
     arriving: list[_Write] = []
     leaving: list[_Write] = []
     for bucket in plan.buckets:

@@ -26,9 +26,16 @@ class StreamPoint(Protocol):
 
 
 class Guard(Protocol):
-    """What is asked about the other ranks, as `CollectiveGuard`."""
+    """What is asked about the other ranks, as `CollectiveGuard`.
 
-    def collective(self, phase: str) -> AbstractContextManager[None]:
+    phase: what this rank does now, for messages.
+    """
+
+    phase: str
+
+    def collective(
+        self, phase: str, timeout_s: float | None = None
+    ) -> AbstractContextManager[None]:
         """Raise CollectiveError if what runs inside fails because of another rank."""
 
     def lost_rank(self) -> object | None:

@@ -86,15 +86,15 @@ def adapter_factors(adapters: Mapping[str, Adapter]) -> dict[str, torch.Tensor]:
 
 
 def adapters_of_factors(
-    adapters: Mapping[str, Adapter], factors: dict[str, torch.Tensor]
+    scales: Mapping[str, float], factors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, Adapter]]:
     """Yield each adapter by parameter name with its factors taken (removed) from `factors`.
 
-    adapters: gives names and scales. factors: named as `adapter_factors` names them.
+    scales: by parameter. factors: named as `adapter_factors` names them.
     """
-    for name, adapter in adapters.items():
+    for name, scale in scales.items():
         left, right = (factors.pop(f"{name}.{side}") for side in ("left", "right"))
-        yield name, Adapter(left, right, adapter.scale)
+        yield name, Adapter(left, right, scale)
 
 
 def _sharded_alike(factor: torch.Tensor, base: torch.Tensor, axis: int) -> bool:

@@ -94,7 +94,7 @@ class EngineLayout:
             dict(sorted(self.quantized.items())),
         )
 
-    def with_full_tensors(self, tensors: Mapping[str, torch.Tensor]) -> EngineLayout:
+    def with_full_tensors(self, tensors: Mapping[str, torch.Tensor | TensorSpec]) -> EngineLayout:
         """Return this layout plus each of `tensors`, unsharded and contiguous, by its own name."""
         added = identity_layout(
             {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}

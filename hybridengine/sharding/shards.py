@@ -122,8 +122,13 @@ class ShardSpec:
         start, stop = self.box(0)[self.row_dim]
         return stop - start
 
-    def box(self, shard: int, part: int = 0, num_parts: int = 1) -> Box:
-        """Return the positions of a shard, or of one of `num_parts` nearly equal parts of it."""
+    def box(self, shard: int | None, part: int = 0, num_parts: int = 1) -> Box:
+        """Return the positions of a shard, or of one of `num_parts` nearly equal parts of it.
+
+        shard: None for no positions.
+        """
+        if shard is None:
+            return (RowRange(0, 0),) * len(self.shape)
         ranges = [RowRange(0, size) for size in self.shape]
         for split in reversed(self.splits):
             shard, chunk = divmod(shard, split.num_chunks)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hybridengine.reshard import Resharder
+from hybridengine.reshard.transport.in_world import Pull
 from hybridengine.rollout.engine import RolloutEngine
 from hybridengine.sharding import EngineLayout, tp_groups
 from hybridengine.sharding.layout import Quantized
@@ -105,7 +106,7 @@ def build(
     }
     with pulling(transport == "pull"):
         resharder = Resharder(lambda: shards, engine, bucket_bytes, **options)
-    assert world_size == 1 or resharder._transport.name == transport
+    assert world_size == 1 or isinstance(resharder._transport, Pull) == (transport == "pull")
     return engine, shards, resharder
 
 

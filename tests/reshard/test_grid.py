@@ -27,6 +27,7 @@ from hybridengine.kernels.block_quantize import block_quantize
 from safetensors.torch import load_file, save_file
 
 from hybridengine.reshard import Resharder, WeightReceiver, WeightSender
+from hybridengine.reshard.transport.in_world import Pull
 from hybridengine.sharding import EngineLayout, tp_groups
 from hybridengine.sharding.adapter import Adapter
 from hybridengine.sharding.shards import local_shard
@@ -278,7 +279,7 @@ def in_world_body(
         for version in trainer.steps(STEPS[case.payload]):
             reports.append(resharder.sync(version))
             wrong += differing(given, case, engine, version)
-        transport_used = resharder._transport.name
+        transport_used = "pull" if isinstance(resharder._transport, Pull) else "all-to-all"
         results.append(_result(reports, transport_used) | {"wrong": wrong})
     return results
 

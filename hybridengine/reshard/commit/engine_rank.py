@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hybridengine.reshard.commit.records import EngineInfo, Holding, SyncState, SyncStore, Transfer
 from hybridengine.reshard.errors import RankFailedError, ReshardError
+from hybridengine.reshard.memory import default_bucket_bytes
 from hybridengine.runtime.all_ranks import (
     all_gather_values,
     broadcast_value,
@@ -36,22 +37,15 @@ T = TypeVar("T")
 class EngineRank:
     """This process as a rank of engine number `index`. Making it joins; collective.
 
-    bucket_bytes: this rank's default. device: of the weights.
-
     Attributes:
+        device: of the weights.
         phase: what this rank does now, for messages.
         name: of this rank, for messages.
         info: what the engine has told the trainers.
     """
 
     def __init__(
-        self,
-        engine: WeightTarget,
-        store: SyncStore,
-        index: int,
-        timeout_s: float,
-        bucket_bytes: int,
-        device: torch.device,
+        self, engine: WeightTarget, store: SyncStore, index: int, timeout_s: float
     ) -> None:
         has_world = dist.is_initialized()
         self.rank = dist.get_rank() if has_world else 0
@@ -62,7 +56,8 @@ class EngineRank:
         self._guard = CollectiveGuard(self.rank, self.world_size)
         self._known_trainers: tuple[int, list[str]] = (0, [])
         self.last = 0  # number of the last sync that it took part in
-        self.info = self._join(engine, bucket_bytes, device)
+        self.device = next((t.device for t in engine.weights().values()), torch.device("cpu"))
+        self.info = self._join(engine)
 
     # Engine's world
 
@@ -129,19 +124,19 @@ class EngineRank:
         with self._collective(timeout_s):
             return run_on_all_ranks(fn, error_type)
 
-    def _join(self, engine: WeightTarget, bucket_bytes: int, device: torch.device) -> EngineInfo:
-        digest = engine.layout.digest()
+    def _join(self, engine: WeightTarget) -> EngineInfo:
+        digest, bucket_bytes = engine.layout.digest(), default_bucket_bytes(self.device)
         if not self._store.has(f"layout/{digest}"):
             self._store.set(f"layout/{digest}", engine.layout)
         count = f"engine/{self._index}/incarnations"
         incarnation = self.on_rank0(lambda: self._store.next_number(count), int)
-        own = this_process(), engine.tp_rank, digest, bucket_bytes, device_id(device)
+        own = this_process(), engine.tp_rank, digest, bucket_bytes, device_id(self.device)
         ranks = self.all_gather(own, tuple[str, int, str, int, str])
         processes, tp_ranks, layouts, sizes, devices = zip(*ranks, strict=True)
         info = EngineInfo(
             self._index, incarnation, processes, tp_ranks, layouts,
             frozenset(engine.optional_parameters), dict(engine.model_config),
-            device.type, devices, min(sizes),
+            self.device.type, devices, min(sizes),
         )  # fmt: skip
         odd = {
             tp for tp, d in zip(tp_ranks, layouts, strict=True) if info.layout_of_tp_rank[tp] != d

@@ -7,7 +7,8 @@ and "trainers/T" (processes). Each engine writes its own keys:
     engine/I/back           (incarnation, sync): a dropped engine is back since that sync
     layout/DIGEST           EngineLayout
     S/A/ready/I.N/R         rank R waits for attempt A of sync S (I.N: engine, incarnation)
-    S/A/done/I.N/R          rank R has received everything
+    S/A/moving/I.N/R        rank R has received everything
+    S/A/committing/I.N/R    rank R has finished its update
     S/state/I.N             Holding of the engine, or why it failed
     S/committed/I.N/R       the weight version of rank R has moved
 """
@@ -20,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from hybridengine.reshard.errors import RankFailedError
@@ -29,7 +29,8 @@ from hybridengine.reshard.source.changes import covers
 from hybridengine.runtime.failures import STORE_GONE, one_line, process_state
 from hybridengine.runtime.messages import MessageError
 from hybridengine.runtime.signed_store import SignedStore
-from hybridengine.sharding.adapter import Adapter
+from hybridengine.sharding.adapter import Adapter, adapter_factors
+from hybridengine.sharding.layout import TensorSpec
 from hybridengine.sharding.shards import Holders, ShardSpec
 
 _PREFIX = "hybridengine/disaggregated"
@@ -101,44 +102,22 @@ class Generations(NamedTuple):
     trained: int
 
 
-class FactorSpec(NamedTuple):
-    """An adapter that is sent in addition to the weights: shapes of its factors, and its scale."""
-
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    dtypes: tuple[torch.dtype, torch.dtype]
-    scale: float
-
-    @classmethod
-    def of(cls, adapter: Adapter) -> FactorSpec:
-        left, right = adapter.left, adapter.right
-        shapes = tuple(left.shape), tuple(right.shape)
-        return cls(*shapes, (left.dtype, right.dtype), adapter.scale)
-
-    @property
-    def adapter(self) -> Adapter:
-        """The adapter without values, on the meta device."""
-        left, right = (
-            torch.empty(shape, dtype=dtype, device="meta")
-            for shape, dtype in zip(self[:2], self.dtypes, strict=True)
-        )
-        return Adapter(left, right, self.scale)
-
-
 @dataclass(frozen=True)
 class PlanInputs:
     """All that the plan is made from; every trainer and engine rank computes the plan itself.
 
     shards: parameter → its placement, without holders. holders, holders_of: the holders, once for
     all parameters that have the same ones, and parameter → their index. layouts: digest by TP rank.
-    factors: parameter → adapter that is not merged.
+    factors, scales: of the adapters that are not merged, named as `adapter_factors` names them, and
+    by parameter.
     """
 
     shards: Mapping[str, ShardSpec]
     holders: Sequence[Holders]
     holders_of: Mapping[str, int]
     layouts: Mapping[int, str]
-    factors: Mapping[str, FactorSpec]
+    factors: Mapping[str, TensorSpec]
+    scales: Mapping[str, float]
     bucket_bytes: int
     nodes: Sequence[int]
 
@@ -152,14 +131,10 @@ class PlanInputs:
         index = {i: k for k, i in enumerate(distinct)}
         shards = {name: replace(s, holders=()) for name, s in specs.items()}
         holders_of = {name: index[id(s.holders)] for name, s in specs.items()}
-        factors = {name: FactorSpec.of(adapter) for name, adapter in adapters.items()}
+        factors = {name: TensorSpec.of(t) for name, t in adapter_factors(adapters).items()}
+        scales = {name: adapter.scale for name, adapter in adapters.items()}
         holders = list(distinct.values())
-        return cls(shards, holders, holders_of, layouts, factors, bucket_bytes, nodes)
-
-    @cached_property
-    def adapters(self) -> dict[str, Adapter]:
-        """Parameter → its adapter without values."""
-        return {name: spec.adapter for name, spec in self.factors.items()}
+        return cls(shards, holders, holders_of, layouts, factors, scales, bucket_bytes, nodes)
 
     @cached_property
     def specs(self) -> dict[str, ShardSpec]:

@@ -56,16 +56,15 @@ class DeltaGroup:
 
     def __init__(self, builder: ExchangeBuilder, bucket: Bucket) -> None:
         rows = builder.rows(bucket)
-        tables = (rows.pack, rows.local, rows.unpack)
         self._pack, self._local, self._unpack = (
-            ChangeTable(torch.from_numpy(table), builder.device) for table in tables
+            ChangeTable(torch.from_numpy(table), builder.device)
+            for table in (rows.pack, rows.local, rows.unpack)
         )
-        dtype = bucket.engine_dtype
+        self._destinations, self._receive_counts = rows.destinations, rows.receive_counts
+        self._dtype = dtype = bucket.engine_dtype
         self.parts = [Part(n, dtype, b if bucket.merged else None) for n, b in rows.sources]
-        self._destinations, self._dtype = rows.destinations, dtype
         # Where the elements of each rank begin in the order of sending, and the end.
         self._send_starts = [0, *itertools.accumulate(rows.send_counts)]
-        self._receive_counts = rows.receive_counts
         self.checksums = Counter[str]()
 
     def _lists(self, changes: Changes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -103,11 +102,11 @@ class DeltaGroup:
         changes: tuple[list[torch.Tensor], list[torch.Tensor]],
         weights: Weights,
     ) -> None:
-        grown = table.scatter(*changes, [weights[name] for name in self._destinations])
+        names = self._destinations
+        grown = table.scatter(*changes, [weights[name] for name in names])
         self.checksums_known &= grown is not None
         if grown is not None:
-            for name, growth in zip(self._destinations, grown.tolist(), strict=True):
-                self.checksums[name] += growth
+            self.checksums.update(dict(zip(names, grown.tolist(), strict=True)))
 
 
 class Delta:

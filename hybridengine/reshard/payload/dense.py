@@ -25,13 +25,13 @@ class Dense:
     """The exchanges of one rank. source: None on a rank that only holds an engine.
 
     Attributes:
-        plan, rank: as of `builder`. exchanges: one per bucket, built once. scales: of quantized
-          tensors.
+        plan, rank: as of `builder`. source: what this rank reads. exchanges: one per bucket, built
+          once. scales: of quantized tensors.
         bytes_gathered: received to merge adapters in the last `run`.
     """
 
     def __init__(self, builder: ExchangeBuilder, source: TrainedTensors | None) -> None:
-        self.plan, self.rank, self._source = builder.plan, builder.rank, source
+        self.plan, self.rank, self.source = builder.plan, builder.rank, source
         self.scales = builder.scales
         self.exchanges = [builder.build(bucket) for bucket in builder.plan.buckets]
         self.bytes_gathered = 0
@@ -81,25 +81,25 @@ class Dense:
 
     def _sources(self, transport: Transport, exchange: Exchange) -> list[torch.Tensor]:
         """Return the tensors to pack from: this rank's shards, or boxes of them, merged."""
-        if self._source is None:
+        if self.source is None:
             return []
         return [self._read(transport, name, box) for name, box in exchange.sources]
 
     def _read(self, transport: Transport, name: str, box: Box) -> torch.Tensor:
-        source, spec = self._source, self.plan.sources[name]
+        source, spec = self.source, self.plan.sources[name]
         assert source is not None
         if name not in source.merged:
             return source.shards[name]
-        with transport.guard.collective(f"gathering the adapter of {name!r}"):
-            self.bytes_gathered += source.bytes_gathered(name)
-            return source.merge(name, spec, self.rank, box)
+        merged, num_bytes = source.merge(name, spec, self.rank, box, transport.guard)
+        self.bytes_gathered += num_bytes
+        return merged
 
     def _update_scales(
         self, transport: Transport, weights: Weights, moving: list[Exchange]
     ) -> None:
         """Compute the scales of quantized tensors; write those of the engine."""
         scales, guard = self.scales, transport.guard
-        if self._source is not None:
+        if self.source is not None:
             guard.phase = "finding the scales of quantized weights"
             scales.begin()
             for exchange in moving:

@@ -79,19 +79,12 @@ class BlockScales:
         self._absmax = torch.zeros(starts[-1], dtype=torch.int32, device=device)
         self._of_layout = [self.scale[a:b] for a, b in itertools.pairwise(starts)]
         for name, dtype in plan.source_classes:
-            if dtype == QUANTIZED_DTYPE:
-                self._check(name)
-
-    def __len__(self) -> int:
-        return self.scale.numel()
-
-    def _check(self, name: str) -> None:
-        source = self._plan.sources[name].dtype
-        if source not in _FLOATS:
-            raise LayoutError(
-                f"parameter {name!r} is {source}; expected float32, bfloat16 or float16, which "
-                "are quantized for the engine"
-            )
+            source = plan.sources[name].dtype
+            if dtype == QUANTIZED_DTYPE and source not in _FLOATS:
+                raise LayoutError(
+                    f"parameter {name!r} is {source}; expected float32, bfloat16 or float16, which "
+                    "are quantized for the engine"
+                )
 
     # Tables
 
@@ -236,9 +229,6 @@ class QuantizingTable:
 
     def __init__(self, table: BlockTable, scales: BlockScales) -> None:
         self._table, self._scales = table, scales
-
-    def __len__(self) -> int:
-        return len(self._table)
 
     def copy(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
         self._table.quantize(sources, destinations, self._scales.scale, self._scales.dtype)

@@ -62,22 +62,16 @@ def encode(
     positions: ascending, int64 [K]. values: [K], of 16 bits. cuts: where the changes of each
     message begin, and K. starts: the first position of the elements of each message, and their end.
     """
-    gaps = [
-        encode_gaps(positions[low:high], start) if low < high else (positions.new_empty(0), 1)
-        for low, high, start in zip(cuts, cuts[1:], starts, strict=False)
-    ]
-    headers = [
-        Header(*versions, high - low, width, len(fields), 0)
-        for low, high, (fields, width) in zip(cuts, cuts[1:], gaps, strict=False)
-    ]
-    outgoing = positions.new_empty(sum(h.num_bytes for h in headers), dtype=torch.uint8)
-    messages = outgoing.split([header.num_bytes for header in headers])
-    for low, header, message, (fields, _) in zip(cuts, headers, messages, gaps, strict=False):
-        end = 2 * header.num_changes
-        message[:end] = values[low : low + header.num_changes].view(torch.uint8)
-        message[end : end + header.gap_bytes] = fields
-        message[end + header.gap_bytes :] = 0
-    checksums = bit_checksums(messages)
+    headers, nothing = list[Header](), positions.new_empty(0, dtype=torch.uint8)
+    pieces = [nothing]
+    for low, high, start in zip(cuts, cuts[1:], starts, strict=False):
+        gaps, width = encode_gaps(positions[low:high], start) if low < high else (nothing, 1)
+        header = Header(*versions, high - low, width, len(gaps), 0)
+        padding = nothing.new_zeros(header.num_bytes - 2 * header.num_changes - len(gaps))
+        pieces += [values[low:high].view(torch.uint8), gaps, padding]
+        headers.append(header)
+    outgoing = torch.cat(pieces)
+    checksums = bit_checksums(outgoing.split([header.num_bytes for header in headers]))
     return [h._replace(checksum=c) for h, c in zip(headers, checksums, strict=True)], outgoing
 
 

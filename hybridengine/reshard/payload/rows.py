@@ -28,9 +28,8 @@ class SliceRows(NamedTuple):
     numel: np.ndarray  # [S]
 
     def elements_by_rank(self, world_size: int) -> list[int]:
-        counts = np.zeros(world_size, np.int64)
-        np.add.at(counts, self.ranks, self.numel)
-        return counts.tolist()
+        counts = np.bincount(self.ranks, self.numel, world_size)
+        return counts.astype(np.int64).tolist()
 
 
 def joined(parts: list[SliceRows]) -> SliceRows:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,14 +22,15 @@ from hybridengine.reshard.plan.buckets import Bucket
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.plan.source_class import Chunk, SourceClass
 from hybridengine.sharding.geometry import contiguous_strides
-from hybridengine.sharding.shards import Box, RowRange
+from hybridengine.sharding.shards import Box
 
 ALIGNMENT = 16  # bytes, for vector accesses
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Exchange:
-    """The copies of one bucket on one rank.
+
+class Exchange(NamedTuple, Generic[T]):
+    """The copies of one bucket on one rank, in tables of type T.
 
     pack: sources → send buffer. local: sources → engine tensors. unpack: receive buffers → engine
     tensors. sources: (parameter, box of it) that pack and local read. destinations: engine tensors
@@ -41,9 +41,9 @@ class Exchange:
     bucket: Bucket
     sources: list[tuple[str, Box]]
     destinations: list[str]
-    pack: CopyTable | QuantizingTable
-    local: CopyTable | QuantizingTable
-    unpack: CopyTable
+    pack: T
+    local: T
+    unpack: T
     send_counts: list[int]
     receive_counts: list[int]
     measured: BlockTable | None = None
@@ -59,25 +59,11 @@ class Exchange:
         return [count * self.bucket.engine_dtype.itemsize for count in self.receive_counts]
 
 
-class ExchangeRows(NamedTuple):
-    """The tables of an `Exchange` as arrays, int64 [R, 16]; the rest as there.
-
-    Those that an encoding other than `Plain` makes have more columns.
-    """
-
-    sources: list[tuple[str, Box]]
-    destinations: list[str]
-    pack: np.ndarray
-    local: np.ndarray
-    unpack: np.ndarray
-    send_counts: list[int]
-    receive_counts: list[int]
-
-
 class ExchangeBuilder:
     """Builds the exchanges of one rank.
 
-    strides: parameter → strides of this rank's shard, in elements. device: of shards and engine.
+    strides: parameter → strides of this rank's shard, in elements; {} on a rank without shards.
+    device: of shards and engine.
     scales: the encoding of quantized engine tensors.
     """
 
@@ -93,18 +79,25 @@ class ExchangeBuilder:
         self._plain = Plain()
         self._known: dict[tuple, dict[str, SliceRows]] = {}
 
-    def build(self, bucket: Bucket) -> Exchange:
-        rows, device, encoding = self.rows(bucket), self.device, self._encoding(bucket)
-        pack, local = (encoding.table(read, device) for read in (rows.pack, rows.local))
-        unpack = self._plain.table(rows.unpack, device)
-        measured = encoding.measuring([rows.pack, rows.local], device)
-        tables = {"pack": pack, "local": local, "unpack": unpack, "measured": measured}
-        return Exchange(bucket, **rows._asdict() | tables)
+    def build(self, bucket: Bucket) -> Exchange[CopyTable | QuantizingTable]:
+        """Return the exchange that moves all elements of a bucket."""
+        rows: Exchange[Any] = self.rows(bucket)
+        device, encoding = self.device, self._encoding(bucket)
+        return rows._replace(
+            pack=encoding.table(rows.pack, device),
+            local=encoding.table(rows.local, device),
+            unpack=self._plain.table(rows.unpack, device),
+            measured=encoding.measuring([rows.pack, rows.local], device),
+        )
 
     def _encoding(self, bucket: Bucket) -> Plain | BlockScales:
         return self.scales if bucket.quantized else self._plain
 
-    def rows(self, bucket: Bucket) -> ExchangeRows:
+    def rows(self, bucket: Bucket) -> Exchange[np.ndarray]:
+        """Return the tables as arrays, int64 [R, 16].
+
+        Those that an encoding other than `Plain` makes have more columns.
+        """
         sources: list[tuple[str, Box]] = []
         source_index: dict[tuple, int] = {}  # chunks read one shard, but each its own merged rows
         destination_index: dict[str, int] = {}
@@ -127,9 +120,8 @@ class ExchangeBuilder:
         pack, local, unpack = (joined(parts[way]) for way in ("pack", "local", "unpack"))
         counts = [rows.elements_by_rank(self.plan.world_size) for rows in (pack, unpack)]
         packing, unpacking = self._place(bucket, pack, unpack)
-        return ExchangeRows(
-            sources, list(destination_index), packing, local.table, unpacking, *counts
-        )
+        tables = packing, local.table, unpacking
+        return Exchange(bucket, sources, list(destination_index), *tables, *counts)
 
     def _place(
         self, bucket: Bucket, pack: SliceRows, unpack: SliceRows
@@ -150,14 +142,13 @@ class ExchangeBuilder:
         """Return the box of this rank's full shard, or what of it is merged for the chunk."""
         source_class = self.plan.source_classes[name, bucket.engine_dtype]
         shard = int(source_class.senders.shard_of[self.rank])
-        if shard < 0:
-            return (RowRange(0, 0),) * len(source_class.spec.shape)
-        return source_class.spec.box(shard, *(chunk.row_part if bucket.merged else ()))
+        part = chunk.row_part if bucket.merged else (0, 1)
+        return source_class.spec.box(None if shard < 0 else shard, *part)
 
     def _table_rows(self, bucket: Bucket, name: str, chunk: Chunk) -> dict[str, SliceRows]:
         """Return the rows of pack, local and unpack, the same for all sources of a class."""
         source_class = self.plan.source_classes[name, bucket.engine_dtype]
-        box, strides = self._box_read(bucket, name, chunk), self._strides[name]
+        box, strides = self._box_read(bucket, name, chunk), self._strides.get(name, ())
         origin = tuple(low for low, _ in box)
         if bucket.merged:
             strides = contiguous_strides(tuple(high - low for low, high in box))

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from hybridengine.reshard.payload.message import Header
-from hybridengine.reshard.payload.tables import Exchange, ExchangeBuilder
-from hybridengine.runtime.device import DeviceProgress
+from hybridengine.reshard.payload.tables import Exchange
+from hybridengine.runtime.device import DeviceProgress, Guard
 from hybridengine.sharding.shards import ShardSpec
 
+Pack = Callable[[torch.Tensor], None]
+"""Fills a buffer of the engine's dtype with what this rank sends of a bucket."""
 
-class PhaseGuard(Protocol):
-    """A guard of collectives that knows what this rank does now, as `CollectiveGuard`."""
+Gather = Callable[[], torch.Tensor]
+"""Returns a full parameter on a rank that trains; collective over these."""
 
-    phase: str
-
-    def collective(
-        self, phase: str, timeout_s: float | None = None
-    ) -> AbstractContextManager[None]:
-        """Raise CollectiveError if what runs inside fails because of another rank."""
-
-    def lost_rank(self) -> object | None:
-        """Return who has failed or ended, None if nobody is known to."""
+Sizes = Sequence[int]
+"""Bytes to, or from, every rank of the plan."""
 
 
 @dataclass
@@ -82,8 +76,7 @@ class Transport(ABC):
     Some ranks send, some receive, those that train and hold an engine do both. All of them post the
     same messages in the same order. Sizes are in bytes, of every rank of the plan.
 
-    name: for reports. overlaps: whether a bucket may be posted before the one before it has been
-    waited for. builder: makes the tables of the buckets.
+    overlaps: whether a bucket may be posted before the one before it has been waited for.
 
     Attributes:
         guard: of the collectives of this end.
@@ -91,27 +84,19 @@ class Transport(ABC):
         bytes_received, bytes_sent: since `begin`.
     """
 
-    name: ClassVar[str]
     overlaps: ClassVar[bool] = True
-    builder: ClassVar[type[ExchangeBuilder]] = ExchangeBuilder
-    guard: PhaseGuard
+    guard: Guard
     progress: DeviceProgress
     receivers: range = range(0)
     bytes_received = bytes_sent = 0
 
     @abstractmethod
-    def post_bucket(
-        self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
-    ) -> Pending:
-        """Start to move a bucket. pack: fills a buffer of the engine's dtype."""
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
+        """Start to move a bucket."""
 
     @abstractmethod
     def post(
-        self,
-        where: str,
-        outgoing: torch.Tensor | None,
-        sent: Sequence[int],
-        received: Sequence[int],
+        self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
     ) -> Pending:
         """Start to move messages. outgoing: uint8, in the order of the receivers; None: none."""
 
@@ -122,13 +107,8 @@ class Transport(ABC):
         """Start to move messages whose sizes only their senders know. headers: one per receiver."""
 
     @abstractmethod
-    def move_full(
-        self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]
-    ) -> torch.Tensor | None:
-        """Return a full parameter on ranks that hold an engine, None elsewhere.
-
-        gather: returns it on a rank that trains; collective over these.
-        """
+    def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor | None:
+        """Return a full parameter on ranks that hold an engine, None elsewhere."""
 
     def check(self, problem: Exception | None) -> None:
         """Raise on this rank, or where ranks agree on every step on all, if there is a problem."""

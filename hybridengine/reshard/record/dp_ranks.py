@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from hybridengine.sharding.copies import Copy
 from hybridengine.sharding.layout import EngineLayout
@@ -23,12 +24,10 @@ def record_dp_ranks(record: Callable[[int], EngineLayout], dp_size: int) -> list
     if dp_size <= 3:
         return [record(rank) for rank in range(dp_size)]
     first, second, last = (record(rank) for rank in (0, 1, dp_size - 1))
-    steps = _source_steps(first, second)
-    if steps is None or _shifted(first, steps, dp_size - 1).digest() != last.digest():
-        between = [record(rank) for rank in range(2, dp_size - 1)]
-        return [first, second, *between, last]
-    between = [_shifted(first, steps, rank) for rank in range(2, dp_size - 1)]
-    return [first, second, *between, last]
+    steps, derive = _source_steps(first, second), record
+    if steps is not None and _shifted(first, steps, dp_size - 1).digest() == last.digest():
+        derive = partial(_shifted, first, steps)
+    return [first, second, *map(derive, range(2, dp_size - 1)), last]
 
 
 def _source_steps(first: EngineLayout, second: EngineLayout) -> dict[Copy, int] | None:

@@ -15,7 +15,7 @@ from hybridengine.reshard.source.trained import TrainedTensors
 from hybridengine.runtime.all_ranks import host_device
 from hybridengine.runtime.failures import CollectiveGuard
 from hybridengine.sharding.layout import LayoutError
-from hybridengine.sharding.shards import Box, RowRange
+from hybridengine.sharding.shards import Box
 
 DeltaMode = Literal["auto", "on", "off"]
 
@@ -101,14 +101,11 @@ class ChangeFinder:
         self._masks: dict[Part, torch.Tensor] = {}  # empty between two calls
 
     def _parts_of(self, bucket: Bucket) -> Iterator[Part]:
-        plan, rank = self._plan, self._rank
         for name, chunk in bucket.chunks:
             box = None
             if bucket.merged:
-                spec = plan.sources[name]
-                shard = spec.shard_of(rank)
-                nothing = (RowRange(0, 0),) * len(spec.shape)
-                box = nothing if shard is None else spec.box(shard, *chunk.row_part)
+                spec = self._plan.sources[name]
+                box = spec.box(spec.shard_of(self._rank), *chunk.row_part)
             yield Part(name, bucket.engine_dtype, box)
 
     def find(self, allowed: bool) -> Found | None:
@@ -179,6 +176,5 @@ class ChangeFinder:
         if part.box is None:
             return trained.shards[name].reshape(-1), 0
         spec = self._plan.sources[name]
-        with self._guard.collective(f"gathering the adapter of {name!r}"):
-            merged = trained.merge(name, spec, self._rank, part.box)
-            return merged.reshape(-1), trained.bytes_gathered(name)
+        merged, num_bytes = trained.merge(name, spec, self._rank, part.box, self._guard)
+        return merged.reshape(-1), num_bytes

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hybridengine.runtime.device import Guard
 from hybridengine.runtime.limits import default_groups
 from hybridengine.sharding.adapter import Adapter, adapter_factors
 from hybridengine.sharding.geometry import Block, reach
@@ -118,15 +119,17 @@ class TrainedTensors:
                     return f"parameter {name!r} changed its {what} from {then} to {now}"
         return None
 
-    def merge(self, name: str, spec: ShardSpec, rank: int, box: Box) -> torch.Tensor:
-        """Return a box of this rank's shard with its adapter merged; collective."""
-        base, shard = self.parameters[name].detach(), spec.shard_of(rank)
-        held = box if shard is None else spec.box(shard)
-        return self.merged[name].merge(base, [r.start for r in held], box)
+    def merge(
+        self, name: str, spec: ShardSpec, rank: int, box: Box, guard: Guard
+    ) -> tuple[torch.Tensor, int]:
+        """Return a box of this rank's shard with its adapter merged, and the bytes received for it.
 
-    def bytes_gathered(self, name: str) -> int:
-        """Return how many bytes `merge` receives from other ranks."""
-        return self.merged[name].bytes_gathered(self.parameters[name].detach())
+        Collective.
+        """
+        base, adapter = self.parameters[name].detach(), self.merged[name]
+        origin = [r.start for r in spec.box(spec.shard_of(rank))]
+        with guard.collective(f"gathering the adapter of {name!r}"):
+            return adapter.merge(base, origin, box), adapter.bytes_gathered(base)
 
     def slice(
         self, name: str, spec: ShardSpec, shard: int, block: Block, adapter: Adapter | None

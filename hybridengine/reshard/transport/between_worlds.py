@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,11 +21,11 @@ from hybridengine.kernels import bit_checksum
 from hybridengine.reshard.errors import LinkError
 from hybridengine.reshard.payload.message import HEADER_BYTES, Header
 from hybridengine.reshard.payload.tables import Exchange
-from hybridengine.reshard.payload.transport import Pending, PhaseGuard, Transport
+from hybridengine.reshard.payload.transport import Gather, Pack, Pending, Sizes, Transport
 from hybridengine.reshard.plan.planner import ReshardPlan
 from hybridengine.reshard.transport.link import Link
 from hybridengine.runtime.all_ranks import all_gather_values
-from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.device import DeviceProgress, Guard
 from hybridengine.sharding.shards import ShardSpec
 
 _CHECKSUM_BYTES = 8
@@ -38,13 +38,10 @@ class TrainersEnd(Transport):
     and `failure` is set: the engines tell whether they have committed.
     """
 
-    name = "link"
     failure: LinkError | None = None
     _link: Link | None = None
 
-    def __init__(
-        self, guard: PhaseGuard, plan: ReshardPlan, device: torch.device, merges: bool
-    ) -> None:
+    def __init__(self, guard: Guard, plan: ReshardPlan, device: torch.device, merges: bool) -> None:
         self.guard, self._device, self._merges = guard, device, merges
         self._rank, self._num_trainers = dist.get_rank(), dist.get_world_size()
         self.receivers = range(self._num_trainers, plan.world_size)
@@ -85,9 +82,7 @@ class TrainersEnd(Transport):
         except LinkError as error:
             self.failure = error
 
-    def post_bucket(
-        self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
-    ) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         if self._is_out:
             return Pending(list)
         sizes = self._sizes[id(exchange)]
@@ -99,9 +94,8 @@ class TrainersEnd(Transport):
         return Pending(list)
 
     def post(
-        self, where: str, outgoing: torch.Tensor | None, sent: Sequence[int],
-        received: Sequence[int],
-    ) -> Pending:  # fmt: skip
+        self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
+    ) -> Pending:
         own = np.array(sent[self._num_trainers :], np.int64)
         with self.guard.collective(f"exchanging the sizes of {where}"):
             sizes = _of_all_trainers(own)
@@ -140,7 +134,7 @@ class TrainersEnd(Transport):
             self.progress.mark(phase)
         return []
 
-    def move_full(self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]) -> None:
+    def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> None:
         full = gather()
         if self.failure:
             return
@@ -179,8 +173,6 @@ def _of_all_trainers(own: np.ndarray) -> np.ndarray:
 class EnginesEnd(Transport):
     """What an engine rank receives. num_trainers: they are the first ranks of the plan."""
 
-    name = "link"
-
     def __init__(self, plan: ReshardPlan, num_trainers: int) -> None:
         self._num_trainers, self._staging_bytes = num_trainers, plan.staging_bytes
         self.receivers = range(num_trainers, plan.world_size)
@@ -192,15 +184,12 @@ class EnginesEnd(Transport):
         self._checksums: list[torch.Tensor] = []  # of each message, by trainer
         self._messages: list[str] = []
 
-    def post_bucket(
-        self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
-    ) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         return self._post(where, exchange.bytes_received, self._staging_bytes)
 
     def post(
-        self, where: str, outgoing: torch.Tensor | None, sent: Sequence[int],
-        received: Sequence[int],
-    ) -> Pending:  # fmt: skip
+        self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
+    ) -> Pending:
         return self._post(where, received)
 
     def post_delta(
@@ -237,9 +226,7 @@ class EnginesEnd(Transport):
             self._checksums.append(torch.stack([bit_checksum(part) for part in parts]))
             self._messages.append(where)
 
-    def move_full(
-        self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
+    def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor:
         size = math.prod(spec.shape) * spec.dtype.itemsize
         with self.link.collective(f"receiving {name!r} in full"):
             full = self.link.receive_full(size)

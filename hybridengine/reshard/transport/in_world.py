@@ -7,7 +7,7 @@ receiver copies from the senders' memory to the engine's weights, in one launch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hybridengine.reshard.errors import ReshardError
 from hybridengine.reshard.payload.message import HEADER_BYTES, Header
 from hybridengine.reshard.payload.tables import ALIGNMENT, Exchange, PullBuilder
-from hybridengine.reshard.payload.transport import Buffers, Pending, PhaseGuard, Transport
+from hybridengine.reshard.payload.transport import Buffers, Gather, Pack, Pending, Sizes, Transport
 from hybridengine.reshard.transport.shared_memory import SharedMemory
 from hybridengine.runtime.all_ranks import host_device, raise_on_all_ranks
-from hybridengine.runtime.device import DeviceProgress
+from hybridengine.runtime.device import DeviceProgress, Guard
 from hybridengine.sharding.shards import ShardSpec
 
 
@@ -31,11 +31,9 @@ class AllToAll(Transport):
     addresses in the tables of copies stay valid.
     """
 
-    name = "all-to-all"
-
     def __init__(
         self,
-        guard: PhaseGuard,
+        guard: Guard,
         progress: DeviceProgress,
         device: torch.device,
         staging_bytes: int,
@@ -52,9 +50,7 @@ class AllToAll(Transport):
         # A sync that failed may still write to its own.
         self._buffers, self._kept = self._kept or Buffers(self._device), None
 
-    def post_bucket(
-        self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
-    ) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         sent, received = exchange.bytes_sent, exchange.bytes_received
         start = -(-sum(sent) // ALIGNMENT) * ALIGNMENT
         if start + sum(received) > self._staging_bytes:
@@ -69,9 +65,8 @@ class AllToAll(Transport):
         return pending
 
     def post(
-        self, where: str, outgoing: torch.Tensor | None, sent: Sequence[int],
-        received: Sequence[int],
-    ) -> Pending:  # fmt: skip
+        self, where: str, outgoing: torch.Tensor | None, sent: Sizes, received: Sizes
+    ) -> Pending:
         assert outgoing is not None
         incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
         return self._exchange(where, incoming, outgoing, received, sent)
@@ -93,9 +88,13 @@ class AllToAll(Transport):
         return pending
 
     def _exchange(
-        self, where: str, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int],
-        sent: Sequence[int],
-    ) -> Pending:  # fmt: skip
+        self,
+        where: str,
+        incoming: torch.Tensor,
+        outgoing: torch.Tensor,
+        received: Sizes,
+        sent: Sizes,
+    ) -> Pending:
         with self.guard.collective(f"exchanging {where}"):
             work = dist.all_to_all_single(
                 incoming, outgoing, list(received), list(sent), async_op=True
@@ -112,9 +111,7 @@ class AllToAll(Transport):
         self.progress.mark(f"exchanging {where}")
         return arriving
 
-    def move_full(
-        self, name: str, spec: ShardSpec, gather: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
+    def move_full(self, name: str, spec: ShardSpec, gather: Gather) -> torch.Tensor:
         return gather()
 
     def check(self, problem: Exception | None) -> None:
@@ -132,7 +129,7 @@ class Pull(AllToAll):
     bucket k after all ranks have packed k+1, which each did after unpacking k.
     """
 
-    name, overlaps, builder = "pull", False, PullBuilder
+    overlaps = False
     memory: SharedMemory
 
     def begin(self) -> None:
@@ -140,9 +137,7 @@ class Pull(AllToAll):
         self._count = 0
         self._packed = torch.zeros(1, dtype=torch.int32, device=self._device)
 
-    def post_bucket(
-        self, where: str, exchange: Exchange, pack: Callable[[torch.Tensor], None]
-    ) -> Pending:
+    def post_bucket(self, where: str, exchange: Exchange, pack: Pack) -> Pending:
         buffers = [buffer.chunk(2)[self._count % 2] for buffer in self.memory.buffers]
         self._count += 1
         pack(buffers[dist.get_rank()].view(exchange.bucket.engine_dtype))
@@ -158,7 +153,7 @@ def pull_bytes(builder: PullBuilder) -> int:
     return 2 * max(ALIGNMENT, builder.buffer_bytes)
 
 
-def raise_if_any(problem: Exception | None, guard: PhaseGuard, phase: str) -> None:
+def raise_if_any(problem: Exception | None, guard: Guard, phase: str) -> None:
     """Raise ReshardError on every rank if any rank has a problem; one number where none has."""
     failed = torch.tensor(int(problem is not None), device=host_device())
     with guard.collective(phase):

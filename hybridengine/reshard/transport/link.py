@@ -19,13 +19,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.commit.records import Member, SyncStore
+from hybridengine.reshard.commit.records import EngineInfo, Member, SyncStore
 from hybridengine.reshard.errors import LinkError
 from hybridengine.reshard.payload.tables import ALIGNMENT
 from hybridengine.reshard.payload.transport import Buffers, Pending
 from hybridengine.runtime.failures import (
     CollectiveError,
     is_collective_error,
+    machine_of,
     one_line,
     process_state,
 )
@@ -49,6 +50,30 @@ def divide(sent: np.ndarray, replicas: int) -> tuple[np.ndarray, int]:
     low = np.arange(replicas) * part
     counts = np.minimum(stops, low + part) - np.maximum(stops - sent[:, None], low)
     return np.maximum(counts, 0), part
+
+
+def feeders_of(
+    trainers: Sequence[str], devices: Sequence[str], infos: Sequence[EngineInfo]
+) -> dict[Member, list[int]] | None:
+    """Return which trainers write what each member reads; None where one has none on its device.
+
+    trainers: processes, as `this_process`. devices: of the trainers, as `device_id`.
+    """
+    places = [(machine_of(p), d) for p, d in zip(trainers, devices, strict=True)]
+    on_one_machine = len(set(places)) == 1 and set(devices) == {"cpu"}
+    count: dict[tuple[str, str], int] = {}
+    feeders: dict[Member, list[int]] = {}
+    for info in infos:
+        for member, process, device in zip(
+            info.members(), info.processes, info.devices, strict=True
+        ):
+            place = machine_of(process), device
+            here = [rank for rank, other in enumerate(places) if other == place]
+            if not here:
+                return None
+            count[place] = count.get(place, -1) + 1
+            feeders[member] = here if on_one_machine else [here[count[place] % len(here)]]
+    return feeders
 
 
 class Place(NamedTuple):

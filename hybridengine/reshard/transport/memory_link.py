@@ -21,19 +21,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.commit.records import EngineInfo, Member, SyncStore
+from hybridengine.reshard.commit.records import SyncStore
 from hybridengine.reshard.errors import LinkError, ReshardError
 from hybridengine.reshard.payload.tables import ALIGNMENT
-from hybridengine.reshard.payload.transport import Pending, PhaseGuard
+from hybridengine.reshard.payload.transport import Pending
 from hybridengine.reshard.transport.link import Link, Place
 from hybridengine.reshard.transport.shared_memory import MemoryOffer, map_memory, offered_memory
-from hybridengine.runtime.failures import machine_of, one_line
+from hybridengine.runtime.device import Guard
+from hybridengine.runtime.failures import one_line
 from hybridengine.runtime.polling import wait_for
 
 _SLOTS = 2
@@ -44,6 +45,8 @@ _POST = struct.Struct("<BB")  # slot, whether another piece of the message follo
 _PART = struct.Struct("<qq")  # offset in the slot, bytes
 _READ = b"r"  # the answer of a member
 
+_Message = TypeVar("_Message", torch.Tensor, range)  # its bytes, or their numbers
+
 
 class _Listener(NamedTuple):
     """What a trainer tells the members that it feeds."""
@@ -52,30 +55,6 @@ class _Listener(NamedTuple):
     token: bytes
     memory: MemoryOffer
     slot_bytes: int
-
-
-def feeders_of(
-    trainers: Sequence[str], devices: Sequence[str], infos: Sequence[EngineInfo]
-) -> dict[Member, list[int]] | None:
-    """Return which trainers write what each member reads; None where one has none on its device.
-
-    trainers: processes, as `this_process`. devices: of the trainers, as `device_id`.
-    """
-    places = [(machine_of(p), d) for p, d in zip(trainers, devices, strict=True)]
-    on_one_machine = len(set(places)) == 1 and set(devices) == {"cpu"}
-    count: dict[tuple[str, str], int] = {}
-    feeders: dict[Member, list[int]] = {}
-    for info in infos:
-        for member, process, device in zip(
-            info.members(), info.processes, info.devices, strict=True
-        ):
-            place = machine_of(process), device
-            here = [rank for rank, other in enumerate(places) if other == place]
-            if not here:
-                return None
-            count[place] = count.get(place, -1) + 1
-            feeders[member] = here if on_one_machine else [here[count[place] % len(here)]]
-    return feeders
 
 
 class MemoryLink(Link):
@@ -94,7 +73,7 @@ class MemoryLink(Link):
         store: SyncStore,
         number: int,
         feeders: Sequence[Sequence[int]],
-        guard: PhaseGuard | None = None,
+        guard: Guard | None = None,
         buckets: Iterable[np.ndarray] = (),
     ) -> None:
         super().__init__(place)
@@ -104,11 +83,9 @@ class MemoryLink(Link):
         self._store, self._key = store, f"memory/{number}"
         self._sockets: list[socket.socket] = []  # of fed members, or of feeders
         self._posted = 0
-        self.failure: LinkError | None = None
         if self.rank < self.num_trainers:
             largest = [max(self._written(sizes)) for sizes in buckets]
-            self._slot_bytes = max(largest, default=0) + ALIGNMENT
-            self._slot_bytes = max(self._slot_bytes, _MIN_SLOT_BYTES)
+            self._slot_bytes = max(max(largest, default=0) + ALIGNMENT, _MIN_SLOT_BYTES)
             try:
                 with self.collective("connecting"):
                     self._listen()
@@ -212,10 +189,10 @@ class MemoryLink(Link):
         messages = outgoing.split(sizes)
         for piece in range(pieces):
             parts = [_cut(message, piece, pieces) for message in messages]
+            sizes = [len(part) for part in parts]
             if not in_place:
-                _fill(self._free_slot(), parts)
-            places = _places([part.numel() for part in parts])
-            self._post([[place] for place in places], more=piece + 1 < pieces)
+                torch.cat(parts, out=self._free_slot()[: sum(sizes)])
+            self._post([[place] for place in _places(sizes)], more=piece + 1 < pieces)
 
     def _relay(self, outgoing: torch.Tensor, sizes: np.ndarray) -> None:
         """Exchange messages with the trainers that feed; each then tells its members."""
@@ -225,19 +202,18 @@ class MemoryLink(Link):
         own = fed[self.rank]
         for piece in range(pieces):
             leaving = [[_cut(messages[tp], piece, pieces) for tp in tps] for tps in fed]
-            lengths = [[_length(int(n), piece, pieces) for n in row[own]] for row in sizes]
-            sent = [sum(part.numel() for part in parts) for parts in leaving]
+            lengths = [[len(_cut(range(n), piece, pieces)) for n in row[own]] for row in sizes]
+            sent = [sum(map(len, parts)) for parts in leaving]
             received = [sum(row) for row in lengths]
             slot = self._slot_to_fill(sum(received))
             flat = torch.cat([part for parts in leaving for part in parts] or [outgoing[:0]])
             # Another trainer may wait for a member until its timeout.
             with self._guard.collective("exchanging messages for engines", 2 * self.timeout_s):
                 dist.all_to_all_single(slot[: sum(received)], flat, received, sent)
-            places = iter(_places([n for row in lengths for n in row]))
+            places = _places([n for row in lengths for n in row])
             by_tp_rank: list[list[tuple[int, int]]] = [[] for _ in messages]
-            for row in lengths:
-                for tp, _ in zip(own, row, strict=True):
-                    by_tp_rank[tp].append(next(places))
+            for i, tp in enumerate(own):
+                by_tp_rank[tp] = places[i :: len(own)]
             if not self.failure:
                 try:
                     self._post(by_tp_rank, more=piece + 1 < pieces)
@@ -277,8 +253,8 @@ class MemoryLink(Link):
         others = self.num_trainers - 1 if self.relays else 0  # senders of a message of one feeder
         for piece in range(pieces):
             part = _cut(own, piece, pieces)
-            _fill(self._free_slot(), [part])
-            parts = [(0, part.numel())] + [(0, 0)] * others
+            self._free_slot()[: len(part)] = part
+            parts = [(0, len(part))] + [(0, 0)] * others
             self._post([parts] * len(self.replicas), more=piece + 1 < pieces)
         return own.numel()
 
@@ -390,20 +366,11 @@ def _pieces(size: int, room: int) -> int:
     return 1 if size <= room else -(-size // (room // 2))
 
 
-def _cut(data: torch.Tensor, piece: int, pieces: int) -> torch.Tensor:
+def _cut(data: _Message, piece: int, pieces: int) -> _Message:
     """Return one of several pieces of a message, about equally long."""
-    step = _step(data.numel(), pieces)
+    size = len(data)
+    step = size if pieces == 1 else -(-size // (pieces * ALIGNMENT)) * ALIGNMENT
     return data[piece * step : (piece + 1) * step]
-
-
-def _length(size: int, piece: int, pieces: int) -> int:
-    """Return the length of `_cut` of a message of `size` bytes."""
-    step = _step(size, pieces)
-    return max(0, min(step, size - piece * step))
-
-
-def _step(size: int, pieces: int) -> int:
-    return size if pieces == 1 else -(-size // (pieces * ALIGNMENT)) * ALIGNMENT
 
 
 def _places(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -411,13 +378,6 @@ def _places(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return [
         (end - size, size) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)
     ]
-
-
-def _fill(slot: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    start = 0
-    for part in parts:
-        slot[start : start + part.numel()] = part
-        start += part.numel()
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
