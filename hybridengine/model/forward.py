@@ -10,11 +10,12 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from hybridengine.errors import ModelError
 from hybridengine.model.head import HeadFunction, accepts_head_function, log_prob_head
@@ -45,7 +46,11 @@ class PackedBatch:
     token of each of its responses.
 
     With `shard` set, input_ids, position_ids, logit_positions and target_ids are this rank's shard
-    of the batch.
+    of the batch; R is then the number of rows of all ranks.
+
+    A micro-batch is a part of a larger batch, whose rows it selects by `take`.
+    is_dummy: the rank only takes part in the collectives of forward and backward.
+    active_rows: int64, ascending, the rows that may have a gradient; None: all may.
     """
 
     input_ids: torch.Tensor  # int64 [T]
@@ -54,11 +59,28 @@ class PackedBatch:
     max_seqlen: int
     logit_positions: torch.Tensor  # int64 [R], token_index of the row that predicts target_ids
     target_ids: torch.Tensor  # int64 [R]
+    row_index: torch.Tensor  # int64 [R], of each row in the batch that this is a part of
+    cu_rows: torch.Tensor  # int32 [sequences + 1], the rows of each sequence
     shard: SequenceShard | None = None
     subtree_ends: torch.Tensor | None = None  # int32 [T] of all ranks; None: plain packing
     tree_position_ids: torch.Tensor | None = None  # with subtree_ends: position_ids of all ranks
     saved: SavedWork = _NOTHING_SAVED  # over all ranks that share the batch
     routes: torch.Tensor | None = None  # int16 [T, layers, k], see `RouterReplay.replay`
+    kept: KeptIds | None = None  # what target_ids were sampled from; None: the full vocabulary
+    is_dummy: bool = False
+    active_rows: torch.Tensor | None = None
+
+    @overload
+    def take(self, per_row: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def take(self, per_row: None) -> None: ...
+    def take(self, per_row: torch.Tensor | None) -> torch.Tensor | None:
+        """Select the rows of a column of the batch that this is a part of: [all rows] -> [R]."""
+        return None if per_row is None else per_row[self.row_index]
+
+    def as_dummy(self) -> PackedBatch:
+        """Return it as a dummy, which counts for nothing."""
+        return replace(self, is_dummy=True, saved=SavedWork())
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Move the tensors; `shard` stays on the CPU."""
@@ -151,6 +173,8 @@ def _pack(
         max_seqlen=max(lengths.tolist(), default=0),
         logit_positions=targets - 1,
         target_ids=input_ids[targets],
+        row_index=torch.arange(targets.shape[0]),
+        cu_rows=functional.pad(is_target.cumsum(0, dtype=torch.int32), (1, 0))[cu_seqlens],
         routes=routes,
     )
     if shared_prefix:
@@ -284,16 +308,17 @@ def packed_head(
 
 
 def packed_log_probs(
-    model: nn.Module, batch: PackedBatch, temperature: float = 1.0, kept: KeptIds | None = None
+    model: nn.Module, batch: PackedBatch, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob of every target token and entropy of its distribution, float32 [R] each.
 
-    Both are of softmax(logits / temperature), over the entries of `kept` where it is given (R rows,
-    those of the full batch), differentiable, and of the full batch on every rank of a
-    sequence-parallel group. With `accepts_head_function` the full logits never exist.
+    Both are of softmax(logits / temperature), over the entries of `batch.kept` where it is given,
+    differentiable, and of the full batch on every rank of a sequence-parallel group. With
+    `accepts_head_function` the full logits never exist.
     """
     from hybridengine.kernels import token_log_probs
 
+    kept = batch.kept
     if kept is not None and batch.shard is not None:
         kept = kept.take(batch.shard.rows)
     if accepts_head_function(model):
@@ -325,9 +350,16 @@ def packed_policy_loss(
 
     def head(rows, weight, bias, logit_scale, softcap):  # type: ignore[no-untyped-def]
         return linear_policy_loss(
-            rows, weight, batch.target_ids, temperature, bias=bias, logit_scale=logit_scale,
-            softcap=softcap, **arguments,
-        )  # fmt: skip
+            rows,
+            weight,
+            batch.target_ids,
+            temperature,
+            bias=bias,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            active_rows=batch.active_rows,
+            **arguments,
+        )
 
     loss, log_probs, entropy, metrics = packed_head(model, batch, head)
     return loss, log_probs, entropy, metrics

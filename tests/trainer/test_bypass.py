@@ -59,9 +59,9 @@ def compare(rank: int, world_size: int, path: str) -> list[tuple[float, float]]:
     for options in CASES:
         config = RLConfig(algorithm=schema.AlgorithmConfig(rollout_correction=options))
         actor = setup.actor(config)
-        own = actor.old_log_probs(setup.mini_batches)
+        own = actor.old_log_probs(setup.batch)
         batch = replace(setup.batch, old_log_probs=setup.batch.rollout_log_probs)
-        metrics = actor.update(batch, setup.mini_batches)
+        metrics = actor.update(batch)
         results.append((metrics["actor/pg_loss"], float(expected_loss(batch, own, options))))
     return results
 

@@ -78,14 +78,12 @@ def body(
     dp = DataParallel(session, sp_size)
     actor = Actor(config, model, partial(nullcontext, reference), optimizer, dp)
     prompts, responses, advantages = make_rollouts(101, count)
-    batch, mini_batches = dp.build_batch(
-        share(prompts, responses, rank, world_size), 1, token_budget
-    )
+    batch = dp.build_batch(share(prompts, responses, rank, world_size), 1, token_budget)
     batch = replace(
         batch,
         advantages=torch.cat([advantages[i] for i in batch.index.tolist()]),
-        ref_log_probs=actor.ref_log_probs(mini_batches),
-        old_log_probs=actor.old_log_probs(mini_batches),
+        ref_log_probs=actor.ref_log_probs(batch),
+        old_log_probs=actor.old_log_probs(batch),
     )
     for scored in (model, reference):  # without a backward nothing else frees embedding and head
         assert all(isinstance(p, DTensor) for p in scored.parameters())
@@ -93,7 +91,7 @@ def body(
     is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
     batch = replace(batch, is_weights=is_weights, response_mask=response_mask)
     metrics |= {name: float(value) for name, value in correction_metrics.items()}
-    metrics |= actor.update(batch, mini_batches)
+    metrics |= actor.update(batch)
     return gradients, metrics
 
 

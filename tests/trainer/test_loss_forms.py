@@ -58,7 +58,7 @@ def body(rank: int, world_size: int, path: str) -> tuple[list[bool], int]:
     setup, count = Setup(rank, world_size, path), 0
     for config, own in cases():
         actor = setup.actor(config)
-        assert actor._permits_one_pass(setup.batch, setup.mini_batches[0].micro_batches[0])
+        assert actor._permits_one_pass(setup.batch, setup.batch.micro_batches[0])
         got, metrics = setup.loss(actor, own)
         two_steps = setup.actor(config, _permits_one_pass=lambda *_: False)
         expected, expected_metrics = setup.loss(two_steps, own)
@@ -78,18 +78,17 @@ def body(rank: int, world_size: int, path: str) -> tuple[list[bool], int]:
 def permitted(setup: Setup) -> list[bool]:
     from hybridengine.model.ulysses import SequenceShard
 
-    [micro_batch] = setup.mini_batches[0].micro_batches
+    [micro_batch] = setup.batch.micro_batches
     own = replace(setup.batch, old_log_probs=None)
     by_response = setup.actor(config_of("vanilla", "token-mean", ("sequence", 2.0), False))
     by_token = setup.actor(RLConfig())
     rows = SequenceShard(torch.distributed.group.WORLD, torch.tensor([0]), 1)
-    shard = replace(micro_batch.packed, shard=rows)
     full_logits = setup.actor(RLConfig(), model=torch.nn.Linear(1, 1))
     return [
         by_token._permits_one_pass(own, micro_batch),
         by_response._permits_one_pass(setup.batch, micro_batch),
         by_response._permits_one_pass(own, micro_batch),
-        by_token._permits_one_pass(own, replace(micro_batch, packed=shard)),
+        by_token._permits_one_pass(own, replace(micro_batch, shard=rows)),
         full_logits._permits_one_pass(own, micro_batch),
     ]
 

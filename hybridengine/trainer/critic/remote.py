@@ -17,7 +17,7 @@ from hybridengine.config import RLConfig
 from hybridengine.model import SkippedUpdate
 from hybridengine.runtime.polling import wait_for
 from hybridengine.runtime.session import Session
-from hybridengine.trainer.batch import MiniBatch, RolloutBatch
+from hybridengine.trainer.batch import RolloutBatch
 from hybridengine.trainer.critic.channel import (
     COLUMNS,
     Command,
@@ -98,7 +98,6 @@ class RemoteCritic(StepCritic):
         self.optimizer.load_state_dict(dict(ready.optimizer_state))
 
     def begin(self, step: int, rollouts: Rollouts, batch: RolloutBatch) -> None:
-        assert batch.placement is not None
         self._actor, self._device = batch.placement, batch.response_mask.device
         self._lengths = rollouts.outcomes.response_lengths
         self._waited_s = 0.0
@@ -112,12 +111,12 @@ class RemoteCritic(StepCritic):
             exchange = self._channel.to_critic(rollouts.outcomes.ranks, self._critic)
             rollouts.move(exchange, "cpu", COLUMNS)
 
-    def values(self, mini_batches: list[MiniBatch]) -> Tensor:
+    def values(self, batch: RolloutBatch) -> Tensor:
         exchange = self._channel.to_actor(self._critic, self._actor)
         with self._waiting():
             return exchange(torch.empty(0), self._lengths).to(self._device)
 
-    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
         assert batch.returns is not None
         exchange = self._channel.to_critic(self._actor.sources, self._critic)
         with self._session.phase("send_returns"):

@@ -90,9 +90,8 @@ class CriticWorker:
 
         num_mini_batches = config.data.train_batch_size // config.ppo_mini_batch_size
         max_tokens = config.actor.ppo_max_token_len_per_gpu
-        batch, mini_batches = self._dp.build_batch(rollouts, num_mini_batches, max_tokens, receive)
-        assert batch.placement is not None
-        values, lengths = critic.values(mini_batches), command.outcomes.response_lengths
+        batch = self._dp.build_batch(rollouts, num_mini_batches, max_tokens, receive)
+        values, lengths = critic.values(batch), command.outcomes.response_lengths
         with session.phase(_WAITING):
             self._channel.to_actor(batch.placement, command.actor)(values.cpu(), lengths)
             exchange = self._channel.to_critic(command.actor.sources, batch.placement)
@@ -100,7 +99,7 @@ class CriticWorker:
             mask = exchange(torch.empty(0, dtype=torch.int8), lengths).to(values.device).bool()
         mask &= not batch.is_dummy
         batch = replace(batch, values=values, returns=returns, response_mask=mask)
-        self._report(critic.update(batch, mini_batches))
+        self._report(critic.update(batch))
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         optimizer, seconds = self._critic.optimizer, self._session.take_timings()
