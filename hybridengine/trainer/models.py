@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.config import RLConfig
-from hybridengine.config.rl import RolloutCorrectionConfig
+from hybridengine.config.algorithm import RolloutCorrectionConfig
 from hybridengine.kernels import (
     RolloutCorrection,
     policy_loss,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hybridengine.kernels import select_by_covariance, token_kl
 
-from hybridengine.config.rl import AlgorithmConfig, KLControlConfig
+from hybridengine.config.algorithm import AlgorithmConfig, KLControlConfig
 from hybridengine.trainer.algorithms import (
     ESTIMATORS,
     AdvantageOptions,

@@ -33,6 +33,7 @@ def body(
 
     from hybridengine.config import RLConfig
     from hybridengine.config import rl as schema
+    from hybridengine.config.algorithm import PolicyLossConfig
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
@@ -43,7 +44,7 @@ def body(
     actor_config = schema.ActorConfig(
         ppo_max_token_len_per_gpu=token_budget,
         ulysses_sequence_parallel_size=sp_size,
-        policy_loss=schema.PolicyLossConfig(loss_mode=loss[0]),
+        policy_loss=PolicyLossConfig(loss_mode=loss[0]),
         loss_agg_mode=loss[1],
         use_kl_loss=True,
         kl_loss_coef=0.1,
@@ -140,9 +141,10 @@ def modes_body(rank: int, world_size: int, path: str, losses: list[tuple[str, st
 
 def test_every_configured_loss_reaches_the_update(tmp_path: Path) -> None:
     from hybridengine.config import rl as schema
+    from hybridengine.config.algorithm import PolicyLossConfig
 
     hints = typing.get_type_hints(schema.ActorConfig)
-    modes = typing.get_args(typing.get_type_hints(schema.PolicyLossConfig)["loss_mode"])
+    modes = typing.get_args(typing.get_type_hints(PolicyLossConfig)["loss_mode"])
     aggregations = typing.get_args(hints["loss_agg_mode"])
     losses = [(mode, "token-mean") for mode in modes]
     losses += [("vanilla", aggregation) for aggregation in aggregations[1:]]

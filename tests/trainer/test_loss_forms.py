@@ -13,6 +13,7 @@ import torch
 
 from hybridengine.config import RLConfig
 from hybridengine.config import rl as schema
+from hybridengine.config.algorithm import AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -20,7 +21,7 @@ from tests.trainer.loss_forms_shared import Setup
 
 pytestmark = pytest.mark.multirank  # one rank, for FSDP2
 
-MODES = typing.get_args(typing.get_type_hints(schema.PolicyLossConfig)["loss_mode"])
+MODES = typing.get_args(typing.get_type_hints(PolicyLossConfig)["loss_mode"])
 AGGREGATIONS = typing.get_args(typing.get_type_hints(schema.ActorConfig)["loss_agg_mode"])
 CORRECTIONS = ((None, 2.0), ("token", 1.2), ("token", "0.8_1.2"))
 
@@ -29,15 +30,13 @@ def config_of(mode: str, aggregation: str, correction: tuple, extra_terms: bool)
     level, threshold = correction
     return RLConfig(
         actor=schema.ActorConfig(
-            policy_loss=schema.PolicyLossConfig(loss_mode=mode),
+            policy_loss=PolicyLossConfig(loss_mode=mode),
             loss_agg_mode=aggregation,
             use_kl_loss=extra_terms,
             kl_loss_coef=0.1,
             entropy_coeff=0.01 if extra_terms else 0.0,
         ),
-        algorithm=schema.AlgorithmConfig(
-            rollout_correction=schema.RolloutCorrectionConfig(level, threshold)
-        ),
+        algorithm=AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(level, threshold)),
     )
 
 

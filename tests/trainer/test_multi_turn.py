@@ -196,7 +196,7 @@ def test_a_model_learns_to_use_a_tool(tmp_path: Path) -> None:
 
 def make_trajectories(rank: int, world_size: int) -> Any:
     """Advantages and tokens of two trajectories, one of which has two sequences."""
-    from hybridengine.config.rl import AlgorithmConfig
+    from hybridengine.config.algorithm import AlgorithmConfig
     from hybridengine.data import PromptSample, Subset
     from hybridengine.rollout import Response
     from hybridengine.runtime.session import Session
