@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from urllib.parse import urlsplit
 
 from hybridengine.config.rl import RLConfig
 
 TP_SIZE = "rollout.tensor_model_parallel_size"
+
+
+def differences(
+    config: RLConfig, accepted: Mapping[str, object]
+) -> Iterator[tuple[str, object, object]]:
+    """Yield (key, value, accepted value) of the keys that have another than the accepted value."""
+    for name, needed in accepted.items():
+        if (value := attrgetter(name)(config)) != needed:
+            yield name, value, needed
 
 
 def find_engine_faults(config: RLConfig) -> Iterator[str]:
@@ -186,12 +195,11 @@ def _servers(config: RLConfig) -> Iterator[str]:
             f"{key} has {len(servers)} servers for trainer.nnodes {config.trainer.nnodes}, and one "
             "rank of each machine sends requests to its share of them; give at least one for each"
         )
-    for name, needed in _SET_BY_SERVERS.items():
-        if (value := attrgetter(name)(config)) != needed:
-            yield (
-                f"{name} is {value}, but with {key} it is an option of `vllm serve`; "
-                f"leave it {json.dumps(needed)}"
-            )
+    for name, value, needed in differences(config, _SET_BY_SERVERS):
+        yield (
+            f"{name} is {value}, but with {key} it is an option of `vllm serve`; "
+            f"leave it {json.dumps(needed)}"
+        )
     if config.rollout.name == "hf":
         yield f"rollout.name is hf, and {key} are vLLM servers; leave it auto"
     if config.reshard.lora == "adapters":

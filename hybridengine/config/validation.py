@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from hybridengine.config.common import JobConfig, RateConfig
-from hybridengine.config.engine_checks import TP_SIZE, find_engine_faults
+from hybridengine.config.engine_checks import TP_SIZE, differences, find_engine_faults
 from hybridengine.config.rl import RLConfig
 from hybridengine.config.sft import SFTConfig
 from hybridengine.config.simulation import SimulationConfig
@@ -45,9 +45,17 @@ def find_faults(config: JobConfig | SimulationConfig) -> Iterator[str]:
 
 # Estimators whose baseline is made of the other responses of a group.
 _GROUP_ESTIMATORS = {
-    "grpo", "grpo_vectorized", "dr_grpo", "rloo", "rloo_vectorized", "grpo_passk", "max_mean",
-    "opo", "gdpo", "reinforce_plus_plus_baseline",
-}  # fmt: skip
+    "grpo",
+    "grpo_vectorized",
+    "dr_grpo",
+    "rloo",
+    "rloo_vectorized",
+    "grpo_passk",
+    "max_mean",
+    "opo",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+}
 
 
 def find_notes(config: JobConfig | SimulationConfig) -> Iterator[str]:
@@ -203,12 +211,11 @@ def _distillation(config: RLConfig) -> Iterator[str]:
     if not config.distills:
         return
     key = "algorithm.distill.teacher_path"
-    for name, needed in _WITHOUT_POLICY_LOSS.items():
-        if (value := attrgetter(name)(config)) != needed:
-            yield (
-                f"{name} is {value}, but with {key} the loss is the mean divergence from the "
-                f"teacher, computed from hidden states; leave it {needed}"
-            )
+    for name, value, needed in differences(config, _WITHOUT_POLICY_LOSS):
+        yield (
+            f"{name} is {value}, but with {key} the loss is the mean divergence from the "
+            f"teacher, computed from hidden states; leave it {needed}"
+        )
     if config.algorithm.adv_estimator == "gae":
         yield f"algorithm.adv_estimator is gae, but with {key} no critic is trained; leave it out"
     if config.algorithm.sampling_replay == "on":

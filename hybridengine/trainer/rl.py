@@ -79,9 +79,15 @@ class RLTrainer(BaseTrainer[RLConfig]):
         reward_model = None
         r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
         self.sampling = SamplingSpec(
-            r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, config.replays_sampling,
+            r.n,
+            r.temperature,
+            r.top_p,
+            r.top_k,
+            limit,
+            r.stop,
+            config.replays_sampling,
             record_routes=config.actor.router_replay == "rollout",
-        )  # fmt: skip
+        )
         self.greedy = replace(self.sampling, n=1, temperature=0.0, record_routes=False)
         val_temperature = v.temperature if v.do_sample else 0.0
         self.val_sampling = SamplingSpec(v.n, val_temperature, v.top_p, v.top_k, limit, r.stop)
@@ -136,10 +142,13 @@ class RLTrainer(BaseTrainer[RLConfig]):
 
         trainer, rollout = config.trainer, config.rollout
         roles = Roles(
-            trainer.nnodes, trainer.n_gpus_per_node, config.engine_ranks_per_node,
-            rollout.tensor_model_parallel_size, uses_servers=bool(rollout.servers),
+            trainer.nnodes,
+            trainer.n_gpus_per_node,
+            config.engine_ranks_per_node,
+            rollout.tensor_model_parallel_size,
+            uses_servers=bool(rollout.servers),
             critics_per_node=config.critic.n_gpus_per_node,
-        )  # fmt: skip
+        )
         prepare_network(rollout.servers)
         return run_rank(main, trainer.default_local_dir, trainer.timeout_s, roles)
 
