@@ -133,7 +133,9 @@ RL_ALIASES = AliasTable(
         "actor_rollout_ref.rollout.seed": "seed",
         "actor_rollout_ref.model.torch_dtype": "actor.fsdp_config.dtype",
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "reshard.bucket_mib",
-        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": "actor.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": (
+            "actor.ulysses_sequence_parallel_size"
+        ),
         "actor_rollout_ref.actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
         "critic.fsdp": "critic.model.fsdp_config",
         "custom_reward_function": "reward.custom_reward_function",
@@ -237,7 +239,8 @@ RL_ALIASES = AliasTable(
         "critic.optim.min_lr_ratio": "actor.optim.min_lr_ratio",
         "critic.optim.lr_scheduler_type critic.optim.warmup_style": "actor.optim.lr_scheduler_type",
         "critic.model.fsdp_config.dtype ref.fsdp_config.dtype": "actor.fsdp_config.dtype",
-        "critic.model.trust_remote_code reward.reward_model.trust_remote_code": "model.trust_remote_code",
+        "critic.model.trust_remote_code "
+        "reward.reward_model.trust_remote_code": "model.trust_remote_code",
         "rollout.prompt_length": "data.max_prompt_length",
         "rollout.response_length reward.reward_kwargs.max_resp_len": "data.max_response_length",
     },
@@ -257,7 +260,8 @@ RL_ALIASES = AliasTable(
         "critic.model.custom_chat_template": "the critic gets the actor's tokens",
         "critic.model.lora* critic.model.*_modules": "the critic trains all its weights",
         "critic.loss_scale_factor": "it is data.max_response_length",
-        "actor.calculate_entropy actor.calculate_sum_pi_squared rollout.calculate_log_probs": "entropy and log-probs are always computed",
+        "actor.calculate_entropy actor.calculate_sum_pi_squared "
+        "rollout.calculate_log_probs": "entropy and log-probs are always computed",
         "rollout.mode rollout.load_format rollout.layered_summon rollout.disable_log_stats "
         "rollout.skip_tokenizer_init rollout.multi_stage_wake_up rollout.checkpoint_engine.* "
         "rollout.agent.num_workers rollout.router_config_path "
@@ -265,7 +269,8 @@ RL_ALIASES = AliasTable(
         "rollout.disaggregation.*": "the engine runs on the training ranks and gets its weights by "
         "the reshard",
         "rollout.multi_turn.tokenization_sanity_check_mode rollout.multi_turn._target_ "
-        "rollout.multi_turn.num_repeat_rollouts rollout.agent._target_ data.need_tools_kwargs": "turns are always checked against the chat template",
+        "rollout.multi_turn.num_repeat_rollouts rollout.agent._target_ "
+        "data.need_tools_kwargs": "turns are always checked against the chat template",
         "data.gen_batch_size": "prompts are generated data.train_batch_size at a time",
         "data.return_multi_modal_inputs data.mm_processor_kwargs.* data.image_patch_size": _TEXT,
         "rollout.engine_kwargs.sglang.* rollout.engine_kwargs.trtllm.* "
@@ -279,7 +284,8 @@ RL_ALIASES = AliasTable(
         "reward.reward_model.use_reward_loop reward.sandbox_fusion.*": "rewards are "
         "computed on the ranks that generate",
         "reward.reward_model.rollout.* reward.reward_model.n_gpus_per_node "
-        "reward.reward_model.nnodes reward.reward_model.strategy reward.reward_model.max_length": "a reward model runs packed on the training ranks",
+        "reward.reward_model.nnodes reward.reward_model.strategy "
+        "reward.reward_model.max_length": "a reward model runs packed on the training ranks",
         "reward.reward_model.input_tokenizer": "texts are tokenised again where tokenizers differ",
         "trainer.log_val_generations trainer.validation_data_dir": "all rollouts are written, see "
         "trainer.rollout_data_dir",
