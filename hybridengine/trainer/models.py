@@ -204,7 +204,7 @@ class Actor(Learner):
         detached: every ratio is 1, and the rollout correction is computed per micro-batch.
         Returns (old log-probs [R], metrics).
         """
-        assert batch.old_log_probs is None
+        assert batch.old_log_probs is None and len(batch.mini_batches) == 1
         with self._dp.session.phase("update_actor"):
             pop_metrics(self.model)  # of the passes before
             tensors, log_probs = self._step(self._with_active_rows(batch), 0)
