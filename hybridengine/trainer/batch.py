@@ -47,7 +47,7 @@ class RolloutBatch:
     response_mask: Tensor  # bool [R], the tokens that are trained on
     rollout_log_probs: Tensor  # of the rollout engine
     mini_batches: Sequence[Sequence[PackedBatch]]
-    mini_batch_of: Tensor  # int64 [N] on the CPU, the optimizer step that trains on a response
+    mini_batch_of: Tensor  # int64 [N], the optimizer step that trains on a response
     placement: RowLocations  # of all N responses on the ranks that train on them
     is_dummy: bool = False
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # [R, …], declared ones by name
@@ -93,8 +93,8 @@ class RolloutBatch:
 
     def in_mini_batch(self, number: int) -> Tensor:
         """bool [R], the tokens of mini-batch `number` that this replica trains on."""
-        is_in = self.per_response(self.mini_batch_of == number) & (not self.is_dummy)
-        return is_in[self.sequence_ids]
+        is_in = self.per_response(self.mini_batch_of) == number
+        return is_in[self.sequence_ids] & (not self.is_dummy)
 
     def mask_of(self, micro_batch: PackedBatch) -> Tensor:
         """bool [r], which tokens of a micro-batch are trained on; none of a dummy."""
@@ -214,7 +214,7 @@ class DataParallel:
             mini_batches=self._pack(
                 rollouts, index, columns, [replicas[self.replica] for replicas in split]
             ),
-            mini_batch_of=mini_batch_of,
+            mini_batch_of=mini_batch_of.to(device),
             placement=placement,
             is_dummy=is_dummy,
             columns={
@@ -335,7 +335,7 @@ class DataParallel:
         In the order of the responses. Returns (numbers, bool mask of this replica's tokens).
         Collective; for what no reduction can compute, as it takes 4 bytes per token of all ranks.
         """
-        responses = (batch.mini_batch_of == number).nonzero().flatten()
+        responses = (batch.mini_batch_of.cpu() == number).nonzero().flatten()
         here = torch.isin(responses, batch.index.cpu()) & (not batch.is_dummy)
         lengths = batch.outcomes.response_lengths[responses]
         is_own = here.repeat_interleave(lengths).to(per_token.device)
