@@ -77,9 +77,9 @@ def worker(name: str, rank: int, world_size: int, folder: Path) -> list[float]:
     gathered: list[Any] = [None] * world_size
     if name != OURS:
         dist.all_gather_object(gathered, own)
-    batch, mini_batches = dp.build_batch(rollouts, 1, MICRO_BATCH_TOKENS)
+    batch = dp.build_batch(rollouts, 1, MICRO_BATCH_TOKENS)
     ms = (time.perf_counter() - start) * 1e3
-    held = total_bytes([rollouts, gathered, batch, mini_batches]) / 2**20
+    held = total_bytes([rollouts, gathered, batch]) / 2**20
     peak = (status_kib("VmHWM") - before) / 2**10
     worst = torch.tensor([held, peak, ms], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)

@@ -23,7 +23,7 @@ from hybridengine.agent.calls import call
 from hybridengine.agent.parsers import ToolParser
 from hybridengine.agent.tools import import_object
 from hybridengine.agent.trajectory import AgentError, Trajectory
-from hybridengine.config.rl import MultiTurnConfig
+from hybridengine.config.rollout import MultiTurnConfig
 from hybridengine.errors import ConfigError
 
 __all__ = [

@@ -95,10 +95,13 @@ class TurnTemplate:
     def _renders(self, form: str) -> bool:
         """Whether the template renders two tool results in this form, and leaves none out."""
         calls = [
-            {"id": f"probecall{k}"[-9:], "type": "function",
-             "function": {"name": "probe", "arguments": {"number": k}}}
+            {
+                "id": f"probecall{k}"[-9:],
+                "type": "function",
+                "function": {"name": "probe", "arguments": {"number": k}},
+            }
             for k in range(2)
-        ]  # fmt: skip
+        ]
         results = [
             {"role": "tool", "name": "probe", "tool_call_id": c["id"], "content": f"probed{k}"}
             for k, c in enumerate(calls)

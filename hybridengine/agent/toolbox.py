@@ -13,7 +13,7 @@ from typing import Any
 from hybridengine.agent.calls import call
 from hybridengine.agent.parsers import ToolCall
 from hybridengine.agent.tools import Tool
-from hybridengine.config.rl import MultiTurnConfig
+from hybridengine.config.rollout import MultiTurnConfig
 from hybridengine.errors import shorten
 
 __all__ = ["ToolResult", "Toolbox"]

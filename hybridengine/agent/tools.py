@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridengine.config.rl import MultiTurnConfig
+from hybridengine.config.rollout import MultiTurnConfig
 from hybridengine.errors import ConfigError, UserError
 from hybridengine.reward_worker.function import import_file
 

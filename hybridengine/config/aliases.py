@@ -71,7 +71,7 @@ _REFUSED = {
     "*.custom_cls.*": "convert the data to verl's columns",
     "trainer.checkpoint_callback_class": _UNSUPPORTED,
     "trainer.default_hdfs_dir": "copy the run's folder yourself",
-}  # fmt: skip
+}
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.strategy": (("fsdp", "fsdp2"), _NOT_FSDP),
     "*.optimizer": (("AdamW", "adamw"), "the optimizer is AdamW"),
@@ -81,20 +81,25 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.zero_indexed_step": ((True,), "the first step is step 0 of the schedule"),
     "*.model_dtype": (
         ("fp32", "float32", "bf16", "bfloat16"),
-        "trained weights are float32, the compute type is fsdp_config.dtype"),
+        "trained weights are float32, the compute type is fsdp_config.dtype",
+    ),
     "*.mixed_precision.param_dtype": (("bf16", "bfloat16"), "set fsdp_config.dtype"),
     "*.mixed_precision.reduce_dtype *.mixed_precision.buffer_dtype": (
-        ("fp32", "float32", "bf16", "bfloat16"), "gradients are reduced in float32"),
+        ("fp32", "float32", "bf16", "bfloat16"),
+        "gradients are reduced in float32",
+    ),
     "*.qat.enable *.mtp.enable *.tiled_mlp.enabled *.full_determinism "
     "*.use_no_sync_for_gradient_accumulation trainer.esi_redundant_time trainer.val_only": (
-        _OFF, _UNSUPPORTED),
+        _OFF,
+        _UNSUPPORTED,
+    ),
     "*.pad_to_length": (_OFF, _PACKED),
     "*.lora.rank": ((0,), "set model.lora_rank"),
     "*.freeze_vision_tower": (_OFF, _TEXT),
     "data.train_max_samples data.val_max_samples": ((-1,), "write fewer rows to the data file"),
     "trainer.device": (("cuda", "cpu"), "ranks use GPUs if there are any, else the CPU"),
     "trainer.del_local_ckpt_after_load": (_OFF, "set trainer.max_actor_ckpt_to_keep"),
-}  # fmt: skip
+}
 _IGNORED = {
     "*use_remove_padding *.pad_to_length_bucket *.pad_mode": _PACKED,
     "*.use_dynamic_bsz *.ppo_micro_batch_size *_micro_batch_size_per_gpu": _BY_TOKENS,
@@ -116,7 +121,7 @@ _IGNORED = {
     "data.trust_remote_code": "model.trust_remote_code is for all models",
     "ray_kwargs.* ray_init.* *.nccl_timeout trainer.ray_* trainer.use_legacy_worker_impl "
     "trainer.use_v1": _RAY,
-}  # fmt: skip
+}
 
 RL_ALIASES = AliasTable(
     aliases={
@@ -128,8 +133,9 @@ RL_ALIASES = AliasTable(
         "actor_rollout_ref.rollout.seed": "seed",
         "actor_rollout_ref.model.torch_dtype": "actor.fsdp_config.dtype",
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "reshard.bucket_mib",
-        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size":
-            "actor.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": (
+            "actor.ulysses_sequence_parallel_size"
+        ),
         "actor_rollout_ref.actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
         "critic.fsdp": "critic.model.fsdp_config",
         "custom_reward_function": "reward.custom_reward_function",
@@ -148,7 +154,8 @@ RL_ALIASES = AliasTable(
         "data.tool_config_path": "rollout.multi_turn.tool_config_path",
         "data.function_tool_path": "rollout.multi_turn.function_tool_path",
     },
-    refused=_REFUSED | {
+    refused=_REFUSED
+    | {
         "ref.model.*": "the reference is the initial model",
         "actor.tis_imp_ratio_cap": "set algorithm.rollout_correction.rollout_is_threshold",
         "actor.policy_loss.?*": "the constants of a loss mode are its paper's, see "
@@ -168,13 +175,18 @@ RL_ALIASES = AliasTable(
         "async_training.partial_rollout": "set rollout.in_flight_update=recompute_kv",
         "async_training.*": "set trainer.mode=async, see docs/overlap.md",
     },
-    fixed=_FIXED | {
+    fixed=_FIXED
+    | {
         "actor.loss_scale_factor": ((), "it is data.max_response_length"),
         "actor.shuffle critic.shuffle": (_OFF, "mini-batches keep the order of the batch"),
         "actor.fsdp_config.offload_policy critic.model.fsdp_config.offload_policy": (
-            _OFF, "set actor.fsdp_config.param_offload"),
+            _OFF,
+            "set actor.fsdp_config.param_offload",
+        ),
         "actor.policy_loss.clip_cov_ratio actor.policy_loss.kl_cov_ratio": (
-            (0.0002,), "it is the paper's 0.0002"),
+            (0.0002,),
+            "it is the paper's 0.0002",
+        ),
         "actor.policy_loss.clip_cov_lb": ((1,), "it is the paper's 1"),
         "actor.policy_loss.clip_cov_ub": ((5,), "it is the paper's 5"),
         "actor.policy_loss.ppo_kl_coef": ((0.1,), "it is 0.1"),
@@ -186,20 +198,28 @@ RL_ALIASES = AliasTable(
         "rollout.logprobs_mode": (("processed_logprobs",), "log-probs are those sampled from"),
         "rollout.data_parallel_size rollout.expert_parallel_size "
         "rollout.pipeline_model_parallel_size": (
-            (1, -1), "engines are tensor parallel, and all other ranks are further engines"),
+            (1, -1),
+            "engines are tensor parallel, and all other ranks are further engines",
+        ),
         "rollout.scheduling_policy": (("fcfs",), _ENGINE),
         "rollout.cudagraph_capture_sizes": ((), _ENGINE),
         "rollout.limit_images": ((), _TEXT),
         "rollout.quantization_config_file rollout.mtp rollout.qat": (
-            (), "the engine's weights are the trainer's; set rollout.quantization=fp8 for FP8"),
+            (),
+            "the engine's weights are the trainer's; set rollout.quantization=fp8 for FP8",
+        ),
         "rollout.enable_rollout_routing_replay algorithm.use_pf_ppo distillation.enabled "
         "transfer_queue.enable skip.*.enable": (_OFF, _UNSUPPORTED),
         "rollout.disaggregation.enabled": (_OFF, _COLOCATED),
         "rollout.multi_turn.use_inference_chat_template": (
-            _OFF, "sampled tokens stay as they are, see docs/multi_turn.md"),
+            _OFF,
+            "sampled tokens stay as they are, see docs/multi_turn.md",
+        ),
         "rollout.nnodes": ((0,), _COLOCATED),
-        "actor.router_replay.mode rollout.enable_rollout_routing_replay":
-            (("disabled", *_OFF), "set actor.router_replay: rollout for R3, old for R2"),
+        "actor.router_replay.mode rollout.enable_rollout_routing_replay": (
+            ("disabled", *_OFF),
+            "set actor.router_replay: rollout for R3, old for R2",
+        ),
         "critic.model.lora_rank critic.model.lora.rank": ((0,), "the critic trains all weights"),
         "critic.enable": ((True,), "only algorithm.adv_estimator=gae has a critic"),
         "data.validation_shuffle": (_OFF, "validation keeps the order of its files"),
@@ -219,12 +239,13 @@ RL_ALIASES = AliasTable(
         "critic.optim.min_lr_ratio": "actor.optim.min_lr_ratio",
         "critic.optim.lr_scheduler_type critic.optim.warmup_style": "actor.optim.lr_scheduler_type",
         "critic.model.fsdp_config.dtype ref.fsdp_config.dtype": "actor.fsdp_config.dtype",
-        "critic.model.trust_remote_code reward.reward_model.trust_remote_code":
-            "model.trust_remote_code",
+        "critic.model.trust_remote_code "
+        "reward.reward_model.trust_remote_code": "model.trust_remote_code",
         "rollout.prompt_length": "data.max_prompt_length",
         "rollout.response_length reward.reward_kwargs.max_resp_len": "data.max_response_length",
     },
-    ignored=_IGNORED | {
+    ignored=_IGNORED
+    | {
         "actor.ppo_micro_batch_size_per_gpu critic.*micro_batch_size* rollout.log_prob_* "
         "ref.log_prob_* critic.*_max_token_len_per_gpu reward.reward_model.*micro_batch_size* "
         "reward.reward_model.forward_max_token_len_per_gpu": _BY_TOKENS,
@@ -239,8 +260,8 @@ RL_ALIASES = AliasTable(
         "critic.model.custom_chat_template": "the critic gets the actor's tokens",
         "critic.model.lora* critic.model.*_modules": "the critic trains all its weights",
         "critic.loss_scale_factor": "it is data.max_response_length",
-        "actor.calculate_entropy actor.calculate_sum_pi_squared rollout.calculate_log_probs":
-            "entropy and log-probs are always computed",
+        "actor.calculate_entropy actor.calculate_sum_pi_squared "
+        "rollout.calculate_log_probs": "entropy and log-probs are always computed",
         "rollout.mode rollout.load_format rollout.layered_summon rollout.disable_log_stats "
         "rollout.skip_tokenizer_init rollout.multi_stage_wake_up rollout.checkpoint_engine.* "
         "rollout.agent.num_workers rollout.router_config_path "
@@ -248,8 +269,8 @@ RL_ALIASES = AliasTable(
         "rollout.disaggregation.*": "the engine runs on the training ranks and gets its weights by "
         "the reshard",
         "rollout.multi_turn.tokenization_sanity_check_mode rollout.multi_turn._target_ "
-        "rollout.multi_turn.num_repeat_rollouts rollout.agent._target_ data.need_tools_kwargs":
-            "turns are always checked against the chat template",
+        "rollout.multi_turn.num_repeat_rollouts rollout.agent._target_ "
+        "data.need_tools_kwargs": "turns are always checked against the chat template",
         "data.gen_batch_size": "prompts are generated data.train_batch_size at a time",
         "data.return_multi_modal_inputs data.mm_processor_kwargs.* data.image_patch_size": _TEXT,
         "rollout.engine_kwargs.sglang.* rollout.engine_kwargs.trtllm.* "
@@ -263,18 +284,15 @@ RL_ALIASES = AliasTable(
         "reward.reward_model.use_reward_loop reward.sandbox_fusion.*": "rewards are "
         "computed on the ranks that generate",
         "reward.reward_model.rollout.* reward.reward_model.n_gpus_per_node "
-        "reward.reward_model.nnodes reward.reward_model.strategy reward.reward_model.max_length":
-            "a reward model runs packed on the training ranks",
+        "reward.reward_model.nnodes reward.reward_model.strategy "
+        "reward.reward_model.max_length": "a reward model runs packed on the training ranks",
         "reward.reward_model.input_tokenizer": "texts are tokenised again where tokenizers differ",
         "trainer.log_val_generations trainer.validation_data_dir": "all rollouts are written, see "
         "trainer.rollout_data_dir",
         "trainer.max_critic_ckpt_to_keep": "actor and critic share a checkpoint",
     },
-    values={
-        "rollout.name=sglang": ("vllm", _VLLM),
-        "rollout.name=trtllm": ("vllm", _VLLM),
-    },
-)  # fmt: skip
+    values={"rollout.name=sglang": ("vllm", _VLLM), "rollout.name=trtllm": ("vllm", _VLLM)},
+)
 
 _MESSAGES = "set data.messages_key for rows that are chats"
 SFT_ALIASES = AliasTable(
@@ -295,22 +313,24 @@ SFT_ALIASES = AliasTable(
         "trainer.seed": "seed",
         "data.seed": "seed",
     },
-    refused=_REFUSED | {
-        "model.external_lib": "an SFT run has no registries",
-    },
-    fixed=_FIXED | {
+    refused=_REFUSED | {"model.external_lib": "an SFT run has no registries"},
+    fixed=_FIXED
+    | {
         "model.fsdp_config optim model model_engine": (("fsdp", "hf_model", "dp"), _NOT_FSDP),
         "optim.total_training_steps": ((-1,), "set trainer.total_training_steps"),
         "model.fsdp_config.offload_params model.fsdp_config.param_offload": (
-            _OFF, "set model.fsdp_config.offload_policy"),
+            _OFF,
+            "set model.fsdp_config.offload_policy",
+        ),
         "data.enable_thinking_default": (("none",), "set data.apply_chat_template_kwargs"),
     },
     shared={},
-    ignored=_IGNORED | {
+    ignored=_IGNORED
+    | {
         "data.use_dynamic_bsz": "micro-batches are of data.micro_batch_size_per_gpu conversations, "
         "or filled by tokens where that is null",
         "data.multiturn.enable": _MESSAGES,
         "data.ignore_input_ids_mismatch": "a chat is rendered once, and the template tells the "
         "assistant's tokens",
     },
-)  # fmt: skip
+)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os.path
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
@@ -86,6 +86,17 @@ class TrainedModelConfig:
     def config_overrides(self) -> dict[str, int]:
         """Return the entries of config.json that have other values."""
         return {name: value for name, value in asdict(self.override_config).items() if value}
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    train_files: PathTexts = ()  # files, folders or globs
+    val_files: PathTexts | None = None  # null: no validation at all
+    truncation: Truncation = "error"  # of longer rows: an error, or cut at the left or right
+    shuffle: StrictBool = True  # a new order every epoch, by seed
+    chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
+    apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
+    special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _comments(group: type) -> dict[str, str]:
         by_line = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT}
         for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                comment = by_line.get(node.end_lineno or 0, "").replace("# fmt: skip", "")
+                comment = by_line.get(node.end_lineno or 0, "")
                 comments[node.target.id] = comment.strip("# ")
     return comments
 

@@ -10,20 +10,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool
 
+from hybridengine.config.algorithm import (
+    AlgorithmConfig,
+    KLScheduleConfig,
+    KLType,
+    LossAggMode,
+    PolicyLossConfig,
+)
 from hybridengine.config.common import (
-    Dtype,
+    DatasetConfig,
     FiniteFloat,
-    Fraction,
-    InFlight,
     IntOrOff,
     JobConfig,
     NonNegativeFloat,
     NonNegativeInt,
-    Numbers,
     OptimConfig,
-    Options,
     PathText,
-    PathTexts,
     PositiveFloat,
     PositiveInt,
     RateConfig,
@@ -31,17 +33,13 @@ from hybridengine.config.common import (
     RunConfig,
     Seed,
     ShardingConfig,
-    SpecialTokensInData,
     Switch,
-    Texts,
     TrainedModelConfig,
-    Truncation,
-    UnitFloat,
 )
 from hybridengine.config.reward import RewardConfig
+from hybridengine.config.rollout import RolloutConfig
 
 AboveOne = Annotated[float, Field(gt=1, strict=True)]
-KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KLLossType = Literal[KLType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
 
@@ -51,45 +49,19 @@ class ModelConfig(TrainedModelConfig):
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    train_files: PathTexts = ()  # prompts: files, folders or globs
-    val_files: PathTexts | None = None  # null: no validation at all
+class DataConfig(DatasetConfig):
     prompt_key: str = "prompt"  # column of the chat
     reward_fn_key: str = "data_source"  # column passed to the reward as data_source
     train_batch_size: PositiveInt = 64  # prompts per step
     val_batch_size: PositiveInt | None = None  # prompts per generation call; null: all
     max_prompt_length: PositiveInt = 512  # in tokens
     max_response_length: PositiveInt = 512  # in tokens; multi-turn: of all turns together
-    truncation: Truncation = "error"  # of longer prompts: an error, or cut at the left or right
     filter_overlong_prompts: StrictBool = False  # drop prompts above max_prompt_length
-    shuffle: StrictBool = True  # a new order every epoch, by seed
-    chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
-    apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
-    special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
 
 
 @dataclass(frozen=True)
 class FsdpConfig(ShardingConfig):
     param_offload: StrictBool = False  # weights in host memory during generation
-
-
-@dataclass(frozen=True)
-class PolicyLossConfig:
-    loss_mode: Literal[
-        "vanilla", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "gpg",
-        "clip_cov", "kl_cov",
-    ] = "vanilla"  # fmt: skip  # see docs/algorithms.md
-
-
-@dataclass(frozen=True)
-class KLScheduleConfig:
-    """How the coefficient of a KL term changes during a run."""
-
-    type: Literal["fixed", "adaptive", "linear"] = "fixed"  # towards target_kl; to final_kl_coef
-    horizon: PositiveFloat = 10_000.0  # adaptive: responses over which it adapts
-    target_kl: PositiveFloat = 0.1  # adaptive: target, in nats per token
-    final_kl_coef: NonNegativeFloat = 0.0  # linear: the coefficient from step num_steps on
-    num_steps: PositiveInt | None = None  # linear: the last step of the change; null: of the run
 
 
 @dataclass(frozen=True)
@@ -103,93 +75,18 @@ class ActorConfig:
     clip_ratio_low: PositiveFloat | None = None  # null: clip_ratio; 1 or more: no lower bound
     clip_ratio_high: PositiveFloat | None = None  # null: clip_ratio
     clip_ratio_c: AboveOne = 3.0  # dual-clip bound for negative advantages
-    loss_agg_mode: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ] = "token-mean"  # fmt: skip  # …-norm: divided by data.max_response_length (Dr.GRPO)
+    loss_agg_mode: LossAggMode = "token-mean"  # …-norm: by data.max_response_length (Dr.GRPO)
     entropy_coeff: FiniteFloat = 0.0  # coefficient of the entropy bonus
     use_kl_loss: StrictBool = False  # add a KL term against the reference to the loss
     kl_loss_coef: NonNegativeFloat = 0.001  # coefficient of the KL term
     kl_loss_type: KLLossType = "low_var_kl"  # KL estimator; +: k2's gradient (straight-through)
-    kl_loss_ctrl: KLScheduleConfig = KLScheduleConfig()
+    kl_loss_ctrl: KLScheduleConfig = field(default_factory=KLScheduleConfig)
     grad_clip: PositiveFloat = 1.0  # maximum global gradient norm, the critic's too
     ulysses_sequence_parallel_size: PositiveInt = 1  # ranks that share a micro-batch
     deterministic: StrictBool = False  # a GPU adds gradients in a fixed order, also in attention
     fsdp_config: FsdpConfig = FsdpConfig()
-    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How validation samples; `do_sample: false` is greedy decoding."""
-
-    n: PositiveInt = 1  # responses per prompt
-    temperature: NonNegativeFloat = 0.0  # with do_sample
-    top_p: Fraction = 1.0  # nucleus sampling; 1: off
-    top_k: IntOrOff = -1  # sample from the k likeliest tokens; -1: off
-    do_sample: StrictBool = False  # false: greedy decoding
-
-
-@dataclass(frozen=True)
-class EngineKwargsConfig:
-    vllm: Options = field(default_factory=dict)  # more arguments of vllm.LLM(...)
-
-
-@dataclass(frozen=True)
-class MultiTurnConfig:
-    """Trajectories of several turns, with tools or in an environment; see docs/multi_turn.md."""
-
-    enable: StrictBool = False  # responses are trajectories of an agent loop
-    max_assistant_turns: PositiveInt | None = None  # turns of the model; null: no limit
-    max_user_turns: PositiveInt | None = None  # rounds of tool results or observations
-    tool_config_path: PathText | None = None  # YAML file of tools that are classes, as verl's
-    function_tool_path: PathTexts = ()  # Python files of functions as tools, or file.py:function
-    max_parallel_calls: PositiveInt = 1  # tool calls of one turn that are run; further ones are not
-    max_tool_response_length: PositiveInt = 256  # characters of a tool's response; cut beyond
-    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"  # where it is cut
-    format: str = "hermes"  # of calls: hermes, llama3_json, mistral, deepseek_v3, a parser of vLLM
-    tool_timeout_s: PositiveFloat = 30.0  # limit of one call of a tool or environment
-    max_concurrent_calls: PositiveInt = 64  # calls at once, per engine
-
-
-@dataclass(frozen=True)
-class AgentConfig:
-    default_agent_loop: str = "tool_agent"  # a registered name, file.py:Class or package.Class
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    name: Literal["auto", "vllm", "hf"] = "auto"  # auto: vllm where it is installed
-    n: PositiveInt = 8  # responses per prompt (group size)
-    temperature: PositiveFloat = 1.0  # sampling temperature
-    top_p: Fraction = 1.0  # nucleus sampling; 1: off
-    top_k: IntOrOff = -1  # sample from the k likeliest tokens; -1: off
-    stop: Texts = ()  # texts that end a response; they are part of it
-    tensor_model_parallel_size: PositiveInt = 1  # ranks that share one engine
-    n_gpus_per_node: NonNegativeInt = 0  # engine ranks on a machine, unless trainer.mode is sync
-    servers: Texts = ()  # URLs of vLLM servers that generate, in any trainer.mode
-    gpu_memory_utilization: Fraction = 0.5  # of the GPU's memory, for the engine
-    kv_cache_gib: PositiveFloat = 1.0  # KV cache per rank, on CPUs only
-    in_flight_update: InFlight = "off"  # new weights during responses (async), which go on
-    max_num_seqs: PositiveInt = 256  # sequences that one engine generates at once
-    max_num_batched_tokens: PositiveInt | None = None  # tokens in one forward pass of the engine
-    max_model_len: PositiveInt | None = None  # null: max_prompt_length + max_response_length
-    enforce_eager: StrictBool = False  # engine without CUDA graphs and torch.compile
-    enable_prefix_caching: StrictBool = True  # reuse the KV cache of equal prefixes
-    enable_chunked_prefill: StrictBool = True  # process long prompts in chunks
-    free_cache_engine: StrictBool = True  # free the engine's GPU memory during training
-    dtype: Dtype = "auto"  # of the engine; auto: as fsdp_config.dtype
-    quantization: Literal["fp8"] | None = None  # fp8: vLLM's linear layers, in blocks of 128 x 128
-    val_kwargs: SamplingConfig = SamplingConfig()
-    multi_turn: MultiTurnConfig = MultiTurnConfig()
-    agent: AgentConfig = AgentConfig()
-    engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
-
-    @property
-    def truncates(self) -> bool:
-        """Whether responses are sampled from a part of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True)
@@ -210,91 +107,6 @@ class CriticConfig:
     model: CriticModelConfig = CriticModelConfig()
     optim: CriticOptimConfig = CriticOptimConfig()
     cliprange_value: PositiveFloat = 0.5  # clip range of a value around the old one
-
-
-@dataclass(frozen=True)
-class KLControlConfig(KLScheduleConfig):
-    kl_coef: NonNegativeFloat = 0.001  # coefficient of the KL penalty in the reward
-
-
-@dataclass(frozen=True)
-class FilterGroupsConfig:
-    """DAPO's dynamic sampling: replace groups whose responses all have the same score."""
-
-    enable: StrictBool = False  # sample batches until enough groups differ in metric
-    metric: str = "score"  # score, or another result of the reward, such as acc
-    max_num_gen_batches: PositiveInt = 10  # at most; then keep groups without signal
-
-
-@dataclass(frozen=True)
-class RolloutCorrectionConfig:
-    """Importance weights and rejection against the gap between engine and trainer."""
-
-    rollout_is: Literal["token", "sequence"] | None = "token"  # level of the weights; null: off
-    rollout_is_threshold: float | str = 2.0  # truncation; "0.5_5": weights outside are 0
-    rollout_rs: str | None = None  # criteria such as "seq_mean_k3", separated by commas
-    rollout_rs_threshold: float | str | None = None  # one per criterion; k1: "lower_upper"
-    rollout_is_batch_normalize: StrictBool = False  # divide the weights by their mean
-    bypass_mode: StrictBool = False  # the engine's log-probs are the old ones: no forward for them
-    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"  # of bypass_mode
-
-    @property
-    def applies_weights(self) -> bool:
-        """Whether the loss has importance weights: a clipped ratio to the engine needs none."""
-        clips = self.bypass_mode and self.loss_type == "ppo_clip"
-        return self.rollout_is is not None and not clips
-
-    @property
-    def is_bounds(self) -> tuple[float | None, float]:
-        """Return (lower or None, upper) of the importance weights."""
-        *lower, upper = _numbers(self.rollout_is_threshold)
-        if upper < 1:  # YAML reads 0.5_5 without quotes as 0.55
-            raise ValueError(f"rollout_is_threshold {upper} is below 1; quote a pair")
-        return (lower[0] if lower else None), upper
-
-    @property
-    def rejection(self) -> dict[str, float | tuple[float, float]]:
-        """Return, by criterion, the bound or (lower, upper)."""
-        criteria = [c.strip() for c in (self.rollout_rs or "").split(",") if c.strip()]
-        given = self.rollout_rs_threshold
-        bounds = [] if given is None else [_numbers(part) for part in str(given).split(",")]
-        paired = zip(criteria, bounds, strict=True)
-        return {c: b[0] if len(b) == 1 else (b[0], b[1]) for c, b in paired}
-
-
-def _numbers(text: float | str) -> list[float]:
-    """Parse "0.5_5" as [0.5, 5.0]; raise ValueError for other than one or two numbers."""
-    numbers = [float(part) for part in str(text).split("_")]
-    if len(numbers) > 2:
-        raise ValueError(f"{text!r} is not one number or lower_upper")
-    return numbers
-
-
-@dataclass(frozen=True)
-class DistillConfig:
-    """On-policy distillation (arXiv 2306.13649): a teacher's distribution in place of a reward."""
-
-    teacher_path: PathText | None = None  # causal LM of the same vocabulary; null: off
-    beta: UnitFloat = 0.5  # of the generalised JSD; 0: forward KL, 1: reverse KL
-    temperature: PositiveFloat = 1.0  # of both distributions in the loss
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    adv_estimator: str = "grpo"  # advantage estimator, or a registered one of your own
-    norm_adv_by_std_in_grpo: StrictBool = True  # false: Dr.GRPO
-    gdpo_reward_keys: Texts = ()  # declared rewards that gdpo normalises; none: all
-    gdpo_reward_weights: Numbers | None = None  # weights of those; null: reward.weights
-    gamma: UnitFloat = 1.0  # discount per token
-    lam: UnitFloat = 1.0  # lambda of GAE
-    use_kl_in_reward: StrictBool = False  # subtract a KL penalty per token
-    kl_penalty: KLType = "kl"  # KL estimator of the penalty
-    kl_ctrl: KLControlConfig = KLControlConfig()
-    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
-    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    sampling_replay: Switch = "auto"  # log-probs over what top_p, top_k kept; auto: where they cut
-    mask_truncated_completions: StrictBool = False  # do not train on cut responses
-    distill: DistillConfig = DistillConfig()
 
 
 @dataclass(frozen=True)
@@ -320,9 +132,9 @@ class RLConfig(JobConfig):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     critic: CriticConfig = CriticConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reshard: ReshardConfig = ReshardConfig()
     trainer: TrainerConfig = TrainerConfig()

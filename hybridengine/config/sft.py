@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pydantic import StrictBool
 
 from hybridengine.config.common import (
+    DatasetConfig,
     JobConfig,
     OptimConfig,
-    Options,
     PathText,
-    PathTexts,
     PositiveFloat,
     PositiveInt,
     RunConfig,
     Seed,
     ShardingConfig,
-    SpecialTokensInData,
     Texts,
     TrainedModelConfig,
-    Truncation,
 )
 
 
@@ -35,9 +32,7 @@ class SFTModelConfig(TrainedModelConfig):
 
 
 @dataclass(frozen=True)
-class SFTDataConfig:
-    train_files: PathTexts = ()  # conversations: files, folders or globs
-    val_files: PathTexts | None = None  # null: no validation at all
+class SFTDataConfig(DatasetConfig):
     messages_key: str | None = None  # column of chats; null: prompt_key and response_key
     prompt_key: str = "prompt"  # column of a text or a chat
     prompt_dict_keys: Texts | None = None  # names that lead to the prompt inside its column
@@ -46,14 +41,9 @@ class SFTDataConfig:
     tools_key: str = "tools"  # column of tool schemas, where a row has it
     enable_thinking_key: str = "enable_thinking"  # column of that variable, where a row has it
     max_length: PositiveInt = 1024  # of a conversation, in tokens
-    truncation: Truncation = "error"  # of longer ones: an error, or cut at the left or right
     train_batch_size: PositiveInt = 256  # conversations per optimizer step, over all ranks
     micro_batch_size_per_gpu: PositiveInt | None = None  # null: by max_token_len_per_gpu
     max_token_len_per_gpu: PositiveInt = 8192  # tokens in one micro-batch
-    shuffle: StrictBool = True  # a new order every epoch, by seed
-    chat_template: PathText | None = None  # Jinja text or a file; null: the tokenizer's own
-    apply_chat_template_kwargs: Options = field(default_factory=dict)  # variables of the template
-    special_tokens: SpecialTokensInData = "text"  # <|im_end|> in a message; allow: a control token
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,6 @@
 """Hugging Face causal LMs, unchanged: load as FSDP2 shards, run packed, optimize, offload."""
 
 from hybridengine.model.forward import (
-    PackedBatch,
-    SavedWork,
-    pack_batch,
-    pack_rollouts,
     packed_cross_entropy,
     packed_distillation_loss,
     packed_log_probs,
@@ -18,6 +14,7 @@ from hybridengine.model.loading import is_sequence_classifier, load_causal_lm, s
 from hybridengine.model.lora import adapter_shards, adapters_disabled, apply_lora, check_lora
 from hybridengine.model.offload import on_device
 from hybridengine.model.optim import Optimizer, SkippedUpdate
+from hybridengine.model.packed import PackedBatch, SavedWork, pack_batch, pack_rollouts
 from hybridengine.model.parameters import free_gathered, parameter_shards
 from hybridengine.model.router_replay import RouterReplay, route_shape
 from hybridengine.model.validation import check_sequence_parallel

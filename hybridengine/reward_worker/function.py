@@ -16,6 +16,7 @@ from hybridengine.errors import RewardError
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+LIST_ARGUMENTS = (*BATCH_ARGUMENTS, "prompts")
 
 _RULES = Path(__file__).with_name("rules")
 BUILT_IN = {

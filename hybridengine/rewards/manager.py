@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from hybridengine.config import RewardConfig
 from hybridengine.data import PromptSample
 from hybridengine.errors import RewardError, shorten
-from hybridengine.reward_worker.function import ARGUMENTS, BATCH_ARGUMENTS, FunctionSource
 from hybridengine.reward_worker.results import to_text
 from hybridengine.rewards.workers import CallError, RewardFunction
 
@@ -65,40 +64,21 @@ class RewardResult:
 
 
 def score_responses(
-    function: RewardFunction,
-    samples: Sequence[PromptSample],
-    responses: Sequence[str],
-    batched: bool = False,
+    function: RewardFunction, samples: Sequence[PromptSample], responses: Sequence[str]
 ) -> RewardResult:
     """Score `responses[i]`, an answer to `samples[i]`, in worker processes.
 
     The function returns a number, or a dict with "score" and further results. Further numbers
     become `extras`, texts `texts`. Numbers and "pred" must have the same names for every response.
 
-    batched: one call with lists (verl's batch manager), instead of one call each. A function in
-    TRL's form always gets lists.
-
     Raises RewardError, with the sample, when the function raises, exceeds the workers' time-out,
     ends its process, or returns anything else.
     """
     if not samples:
         return RewardResult([], {})
-    values = [
-        (s.data_source, response, s.ground_truth, s.extra_info, s.chat)
-        for s, response in zip(samples, responses, strict=True)
-    ]
-    names = (*BATCH_ARGUMENTS, "prompts") if batched else (*ARGUMENTS, "prompt")
-    taken = [(i, name) for i, name in enumerate(names) if name in function.arguments]
     try:
-        if function.source.columns is not None:
-            columns = _trl_columns(function.source, samples, responses)
-            rows = function.workers.call_batch(function, columns, len(samples))
-        elif batched:
-            columns = {name: [row[i] for row in values] for i, name in taken}
-            rows = function.workers.call_batch(function, columns, len(samples))
-        else:
-            calls = [{name: row[i] for i, name in taken} for row in values]
-            rows = function.workers.call(function, calls)
+        columns = _columns(function, samples, responses)
+        rows = function.workers.call(function, columns, len(samples))
     except CallError as error:
         first = f"first of {len(samples)}: " if error.index is None else ""
         where = _describe(samples[error.index or 0], responses[error.index or 0])
@@ -119,18 +99,38 @@ def score_responses(
     return RewardResult(extras.pop("score"), extras, texts=texts)
 
 
-def _trl_columns(
-    source: FunctionSource, samples: Sequence[PromptSample], responses: Sequence[str]
+def _columns(
+    function: RewardFunction, samples: Sequence[PromptSample], responses: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Return the arguments of a function in TRL's form: chats, and what each row has besides."""
+    """Return the arguments of a function by name, a value for each response."""
+    if function.source.columns is not None:
+        return _trl_columns(function.source.columns, samples, responses)
+    values: dict[str, list[Any]] = {
+        "data_source": [s.data_source for s in samples],
+        "solution_str": list(responses),
+        "ground_truth": [s.ground_truth for s in samples],
+        "extra_info": [s.extra_info for s in samples],
+        "prompt": [s.chat for s in samples],
+    }
+    plural = "s" if function.takes_lists else ""
+    named = {name + plural: column for name, column in values.items()}
+    return {name: column for name, column in named.items() if name in function.arguments}
+
+
+def _trl_columns(
+    taken: Sequence[str], samples: Sequence[PromptSample], responses: Sequence[str]
+) -> dict[str, list[Any]]:
+    """Return the arguments of a function in TRL's form: chats, and what each row has besides.
+
+    taken: those that it takes, ("*",) for all.
+    """
     rows = [{"ground_truth": s.ground_truth, **s.extra_info} for s in samples]
     columns: dict[str, list[Any]] = {
         name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))
     }
     columns["prompts"] = [list(s.chat) for s in samples]
     columns["completions"] = [[{"role": "assistant", "content": text}] for text in responses]
-    taken = columns if source.columns == ("*",) else source.columns or ()
-    return {name: columns[name] for name in taken if name in columns}
+    return columns if taken == ("*",) else {n: columns[n] for n in taken if n in columns}
 
 
 def _describe(sample: PromptSample, response: str) -> str:
@@ -154,7 +154,7 @@ def register_manager(name: str) -> Callable[[type[RewardManager]], type[RewardMa
 class RewardManager:
     """Call every function once per response; add the scores with `reward.weights`."""
 
-    batched = False  # whether functions take lists
+    batched = False  # whether functions are loaded as ones that take lists
 
     def __init__(
         self, functions: Sequence[RewardFunction], reward: RewardConfig, max_response_length: int
@@ -170,7 +170,7 @@ class RewardManager:
         The score of each function is in `parts` under its label, and with several functions in
         `extras` too.
         """
-        results = [score_responses(f, samples, responses, self.batched) for f in self.functions]
+        results = [score_responses(f, samples, responses) for f in self.functions]
         weights = self.reward.all_weights[: len(results)]
         scores = [0.0] * len(samples)
         extras: dict[str, list[float]] = {}

@@ -22,13 +22,12 @@ from typing import Any
 
 from hybridengine.config import RewardConfig
 from hybridengine.errors import RewardError, shorten
-from hybridengine.reward_worker.function import ARGUMENTS, BATCH_ARGUMENTS, FunctionSource
+from hybridengine.reward_worker.function import LIST_ARGUMENTS, FunctionSource
 from hybridengine.reward_worker.results import to_results, to_rows
 from hybridengine.rewards.workers import CallError, RewardFunction
 
 SCHEMES = ("http://", "https://")
 
-_NAMES = dict(zip((*ARGUMENTS, "prompt"), (*BATCH_ARGUMENTS, "prompts"), strict=True))
 _Columns = Mapping[str, Sequence[Any]]
 
 
@@ -61,19 +60,12 @@ class RewardService:
         """Return it as a reward function; name: of its score, instead of compute_score its host."""
         own = self._host if name == "compute_score" else name
         source = _ServiceSource(Path(), str(own), 1, url=self.url)
-        return RewardFunction(source, 0, self, [*_NAMES, *_NAMES.values()])
+        return RewardFunction(source, 0, self, LIST_ARGUMENTS)
 
     def call(
-        self, function: RewardFunction, calls: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, float | str]]:
-        """Score the responses of `calls`; raise CallError for a request without valid scores."""
-        columns = {plural: [call[name] for call in calls] for name, plural in _NAMES.items()}
-        return self.call_batch(function, columns, len(calls))
-
-    def call_batch(
         self, function: RewardFunction, columns: _Columns, size: int
     ) -> list[dict[str, float | str]]:
-        """As `call`, from lists of `size` values each."""
+        """Score `size` responses; raise CallError for a request without valid scores."""
         threads = ThreadPoolExecutor(self._num_requests, "reward-service")
         try:
             starts = range(0, size, self._http.batch_size)

@@ -26,7 +26,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridengine.errors import RewardError
-from hybridengine.reward_worker.function import ARGUMENTS, FunctionSource, reward_file
+from hybridengine.reward_worker.function import (
+    ARGUMENTS,
+    LIST_ARGUMENTS,
+    FunctionSource,
+    reward_file,
+)
 from hybridengine.reward_worker.main import Failure
 
 _LOAD_S = 60.0  # at least, to start a worker and import the user's file
@@ -56,15 +61,16 @@ class RewardFunction:
     workers: Caller = field(repr=False)
     arguments: Sequence[str] = ARGUMENTS
 
+    @property
+    def takes_lists(self) -> bool:
+        """Whether one call scores all responses, as in verl's batch manager and in TRL."""
+        return self.source.columns is not None or any(x in LIST_ARGUMENTS for x in self.arguments)
+
 
 class Caller(Protocol):
     """What calls a function on responses: worker processes, a thread, or a service."""
 
     def call(
-        self, function: RewardFunction, calls: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, float | str]]: ...
-
-    def call_batch(
         self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
     ) -> list[dict[str, float | str]]: ...
 
@@ -107,23 +113,25 @@ class RewardWorkers:
         return RewardFunction(self._workers[0].loaded[key], key, self, arguments)
 
     def call(
-        self, function: RewardFunction, calls: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, float | str]]:
-        """Call `function` with each of `calls`; return its results (`to_results`).
-
-        Raises CallError for a call that raises, exceeds `timeout_s`, ends its process or has no
-        valid result.
-        """
-        used = 1 if function.source.is_async else min(self._num_workers, len(calls))
-        work = {k: range(k, len(calls), used) for k in range(used)}
-        requests = {k: ("call", function.key, [calls[i] for i in work[k]]) for k in work}
-        results = self._run(function, work, requests)
-        return [results[i] for i in range(len(calls))]
-
-    def call_batch(
         self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
     ) -> list[dict[str, float | str]]:
-        """As `call`, in one call with lists of `size` values each."""
+        """Call `function` on `size` responses; return its results (`to_results`).
+
+        columns: its arguments, a value for each response. Raises CallError for a call that raises,
+        exceeds `timeout_s`, ends its process or has no valid result.
+        """
+        if function.takes_lists:
+            return self._call_with_lists(function, columns, size)
+        used = 1 if function.source.is_async else min(self._num_workers, size)
+        work = {k: range(k, size, used) for k in range(used)}
+        calls = [{name: column[i] for name, column in columns.items()} for i in range(size)]
+        requests = {k: ("call", function.key, [calls[i] for i in work[k]]) for k in work}
+        results = self._run(function, work, requests)
+        return [results[i] for i in range(size)]
+
+    def _call_with_lists(
+        self, function: RewardFunction, columns: Mapping[str, Sequence[Any]], size: int
+    ) -> list[dict[str, float | str]]:
         request = ("batch", function.key, columns, size)
         try:
             results: list[Any] = self._run(function, {0: range(1)}, {0: request})[0]

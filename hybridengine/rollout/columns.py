@@ -2,7 +2,7 @@
 
 A declared column follows its tokens from the engine's `Response` through multi-turn trajectories,
 messages between ranks and the exchange of responses to `RolloutBatch.columns`, of which
-`MicroBatch.take` selects the rows of a micro-batch, and into rollout files.
+`PackedBatch.take` selects the rows of a micro-batch, and into rollout files.
 """
 
 from __future__ import annotations

@@ -157,9 +157,16 @@ def measured_cpu(ranks: int) -> Device:
     read = data.nbytes / _fastest(data.sum)
     copied = data.nbytes / _fastest(lambda: target.copy_(data))
     return Device(
-        products / ranks, math.inf, read / ranks, copied / ranks, copied / ranks, copied / ranks,
-        intra_latency_s=100e-6, inter_latency_s=100e-6, kv_block=CPU_BLOCK_SIZE,
-    )  # fmt: skip
+        products / ranks,
+        math.inf,
+        read / ranks,
+        copied / ranks,
+        copied / ranks,
+        copied / ranks,
+        intra_latency_s=100e-6,
+        inter_latency_s=100e-6,
+        kv_block=CPU_BLOCK_SIZE,
+    )
 
 
 def _fastest(call: Callable[[], object], rounds: int = 4) -> float:

@@ -65,9 +65,14 @@ def memory_of(model: ModelShape, work: Workload, layout: Layout, cluster: Cluste
     return Memory(
         moments_of,
         cluster.usable_bytes - sum(generate.values()),
-        avoided_logits=4.0 * _response_share(work) * tokens * model.head_flops
-        / (2 * model.hidden_size) if work.config.fused_head else 0.0,
-    )  # fmt: skip
+        avoided_logits=4.0
+        * _response_share(work)
+        * tokens
+        * model.head_flops
+        / (2 * model.hidden_size)
+        if work.config.fused_head
+        else 0.0,
+    )
 
 
 def _critic_alone(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridengine.config.rl import AlgorithmConfig
+from hybridengine.config.algorithm import AlgorithmConfig
 from hybridengine.kernels import token_kl
 from hybridengine.trainer.algorithms import (
     NEEDS,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.config import RLConfig
-from hybridengine.config.rl import KLScheduleConfig
+from hybridengine.config.algorithm import KLScheduleConfig
 from hybridengine.kernels import gae, group_advantage, whiten
 
 __all__ = [

@@ -7,15 +7,15 @@ on them; what a step computes per token stays there, and statistics come from re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.data import PromptSample
 from hybridengine.model import KeptIds, Optimizer, PackedBatch, SavedWork, pack_rollouts
 from hybridengine.rollout.columns import COLUMNS
 from hybridengine.runtime.all_ranks import group_timeout
@@ -24,7 +24,7 @@ from hybridengine.trainer.exchange import RowExchange, RowLocations
 from hybridengine.trainer.outcomes import Outcomes
 from hybridengine.trainer.rollouts import Rollouts
 from hybridengine.trainer.routes import response_routes
-from hybridengine.trainer.split import MicroBatchIndices, split_micro_batches
+from hybridengine.trainer.split import split_micro_batches
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class RolloutBatch:
     batch is used for one optimizer step only: they are then the log-probs of that step
     (`Actor.update_once`).
 
+    mini_batches: the micro-batches of each optimizer step; their rows are these tokens.
     is_dummy: the replica trains on nothing. It holds one response of another replica, masked, for
     the collectives of forward and backward.
     """
@@ -45,6 +46,9 @@ class RolloutBatch:
     cu_seqlens: Tensor  # int32 [n + 1]
     response_mask: Tensor  # bool [R], the tokens that are trained on
     rollout_log_probs: Tensor  # of the rollout engine
+    mini_batches: Sequence[Sequence[PackedBatch]]
+    mini_batch_of: Tensor  # int64 [N], the optimizer step that trains on a response
+    placement: RowLocations  # of all N responses on the ranks that train on them
     is_dummy: bool = False
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # [R, …], declared ones by name
     old_log_probs: Tensor | None = None
@@ -54,7 +58,11 @@ class RolloutBatch:
     returns: Tensor | None = None
     is_weights: Tensor | None = None  # importance weights of the rollout correction
     selected: Tensor | None = None  # bool [R], the tokens that clip_cov and kl_cov choose
-    placement: RowLocations | None = None  # of all N responses on the ranks that train on them
+
+    @property
+    def micro_batches(self) -> list[PackedBatch]:
+        """Those of all mini-batches, in their order."""
+        return [micro_batch for mini_batch in self.mini_batches for micro_batch in mini_batch]
 
     @property
     def sampled(self) -> Tensor | None:
@@ -83,38 +91,36 @@ class RolloutBatch:
         """Select this replica's entries of a number per response, on its device: [N] -> [n]."""
         return numbers.to(self.index.device)[self.index]
 
+    def in_mini_batch(self, number: int) -> Tensor:
+        """bool [R], the tokens of mini-batch `number` that this replica trains on."""
+        is_in = self.per_response(self.mini_batch_of) == number
+        return is_in[self.sequence_ids] & (not self.is_dummy)
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one rank runs at once: s responses with r tokens of the batch.
+    def mask_of(self, micro_batch: PackedBatch) -> Tensor:
+        """bool [r], which tokens of a micro-batch are trained on; none of a dummy."""
+        return micro_batch.take(self.response_mask) & (not micro_batch.is_dummy)
 
-    is_dummy: the rank only takes part in the collectives, see `MicroBatchIndices`.
-    active_rows: int64, ascending, its tokens that may have a gradient; None: all may.
-    """
+    @torch.no_grad()
+    def per_token(self, forward: Callable[[PackedBatch], Tensor]) -> Tensor:
+        """Compute `forward` of every micro-batch without gradient, [R]. Collective."""
+        return self.join([forward(micro_batch) for micro_batch in self.micro_batches])
 
-    packed: PackedBatch
-    token_index: Tensor  # int64 [r], positions of its tokens in the batch
-    cu_seqlens: Tensor  # int32 [s + 1], of the response tokens
-    is_dummy: bool
-    kept: KeptIds | None = None  # what its tokens were sampled from; None: the full vocabulary
-    active_rows: Tensor | None = None
+    def join(self, parts: Iterable[Tensor]) -> Tensor:
+        """Assemble [R] from `parts`, one [r] per micro-batch."""
+        tokens = torch.zeros_like(self.rollout_log_probs)
+        for micro_batch, part in zip(self.micro_batches, parts, strict=True):
+            if not micro_batch.is_dummy:
+                tokens[micro_batch.row_index] = part
+        return tokens
 
-    def take(self, per_token: Tensor | None) -> Tensor | None:
-        """Select this micro-batch's tokens: [R] -> [r]."""
-        return None if per_token is None else per_token[self.token_index]
-
-    def response_mask(self, batch: RolloutBatch) -> Tensor:
-        """bool [r]; all False in a dummy micro-batch."""
-        return batch.response_mask[self.token_index] & (not self.is_dummy)
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """One optimizer step: this replica's micro-batches, and which of all responses it trains on."""
-
-    micro_batches: list[MicroBatch]
-    responses: Tensor  # int64, of the N responses of all replicas; ascending
-    token_index: Tensor  # int64, positions of its tokens that are in this replica's batch
+    def with_each(self, name: str, values: Iterable[Tensor]) -> RolloutBatch:
+        """Set the field `name` of the micro-batches, in their order."""
+        given: Iterator[Any] = iter(values)
+        mini_batches = [
+            [replace(m, **{name: next(given)}) for m in mini_batch]
+            for mini_batch in self.mini_batches
+        ]
+        return replace(self, mini_batches=mini_batches)
 
 
 class DataParallel:
@@ -155,7 +161,7 @@ class DataParallel:
         lengths: Sequence[int],
         max_tokens: int,
         prompts: Sequence[tuple[Hashable, int]] | None = None,
-    ) -> list[list[MicroBatchIndices]]:
+    ) -> list[list[list[int]]]:
         """Split sequences into the micro-batches of each replica, see `split_micro_batches`."""
         return split_micro_batches(
             lengths,
@@ -171,7 +177,7 @@ class DataParallel:
         num_mini_batches: int,
         max_tokens: int,
         receive: Callable[[RowLocations], Mapping[str, Tensor]] | None = None,
-    ) -> tuple[RolloutBatch, list[MiniBatch]]:
+    ) -> RolloutBatch:
         """Split rollouts into optimizer steps of whole groups, each balanced over the replicas.
 
         Every rank receives the tokens that its replica trains on. max_tokens: of a micro-batch, per
@@ -179,11 +185,11 @@ class DataParallel:
         are on these ranks. Collective.
         """
         outcomes, device = rollouts.outcomes, self.session.device
-        split = self._split(outcomes, num_mini_batches, max_tokens * self.sp_size)
+        _, groups = outcomes.groups.unique(return_inverse=True)
+        mini_batch_of = groups * num_mini_batches // (int(groups.max()) + 1)
+        split = self._split(outcomes, mini_batch_of, num_mini_batches, max_tokens * self.sp_size)
         trained = [
-            sorted(
-                i for _, replicas in split for m in replicas[k] if not m.is_dummy for i in m.indices
-            )
+            sorted(i for replicas in split for rows in replicas[k] for i in rows)
             for k in range(self.dp_size)
         ]
         placement = self._place(outcomes, trained)
@@ -196,35 +202,27 @@ class DataParallel:
         is_dummy = not trained[self.replica]
         index = torch.tensor(placement.held[self.session.rank])
         ends = [0, *accumulate(outcomes.response_lengths[index].tolist())]
-        batch = RolloutBatch(
-            outcomes,
-            index.to(device),
-            torch.tensor(ends, dtype=torch.int32, device=device),
-            torch.full((ends[-1],), not is_dummy, device=device),
-            columns["log_probs"],
-            is_dummy,
-            {
+        mask = torch.full((ends[-1],), not is_dummy, device=device)
+        if "sampled" in columns:
+            mask &= columns["sampled"].bool()
+        return RolloutBatch(
+            outcomes=outcomes,
+            index=index.to(device),
+            cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
+            response_mask=mask,
+            rollout_log_probs=columns["log_probs"],
+            mini_batches=self._pack(
+                rollouts, index, columns, [replicas[self.replica] for replicas in split]
+            ),
+            mini_batch_of=mini_batch_of.to(device),
+            placement=placement,
+            is_dummy=is_dummy,
+            columns={
                 name: columns[name].unflatten(0, (ends[-1], *column.shape))
                 for name, column in COLUMNS.items()
                 if name in columns and column.counts is None
             },
-            placement=placement,
         )
-        if batch.sampled is not None:
-            batch = replace(batch, response_mask=batch.response_mask & batch.sampled)
-        kept = None
-        if "kept_ids" in columns:
-            kept = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"].cpu())
-        response_ids = columns["token_ids"].cpu()
-        contexts = columns["context_ids"].cpu() if "context_ids" in columns else response_ids[:0]
-        own_prompts = contexts.split(outcomes.sizes["context_ids"][index].tolist())
-        routes = response_routes(
-            columns, outcomes.response_lengths[index].tolist(), self.route_shape
-        )
-        packing = _Packing(
-            self, rollouts.prompts, outcomes, index, ends, response_ids, own_prompts, kept, routes
-        )
-        return batch, [packing.mini_batch(rows, replicas[self.replica]) for rows, replicas in split]
 
     def _place(self, outcomes: Outcomes, trained: Sequence[list[int]]) -> RowLocations:
         """trained: the rows that each replica trains on; without any it holds the shortest one."""
@@ -236,80 +234,87 @@ class DataParallel:
         return RowLocations(held, sources)
 
     def _split(
-        self, outcomes: Outcomes, num_mini_batches: int, max_tokens: int
-    ) -> list[tuple[list[int], list[list[MicroBatchIndices]]]]:
-        """Split into mini-batches: (rows of all replicas, micro-batches of each replica)."""
+        self, outcomes: Outcomes, mini_batch_of: Tensor, num_mini_batches: int, max_tokens: int
+    ) -> list[list[list[list[int]]]]:
+        """Return the rows of each micro-batch of each replica, by mini-batch."""
         groups, lengths = outcomes.groups.tolist(), outcomes.lengths.tolist()
-        prompts = list(zip(groups, self._shared_lengths(outcomes), strict=True))
-        numbers = {group: i for i, group in enumerate(sorted(set(groups)))}
-        split = []
-        for k in range(num_mini_batches):
-            rows = [
-                i
-                for i, group in enumerate(groups)
-                if numbers[group] * num_mini_batches // len(numbers) == k
-            ]
-            replicas = [
-                [MicroBatchIndices([rows[i] for i in m.indices], m.is_dummy) for m in micro_batches]
-                for micro_batches in self.micro_batches(
-                    [lengths[i] for i in rows], max_tokens, [prompts[i] for i in rows]
-                )
-            ]
-            split.append((rows, replicas))
+        shared, split = self._shared_lengths(outcomes), []
+        for number in range(num_mini_batches):
+            rows = (mini_batch_of == number).nonzero().flatten().tolist()
+            prompts = [(groups[i], shared[groups[i]]) for i in rows]
+            replicas = self.micro_batches([lengths[i] for i in rows], max_tokens, prompts)
+            split.append([[[rows[i] for i in part] for part in parts] for parts in replicas])
         return split
 
     @staticmethod
-    def _shared_lengths(outcomes: Outcomes) -> list[int]:
-        """Return how many tokens the responses of each one's group begin with.
+    def _shared_lengths(outcomes: Outcomes) -> dict[int, int]:
+        """Return how many tokens the responses of each group begin with.
 
         A response with a prompt of its own begins with its group's in general.
         """
-        lengths = outcomes.prompt_lengths
         shortest: dict[int, int] = {}
-        for group, length in zip(outcomes.groups.tolist(), lengths.tolist(), strict=True):
+        lengths = outcomes.prompt_lengths.tolist()
+        for group, length in zip(outcomes.groups.tolist(), lengths, strict=True):
             shortest[group] = min(length, shortest.get(group, length))
-        return [shortest[group] for group in outcomes.groups.tolist()]
+        return shortest
 
-    @torch.no_grad()
-    def per_token(
-        self, mini_batches: list[MiniBatch], forward: Callable[[MicroBatch], Tensor]
-    ) -> Tensor:
-        """Compute `forward` of every micro-batch without gradient, [R]. Collective."""
-        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
-        parts = [forward(micro) for micro in micro_batches]
-        return self.join_tokens(mini_batches, parts)
+    def _pack(
+        self,
+        rollouts: Rollouts,
+        index: Tensor,
+        columns: Mapping[str, Tensor],
+        mini_batches: Sequence[Sequence[list[int]]],
+    ) -> list[list[PackedBatch]]:
+        """Pack the responses `index` of this replica, whose tokens are in `columns`.
 
-    def join_tokens(self, mini_batches: list[MiniBatch], parts: Sequence[Tensor]) -> Tensor:
-        """Assemble [R] from `parts`, one [r] per micro-batch."""
-        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
-        trained = [not micro.is_dummy for micro in micro_batches]
-        sizes = [micro.token_index.numel() for micro in compress(micro_batches, trained)]
-        # A replica that trains on nothing holds the response of its dummy micro-batches.
-        num_tokens = sum(sizes) or micro_batches[0].token_index.numel()
-        tokens = torch.zeros(num_tokens, device=self.session.device)
-        for micro, part in compress(zip(micro_batches, parts, strict=True), trained):
-            tokens[micro.token_index] = part
-        return tokens
+        mini_batches: the rows of each micro-batch. A dummy runs this replica's shortest response.
+        """
+        outcomes = rollouts.outcomes
+        lengths = outcomes.response_lengths[index].tolist()
+        response_ids = columns["token_ids"].cpu().split(lengths)
+        contexts = columns["context_ids"].cpu() if "context_ids" in columns else torch.empty(0)
+        own_prompts = contexts.split(outcomes.sizes["context_ids"][index].tolist())
+        token_index = torch.arange(sum(lengths)).split(lengths)
+        routes = response_routes(columns, lengths, self.route_shape)
+        kept = None
+        if "kept_ids" in columns:
+            kept = KeptIds.from_counts(columns["kept_ids"], columns["num_kept"].cpu())
+        position = {row: k for k, row in enumerate(index.tolist())}
+        shortest = int(outcomes.lengths[index].argmin())
 
-    def num_trained(self, batch: RolloutBatch, mini_batch: MiniBatch) -> tuple[Tensor, Tensor]:
+        def pack(rows: list[int]) -> PackedBatch:
+            chosen = [position[row] for row in rows] or [shortest]
+            groups = outcomes.groups[index[chosen]].tolist()
+            prompts = {g: torch.tensor(rollouts.prompts[g].prompt_ids) for g in set(groups)}
+            tokens = torch.cat([token_index[k] for k in chosen])
+            packed = pack_rollouts(
+                [
+                    (own_prompts[k] if own_prompts[k].numel() else prompts[g], response_ids[k])
+                    for g, k in zip(groups, chosen, strict=True)
+                ],
+                sequence_parallel=self.sp_group,
+                shared_prefix=self.shared_prefix,
+                routes=[routes[k] for k in chosen] if routes and rows else None,
+            )
+            packed = replace(
+                packed, row_index=tokens, kept=None if kept is None else kept.take(tokens)
+            ).to(self.session.device)
+            return packed if rows else packed.as_dummy()
+
+        return [[pack(rows) for rows in micro_batches] for micro_batches in mini_batches]
+
+    def num_trained(self, batch: RolloutBatch, number: int) -> tuple[Tensor, Tensor]:
         """Count (tokens, responses with a token) that a mini-batch trains on, over all ranks; 0-d.
 
         Collective.
         """
-        mask = batch.response_mask[mini_batch.token_index]
-        trained = torch.zeros_like(batch.index, dtype=torch.bool)
-        trained[batch.sequence_ids[mini_batch.token_index[mask]]] = True
-        counts = torch.stack([mask.sum(), trained.sum()])
+        mask = batch.response_mask & batch.in_mini_batch(number)
+        counts = torch.stack([mask.sum(), (batch.sequence_sums(mask.long()) > 0).sum()])
         dist.all_reduce(counts, group=self.group)
         return counts[0], counts[1]
 
-    def saved_work(self, mini_batches: Iterable[MiniBatch]) -> SavedWork:
-        """Sum what shared prefixes save in one pass over all replicas' tokens. Collective."""
-        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
-        return self.sum_saved(micro.packed.saved for micro in micro_batches if not micro.is_dummy)
-
     def sum_saved(self, parts: Iterable[SavedWork]) -> SavedWork:
-        """Sum the parts of all replicas. Collective."""
+        """Sum what shared prefixes save in the micro-batches of all replicas. Collective."""
         total = torch.tensor([SavedWork(), *parts], device=self.session.device).sum(0)
         dist.all_reduce(total, group=self.group)
         return SavedWork(*total.tolist())
@@ -323,18 +328,19 @@ class DataParallel:
         return gathered
 
     def gather_tokens(
-        self, batch: RolloutBatch, mini_batch: MiniBatch, per_token: Tensor
+        self, batch: RolloutBatch, number: int, per_token: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Gather numbers per token of a mini-batch to all ranks: [K, R] -> [K, all tokens].
 
         In the order of the responses. Returns (numbers, bool mask of this replica's tokens).
         Collective; for what no reduction can compute, as it takes 4 bytes per token of all ranks.
         """
-        here = torch.isin(mini_batch.responses, batch.index.cpu()) & (not batch.is_dummy)
-        lengths = batch.outcomes.response_lengths[mini_batch.responses]
+        responses = (batch.mini_batch_of.cpu() == number).nonzero().flatten()
+        here = torch.isin(responses, batch.index.cpu()) & (not batch.is_dummy)
+        lengths = batch.outcomes.response_lengths[responses]
         is_own = here.repeat_interleave(lengths).to(per_token.device)
         gathered = per_token.new_zeros(per_token.shape[0], is_own.numel())
-        gathered[:, is_own] = per_token[:, mini_batch.token_index]
+        gathered[:, is_own] = per_token[:, batch.in_mini_batch(number)]
         dist.all_reduce(gathered, group=self.group)  # exact: one replica's value plus zeros
         return gathered, is_own
 
@@ -365,66 +371,6 @@ class DataParallel:
         dist.all_reduce(added, group=self.group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return dict(zip(names, torch.cat([added, largest]), strict=True))
-
-
-@dataclass(frozen=True)
-class _Packing:
-    """Packs the responses `index` of a replica, whose tokens are `response_ids` by `ends`."""
-
-    dp: DataParallel
-    prompts: Sequence[PromptSample]
-    outcomes: Outcomes
-    index: Tensor  # int64 [n]
-    ends: list[int]  # [n + 1]
-    response_ids: Tensor  # int32 [R], on the CPU
-    own_prompts: Sequence[Tensor]  # int32, of each response; empty: that of its group
-    kept: KeptIds | None
-    routes: list[Tensor] | None  # of the responses' sequences
-
-    def mini_batch(self, rows: list[int], micro_batches: list[MicroBatchIndices]) -> MiniBatch:
-        position = {row: k for k, row in enumerate(self.index.tolist())}
-        own = [position[i] for m in micro_batches if not m.is_dummy for i in m.indices]
-        lengths = self.outcomes.lengths[self.index]
-        dummy = [int(lengths.argmin())]
-        return MiniBatch(
-            [
-                self._micro_batch(dummy if m.is_dummy else [position[i] for i in m.indices], m)
-                for m in micro_batches
-            ],
-            torch.tensor(rows),
-            self._token_index(sorted(own)).to(self.dp.session.device),
-        )
-
-    def _micro_batch(self, chosen: list[int], micro: MicroBatchIndices) -> MicroBatch:
-        device = self.dp.session.device
-        groups = self.outcomes.groups[self.index[chosen]].tolist()
-        prompt_of = {group: torch.tensor(self.prompts[group].prompt_ids) for group in set(groups)}
-        ends, ids = self.ends, self.response_ids
-        own = self.own_prompts
-        pairs = [
-            (own[k] if own[k].numel() else prompt_of[group], ids[ends[k] : ends[k + 1]])
-            for group, k in zip(groups, chosen, strict=True)
-        ]
-        response_ends = [0, *accumulate(len(response) for _, response in pairs)]
-        token_index = self._token_index(chosen)
-        routes = self.routes if not micro.is_dummy else None
-        return MicroBatch(
-            pack_rollouts(
-                pairs,
-                device,
-                self.dp.sp_group,
-                shared_prefix=self.dp.shared_prefix,
-                routes=None if routes is None else [routes[k] for k in chosen],
-            ),
-            token_index.to(device),
-            torch.tensor(response_ends, dtype=torch.int32, device=device),
-            micro.is_dummy,
-            None if self.kept is None else self.kept.take(token_index),
-        )
-
-    def _token_index(self, chosen: Iterable[int]) -> Tensor:
-        ranges = [torch.arange(self.ends[k], self.ends[k + 1]) for k in chosen]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
 
 
 def mean_metrics(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

@@ -169,9 +169,13 @@ def build_engine(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
 
         overrides = model.config_overrides
         return HfEngine(
-            model.path, checkpoint, tokenizer=tokenizer, config_overrides=overrides,
-            **shared, **limits,
-        )  # fmt: skip
+            model.path,
+            checkpoint,
+            tokenizer=tokenizer,
+            config_overrides=overrides,
+            **shared,
+            **limits,
+        )
     from hybridengine.rollout.vllm.engine import VllmEngine
 
     build = partial(

@@ -48,9 +48,12 @@ def load_model(
     fsdp, model = config.sharding, config.model
     rank, alpha, modules = model.lora_rank, model.lora_alpha, model.target_modules
     lora = partial(
-        apply_lora, rank=rank, alpha=alpha, target_modules=modules,
+        apply_lora,
+        rank=rank,
+        alpha=alpha,
+        target_modules=modules,
         adapter_path=model.lora_adapter_path,
-    )  # fmt: skip
+    )
     return load_causal_lm(
         path or model.path,
         mesh=sharding_mesh(

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from hybridengine.config import RLConfig
-from hybridengine.model import Optimizer, packed_distillation_loss
-from hybridengine.trainer.batch import DataParallel, MicroBatch, MiniBatch, RolloutBatch
+from hybridengine.model import Optimizer, PackedBatch, packed_distillation_loss
+from hybridengine.trainer.batch import DataParallel, RolloutBatch
 from hybridengine.trainer.models import Actor
 from hybridengine.trainer.routes import pop_metrics
 
@@ -35,19 +35,23 @@ class Student(Actor):
         super().__init__(config, model, None, optimizer, dp)
         self._teacher = teacher
 
-    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch towards the teacher; return metrics."""
         with self._dp.session.phase("update_actor"), self._teacher() as self._frozen:
-            return self._epochs(batch, mini_batches) | pop_metrics(self.model)
+            return self._epochs(batch) | pop_metrics(self.model)
 
     def micro_batch_loss(
-        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
+        self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         distill = self._config.algorithm.distill
         loss, divergences = packed_distillation_loss(
-            self.model, self._frozen, micro_batch.packed,
-            beta=distill.beta, temperature=distill.temperature,
-            response_mask=micro_batch.response_mask(batch), num_items=num_tokens,
+            self.model,
+            self._frozen,
+            micro_batch,
+            response_mask=batch.mask_of(micro_batch),
+            num_items=num_tokens,
+            beta=distill.beta,
+            temperature=distill.temperature,
             grad_scale=self._dp.grad_scale(self.optimizer),
-        )  # fmt: skip
+        )
         return loss, {"actor/distill_loss": divergences.sum() / num_tokens}, divergences

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridengine.config import RLConfig
-from hybridengine.model import Optimizer
-from hybridengine.trainer.batch import (
-    DataParallel,
-    MicroBatch,
-    MiniBatch,
-    RolloutBatch,
-    mean_metrics,
-)
+from hybridengine.model import Optimizer, PackedBatch
+from hybridengine.trainer.batch import DataParallel, RolloutBatch, mean_metrics
 
 
 class Learner(ABC):
@@ -36,13 +30,11 @@ class Learner(ABC):
         self.model, self.optimizer = model, optimizer
         self._config, self._dp = config, dp
 
-    def _step(
-        self, batch: RolloutBatch, mini_batch: MiniBatch
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Run one optimizer step; return its metrics and the outputs of each micro-batch."""
+    def _step(self, batch: RolloutBatch, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Run the optimizer step of a mini-batch; return metrics and each micro-batch's outputs."""
         parts, outputs = list[dict[str, Tensor]](), list[Tensor]()
-        counts = self._dp.num_trained(batch, mini_batch)
-        for micro_batch in mini_batch.micro_batches:
+        counts = self._dp.num_trained(batch, number)
+        for micro_batch in batch.mini_batches[number]:
             loss, metrics, output = self.micro_batch_loss(batch, micro_batch, *counts)
             self._dp.backward(loss, self.optimizer, output)
             parts.append(metrics)
@@ -52,14 +44,14 @@ class Learner(ABC):
         metrics[f"{self.name}/lr"] = torch.tensor(self.optimizer.last_lr)
         return metrics, outputs
 
-    def _epochs(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    def _epochs(self, batch: RolloutBatch) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch; return their mean metrics."""
-        epochs = range(self._config.actor.ppo_epochs)
-        return mean_metrics([self._step(batch, m)[0] for _ in epochs for m in mini_batches])
+        numbers = [*range(len(batch.mini_batches))] * self._config.actor.ppo_epochs
+        return mean_metrics([self._step(batch, number)[0] for number in numbers])
 
     @abstractmethod
     def micro_batch_loss(
-        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
+        self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Run forward and loss of one micro-batch: (loss, metrics, log-probs or values [r]).
 

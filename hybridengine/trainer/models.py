@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.config import RLConfig
-from hybridengine.config.rl import RolloutCorrectionConfig
+from hybridengine.config.algorithm import RolloutCorrectionConfig
 from hybridengine.kernels import (
     RolloutCorrection,
     policy_loss,
@@ -21,6 +21,7 @@ from hybridengine.kernels import (
 )
 from hybridengine.model import (
     Optimizer,
+    PackedBatch,
     RouterReplay,
     accepts_head_function,
     free_gathered,
@@ -28,13 +29,7 @@ from hybridengine.model import (
     packed_policy_loss,
 )
 from hybridengine.trainer.algorithms import KLController
-from hybridengine.trainer.batch import (
-    DataParallel,
-    MicroBatch,
-    MiniBatch,
-    RolloutBatch,
-    mean_metrics,
-)
+from hybridengine.trainer.batch import DataParallel, RolloutBatch, mean_metrics
 from hybridengine.trainer.learner import Learner
 from hybridengine.trainer.routes import pop_metrics
 
@@ -99,63 +94,46 @@ class Actor(Learner):
     def _kl_coef(self) -> float:
         return self.kl.coef if self.kl is not None else 0.0
 
-    def ref_log_probs(self, mini_batches: list[MiniBatch]) -> Tensor | None:
+    def ref_log_probs(self, batch: RolloutBatch) -> Tensor | None:
         """Compute the reference's log-probs, [R]; None without a reference."""
         if self._reference is None:
             return None
         with self._dp.session.phase("ref"), self._reference() as reference:
-            return self._log_probs(reference, mini_batches)
+            return self._log_probs(reference, batch)
 
-    def old_log_probs(self, mini_batches: list[MiniBatch]) -> Tensor:
+    def old_log_probs(self, batch: RolloutBatch) -> Tensor:
         """Compute the policy's log-probs before the update, [R]."""
         with self._dp.session.phase("old_log_prob"):
             if self._config.actor.router_replay != "old":
-                return self._log_probs(self.model, mini_batches)
+                return self._log_probs(self.model, batch)
             self._recorded: list[Tensor] = []
-            return self._log_probs(self.model, mini_batches, self._recording_forward)
+            return self._log_probs(self.model, batch, self._recording_forward)
 
     def _log_probs(
         self,
         model: nn.Module,
-        mini_batches: list[MiniBatch],
-        forward: Callable[[nn.Module, MicroBatch], tuple[Tensor, Tensor]] | None = None,
+        batch: RolloutBatch,
+        forward: Callable[[nn.Module, PackedBatch], tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         forward = forward or self._forward
-        log_probs = self._dp.per_token(
-            mini_batches, lambda micro_batch: forward(model, micro_batch)[0]
-        )
+        log_probs = batch.per_token(lambda micro_batch: forward(model, micro_batch)[0])
         free_gathered(model)
         return log_probs
 
     def _recording_forward(
-        self, model: nn.Module, micro_batch: MicroBatch
+        self, model: nn.Module, micro_batch: PackedBatch
     ) -> tuple[Tensor, Tensor]:
         """Run `_forward` and note the routes, which the update replays."""
-        replay, ids = RouterReplay.of(model), micro_batch.packed.input_ids
+        replay, ids = RouterReplay.of(model), micro_batch.input_ids
         assert replay is not None
         with replay.record(ids.numel(), ids.device) as call:
             result = self._forward(model, micro_batch)
         self._recorded.append(call.routes)
         return result
 
-    def _with_recorded_routes(self, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
-        if self._config.actor.router_replay != "old":
-            return mini_batches
-        routes = iter(self._recorded)
-        return [
-            replace(
-                mini,
-                micro_batches=[
-                    replace(m, packed=replace(m.packed, routes=next(routes)))
-                    for m in mini.micro_batches
-                ],
-            )
-            for mini in mini_batches
-        ]
-
-    def _forward(self, model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: nn.Module, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropy [r], over what sampling kept where that is replayed."""
-        return packed_log_probs(model, micro_batch.packed, self._temperature, micro_batch.kept)
+        return packed_log_probs(model, micro_batch, self._temperature)
 
     def rollout_correction(self, batch: RolloutBatch) -> RolloutCorrection:
         """Return (importance weights, response mask after rejection, metrics by verl's names).
@@ -193,53 +171,46 @@ class Actor(Learner):
         mean = torch.where(mean > _MIN_MEAN_WEIGHT, mean, 1.0)
         return weights / mean, mean
 
-    def _step(
-        self, batch: RolloutBatch, mini_batch: MiniBatch
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def _step(self, batch: RolloutBatch, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run one optimizer step; with bypass_mode, normalised weights need a forward before it."""
         options = self._options
         if not (options.bypass_mode and options.rollout_is_batch_normalize):
-            return super()._step(batch, mini_batch)
-        index = mini_batch.token_index
-        mask = torch.zeros_like(batch.response_mask)
-        mask[index] = batch.response_mask[index]
+            return super()._step(batch, number)
         own = torch.zeros_like(batch.rollout_log_probs)
         with torch.no_grad():
-            for micro_batch in mini_batch.micro_batches:
-                own[micro_batch.token_index] = self._forward(self.model, micro_batch)[0]
-        this = replace(batch, old_log_probs=own, response_mask=mask)
-        correction = self.rollout_correction(this)
-        metrics, outputs = super()._step(replace(batch, is_weights=correction.weights), mini_batch)
+            for micro_batch in batch.mini_batches[number]:
+                own[micro_batch.row_index] = self._forward(self.model, micro_batch)[0]
+        mask = batch.response_mask & batch.in_mini_batch(number)
+        correction = self.rollout_correction(replace(batch, old_log_probs=own, response_mask=mask))
+        metrics, outputs = super()._step(replace(batch, is_weights=correction.weights), number)
         return correction.metrics | metrics, outputs
 
-    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch, by batch.advantages; return metrics."""
         with self._dp.session.phase("update_actor"):
             if self._config.actor.policy_loss.loss_mode in _COV_MODES:
-                batch = replace(batch, selected=self._select(batch, mini_batches))
+                batch = replace(batch, selected=self._select(batch))
             pop_metrics(self.model)  # of the passes before
-            mini_batches = self._with_recorded_routes(mini_batches)
-            metrics = self._epochs(batch, self._with_active_rows(batch, mini_batches))
+            if self._config.actor.router_replay == "old":
+                batch = batch.with_each("routes", self._recorded)
+            metrics = self._epochs(self._with_active_rows(batch))
             metrics |= pop_metrics(self.model)
             return metrics | self._next_kl_coef(batch, metrics)
 
-    def update_once(
-        self, batch: RolloutBatch, mini_batches: list[MiniBatch]
-    ) -> tuple[Tensor, dict[str, float]]:
+    def update_once(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
         """Run the only optimizer step of a batch whose old log-probs are not computed before.
 
         The policy is still the one of the old log-probs, so they are this step's own log-probs,
         detached: every ratio is 1, and the rollout correction is computed per micro-batch.
         Returns (old log-probs [R], metrics).
         """
-        assert batch.old_log_probs is None
+        assert batch.old_log_probs is None and len(batch.mini_batches) == 1
         with self._dp.session.phase("update_actor"):
-            [mini_batch] = self._with_active_rows(batch, mini_batches)
             pop_metrics(self.model)  # of the passes before
-            tensors, log_probs = self._step(batch, mini_batch)
+            tensors, log_probs = self._step(self._with_active_rows(batch), 0)
             metrics = mean_metrics([tensors]) | pop_metrics(self.model)
             metrics |= self._next_kl_coef(batch, metrics)
-            return self._dp.join_tokens(mini_batches, log_probs), metrics
+            return batch.join(log_probs), metrics
 
     def _next_kl_coef(self, batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
         """Return the KL coefficient of this update as a metric; set that of the next one."""
@@ -249,9 +220,7 @@ class Actor(Learner):
         self.kl.update(metrics["actor/kl_loss"], len(batch.outcomes))
         return {"actor/kl_coef": used}
 
-    def _with_active_rows(
-        self, batch: RolloutBatch, mini_batches: list[MiniBatch]
-    ) -> list[MiniBatch]:
+    def _with_active_rows(self, batch: RolloutBatch) -> RolloutBatch:
         """Find the tokens that may have a gradient: unmasked, with an advantage other than 0.
 
         Their numbers set the sizes of the head's gradient products, so the host waits for them,
@@ -261,22 +230,16 @@ class Actor(Learner):
         actor = self._config.actor
         every_token = actor.entropy_coeff or self._kl_coef
         if every_token or actor.policy_loss.loss_mode in ("kl_cov", "geo_mean"):
-            return mini_batches
+            return batch
         assert batch.advantages is not None
-        active = batch.response_mask & (batch.advantages != 0)
-        micro_batches = [m for mini_batch in mini_batches for m in mini_batch.micro_batches]
-        flags = torch.cat([active[m.token_index] & (not m.is_dummy) for m in micro_batches]).cpu()
-        parts = flags.split([m.token_index.numel() for m in micro_batches])
-        rows = iter([part.nonzero().squeeze(1).to(active.device) for part in parts])
-        return [
-            replace(
-                mini, micro_batches=[replace(m, active_rows=next(rows)) for m in mini.micro_batches]
-            )
-            for mini in mini_batches
-        ]
+        has_gradient, micro_batches = batch.advantages != 0, batch.micro_batches
+        flags = [batch.mask_of(m) & m.take(has_gradient) for m in micro_batches]
+        parts = torch.cat(flags).cpu().split([flag.numel() for flag in flags])
+        device = has_gradient.device
+        return batch.with_each("active_rows", [x.nonzero().squeeze(1).to(device) for x in parts])
 
     def micro_batch_loss(
-        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
+        self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         actor, take = self._config.actor, micro_batch.take
         clip_ratio_low, clip_ratio_high = self._config.clip_ratios
@@ -284,7 +247,7 @@ class Actor(Learner):
         arguments = {
             "old_log_probs": take(batch.old_log_probs),
             "advantages": take(batch.advantages),
-            "response_mask": micro_batch.response_mask(batch),
+            "response_mask": batch.mask_of(micro_batch),
             "loss_mode": "gpg" if reinforces else actor.policy_loss.loss_mode,
             "clip_ratio_low": clip_ratio_low,
             "clip_ratio_high": clip_ratio_high,
@@ -293,7 +256,7 @@ class Actor(Learner):
             "cov_kl_coef": _COV_KL_COEF,
             "loss_agg_mode": actor.loss_agg_mode,
             "loss_scale_factor": self._config.data.max_response_length,
-            "cu_seqlens": micro_batch.cu_seqlens,
+            "cu_seqlens": micro_batch.cu_rows,
             "global_num_tokens": num_tokens,
             "global_num_seqs": num_seqs,
             "ref_log_probs": take(batch.ref_log_probs) if actor.use_kl_loss else None,
@@ -305,7 +268,7 @@ class Actor(Learner):
         form = self._one_pass if self._permits_one_pass(batch, micro_batch) else self._two_steps
         return form(batch, micro_batch, arguments)
 
-    def _permits_one_pass(self, batch: RolloutBatch, micro_batch: MicroBatch) -> bool:
+    def _permits_one_pass(self, batch: RolloutBatch, micro_batch: PackedBatch) -> bool:
         """Return whether the loss and its gradients can be computed in the forward.
 
         Not without a head function, for the rows of part of a sequence (Ulysses), over kept entries
@@ -317,14 +280,14 @@ class Actor(Learner):
         corrects = options.loss_type == "reinforce" or bool(options.rejection)
         return (
             accepts_head_function(self.model)
-            and micro_batch.packed.shard is None
+            and micro_batch.shard is None
             and micro_batch.kept is None
             and not (batch.old_log_probs is None and by_response)
             and not (options.bypass_mode and corrects)
         )
 
     def _one_pass(
-        self, batch: RolloutBatch, micro_batch: MicroBatch, arguments: dict[str, Any]
+        self, batch: RolloutBatch, micro_batch: PackedBatch, arguments: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Compute the loss from hidden states: 6 T H V operations in the head."""
         correction = self._options
@@ -336,17 +299,19 @@ class Actor(Learner):
                 "rollout_is_threshold": upper,
             }
         loss, log_probs, _, loss_metrics = packed_policy_loss(
-            self.model, micro_batch.packed, self._temperature,
-            grad_scale=self._dp.grad_scale(self.optimizer), active_rows=micro_batch.active_rows,
+            self.model,
+            micro_batch,
+            self._temperature,
+            grad_scale=self._dp.grad_scale(self.optimizer),
             **arguments,
-        )  # fmt: skip
+        )
         metrics = _prefixed(loss_metrics)
         if batch.old_log_probs is None or correction.bypass_mode:
             metrics |= self._own_correction(batch, micro_batch, log_probs, arguments).metrics
         return loss, metrics, log_probs
 
     def _two_steps(
-        self, batch: RolloutBatch, micro_batch: MicroBatch, arguments: dict[str, Any]
+        self, batch: RolloutBatch, micro_batch: PackedBatch, arguments: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Compute log-probs, then the loss: 8 T H V operations, 6 where the logits are kept."""
         log_probs, entropy = self._forward(self.model, micro_batch)
@@ -360,14 +325,14 @@ class Actor(Learner):
         return loss, metrics | _prefixed(loss_metrics), log_probs
 
     def _own_correction(
-        self, batch: RolloutBatch, micro_batch: MicroBatch, own: Tensor, arguments: dict[str, Any]
+        self, batch: RolloutBatch, micro_batch: PackedBatch, own: Tensor, arguments: dict[str, Any]
     ) -> RolloutCorrection:
         """Correct for the gap between the engine's log-probs and those of this step, `own`."""
-        rollout = batch.rollout_log_probs[micro_batch.token_index]
+        rollout = micro_batch.take(batch.rollout_log_probs)
         mask, num_tokens = arguments["response_mask"], arguments["global_num_tokens"]
-        return self._correction(own, rollout, micro_batch.cu_seqlens, mask, num_tokens)
+        return self._correction(own, rollout, micro_batch.cu_rows, mask, num_tokens)
 
-    def _select(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> Tensor:
+    def _select(self, batch: RolloutBatch) -> Tensor:
         """Select tokens of each mini-batch of all replicas by covariance, bool [R]. Collective."""
         assert batch.old_log_probs is not None and batch.advantages is not None
         session = self._dp.session
@@ -375,8 +340,8 @@ class Actor(Learner):
         generator.manual_seed(self._config.seed + session.step)
         columns = torch.stack([batch.old_log_probs, batch.advantages, batch.response_mask.float()])
         selected = torch.zeros_like(batch.response_mask)
-        for mini_batch in mini_batches:
-            gathered, is_own = self._dp.gather_tokens(batch, mini_batch, columns)
+        for number in range(len(batch.mini_batches)):
+            gathered, is_own = self._dp.gather_tokens(batch, number, columns)
             log_probs, advantages, mask = gathered
             chosen = select_by_covariance(
                 log_probs,
@@ -385,7 +350,7 @@ class Actor(Learner):
                 response_mask=mask.bool(),
                 generator=generator,
             )
-            selected[mini_batch.token_index] = chosen[is_own]
+            selected[batch.in_mini_batch(number)] = chosen[is_own]
         return selected
 
     def _correction(

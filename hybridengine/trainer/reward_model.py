@@ -46,18 +46,20 @@ class RewardModel:
         session = self.session
         lengths = rollouts.gather_numbers([ids.numel() for ids in own_ids]).long()
         split = split_micro_batches(lengths.tolist(), session.world_size, self.max_tokens)
-        wanted = [[i for micro in part for i in micro.indices] for part in split]
+        shortest = [int(lengths.argmin())]  # of dummy micro-batches
+        wanted = [[i for rows in part for i in rows or shortest] for part in split]
         packed = torch.cat([torch.empty(0, dtype=torch.int32), *own_ids]).to(session.device)
         received = RowExchange(rollouts.outcomes.ranks, wanted)(packed, lengths)
         ids = iter(received.cpu().split(lengths[wanted[session.rank]].tolist()))
         scores = torch.zeros(len(lengths), dtype=torch.float64, device=session.device)
         with on_device(self.model) as model:
-            for micro in split[session.rank]:
-                batch = pack_rollouts([(next(ids), ()) for _ in micro.indices], session.device)
+            for rows in split[session.rank]:
+                sequences = [(next(ids), ()) for _ in rows or shortest]
+                batch = pack_rollouts(sequences, session.device)
                 batch = replace(batch, logit_positions=batch.cu_seqlens[1:].long() - 1)
                 values = packed_values(model, batch)
-                if not micro.is_dummy:
-                    scores[micro.indices] = values.double()
+                if rows:
+                    scores[rows] = values.double()
             free_gathered(model)
         dist.all_reduce(scores)  # exact: one rank's value plus zeros
         return scores.cpu()

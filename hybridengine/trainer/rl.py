@@ -79,9 +79,15 @@ class RLTrainer(BaseTrainer[RLConfig]):
         reward_model = None
         r, v, limit = config.rollout, config.rollout.val_kwargs, data.max_response_length
         self.sampling = SamplingSpec(
-            r.n, r.temperature, r.top_p, r.top_k, limit, r.stop, config.replays_sampling,
+            r.n,
+            r.temperature,
+            r.top_p,
+            r.top_k,
+            limit,
+            r.stop,
+            config.replays_sampling,
             record_routes=config.actor.router_replay == "rollout",
-        )  # fmt: skip
+        )
         self.greedy = replace(self.sampling, n=1, temperature=0.0, record_routes=False)
         val_temperature = v.temperature if v.do_sample else 0.0
         self.val_sampling = SamplingSpec(v.n, val_temperature, v.top_p, v.top_k, limit, r.stop)
@@ -136,10 +142,13 @@ class RLTrainer(BaseTrainer[RLConfig]):
 
         trainer, rollout = config.trainer, config.rollout
         roles = Roles(
-            trainer.nnodes, trainer.n_gpus_per_node, config.engine_ranks_per_node,
-            rollout.tensor_model_parallel_size, uses_servers=bool(rollout.servers),
+            trainer.nnodes,
+            trainer.n_gpus_per_node,
+            config.engine_ranks_per_node,
+            rollout.tensor_model_parallel_size,
+            uses_servers=bool(rollout.servers),
             critics_per_node=config.critic.n_gpus_per_node,
-        )  # fmt: skip
+        )
         prepare_network(rollout.servers)
         return run_rank(main, trainer.default_local_dir, trainer.timeout_s, roles)
 
@@ -166,21 +175,21 @@ class RLTrainer(BaseTrainer[RLConfig]):
         self.source.sleep()
         with on_device(self.model):
             max_tokens = config.actor.ppo_max_token_len_per_gpu
-            batch, mini_batches = self.dp.build_batch(rollouts, self.num_mini_batches, max_tokens)
-            self.saved = self.dp.saved_work(mini_batches)
+            batch = self.dp.build_batch(rollouts, self.num_mini_batches, max_tokens)
+            self.saved = self.dp.sum_saved(m.saved for m in batch.micro_batches)
             if critic is not None:
                 critic.begin(step, rollouts, batch)
 
-            batch = replace(batch, ref_log_probs=actor.ref_log_probs(mini_batches))
+            batch = replace(batch, ref_log_probs=actor.ref_log_probs(batch))
             warming_up = critic is not None and step <= config.trainer.critic_warmup
             bypasses = algorithm.rollout_correction.bypass_mode
             if bypasses:
                 batch = replace(batch, old_log_probs=batch.rollout_log_probs)
             elif warming_up or needs_old_log_probs(config, self.num_mini_batches):
-                batch = replace(batch, old_log_probs=actor.old_log_probs(mini_batches))
+                batch = replace(batch, old_log_probs=actor.old_log_probs(batch))
                 metrics |= probs_diff(batch, self.dp.group)
             if critic is not None:
-                batch = replace(batch, values=critic.values(mini_batches))
+                batch = replace(batch, values=critic.values(batch))
 
             with self.session.phase("adv"):
                 rewards, reward_metrics = compute_rewards(batch, self.dp, self.kl, algorithm)
@@ -195,15 +204,15 @@ class RLTrainer(BaseTrainer[RLConfig]):
                 metrics |= {name: float(value) for name, value in correction_metrics.items()}
 
             if critic is not None:
-                metrics |= critic.update(batch, mini_batches)
+                metrics |= critic.update(batch)
             if config.distills:
-                metrics |= actor.update(batch, mini_batches)
+                metrics |= actor.update(batch)
             elif batch.old_log_probs is None:  # used for one optimizer step only
-                old_log_probs, update_metrics = actor.update_once(batch, mini_batches)
+                old_log_probs, update_metrics = actor.update_once(batch)
                 batch = replace(batch, old_log_probs=old_log_probs)
                 metrics |= update_metrics | probs_diff(batch, self.dp.group)
             elif not warming_up:
-                metrics |= actor.update(batch, mini_batches)
+                metrics |= actor.update(batch)
             sync = self.sync(step)
         if critic is not None:
             metrics |= critic.finish(self.step_seconds)

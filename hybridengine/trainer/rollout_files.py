@@ -46,7 +46,6 @@ def with_trained_columns(rollouts: Rollouts, batch: RolloutBatch) -> Rollouts:
 
     They lie where the batch is trained on, and move to where the responses were generated.
     """
-    assert batch.placement is not None
     outcomes, world_size = rollouts.outcomes, dist.get_world_size()
     wanted = [(outcomes.ranks == r).nonzero().flatten().tolist() for r in range(world_size)]
     exchange = RowExchange(batch.placement.sources, wanted)

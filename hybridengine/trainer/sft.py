@@ -76,10 +76,10 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         grad_scale = self.dp.grad_scale(self.optimizer)
         with self.session.phase("update_actor"):
             self.model.train()
-            for batch, is_dummy in self._micro_batches(data):
-                saved += [] if is_dummy else [batch.saved]
+            for batch in self._micro_batches(data):
+                saved.append(batch.saved)
                 part = packed_cross_entropy(self.model, batch, num_tokens, grad_scale)
-                part = part * (not is_dummy)
+                part = part * (not batch.is_dummy)
                 self.dp.backward(part, self.optimizer)
                 loss += part.detach()
             norm = self.optimizer.step(self.config.optim.clip_grad)
@@ -105,8 +105,8 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         self.model.eval()
         for start in range(0, len(data), size):
             loss = torch.zeros((), device=self.session.device)
-            for batch, is_dummy in self._micro_batches(data[start : start + size]):
-                loss += packed_cross_entropy(self.model, batch, 1) * (not is_dummy)
+            for batch in self._micro_batches(data[start : start + size]):
+                loss += packed_cross_entropy(self.model, batch, 1) * (not batch.is_dummy)
             total += self._sum_over_ranks(loss)
         free_gathered(self.model)
         return total / sum(sample.num_loss_tokens for sample in data)
@@ -115,8 +115,8 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         names = ("train/loss", "val/loss", "perf/throughput", "perf/mfu/actor")
         return {name: self.report.last[name] for name in names if name in self.report.last}
 
-    def _micro_batches(self, samples: Sequence[SFTSample]) -> Iterator[tuple[PackedBatch, bool]]:
-        """Pack this rank's share of `samples`: (micro-batch, is_dummy as `MicroBatchIndices`)."""
+    def _micro_batches(self, samples: Sequence[SFTSample]) -> Iterator[PackedBatch]:
+        """Pack this rank's share of `samples`."""
         data, dp = self.config.data, self.dp
         lengths, limit = [len(s.ids) for s in samples], data.max_token_len_per_gpu * dp.sp_size
         starts = [s.loss_mask.index(1) if 1 in s.loss_mask else len(s.ids) for s in samples]
@@ -124,13 +124,14 @@ class SFTTrainer(BaseTrainer[SFTConfig]):
         if data.micro_batch_size_per_gpu is not None:
             lengths, limit = [1] * len(samples), data.micro_batch_size_per_gpu
             prompts = [(prompt, 0) for prompt, _ in prompts]
-        for micro in dp.micro_batches(lengths, limit, prompts)[dp.replica]:
-            chosen = [samples[i] for i in micro.indices]
+        shortest = [lengths.index(min(lengths))]  # of dummy micro-batches
+        for rows in dp.micro_batches(lengths, limit, prompts)[dp.replica]:
+            chosen = [samples[i] for i in rows or shortest]
             ids, loss_masks = [s.ids for s in chosen], [s.loss_mask for s in chosen]
             packed = pack_batch(
                 ids, loss_masks, self.session.device, dp.sp_group, shared_prefix=dp.shared_prefix
             )
-            yield packed, micro.is_dummy
+            yield packed if rows else packed.as_dummy()
 
     def _sum_over_ranks(self, value: Tensor) -> float:
         dist.all_reduce(value)

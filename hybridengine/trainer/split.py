@@ -16,19 +16,6 @@ _WORTH_SPLITTING = 0.99  # every part computes the prompt again: the largest loa
 
 
 @dataclass(frozen=True)
-class MicroBatchIndices:
-    """Indices of the sequences that one replica runs together.
-
-    is_dummy: a replica with fewer sequences than others have micro-batches must still take part in
-    the collectives of their forward and backward. It runs a sequence that another replica trains
-    on, masked out of the loss.
-    """
-
-    indices: list[int]
-    is_dummy: bool = False
-
-
-@dataclass(frozen=True)
 class _Tree:
     """Sequences that begin with the same `prompt_length` tokens and are computed together."""
 
@@ -72,8 +59,12 @@ def split_micro_batches(
     *,
     prompts: Sequence[tuple[Hashable, int]] | None = None,
     pair_cost: float = 0.0,
-) -> list[list[MicroBatchIndices]]:
+) -> list[list[list[int]]]:
     """Split sequences into the same number of micro-batches for each of `dp_size` replicas.
+
+    Returns the indices of the sequences of each micro-batch of each replica. A replica with fewer
+    sequences than others have micro-batches must still take part in the collectives of their
+    forward and backward: its micro-batches without indices are dummies.
 
     A micro-batch has at most max_tokens tokens; a longer sequence gets one of its own. The split is
     a function of its arguments, so every rank computes the same one.
@@ -96,16 +87,7 @@ def split_micro_batches(
     while any(_exceeds(part, max_tokens) for parts in split for part in parts):
         count += 1
         split = [_bins(part, count) for part in replicas]
-    shortest = min(range(len(lengths)), key=lambda i: lengths[i])
-    return [
-        [
-            MicroBatchIndices(sorted(i for tree in part for i in tree.indices))
-            if part
-            else MicroBatchIndices([shortest], is_dummy=True)
-            for part in parts
-        ]
-        for parts in split
-    ]
+    return [[sorted(i for tree in part for i in tree.indices) for part in parts] for parts in split]
 
 
 def _group(

@@ -22,7 +22,7 @@ from hybridengine.agent import (
     runner,
 )
 from hybridengine.agent.tools import FunctionTool, Tool
-from hybridengine.config.rl import MultiTurnConfig
+from hybridengine.config.rollout import MultiTurnConfig
 from hybridengine.data import PromptSample
 from hybridengine.errors import ConfigError
 from hybridengine.rollout import InFlightUpdate, Request, RequestStream, Response, SamplingSpec

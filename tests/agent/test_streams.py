@@ -82,7 +82,7 @@ def test_requests_of_a_stream_are_those_of_a_batch(tmp_path: Path, kind: str) ->
 def trajectories_body(rank: int, world_size: int, path: str) -> Any:
     """Sampled trajectories with tools of different speeds, by engines at TP 2."""
     from hybridengine.agent import AgentLoop, AgentRunner, LoopContext, TurnTemplate
-    from hybridengine.config.rl import MultiTurnConfig
+    from hybridengine.config.rollout import MultiTurnConfig
     from hybridengine.data import PromptSample
     from hybridengine.data.special_tokens import SpecialTokens
     from hybridengine.rollout import SamplingSpec

@@ -15,7 +15,7 @@ import pytest
 from hybridengine.agent import BaseTool, ToolCall, load_tools
 from hybridengine.agent.toolbox import Toolbox
 from hybridengine.agent.tools import FunctionTool, Tool
-from hybridengine.config.rl import MultiTurnConfig
+from hybridengine.config.rollout import MultiTurnConfig
 from hybridengine.errors import ConfigError
 
 SCHEMA = {"type": "function", "function": {"name": "counter", "description": "Count."}}

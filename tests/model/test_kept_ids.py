@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def body(rank: int, world_size: int, path: str, sp_size: int) -> None:
     batch = pack_rollouts(pairs, sequence_parallel=dist.group.WORLD if sp_size > 1 else None)
     for fused in (True, False):
         model = load(path, world_size, use_fused_kernels=fused)
-        results = packed_log_probs(model, batch, 1.0, kept)
+        results = packed_log_probs(model, replace(batch, kept=kept))
         torch.testing.assert_close(results, (log_probs.detach(), entropy.detach()), **LOGITS)
         (weighted(*results) * sp_size).backward()  # FSDP2 averages
         assert_close_by_scale(full_tensors(model, lambda p: p.grad), wanted)

@@ -139,11 +139,7 @@ def test_async_functions_run_together(pool):
 def test_an_async_batch_function(pool):
     arguments = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
     judge = pool.load(pool.file, "judge_batch", arguments)
-    assert score_responses(judge, samples(3), ["0", "9", "2"], batched=True).scores == [
-        1.0,
-        0.0,
-        1.0,
-    ]
+    assert score_responses(judge, samples(3), ["0", "9", "2"]).scores == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(

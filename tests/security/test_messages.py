@@ -29,7 +29,7 @@ from hybridengine.runtime.roles import RoleLink, Roles
 from hybridengine.runtime.session import _join_start
 from hybridengine.runtime.signed_store import SECRET, SignedStore, share_secret, sign
 from hybridengine.sharding.shards import ShardSpec
-from hybridengine.trainer.critic.channel import Command, End, TrainStep
+from hybridengine.trainer.critic.messages import Command, End, TrainStep
 from hybridengine.trainer.exchange import RowLocations
 from hybridengine.trainer.overlap import queue
 from hybridengine.trainer.overlap.queue import EngineQueue, TrainerQueue, WorkItem

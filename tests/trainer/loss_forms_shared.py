@@ -32,10 +32,10 @@ class Setup:
         self.optimizer = Optimizer(self.model, lr=0.0, total_steps=1)
         self.dp = DataParallel(session, 1)
         prompts, responses, advantages = make_rollouts(101)
-        batch, self.mini_batches = self.dp.build_batch(share(prompts, responses, 0, 1), 1, 10_000)
+        batch = self.dp.build_batch(share(prompts, responses, 0, 1), 1, 10_000)
         generator = torch.Generator().manual_seed(1)
         draw = lambda scale: scale * torch.randn(len(own), generator=generator)  # noqa: E731
-        own = self.actor(RLConfig()).old_log_probs(self.mini_batches)
+        own = self.actor(RLConfig()).old_log_probs(batch)
         self.batch = replace(
             batch,
             advantages=torch.cat(advantages) * (draw(1.0) > -0.5),
@@ -62,14 +62,13 @@ class Setup:
         else:
             weights, mask, _ = actor.rollout_correction(batch)
             batch = replace(batch, is_weights=weights, response_mask=mask)
-        [mini_batch] = actor._with_active_rows(batch, self.mini_batches)
-        [micro_batch] = mini_batch.micro_batches
+        [micro_batch] = actor._with_active_rows(batch).micro_batches
         self.model.zero_grad()  # before the forward, which gathers the parameters
         loss, metrics, log_probs = actor.micro_batch_loss(
-            batch, micro_batch, *self.dp.num_trained(batch, mini_batch)
+            batch, micro_batch, *self.dp.num_trained(batch, 0)
         )
         self.dp.backward(loss, self.optimizer)
-        mask = micro_batch.response_mask(batch)
+        mask = batch.mask_of(micro_batch)
         gradients = [p.grad.full_tensor() for p in self.model.parameters()]
         scale = max(g.abs().max() for g in gradients)
         values = [loss.detach(), log_probs.detach() * mask, *(g / scale for g in gradients)]

@@ -9,24 +9,22 @@ import pytest
 import torch
 
 from hybridengine.config import RLConfig
-from hybridengine.config import rl as schema
+from hybridengine.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.trainer.loss_forms_shared import Setup
 
 pytestmark = pytest.mark.multirank  # one rank, for FSDP2
 CASES = (
-    schema.RolloutCorrectionConfig(bypass_mode=True),
-    schema.RolloutCorrectionConfig(
-        bypass_mode=True, rollout_rs="token_k2", rollout_rs_threshold=0.02
-    ),
-    schema.RolloutCorrectionConfig(None, bypass_mode=True, loss_type="reinforce"),
-    schema.RolloutCorrectionConfig("token", 1.2, bypass_mode=True, loss_type="reinforce"),
-    schema.RolloutCorrectionConfig(
+    RolloutCorrectionConfig(bypass_mode=True),
+    RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k2", rollout_rs_threshold=0.02),
+    RolloutCorrectionConfig(None, bypass_mode=True, loss_type="reinforce"),
+    RolloutCorrectionConfig("token", 1.2, bypass_mode=True, loss_type="reinforce"),
+    RolloutCorrectionConfig(
         "sequence", 1.5, "token_k2", 0.02, bypass_mode=True, loss_type="reinforce"
     ),
-    schema.RolloutCorrectionConfig("token", 1.2, None, None, True, True, "reinforce"),
-    schema.RolloutCorrectionConfig("sequence", 1.5, None, None, True, True, "reinforce"),
+    RolloutCorrectionConfig("token", 1.2, None, None, True, True, "reinforce"),
+    RolloutCorrectionConfig("sequence", 1.5, None, None, True, True, "reinforce"),
 )
 
 
@@ -57,11 +55,11 @@ def expected_loss(batch, own, options) -> torch.Tensor:
 def compare(rank: int, world_size: int, path: str) -> list[tuple[float, float]]:
     setup, results = Setup(rank, world_size, path), []
     for options in CASES:
-        config = RLConfig(algorithm=schema.AlgorithmConfig(rollout_correction=options))
+        config = RLConfig(algorithm=AlgorithmConfig(rollout_correction=options))
         actor = setup.actor(config)
-        own = actor.old_log_probs(setup.mini_batches)
+        own = actor.old_log_probs(setup.batch)
         batch = replace(setup.batch, old_log_probs=setup.batch.rollout_log_probs)
-        metrics = actor.update(batch, setup.mini_batches)
+        metrics = actor.update(batch)
         results.append((metrics["actor/pg_loss"], float(expected_loss(batch, own, options))))
     return results
 

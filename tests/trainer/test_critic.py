@@ -58,14 +58,14 @@ def body(rank: int, world_size: int, path: str, budget: int, sp_size: int, head:
     dp = DataParallel(session, sp_size)
     critic = Critic(config, model, Recording(model, lr=1e-3, total_steps=2), dp)
     prompts, responses, _ = make_rollouts(101)
-    batch, mini_batches = dp.build_batch(share(prompts, responses, rank, world_size), 1, budget)
-    values = critic.values(mini_batches)
+    batch = dp.build_batch(share(prompts, responses, rank, world_size), 1, budget)
+    values = critic.values(batch)
     lengths = [len(r.token_ids) for r in responses]
     own = [
         torch.cat([x.split(lengths)[i] for i in batch.index.tolist()])
         for x in targets(sum(lengths))
     ]
-    metrics = critic.update(replace(batch, values=own[0], returns=own[1]), mini_batches)
+    metrics = critic.update(replace(batch, values=own[0], returns=own[1]))
     return (
         dict(
             zip(batch.index.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True)

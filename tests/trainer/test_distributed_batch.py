@@ -11,7 +11,7 @@ import pytest
 import torch
 from hybridengine.kernels import select_by_covariance, token_kl
 
-from hybridengine.config.rl import AlgorithmConfig, KLControlConfig
+from hybridengine.config.algorithm import AlgorithmConfig, KLControlConfig
 from hybridengine.trainer.algorithms import (
     ESTIMATORS,
     AdvantageOptions,
@@ -57,7 +57,7 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
     prompts, rollouts = rollouts_with_parts(count)
     lengths = [len(r.token_ids) for r in rollouts]
     dp = DataParallel(Session(PhaseStatus(folder, rank)), sp_size)
-    batch, mini_batches = dp.build_batch(share(prompts, rollouts, rank, world_size), 2, 30)
+    batch = dp.build_batch(share(prompts, rollouts, rank, world_size), 2, 30)
     own = {
         name: torch.cat([values.split(lengths)[i] for i in batch.index.tolist()])
         for name, values in columns(lengths).items()
@@ -82,13 +82,13 @@ def body(rank: int, world_size: int, folder: Path, count: int, sp_size: int) -> 
         "explained": explained_variance(batch, dp.group),
     }
     masked = replace(batch, response_mask=some)
-    counts = [dp.num_trained(masked, mini) for mini in mini_batches]
+    counts = [dp.num_trained(masked, number) for number in (0, 1)]
     results["counts"] = [(int(tokens), int(seqs)) for tokens, seqs in counts]
     for mode in ("clip_cov", "kl_cov"):
         loss = SimpleNamespace(loss_mode=mode)
         config = SimpleNamespace(seed=3, actor=SimpleNamespace(policy_loss=loss))
         actor = SimpleNamespace(_dp=dp, _config=config)
-        results[mode] = Actor._select(actor, batch, mini_batches), None
+        results[mode] = Actor._select(actor, batch), None
     results["index"] = [] if batch.is_dummy else batch.index.tolist()
     results["bounds"] = batch.cu_seqlens.tolist()
     results["tokens"] = batch.rollout_log_probs, None

@@ -33,6 +33,7 @@ def body(
 
     from hybridengine.config import RLConfig
     from hybridengine.config import rl as schema
+    from hybridengine.config.algorithm import PolicyLossConfig
     from hybridengine.model import Optimizer, load_causal_lm
     from hybridengine.runtime.session import Session
     from hybridengine.runtime.status import PhaseStatus
@@ -43,7 +44,7 @@ def body(
     actor_config = schema.ActorConfig(
         ppo_max_token_len_per_gpu=token_budget,
         ulysses_sequence_parallel_size=sp_size,
-        policy_loss=schema.PolicyLossConfig(loss_mode=loss[0]),
+        policy_loss=PolicyLossConfig(loss_mode=loss[0]),
         loss_agg_mode=loss[1],
         use_kl_loss=True,
         kl_loss_coef=0.1,
@@ -78,14 +79,12 @@ def body(
     dp = DataParallel(session, sp_size)
     actor = Actor(config, model, partial(nullcontext, reference), optimizer, dp)
     prompts, responses, advantages = make_rollouts(101, count)
-    batch, mini_batches = dp.build_batch(
-        share(prompts, responses, rank, world_size), 1, token_budget
-    )
+    batch = dp.build_batch(share(prompts, responses, rank, world_size), 1, token_budget)
     batch = replace(
         batch,
         advantages=torch.cat([advantages[i] for i in batch.index.tolist()]),
-        ref_log_probs=actor.ref_log_probs(mini_batches),
-        old_log_probs=actor.old_log_probs(mini_batches),
+        ref_log_probs=actor.ref_log_probs(batch),
+        old_log_probs=actor.old_log_probs(batch),
     )
     for scored in (model, reference):  # without a backward nothing else frees embedding and head
         assert all(isinstance(p, DTensor) for p in scored.parameters())
@@ -93,7 +92,7 @@ def body(
     is_weights, response_mask, correction_metrics = actor.rollout_correction(batch)
     batch = replace(batch, is_weights=is_weights, response_mask=response_mask)
     metrics |= {name: float(value) for name, value in correction_metrics.items()}
-    metrics |= actor.update(batch, mini_batches)
+    metrics |= actor.update(batch)
     return gradients, metrics
 
 
@@ -142,9 +141,10 @@ def modes_body(rank: int, world_size: int, path: str, losses: list[tuple[str, st
 
 def test_every_configured_loss_reaches_the_update(tmp_path: Path) -> None:
     from hybridengine.config import rl as schema
+    from hybridengine.config.algorithm import PolicyLossConfig
 
     hints = typing.get_type_hints(schema.ActorConfig)
-    modes = typing.get_args(typing.get_type_hints(schema.PolicyLossConfig)["loss_mode"])
+    modes = typing.get_args(typing.get_type_hints(PolicyLossConfig)["loss_mode"])
     aggregations = typing.get_args(hints["loss_agg_mode"])
     losses = [(mode, "token-mean") for mode in modes]
     losses += [("vanilla", aggregation) for aggregation in aggregations[1:]]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hybridengine.config.rl import KLControlConfig
+from hybridengine.config.algorithm import KLControlConfig
 from hybridengine.trainer.algorithms import KLController
 
 

@@ -13,6 +13,7 @@ import torch
 
 from hybridengine.config import RLConfig
 from hybridengine.config import rl as schema
+from hybridengine.config.algorithm import AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -20,7 +21,7 @@ from tests.trainer.loss_forms_shared import Setup
 
 pytestmark = pytest.mark.multirank  # one rank, for FSDP2
 
-MODES = typing.get_args(typing.get_type_hints(schema.PolicyLossConfig)["loss_mode"])
+MODES = typing.get_args(typing.get_type_hints(PolicyLossConfig)["loss_mode"])
 AGGREGATIONS = typing.get_args(typing.get_type_hints(schema.ActorConfig)["loss_agg_mode"])
 CORRECTIONS = ((None, 2.0), ("token", 1.2), ("token", "0.8_1.2"))
 
@@ -29,15 +30,13 @@ def config_of(mode: str, aggregation: str, correction: tuple, extra_terms: bool)
     level, threshold = correction
     return RLConfig(
         actor=schema.ActorConfig(
-            policy_loss=schema.PolicyLossConfig(loss_mode=mode),
+            policy_loss=PolicyLossConfig(loss_mode=mode),
             loss_agg_mode=aggregation,
             use_kl_loss=extra_terms,
             kl_loss_coef=0.1,
             entropy_coeff=0.01 if extra_terms else 0.0,
         ),
-        algorithm=schema.AlgorithmConfig(
-            rollout_correction=schema.RolloutCorrectionConfig(level, threshold)
-        ),
+        algorithm=AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(level, threshold)),
     )
 
 
@@ -58,7 +57,7 @@ def body(rank: int, world_size: int, path: str) -> tuple[list[bool], int]:
     setup, count = Setup(rank, world_size, path), 0
     for config, own in cases():
         actor = setup.actor(config)
-        assert actor._permits_one_pass(setup.batch, setup.mini_batches[0].micro_batches[0])
+        assert actor._permits_one_pass(setup.batch, setup.batch.micro_batches[0])
         got, metrics = setup.loss(actor, own)
         two_steps = setup.actor(config, _permits_one_pass=lambda *_: False)
         expected, expected_metrics = setup.loss(two_steps, own)
@@ -78,18 +77,17 @@ def body(rank: int, world_size: int, path: str) -> tuple[list[bool], int]:
 def permitted(setup: Setup) -> list[bool]:
     from hybridengine.model.ulysses import SequenceShard
 
-    [micro_batch] = setup.mini_batches[0].micro_batches
+    [micro_batch] = setup.batch.micro_batches
     own = replace(setup.batch, old_log_probs=None)
     by_response = setup.actor(config_of("vanilla", "token-mean", ("sequence", 2.0), False))
     by_token = setup.actor(RLConfig())
     rows = SequenceShard(torch.distributed.group.WORLD, torch.tensor([0]), 1)
-    shard = replace(micro_batch.packed, shard=rows)
     full_logits = setup.actor(RLConfig(), model=torch.nn.Linear(1, 1))
     return [
         by_token._permits_one_pass(own, micro_batch),
         by_response._permits_one_pass(setup.batch, micro_batch),
         by_response._permits_one_pass(own, micro_batch),
-        by_token._permits_one_pass(own, replace(micro_batch, packed=shard)),
+        by_token._permits_one_pass(own, replace(micro_batch, shard=rows)),
         full_logits._permits_one_pass(own, micro_batch),
     ]
 

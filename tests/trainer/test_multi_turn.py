@@ -196,7 +196,7 @@ def test_a_model_learns_to_use_a_tool(tmp_path: Path) -> None:
 
 def make_trajectories(rank: int, world_size: int) -> Any:
     """Advantages and tokens of two trajectories, one of which has two sequences."""
-    from hybridengine.config.rl import AlgorithmConfig
+    from hybridengine.config.algorithm import AlgorithmConfig
     from hybridengine.data import PromptSample, Subset
     from hybridengine.rollout import Response
     from hybridengine.runtime.session import Session
@@ -223,13 +223,13 @@ def make_trajectories(rank: int, world_size: int) -> Any:
     rollouts = Rollouts.gather(Subset([sample], [0]), own, rank)
     session = Session(PhaseStatus(Path("/nonexistent"), rank))
     dp = DataParallel(session, 1, shared_prefix=True)
-    batch, [mini_batch] = dp.build_batch(rollouts, 1, 64)
+    batch = dp.build_batch(rollouts, 1, 64)
     found = {}
     for name in ("grpo", "reinforce_plus_plus"):
         algorithm = AlgorithmConfig(adv_estimator=name)
         rewards, _ = compute_rewards(batch, dp, None, algorithm)
         found[name] = compute_advantages(batch, dp, rewards, algorithm, None)
-    packed = mini_batch.micro_batches[0].packed
+    packed = batch.micro_batches[0]
     return batch, rewards, found, packed.target_ids, packed.input_ids
 
 

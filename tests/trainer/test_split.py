@@ -16,17 +16,15 @@ def test_every_sequence_once_within_the_budget(lengths, world_size, max_tokens) 
     split = split_micro_batches(lengths, world_size, max_tokens)
     check(split, len(lengths), world_size)
     for micro in (m for rank in split for m in rank):
-        assert len(micro.indices) == 1 or sum(lengths[i] for i in micro.indices) <= max_tokens
+        assert len(micro) == 1 or sum(lengths[i] for i in micro) <= max_tokens
 
 
 def check(split, num_sequences: int, world_size: int) -> None:
     assert len(split) == world_size
     assert len({len(rank) for rank in split}) == 1, "collectives need the same count on every rank"
-    trained = [i for rank in split for m in rank if not m.is_dummy for i in m.indices]
+    trained = [i for rank in split for m in rank for i in m]
     assert sorted(trained) == list(range(num_sequences))
-    for micro in (m for rank in split for m in rank):
-        assert micro.indices, "a rank must have something to run"
-        assert micro.indices == sorted(micro.indices)
+    assert all(m == sorted(m) for rank in split for m in rank)
 
 
 def test_same_arguments_same_split() -> None:
@@ -60,15 +58,15 @@ def test_trees_count_their_prompt_once(trees, world_size, max_tokens, pair_cost)
     )
     check(split, len(lengths), world_size)
     for micro in (m for rank in split for m in rank):
-        tokens = tree_tokens(micro.indices, lengths, prompts)
-        assert len(micro.indices) == 1 or tokens <= max_tokens
+        tokens = tree_tokens(micro, lengths, prompts)
+        assert len(micro) == 1 or tokens <= max_tokens
 
 
 def parts_of_groups(split, prompts) -> list[int]:
     """The number of micro-batches that every group is spread over."""
     places: dict = {}
-    for micro in (m for rank in split for m in rank if not m.is_dummy):
-        for group in {prompts[i][0] for i in micro.indices}:
+    for micro in (m for rank in split for m in rank):
+        for group in {prompts[i][0] for i in micro}:
             places[group] = places.get(group, 0) + 1
     return [places[group] for group in sorted(places)]
 
@@ -84,14 +82,14 @@ def test_groups_stay_together_where_there_are_enough_of_them() -> None:
 def test_a_group_that_does_not_fit_is_split_with_its_prompt() -> None:
     prompts, lengths = [("a", 100)] * 8, [100 + 50] * 8
     split = split_micro_batches(lengths, 1, 250, prompts=prompts)
-    assert all(tree_tokens(m.indices, lengths, prompts) <= 250 for m in split[0])
+    assert all(tree_tokens(m, lengths, prompts) <= 250 for m in split[0])
     assert len(split[0]) == 3, "3 responses fit beside the prompt"
 
 
 def test_few_groups_are_split_over_the_replicas() -> None:
     prompts, lengths = [(0, 100)] * 8, [100 + 60] * 8
     split = split_micro_batches(lengths, 4, 10_000, prompts=prompts)
-    assert [[len(m.indices) for m in rank] for rank in split] == [[2], [2], [2], [2]]
+    assert [[len(m) for m in rank] for rank in split] == [[2], [2], [2], [2]]
     prompts += [(1, 100)] * 8
     split = split_micro_batches(lengths * 2, 2, 10_000, prompts=prompts)
     assert parts_of_groups(split, prompts) == [1, 1], "balanced already"
@@ -101,7 +99,7 @@ def test_a_group_is_not_split_for_nothing() -> None:
     """The prompt is nearly all of its work: each part costs as much as the whole group."""
     prompts, lengths = [(0, 10_000)] * 2, [10_000 + 1] * 2
     split = split_micro_batches(lengths, 2, 50_000, prompts=prompts)
-    assert sorted(m.is_dummy for rank in split for m in rank) == [False, True]
+    assert sorted(m for rank in split for m in rank) == [[], [0, 1]]
     assert parts_of_groups(split, prompts) == [1]
 
 
@@ -110,9 +108,9 @@ def test_attention_work_counts() -> None:
     lengths = [400, 100, 100, 100, 100]
     prompts = [(i, 0) for i in range(5)]
     by_tokens = split_micro_batches(lengths, 2, 10_000, prompts=prompts)
-    assert sorted(len(m.indices) for rank in by_tokens for m in rank) == [1, 4]
+    assert sorted(len(m) for rank in by_tokens for m in rank) == [1, 4]
     lengths = [400, 100, 100, 100, 100, 300, 100]
     prompts = [(i, 0) for i in range(7)]
     split = split_micro_batches(lengths, 2, 10_000, prompts=prompts, pair_cost=1.0)
-    [long] = [m.indices for rank in split for m in rank if 0 in m.indices]
+    [long] = [m for rank in split for m in rank if 0 in m]
     assert long == [0], "400 tokens see 80,200 keys, the six others together 70,400"

@@ -56,11 +56,11 @@ def send_columns(rank: int, world_size: int) -> Any:
         lines.append(json.loads(rollout_line(sample, own[-1])))
     rollouts = Rollouts.gather(Subset([sample], [0]), own, rank)
     dp = DataParallel(Session(PhaseStatus(Path("/nonexistent"), rank)), 1, shared_prefix=True)
-    batch, [mini_batch] = dp.build_batch(rollouts, 1, 16)
+    batch = dp.build_batch(rollouts, 1, 16)
     column = batch.columns["layer_numbers"]
     parts = [
-        (micro.packed.target_ids, micro.take(column))
-        for micro in mini_batch.micro_batches
+        (micro.target_ids, micro.take(column))
+        for micro in batch.micro_batches
         if not micro.is_dummy
     ]
     return parts, lines

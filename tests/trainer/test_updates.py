@@ -50,18 +50,18 @@ def run_rank(rank: int, world_size: int, folder: Path, overrides: list[str], fai
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"record_{rank}.json")
     step = Learner._step
 
-    def diverging_step(self: Any, batch: Any, mini_batch: Any) -> Any:
+    def diverging_step(self: Any, batch: Any, number: int) -> Any:
         session, loss_of = self._dp.session, self.micro_batch_loss
         is_last = session.rank == session.world_size - 1
 
         def micro_batch_loss(batch: Any, micro_batch: Any, *counts: Any) -> Any:
             loss, *rest = loss_of(batch, micro_batch, *counts)
-            is_bad = is_last and micro_batch is mini_batch.micro_batches[-1]
+            is_bad = is_last and micro_batch is batch.mini_batches[number][-1]
             return (loss * float("nan") if is_bad else loss, *rest)
 
         if self.name == failing and session.step >= 2:
             self.micro_batch_loss = micro_batch_loss
-        return step(self, batch, mini_batch)
+        return step(self, batch, number)
 
     Learner._step = diverging_step
     return RLTrainer.run(load_config(None, overrides))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hybridengine.config import RLConfig
 from hybridengine.kernels import value_loss
-from hybridengine.model import free_gathered, on_device, packed_values
-from hybridengine.trainer.batch import DataParallel, MicroBatch, MiniBatch, RolloutBatch
+from hybridengine.model import PackedBatch, free_gathered, on_device, packed_values
+from hybridengine.trainer.batch import DataParallel, RolloutBatch
 from hybridengine.trainer.build_models import build_optimizer, load_value_model
 from hybridengine.trainer.learner import Learner
 from hybridengine.trainer.metrics import explained_variance
@@ -27,11 +27,11 @@ class StepCritic(ABC):
         """Begin with the rollouts that `step` is trained on; `batch` is what these ranks have."""
 
     @abstractmethod
-    def values(self, mini_batches: list[MiniBatch]) -> Tensor:
+    def values(self, batch: RolloutBatch) -> Tensor:
         """Return the value of every response token, [R]."""
 
     @abstractmethod
-    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Run ppo_epochs optimizer steps per mini-batch towards batch.returns; return metrics."""
 
     def finish(self, seconds: float) -> dict[str, float]:
@@ -58,34 +58,32 @@ class Critic(Learner, StepCritic):
 
     name = "critic"
 
-    def values(self, mini_batches: list[MiniBatch]) -> Tensor:
+    def values(self, batch: RolloutBatch) -> Tensor:
         with self._dp.session.phase("values"), on_device(self.model):
-            values = self._dp.per_token(
-                mini_batches, lambda micro_batch: packed_values(self.model, micro_batch.packed)
-            )
+            values = batch.per_token(lambda micro_batch: packed_values(self.model, micro_batch))
             free_gathered(self.model)
             return values
 
-    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
         assert batch.values is not None and batch.returns is not None
         with self._dp.session.phase("update_critic"), on_device(self.model):
-            metrics = self._epochs(batch, mini_batches)
+            metrics = self._epochs(batch)
         metrics["critic/vf_explained_var"] = explained_variance(batch, self._dp.group)
         return metrics
 
     def micro_batch_loss(
-        self, batch: RolloutBatch, micro_batch: MicroBatch, num_tokens: Tensor, num_seqs: Tensor
+        self, batch: RolloutBatch, micro_batch: PackedBatch, num_tokens: Tensor, num_seqs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        values = packed_values(self.model, micro_batch.packed)
+        values = packed_values(self.model, micro_batch)
         loss, metrics = value_loss(
             values,
             micro_batch.take(batch.values),
             micro_batch.take(batch.returns),
-            response_mask=micro_batch.response_mask(batch),
+            response_mask=batch.mask_of(micro_batch),
             cliprange_value=self._config.critic.cliprange_value,
             loss_agg_mode=self._config.actor.loss_agg_mode,
             loss_scale_factor=self._config.data.max_response_length,
-            cu_seqlens=micro_batch.cu_seqlens,
+            cu_seqlens=micro_batch.cu_rows,
             global_num_tokens=num_tokens,
             global_num_seqs=num_seqs,
         )

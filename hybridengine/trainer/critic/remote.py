@@ -17,20 +17,9 @@ from hybridengine.config import RLConfig
 from hybridengine.model import SkippedUpdate
 from hybridengine.runtime.polling import wait_for
 from hybridengine.runtime.session import Session
-from hybridengine.trainer.batch import MiniBatch, RolloutBatch
-from hybridengine.trainer.critic.channel import (
-    COLUMNS,
-    Command,
-    CriticChannel,
-    End,
-    LoadTensors,
-    Ready,
-    SaveTensors,
-    Setup,
-    StepReport,
-    TrainStep,
-    saved_key,
-)
+from hybridengine.trainer.batch import RolloutBatch
+from hybridengine.trainer.critic import messages
+from hybridengine.trainer.critic.channel import CriticChannel
 from hybridengine.trainer.critic.model import StepCritic
 from hybridengine.trainer.exchange import RowLocations
 from hybridengine.trainer.rollouts import Rollouts
@@ -55,7 +44,7 @@ class RemoteOptimizer:
     def failed_in_a_row(self) -> int:
         return int(self._state.get("failed_in_a_row", 0))
 
-    def report(self, report: StepReport) -> None:
+    def report(self, report: messages.StepReport) -> None:
         self._skipped += report.skipped
         self._state = report.optimizer_state
 
@@ -89,16 +78,15 @@ class RemoteCritic(StepCritic):
         self._total = Counter[str]()  # seconds of the run: step, actor and critic idle
         with session.phase("connect_critic"):
             self._channel = CriticChannel(self._link)
-            self._channel.from_actor(Setup, Setup(config, num_updates))
+            self._channel.from_actor(messages.Setup, messages.Setup(config, num_updates))
 
     def wait_until_built(self) -> None:
         """Wait until the critic's ranks have loaded their model."""
         with self._session.phase("wait_for_critic"):
-            ready: Ready = self._channel.from_critic(Ready)
+            ready: messages.Ready = self._channel.from_critic(messages.Ready)
         self.optimizer.load_state_dict(dict(ready.optimizer_state))
 
     def begin(self, step: int, rollouts: Rollouts, batch: RolloutBatch) -> None:
-        assert batch.placement is not None
         self._actor, self._device = batch.placement, batch.response_mask.device
         self._lengths = rollouts.outcomes.response_lengths
         self._waited_s = 0.0
@@ -106,18 +94,18 @@ class RemoteCritic(StepCritic):
             command = None
             if self._session.is_main:
                 prompts = [prompt.prompt_ids for prompt in rollouts.prompts]
-                command = TrainStep(step, rollouts.outcomes, prompts, self._actor)
-            self._channel.from_actor(Command, command)
+                command = messages.TrainStep(step, rollouts.outcomes, prompts, self._actor)
+            self._channel.from_actor(messages.Command, command)
             self._critic: RowLocations = self._channel.from_critic(RowLocations)
             exchange = self._channel.to_critic(rollouts.outcomes.ranks, self._critic)
-            rollouts.move(exchange, "cpu", COLUMNS)
+            rollouts.move(exchange, "cpu", messages.COLUMNS)
 
-    def values(self, mini_batches: list[MiniBatch]) -> Tensor:
+    def values(self, batch: RolloutBatch) -> Tensor:
         exchange = self._channel.to_actor(self._critic, self._actor)
         with self._waiting():
             return exchange(torch.empty(0), self._lengths).to(self._device)
 
-    def update(self, batch: RolloutBatch, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
         assert batch.returns is not None
         exchange = self._channel.to_critic(self._actor.sources, self._critic)
         with self._session.phase("send_returns"):
@@ -128,7 +116,7 @@ class RemoteCritic(StepCritic):
     def finish(self, seconds: float) -> dict[str, float]:
         before_s = self._waited_s
         with self._waiting():
-            report: StepReport = self._channel.from_critic(StepReport)
+            report: messages.StepReport = self._channel.from_critic(messages.StepReport)
         seconds += self._waited_s - before_s
         self.optimizer.report(report)
         self.num_bytes, self._signal = report.num_bytes, report.signal
@@ -159,18 +147,18 @@ class RemoteCritic(StepCritic):
 
     def close(self, how: Literal["finished", "stopped"]) -> None:
         with self._session.phase("end_critic"):
-            self._channel.from_actor(Command, End(how))
+            self._channel.from_actor(messages.Command, messages.End(how))
 
     def save(self, folder: Path) -> None:
         """Start to write the critic's tensors into a checkpoint. Collective."""
-        self._channel.from_actor(Command, SaveTensors(folder))
+        self._channel.from_actor(messages.Command, messages.SaveTensors(folder))
 
     def saved(self, folder: Path) -> Mapping[str, list[int]]:
         """Wait until they are written; return size and checksum of every file. On one rank.
 
         Raises CheckpointError if a rank of the critic could not write.
         """
-        key, store = saved_key(folder), self._link.store
+        key, store = messages.saved_key(folder), self._link.store
         answer: dict[str, list[int]] | str = wait_for(
             lambda: store.get(key, dict[str, list[int]] | str)
         )  # each of its ranks limits its own write
@@ -184,4 +172,6 @@ class RemoteCritic(StepCritic):
 
         Collective.
         """
-        self._channel.from_actor(Command, LoadTensors(folder, self.optimizer.state_dict()))
+        self._channel.from_actor(
+            messages.Command, messages.LoadTensors(folder, self.optimizer.state_dict())
+        )

@@ -13,19 +13,8 @@ from hybridengine.checkpoint.tensors import PartWriter
 from hybridengine.data import PromptSample, Subset
 from hybridengine.runtime.session import Session
 from hybridengine.trainer.build import import_external
-from hybridengine.trainer.critic.channel import (
-    COLUMNS,
-    Command,
-    CriticChannel,
-    End,
-    LoadTensors,
-    Ready,
-    SaveTensors,
-    Setup,
-    StepReport,
-    TrainStep,
-    saved_key,
-)
+from hybridengine.trainer.critic import messages
+from hybridengine.trainer.critic.channel import CriticChannel
 from hybridengine.trainer.critic.model import build_critic
 from hybridengine.trainer.exchange import RowLocations
 from hybridengine.trainer.rollouts import Rollouts
@@ -45,7 +34,7 @@ class CriticWorker:
         self._session, self._link = session, session.link
         with session.phase("connect_critic"):
             self._channel = CriticChannel(self._link)
-            setup: Setup = self._channel.from_actor(Setup)
+            setup: messages.Setup = self._channel.from_actor(messages.Setup)
         self._config = config = setup.config  # with the same data types
         torch.manual_seed(config.seed)
         with session.phase("load_model"):
@@ -54,16 +43,16 @@ class CriticWorker:
             self._critic = build_critic(config, self._dp, setup.num_updates)
         model, optimizer = self._critic.model, self._critic.optimizer
         self._tensors = PartWriter(self._critic.name, model, optimizer, self._announce)
-        self._channel.from_critic(Ready, Ready(optimizer.state_dict()))
+        self._channel.from_critic(messages.Ready, messages.Ready(optimizer.state_dict()))
 
     def run(self) -> None:
         """Work until the policy's ranks end the run."""
         session = self._session
         session.let_steps_finish()
-        while not isinstance(command := self._next_command(), End):
-            if isinstance(command, TrainStep):
+        while not isinstance(command := self._next_command(), messages.End):
+            if isinstance(command, messages.TrainStep):
                 self._train(command)
-            elif isinstance(command, SaveTensors):
+            elif isinstance(command, messages.SaveTensors):
                 with session.phase("save_checkpoint"):
                     self._tensors.save(command.folder)
             else:
@@ -71,12 +60,12 @@ class CriticWorker:
         self._tensors.wait()
         session.was_stopped = command.how == "stopped"
 
-    def _next_command(self) -> Command:
+    def _next_command(self) -> messages.Command:
         with self._session.phase(_WAITING):
-            command: Command = self._channel.from_actor(Command)
+            command: messages.Command = self._channel.from_actor(messages.Command)
             return command
 
-    def _train(self, command: TrainStep) -> None:
+    def _train(self, command: messages.TrainStep) -> None:
         session, critic, config = self._session, self._critic, self._config
         session.step = command.step
         session.take_timings()
@@ -86,13 +75,12 @@ class CriticWorker:
         def receive(placement: RowLocations) -> Mapping[str, Tensor]:
             self._channel.from_critic(RowLocations, placement)
             exchange = self._channel.to_critic(command.outcomes.ranks, placement)
-            return rollouts.move(exchange, "cpu", COLUMNS)
+            return rollouts.move(exchange, "cpu", messages.COLUMNS)
 
         num_mini_batches = config.data.train_batch_size // config.ppo_mini_batch_size
         max_tokens = config.actor.ppo_max_token_len_per_gpu
-        batch, mini_batches = self._dp.build_batch(rollouts, num_mini_batches, max_tokens, receive)
-        assert batch.placement is not None
-        values, lengths = critic.values(mini_batches), command.outcomes.response_lengths
+        batch = self._dp.build_batch(rollouts, num_mini_batches, max_tokens, receive)
+        values, lengths = critic.values(batch), command.outcomes.response_lengths
         with session.phase(_WAITING):
             self._channel.to_actor(batch.placement, command.actor)(values.cpu(), lengths)
             exchange = self._channel.to_critic(command.actor.sources, batch.placement)
@@ -100,14 +88,14 @@ class CriticWorker:
             mask = exchange(torch.empty(0, dtype=torch.int8), lengths).to(values.device).bool()
         mask &= not batch.is_dummy
         batch = replace(batch, values=values, returns=returns, response_mask=mask)
-        self._report(critic.update(batch, mini_batches))
+        self._report(critic.update(batch))
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         optimizer, seconds = self._critic.optimizer, self._session.take_timings()
         del seconds[_WAITING]
         self._channel.from_critic(
-            StepReport,
-            StepReport(
+            messages.StepReport,
+            messages.StepReport(
                 metrics,
                 seconds,
                 optimizer.pop_skipped(),
@@ -117,7 +105,7 @@ class CriticWorker:
             ),
         )
 
-    def _load(self, command: LoadTensors) -> None:
+    def _load(self, command: messages.LoadTensors) -> None:
         with self._session.phase("resume"):
             self._tensors.load(command.folder)
             self._critic.optimizer.load_state_dict(dict(command.optimizer_state))
@@ -125,4 +113,4 @@ class CriticWorker:
     def _announce(self, folder: Path, answer: Mapping[str, list[int]] | str) -> None:
         """Tell the policy's first rank what is written, or why it is not."""
         if self._session.is_main:
-            self._link.store.set(saved_key(folder), answer)
+            self._link.store.set(messages.saved_key(folder), answer)

@@ -109,9 +109,16 @@ class OverlappedRollouts(RolloutSource):
             indices = [prompts.indices[k] for k in positions]
             receiver = number % self._session.world_size
             item = WorkItem(
-                number, batch, "train" if is_train else "val", positions, indices, spec, seed,
-                min_version, receiver,
-            )  # fmt: skip
+                number,
+                batch,
+                "train" if is_train else "val",
+                positions,
+                indices,
+                spec,
+                seed,
+                min_version,
+                receiver,
+            )
             items.append(item)
             if self._session.is_main:
                 self._queue.submit(item)
