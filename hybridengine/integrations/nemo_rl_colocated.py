@@ -30,7 +30,8 @@ from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.runtime.failures import this_process
 from hybridengine.runtime.signed_store import SignedStore
 
-from ._patching import Patches, Replacement
+from ._nemo_rl import NemoPatches
+from ._patching import Replacement
 
 __all__ = ["SendsShards", "patch", "patched", "receive_in_workers", "unpatch"]
 
@@ -153,14 +154,11 @@ def _join(info: dict[str, Any]) -> Any:
     return engine
 
 
-_PATCHES = Patches(
-    "nemo_rl",
-    ">=0.6,<0.8",
+_PATCHES = NemoPatches(
     [
         Replacement(_RESOLVE, resolve_policy_worker_cls, "driver"),
         Replacement(_RECEIVE, update_weights_via_ipc_zmq, "engine"),
     ],
     default_groups=("driver",),
-    distribution="nemo-rl",
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

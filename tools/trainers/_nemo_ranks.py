@@ -118,7 +118,8 @@ def main(model_path: str, url: str, folder: str) -> None:
         llm = SimpleNamespace(collective_rpc=rpc(url))
 
     ray.get = results_of
-    policy = PolicyWorker()
+    actor = ray.remote(PolicyWorker)  # wraps the methods, as NeMo RL's workers have them
+    policy = actor.__ray_metadata__.modified_class()
     generation = SimpleNamespace(
         worker_group=GenerationGroup([GenerationWorker()], tp_size=2), dp_size=1,
         cfg={"vllm_cfg": {"async_engine": False}}, prepare_refit_info=lambda info: None,

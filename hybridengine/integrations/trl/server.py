@@ -88,22 +88,15 @@ class ServerSync:
         self.report = self._engine.report
 
     def _meet(self, model: torch.nn.Module) -> Any:
-        from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
-
-        from hybridengine.integrations.vllm import HybridEngineTrainerInitInfo
+        from hybridengine.integrations._servers import connect_servers
 
         url = self._server.url
         run_on_all_ranks(lambda: prepare_network([url]), RolloutError)
         main = os.environ.get("MASTER_ADDR", "127.0.0.1"), 0
         host = on_rank0(lambda: address_for(self._server.host, main)[0])
-        info = HybridEngineTrainerInitInfo(
-            broadcast_value(host, str), rank=dist.get_rank(), timeout_s=self._timeout_s
-        )
         # `update_weights` returns after the sync, which takes longer where it has to be repeated.
-        client: Any = VllmServer(url, 0, 4 * self._timeout_s)
-        return WeightTransferTrainerFactory.trainer_init(
-            info, client=client, source=ModuleSource(model)
-        )
+        client = VllmServer(url, 0, 4 * self._timeout_s)
+        return connect_servers(model, client, broadcast_value(host, str), self._timeout_s)
 
     def _call(self, call: Callable[[], None]) -> None:
         try:
