@@ -1,8 +1,9 @@
 """verl's `main_ppo` with its vLLM servers, on the CPU: its own weight sync and ours.
 
 GRPO on a tiny Llama: FSDP2 on two ranks, servers at TP 1 and 2, validation before and between
-steps, checkpoints and resume; with ours also servers on accelerators of their own. Weights are
-compared in every worker by SHA-256, and rollouts, losses and metrics between the two syncs.
+steps, checkpoints and resume; with ours also servers on accelerators of their own, and a worker
+that is killed between two syncs or in one. Weights are compared in every worker by SHA-256, and
+rollouts, losses and metrics between the two syncs.
 """
 
 from __future__ import annotations
@@ -126,12 +127,15 @@ def evaluate(folder: Path) -> dict[str, object]:
         theirs, ours = folder / f"verl_tp{tp_size}", folder / f"hybridengine_tp{tp_size}"
         assert_equal(digests(theirs), digests(ours), "weights", step=0)
         assert_equal(rollouts(theirs), rollouts(ours), "rollouts", step=1)
+        before, now = moved(theirs), moved(ours)
+        assert now["gathered_bytes"] == 0 < before["gathered_bytes"], (before, now)
+        assert now["sent_to_engines_bytes"] * 4 <= tp_size * before["sent_to_engines_bytes"]
         results[f"tp{tp_size}"] = {
             "weights_compared": check_weights(ours, inputs, tp_size),
             "rollouts_compared": len(rollouts(ours)[1]),
             "metrics_relative_difference": metrics_difference(theirs, ours, step=1),
-            "verl": moved(theirs),
-            "hybridengine": moved(ours),
+            "verl": before,
+            "hybridengine": now,
         }
     ours, resumed = folder / "hybridengine_tp2", folder / "hybridengine_resumed"
     assert_equal(digests(ours), digests(resumed), "weights", step=STEPS - 1)
