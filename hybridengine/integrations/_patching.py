@@ -207,7 +207,8 @@ def _owner(target: str) -> tuple[Any, str]:
 
 def _wrappers(owner: type, name: str, original: Any) -> Iterator[tuple[type, Any]]:
     """Yield Ray's classes of actors under `owner` that wrap its method `name`, and the wrapper."""
-    for subclass in owner.__subclasses__():
+    subclasses: list[type] = owner.__subclasses__()
+    for subclass in subclasses:
         own = vars(subclass).get(name)
         is_actor = "__ray_actor_class__" in vars(subclass)
         if is_actor and callable(own) and inspect.unwrap(own) is original:
