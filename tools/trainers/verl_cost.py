@@ -46,7 +46,8 @@ _SMOLLM2 = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.train_batch_size=4",
     "data.max_prompt_length=256", "data.max_response_length=128",
     f"{_ROLLOUT}.max_model_len=384", f"{_ROLLOUT}.max_num_batched_tokens=1024",
-    f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=256",  # float32 embeddings
+    # One bucket: vLLM 0.32 refuses a tied head without the embeddings, and verl's own sync hangs.
+    f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=1024",
     f"++{_ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={256 << 20}",
 )  # fmt: skip
 _REWARD = """
