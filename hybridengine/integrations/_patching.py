@@ -2,7 +2,8 @@
 
 A module that ran `from x import f` has its own binding of f, and a registry has another; every
 module of the package that has one is rebound, and so are the dicts that its modules hold. `unpatch`
-also finds the modules that were imported in between.
+also finds the modules that were imported in between. Ray gives the class of an actor a wrapper of
+every method that it inherits; these are replaced with the method that they wrap.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class _Applied:
     name: str
     original: Any  # as it is in the owner's namespace: a staticmethod stays one
     is_inherited: bool
+    wrappers: Sequence[tuple[type, Any]]  # classes of actors that have one, and theirs
 
 
 class Patches:
@@ -99,7 +101,8 @@ class Patches:
             return
         found = self._compare(wanted)
         for applied in found:
-            setattr(applied.owner, applied.name, applied.replacement.function)
+            for owner in (applied.owner, *(subclass for subclass, _ in applied.wrappers)):
+                setattr(owner, applied.name, applied.replacement.function)
             self._rebind(applied.original, applied.replacement.function)
         self._applied += found
 
@@ -114,6 +117,8 @@ class Patches:
                 delattr(applied.owner, applied.name)
             else:
                 setattr(applied.owner, applied.name, applied.original)
+            for subclass, wrapper in applied.wrappers:
+                setattr(subclass, applied.name, wrapper)
             self._rebind(applied.replacement.function, applied.original)
         self._applied = []
 
@@ -169,7 +174,8 @@ class Patches:
                 f"accept every call of it. Another package may have replaced it, or this is not "
                 f"{self.distribution}{self.versions}."
             )
-        return _Applied(replacement, owner, name, original, name not in namespace)
+        wrappers = list(_wrappers(owner, name, original)) if isinstance(owner, type) else []
+        return _Applied(replacement, owner, name, original, name not in namespace, wrappers)
 
     def _rebind(self, old: Any, new: Any) -> None:
         """Bind `new` wherever a module of the package, or a registry in one, binds `old`."""
@@ -199,6 +205,17 @@ def _owner(target: str) -> tuple[Any, str]:
     return None, name
 
 
+def _wrappers(owner: type, name: str, original: Any) -> Iterator[tuple[type, Any]]:
+    """Yield Ray's classes of actors under `owner` that wrap its method `name`, and the wrapper."""
+    subclasses: list[type] = owner.__subclasses__()
+    for subclass in subclasses:
+        own = vars(subclass).get(name)
+        is_actor = "__ray_actor_class__" in vars(subclass)
+        if is_actor and callable(own) and inspect.unwrap(own) is original:
+            yield subclass, own
+        yield from _wrappers(subclass, name, original)
+
+
 def _signature(function: Any) -> inspect.Signature | None:
     """Return the names, kinds and defaults of the parameters; None where they cannot be read."""
     try:
@@ -206,7 +223,9 @@ def _signature(function: Any) -> inspect.Signature | None:
     except (TypeError, ValueError):
         return None
     empty = inspect.Parameter.empty
-    bare = [p.replace(annotation=empty) for p in signature.parameters.values()]
+    parameters = signature.parameters.values()
+    # Ray adds a parameter of its own to the methods of actors.
+    bare = [p.replace(annotation=empty) for p in parameters if p.name != "_ray_trace_ctx"]
     return inspect.Signature(bare)
 
 

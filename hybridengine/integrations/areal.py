@@ -19,14 +19,13 @@ HYBRIDENGINE_SECRET must be in the environment of all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 from hybridengine.reshard import ReshardError
 from hybridengine.rollout.vllm.engine_sender import EngineSender
 from hybridengine.rollout.vllm.source import module_arguments
-from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks
+from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
 from hybridengine.sharding.layout import LayoutError
 
 from ._patching import Patches, Replacement
@@ -37,6 +36,7 @@ _ENGINE = "areal.engine.fsdp_engine.FSDPEngine"
 _CONFIG = "areal.api.cli_args.vLLMConfig"
 _SERVER = "hybridengine.integrations.areal_server"
 _TIMEOUT_S = 300.0
+_on_rank0 = partial(run_on_rank0, error_type=ReshardError)
 
 
 def _init_weight_update_from_distributed(self: Any, meta: Any) -> None:
@@ -100,11 +100,6 @@ def _check(engine: Any, meta: Any) -> None:
             "use_lora: AReaL's requests name an adapter that its servers hold, which is not sent; "
             "unpatch for LoRA"
         )
-
-
-def _on_rank0(call: Callable[[], Any], doing: str) -> Any:
-    """Return what `call` returns, None on other ranks. Raise its error on all of them."""
-    return run_on_all_ranks(lambda: None if dist.get_rank() else call(), ReshardError, doing)
 
 
 def _wait(future: Any) -> None:

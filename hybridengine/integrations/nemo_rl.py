@@ -32,7 +32,8 @@ from torch import Tensor
 from hybridengine.integrations._entropy import entropy_of_logits
 from hybridengine.kernels import balance_by_tokens, linear_token_log_probs, token_log_probs
 
-from ._patching import Patches, Replacement
+from ._nemo_rl import NemoPatches
+from ._patching import Replacement
 
 __all__ = [
     "ChunkedDistributedEntropy",
@@ -316,11 +317,5 @@ def _replacements() -> list[Replacement]:
     ]
 
 
-_PATCHES = Patches(
-    "nemo_rl",
-    ">=0.6,<0.8",
-    _replacements(),
-    default_groups=("log_probs", "advantages"),
-    distribution="nemo-rl",
-)
+_PATCHES = NemoPatches(_replacements(), ("log_probs", "advantages"))
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -20,14 +20,18 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybridengine.runtime.all_ranks import broadcast_value
+from hybridengine.runtime.failures import this_process
+from hybridengine.runtime.signed_store import SignedStore
 
-from ._patching import Patches, Replacement
+from ._nemo_rl import NemoPatches
+from ._patching import Replacement
 
 __all__ = ["SendsShards", "patch", "patched", "receive_in_workers", "unpatch"]
 
@@ -140,7 +144,8 @@ def _join(info: dict[str, Any]) -> Any:
     group, index = get_world_group().cpu_group, 0
     if dist.get_rank() == 0:
         store = dist.TCPStore(info["host"], info["port"], is_master=False, wait_for_workers=False)
-        index = store.add("engines", 1) - 1
+        names, own = SignedStore(store, "engines"), this_process()
+        index = next(i for i in count() if names.claim(str(i), own, str) == own)
     engine = ReshardEngine(None)
     engine.init_rollout_process_group(
         rollout_rank=broadcast_value(index, int, group=group) * dist.get_world_size(),
@@ -149,14 +154,11 @@ def _join(info: dict[str, Any]) -> Any:
     return engine
 
 
-_PATCHES = Patches(
-    "nemo_rl",
-    ">=0.6,<0.8",
+_PATCHES = NemoPatches(
     [
         Replacement(_RESOLVE, resolve_policy_worker_cls, "driver"),
         Replacement(_RECEIVE, update_weights_via_ipc_zmq, "engine"),
     ],
     default_groups=("driver",),
-    distribution="nemo-rl",
 )
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

@@ -33,7 +33,8 @@ from hybridengine.rollout.vllm.source import module_arguments
 from hybridengine.runtime.all_ranks import broadcast_value
 from hybridengine.sharding.layout import LayoutError
 
-from ._patching import Patches, Replacement
+from ._nemo_rl import NemoPatches
+from ._patching import Replacement
 
 __all__ = ["ReshardEngine", "check_policy", "patch"]
 
@@ -183,15 +184,12 @@ _SEND, _UPDATE = (
     "send_weights_via_checkpoint_engine",
     "_update_weights_from_checkpoint_engine_async",
 )
-_PATCHES = Patches(
-    "nemo_rl",
-    ">=0.6,<0.8",
+_PATCHES = NemoPatches(
     [
         Replacement(f"{_POLICY}.{_SEND}", send_weights_via_checkpoint_engine, "policy"),
         Replacement(f"{_WORKER}.{_UPDATE}", _update_weights_from_checkpoint_engine_async, "engine"),
     ],
     default_groups=("policy", "engine"),
-    distribution="nemo-rl",
 )
 
 

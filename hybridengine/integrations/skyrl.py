@@ -50,17 +50,16 @@ def build_trainer_engine(
     take part.
     """
     import ray
-    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
-    from hybridengine.integrations.vllm import HybridEngineTrainerInitInfo
+    from ._servers import TIMEOUT_S, connect_servers
 
     module = run_on_all_ranks(
         lambda: _trained_module(ie_cfg, source_factory, data_parallel_size), LayoutError
     )
     host = broadcast_value(ray.util.get_node_ip_address(), str)
-    info = HybridEngineTrainerInitInfo(host, rank=rank)
-    clients = [HTTPVLLMWeightSyncClient(url, info.timeout_s) for url in server_urls]
-    return _engine_class().trainer_init(info, client=clients, source=ModuleSource(module))
+    clients = [HTTPVLLMWeightSyncClient(url, TIMEOUT_S) for url in server_urls]
+    return connect_servers(module, clients, host, transfer=_engine_class())
 
 
 def _trained_module(ie_cfg: Any, source_factory: Callable[[Any, str], Any], dp_size: int) -> Any:

@@ -125,6 +125,13 @@ class WeightSender:
         """Status of every engine as of the last sync."""
         return self._engines
 
+    def ended(self, engine: int) -> str:
+        """Return which ranks of an engine, where it has joined, have ended; "" for none.
+
+        Known on rank 0, of processes on its machine.
+        """
+        return self._coordinator.ended(engine) if self._coordinator else ""
+
     # Sync
 
     def sync(

@@ -156,14 +156,17 @@ def group_timeout() -> timedelta:
 
 
 def run_on_rank0(
-    fn: Callable[[], T], doing: str, group: dist.ProcessGroup | None = None
+    fn: Callable[[], T],
+    doing: str = "",
+    group: dist.ProcessGroup | None = None,
+    error_type: type[Exception] = ModelError,
 ) -> T | None:
-    """Return `fn()` on rank 0, None elsewhere. If it fails, raise ModelError on all. Collective.
+    """Return `fn()` on rank 0, None elsewhere. If it fails, raise `error_type` on all. Collective.
 
-    group: of all ranks; None: the default group.
+    doing, group: as `run_on_all_ranks`.
     """
     is_main = dist.get_rank() == 0
-    return run_on_all_ranks(lambda: fn() if is_main else None, ModelError, doing, group)
+    return run_on_all_ranks(lambda: fn() if is_main else None, error_type, doing, group)
 
 
 def new_write_group() -> dist.ProcessGroup:

@@ -1,5 +1,7 @@
 """Replacing functions of another package: all or none, everywhere, and back."""
 
+import functools
+import inspect
 import sys
 from types import ModuleType
 
@@ -170,3 +172,23 @@ def test_registries_are_rebound_and_put_back(host):
     with patches.patched():
         assert {"plain": _loss, "none": 0} == registry.LOSSES
     assert {"plain": theirs, "none": 0} == registry.LOSSES
+
+
+def test_a_method_that_ray_has_wrapped_in_an_actor(host):
+    base = host.losses.Base
+    theirs = base.inherited
+
+    @functools.wraps(theirs)
+    def wrapper(self, *args, _ray_trace_ctx=None, **kwargs):
+        return theirs(self, *args, **kwargs)
+
+    parameter = inspect.Parameter("_ray_trace_ctx", inspect.Parameter.KEYWORD_ONLY, default=None)
+    signature = inspect.signature(theirs)
+    theirs.__signature__ = signature.replace(parameters=[*signature.parameters.values(), parameter])
+    namespace = {"__ray_actor_class__": host.losses.Head, "inherited": wrapper}
+    actor = type("Actor", (host.losses.Head,), namespace)()
+    ours = Replacement("hostpkg.losses.Base.inherited", lambda self, x: ("ours", x), "losses")
+    with _patches(ours).patched():
+        assert actor.inherited(1) == host.losses.Head().inherited(1) == ("ours", 1)
+    assert actor.inherited(1) == host.losses.Head().inherited(1) == 1
+    assert vars(type(actor))["inherited"] is wrapper

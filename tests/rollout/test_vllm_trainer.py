@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,6 +258,36 @@ def test_an_engine_that_fails_is_named_and_gets_the_next_weights(rejects: bool) 
         assert "ZeroDivisionError" in reasons[1]
     assert [of_good for of_good, _ in first["wrong"]] == [[]] * len(FACTORS)
     assert [bool(of_failing) for _, of_failing in first["wrong"]] == [False, True, False]
+
+
+def ending_body(rank: int, world_size: int, port: int) -> None:
+    """An engine whose process ends between two syncs, and whose server does not answer then."""
+    worker, starts = MemoryWorker("engine 0", 0, False), count(1)
+    commands = {
+        "init_weight_transfer_engine": worker.join,
+        "start_weight_update": lambda: next(starts) == 1 or os._exit(1),
+        "update_weights": worker.update,
+        "finish_weight_update": worker.labels.append,
+    }
+    follow(port, 0, commands, "engine 0")
+
+
+def sync_twice_body(rank: int, world_size: int, port: int) -> list[str]:
+    mesh = mesh_of(world_size, 1)
+    shards = {
+        name: shard(tensor, mesh, int(UNEVEN[name][0] == "row"))
+        for name, tensor in values(UNEVEN).items()
+    }
+    engine = trainer_engine(rank, StoreClient(port, 1, "engine 0"), source_of("module", shards))
+    return [message_of(engine.send_weights) for _ in range(2)]
+
+
+def test_an_engine_that_ends_between_two_syncs_is_named() -> None:
+    store = new_store()
+    with Ranks(ending_body, 1, store.port):
+        results = run_ranks(sync_twice_body, 2, store.port)
+    error = "ReshardError: on rank 0: engine 0, start_weight_update: rank 0 has ended"
+    assert results == [["no error", error]] * 2
 
 
 def test_the_configuration_of_the_model_is_compared_with_the_engines() -> None:

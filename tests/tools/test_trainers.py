@@ -1,4 +1,4 @@
-"""The runner of other trainers, and those trainers themselves (minutes each)."""
+"""The runner of other trainers."""
 
 from __future__ import annotations
 
@@ -42,18 +42,3 @@ def test_results_of_other_parts_stay(monkeypatch, tmp_path):
     monkeypatch.setattr(trainers.subprocess, "run", run)
     assert trainers.run("verl", results) and not trainers.run("broken", results)
     assert json.loads(results.read_text()) == {"trl": {"passed": True}, "verl": {"passed": 1}}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_verl_trains_the_same_with_our_sync():
-    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
-    results = trainers.run_here("verl")
-    for tp_size in (1, 2):
-        moved = results[f"tp{tp_size}"]
-        assert moved["hybridengine"]["gathered_bytes"] == 0 < moved["verl"]["gathered_bytes"]
-        assert (
-            moved["hybridengine"]["sent_to_engines_bytes"] * 4 // tp_size
-            <= (moved["verl"]["sent_to_engines_bytes"])
-        )

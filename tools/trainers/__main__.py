@@ -55,11 +55,16 @@ def run(name: str, results: Path) -> bool:
         command = [sys.executable, "-m", "tools.trainers", "--in-process", f"--json={file}", name]
         passed = not subprocess.run(command, cwd=ROOT).returncode
         if passed:
-            rows = json.loads(results.read_text()) if results.is_file() else {}
-            rows[name] = json.loads(file.read_text())
-            results.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+            store(results, name, json.loads(file.read_text()))
     print(f"{name}: {'passed' if passed else 'failed'}", flush=True)
     return passed
+
+
+def store(results: Path, name: str, found: object) -> None:
+    """Write what was found under a name; the results of other names stay as they are."""
+    rows = json.loads(results.read_text()) if results.is_file() else {}
+    rows[name] = found
+    results.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
 
 
 def run_here(name: str) -> dict[str, object]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from inspect import isawaitable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,17 +27,24 @@ class PolicyGroup:
 
     def run_all_workers_single_data(self, method: str, **arguments: Any) -> list[Future[Any]]:
         def run() -> list[Any]:
-            own = asyncio.run(getattr(self._worker, method)(**arguments))
-            return all_gather_values(own, Any)
+            own = getattr(self._worker, method)(**arguments)
+            return all_gather_values(asyncio.run(own) if isawaitable(own) else own, Any)
 
-        return [self._pool.submit(run)]
+        return one_each(self._pool.submit(run), dist.get_world_size(), self._pool)
+
+    def shutdown(self, cleanup_method: str) -> bool:
+        return True
 
 
 class GenerationGroup:
-    """Runs a method of the generation worker, of rank 0, which calls the server."""
+    """Runs a method of the generation workers, of rank 0; each calls its server.
 
-    def __init__(self, worker: Any, tp_size: int) -> None:
-        self._worker, self._pool, self.workers = worker, ThreadPoolExecutor(1), range(tp_size)
+    tp_size: workers of a server.
+    """
+
+    def __init__(self, workers: Sequence[Any], tp_size: int) -> None:
+        self._workers, self._pool = workers, ThreadPoolExecutor(1)
+        self.workers, self._calls = range(len(workers) * tp_size), ThreadPoolExecutor(len(workers))
         self._group = dist.new_group(backend="gloo")
 
     def run_all_workers_single_data(
@@ -45,8 +53,12 @@ class GenerationGroup:
         def run() -> Any:
             answer: list[Any] = [None, None]
             if dist.get_rank() == 0:
+                calls = [
+                    self._calls.submit(getattr(worker, rpc), **arguments)
+                    for worker in self._workers
+                ]
                 try:
-                    answer[0] = getattr(self._worker, rpc)(**arguments)
+                    answer[0] = results_of(calls)
                 except Exception as error:
                     answer[1] = f"{type(error).__name__}: {error}"
             value, failure = broadcast_value(answer, list[Any], group=self._group)
@@ -54,7 +66,10 @@ class GenerationGroup:
                 raise RuntimeError(failure)
             return value
 
-        return [self._pool.submit(run)]
+        return one_each(self._pool.submit(run), len(self._workers), self._pool)
+
+    def shutdown(self, cleanup_method: str) -> bool:
+        return True
 
     def run_all_workers_multiple_data(
         self, rpc: str, method_args: list[Any], run_rank_0_only_axes: Any, common_kwargs: Any
@@ -63,6 +78,11 @@ class GenerationGroup:
         return self.run_all_workers_single_data(
             rpc, run_rank_0_only_axes, method_args=arguments, **common_kwargs
         )
+
+
+def one_each(results: Future[list[Any]], count: int, pool: ThreadPoolExecutor) -> list[Future[Any]]:
+    """Return one future for each result of a list that becomes known."""
+    return [pool.submit(lambda i: results.result()[i], index) for index in range(count)]
 
 
 def results_of(futures: list[Future[Any]]) -> list[Any]:
@@ -98,9 +118,10 @@ def main(model_path: str, url: str, folder: str) -> None:
         llm = SimpleNamespace(collective_rpc=rpc(url))
 
     ray.get = results_of
-    policy = PolicyWorker()
+    actor = ray.remote(PolicyWorker)  # wraps the methods, as NeMo RL's workers have them
+    policy = actor.__ray_metadata__.modified_class()
     generation = SimpleNamespace(
-        worker_group=GenerationGroup(GenerationWorker(), tp_size=2), dp_size=1,
+        worker_group=GenerationGroup([GenerationWorker()], tp_size=2), dp_size=1,
         cfg={"vllm_cfg": {"async_engine": False}}, prepare_refit_info=lambda info: None,
     )  # fmt: skip
     config = checkpoint_engine_refit_config(

@@ -1,11 +1,18 @@
-"""NeMo RL's checkpoint-engine refit of a separate vLLM engine, with our engine.
+"""NeMo RL's refits of vLLM engines, apart and colocated, with ours in their place.
 
-Real: NeMo RL's `CheckpointEngineWeightSynchronizer`, its reading of the configuration, the mixins
-of its policy workers and of its generation worker, and its extension of vLLM's workers, of the main
-branch at COMMIT; two FSDP2 ranks over gloo; vLLM's workers. Not NeMo RL's: Ray's worker groups and
-`ray.get` (threads and gloo), the rest of `DTensorPolicyWorkerV2`, which needs NeMo AutoModel, and
-the size of a bucket, which is read from a GPU. vLLM is a server, so that its weights can be
-compared. NeMo RL is for Python 3.13; one assertion about transformers' version is rewritten.
+Real, of NeMo RL's main branch at COMMIT, with two FSDP2 ranks over gloo and vLLM's workers:
+
+- apart: `CheckpointEngineWeightSynchronizer`, its reading of the configuration, the mixins of the
+  policy workers and of the generation worker, the extension of vLLM's workers;
+- colocated: `IPCWeightSynchronizer`, `Policy`, `resolve_policy_worker_cls`, our subclass of
+  `DTensorPolicyWorker`, `VllmGeneration`, `VllmGenerationWorker`, the same extension.
+
+Replaced, since there is no GPU: Ray's worker groups and `ray.get` (threads and gloo); what makes a
+policy worker, NCCL and CUDA (its `__init__`, `Tensor.cuda`); vLLM's `wake_up`, since vLLM has no
+sleep mode on a CPU; NVTX; sizes that are read from a GPU. Replaced for other reasons: NeMo
+AutoModel is not installed, so there is no `DTensorPolicyWorkerV2`; wandb, swanlab and mlflow are
+empty; vLLM's engines are servers, so that their weights can be compared; one assertion about
+transformers' version is rewritten. NeMo RL is for Python 3.13, and 3.11 runs it.
 """
 
 from __future__ import annotations
@@ -20,19 +27,35 @@ from tools.trainers._engines import ENGINE, check_runs, free_port, save_model
 
 COMMIT = "7ea279abfbeb698b092856d0dab61e7cf39bc909"
 ARCHIVE = f"https://github.com/NVIDIA-NeMo/RL/archive/{COMMIT}.tar.gz"
-REQUIREMENTS = ("ray==2.56.0", "msgpack", "nvidia-ml-py", "orjson")
+REQUIREMENTS = (
+    *("ray==2.56.0", "msgpack", "nvidia-ml-py", "orjson"),
+    *("hydra-core==1.3.2", "antlr4-python3-runtime==4.9.3", "tensordict==0.10.0", "pyvers==0.2.3"),
+)
 
 
 def run(folder: Path) -> dict[str, object]:
-    """Run two ranks and a server of two workers; return bytes and numbers of compared weights.
+    """Run both refits; return bytes and numbers of compared weights.
 
+    Apart: an engine of two workers. Colocated: two engines of one worker.
     folder/source: a source tree of COMMIT, where it cannot be downloaded.
     """
     python = overlay(folder, REQUIREMENTS)
     source = _source(folder / "source")
-    model, port = save_model(folder), free_port()
+    model = save_model(folder)
+    apart = dict([_server(model, 2)])
+    found = check_runs(folder, python, "_nemo_ranks", model, apart, [source])
+    colocated = dict(_server(model, 1) for _ in range(2))
+    found["colocated"] = check_runs(
+        folder, python, "_nemo_colocated_ranks", model, colocated, [source]
+    )
+    return {"nemo-rl": f"main at {COMMIT[:9]}"} | found
+
+
+def _server(model: Path, tp_size: int) -> tuple[str, list[str]]:
+    """Return the URL of a vLLM server, and the words of its command."""
+    port = free_port()
     options = ENGINE | {
-        "model": model, "host": "127.0.0.1", "port": port, "tensor_parallel_size": 2,
+        "model": model, "host": "127.0.0.1", "port": port, "tensor_parallel_size": tp_size,
         "worker_extension_cls": "tools.trainers._loading.nemo",
         "worker_cls": "hybridengine.integrations.nemo_rl_worker.Worker",
         "weight_transfer_config": '{"backend": "hybridengine"}',
@@ -40,9 +63,7 @@ def run(folder: Path) -> dict[str, object]:
     words = ["-m", "vllm.entrypoints.launchers.api_server.entry"]
     for key, value in options.items():
         words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
-    servers = {f"http://127.0.0.1:{port}": words}
-    found = check_runs(folder, python, "_nemo_ranks", model, servers, [source])
-    return {"nemo-rl": f"main at {COMMIT[:9]}"} | found
+    return f"http://127.0.0.1:{port}", words
 
 
 def _source(folder: Path) -> Path:

@@ -1,8 +1,9 @@
 """verl's `main_ppo` with its vLLM servers, on the CPU: its own weight sync and ours.
 
 GRPO on a tiny Llama: FSDP2 on two ranks, servers at TP 1 and 2, validation before and between
-steps, checkpoints and resume; with ours also servers on accelerators of their own. Weights are
-compared in every worker by SHA-256, and rollouts, losses and metrics between the two syncs.
+steps, checkpoints and resume; with ours also servers on accelerators of their own, and a worker
+that is killed between two syncs or in one. Weights are compared in every worker by SHA-256, and
+rollouts, losses and metrics between the two syncs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import os
 import random
 import shutil
 import subprocess
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tools.dropins_upstreams import UPSTREAMS
@@ -22,7 +26,7 @@ from tools.environments import overlay
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = (*UPSTREAMS["verl"].requirements, "antlr4-python3-runtime==4.9.3")
 CPU, RECORD = "tools.trainers._verl_cpu", "tools.trainers._verl_record"
-LOSE = "tools.trainers._verl_lose"
+LOSE, LOSE_IN = "tools.trainers._verl_lose", "VERL_LOSE"
 SYNC = "hybridengine.integrations.verl.sync"
 STEPS = 2
 TP_SIZES = (1, 2)
@@ -56,10 +60,18 @@ _OFFLOAD = (
     f"{_ACTOR}.fsdp_config.optimizer_offload=True",
 )
 _LORA = (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora_alpha=16", f"{_MODEL}.lora.merge=True")
-LOST_ERROR = (
+# Run → options, the call of the second sync in which worker 1 of the server is killed, the error.
+_WHILE_SENDING = (
     "ReshardError", "no engine is left to sync to version 2 (engine 0: rank 1 has ended)",
-    "while waiting for engines",
+    "failed in the sync to version 2 while waiting for engines",
 )  # fmt: skip
+_BETWEEN_SYNCS = ("ReshardError", "engine 0, start_weight_update: ", "rank 1 has ended")
+LOST: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
+    "lost_between_syncs": ((), "start_weight_update", _BETWEEN_SYNCS),
+    "lost_in_a_sync": ((), "update_weights", _WHILE_SENDING),
+    "apart_lost_between_syncs": (_APART, "start_weight_update", _BETWEEN_SYNCS),
+    "apart_lost_in_a_sync": (_APART, "update_weights", _WHILE_SENDING),
+}
 
 
 def run(folder: Path) -> dict[str, object]:
@@ -73,19 +85,33 @@ def run(folder: Path) -> dict[str, object]:
     train(python, inputs, resumed, 2, [SYNC], resume_from=whole, overrides=_OFFLOAD)
     train(python, inputs, folder / "hybridengine_apart", 2, [SYNC], overrides=_APART)
     train(python, inputs, folder / "hybridengine_lora", 2, [SYNC], overrides=_LORA)
-    lose_a_worker(python, inputs, folder / "hybridengine_lost")
-    return evaluate(folder) | {"versions": versions(python)}
+    lost = {name: lose_a_worker(python, inputs, folder, name) for name in LOST}
+    return evaluate(folder) | lost | {"versions": versions(python)}
 
 
-def lose_a_worker(python: Path, inputs: Path, out: Path) -> None:
-    """Kill worker 1 of a server that is apart, in its second sync: the job ends with an error."""
+def lose_a_worker(python: Path, inputs: Path, folder: Path, name: str) -> dict[str, object]:
+    """Kill a worker as LOST[name] has it; return how long `main_ppo` ran on, and its error.
+
+    Raises AssertionError unless it ends with that error, before the engine generates again.
+    """
+    overrides, call, expected = LOST[name]
+    out = folder / f"hybridengine_{name}"
     try:
-        train(python, inputs, out, 2, [SYNC, LOSE], overrides=_APART)
-    except RuntimeError as error:
-        for text in LOST_ERROR:
-            assert text in str(error), error
+        train(python, inputs, out, 2, [SYNC, LOSE], overrides=overrides, variables={LOSE_IN: call})
+    except RuntimeError:
+        ended = time.time()
     else:
         raise AssertionError(f"{out}: a worker was killed, and main_ppo did not fail")
+    log = (out / "log.txt").read_text()
+    for text in expected:
+        assert text in log, f"{out / 'log.txt'} does not have {text!r}"
+    assert not (out / "record" / "generated").exists(), f"{out}: the engine generated again"
+    error = next(line for line in reversed(log.splitlines()) if "ReshardError: " in line)
+    killed = (out / "record" / "killed").stat().st_mtime
+    return {
+        "seconds_to_the_end_of_main_ppo": round(ended - killed, 1),
+        "error": error.partition("ReshardError: ")[2],
+    }
 
 
 def evaluate(folder: Path) -> dict[str, object]:
@@ -101,12 +127,15 @@ def evaluate(folder: Path) -> dict[str, object]:
         theirs, ours = folder / f"verl_tp{tp_size}", folder / f"hybridengine_tp{tp_size}"
         assert_equal(digests(theirs), digests(ours), "weights", step=0)
         assert_equal(rollouts(theirs), rollouts(ours), "rollouts", step=1)
+        before, now = moved(theirs), moved(ours)
+        assert now["gathered_bytes"] == 0 < before["gathered_bytes"], (before, now)
+        assert now["sent_to_engines_bytes"] * 4 <= tp_size * before["sent_to_engines_bytes"]
         results[f"tp{tp_size}"] = {
             "weights_compared": check_weights(ours, inputs, tp_size),
             "rollouts_compared": len(rollouts(ours)[1]),
             "metrics_relative_difference": metrics_difference(theirs, ours, step=1),
-            "verl": moved(theirs),
-            "hybridengine": moved(ours),
+            "verl": before,
+            "hybridengine": now,
         }
     ours, resumed = folder / "hybridengine_tp2", folder / "hybridengine_resumed"
     assert_equal(digests(ours), digests(resumed), "weights", step=STEPS - 1)
@@ -186,6 +215,7 @@ def train(
     modules: list[str],
     resume_from: Path | None = None,
     overrides: tuple[str, ...] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Run `main_ppo`, with external `modules` besides the CPU's; return `out`.
 
@@ -199,15 +229,15 @@ def train(
     else:
         checkpoint = resume_from / "checkpoints" / f"global_step_{STEPS - 1}"
         command += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
-    variables = _ENVIRONMENT | {
+    environment = os.environ | _ENVIRONMENT | variables | {
         "VERL_USE_EXTERNAL_MODULES": ",".join((CPU, *modules, RECORD)),
         "VERL_RECORD": str(out / "record"),
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
-    }
+    }  # fmt: skip
     log = out / "log.txt"
     with log.open("w") as output:
         status = subprocess.run(
-            [*command, *overrides], cwd=out, env=os.environ | variables, timeout=TIMEOUT_S,
+            [*command, *overrides], cwd=out, env=environment, timeout=TIMEOUT_S,
             stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
     if status.returncode:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from hybridengine.errors import RolloutError
 from hybridengine.integrations.trl import server
 from hybridengine.runtime.all_ranks import broadcast_value
 
@@ -71,12 +70,12 @@ def _connect(trainer: Any, original_init: Callable[[Any], None]) -> server.Serve
     server.start_process_group()
     if not broadcast_value(_is_trls(transfer), bool):
         return None
-    server.on_main(lambda: trainer.vllm_client.wait_for_server_ready(), RolloutError)
+    server.on_rank0(lambda: trainer.vllm_client.wait_for_server_ready())
     obstacle = server.obstacle_of(trainer.model, DistributedBackend(trainer.accelerator))
     url, device = arguments.vllm_server_base_url, trainer.accelerator.device
     if server.takes_slices(url, obstacle, device):
         return server.ServerSync(url, arguments.weight_sync_timeout / _WAITS)
-    server.on_main(lambda: original_init(transfer), RolloutError)
+    server.on_rank0(lambda: original_init(transfer))
     return None
 
 

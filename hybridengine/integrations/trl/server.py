@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,19 @@ from hybridengine.errors import RolloutError
 from hybridengine.reshard import RankFailedError, ReshardError, SyncReport
 from hybridengine.rollout.server.client import BACKEND, VllmServer
 from hybridengine.rollout.server.network import address_for, prepare_network
-from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks
+from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks, run_on_rank0
 from hybridengine.runtime.signed_store import check_secret
 
-__all__ = ["RESTART", "ServerSync", "obstacle_of", "on_main", "start_process_group", "takes_slices"]
+__all__ = [
+    "RESTART",
+    "ServerSync",
+    "obstacle_of",
+    "on_rank0",
+    "start_process_group",
+    "takes_slices",
+]
 
-T = TypeVar("T")
+on_rank0 = partial(run_on_rank0, error_type=RolloutError)
 
 RESTART = (
     "restart it with HYBRIDENGINE_SECRET set to the same text as here and VLLM_SERVER_DEV_MODE=1 "
@@ -80,26 +88,19 @@ class ServerSync:
         self.report = self._engine.report
 
     def _meet(self, model: torch.nn.Module) -> Any:
-        from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
-
-        from hybridengine.integrations.vllm import HybridEngineTrainerInitInfo
+        from hybridengine.integrations._servers import connect_servers
 
         url = self._server.url
         run_on_all_ranks(lambda: prepare_network([url]), RolloutError)
         main = os.environ.get("MASTER_ADDR", "127.0.0.1"), 0
-        host = on_main(lambda: address_for(self._server.host, main)[0], RolloutError)
-        info = HybridEngineTrainerInitInfo(
-            broadcast_value(host, str), rank=dist.get_rank(), timeout_s=self._timeout_s
-        )
+        host = on_rank0(lambda: address_for(self._server.host, main)[0])
         # `update_weights` returns after the sync, which takes longer where it has to be repeated.
-        client: Any = VllmServer(url, 0, 4 * self._timeout_s)
-        return WeightTransferTrainerFactory.trainer_init(
-            info, client=client, source=ModuleSource(model)
-        )
+        client = VllmServer(url, 0, 4 * self._timeout_s)
+        return connect_servers(model, client, broadcast_value(host, str), self._timeout_s)
 
     def _call(self, call: Callable[[], None]) -> None:
         try:
-            on_main(call, ReshardError)
+            run_on_rank0(call, error_type=ReshardError)
         except ReshardError as error:
             raise self._failure(error) from error
 
@@ -115,11 +116,6 @@ def start_process_group() -> None:
     """Make the default process group of a single process, where no launcher has made one."""
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-
-
-def on_main(call: Callable[[], T], error_type: type[Exception]) -> T | None:
-    """Return `call()` on rank 0, None elsewhere. If it fails, raise on all. Collective."""
-    return run_on_all_ranks(lambda: call() if dist.get_rank() == 0 else None, error_type)
 
 
 def obstacle_of(model: torch.nn.Module, distributed: Any) -> str:
@@ -144,7 +140,7 @@ def takes_slices(url: str, obstacle: str, device: torch.device, timeout_s: float
     Raises RolloutError on all ranks for a server, or a model, that neither can serve.
     """
     server = VllmServer(url, 0, timeout_s)
-    transfer = on_main(lambda: server.settings()["weight_transfer_config"] or {}, RolloutError)
+    transfer = on_rank0(lambda: server.settings()["weight_transfer_config"] or {})
     backend = broadcast_value((transfer or {}).get("backend", ""), str)
     given = f"{server} was started with the weight-transfer backend {backend or None!r}"
     if backend == BACKEND:

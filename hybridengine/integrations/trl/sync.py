@@ -56,18 +56,17 @@ def _init_server(self: Any, obstacle: str) -> None:
     url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
     device = self.accelerator.device
     server.start_process_group()
-    client = server.on_main(
+    client = server.on_rank0(
         lambda: VLLMClient(
             base_url=url, group_port=self.group_port, connection_timeout=self.server_timeout
-        ),
-        RolloutError,
+        )
     )
     if client is not None:
         self.vllm_client = client
     if server.takes_slices(url, obstacle, device):
         setattr(self, _SERVER, server.ServerSync(url))
         return
-    server.on_main(lambda: self.vllm_client.init_communicator(device=device), RolloutError)
+    server.on_rank0(lambda: self.vllm_client.init_communicator(device=device))
 
 
 def sync_weights(self: Any, original: Callable[[Any], None]) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import ray
 import torch.distributed as dist
-from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
+from hybridengine.integrations._servers import connect_servers
 from hybridengine.integrations.verl.weights import ShardedWeights
-from hybridengine.integrations.vllm import HybridEngineTrainerInitInfo
 from hybridengine.reshard import SyncReport
 
 __all__ = ["ServerSender"]
@@ -52,13 +51,9 @@ class ServerSender:
         self._trainer = None
 
     def _connect(self, module: Any) -> Any:
-        rank = dist.get_rank()
-        info = HybridEngineTrainerInitInfo(self._master_address, rank=rank)
-        names = self.servers if rank == 0 else []  # rank 0 makes all calls
-        clients: Any = [_Client(ray.get_actor(name), lambda: self._global_steps) for name in names]
-        return WeightTransferTrainerFactory.trainer_init(
-            info, client=clients, source=ModuleSource(module)
-        )
+        names = self.servers if dist.get_rank() == 0 else []  # rank 0 makes all calls
+        clients = [_Client(ray.get_actor(name), lambda: self._global_steps) for name in names]
+        return connect_servers(module, clients, self._master_address)
 
 
 class _Client:

@@ -177,7 +177,7 @@ class Coordinator:
                 return text
             if self._absent is not None and (reason := self._absent(info.index)):
                 return reason
-            if (rank := info.ended_rank()) is not None:
+            if (rank := next(info.ended_ranks(), None)) is not None:
                 return f"rank {rank} has ended"
             late = time.monotonic() > deadline
             return f"it has not answered within {self._timeout_s:g} s" if late else None
@@ -206,6 +206,11 @@ class Coordinator:
                 self._drop(info.index, str(error).rstrip("."))
         self._check_any_live()
         return [info for info in infos if self.engines[info.index].state == "live"]
+
+    def ended(self, index: int) -> str:
+        """Return which ranks of an engine, where it has joined, have ended; "" for none."""
+        info = self._store.get(f"engine/{index}", EngineInfo)
+        return ", ".join(f"rank {rank} has ended" for rank in info.ended_ranks()) if info else ""
 
     # Transfer
 

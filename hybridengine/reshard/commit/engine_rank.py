@@ -258,7 +258,7 @@ class EngineRank:
         key = f"{state.number}/state/{self.info.key}"
         if isinstance(text := self._store.get(key, Holding | str), str):
             self._fail(f"its {text}")
-        if (rank := self.info.ended_rank()) is not None:
+        if (rank := next(self.info.ended_ranks(), None)) is not None:
             self._fail(f"its rank {rank} has ended")
 
     def tell_state(self, state: SyncState, has: Holding | str) -> None:

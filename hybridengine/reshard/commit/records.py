@@ -75,9 +75,9 @@ class EngineInfo:
     def members(self) -> list[Member]:
         return [Member(tp, self.index, rank) for rank, tp in enumerate(self.tp_ranks)]
 
-    def ended_rank(self) -> int | None:
-        """Return a rank whose process, on this machine, has ended."""
-        return next((r for r, p in enumerate(self.processes) if process_state(p) == "ended"), None)
+    def ended_ranks(self) -> Iterator[int]:
+        """Yield the ranks whose processes, on this machine, have ended."""
+        return (r for r, p in enumerate(self.processes) if process_state(p) == "ended")
 
 
 class Holding(NamedTuple):

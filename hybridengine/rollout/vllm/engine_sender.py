@@ -13,6 +13,7 @@ trainers need no vLLM.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,7 @@ from hybridengine.reshard import PlanOutdatedError, ReshardError, SyncReport, We
 from hybridengine.reshard.commit.coordinator import Absent
 from hybridengine.rollout.vllm.source import SenderArguments
 from hybridengine.runtime.all_ranks import broadcast_value, run_on_all_ranks
+from hybridengine.runtime.messages import MessageError
 from hybridengine.runtime.rendezvous import listening_store
 from hybridengine.runtime.signed_store import check_secret
 
@@ -106,6 +108,12 @@ class EngineSender:
         except PlanOutdatedError:  # on every rank
             self.set_model(*self._model)
             return self._sender.sync(version, absent=absent)
+
+    def ended(self, engine: int) -> str:
+        """Return which workers of an engine have ended, as `WeightSender.ended`."""
+        with suppress(ReshardError, MessageError):  # of the store: the next sync raises it
+            return self._sender.ended(engine) if self._sender is not None else ""
+        return ""
 
     def close(self) -> None:
         """End the connections to the engines, whose weights stay as they are."""

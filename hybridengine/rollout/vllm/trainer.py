@@ -39,6 +39,7 @@ from hybridengine.sharding.layout import LayoutError
 __all__ = ["HybridEngineTrainerInitInfo", "HybridEngineTrainerTransfer", "register_trainer"]
 
 BACKEND = "hybridengine"
+_LOOK_S = 0.5  # between two looks for workers that have ended
 _CALLS = (
     "init_weight_transfer_engine",
     "start_weight_update",
@@ -151,7 +152,7 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
             for failure in update.failed.copy().values():  # often the cause
                 error.add_note(failure)
             raise
-        failed = update.wait(self._info.timeout_s)
+        failed = update.wait(self._info.timeout_s, self._sender.ended)
         updated = self._engines - failed.keys()
         failed |= self._call("finish_weight_update", updated, lambda _: str(self.version))
         self._raise_on_all_ranks(failed)
@@ -172,7 +173,8 @@ class HybridEngineTrainerTransfer(TrainerWeightTransferEngine[HybridEngineTraine
     def _call(
         self, name: str, engines: set[int], argument: Callable[[int], Any] | None = None
     ) -> dict[int, str]:
-        return self._begin(name, engines, argument).wait(self._info.timeout_s)
+        assert self._sender is not None
+        return self._begin(name, engines, argument).wait(self._info.timeout_s, self._sender.ended)
 
     def _begin(
         self, name: str, engines: set[int], argument: Callable[[int], Any] | None = None
@@ -204,14 +206,24 @@ class _Calls:
         for thread in self._threads.values():
             thread.start()
 
-    def wait(self, timeout_s: float) -> dict[int, str]:
-        """Wait until all calls have returned, at most `timeout_s` seconds. Return `failed`."""
+    def wait(self, timeout_s: float, ended: Callable[[int], str]) -> dict[int, str]:
+        """Wait until all calls have returned, at most `timeout_s` seconds. Return `failed`.
+
+        ended: returns which workers of an engine have ended. Its call is not waited for then: a
+          server may notice it late, or never.
+        """
         deadline = time.monotonic() + timeout_s
         for index, thread in self._threads.items():
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                reason = f"it has not returned within {timeout_s:g} s"
+            thread.join(min(_LOOK_S, timeout_s))
+            while thread.is_alive() and time.monotonic() < deadline and not ended(index):
+                thread.join(_LOOK_S)
+            is_late = thread.is_alive()
+            lost = ended(index) if is_late or index in self.failed else ""
+            if is_late:
+                reason = lost or f"it has not returned within {timeout_s:g} s"
                 self.failed[index] = f"engine {index}, {self._name}: {reason}"
+            elif lost:
+                self.failed[index] += f" ({lost})"
         return dict(sorted(self.failed.copy().items()))
 
     def _run(self, index: int, call: Callable[[], object]) -> None:

@@ -1,0 +1,36 @@
+"""The trainers' end of the weight sync to vLLM servers, for trainers that have such servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer import ModuleSource
+
+from hybridengine.rollout.vllm.trainer import (
+    HybridEngineTrainerInitInfo,
+    HybridEngineTrainerTransfer,
+)
+
+__all__ = ["TIMEOUT_S", "connect_servers"]
+
+TIMEOUT_S = 300.0
+
+
+def connect_servers(
+    model: torch.nn.Module,
+    clients: Any,
+    master_address: str,
+    timeout_s: float = TIMEOUT_S,
+    transfer: type[HybridEngineTrainerTransfer] = HybridEngineTrainerTransfer,
+) -> Any:
+    """Return a `transfer` of `model` to the servers of `clients`. Collective over the trainers.
+
+    clients: of vLLM's type `VLLMWeightSyncClient`, used on rank 0.
+    master_address: of rank 0, as the workers of the servers reach it.
+
+    Raises as `HybridEngineTrainerTransfer.trainer_init`.
+    """
+    info = HybridEngineTrainerInitInfo(master_address, rank=dist.get_rank(), timeout_s=timeout_s)
+    return transfer.trainer_init(info, client=clients, source=ModuleSource(model))
