@@ -61,9 +61,7 @@ ChangeRow row_of(const int64_t* entry, int64_t number) {
 
 template <typename T>
 at::Tensor bytes_of(const std::vector<T>& entries, const at::Device& device) {
-  const T none{};  // not a null pointer
-  return upload(entries.empty() ? &none : entries.data(),
-                static_cast<int64_t>(entries.size() * sizeof(T)), device);
+  return upload(entries.data(), static_cast<int64_t>(entries.size() * sizeof(T)), device);
 }
 
 template <typename T>

@@ -135,6 +135,8 @@ class Draw:
         return values
 
     def _spoilt_tensor(self, tensor: Tensor) -> Any:
+        if tensor.layout != torch.strided or tensor.is_meta:  # it is spoilt already
+            return None
         flat = tensor.reshape(-1)
         ways: list[Callable[[], Any]] = [
             lambda: None,
@@ -151,7 +153,7 @@ class Draw:
             lambda: torch.cat([flat[:1], flat])[1:].view(tensor.shape),  # not aligned
             lambda: torch.empty_like(tensor, device="meta"),
             lambda: tensor.reshape(-1, 1),
-            lambda: tensor.to_sparse() if tensor.dim() else tensor,
+            lambda: tensor.to_sparse() if tensor.dtype == torch.float32 else tensor,
         ]
         changes_values: list[Callable[[], Any]] = [lambda: self._other_values(tensor)] * len(ways)
         return self.pick(ways + changes_values)()
@@ -179,7 +181,8 @@ class Draw:
         """Return the arguments with every second tensor in guarded memory."""
         if isinstance(value, list | tuple):
             return [self.placed(x) for x in value]
-        guards = isinstance(value, Tensor) and self.memory and value.device.type == "cpu"
-        if guards and value.layout == torch.strided and value.is_contiguous() and self.chance(0.5):
+        if self.memory is None or not isinstance(value, Tensor) or not value.is_cpu:
+            return value
+        if value.layout == torch.strided and value.is_contiguous() and self.chance(0.5):
             return self.memory.holding(value, self.chance(0.7))
         return value
