@@ -26,11 +26,13 @@ void take_all(const ChangesParams& p) {
     const int64_t begin = chunk ? p.ends[chunk - 1] : 0, limit = p.ends[chunk];
     if (limit == begin) return;
     int64_t end = begin;
+    bool agrees = true;
     for (int64_t i = in.begin; i < in.end; i += kMaskBits) {
       uint32_t& mask = tensor.mask[i / kMaskBits];
       if (!mask) continue;
       uint32_t word = bits_before_end(mask, in.end - i);
-      if (num_set_bits(word) > limit - end) break;
+      agrees = num_set_bits(word) <= limit - end;
+      if (!agrees) break;
       for (; word; word &= word - 1) {
         const int64_t index = i + lowest_set_bit(word);
         __builtin_prefetch(tensor.source + index);
@@ -38,7 +40,7 @@ void take_all(const ChangesParams& p) {
       }
       mask = 0;
     }
-    if (end != limit) __atomic_store_n(p.disagrees, 1, __ATOMIC_RELAXED);
+    if (!agrees || end != limit) __atomic_store_n(p.disagrees, 1, __ATOMIC_RELAXED);
     for (int64_t k = begin; k < end; ++k) p.values[k] = tensor.source[indices[k]];
   });
 }
