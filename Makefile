@@ -2,7 +2,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-trainers test-exhaustive lint check bench dist cuda-check site clean
+.PHONY: help setup demo demo-long test test-architectures test-security test-dropins test-trainers test-exhaustive test-sanitized lint check bench dist cuda-check site clean
 .PHONY: gpu-report gpu-rehearsal gpu-pack
 
 help: ## List these commands
@@ -40,6 +40,11 @@ test-exhaustive: setup ## The long tests that `make test` leaves out: each has a
 
 test-security: setup ## What every process of a run listens on, and what it does with others' bytes
 	@$(TEST) tests/security tests/rollout/test_vllm_server.py::test_what_a_server_listens_on_and_answers
+
+CALLS := 1000000
+test-sanitized: setup ## Tests and random calls of the extension under sanitizers (CALLS=20000: fewer)
+	@$(PY) -m tools.sanitize address --calls $(CALLS)
+	@$(PY) -m tools.sanitize thread
 
 test-architectures: setup ## Reshard 83 architectures against vLLM's loader; docs/architectures.md
 	@$(PY) -m pytest -q tests/architectures/all_architectures.py

@@ -70,6 +70,10 @@ std::tuple<at::Tensor, at::Tensor> group_advantage(
     check_vector(*cu_seqlens, "cu_seqlens", at::kInt, rows + 1);
     check_cu_seqlens(*cu_seqlens, num_tokens, "group_advantage");
   }
+  TORCH_CHECK_VALUE(cu_seqlens || num_tokens == 0, "group_advantage: num_tokens is ", num_tokens,
+                    "; expected 0 without cu_seqlens");
+  TORCH_CHECK_VALUE(estimator >= 0 && estimator <= static_cast<int64_t>(Estimator::grpo_loo),
+                    "group_advantage: estimator is ", estimator, ", which does not exist");
   if (token_mask) check_vector(*token_mask, "response_mask", at::kBool, num_tokens);
   at::Tensor advantages = at::empty({rows}, rewards.options());
   at::Tensor tokens = empty_from_pool({num_tokens}, rewards.options());

@@ -30,8 +30,11 @@ void scan_sequence(const GaeParams& p, int64_t begin, int64_t end) {
     p.returns[t] = static_cast<float>(advantage + value);
   }
   if (bad < 0) return;
-#pragma omp critical(gae_bad_token)
-  if (*p.bad_token < 0 || bad < *p.bad_token) *p.bad_token = bad;
+  int64_t known = __atomic_load_n(p.bad_token, __ATOMIC_RELAXED);  // the first of all threads
+  while ((known < 0 || bad < known) &&
+         !__atomic_compare_exchange_n(p.bad_token, &known, bad, true, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+  }
 }
 
 template <bool kHasValues, bool kHasMask>

@@ -48,6 +48,10 @@ void fill(Attention& p, const at::Tensor& query, const at::Tensor& key, const at
     TORCH_CHECK_VALUE(position_ids, kOp, ": position_ids is None; window_size needs them");
     check_vector(*position_ids, "position_ids", at::kInt, p.tokens);
     p.positions = position_ids->const_data_ptr<int32_t>();
+    const int32_t* negative = std::find_if(p.positions, p.positions + p.tokens,
+                                           [](int32_t position) { return position < 0; });
+    TORCH_CHECK_VALUE(negative == p.positions + p.tokens, kOp, ": position_ids[",
+                      negative - p.positions, "] is negative");
     p.window = static_cast<int32_t>(std::min<int64_t>(*window_size, INT32_MAX));
   }
   p.softmax_scale = static_cast<float>(softmax_scale);

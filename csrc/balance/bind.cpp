@@ -7,16 +7,25 @@ namespace hybridengine {
 
 namespace {
 
+constexpr int64_t kMaxTotal = int64_t{1} << 60;  // twice the difference of two sums fits
+constexpr int64_t kMaxBins = 1 << 20;
+
 void check_lengths(const char* op, const std::vector<int64_t>& lengths) {
   int64_t total = 0;
   for (size_t i = 0; i < lengths.size(); ++i)
-    TORCH_CHECK_VALUE(lengths[i] >= 0 && !__builtin_add_overflow(total, lengths[i], &total), op,
-                      ": lengths[", i, "] is ", lengths[i],
-                      "; expected 0 or more, and a sum that fits 64 bits");
+    TORCH_CHECK_VALUE(
+        lengths[i] >= 0 && !__builtin_add_overflow(total, lengths[i], &total) && total <= kMaxTotal,
+        op, ": lengths[", i, "] is ", lengths[i],
+        "; expected 0 or more, and a sum of at most 2^60");
+}
+
+void check_bins(const char* op, const char* name, int64_t value, int64_t least) {
+  TORCH_CHECK_VALUE(value >= least && value <= kMaxBins, op, ": ", name, " is ", value,
+                    "; expected ", least, " to 2^20");
 }
 
 Bins balance_checked(const std::vector<int64_t>& lengths, int64_t num_bins, bool equal_count) {
-  TORCH_CHECK_VALUE(num_bins > 0, "balance: num_bins is ", num_bins, "; expected at least 1");
+  check_bins("balance", "num_bins", num_bins, 1);
   check_lengths("balance", lengths);
   py::gil_scoped_release no_gil;
   return balance(lengths, num_bins, equal_count);
@@ -26,7 +35,9 @@ Bins balance_by_tokens(const std::vector<int64_t>& lengths, int64_t max_tokens, 
                        int64_t multiple_of) {
   const char* op = "balance_by_tokens";
   TORCH_CHECK_VALUE(max_tokens > 0, op, ": max_tokens is ", max_tokens, "; expected at least 1");
-  TORCH_CHECK_VALUE(multiple_of > 0, op, ": multiple_of is ", multiple_of, "; expected at least 1");
+  max_tokens = std::min(max_tokens, kMaxTotal);
+  check_bins(op, "min_bins", std::max<int64_t>(min_bins, 0), 0);
+  check_bins(op, "multiple_of", multiple_of, 1);
   check_lengths(op, lengths);
   for (size_t i = 0; i < lengths.size(); ++i)
     TORCH_CHECK_VALUE(lengths[i] <= max_tokens, op, ": lengths[", i, "] is ", lengths[i],

@@ -16,6 +16,7 @@ using Tensors = std::vector<at::Tensor>;
 constexpr const char* kOp = "take_changed";
 constexpr const char* kMark = "mark_changed_";
 constexpr int64_t kMaxNarrow = int64_t{1} << 31;  // elements that int32 can index
+constexpr int64_t kMaxElements = int64_t{1} << 60;
 
 // The table of masks and, unless they are counted only, sources; `p` is set up for it.
 std::vector<ChangedTensor> table_of(Tensors& masks, const std::vector<int64_t>& numels,
@@ -25,6 +26,8 @@ std::vector<ChangedTensor> table_of(Tensors& masks, const std::vector<int64_t>& 
   std::vector<ChangedTensor> tensors;
   for (size_t i = 0; i < masks.size(); ++i) {
     at::Tensor& mask = masks[i];
+    TORCH_CHECK_VALUE(numels[i] >= 0 && numels[i] <= kMaxElements, kOp, ": numels[", i, "] is ",
+                      numels[i], "; expected the number of elements of a tensor");
     const int64_t words = num_mask_words(numels[i]);
     TORCH_CHECK_VALUE(mask.scalar_type() == at::kInt && mask.numel() == words &&
                           mask.is_contiguous() && mask.device() == masks[0].device(),
@@ -81,6 +84,20 @@ at::Tensor count_changed(Tensors masks, const std::vector<int64_t>& numels) {
   return counts;
 }
 
+// On CUDA the ends are not checked: reading them would synchronize.
+void check_ends(const at::Tensor& ends, int64_t num_changed) {
+  if (!ends.is_cpu()) return;
+  const int64_t* end = ends.const_data_ptr<int64_t>();
+  int64_t last = 0;
+  for (int64_t i = 0; i < ends.numel(); ++i) {
+    TORCH_CHECK_VALUE(end[i] >= last, kOp, ": ends[", i, "] is ", end[i],
+                      ", less than what comes before it; expected sums of counts");
+    last = end[i];
+  }
+  TORCH_CHECK_VALUE(last == num_changed, kOp, ": num_changed is ", num_changed,
+                    ", but ends goes to ", last);
+}
+
 // ends: int64 [num_chunks], the inclusive sums of count_changed; num_changed: the last one.
 std::tuple<at::Tensor, at::Tensor> take_changed(Tensors masks, const Tensors& sources,
                                                 const at::Tensor& ends, int64_t num_changed) {
@@ -93,6 +110,9 @@ std::tuple<at::Tensor, at::Tensor> take_changed(Tensors masks, const Tensors& so
   TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kHalf, kOp, ": sources[0] has dtype ",
                     dtype, "; expected bfloat16 or float16");
   check_vector(ends, "ends", at::kLong, p.num_chunks);
+  TORCH_CHECK_VALUE(ends.device() == device, kOp, ": ends is on ", ends.device(), "; expected ",
+                    device, ", as the masks");
+  check_ends(ends, num_changed);
   for (size_t i = 0; i < sources.size(); ++i) {
     const at::Tensor& source = sources[i];
     TORCH_CHECK_VALUE(
@@ -110,8 +130,13 @@ std::tuple<at::Tensor, at::Tensor> take_changed(Tensors masks, const Tensors& so
   p.ends = ends.const_data_ptr<int64_t>();
   p.indices = indices.mutable_data_ptr();
   p.values = static_cast<uint16_t*>(values.mutable_data_ptr());
+  int32_t disagrees = 0;
+  p.disagrees = &disagrees;
   if (p.num_chunks)
     run(device, p, [](const ChangesParams& q) { take_changed_cpu(q); }, kTakeOnCuda);
+  TORCH_CHECK_VALUE(!disagrees, kOp,
+                    ": the masks do not mark as many elements as ends says; "
+                    "expected ends to be the sums of count_changed");
   return {indices, values};
 }
 

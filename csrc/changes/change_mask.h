@@ -1,4 +1,5 @@
-// Masks of changed elements: bit i % 32 of word i / 32 is element i; bits past the end are 0.
+// Masks of changed elements: bit i % 32 of word i / 32 is element i; bits past the end are
+// ignored.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +29,11 @@ HE_HOST_DEVICE int lowest_set_bit(uint32_t word) {
 #else
   return __builtin_ctz(word);
 #endif
+}
+
+// The bits of a word whose first element is the `left`-th before the end of the tensor.
+HE_HOST_DEVICE uint32_t bits_before_end(uint32_t word, int64_t left) {
+  return left < kMaskBits ? word & ((1u << left) - 1) : word;
 }
 
 // Writes the index of every set bit of a word, and the value of that element, to entries `at`, ...

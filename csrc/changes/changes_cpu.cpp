@@ -23,19 +23,24 @@ void take_all(const ChangesParams& p) {
   for_each_chunk(p, [&](int64_t chunk, const TensorChunk& in) {
     const ChangedTensor& tensor = p.tensors[in.tensor];
     auto* indices = static_cast<Index*>(p.indices);
-    const int64_t begin = chunk ? p.ends[chunk - 1] : 0;
-    if (p.ends[chunk] == begin) return;
+    const int64_t begin = chunk ? p.ends[chunk - 1] : 0, limit = p.ends[chunk];
+    if (limit == begin) return;
     int64_t end = begin;
+    bool agrees = true;
     for (int64_t i = in.begin; i < in.end; i += kMaskBits) {
       uint32_t& mask = tensor.mask[i / kMaskBits];
       if (!mask) continue;
-      for (uint32_t word = mask; word; word &= word - 1) {
+      uint32_t word = bits_before_end(mask, in.end - i);
+      agrees = num_set_bits(word) <= limit - end;
+      if (!agrees) break;
+      for (; word; word &= word - 1) {
         const int64_t index = i + lowest_set_bit(word);
         __builtin_prefetch(tensor.source + index);
         indices[end++] = static_cast<Index>(index);
       }
       mask = 0;
     }
+    if (!agrees || end != limit) __atomic_store_n(p.disagrees, 1, __ATOMIC_RELAXED);
     for (int64_t k = begin; k < end; ++k) p.values[k] = tensor.source[indices[k]];
   });
 }
@@ -49,6 +54,10 @@ void count_changed_cpu(const ChangesParams& p) {
     int32_t count = 0;
     for (int64_t i = 0; i < num_words; ++i) {
       if (words[i]) count += num_set_bits(words[i]);
+    }
+    if (const int64_t past_end = num_words * kMaskBits - (in.end - in.begin)) {
+      const uint32_t last = words[num_words - 1];
+      count -= num_set_bits(last) - num_set_bits(bits_before_end(last, kMaskBits - past_end));
     }
     p.counts[chunk] = count;
   });

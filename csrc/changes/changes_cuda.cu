@@ -38,7 +38,7 @@ __device__ Words load_words(const ChangedTensor& tensor, const TensorChunk& in) 
   HE_UNROLL
   for (int w = 0; w < kWords; ++w) {
     const int64_t i = words.first + w * kMaskBits;
-    words.bits[w] = i < in.end ? tensor.mask[i / kMaskBits] : 0;
+    words.bits[w] = i < in.end ? bits_before_end(tensor.mask[i / kMaskBits], in.end - i) : 0;
     words.count += num_set_bits(words.bits[w]);
   }
   return words;

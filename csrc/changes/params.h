@@ -37,7 +37,8 @@ struct ChangesParams {
   const int64_t* ends;  // [num_chunks], inclusive sums of the counts
   void* indices;        // positions in each tensor
   uint16_t* values;
-  bool wide_indices;  // int64, else int32
+  bool wide_indices;   // int64, else int32
+  int32_t* disagrees;  // CPU: set to 1 where a chunk has not as many changes as `ends` says
   int num_threads;
 };
 

@@ -75,7 +75,7 @@ inline void* current_stream(const at::Device& device) {
 inline at::Tensor upload(const void* data, int64_t num_bytes, const at::Device& device) {
   const auto options = at::TensorOptions(at::kByte).pinned_memory(device.is_cuda());
   at::Tensor bytes = at::empty({num_bytes}, options);
-  std::memcpy(bytes.mutable_data_ptr(), data, num_bytes);
+  if (num_bytes) std::memcpy(bytes.mutable_data_ptr(), data, num_bytes);
   return bytes.to(at::TensorOptions().device(device), /*non_blocking=*/true);
 }
 

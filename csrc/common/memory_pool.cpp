@@ -94,8 +94,11 @@ class MemoryPool final : public c10::Allocator {
 }  // namespace
 
 at::Tensor empty_from_pool(at::IntArrayRef shape, const at::TensorOptions& options) {
-  const int64_t bytes = c10::multiply_integers(shape) * options.dtype().itemsize();
-  if (!options.device().is_cpu() || bytes < kPooledBytes) return at::empty(shape, options);
+  int64_t bytes = static_cast<int64_t>(options.dtype().itemsize());
+  bool pooled = options.device().is_cpu();
+  for (const int64_t size : shape)
+    pooled = pooled && size > 0 && !__builtin_mul_overflow(bytes, size, &bytes);
+  if (!pooled || bytes < kPooledBytes) return at::empty(shape, options);
   return at::detail::empty_generic(shape, &MemoryPool::instance(),
                                    c10::DispatchKeySet(c10::DispatchKey::CPU),
                                    c10::typeMetaToScalarType(options.dtype()), std::nullopt);

@@ -16,13 +16,28 @@ namespace hybridengine {
 namespace {
 
 constexpr const char* kTable = "ChangeTable";
+constexpr int64_t kMaxTensors = 1 << 20;
 constexpr int64_t kTableColumns = 4 + 3 * kChangeDims;
+constexpr int64_t kMaxElements = int64_t{1} << 60;  // no tensor has more
 
 at::Tensor vector_of(int64_t size, at::ScalarType dtype) {
   return empty_from_pool({size}, at::TensorOptions().dtype(dtype));
 }
 
+// reach += (size - 1) * stride, for a row whose elements are those of a tensor.
+void extend(int64_t& reach, int64_t size, int64_t stride, int64_t number) {
+  int64_t step;
+  TORCH_CHECK_INDEX(!__builtin_mul_overflow(size - 1, stride, &step) &&
+                        !__builtin_add_overflow(reach, step, &reach) && reach < kMaxElements,
+                    "ChangeTable: row ", number,
+                    " reaches more than 2^60 elements; no tensor has as many");
+}
+
 ChangeRow row_of(const int64_t* entry, int64_t number) {
+  for (int i = 0; i < 4; ++i)
+    TORCH_CHECK_INDEX(entry[i] >= 0 && entry[i] < (i < 2 ? kMaxTensors : kMaxElements),
+                      "ChangeTable: row ", number, " has ", entry[i], " in column ", i,
+                      "; expected the number of a tensor or an offset in it");
   ChangeRow row{};
   row.src = static_cast<int32_t>(entry[0]);
   row.dst = static_cast<int32_t>(entry[1]);
@@ -38,7 +53,7 @@ ChangeRow row_of(const int64_t* entry, int64_t number) {
                       "ChangeTable: dimension ", dim, " of row ", number, " has size ",
                       row.size[dim], " and source stride ", row.src_stride[dim],
                       "; expected a positive size and nested strides");
-    reach += (row.size[dim] - 1) * row.src_stride[dim];
+    extend(reach, row.size[dim], row.src_stride[dim], number);
   }
   row.src_end = row.src_offset + reach + 1;
   return row;
@@ -65,13 +80,16 @@ class ChangeTable {
                      const std::vector<at::Tensor>& destinations);
 
  private:
-  MapChangesParams find_ranges(const std::vector<at::Tensor>& indices,
-                               const std::vector<at::Tensor>& values);
-  std::tuple<at::Tensor, at::Tensor> map_on_cpu(MapChangesParams params, at::ScalarType dtype);
+  // Of one call: other threads may use the table at the same time.
+  struct Ranges {
+    MapChangesParams params{};
+    at::Tensor lists, first, work;
+  };
+  Ranges find_ranges(const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& values);
 
   at::Device device_;
-  at::Tensor rows_, lists_;        // ChangeRow, ChangeList
-  at::Tensor first_, work_;        // int64
+  int64_t num_rows_ = 0;
+  at::Tensor rows_;                // ChangeRow
   std::vector<int64_t> dst_end_;   // by destination
   std::vector<int64_t> src_rows_;  // number of rows, by source
 };
@@ -86,27 +104,23 @@ ChangeTable::ChangeTable(const at::Tensor& table, const at::Device& device) : de
   std::vector<ChangeRow> rows;
   rows.reserve(table.size(0));
   for (int64_t i = 0; i < table.size(0); ++i, entry += kTableColumns) {
-    TORCH_CHECK_INDEX(entry[0] >= 0 && entry[1] >= 0 && entry[2] >= 0 && entry[3] >= 0,
-                      "ChangeTable: row ", i, " has a negative index or offset");
     const ChangeRow row = row_of(entry, i);
     int64_t dst_end = row.dst_offset + 1;
     for (int dim = 0; dim < kChangeDims; ++dim)
-      dst_end += (row.size[dim] - 1) * row.dst_stride[dim];
+      extend(dst_end, row.size[dim], row.dst_stride[dim], i);
     if (row.src >= static_cast<int64_t>(src_rows_.size())) src_rows_.resize(row.src + 1);
     ++src_rows_[row.src];
     if (row.dst >= static_cast<int64_t>(dst_end_.size())) dst_end_.resize(row.dst + 1);
     dst_end_[row.dst] = std::max(dst_end_[row.dst], dst_end);
     rows.push_back(row);
   }
+  num_rows_ = table.size(0);
   rows_ = bytes_of(rows, device);
   device_ = rows_.device();  // with its index
-  const auto options = at::TensorOptions(at::kLong).device(device_);
-  first_ = at::empty({table.size(0)}, options);
-  work_ = at::empty({table.size(0) + 1}, options);
 }
 
-MapChangesParams ChangeTable::find_ranges(const std::vector<at::Tensor>& indices,
-                                          const std::vector<at::Tensor>& values) {
+ChangeTable::Ranges ChangeTable::find_ranges(const std::vector<at::Tensor>& indices,
+                                             const std::vector<at::Tensor>& values) {
   const auto num_sources = static_cast<int64_t>(src_rows_.size());
   TORCH_CHECK_VALUE(
       indices.size() == values.size() && static_cast<int64_t>(indices.size()) >= num_sources,
@@ -128,22 +142,26 @@ MapChangesParams ChangeTable::find_ranges(const std::vector<at::Tensor>& indices
                      static_cast<const uint16_t*>(values[i].const_data_ptr()), indices[i].numel(),
                      type == at::kLong});
   }
-  lists_ = bytes_of(lists, device_);
-  MapChangesParams params{};
+  const auto options = at::TensorOptions(at::kLong).device(device_);
+  Ranges ranges;
+  ranges.lists = bytes_of(lists, device_);
+  ranges.first = at::empty({num_rows_}, options);
+  ranges.work = at::empty({num_rows_ + 1}, options);
+  MapChangesParams& params = ranges.params;
   params.rows = data_of<ChangeRow>(rows_);
-  params.num_rows = first_.numel();
-  params.sources = data_of<ChangeList>(lists_);
-  params.first = data_of<int64_t>(first_);
-  params.work = data_of<int64_t>(work_);
+  params.num_rows = num_rows_;
+  params.sources = data_of<ChangeList>(ranges.lists);
+  params.first = data_of<int64_t>(ranges.first);
+  params.work = data_of<int64_t>(ranges.work);
   params.num_threads = at::get_num_threads();
   if (device_.is_cpu()) find_change_ranges_cpu(params);
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (device_.is_cuda()) {
     check_cuda(find_change_ranges_cuda(params, current_stream(device_)), kTable);
-    work_.cumsum_(0);
+    ranges.work.cumsum_(0);
   }
 #endif
-  return params;
+  return ranges;
 }
 
 #ifdef HYBRIDENGINE_WITH_CUDA
@@ -170,20 +188,7 @@ std::tuple<at::Tensor, at::Tensor> map_on_cuda(MapChangesParams params, const at
 }
 #endif
 
-std::tuple<at::Tensor, at::Tensor> ChangeTable::map(const std::vector<at::Tensor>& indices,
-                                                    const std::vector<at::Tensor>& values) {
-  const c10::DeviceGuard guard(device_);
-  const MapChangesParams params = find_ranges(indices, values);
-  const at::ScalarType dtype = values.empty() ? at::kBFloat16 : values[0].scalar_type();
-#ifdef HYBRIDENGINE_WITH_CUDA
-  if (device_.is_cuda()) return map_on_cuda(params, work_, dtype);
-#endif
-  if (!device_.is_cpu()) no_kernel_for(device_, kTable);
-  return map_on_cpu(params, dtype);
-}
-
-std::tuple<at::Tensor, at::Tensor> ChangeTable::map_on_cpu(MapChangesParams params,
-                                                           at::ScalarType dtype) {
+std::tuple<at::Tensor, at::Tensor> map_on_cpu(MapChangesParams params, at::ScalarType dtype) {
   const int64_t total = params.work[params.num_rows], parts = params.num_threads;
   at::Tensor positions = vector_of(total, at::kLong);
   at::Tensor mapped = vector_of(total, dtype);
@@ -217,11 +222,23 @@ std::tuple<at::Tensor, at::Tensor> ChangeTable::map_on_cpu(MapChangesParams para
   return {positions, mapped};
 }
 
+std::tuple<at::Tensor, at::Tensor> ChangeTable::map(const std::vector<at::Tensor>& indices,
+                                                    const std::vector<at::Tensor>& values) {
+  const c10::DeviceGuard guard(device_);
+  const Ranges ranges = find_ranges(indices, values);
+  const at::ScalarType dtype = values.empty() ? at::kBFloat16 : values[0].scalar_type();
+#ifdef HYBRIDENGINE_WITH_CUDA
+  if (device_.is_cuda()) return map_on_cuda(ranges.params, ranges.work, dtype);
+#endif
+  if (!device_.is_cpu()) no_kernel_for(device_, kTable);
+  return map_on_cpu(ranges.params, dtype);
+}
+
 at::Tensor ChangeTable::scatter(const std::vector<at::Tensor>& indices,
                                 const std::vector<at::Tensor>& values,
                                 const std::vector<at::Tensor>& destinations) {
   at::Tensor checksums = at::zeros({static_cast<int64_t>(destinations.size())}, at::kLong);
-  if (!first_.numel()) return checksums;
+  if (!num_rows_) return checksums;
   const c10::DeviceGuard guard(device_);
   std::vector<uint16_t*> addresses;
   for (size_t i = 0; i < destinations.size(); ++i) {
@@ -229,8 +246,10 @@ at::Tensor ChangeTable::scatter(const std::vector<at::Tensor>& indices,
     TORCH_CHECK_VALUE(tensor.element_size() == sizeof(uint16_t) && tensor.device() == device_,
                       "ChangeTable: destination ", i, " is ", tensor.scalar_type(), " on ",
                       tensor.device(), "; expected a 16-bit dtype on ", device_);
-    const int64_t available = static_cast<int64_t>(tensor.storage().nbytes() / sizeof(uint16_t)) -
-                              tensor.storage_offset();
+    const int64_t available =
+        tensor.numel() ? static_cast<int64_t>(tensor.storage().nbytes() / sizeof(uint16_t)) -
+                             tensor.storage_offset()
+                       : 0;  // an empty tensor has no address
     TORCH_CHECK_INDEX(i >= dst_end_.size() || dst_end_[i] <= available,
                       "ChangeTable: a row ends at element ", dst_end_[i], " of destination ", i,
                       ", which has ", available);
@@ -238,7 +257,8 @@ at::Tensor ChangeTable::scatter(const std::vector<at::Tensor>& indices,
   }
   TORCH_CHECK_INDEX(destinations.size() >= dst_end_.size(), "ChangeTable: got ",
                     destinations.size(), " destinations; expected ", dst_end_.size());
-  MapChangesParams params = find_ranges(indices, values);
+  Ranges ranges = find_ranges(indices, values);
+  MapChangesParams& params = ranges.params;
   const at::Tensor on_device = bytes_of(addresses, device_);
   params.destinations = data_of<uint16_t*>(on_device);
 #ifdef HYBRIDENGINE_WITH_CUDA
@@ -320,13 +340,17 @@ int64_t decode_gaps_on_cuda(const at::Tensor& gaps, int width, int64_t start, in
 
 std::tuple<at::Tensor, int64_t> encode_gaps(const at::Tensor& positions, int64_t start) {
   check_vector(positions, "encode_gaps: positions", at::kLong, positions.numel());
+  TORCH_CHECK_VALUE(start >= 0 && start <= kMaxPosition, "encode_gaps: start is ", start,
+                    "; expected 0 to 2^48");
 #ifdef HYBRIDENGINE_WITH_CUDA
   if (positions.is_cuda()) return encode_gaps_on_cuda(positions, start);
 #endif
   if (!positions.is_cpu()) no_kernel_for(positions.device(), "encode_gaps");
   const int64_t* first = positions.const_data_ptr<int64_t>();
   int64_t bytes[kMaxGapWidth];
-  gap_sizes(first, positions.numel(), start, bytes);
+  const int64_t bad = gap_sizes(first, positions.numel(), start, bytes);
+  TORCH_CHECK_VALUE(bad < 0, "encode_gaps: positions[", bad, "] is ", bad < 0 ? 0 : first[bad],
+                    "; expected ascending positions from ", start, " on, at most 2^48");
   const int64_t smallest = std::min_element(bytes, bytes + kMaxGapWidth) - bytes;
   const int64_t width = smallest + 1;
   at::Tensor out = vector_of(bytes[smallest], at::kByte);
@@ -342,6 +366,8 @@ at::Tensor decode_gaps(const at::Tensor& gaps, int64_t width, int64_t start, int
                         count <= gaps.numel() / width && gaps.numel() % width == 0,
                     "decode_gaps: got ", gaps.numel(), " bytes of width ", width, " for ", count,
                     " positions");
+  TORCH_CHECK_VALUE(start >= 0 && start <= kMaxPosition, "decode_gaps: start is ", start,
+                    "; expected 0 to 2^48");
   at::Tensor positions;
   int64_t found = -1;
   if (gaps.is_cpu()) {

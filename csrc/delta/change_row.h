@@ -36,8 +36,9 @@ HE_HOST_DEVICE int64_t divide(int64_t value, int64_t divisor) {
   return value / divisor;
 }
 
-// The run that has source element `index` >= src_offset; an empty one if the row does not have it.
+// The run that has source element `index`; an empty one if the row does not have it.
 HE_HOST_DEVICE ChangeRun find_run(const ChangeRow& row, int64_t index) {
+  if (index < row.src_offset) return {};
   int64_t rest = index - row.src_offset;
   int64_t dst = row.dst_offset;
   HE_UNROLL

@@ -30,7 +30,7 @@ void visit_range(const MapChangesParams& params, int64_t begin, int64_t end, con
       ChangeRun run;
       for (int64_t at = low; at < low + stop - begin; ++at) {
         const int64_t index = indices[at];
-        if (index >= run.end) run = find_run(row, index);
+        if (index < run.begin || index >= run.end) run = find_run(row, index);
         if (run.end) visit(row, run.dst + (index - run.begin) * step, list.values[at]);
       }
     });

@@ -13,20 +13,28 @@ constexpr int kMaxGapWidth = 3;  // bytes
 
 HE_HOST_DEVICE int64_t gap_escape(int width) { return (int64_t{1} << (8 * width)) - 1; }
 
-// The bytes that gaps take with fields of 1, 2 and 3 bytes, in bytes[0..2].
-inline void gap_sizes(const int64_t* positions, int64_t count, int64_t start, int64_t* bytes) {
+constexpr int64_t kMaxPosition = int64_t{1} << 48;  // no tensor has as many elements
+
+// The bytes that gaps take with fields of 1, 2 and 3 bytes, in bytes[0..2]. Returns the number of
+// the first position that is below the one before or `start`, or above kMaxPosition; else -1.
+inline int64_t gap_sizes(const int64_t* positions, int64_t count, int64_t start, int64_t* bytes) {
   int64_t escapes[kMaxGapWidth] = {0, 0, 0};
   int64_t next = start;
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t gap = positions[i] - next;
+    const uint64_t gap = static_cast<uint64_t>(positions[i]) - static_cast<uint64_t>(next);
+    if (gap < 255) {
+      next = positions[i] + 1;
+      continue;
+    }
+    if (positions[i] < next || positions[i] > kMaxPosition) return i;
     next = positions[i] + 1;
-    if (gap < 255) continue;
     escapes[0] += gap / 255;
     escapes[1] += gap / 65535;
     escapes[2] += gap / 16777215;
   }
   for (int width = 1; width <= kMaxGapWidth; ++width)
     bytes[width - 1] = width * (count + escapes[width - 1]);
+  return -1;
 }
 
 template <int width>

@@ -64,6 +64,9 @@ void fill(LogitRows& p, const at::Tensor& logits, const at::Tensor& token_ids, c
   if (o.vocab_range) {
     check_vector(*o.vocab_range, "vocab_range", at::kLong, 2);
     p.vocab_range = o.vocab_range->const_data_ptr<int64_t>();
+    if (logits.is_cpu())
+      TORCH_CHECK_VALUE(p.vocab_range[0] >= 0, "token_log_probs: vocab_range[0] is ",
+                        p.vocab_range[0], "; expected the first id of the slice, 0 or more");
   }
   if (o.vocab_mask) {
     TORCH_CHECK_VALUE(
@@ -79,6 +82,23 @@ void fill(LogitRows& p, const at::Tensor& logits, const at::Tensor& token_ids, c
   p.logit_scale = static_cast<float>(o.logit_scale);
   p.softcap = static_cast<float>(o.softcap);
   p.num_threads = at::get_num_threads();
+}
+
+int32_t* bad_label_flag(const OptionalTensor& bad_label, const at::Tensor& logits) {
+  if (!bad_label) return nullptr;
+  check_same_device("token_log_probs", {{"logits", logits}, {"bad_label", bad_label}});
+  TORCH_CHECK_VALUE(bad_label->numel() == 1, "token_log_probs: bad_label has ", bad_label->numel(),
+                    " elements; expected one");
+  return bad_label->mutable_data_ptr<int32_t>();
+}
+
+// On CUDA the rows are not checked: reading them would synchronize.
+void check_row_index(const at::Tensor& row_index, int64_t num_rows) {
+  if (!row_index.is_cpu()) return;
+  const int32_t* rows = row_index.const_data_ptr<int32_t>();
+  for (int64_t i = 0; i < row_index.numel(); ++i)
+    TORCH_CHECK_INDEX(rows[i] < num_rows, "token_log_probs backward: row_index[", i, "] is ",
+                      rows[i], ", but grad_logits has ", num_rows, " rows");
 }
 
 void run(LogProbForward& p, const at::Device& device) {
@@ -106,7 +126,6 @@ std::vector<at::Tensor> log_prob_forward(const at::Tensor& logits, const at::Ten
                                          const OptionalTensor& bad_label) {
   LogProbForward p{};
   fill(p, logits, token_ids, options);
-  check_same_device("token_log_probs", {{"logits", logits}, {"bad_label", bad_label}});
   const auto floats = logits.options().dtype(at::kFloat);
   std::vector<at::Tensor> out;
   for (int i = 0; i < 4; ++i) out.push_back(at::empty({p.rows}, floats));
@@ -116,7 +135,7 @@ std::vector<at::Tensor> log_prob_forward(const at::Tensor& logits, const at::Ten
   p.row_max = out[2].mutable_data_ptr<float>();
   p.log_sum = out[3].mutable_data_ptr<float>();
   p.sum_p_squared = want_sum_p_squared ? out[4].mutable_data_ptr<float>() : nullptr;
-  p.bad_label = bad_label ? bad_label->mutable_data_ptr<int32_t>() : nullptr;
+  p.bad_label = bad_label_flag(bad_label, logits);
   run(p, logits.device());
   return out;
 }
@@ -126,10 +145,9 @@ at::Tensor log_prob_partial(const at::Tensor& logits, const at::Tensor& token_id
                             const Options& options, const OptionalTensor& bad_label) {
   LogProbForward p{};
   fill(p, logits, token_ids, options);
-  check_same_device("token_log_probs", {{"logits", logits}, {"bad_label", bad_label}});
   at::Tensor partial = at::empty({p.rows, 5}, logits.options().dtype(at::kFloat));
   p.partial = partial.mutable_data_ptr<float>();
-  p.bad_label = bad_label ? bad_label->mutable_data_ptr<int32_t>() : nullptr;
+  p.bad_label = bad_label_flag(bad_label, logits);
   run(p, logits.device());
   return partial;
 }
@@ -174,6 +192,7 @@ void log_prob_backward(const at::Tensor& logits, const at::Tensor& token_ids,
   p.grad_stride = grad_logits.stride(0);
   if (row_index) {
     check_vector(*row_index, "row_index", at::kInt, p.rows);
+    check_row_index(*row_index, grad_logits.size(0));
     p.row_index = row_index->const_data_ptr<int32_t>();
   }
   if (logits.device().is_cpu()) {

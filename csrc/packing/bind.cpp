@@ -157,9 +157,12 @@ void check_rows(const std::vector<at::Tensor>& sources, const at::Tensor& index,
                       "] is ", shifts[i], "; expected 0, or 1 with position_ids");
   }
   int64_t rows = 1;
-  for (const int64_t size : out_shape) rows *= size;
-  TORCH_CHECK_VALUE(rows == index.numel(), "move_rows: out_shape is ", at::IntArrayRef(out_shape),
-                    ", which has ", rows, " rows; expected ", index.numel(), " as in index");
+  bool fits = true;
+  for (const int64_t size : out_shape)
+    fits = fits && size >= 0 && !__builtin_mul_overflow(rows, size, &rows);
+  TORCH_CHECK_VALUE(fits && rows == index.numel(), "move_rows: out_shape is ",
+                    at::IntArrayRef(out_shape), ", which has ", rows, " rows; expected ",
+                    index.numel(), " as in index");
 }
 
 // Moves the rows of all sources, kMaxRowTensors per launch; sources share their leading dimensions.

@@ -83,12 +83,14 @@ void collect_runs(const MoveRowsParams& p, int64_t begin, int64_t end, int shift
   runs.clear();
   for (int64_t t = begin; t < end;) {
     const int64_t source = source_row(p, t, shift);
-    const int64_t step = source >= 0;
+    const bool inside = source >= 0 && source < p.source_rows;
+    const int64_t step = inside;
     int64_t stop = t + 1;
     while (stop < end && source_row(p, stop, shift) == source + step * (stop - t)) ++stop;
-    const bool outside = source < -1 || source + (stop - t) > p.source_rows;
-    if (outside && source != -1) *p.bad_index = source < -1 ? source : source + (stop - t) - 1;
-    runs.push_back({t, outside ? -1 : source, stop - t});
+    const int64_t last = source + step * (stop - t - 1);
+    const bool valid = last < p.source_rows && source >= -1;
+    if (!valid) __atomic_store_n(p.bad_index, last, __ATOMIC_RELAXED);  // of any thread
+    runs.push_back({t, valid ? source : -1, stop - t});
     t = stop;
   }
 }

@@ -27,6 +27,11 @@ const bool* optional_bools(const OptionalTensor& tensor, const char* name, int64
   return tensor->const_data_ptr<bool>();
 }
 
+void check_number(const char* name, int64_t value, int64_t last) {
+  TORCH_CHECK_VALUE(value >= 0 && value <= last, "policy_loss: ", name, " is ", value,
+                    "; expected 0 to ", last);
+}
+
 // Returns the loss [], the metrics [kNumSums], the terms of the tokens [kNumTokenTerms, T] and
 // their clip masks [2, T], and the gradients by log_probs and entropy (empty if not wanted).
 // `options` is TokenLossOptions and the clamps of KlOptions in their order; `coefficients` are
@@ -75,6 +80,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   }
   params.seq_num_tokens = optional_floats(seq_num_tokens, "seq_num_tokens", params.num_sequences);
   params.num_tokens = tokens;
+  check_number("mode", mode, static_cast<int64_t>(LossMode::value));
+  check_number("agg_mode", agg_mode, static_cast<int64_t>(LossAggMode::seq_mean_token_sum_norm));
+  check_number("kl_type", kl_type, static_cast<int64_t>(KlType::k3));
   params.mode = static_cast<LossMode>(mode);
   TORCH_CHECK_VALUE(
       selected || (params.mode != LossMode::clip_cov && params.mode != LossMode::kl_cov),

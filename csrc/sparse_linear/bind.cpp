@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/binding.h"
+#include "common/sequences.h"
 #include "sparse_linear/params.h"
 
 namespace hybridengine {
@@ -13,7 +14,8 @@ namespace {
 void fill(SparseRows& p, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids,
           const at::Tensor& ends, int64_t first_id) {
   const char* op = "sparse_linear_token_log_probs";
-  check_same_device(op, {{"hidden", hidden}, {"weight", weight}, {"kept_ids", ids}});
+  check_same_device(op,
+                    {{"hidden", hidden}, {"weight", weight}, {"kept_ids", ids}, {"cu_kept", ends}});
   if (!hidden.device().is_cpu()) no_kernel_for(hidden.device(), op);
   for (const NamedTensor& x : {NamedTensor("hidden", hidden), NamedTensor("weight", weight)}) {
     TORCH_CHECK_VALUE(x.tensor->dim() == 2 && (x.tensor->size(1) <= 1 || x.tensor->stride(1) == 1),
@@ -35,12 +37,21 @@ void fill(SparseRows& p, const at::Tensor& hidden, const at::Tensor& weight, con
   p.vocab = weight.size(0);
   check_vector(ids, "kept_ids", at::kInt, ids.numel());
   check_vector(ends, "cu_kept", at::kInt, p.rows + 1);
+  check_cu_seqlens(ends, ids.numel(), op, "cu_kept", "kept_ids");
+  TORCH_CHECK_VALUE(first_id >= 0, op, ": first_id is ", first_id, "; expected 0 or more");
   p.ids = ids.const_data_ptr<int32_t>();
   p.ends = ends.const_data_ptr<int32_t>();
   TORCH_CHECK_VALUE(p.ends[p.rows] == ids.numel(), op, ": cu_kept ends at ", p.ends[p.rows],
                     ", but there are ", ids.numel(), " kept_ids");
   p.first_id = first_id;
   p.num_threads = at::get_num_threads();
+}
+
+const float* gradients(const at::Tensor& grad_logits, const at::Tensor& ids) {
+  check_same_device("sparse_linear_token_log_probs",
+                    {{"kept_ids", ids}, {"grad_logits", grad_logits}});
+  check_vector(grad_logits, "grad_logits", at::kFloat, ids.numel());
+  return grad_logits.const_data_ptr<float>();
 }
 
 at::Tensor sparse_logits(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& ids,
@@ -59,8 +70,7 @@ at::Tensor sparse_hidden_grad(const at::Tensor& hidden, const at::Tensor& weight
                               const at::Tensor& grad_logits) {
   SparseHiddenGrad p{};
   fill(p, hidden, weight, ids, ends, first_id);
-  check_vector(grad_logits, "grad_logits", at::kFloat, ids.numel());
-  p.grad_logits = grad_logits.const_data_ptr<float>();
+  p.grad_logits = gradients(grad_logits, ids);
   at::Tensor grad = at::empty({p.rows, p.width}, hidden.options());
   p.hidden_grad = grad.mutable_data_ptr();
   py::gil_scoped_release no_gil;
@@ -74,13 +84,12 @@ void sparse_weight_grad(const at::Tensor& hidden, const at::Tensor& weight, cons
                         at::Tensor& out, bool accumulate) {
   SparseWeightGrad p{};
   fill(p, hidden, weight, ids, ends, first_id);
-  check_vector(grad_logits, "grad_logits", at::kFloat, ids.numel());
   TORCH_CHECK_VALUE(out.is_contiguous() && out.sizes() == weight.sizes() && out.is_cpu() &&
                         out.scalar_type() == (accumulate ? at::kFloat : weight.scalar_type()),
                     "sparse_linear_token_log_probs: main_grad has shape ", out.sizes(),
                     " and dtype ", out.scalar_type(), "; expected contiguous float32 ",
                     weight.sizes());
-  p.grad_logits = grad_logits.const_data_ptr<float>();
+  p.grad_logits = gradients(grad_logits, ids);
   p.weight_grad = out.mutable_data_ptr();
   p.grad_dtype = float_dtype(out, "weight_grad");
   p.accumulate = accumulate;

@@ -145,6 +145,7 @@ void sparse_hidden_grad_cpu(const SparseHiddenGrad& p) {
 }
 
 void sparse_weight_grad_cpu(const SparseWeightGrad& p) {
+  if (p.width == 0) return;
   with_type(p.dtype, [&](auto type) {
     using T = decltype(type);
     p.grad_dtype == DType::f32 ? weight_grad<T, float>(p) : weight_grad<T, T>(p);

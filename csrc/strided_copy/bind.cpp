@@ -176,9 +176,11 @@ void resolve(const Tensors& tensors, const Reaches& reaches, const char* name,
     TORCH_CHECK_INDEX(index < static_cast<int64_t>(tensors.size()), "strided_copy: row ", reach.row,
                       " names ", name, "[", index, "], but there are ", tensors.size());
     const at::Tensor& tensor = tensors[index];
+    // An empty tensor has no address, whatever its storage has.
     const int64_t available =
-        static_cast<int64_t>(tensor.storage().nbytes()) / tensor.element_size() -
-        tensor.storage_offset();
+        tensor.numel() ? static_cast<int64_t>(tensor.storage().nbytes()) / tensor.element_size() -
+                             tensor.storage_offset()
+                       : 0;
     TORCH_CHECK_INDEX(reach.last < available, "strided_copy: row ", reach.row, " reaches element ",
                       reach.last, " of ", name, "[", index, "], which has ", available,
                       " elements from its start");
@@ -247,6 +249,7 @@ void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
 void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations,
                            at::Tensor per_block, at::ScalarType dtype) {
   if (rows_.empty()) return;
+  TORCH_CHECK_VALUE(num_blocks_ > 0, kQuantize, ": the table was made without blocks");
   TORCH_CHECK_VALUE(!sources.empty() && !(destinations && destinations->empty()), kQuantize,
                     ": a table with rows needs sources and destinations, got none");
   const at::Device device = sources[0].device();

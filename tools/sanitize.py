@@ -1,0 +1,122 @@
+"""Run the fuzzer and tests with an extension that is built with sanitizers.
+
+    python -m tools.sanitize address              # 10^6 calls of the fuzzer, then tests/kernels
+    python -m tools.sanitize address --calls 2000 --tests tests/kernels/test_checksum.py
+    python -m tools.sanitize thread               # kernels that use threads
+
+The extension is built into build/<sanitizer>; only the Python processes of this tool find it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CALLS = {"address": 1_000_000, "thread": 20_000}
+LIBRARIES = {"address": "libasan.so", "thread": "libtsan.so"}
+OPTIONS = {
+    # A large size is an error of the caller: it must raise, not end the process.
+    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:handle_segv=2:allocator_may_return_null=1:"
+    "max_allocation_size_mb=4096:detect_odr_violation=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1",
+}
+# Tests that do not run in a process with a sanitizer, by the reason.
+DESELECTED: dict[str, Sequence[str]] = {}
+
+_SITE = """\
+import importlib.util
+import sys
+
+
+class _Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "hybridengine._C":
+            return importlib.util.spec_from_file_location(name, {extension!r})
+
+
+sys.meta_path.insert(0, _Finder)
+"""
+
+
+def build(sanitizer: str) -> Path:
+    """Build the extension; return the folder that leads Python to it."""
+    folder = ROOT / "build" / sanitizer
+    settings = {
+        "SANITIZE": sanitizer,
+        "CUDA": "OFF",
+        "PYTHON": sys.executable,
+        "OUTPUT_DIR": str(folder),
+    }
+    tools = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    configure = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder)]
+    configure += [f"-DHYBRIDENGINE_{name}={value}" for name, value in settings.items()]
+    jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    for command in (configure, ["cmake", "--build", str(folder), "-j", jobs]):
+        done = subprocess.run(command, env=environment, text=True, capture_output=True)
+        if done.returncode:
+            raise SystemExit(done.stdout[-4000:] + done.stderr)
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    (site / "sitecustomize.py").write_text(_SITE.format(extension=str(extension)))
+    return site
+
+
+def environment_of(sanitizer: str, site: Path) -> dict[str, str]:
+    """Return the environment of a Python process with the sanitizer."""
+    compiler = os.environ.get("CXX", "g++")
+    # libstdc++, which Python does not load: the sanitizer looks for its functions at the start.
+    libraries = [
+        subprocess.run(
+            [compiler, f"-print-file-name={library}"], check=True, text=True, capture_output=True
+        ).stdout.strip()
+        for library in (LIBRARIES[sanitizer], "libstdc++.so.6")
+    ]
+    return {
+        **os.environ,
+        **OPTIONS,
+        "LD_PRELOAD": " ".join(libraries),
+        "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
+        "PYTHONMALLOC": "malloc",  # every object by itself
+        "OMP_WAIT_POLICY": "passive",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sanitizer", choices=sorted(CALLS))
+    parser.add_argument("--calls", type=int, help="of the fuzzer")
+    parser.add_argument("--seed", type=int, default=1, help="of the fuzzer")
+    parser.add_argument("--tests", nargs="*", default=["tests/kernels"], help="for address")
+    options = parser.parse_args()
+    name = options.sanitizer
+    environment = environment_of(name, build(name))
+    python = [sys.executable]
+    if name == "thread":  # it fails where addresses are drawn from too large a range
+        python = ["setarch", "-R", *python]
+    calls = CALLS[name] if options.calls is None else options.calls
+    commands = []
+    if calls:
+        fuzz = ["-m", "tools.fuzz", "--calls", str(calls), "--seed", str(options.seed)]
+        commands.append([*python, *fuzz, *(["--right"] if name == "thread" else [])])
+    if name == "address" and options.tests:
+        tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive"]
+        left_out = [f"--deselect={test}" for tests in DESELECTED.values() for test in tests]
+        commands.append([*python, *tests, *left_out, *options.tests])
+    for command in commands:
+        if code := subprocess.run(command, env=environment, cwd=ROOT).returncode:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
