@@ -24,8 +24,9 @@ _THEIRS = "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWork
 
 def replace_what_needs_a_gpu() -> None:
     """Let NeMo RL's modules import and run without a GPU, and without experiment trackers."""
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.cuda.nvtx.range_push = lambda *_: 0
+    torch.cuda.nvtx.range_pop = lambda *_: 0
     for name in ("mlflow", "swanlab", "wandb"):
         module = sys.modules[name] = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)

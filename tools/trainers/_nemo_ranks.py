@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from inspect import isawaitable
+from inspect import iscoroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ class PolicyGroup:
     def run_all_workers_single_data(self, method: str, **arguments: Any) -> list[Future[Any]]:
         def run() -> list[Any]:
             own = getattr(self._worker, method)(**arguments)
-            return all_gather_values(asyncio.run(own) if isawaitable(own) else own, Any)
+            return all_gather_values(asyncio.run(own) if iscoroutine(own) else own, Any)
 
         return one_each(self._pool.submit(run), dist.get_world_size(), self._pool)
 

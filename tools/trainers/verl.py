@@ -229,11 +229,14 @@ def train(
     else:
         checkpoint = resume_from / "checkpoints" / f"global_step_{STEPS - 1}"
         command += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
-    environment = os.environ | _ENVIRONMENT | variables | {
+    environment = {
+        **os.environ,
+        **_ENVIRONMENT,
+        **variables,
         "VERL_USE_EXTERNAL_MODULES": ",".join((CPU, *modules, RECORD)),
         "VERL_RECORD": str(out / "record"),
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
-    }  # fmt: skip
+    }
     log = out / "log.txt"
     with log.open("w") as output:
         status = subprocess.run(

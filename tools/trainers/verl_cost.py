@@ -66,7 +66,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     python = verl.environment(folder)
     inputs = verl.write_inputs(folder / "cost" / "inputs")
-    overrides = _OVERRIDES
+    overrides: tuple[str, ...] = _OVERRIDES
     if options.size == "smollm2":
         prepare_smollm2(inputs)
         overrides += _SMOLLM2
