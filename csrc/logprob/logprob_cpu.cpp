@@ -323,6 +323,7 @@ void log_prob_forward_cpu(const LogProbForward& p) {
 }
 
 void log_prob_backward_cpu(const LogProbBackward& p) {
+  if (p.vocab == 0) return;
   for_each_row<Backward>(p, p.softcap > 0 || p.vocab_mask);
 }
 

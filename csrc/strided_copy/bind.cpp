@@ -82,9 +82,9 @@ bool last_element(int64_t offset, const int64_t* size, const int64_t* stride, in
   return last <= kMaxElements;
 }
 
-// Checks one side of row `number` and updates the reach of its tensor.
-void update_reach(Reaches& reaches, const char* name, int64_t number, int64_t index, int64_t offset,
-                  const int64_t* size, const int64_t* stride) {
+// Checks one side of row `number`, updates the reach of its tensor and returns the last element.
+int64_t update_reach(Reaches& reaches, const char* name, int64_t number, int64_t index,
+                     int64_t offset, const int64_t* size, const int64_t* stride) {
   TORCH_CHECK_INDEX(index >= 0 && index < (int64_t{1} << 31), "strided_copy: row ", number,
                     " names ", name, "[", index, "], which cannot exist");
   TORCH_CHECK_INDEX(offset >= 0, "strided_copy: row ", number, " begins at element ", offset,
@@ -99,6 +99,7 @@ void update_reach(Reaches& reaches, const char* name, int64_t number, int64_t in
                     "]; no tensor has as many");
   Reach& reach = reaches[index];
   if (last > reach.last) reach = {last, number};
+  return last;
 }
 
 CopyTable::CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& blocks) {
@@ -130,7 +131,11 @@ CopyTable::CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& b
                       "slices of tensors");
     all_elements += elements;
     update_reach(src_reach_, "sources", i, entry[0], entry[2], size, src_stride);
-    update_reach(dst_reach_, "destinations", i, entry[1], entry[3], size, dst_stride);
+    const int64_t last =
+        update_reach(dst_reach_, "destinations", i, entry[1], entry[3], size, dst_stride);
+    TORCH_CHECK_VALUE(elements <= last - entry[3] + 1, "strided_copy: row ", i, " writes ",
+                      elements, " elements to ", last - entry[3] + 1,
+                      "; expected destination slices that do not overlap");
     CopyRow row{};
     row.src = static_cast<int32_t>(entry[0]);
     row.dst = static_cast<int32_t>(entry[1]);

@@ -110,6 +110,13 @@ def test_quantization_by_a_table_without_blocks() -> None:
         C.CopyTable(copy_row()).absmax([torch.ones(4)], torch.zeros(0, dtype=I32), BF16)
 
 
+def test_a_row_that_writes_elements_again() -> None:
+    table = copy_row()
+    table[0, 4] = FAR  # with strides of 0
+    with pytest.raises(ValueError, match="row 0 writes 4398046511104 elements to 4"):
+        C.strided_copy([torch.zeros(4)], [torch.zeros(4)], table)
+
+
 def test_an_empty_view_of_a_large_storage() -> None:
     empty, full = torch.zeros(64).as_strided((0,), (1,)), torch.zeros(64)
     for sources, destinations in (([empty], [full]), ([full], [empty])):

@@ -214,7 +214,7 @@ def test_sizes_whose_product_wraps_around_are_refused():
     rows = [row(0, 0, 0, 0, [2**31, 2**31, 4], [0, 0, 0], [0, 0, 0])]
     with pytest.raises(ValueError, match=r"row 0 has, with those before it, more than 2.60 elem"):
         strided_copy([torch.ones(1)], [torch.zeros(1)], torch.tensor(rows))
-    rows = [row(0, 0, 0, 0, [2**30, 2**30], [0, 0], [0, 0])] * 2
+    rows = [row(0, 0, 0, 0, [2**30, 2**30], [0, 0], [2**30, 1])] * 2
     with pytest.raises(ValueError, match=r"row 1 has, with those before it, more than 2.60 elem"):
         strided_copy([torch.ones(1)], [torch.zeros(1)], torch.tensor(rows))
 

@@ -100,8 +100,8 @@ def log_prob_backward(d: Draw) -> list:
     rows, vocab = logits.shape
     results = [d.floats(rows) for _ in range(4)]
     grad_rows = d.pick((rows, rows + 3))
-    index = torch.randperm(grad_rows, generator=d.torch)[:rows].int()
-    index = index if grad_rows > rows or d.chance(0.3) else None
+    chosen = torch.randperm(grad_rows, generator=d.torch)[:rows].int()
+    index = chosen if grad_rows > rows or d.chance(0.3) else None
     dtype = d.pick(SHORT_DTYPES) if logits.dtype == torch.float32 else logits.dtype
     out = logits if index is None and d.chance(0.2) else d.floats(grad_rows, vocab, dtype=dtype)
     grads = [d.maybe(lambda: d.floats(rows)) for _ in range(2)]

@@ -148,7 +148,7 @@ class Draw:
             lambda: tensor.new_zeros((0, *tensor.shape[1:])),
             lambda: tensor.new_zeros(64).as_strided((0,), (1,)),  # no element, but a storage
             lambda: flat.repeat(2)[::2],
-            lambda: tensor.mT if tensor.dim() > 1 else tensor.flip(0),
+            lambda: tensor.mT if tensor.dim() > 1 else flat[1:],
             lambda: tensor[:1].expand(tensor.shape) if tensor.dim() and len(tensor) else tensor,
             lambda: torch.cat([flat[:1], flat])[1:].view(tensor.shape),  # not aligned
             lambda: torch.empty_like(tensor, device="meta"),
