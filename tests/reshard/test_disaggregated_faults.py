@@ -295,5 +295,7 @@ def test_damaged_bytes_are_sent_again_and_never_generated_from() -> None:
     assert [(r["versions"], r["right"]) for r in of_intact] == [([1, 2, 3], [True] * 3)] * 2
     for rank in of_damaged:
         assert (rank["versions"], rank["right"]) == ([1, 2], [True] * 2)
-        assert "RankFailedError" in rank["error"] and "check the network" in rank["error"]
+        assert "RankFailedError" in rank["error"]
+        # The trainers end after their error: a rank may see that before their last message.
+        assert re.search("check the network|trainer rank . has ended", rank["error"])
         assert "sync to weight version 3 did not finish" in rank["refused"]
