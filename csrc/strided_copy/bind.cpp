@@ -39,6 +39,11 @@ struct Reach {
 };
 using Reaches = std::map<int64_t, Reach>;  // by number of the tensor
 
+// The first row whose destination has fewer places than the row has elements; it may be read only.
+struct Overlap {
+  int64_t row = -1, elements = 0, places = 0;
+};
+
 // The rows of a table, checked once; `copy` checks only the tensors. On CUDA the rows are uploaded
 // at the first copy and addresses when they change, so that a repeated copy is a single launch and
 // can be captured in a graph.
@@ -60,12 +65,15 @@ class CopyTable {
  private:
   void run_blocks(const Tensors& sources, const Tensors* destinations, at::Tensor per_block,
                   at::ScalarType dtype);
+  void resolve_destinations(const Tensors& destinations, const at::Device& device,
+                            std::vector<void*>& addresses) const;
   void upload_tables(const at::Device& device, const std::vector<void*>& addresses);
 
   std::vector<CopyRow> rows_;
   Reaches src_reach_, dst_reach_;
   int64_t num_chunks_ = 0;
   int64_t num_blocks_ = 0;  // one more than the largest number; 0 without blocks
+  Overlap overlap_;
   at::Tensor device_rows_, device_row_of_chunk_, device_addresses_;
   std::vector<void*> uploaded_;
 };
@@ -133,9 +141,8 @@ CopyTable::CopyTable(const at::Tensor& table, const std::optional<at::Tensor>& b
     update_reach(src_reach_, "sources", i, entry[0], entry[2], size, src_stride);
     const int64_t last =
         update_reach(dst_reach_, "destinations", i, entry[1], entry[3], size, dst_stride);
-    TORCH_CHECK_VALUE(elements <= last - entry[3] + 1, "strided_copy: row ", i, " writes ",
-                      elements, " elements to ", last - entry[3] + 1,
-                      "; expected destination slices that do not overlap");
+    const int64_t places = last - entry[3] + 1;
+    if (elements > places && overlap_.row < 0) overlap_ = {i, elements, places};
     CopyRow row{};
     row.src = static_cast<int32_t>(entry[0]);
     row.dst = static_cast<int32_t>(entry[1]);
@@ -209,6 +216,14 @@ void choose_dtypes(const at::Tensor& source, const at::Tensor& destination,
   params.dst_dtype = float_dtype(destination, "destinations[0]");
 }
 
+void CopyTable::resolve_destinations(const Tensors& destinations, const at::Device& device,
+                                     std::vector<void*>& addresses) const {
+  TORCH_CHECK_VALUE(overlap_.row < 0, "strided_copy: row ", overlap_.row, " writes ",
+                    overlap_.elements, " elements to ", overlap_.places,
+                    "; expected destination slices that do not overlap");
+  resolve(destinations, dst_reach_, "destinations", device, addresses);
+}
+
 void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
   if (rows_.empty()) return;
   TORCH_CHECK_VALUE(!sources.empty() && !destinations.empty(),
@@ -218,7 +233,7 @@ void CopyTable::copy(const Tensors& sources, const Tensors& destinations) {
   StridedCopyParams params{};
   std::vector<void*> addresses;
   resolve(sources, src_reach_, "sources", device, addresses);
-  resolve(destinations, dst_reach_, "destinations", device, addresses);
+  resolve_destinations(destinations, device, addresses);
   choose_dtypes(sources[0], destinations[0], params);
   params.num_rows = static_cast<int64_t>(rows_.size());
   params.num_chunks = num_chunks_;
@@ -274,7 +289,7 @@ void CopyTable::run_blocks(const Tensors& sources, const Tensors* destinations,
   std::vector<void*> addresses;
   resolve(sources, src_reach_, "sources", device, addresses);
   if (destinations) {
-    resolve(*destinations, dst_reach_, "destinations", device, addresses);
+    resolve_destinations(*destinations, device, addresses);
     TORCH_CHECK_VALUE((*destinations)[0].scalar_type() == at::kFloat8_e4m3fn, kQuantize,
                       ": destinations[0] has dtype ", (*destinations)[0].scalar_type(),
                       "; expected Float8_e4m3fn");

@@ -117,6 +117,17 @@ def test_a_row_that_writes_elements_again() -> None:
         C.strided_copy([torch.zeros(4)], [torch.zeros(4)], table)
 
 
+def test_a_table_that_only_reads_names_no_destination() -> None:
+    table = copy_row()
+    table[0, 12:] = 0  # strides of the destination
+    bits = torch.zeros(1, dtype=I32)
+    copy = C.CopyTable(table, torch.zeros(1, dtype=torch.int64))
+    copy.absmax([torch.tensor([1.0, -3.0, 2.0, 0.0])], bits, BF16)
+    assert bits.view(torch.float32).item() == 3
+    with pytest.raises(ValueError, match="row 0 writes 4 elements to 1"):
+        copy.copy([torch.zeros(4)], [torch.zeros(4)])
+
+
 def test_an_empty_view_of_a_large_storage() -> None:
     empty, full = torch.zeros(64).as_strided((0,), (1,)), torch.zeros(64)
     for sources, destinations in (([empty], [full]), ([full], [empty])):
