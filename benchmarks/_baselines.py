@@ -116,10 +116,11 @@ def eager_chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) 
     parts = [
         checkpoint(
             lambda h, ids: F.cross_entropy(F.linear(h, weight).float(), ids, reduction="sum"),
-            *part, use_reentrant=False,
+            *part,
+            use_reentrant=False,
         )
         for part in zip(hidden.split(CHUNK_ROWS), labels.split(CHUNK_ROWS), strict=True)
-    ]  # fmt: skip
+    ]
     return torch.stack(parts).sum() / len(labels)
 
 

@@ -88,12 +88,21 @@ def _report(
         if name != "in_process":
             note += f", {peaks[1]:.0f} in an engine rank; the engine lacks {lacking:.0f} MiB"
         bench.add(
-            "reshard", "sync", name, shape,
-            dtype="float32→bf16", device="gloo ranks, 1 thread each", isa=None,
-            ms_p20=times[ROUNDS // 5], ms_p50=p50, ms_p80=times[ROUNDS * 4 // 5],
-            gb_per_s=sent / p50 / 1e6, peak_mib=max(peaks),
-            ratio_to_best_peer=medians["verl"] / p50 if name == OURS else None, note=note,
-        )  # fmt: skip
+            "reshard",
+            "sync",
+            name,
+            shape,
+            dtype="float32→bf16",
+            device="gloo ranks, 1 thread each",
+            isa=None,
+            ms_p20=times[ROUNDS // 5],
+            ms_p50=p50,
+            ms_p80=times[ROUNDS * 4 // 5],
+            gb_per_s=sent / p50 / 1e6,
+            peak_mib=max(peaks),
+            ratio_to_best_peer=medians["verl"] / p50 if name == OURS else None,
+            note=note,
+        )
 
 
 def _write_config(folder: Path, quick: bool) -> int:
@@ -195,9 +204,14 @@ def _build_engine(path: str, tp_size: int) -> tuple[Any, Any, dict[str, int]]:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     checkpoint = checkpoint_layout(model)
     engine = VllmEngine(
-        path, checkpoint, tp_size=tp_size, max_model_len=64, stop_token_ids=[],
-        kv_cache_bytes=16 << 20, engine_options={"enforce_eager": True},
-    )  # fmt: skip
+        path,
+        checkpoint,
+        tp_size=tp_size,
+        max_model_len=64,
+        stop_token_ids=[],
+        kv_cache_bytes=16 << 20,
+        engine_options={"enforce_eager": True},
+    )
     return engine, model, engine.target.layout.sliced_dims(checkpoint.parameters)
 
 

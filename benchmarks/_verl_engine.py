@@ -46,17 +46,24 @@ def training_worker(
 ) -> TrainingWorker:
     """Return verl's worker for the model in `folder`: FSDP2, packed tokens, KL loss, AdamW."""
     model = HFModelConfig(
-        path=str(folder), load_tokenizer=False, use_remove_padding=True,
-        enable_gradient_checkpointing=False, use_fused_kernels=use_fused_kernels,
+        path=str(folder),
+        load_tokenizer=False,
+        use_remove_padding=True,
+        enable_gradient_checkpointing=False,
+        use_fused_kernels=use_fused_kernels,
         fused_kernel_options={"impl_backend": "torch"},
         override_config={"attn_implementation": "sdpa"},
-    )  # fmt: skip
+    )
     precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     engine = FSDPEngineConfig(
-        strategy="fsdp2", forward_only=False, use_torch_compile=False, use_dynamic_bsz=True,
-        max_token_len_per_gpu=max_tokens, infer_max_token_len_per_gpu=max_tokens,
+        strategy="fsdp2",
+        forward_only=False,
+        use_torch_compile=False,
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=max_tokens,
+        infer_max_token_len_per_gpu=max_tokens,
         mixed_precision=precision,
-    )  # fmt: skip
+    )
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type="language_model",
@@ -68,9 +75,15 @@ def training_worker(
     )
     worker.reset()
     actor = ActorConfig(
-        strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, ppo_mini_batch_size=mini_batch,
-        use_kl_loss=True, kl_loss_coef=0.01, kl_loss_type="low_var_kl", entropy_coeff=1e-3,
-    )  # fmt: skip
+        strategy="fsdp2",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        ppo_mini_batch_size=mini_batch,
+        use_kl_loss=True,
+        kl_loss_coef=0.01,
+        kl_loss_type="low_var_kl",
+        entropy_coeff=1e-3,
+    )
     worker.set_loss_fn(partial(losses.ppo_loss, config=actor))
     return worker
 
@@ -81,8 +94,15 @@ def update(worker: TrainingWorker, batch: dict[str, Any]) -> dict[str, Any]:
     data = DataProto.from_single_dict(batch, meta_info={"temperature": 0.9}).to_tensordict()
     data = left_right_2_no_padding(data)
     tu.assign_non_tensor(
-        data, calculate_entropy=True, distillation_use_topk=False, distillation_only=False,
-        global_batch_size=count, mini_batch_size=count, epochs=1, seed=0,
-        dataloader_kwargs={"shuffle": False}, compute_loss=True,
-    )  # fmt: skip
+        data,
+        calculate_entropy=True,
+        distillation_use_topk=False,
+        distillation_only=False,
+        global_batch_size=count,
+        mini_batch_size=count,
+        epochs=1,
+        seed=0,
+        dataloader_kwargs={"shuffle": False},
+        compute_loss=True,
+    )
     return tu.get(worker.train_mini_batch(data), "metrics")

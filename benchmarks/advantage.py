@@ -39,9 +39,14 @@ def per_response(bench: Bench, verl: Any | None) -> None:
             implementations[label] = partial(verl_advantages, function, column, ones, index)
             errors[label] = rms_error(implementations[label]()[:, 0].cpu(), exact)
     bench.compare(
-        "group_advantage", "grpo", f"{count} in groups of {size}", torch.float32, implementations,
-        bytes_moved=count * (4 + 8 + 4), errors=errors,
-    )  # fmt: skip
+        "group_advantage",
+        "grpo",
+        f"{count} in groups of {size}",
+        torch.float32,
+        implementations,
+        bytes_moved=count * (4 + 8 + 4),
+        errors=errors,
+    )
 
 
 def verl_advantages(function: Callable, column: Tensor, ones: Tensor, index: Any) -> Tensor:
@@ -66,6 +71,11 @@ def per_token(bench: Bench, verl: Any | None) -> None:
             compute, rewards, values, ones, 0.99, 0.95
         )
     bench.compare(
-        "gae", "forward", f"{batch}x{seqlen}", torch.float32, implementations,
-        bytes_moved=16 * rewards.numel(), peak="copy",
-    )  # fmt: skip
+        "gae",
+        "forward",
+        f"{batch}x{seqlen}",
+        torch.float32,
+        implementations,
+        bytes_moved=16 * rewards.numel(),
+        peak="copy",
+    )

@@ -87,9 +87,15 @@ def save_model(folder: str, vocab: int) -> None:
     """Write a Qwen2, embeddings tied: verl's fused head fails on a head sharded by itself."""
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=vocab, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
@@ -110,11 +116,16 @@ def random_batch(seed: int, vocab: int) -> dict[str, torch.Tensor]:
     advantages, _ = core_algos.compute_grpo_outcome_advantage(rewards, response_mask, groups)
     old = -math.log(vocab) + 0.1 * torch.randn(BATCH, RESPONSE, generator=generator)
     return {
-        "input_ids": ids, "attention_mask": mask, "prompts": ids[:, :PROMPT],
-        "responses": ids[:, PROMPT:], "response_mask": response_mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "advantages": advantages,
-        "old_log_probs": old, "ref_log_prob": old + 0.05,
-    }  # fmt: skip
+        "input_ids": ids,
+        "attention_mask": mask,
+        "prompts": ids[:, :PROMPT],
+        "responses": ids[:, PROMPT:],
+        "response_mask": response_mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "advantages": advantages,
+        "old_log_probs": old,
+        "ref_log_prob": old + 0.05,
+    }
 
 
 def _run(
@@ -131,9 +142,10 @@ def _run(
         peaks.append((status_kib("VmHWM") - before_kib) / 1024)
         results.append(_numbers(metrics))
     return {
-        "ms_p50": statistics.median(times[1:]), "peak_mib": statistics.median(peaks[1:]),
+        "ms_p50": statistics.median(times[1:]),
+        "peak_mib": statistics.median(peaks[1:]),
         "steps": results,
-    }  # fmt: skip
+    }
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:

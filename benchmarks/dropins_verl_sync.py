@@ -51,8 +51,9 @@ def main() -> int:
     settings = SimpleNamespace(backend="hybridengine")
     worker = SimpleNamespace(
         config=SimpleNamespace(rollout=SimpleNamespace(checkpoint_engine=settings)),
-        actor=actor, checkpoint_engine=sync,
-    )  # fmt: skip
+        actor=actor,
+        checkpoint_engine=sync,
+    )
     wrong: list[str] = []
     for step in range(2):
         engine.update(actor, random_batch(10 * step + dist.get_rank(), VOCAB))
@@ -71,11 +72,18 @@ def _build_llm(folder: str) -> Any:
     from vllm import LLM
 
     return LLM(
-        folder, load_format="dummy", dtype="bfloat16", tensor_parallel_size=dist.get_world_size(),
-        distributed_executor_backend="external_launcher", skip_tokenizer_init=True,
-        weight_transfer_config={"backend": "hybridengine"}, max_model_len=64, enforce_eager=True,
-        kv_cache_memory_bytes=16 << 20, seed=0,
-    )  # fmt: skip
+        folder,
+        load_format="dummy",
+        dtype="bfloat16",
+        tensor_parallel_size=dist.get_world_size(),
+        distributed_executor_backend="external_launcher",
+        skip_tokenizer_init=True,
+        weight_transfer_config={"backend": "hybridengine"},
+        max_model_len=64,
+        enforce_eager=True,
+        kv_cache_memory_bytes=16 << 20,
+        seed=0,
+    )
 
 
 def _wrong_tensors(llm: Any, training_engine: Any) -> list[str]:

@@ -100,15 +100,23 @@ def _rank(
     engine = timed(
         "build",
         lambda: VllmEngine(
-            path, checkpoint, tp_size=tp_size, max_model_len=256, stop_token_ids=[], dtype=dtype,
-            memory_share=0.4, **({} if device == "cuda" else on_cpu),
+            path,
+            checkpoint,
+            tp_size=tp_size,
+            max_model_len=256,
+            stop_token_ids=[],
+            dtype=dtype,
+            memory_share=0.4,
+            **({} if device == "cuda" else on_cpu),
         ),
-    )  # fmt: skip
+    )
     sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
     model = load_causal_lm(
-        path, mesh=sharding_mesh(device, world_size), param_dtype=dtype,
+        path,
+        mesh=sharding_mesh(device, world_size),
+        param_dtype=dtype,
         shard_dim1=lambda name: sliced.get(name) == 1,
-    )  # fmt: skip
+    )
     resharder = Resharder(lambda: parameter_shards(model), engine)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(256, (RESPONSES, 48), generator=generator).tolist()

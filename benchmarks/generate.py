@@ -52,13 +52,18 @@ def run(bench: Bench) -> None:
                     seconds[name] = _seconds_per_step(llm, sequences)
                     parts = _parts(llm, sequences)
                 bench.add(
-                    "generate", "step", name, f"135M sequences={sequences}", dtype=short(dtype),
+                    "generate",
+                    "step",
+                    name,
+                    f"135M sequences={sequences}",
+                    dtype=short(dtype),
                     ms_p50=seconds[name] * 1e3,
                     share_of_limit=max(read, multiply * sequences) / seconds[name],
                     ratio_to_best_peer=seconds["torch"] / seconds[name] if name == OURS else None,
                     note=f"  {sequences / seconds[name]:.0f} tokens/s; ms of {parts}",
-                    tokens_per_s=sequences / seconds[name], parts_ms=parts,
-                )  # fmt: skip
+                    tokens_per_s=sequences / seconds[name],
+                    parts_ms=parts,
+                )
 
 
 def _build(folder: Path) -> tuple[Any, int]:
@@ -71,18 +76,32 @@ def _build(folder: Path) -> tuple[Any, int]:
     from hybridengine.rollout.vllm.post_load import writable_weights
 
     config = LlamaConfig(
-        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
-        max_position_embeddings=2048, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        architectures=["LlamaForCausalLM"],
+    )
     config.save_pretrained(folder)
     with writable_weights():
         llm = LLM(
-            str(folder), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True,
-            max_model_len=512, enforce_eager=True, logprobs_mode="processed_logprobs",
-            hf_overrides={"head_dtype": "float32"}, enable_prefix_caching=False,
-            block_size=CPU_BLOCK_SIZE, max_num_seqs=max(SEQUENCES), disable_log_stats=True,
-        )  # fmt: skip
+            str(folder),
+            load_format="dummy",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=512,
+            enforce_eager=True,
+            logprobs_mode="processed_logprobs",
+            hf_overrides={"head_dtype": "float32"},
+            enable_prefix_caching=False,
+            block_size=CPU_BLOCK_SIZE,
+            max_num_seqs=max(SEQUENCES),
+            disable_log_stats=True,
+        )
     model = _model(llm)
     multiply_head_in_16_bits(model)
     return llm, sum(p.numel() for p in model.parameters() if p.dim() == 2)
@@ -138,8 +157,11 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
         attention = [("attention", _custom_ops, "cpu_attention_with_kv_cache")]
         with ExitStack() as stack:
             for name, owner, function in (
-                *linears, *heads, *attention, ("sampler", Sampler, "forward")
-            ):  # fmt: skip
+                *linears,
+                *heads,
+                *attention,
+                ("sampler", Sampler, "forward"),
+            ):
                 wrapped = timed(name, getattr(owner, function))
                 stack.enter_context(patch.object(owner, function, wrapped))
             seconds["step"] = _generate(llm, sequences, tokens)
@@ -149,8 +171,10 @@ def _parts(llm: Any, sequences: int) -> dict[str, float]:
 
 
 def _seconds_per_step(llm: Any, sequences: int) -> float:
-    times = {tokens: [_generate(llm, sequences, tokens) for _ in range(2)]
-             for tokens in (FEW_TOKENS, MANY_TOKENS)}  # fmt: skip
+    times = {
+        tokens: [_generate(llm, sequences, tokens) for _ in range(2)]
+        for tokens in (FEW_TOKENS, MANY_TOKENS)
+    }
     return (min(times[MANY_TOKENS]) - min(times[FEW_TOKENS])) / (MANY_TOKENS - FEW_TOKENS)
 
 

@@ -51,9 +51,15 @@ def one_shape(
             name: partial(f, logits, token_ids) for name, f in functions.items()
         }
         bench.compare(
-            "logprob", "forward", shape, dtype, calls, bytes_moved=logits.nbytes, peak="read",
+            "logprob",
+            "forward",
+            shape,
+            dtype,
+            calls,
+            bytes_moved=logits.nbytes,
+            peak="read",
             errors=errors,
-        )  # fmt: skip
+        )
     calls = {name: backward_call(f, logits, token_ids) for name, f in functions.items()}
     calls[f"{OURS}_inplace"] = inplace_call(logits.clone(), token_ids)
     bench.compare(

@@ -44,9 +44,15 @@ def run(bench: Bench) -> None:
         mib, ms, tokens = json.loads(done.stdout.splitlines()[-1])
         first = first or mib
         bench.add(
-            "memory", "step", name if options else OURS, f"{tokens} tokens", dtype="bfloat16",
-            ms_p50=ms, peak_mib=mib, note=f"  {mib / first:.2f}x of the default",
-        )  # fmt: skip
+            "memory",
+            "step",
+            name if options else OURS,
+            f"{tokens} tokens",
+            dtype="bfloat16",
+            ms_p50=ms,
+            peak_mib=mib,
+            note=f"  {mib / first:.2f}x of the default",
+        )
 
 
 def worker(device: str, options: dict) -> tuple[float, float, int]:

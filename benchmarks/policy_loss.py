@@ -53,10 +53,15 @@ def compare_values(
     exact = step(eager, torch.float64)
     errors = {name: rms_error(step(functions[name]), exact) for name in (OURS, "eager")}
     bench.compare(
-        "value_loss", "fwd+bwd", f"{values.numel()} tokens", torch.float32,
+        "value_loss",
+        "fwd+bwd",
+        f"{values.numel()} tokens",
+        torch.float32,
         {name: partial(step, function) for name, function in functions.items()},
-        bytes_moved=values.numel() * (3 * 4 + 1 + 4), peak="read", errors=errors,
-    )  # fmt: skip
+        bytes_moved=values.numel() * (3 * 4 + 1 + 4),
+        peak="read",
+        errors=errors,
+    )
 
 
 def shapes(bench: Bench) -> list[tuple[int, int]]:
@@ -116,9 +121,15 @@ def compare(
     count = log_probs.numel()
     bytes_moved = count * (3 * 4 + 1 + 4)  # three inputs and the mask in, the gradient out
     bench.compare(
-        "policy_loss", "fwd+bwd", f"{mode}, {count} tokens", torch.float32, implementations,
-        bytes_moved=bytes_moved, peak="read", errors=errors,
-    )  # fmt: skip
+        "policy_loss",
+        "fwd+bwd",
+        f"{mode}, {count} tokens",
+        torch.float32,
+        implementations,
+        bytes_moved=bytes_moved,
+        peak="read",
+        errors=errors,
+    )
 
 
 def verl_step(

@@ -47,13 +47,20 @@ def run(bench: Bench) -> None:
         for name, (times, received) in results[0].items():
             p50 = medians[name]
             bench.add(
-                "reshard", "sync", name, f"{million}M N={ranks} tp={tp_size}",
-                dtype="float32→bf16", device=f"{ranks} gloo ranks, 1 thread each", isa=None,
-                ms_p20=times[len(times) // 5], ms_p50=p50, ms_p80=times[len(times) * 4 // 5],
+                "reshard",
+                "sync",
+                name,
+                f"{million}M N={ranks} tp={tp_size}",
+                dtype="float32→bf16",
+                device=f"{ranks} gloo ranks, 1 thread each",
+                isa=None,
+                ms_p20=times[len(times) // 5],
+                ms_p50=p50,
+                ms_p80=times[len(times) * 4 // 5],
                 gb_per_s=received / p50 / 1e6,
                 ratio_to_best_peer=best_baseline / p50 if name == OURS else None,
                 note=f"  {received / 2**20:.1f} MiB received per rank",
-            )  # fmt: skip
+            )
         verl, two_copies = (medians[name] / medians[OURS] for name in ("verl", "all_to_all"))
         print(f"# {verl:.1f}x vs verl's way, {two_copies:.2f}x vs our all-to-all", flush=True)
     if not bench.quick:

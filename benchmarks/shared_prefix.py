@@ -56,17 +56,27 @@ def load_model(bench: Bench) -> tuple[Any, torch.dtype]:
     dtype = torch.bfloat16 if fast else torch.float32
     if bench.quick:
         config = LlamaConfig(
-            vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-        )  # fmt: skip
+            vocab_size=200,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
     elif MODEL.exists():
         config = AutoConfig.from_pretrained(MODEL)
     else:
         config = LlamaConfig(
-            vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-            num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+            vocab_size=49_152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
             max_position_embeddings=8192,
-        )  # fmt: skip
+        )
     options = {"dtype": dtype, "attn_implementation": ATTENTION}
     model: Any
     if MODEL.exists() and not bench.quick:
@@ -103,9 +113,11 @@ def training(model: Any, batch: PackedBatch) -> None:
 def body(model: Any, batch: PackedBatch) -> None:
     """Forward and backward of the layers; the gradient enters at the rows of the head."""
     model.zero_grad()
-    trees = {} if batch.subtree_ends is None else {
-        "subtree_ends": batch.subtree_ends, "tree_position_ids": batch.tree_position_ids
-    }  # fmt: skip
+    trees = (
+        {}
+        if batch.subtree_ends is None
+        else {"subtree_ends": batch.subtree_ends, "tree_position_ids": batch.tree_position_ids}
+    )
     hidden = model.get_decoder()(
         input_ids=batch.input_ids[None],
         position_ids=batch.position_ids[None],
@@ -142,8 +154,15 @@ def compare(
     for name, (p20, p50, p80) in quantiles.items():
         ours = name == OURS
         bench.add(
-            "shared_prefix", pass_, name, shape, dtype=str(dtype).removeprefix("torch."),
-            ms_p20=p20, ms_p50=p50, ms_p80=p80, peak_mib=peaks[name],
+            "shared_prefix",
+            pass_,
+            name,
+            shape,
+            dtype=str(dtype).removeprefix("torch."),
+            ms_p20=p20,
+            ms_p50=p50,
+            ms_p80=p80,
+            peak_mib=peaks[name],
             share_of_limit=speedup / ratio if ours else None,
             ratio_to_best_peer=speedup if ours else None,
-        )  # fmt: skip
+        )

@@ -106,10 +106,17 @@ def published(bench: Bench) -> None:
 def _nemo_rl() -> Iterator[_Case]:
     for name, mode, gpus, tp_size, response, longest, responses, seconds in NEMO_RL:
         work = WorkloadConfig(
-            prompts=responses // 32, n=32, prompt_length=NEMO_PROMPT, shared_prefix=False,
-            response_length=float(response), max_response_length=longest - int(NEMO_PROMPT),
-            mini_batches=responses // 512, reference=True, old_log_probs=True, max_num_seqs=1024,
-        )  # fmt: skip
+            prompts=responses // 32,
+            n=32,
+            prompt_length=NEMO_PROMPT,
+            shared_prefix=False,
+            response_length=float(response),
+            max_response_length=longest - int(NEMO_PROMPT),
+            mini_batches=responses // 512,
+            reference=True,
+            old_log_probs=True,
+            max_num_seqs=1024,
+        )
         cluster = Cluster.of(ClusterConfig(gpu="h100", nodes=gpus // 8))
         trainers = gpus if mode == "sync" else gpus // 2
         fixed = LayoutConfig(mode=mode, trainer_ranks=trainers, tp_size=tp_size)
@@ -165,9 +172,17 @@ def planner(bench: Bench) -> None:
     name = f"{figures['billions']:.0f}B, {PLANNER_RANKS} ranks"
     seconds, peak = figures["plan_s"], figures["peak_mib"]
     bench.add(
-        "simulate", "planner", OURS, name, isa=None, dtype="", ms_p50=seconds * 1e3, peak_mib=peak,
-        record_s=figures["record_s"], note=f"  recorded in {figures['record_s']:.1f} s",
-    )  # fmt: skip
+        "simulate",
+        "planner",
+        OURS,
+        name,
+        isa=None,
+        dtype="",
+        ms_p50=seconds * 1e3,
+        peak_mib=peak,
+        record_s=figures["record_s"],
+        note=f"  recorded in {figures['record_s']:.1f} s",
+    )
 
 
 def _plan_largest() -> dict[str, float]:
@@ -205,9 +220,12 @@ def demo(bench: Bench) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
-            f"trainer.total_training_steps={STEPS + 1}", "data.val_files=null",
-            f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]", "trainer.test_freq=-1",
-        ]  # fmt: skip
+            f"trainer.total_training_steps={STEPS + 1}",
+            "data.val_files=null",
+            f"trainer.default_local_dir={folder}",
+            "trainer.logger=[jsonl]",
+            "trainer.test_freq=-1",
+        ]
         call = [sys.executable, "-m", "hybridengine.cli", "grpo", str(DEMO), *overrides]
         subprocess.run(call, cwd=ROOT, check=True, timeout=580)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -220,11 +238,16 @@ def compare_demo(rows: list[dict[str, float]], cluster: Cluster) -> Iterator[_Ca
     """Compare the medians of measured steps of the demo with a simulation of their mean lengths."""
     means = {key: median(row[f"{key}/mean"] for row in rows) for key in _LENGTHS}
     work = WorkloadConfig(
-        prompts=12, n=8, prompt_length=means["prompt_length"], max_response_length=8,
-        response_length=means["response_length"], max_tokens_per_gpu=1536, max_num_seqs=64,
+        prompts=12,
+        n=8,
+        prompt_length=means["prompt_length"],
+        max_response_length=8,
+        response_length=means["response_length"],
+        max_tokens_per_gpu=1536,
+        max_num_seqs=64,
         dtype="float32" if _needs_float32() else "bfloat16",
         engine_dtype="float32" if _needs_float32() else "bfloat16",
-    )  # fmt: skip
+    )
     layout = Layout("sync", 2, 2, 2, 1, reshard_after_forward=False)
     step: Any = simulate_step(_model("smollm2-135m"), Workload(work), layout, cluster)
     phases = {"gen": "generate", "update_actor": "update_actor", "update_weights": "update_weights"}
@@ -269,17 +292,29 @@ def _config(name: str) -> Any:
         kind: Any, vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv: int = 8
     ) -> Any:
         return kind(
-            vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=kv, head_dim=128,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv,
+            head_dim=128,
             tie_word_embeddings=False,
-        )  # fmt: skip
+        )
 
     def experts(hidden: int, ffn: int, layers: int, heads: int) -> Any:
         return kinds.Qwen3MoeConfig(
-            vocab_size=151936, hidden_size=hidden, moe_intermediate_size=ffn, num_experts=128,
-            num_experts_per_tok=8, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=4, head_dim=128, tie_word_embeddings=False,
-        )  # fmt: skip
+            vocab_size=151936,
+            hidden_size=hidden,
+            moe_intermediate_size=ffn,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=4,
+            head_dim=128,
+            tie_word_embeddings=False,
+        )
 
     configs = {
         "llama3.1-8b": lambda: dense(kinds.LlamaConfig, 128256, 4096, 14336, 32, 32),
@@ -289,19 +324,38 @@ def _config(name: str) -> Any:
         "qwen3-30b-a3b": lambda: experts(2048, 768, 48, 32),
         "qwen3-235b-a22b": lambda: experts(4096, 1536, 94, 64),
         "smollm2-135m": lambda: kinds.LlamaConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-            num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
         ),
         "kimi-k2": lambda: kinds.DeepseekV3Config(
-            vocab_size=163840, hidden_size=7168, intermediate_size=18432,
-            moe_intermediate_size=2048, num_hidden_layers=61, num_attention_heads=64,
-            num_key_value_heads=64, n_routed_experts=384, n_shared_experts=1,
-            num_experts_per_tok=8, first_k_dense_replace=1, n_group=1, topk_group=1,
-            kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128,
-            v_head_dim=128, topk_method="noaux_tc", scoring_func="sigmoid",
+            vocab_size=163840,
+            hidden_size=7168,
+            intermediate_size=18432,
+            moe_intermediate_size=2048,
+            num_hidden_layers=61,
+            num_attention_heads=64,
+            num_key_value_heads=64,
+            n_routed_experts=384,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            kv_lora_rank=512,
+            q_lora_rank=1536,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
             architectures=["DeepseekV3ForCausalLM"],
         ),
-    }  # fmt: skip
+    }
     return configs[name]()
 
 

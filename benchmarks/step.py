@@ -86,11 +86,17 @@ def add_rows(bench: Bench, impl: str, shape: str, rows: list[dict[str, float]]) 
             totals["share_of_limit"] = median(row["perf/mfu/actor"] for row in rows)
         rate = totals.get("tokens_per_s")
         bench.add(
-            "step", phase, impl, shape, f" {rate:.0f} tokens/s" if rate else "",
+            "step",
+            phase,
+            impl,
+            shape,
+            f" {rate:.0f} tokens/s" if rate else "",
             dtype="bfloat16" if bench.device.type == "cuda" else "float32",
-            ms_p20=times[len(times) // 5], ms_p50=median(times),
-            ms_p80=times[len(times) * 4 // 5], **totals,
-        )  # fmt: skip
+            ms_p20=times[len(times) // 5],
+            ms_p50=median(times),
+            ms_p80=times[len(times) * 4 // 5],
+            **totals,
+        )
 
 
 def write_model(folder: Path, *, tiny: bool, mean_tokens: int) -> int:
@@ -101,8 +107,14 @@ def write_model(folder: Path, *, tiny: bool, mean_tokens: int) -> int:
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-             "num_attention_heads", "num_key_value_heads")  # fmt: skip
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     sizes = (512, 64, 128, 2, 2, 1) if tiny else (151936, 896, 4864, 24, 14, 2)
     shape: dict[str, Any] = dict(zip(names, sizes, strict=True))
     end = 256

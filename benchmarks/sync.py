@@ -53,11 +53,18 @@ def run(bench: Bench) -> None:
             p50, is_local = medians[name], tp_size == ranks
             rate = bytes_moved[name] / p50 / 1e6
             bench.add(
-                "sync", _transport(device, ranks), name, shape, dtype="float32→bf16",
-                ms_p20=of[len(of) // 5], ms_p50=p50, ms_p80=of[len(of) * 4 // 5], gb_per_s=rate,
+                "sync",
+                _transport(device, ranks),
+                name,
+                shape,
+                dtype="float32→bf16",
+                ms_p20=of[len(of) // 5],
+                ms_p50=p50,
+                ms_p80=of[len(of) * 4 // 5],
+                gb_per_s=rate,
                 share_of_limit=rate / max(peaks) if is_local and name == OURS else None,
                 ratio_to_best_peer=best / p50 if name == OURS else None,
-            )  # fmt: skip
+            )
 
 
 def _transport(device: str, ranks: int) -> str:

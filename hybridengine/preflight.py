@@ -275,9 +275,12 @@ def _check_adapters(config: RLConfig | SFTConfig, model: PretrainedConfig) -> No
     given = config.model
     if given.lora_rank:
         check_lora(
-            model, given.lora_rank, given.target_modules, given.lora_adapter_path,
+            model,
+            given.lora_rank,
+            given.target_modules,
+            given.lora_adapter_path,
             given.trust_remote_code,
-        )  # fmt: skip
+        )
 
 
 def _check_tokens(model: PretrainedConfig, sequences: Iterable[Sequence[int]]) -> None:

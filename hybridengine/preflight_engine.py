@@ -174,8 +174,10 @@ def resident_bytes(config: RLConfig, numel: int) -> float:
 def _host_memory() -> float:
     """Return the bytes of memory of this machine, or of its control group."""
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for limit in (Path("/sys/fs/cgroup/memory.max"),
-                  Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):  # fmt: skip
+    for limit in (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ):
         with suppress(OSError, ValueError):  # "max": without a limit
             memory = min(memory, float(limit.read_text()))
     return memory

@@ -17,9 +17,12 @@ from ._per_token import TokenSequences
 
 # In the order of LossAggMode in csrc/policy_loss/params.h.
 LOSS_AGG_MODES = (
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
-)  # fmt: skip
+)
 
 
 def check_aggregation(op: str, loss_agg_mode: str, loss_scale_factor: float | None) -> float | None:
@@ -136,8 +139,9 @@ def kernel_denominators(
     tensors: list[Tensor | None] = []
     numbers: list[float] = []
     for name, given in (
-        ("global_num_tokens", global_num_tokens), ("global_num_seqs", global_num_seqs)
-    ):  # fmt: skip
+        ("global_num_tokens", global_num_tokens),
+        ("global_num_seqs", global_num_seqs),
+    ):
         _check_count(op, name, given, device)
         on_device = isinstance(given, Tensor) and not check.readable(given)
         tensors.append(given if isinstance(given, Tensor) and on_device else None)

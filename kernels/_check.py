@@ -24,8 +24,14 @@ from torch.autograd import forward_ad
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _IDS = (torch.int64, torch.int32)
 NUMBERS = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS,
-)  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    *FLOATS,
+)
 _MAX_INT32 = 2**31 - 1
 
 # For every letter of the shape patterns: its size, and the name of the argument that set it.

@@ -50,13 +50,19 @@ TINY = {
     ),
     "qwen3": lambda: Qwen3Config(**_COMMON, tie_word_embeddings=True),
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        **_COMMON,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
     ),
     "gemma2": lambda: Gemma2Config(
-        **_COMMON, sliding_window=16, attn_logit_softcapping=5.0, final_logit_softcapping=8.0,
+        **_COMMON,
+        sliding_window=16,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=8.0,
         query_pre_attn_scalar=48,
     ),
-}  # fmt: skip
+}
 
 
 def tiny_config(kind: str):
@@ -76,9 +82,12 @@ def save_tiny(kind: str, folder: Path | str, dtype: torch.dtype = torch.float32,
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
         chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder)
     return str(folder)
 
 

@@ -179,9 +179,13 @@ def _pytest(
         with log.open("w") as output:
             try:
                 done = subprocess.run(
-                    command, cwd=source, env=environment, timeout=TIMEOUT_S,
-                    stdout=output, stderr=subprocess.STDOUT,
-                )  # fmt: skip
+                    command,
+                    cwd=source,
+                    env=environment,
+                    timeout=TIMEOUT_S,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
             except subprocess.TimeoutExpired:
                 raise SystemExit(
                     f"{source.parent.name}: its tests {'with' if variables else 'without'} ours "

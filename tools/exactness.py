@@ -120,9 +120,12 @@ def from_hidden(backend: str, device: str) -> None:
 
         exact = results(two_steps, [hidden.double(), weight.double()], token_ids)
         ours = results(
-            linear_token_log_probs, [hidden, weight], token_ids, backend=backend,
+            linear_token_log_probs,
+            [hidden, weight],
+            token_ids,
+            backend=backend,
             budget_bytes=2**23,
-        )  # fmt: skip
+        )
         baselines = {"": two_steps}
         if dtype != torch.float32:
             baselines[", PyTorch with a float32 head"] = float32_head

@@ -74,8 +74,15 @@ def build() -> None:
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if nvcc is None:
         sys.exit("gpu-rehearsal: nvcc was not found: put it on PATH, or set CUDACXX.")
-    call(PYTHON, "tools/gpu_build.py", *("--arch", ARCHITECTURE), "--json", WORK / "build.json",
-         CUDACXX=nvcc, HYBRIDENGINE_PACK="")  # fmt: skip
+    call(
+        PYTHON,
+        "tools/gpu_build.py",
+        *("--arch", ARCHITECTURE),
+        "--json",
+        WORK / "build.json",
+        CUDACXX=nvcc,
+        HYBRIDENGINE_PACK="",
+    )
 
 
 def copy_sources() -> None:

@@ -228,9 +228,13 @@ def main() -> int:
         for part in arguments.part or PARTS:
             command = [sys.executable, *PARTS[part], *extra]
             statuses[part] = run_part(
-                part, command, results, resume=arguments.resume, environment=environment,
+                part,
+                command,
+                results,
+                resume=arguments.resume,
+                environment=environment,
                 limit_s=LIMITS_S.get(part, LIMIT_S) * (1 if arguments.device == "cuda" else 10),
-            )  # fmt: skip
+            )
     for part, status in statuses.items():
         print(f"gpu-report: {part}: {status}")
     print(f"gpu-report: {results.file}")

@@ -59,9 +59,13 @@ def outcome_of(code: int | None, output: str) -> dict[str, str]:
 def run(command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
     """Run a command, at most `limit_s` seconds; return its exit code (None: ended) and output."""
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         process_group=0,
-    )  # fmt: skip
+    )
     try:
         output, _ = process.communicate(timeout=limit_s)
         return process.returncode, output

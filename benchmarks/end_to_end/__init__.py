@@ -61,9 +61,16 @@ def run(bench: Bench) -> None:
                 totals["peak_mib"] = result["peak_rss_gib"] * 1024
                 totals["ratio_to_best_peer"] = rates[impl] / rates["trl"] if impl == OURS else None
             bench.add(
-                "end_to_end", phase, impl, f"{PROMPTS}x{N} responses", dtype="float32→bf16",
-                ms_p20=times[0], ms_p50=median(times), ms_p80=times[-1], **totals,
-            )  # fmt: skip
+                "end_to_end",
+                phase,
+                impl,
+                f"{PROMPTS}x{N} responses",
+                dtype="float32→bf16",
+                ms_p20=times[0],
+                ms_p50=median(times),
+                ms_p80=times[-1],
+                **totals,
+            )
         print(f"# {impl}: {rates[impl]:.0f} tokens/s, {result['peak_rss_gib']:.2f} GiB", flush=True)
     memory = ours["peak_rss_gib"] / trl["peak_rss_gib"]
     print(f"# {rates[OURS] / rates['trl']:.2f}x TRL's tokens/s in {memory:.0%} of its memory")

@@ -74,6 +74,13 @@ def _report(bench: Bench, trainer: str, shape: str, results: dict[str, dict[str,
                 baseline = median(p[phase] * 1e3 for p in theirs["phases"][1:])
                 totals["ratio_to_best_peer"] = baseline / median(times)
             bench.add(
-                f"trl_{trainer}", phase, impl, shape, dtype="float32",
-                ms_p20=times[0], ms_p50=median(times), ms_p80=times[-1], **totals,
-            )  # fmt: skip
+                f"trl_{trainer}",
+                phase,
+                impl,
+                shape,
+                dtype="float32",
+                ms_p20=times[0],
+                ms_p50=median(times),
+                ms_p80=times[-1],
+                **totals,
+            )

@@ -22,19 +22,34 @@ VOCAB = 101
 def write_model() -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, moe_intermediate_size=64,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        num_experts=16, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.1,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(FOLDER / "model")
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
         chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    ).save_pretrained(FOLDER / "model")  # fmt: skip
+    ).save_pretrained(FOLDER / "model")
 
 
 def write_prompts() -> None:

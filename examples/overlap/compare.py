@@ -20,9 +20,14 @@ from statistics import fmean, median, stdev
 CONFIG = Path(__file__).parent / "config.yaml"
 SYNC = ("trainer.mode=sync", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=0")
 COLUMNS = (
-    "validation", "spread of seeds", "seconds per step", "tokens/s per rank", "trainer idle",
-    "engine idle", "staleness",
-)  # fmt: skip
+    "validation",
+    "spread of seeds",
+    "seconds per step",
+    "tokens/s per rank",
+    "trainer idle",
+    "engine idle",
+    "staleness",
+)
 
 
 def main() -> None:

@@ -23,17 +23,27 @@ _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if type(layou
 _ADMITTED: dict[tuple[str, str], Any] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
-        for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-                     "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
     },
-    **{("torch", str(x).removeprefix("torch.")): x for x in vars(torch).values()
-       if type(x) is torch.dtype},
+    **{
+        ("torch", str(x).removeprefix("torch.")): x
+        for x in vars(torch).values()
+        if type(x) is torch.dtype
+    },
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,
     ("pathlib", "PosixPath"): PurePosixPath,  # the path that the checkpoint was written to
     ("pathlib._local", "PosixPath"): PurePosixPath,  # of Python 3.13
-}  # fmt: skip
+}
 
 
 class MetadataReader(FileSystemReader):

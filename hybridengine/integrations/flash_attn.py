@@ -181,10 +181,15 @@ def cross_entropy_loss(
         (losses [T] float32, differentiable; z_losses [T], the part of the z-loss).
     """
     return cross_entropy(
-        logits, labels, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale,
-        logit_scale=logit_scale, ignore_index=ignore_index, group=process_group,
+        logits,
+        labels,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+        group=process_group,
         inplace_backward=inplace_backward,
-    )  # fmt: skip
+    )
 
 
 class CrossEntropyLoss(torch.nn.Module):
@@ -214,9 +219,16 @@ class CrossEntropyLoss(torch.nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the loss of input [T, V] and target [T]; with return_z_loss also the z-loss."""
         both = cross_entropy_loss(
-            input, target, precomputed_lse, self.label_smoothing, self.logit_scale,
-            self.lse_square_scale, self.ignore_index, self.inplace_backward, self.process_group,
-        )  # fmt: skip
+            input,
+            target,
+            precomputed_lse,
+            self.label_smoothing,
+            self.logit_scale,
+            self.lse_square_scale,
+            self.ignore_index,
+            self.inplace_backward,
+            self.process_group,
+        )
         if self.reduction != "none":
             count = (target != self.ignore_index).sum() if self.reduction == "mean" else 1
             both = (both[0].sum() / count, both[1].sum() / count)

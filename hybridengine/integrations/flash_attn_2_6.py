@@ -44,9 +44,16 @@ def cross_entropy_loss(
 ) -> tuple[Tensor, Tensor]:
     """(losses [T], z_losses [T]); see flash_attn.cross_entropy_loss."""
     return flash_attn.cross_entropy_loss(
-        logits, labels, None, label_smoothing, logit_scale, lse_square_scale, ignore_index,
-        inplace_backward, process_group,
-    )  # fmt: skip
+        logits,
+        labels,
+        None,
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        inplace_backward,
+        process_group,
+    )
 
 
 class CrossEntropyLoss(flash_attn.CrossEntropyLoss):

@@ -88,9 +88,14 @@ class DistributedLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, group,
+        ctx,
+        vocab_parallel_logits,
+        target,
+        vocab_start_index,
+        vocab_end_index,
+        group,
         inference_only=False,
-    ):  # fmt: skip
+    ):
         """vocab_start_index, vocab_end_index: of this rank; `group` already implies them."""
         return _recorded(
             ctx,
@@ -111,14 +116,25 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, chunk_size,
-        tp_group, inference_only=False,
-    ):  # fmt: skip
+        ctx,
+        vocab_parallel_logits,
+        target,
+        vocab_start_index,
+        vocab_end_index,
+        chunk_size,
+        tp_group,
+        inference_only=False,
+    ):
         """As `DistributedLogprob.forward`."""
         return DistributedLogprob.forward(
-            ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, tp_group,
+            ctx,
+            vocab_parallel_logits,
+            target,
+            vocab_start_index,
+            vocab_end_index,
+            tp_group,
             inference_only,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -151,9 +167,15 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, vocab_parallel_logits, global_indices, vocab_start_index, vocab_end_index,
-        chunk_size, tp_group, inference_only=False,
-    ):  # fmt: skip
+        ctx,
+        vocab_parallel_logits,
+        global_indices,
+        vocab_start_index,
+        vocab_end_index,
+        chunk_size,
+        tp_group,
+        inference_only=False,
+    ):
         """chunk_size has no effect."""
         own = vocab_parallel_logits.detach().requires_grad_(not inference_only)
         group = _several(tp_group)
@@ -196,9 +218,16 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, tensor_parallel_hidden_states, target, output_weight_layer, vocab_start_index,
-        vocab_end_index, chunk_size, tp_group, inference_only=False,
-    ):  # fmt: skip
+        ctx,
+        tensor_parallel_hidden_states,
+        target,
+        output_weight_layer,
+        vocab_start_index,
+        vocab_end_index,
+        chunk_size,
+        tp_group,
+        inference_only=False,
+    ):
         """chunk_size has no effect: chunks follow `linear_token_log_probs`' budget in bytes."""
         group, hidden = _several(tp_group), tensor_parallel_hidden_states
         ctx.own = slice(0, hidden.shape[0])

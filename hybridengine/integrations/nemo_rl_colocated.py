@@ -82,9 +82,11 @@ class SendsShards:
         sizes, world_size = self.cfg["generation"]["vllm_cfg"], dist.get_world_size()
         of_engine = sizes["tensor_parallel_size"] * sizes.get("pipeline_parallel_size", 1)
         self.reshard_engine.init_policy_process_group(
-            worker_rank=dist.get_rank(), train_world_size=0, rollout_world_size=world_size,
+            worker_rank=dist.get_rank(),
+            train_world_size=0,
+            rollout_world_size=world_size,
             metadata=[{"engine_world_size": of_engine}],
-        )  # fmt: skip
+        )
         return {_KEY: info}
 
     @torch.no_grad()
@@ -149,8 +151,10 @@ def _join(info: dict[str, Any]) -> Any:
     engine = ReshardEngine(None)
     engine.init_rollout_process_group(
         rollout_rank=broadcast_value(index, int, group=group) * dist.get_world_size(),
-        train_world_size=1, rollout_world_size=0, metadata=[info],
-    )  # fmt: skip
+        train_world_size=1,
+        rollout_world_size=0,
+        metadata=[info],
+    )
     return engine
 
 

@@ -313,9 +313,15 @@ def _expanded(op: str, options: dict[str, Any], shape: torch.Size) -> dict[str, 
 
 # The options of the operators over hidden states with an entry per position.
 _PER_POSITION = (
-    "temperature", "vocab_mask", "old_log_probs", "advantages", "ref_log_probs", "selected",
-    "rollout_is_weights", "rollout_log_probs",
-)  # fmt: skip
+    "temperature",
+    "vocab_mask",
+    "old_log_probs",
+    "advantages",
+    "ref_log_probs",
+    "selected",
+    "rollout_is_weights",
+    "rollout_log_probs",
+)
 
 
 def _packed(

@@ -123,10 +123,11 @@ _PATCHES = Patches(
     ">=0.4,<0.5",
     [
         Replacement(f"{_SYNC}.get_vllm_receive_backend", get_vllm_receive_backend, "weight_sync"),
-        Replacement(f"{_SYNC}.weight_senders.build_trainer_engine", build_trainer_engine,
-                    "weight_sync"),
+        Replacement(
+            f"{_SYNC}.weight_senders.build_trainer_engine", build_trainer_engine, "weight_sync"
+        ),
         Replacement(_RAY, initialize_ray, "weight_sync"),
     ],
     default_groups=("weight_sync",),
-)  # fmt: skip
+)
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

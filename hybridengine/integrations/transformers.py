@@ -107,9 +107,13 @@ def fuse_loss(model: PreTrainedModel) -> None:
         target = labels if shift_labels is None else shift_labels
         if not self.training or target is None or kwargs.get("return_dict") is False:
             return head.forward_given(
-                self, args, kwargs, labels=labels, shift_labels=shift_labels,
+                self,
+                args,
+                kwargs,
+                labels=labels,
+                shift_labels=shift_labels,
                 num_items_in_batch=num_items_in_batch,
-            )  # fmt: skip
+            )
         scores = functools.partial(_loss, target, shift_labels is not None, num_items_in_batch)
         output, (loss,) = head.call(self, scores, *args, **kwargs)
         if getattr(output, "aux_loss", None) is not None:
@@ -136,9 +140,14 @@ def _loss(
         log_probs, _ = token_log_probs(rows, ids)
         return (-log_probs.sum() / _items(num_items_in_batch, mask),)
     loss, _ = linear_cross_entropy(
-        rows, weight, ids, bias=bias, logit_scale=logit_scale, softcap=softcap,
+        rows,
+        weight,
+        ids,
+        bias=bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
         num_items_in_batch=num_items_in_batch,
-    )  # fmt: skip
+    )
     return (loss,)
 
 

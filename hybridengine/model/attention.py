@@ -125,9 +125,15 @@ def varlen_attention(
                 cu_seq_lens_q, q.shape[0]
             )
         out = tree_attention(
-            q, k, v, subtree_ends, tree_position_ids,
-            softmax_scale=scaling, window_size=sliding_window, softcap=softcap,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            subtree_ends,
+            tree_position_ids,
+            softmax_scale=scaling,
+            window_size=sliding_window,
+            softcap=softcap,
+        )
     if sequence_parallel is not None:
         out = gather_heads_scatter_seq(out, sequence_parallel)
     return out.unsqueeze(0), None

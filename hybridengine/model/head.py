@@ -80,9 +80,16 @@ def log_prob_head(target_ids: Tensor, temperature: float, kept: KeptIds | None) 
             )
         entries = kept.filled(weight.shape[0])
         return sparse_linear_token_log_probs(
-            rows, weight, target_ids, entries.ids, entries.cu_kept.to(rows.device), temperature,
-            bias=bias, logit_scale=scale, softcap=softcap,
-        )  # fmt: skip
+            rows,
+            weight,
+            target_ids,
+            entries.ids,
+            entries.cu_kept.to(rows.device),
+            temperature,
+            bias=bias,
+            logit_scale=scale,
+            softcap=softcap,
+        )
 
     return head
 

@@ -21,8 +21,14 @@ from hybridengine.errors import UserError
 from hybridengine.runtime.messages import MessageError, decode, encode
 
 __all__ = [
-    "SECRET", "SignedStore", "check_secret", "new_secret", "share_secret", "sign", "verified"
-]  # fmt: skip
+    "SECRET",
+    "SignedStore",
+    "check_secret",
+    "new_secret",
+    "share_secret",
+    "sign",
+    "verified",
+]
 
 SECRET = "HYBRIDENGINE_SECRET"  # of the environment
 _MIN_LENGTH = 16  # characters of a secret

@@ -11,8 +11,18 @@ from hybridengine.storage import atomic_file
 
 History = Sequence[Mapping[str, float]]
 
-_PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor",
-           "wait_for_critic", "update_weights")  # fmt: skip
+_PHASES = (
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "wait_for_critic",
+    "update_weights",
+)
 _CRITIC_PHASES = ("values", "update_critic")  # beside the others if the critic has its own ranks
 _HEALTHY, _PROBLEM = 0.005, 0.01  # rollout_probs_diff_mean, by verl's rule of thumb
 _VALIDATION = "val/"  # all metrics with this prefix

@@ -16,10 +16,21 @@ from hybridengine.model import SavedWork
 
 # Dense bfloat16 TFLOP/s of the data sheets; the first entry that the device name contains applies.
 _PEAK_TFLOPS = {
-    "B200": 2250.0, "H200": 989.5, "H100 PCIe": 756.5, "H100 NVL": 835.5, "H100": 989.5,
-    "H800": 989.5, "H20": 148.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0, "L40": 181.0,
-    "L20": 119.5, "A10": 125.0, "MI300X": 1307.0,
-}  # fmt: skip
+    "B200": 2250.0,
+    "H200": 989.5,
+    "H100 PCIe": 756.5,
+    "H100 NVL": 835.5,
+    "H100": 989.5,
+    "H800": 989.5,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L20": 119.5,
+    "A10": 125.0,
+    "MI300X": 1307.0,
+}
 
 _NOTHING = SavedWork()
 

@@ -95,9 +95,16 @@ def group_advantage(
     if estimator == "grpo" and not norm_by_std:
         estimator = "mean"
     per_row, per_token = torch.ops.hybridengine.group_advantage(
-        rewards, group_ids, GROUP_ESTIMATORS.index(estimator), norm_by_std, epsilon, lengths,
-        cu_seqlens, response_mask, backend,
-    )  # fmt: skip
+        rewards,
+        group_ids,
+        GROUP_ESTIMATORS.index(estimator),
+        norm_by_std,
+        epsilon,
+        lengths,
+        cu_seqlens,
+        response_mask,
+        backend,
+    )
     if shape is None:
         return per_row if valid is None else torch.where(valid, per_row, 0)
     return per_token.view(shape)
@@ -231,9 +238,16 @@ def _group_advantage(
     num_tokens = 0 if response_mask is None else response_mask.numel()
     if backend != "reference":
         return native().group_advantage(
-            rewards, group_ids, estimator, norm_by_std, epsilon, lengths, cu_seqlens,
-            response_mask, num_tokens,
-        )  # fmt: skip
+            rewards,
+            group_ids,
+            estimator,
+            norm_by_std,
+            epsilon,
+            lengths,
+            cu_seqlens,
+            response_mask,
+            num_tokens,
+        )
     per_row = _reference(
         rewards, group_ids, GROUP_ESTIMATORS[estimator], norm_by_std, epsilon, lengths
     )

@@ -65,9 +65,18 @@ def join_kernel(moments, rows, out, BLOCK: tl.constexpr):
 
 @triton.jit
 def apply_kernel(
-    values, mask, moments, out, size, ranks, epsilon, SHIFT_MEAN: tl.constexpr,
-    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, JOIN_BLOCK: tl.constexpr,
-):  # fmt: skip
+    values,
+    mask,
+    moments,
+    out,
+    size,
+    ranks,
+    epsilon,
+    SHIFT_MEAN: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    JOIN_BLOCK: tl.constexpr,
+):
     """out: values, whitened by the joint moments of moments [ranks, 3]; 0 where masked."""
     count, mean, squares = _joined(moments, ranks, JOIN_BLOCK)
     scale = 1.0 / tl.sqrt(squares / tl.maximum(count - 1.0, 1.0) + epsilon)
@@ -90,9 +99,15 @@ def moments_triton(values: Tensor, mask: Tensor | None) -> Tensor:
     moments = values.new_empty(blocks, 3, dtype=torch.float64)
     if blocks:
         launch(
-            moments_kernel, (blocks,),
-            values, mask, moments, values.numel(), HAS_MASK=mask is not None, BLOCK=BLOCK,
-        )  # fmt: skip
+            moments_kernel,
+            (blocks,),
+            values,
+            mask,
+            moments,
+            values.numel(),
+            HAS_MASK=mask is not None,
+            BLOCK=BLOCK,
+        )
     joined = values.new_empty(3, dtype=torch.float64)
     launch(join_kernel, (1,), moments, blocks, joined, BLOCK=JOIN_BLOCK)
     return joined
@@ -105,8 +120,18 @@ def apply_triton(
     out = torch.empty_like(values)
     if values.numel():
         launch(
-            apply_kernel, (triton.cdiv(values.numel(), BLOCK),),
-            values, mask, moments, out, values.numel(), moments.shape[0], epsilon,
-            SHIFT_MEAN=shift_mean, HAS_MASK=mask is not None, BLOCK=BLOCK, JOIN_BLOCK=JOIN_BLOCK,
-        )  # fmt: skip
+            apply_kernel,
+            (triton.cdiv(values.numel(), BLOCK),),
+            values,
+            mask,
+            moments,
+            out,
+            values.numel(),
+            moments.shape[0],
+            epsilon,
+            SHIFT_MEAN=shift_mean,
+            HAS_MASK=mask is not None,
+            BLOCK=BLOCK,
+            JOIN_BLOCK=JOIN_BLOCK,
+        )
     return out

@@ -164,9 +164,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor,
     f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     arguments: list[Any] = [grad_out, query, key, value, out, lse, *options]
     backend = arguments.pop()
     chosen = choose_backend(OP, query.device, backend, query.dtype)
@@ -196,9 +201,19 @@ def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tens
         return None, None, None, *no_gradients
     query, key, value, ends, position_ids, out, lse = ctx.saved_tensors
     grads = torch.ops.hybridengine.tree_attention_backward(
-        grad_out, query, key, value, out, lse, ends, position_ids,
-        ctx.scale, ctx.window_size, ctx.softcap, ctx.backend,
-    )  # fmt: skip
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        ends,
+        position_ids,
+        ctx.scale,
+        ctx.window_size,
+        ctx.softcap,
+        ctx.backend,
+    )
     return *grads, *no_gradients
 
 

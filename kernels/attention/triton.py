@@ -49,9 +49,13 @@ class _Problem(NamedTuple):
 
 
 def _problem(
-    query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, window_size: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_scale: float,
+    window_size: int | None,
     softcap: float | None,
-) -> _Problem:  # fmt: skip
+) -> _Problem:
     width, value_width = query.shape[2], value.shape[2]
     sign = 1.0
     if softmax_scale <= 0:  # the kernels take the maximum before they scale
@@ -122,10 +126,22 @@ def tree_attention_forward(
     tiles = problem.tiles("forward")
     tables = block_tables(subtree_ends, position_ids, window_size, tiles.block_n, tiles.block_m)
     launch(
-        forward_kernel, (heads, triton.cdiv(tokens, tiles.block_m)),
-        problem.query, problem.key, problem.value, subtree_ends, position_ids, tables, out, lse,
-        tokens, tables.shape[1], **problem.sizes, **problem.flags, **tiles.arguments,
-    )  # fmt: skip
+        forward_kernel,
+        (heads, triton.cdiv(tokens, tiles.block_m)),
+        problem.query,
+        problem.key,
+        problem.value,
+        subtree_ends,
+        position_ids,
+        tables,
+        out,
+        lse,
+        tokens,
+        tables.shape[1],
+        **problem.sizes,
+        **problem.flags,
+        **tiles.arguments,
+    )
     return out, lse
 
 
@@ -148,18 +164,35 @@ def tree_attention_backward(
         return grad_query, grad_key, grad_value
     if max(query.shape[2], value.shape[2]) > _MAX_HEAD_SIZE:
         return reference.tree_attention_backward(
-            grad_out, query, key, value, out, lse, subtree_ends, position_ids,
-            softmax_scale, window_size, softcap,
-        )  # fmt: skip
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            subtree_ends,
+            position_ids,
+            softmax_scale,
+            window_size,
+            softcap,
+        )
     problem = _problem(query, key, value, softmax_scale, window_size, softcap)
     grad_out = _unit_stride(grad_out)
     delta = torch.empty_like(lse)
     tokens, heads, value_width = out.shape
     launch(
-        delta_kernel, (heads, triton.cdiv(tokens, _DELTA_BLOCK)),
-        grad_out, out, delta, tokens, grad_out.stride(0), grad_out.stride(1), value_width,
-        BLOCK=_DELTA_BLOCK, BLOCK_V=problem.flags["BLOCK_V"],
-    )  # fmt: skip
+        delta_kernel,
+        (heads, triton.cdiv(tokens, _DELTA_BLOCK)),
+        grad_out,
+        out,
+        delta,
+        tokens,
+        grad_out.stride(0),
+        grad_out.stride(1),
+        value_width,
+        BLOCK=_DELTA_BLOCK,
+        BLOCK_V=problem.flags["BLOCK_V"],
+    )
     problem.sizes.update(_strides(grad=grad_out), scale=problem.scale)
     rows = (problem.query, problem.key, problem.value, grad_out, lse, delta)
     _query_grad(problem, rows, subtree_ends, position_ids, window_size, grad_query)
@@ -168,23 +201,41 @@ def tree_attention_backward(
 
 
 def _query_grad(
-    problem: _Problem, rows: tuple[Tensor, ...], ends: Tensor, positions: Tensor | None,
-    window_size: int | None, grad_query: Tensor,
-) -> None:  # fmt: skip
+    problem: _Problem,
+    rows: tuple[Tensor, ...],
+    ends: Tensor,
+    positions: Tensor | None,
+    window_size: int | None,
+    grad_query: Tensor,
+) -> None:
     tokens, heads, _ = grad_query.shape
     tiles = problem.tiles("query_grad")
     tables = block_tables(ends, positions, window_size, tiles.block_n, tiles.block_m)
     launch(
-        query_grad_kernel, (heads, triton.cdiv(tokens, tiles.block_m)),
-        *rows, ends, positions, tables, grad_query, tokens, tables.shape[1],
-        **problem.sizes, **problem.flags, **tiles.arguments,
-    )  # fmt: skip
+        query_grad_kernel,
+        (heads, triton.cdiv(tokens, tiles.block_m)),
+        *rows,
+        ends,
+        positions,
+        tables,
+        grad_query,
+        tokens,
+        tables.shape[1],
+        **problem.sizes,
+        **problem.flags,
+        **tiles.arguments,
+    )
 
 
 def _key_grad(
-    problem: _Problem, rows: tuple[Tensor, ...], ends: Tensor, positions: Tensor | None,
-    window_size: int | None, grad_key: Tensor, grad_value: Tensor,
-) -> None:  # fmt: skip
+    problem: _Problem,
+    rows: tuple[Tensor, ...],
+    ends: Tensor,
+    positions: Tensor | None,
+    window_size: int | None,
+    grad_key: Tensor,
+    grad_value: Tensor,
+) -> None:
     tiles = problem.tiles("key_grad")
     (tokens, heads, _), kv_heads = rows[0].shape, grad_key.shape[1]
     blocks = triton.cdiv(tokens, tiles.block_n)
@@ -197,10 +248,20 @@ def _key_grad(
     if window_size is not None:
         tables = block_tables(ends, positions, window_size, tiles.block_n, tiles.block_n)
     launch(
-        key_grad_kernel, (parts, blocks),
-        *rows, ends, positions, tables, *sums, tokens, blocks, heads=per_program,
-        **problem.sizes, **problem.flags, **tiles.arguments,
-    )  # fmt: skip
+        key_grad_kernel,
+        (parts, blocks),
+        *rows,
+        ends,
+        positions,
+        tables,
+        *sums,
+        tokens,
+        blocks,
+        heads=per_program,
+        **problem.sizes,
+        **problem.flags,
+        **tiles.arguments,
+    )
     if parts > kv_heads:
         for grad, partial in zip(grads, sums, strict=True):
             grad.copy_(partial.unflatten(1, (kv_heads, -1)).sum(2))

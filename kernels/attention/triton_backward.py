@@ -32,20 +32,41 @@ _HIGHEST = tl.constexpr(2147483647)
 
 @triton.jit(do_not_specialize=VARYING)
 def delta_kernel(
-    grad_out, out, delta, tokens, grad_stride, grad_head_stride, value_width,
-    BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    grad_out,
+    out,
+    delta,
+    tokens,
+    grad_stride,
+    grad_head_stride,
+    value_width,
+    BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """delta [H, T]: grad_out . out of each token and head."""
     head = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     grad = load_rows(
-        grad_out + head * grad_head_stride, start, grad_stride, tokens, value_width,
-        BLOCK, BLOCK_V, False, False,
-    )  # fmt: skip
+        grad_out + head * grad_head_stride,
+        start,
+        grad_stride,
+        tokens,
+        value_width,
+        BLOCK,
+        BLOCK_V,
+        False,
+        False,
+    )
     o = load_rows(
-        out + head * value_width, start, tl.num_programs(0) * value_width, tokens, value_width,
-        BLOCK, BLOCK_V, False, False,
-    )  # fmt: skip
+        out + head * value_width,
+        start,
+        tl.num_programs(0) * value_width,
+        tokens,
+        value_width,
+        BLOCK,
+        BLOCK_V,
+        False,
+        False,
+    )
     rows = start + tl.arange(0, BLOCK)
     sums = tl.sum(grad.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(delta + head * tokens + rows, sums, mask=rows < tokens)
@@ -53,10 +74,22 @@ def delta_kernel(
 
 @triton.jit
 def _load_query_rows(
-    query, grad_out, lse, delta, row_start, rows, tokens,
-    query_stride, grad_stride, width, value_width,
-    ALL_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    query,
+    grad_out,
+    lse,
+    delta,
+    row_start,
+    rows,
+    tokens,
+    query_stride,
+    grad_stride,
+    width,
+    value_width,
+    ALL_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """row_data of a block of queries; beyond the last token P is 0."""
     q = load_rows(
         query, row_start, query_stride, tokens, width, BLOCK_M, BLOCK_D, False, ALL_COLUMNS
@@ -70,10 +103,24 @@ def _load_query_rows(
 
 @triton.jit
 def _query_grad_block(
-    sums, row_data, keys, start, partial, rows, row_position, forest, factor, cap_scale,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, ALL_KEYS: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    sums,
+    row_data,
+    keys,
+    start,
+    partial,
+    rows,
+    row_position,
+    forest,
+    factor,
+    cap_scale,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """Add dS k of the keys from `start` on."""
     query, grad, lse, delta = row_data
     _, _, tokens, _ = forest
@@ -92,13 +139,41 @@ def _query_grad_block(
 
 @triton.jit(do_not_specialize=VARYING)
 def query_grad_kernel(
-    query, key, value, grad_out, lse, delta, ends, positions, tables, grad_query,
-    tokens, blocks, group,
-    query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
-    grad_stride, grad_head_stride, width, value_width, window_size, scale, factor, cap_scale,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, ALL_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    grad_out,
+    lse,
+    delta,
+    ends,
+    positions,
+    tables,
+    grad_query,
+    tokens,
+    blocks,
+    group,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    grad_stride,
+    grad_head_stride,
+    width,
+    value_width,
+    window_size,
+    scale,
+    factor,
+    cap_scale,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """grad_query [T, H, D]; programs and their key blocks as in forward_kernel."""
     head = tl.program_id(0).to(tl.int64)
     row_start = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
@@ -111,39 +186,98 @@ def query_grad_kernel(
     row_position = load_positions(positions, rows, tokens, HAS_WINDOW)
     highest = tl.max(row_position, 0)
     row_data = _load_query_rows(
-        query + head * query_head_stride, grad_out + head * grad_head_stride,
-        lse + head * tokens, delta + head * tokens, row_start, rows, tokens,
-        query_stride, grad_stride, width, value_width, ALL_COLUMNS, BLOCK_M, BLOCK_D, BLOCK_V,
-    )  # fmt: skip
+        query + head * query_head_stride,
+        grad_out + head * grad_head_stride,
+        lse + head * tokens,
+        delta + head * tokens,
+        row_start,
+        rows,
+        tokens,
+        query_stride,
+        grad_stride,
+        width,
+        value_width,
+        ALL_COLUMNS,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_V,
+    )
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(row_start, row_end, BLOCK_N):
         sums = _query_grad_block(
-            sums, row_data, keys, start, True, rows, row_position, forest, factor, cap_scale,
-            HAS_WINDOW, HAS_CAP, False, ALL_COLUMNS, BLOCK_N, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
+            sums,
+            row_data,
+            keys,
+            start,
+            True,
+            rows,
+            row_position,
+            forest,
+            factor,
+            cap_scale,
+            HAS_WINDOW,
+            HAS_CAP,
+            False,
+            ALL_COLUMNS,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_V,
+        )
     block, begin = first_blocks(tables, blocks, row_start // BLOCK_N, HAS_WINDOW)
     while block >= begin:
         run = run_begin(tables, blocks, block, begin)
         for other in range(run, block + 1):
             partial = is_partial(tables, blocks, other, row_end, highest, forest, HAS_WINDOW)
             sums = _query_grad_block(
-                sums, row_data, keys, other * BLOCK_N, partial, rows, row_position, forest,
-                factor, cap_scale,
-                HAS_WINDOW, HAS_CAP, True, ALL_COLUMNS, BLOCK_N, BLOCK_D, BLOCK_V,
-            )  # fmt: skip
+                sums,
+                row_data,
+                keys,
+                other * BLOCK_N,
+                partial,
+                rows,
+                row_position,
+                forest,
+                factor,
+                cap_scale,
+                HAS_WINDOW,
+                HAS_CAP,
+                True,
+                ALL_COLUMNS,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_V,
+            )
         block = previous_block(tables, blocks, run)
     store_rows(
-        grad_query + head * width, row_start, tl.num_programs(0) * width, tokens, width,
-        sums * scale, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+        grad_query + head * width,
+        row_start,
+        tl.num_programs(0) * width,
+        tokens,
+        width,
+        sums * scale,
+        BLOCK_M,
+        BLOCK_D,
+    )
 
 
 @triton.jit
 def _key_grad_block(
-    sums, value_sums, row_data, k, v, partial, rows, columns, forest, factor, cap_scale,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    sums,
+    value_sums,
+    row_data,
+    k,
+    v,
+    partial,
+    rows,
+    columns,
+    forest,
+    factor,
+    cap_scale,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Add dS^T q and P^T grad_out of a block of queries."""
     q, grad, lse, delta = row_data
     _, positions, tokens, _ = forest
@@ -164,13 +298,43 @@ def _key_grad_block(
 
 @triton.jit(do_not_specialize=VARYING)
 def key_grad_kernel(
-    query, key, value, grad_out, lse, delta, ends, positions, tables, grad_key, grad_value,
-    tokens, blocks, group, heads,
-    query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
-    grad_stride, grad_head_stride, width, value_width, window_size, scale, factor, cap_scale,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, ALL_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    grad_out,
+    lse,
+    delta,
+    ends,
+    positions,
+    tables,
+    grad_key,
+    grad_value,
+    tokens,
+    blocks,
+    group,
+    heads,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    grad_stride,
+    grad_head_stride,
+    width,
+    value_width,
+    window_size,
+    scale,
+    factor,
+    cap_scale,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """grad_key [T, H / heads, D] and grad_value [T, H / heads, D_v]: sums over `heads` query heads.
 
     Programs [H / heads, T / BLOCK_N]. The queries of a key block are contiguous: from its first
@@ -198,24 +362,61 @@ def key_grad_kernel(
         row_start = start + step % count * BLOCK_M
         rows = row_start + tl.arange(0, BLOCK_M)
         row_data = _load_query_rows(
-            query + head * query_head_stride, grad_out + head * grad_head_stride,
-            lse + head * tokens, delta + head * tokens, row_start, rows, tokens,
-            query_stride, grad_stride, width, value_width, ALL_COLUMNS, BLOCK_M, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
+            query + head * query_head_stride,
+            grad_out + head * grad_head_stride,
+            lse + head * tokens,
+            delta + head * tokens,
+            row_start,
+            rows,
+            tokens,
+            query_stride,
+            grad_stride,
+            width,
+            value_width,
+            ALL_COLUMNS,
+            BLOCK_M,
+            BLOCK_D,
+            BLOCK_V,
+        )
         partial = (row_start < start + BLOCK_N) | (row_start + BLOCK_M > all_end)
         if HAS_WINDOW:
             highest = tl.load(tables + MAX_POSITION * blocks + row_start // BLOCK_N)
             partial = partial | (highest - lowest >= window_size)
         sums, value_sums = _key_grad_block(
-            sums, value_sums, row_data, k, v, partial, rows, columns, forest, factor, cap_scale,
-            HAS_WINDOW, HAS_CAP, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+            sums,
+            value_sums,
+            row_data,
+            k,
+            v,
+            partial,
+            rows,
+            columns,
+            forest,
+            factor,
+            cap_scale,
+            HAS_WINDOW,
+            HAS_CAP,
+            BLOCK_M,
+            BLOCK_N,
+        )
     stride = tl.num_programs(0)
     store_rows(
-        grad_key + part * width, start, stride * width, tokens, width, sums * scale,
-        BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+        grad_key + part * width,
+        start,
+        stride * width,
+        tokens,
+        width,
+        sums * scale,
+        BLOCK_N,
+        BLOCK_D,
+    )
     store_rows(
-        grad_value + part * value_width, start, stride * value_width, tokens, value_width,
-        value_sums, BLOCK_N, BLOCK_V,
-    )  # fmt: skip
+        grad_value + part * value_width,
+        start,
+        stride * value_width,
+        tokens,
+        value_width,
+        value_sums,
+        BLOCK_N,
+        BLOCK_V,
+    )

@@ -21,9 +21,16 @@ _LOWEST = tl.constexpr(-1e30)  # finite: a difference of two is not NaN
 
 @triton.jit
 def load_rows(
-    base, first, stride, end, width,
-    ROWS: tl.constexpr, BLOCK_W: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    base,
+    first,
+    stride,
+    end,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+):
     """Load rows [first, first + ROWS) of a matrix; 0 from row `end` and column `width` on."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_W)[None, :]
@@ -49,9 +56,15 @@ def store_rows(base, first, stride, end, width, values, ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def load_keys(
-    keys, start, tokens, ALL_ROWS: tl.constexpr, ALL_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    keys,
+    start,
+    tokens,
+    ALL_ROWS: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """Keys and values of the tokens from `start` on."""
     key, value, key_stride, value_stride, width, value_width = keys
     k = load_rows(key, start, key_stride, tokens, width, ROWS, BLOCK_D, ALL_ROWS, ALL_COLUMNS)
@@ -127,10 +140,26 @@ def previous_block(tables, blocks, block):
 
 @triton.jit
 def _forward_block(
-    sums, total, top, query, keys, start, partial, rows, row_position, forest, factor, cap_scale,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, ALL_KEYS: tl.constexpr,
-    ALL_COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    sums,
+    total,
+    top,
+    query,
+    keys,
+    start,
+    partial,
+    rows,
+    row_position,
+    forest,
+    factor,
+    cap_scale,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """Add the keys from `start` on to the online softmax."""
     _, _, tokens, _ = forest
     key, value, key_stride, value_stride, width, value_width = keys
@@ -154,12 +183,36 @@ def _forward_block(
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    query, key, value, ends, positions, tables, out, lse, tokens, blocks, group,
-    query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
-    width, value_width, window_size, factor, cap_scale,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, ALL_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    ends,
+    positions,
+    tables,
+    out,
+    lse,
+    tokens,
+    blocks,
+    group,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    width,
+    value_width,
+    window_size,
+    factor,
+    cap_scale,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """out [T, H, D_v] and lse [H, T]; programs [H, T / BLOCK_M], those with most keys first."""
     head = tl.program_id(0).to(tl.int64)
     row_start = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
@@ -172,31 +225,77 @@ def forward_kernel(
     row_position = load_positions(positions, rows, tokens, HAS_WINDOW)
     highest = tl.max(row_position, 0)
     q = load_rows(
-        query + head * query_head_stride, row_start, query_stride, tokens, width,
-        BLOCK_M, BLOCK_D, False, ALL_COLUMNS,
-    )  # fmt: skip
+        query + head * query_head_stride,
+        row_start,
+        query_stride,
+        tokens,
+        width,
+        BLOCK_M,
+        BLOCK_D,
+        False,
+        ALL_COLUMNS,
+    )
     sums = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     for start in range(row_start, row_end, BLOCK_N):
         sums, total, top = _forward_block(
-            sums, total, top, q, keys, start, True, rows, row_position, forest, factor, cap_scale,
-            HAS_WINDOW, HAS_CAP, False, ALL_COLUMNS, BLOCK_N, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
+            sums,
+            total,
+            top,
+            q,
+            keys,
+            start,
+            True,
+            rows,
+            row_position,
+            forest,
+            factor,
+            cap_scale,
+            HAS_WINDOW,
+            HAS_CAP,
+            False,
+            ALL_COLUMNS,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_V,
+        )
     block, begin = first_blocks(tables, blocks, row_start // BLOCK_N, HAS_WINDOW)
     while block >= begin:
         run = run_begin(tables, blocks, block, begin)
         for other in range(run, block + 1):
             partial = is_partial(tables, blocks, other, row_end, highest, forest, HAS_WINDOW)
             sums, total, top = _forward_block(
-                sums, total, top, q, keys, other * BLOCK_N, partial, rows, row_position, forest,
-                factor, cap_scale,
-                HAS_WINDOW, HAS_CAP, True, ALL_COLUMNS, BLOCK_N, BLOCK_D, BLOCK_V,
-            )  # fmt: skip
+                sums,
+                total,
+                top,
+                q,
+                keys,
+                other * BLOCK_N,
+                partial,
+                rows,
+                row_position,
+                forest,
+                factor,
+                cap_scale,
+                HAS_WINDOW,
+                HAS_CAP,
+                True,
+                ALL_COLUMNS,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_V,
+            )
         block = previous_block(tables, blocks, run)
     total = tl.where(total > 0, total, 1.0)
     store_rows(
-        out + head * value_width, row_start, tl.num_programs(0) * value_width, tokens, value_width,
-        sums / total[:, None], BLOCK_M, BLOCK_V,
-    )  # fmt: skip
+        out + head * value_width,
+        row_start,
+        tl.num_programs(0) * value_width,
+        tokens,
+        value_width,
+        sums / total[:, None],
+        BLOCK_M,
+        BLOCK_V,
+    )
     tl.store(lse + head * tokens + rows, (top + tl.log2(total)) * LN2, mask=rows < tokens)

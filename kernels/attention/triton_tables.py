@@ -79,9 +79,15 @@ def links_kernel(tables, blocks, BLOCK: tl.constexpr, SCAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def window_kernel(
-    positions, tables, tokens, blocks, window_size,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
-):  # fmt: skip
+    positions,
+    tables,
+    tokens,
+    blocks,
+    window_size,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+):
     """BEGIN and QUERY_END of each block."""
     block = tl.program_id(0)
     start = block * BLOCK
@@ -113,9 +119,12 @@ def window_kernel(
 
 
 def block_tables(
-    subtree_ends: Tensor, position_ids: Tensor | None, window_size: int | None, block: int,
+    subtree_ends: Tensor,
+    position_ids: Tensor | None,
+    window_size: int | None,
+    block: int,
     block_m: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the tables, int32 [rows, T / block], for key blocks of `block` tokens.
 
     block_m: number of queries of a program, a multiple of `block`.
@@ -125,13 +134,28 @@ def block_tables(
     tables = torch.empty(rows, blocks, dtype=torch.int32, device=subtree_ends.device)
     grid = (blocks,)
     launch(
-        bounds_kernel, grid,
-        subtree_ends, position_ids, tables, tokens, blocks, window_size is not None, block,
-    )  # fmt: skip
+        bounds_kernel,
+        grid,
+        subtree_ends,
+        position_ids,
+        tables,
+        tokens,
+        blocks,
+        window_size is not None,
+        block,
+    )
     launch(links_kernel, grid, tables, blocks, block, _SCAN)
     if window_size is not None:
         launch(
-            window_kernel, grid,
-            position_ids, tables, tokens, blocks, window_size, block_m, block, _SCAN,
-        )  # fmt: skip
+            window_kernel,
+            grid,
+            position_ids,
+            tables,
+            tokens,
+            blocks,
+            window_size,
+            block_m,
+            block,
+            _SCAN,
+        )
     return tables

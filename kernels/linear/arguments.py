@@ -131,9 +131,14 @@ def register_linear_autograd(
         end = 4 + len(ctx.rest)
         rest = [x if s is None else s for x, s in zip(ctx.rest, tensors[4:end], strict=True)]
         grads = backward_op(
-            *tensors[:4], *options, *rest, *from_results(tensors[end:]), grad_log_probs,
-            grad_entropy, wanted,
-        )  # fmt: skip
+            *tensors[:4],
+            *options,
+            *rest,
+            *from_results(tensors[end:]),
+            grad_log_probs,
+            grad_entropy,
+            wanted,
+        )
         wanted[1] = wanted[1] and rest[main_grad_at] is None
         return *(g if want else None for g, want in zip(grads, wanted, strict=True)), *no_gradients
 

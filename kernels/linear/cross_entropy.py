@@ -133,26 +133,44 @@ def linear_cross_entropy(
         inactive.view(-1)[active_rows] = False
         labels = labels.masked_fill(inactive, ignore_index)
     options = row_options(
-        op, labels, weight.shape[0], temperature, logit_scale, softcap,
-        ignore_index, None, group, compute_dtype(hidden),
-    )  # fmt: skip
+        op,
+        labels,
+        weight.shape[0],
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        None,
+        group,
+        compute_dtype(hidden),
+    )
     shape, labels = labels.shape, labels.flatten()
     tensors = (hidden if hidden.dim() == 2 else hidden.flatten(0, -2), weight, bias)
     divisor = torch.ones((), dtype=torch.float64, device=labels.device)
     if reduction == "mean":
         divisor = global_count(
-            op, "num_items_in_batch", num_items_in_batch, labels.device,
+            op,
+            "num_items_in_batch",
+            num_items_in_batch,
+            labels.device,
             (labels != ignore_index).sum,
-        )  # fmt: skip
+        )
     backend = choose_backend(op, hidden.device, backend, hidden.dtype)
     if backend == "reference" and not (group or deterministic or main_grad is not None):
         losses, z_losses = _reference(tensors, labels, options, smoothing, lse_square_scale)
         return _reduced(losses, z_losses, reduction, divisor, shape)
     incoming = (grad_scale / divisor).to(compute_dtype(hidden)).repeat(labels.numel())
     arguments = (
-        labels, *options, check_budget(op, hidden, budget_bytes), deterministic, incoming,
-        smoothing, lse_square_scale, active_rows, main_grad is not None,
-    )  # fmt: skip
+        labels,
+        *options,
+        check_budget(op, hidden, budget_bytes),
+        deterministic,
+        incoming,
+        smoothing,
+        lse_square_scale,
+        active_rows,
+        main_grad is not None,
+    )
     call = torch.ops.hybridengine.linear_cross_entropy
     if reduction == "none":
         losses, z_losses, *_ = call(*tensors, *arguments, [False] * 3, backend)
@@ -175,9 +193,12 @@ def _reduced(
 
 
 def _reference(
-    tensors: tuple[Tensor, Tensor, Tensor | None], labels: Tensor, options: RowOptions,
-    smoothing: float, lse_square_scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    labels: Tensor,
+    options: RowOptions,
+    smoothing: float,
+    lse_square_scale: float,
+) -> tuple[Tensor, Tensor]:
     """Compute losses and z-losses [T] in plain PyTorch: the specification."""
     ignored = labels == options.ignore_index
     z = _capped(reference_logits(*tensors, ignored), options) * _per_row(options.factor)
@@ -209,9 +230,14 @@ def _cross_entropy_op(
         active_rows = (~ignored).nonzero().squeeze(1)
     count = labels.numel() if active_rows is None else active_rows.numel()
     chunks = Chunks(
-        hidden, weight, bias, budget_bytes, deterministic, count if any(wanted) else 0,
+        hidden,
+        weight,
+        bias,
+        budget_bytes,
+        deterministic,
+        count if any(wanted) else 0,
         options.group,
-    )  # fmt: skip
+    )
     losses, z_losses = (torch.zeros_like(incoming, dtype=compute_dtype(hidden)) for _ in range(2))
     row_scale = torch.empty_like(losses)
 
@@ -221,9 +247,13 @@ def _cross_entropy_op(
     plain = any(wanted) and not smoothing and not lse_square_scale
     unscaled = plain and has_unscaled_gradient(hidden, options.group)
     grads = LinearGradients(
-        chunks, wanted, options.group, inactive=ignored, wide_weight=wide_weight_grad,
+        chunks,
+        wanted,
+        options.group,
+        inactive=ignored,
+        wide_weight=wide_weight_grad,
         factors=factors if unscaled else None,
-    )  # fmt: skip
+    )
     for rows in chunks.parts(active_rows):
         logits, part = grads.logits(rows), options.select(rows)
         if unscaled:
@@ -262,9 +292,18 @@ def _backward(ctx: Any, grad_losses: Tensor | None, *_: Any) -> tuple[Tensor | N
     options, (*tensors, labels, active_rows) = RowOptions.restore(ctx)
     budget_bytes, deterministic, *settings = ctx.settings
     *_, hidden, weight, bias = torch.ops.hybridengine.linear_cross_entropy(
-        *tensors, labels, *options, budget_bytes, deterministic, grad_losses.contiguous(),
-        *settings, active_rows, False, wanted, ctx.backend,
-    )  # fmt: skip
+        *tensors,
+        labels,
+        *options,
+        budget_bytes,
+        deterministic,
+        grad_losses.contiguous(),
+        *settings,
+        active_rows,
+        False,
+        wanted,
+        ctx.backend,
+    )
     grads = (g if want else None for g, want in zip((hidden, weight, bias), wanted, strict=True))
     return *grads, *no_gradients
 
@@ -355,9 +394,15 @@ class _Target:
             logit_grad = _logit_grad(block, options) if self.smoothing else None
             grad = block if adds else out[rows]
             rows_backward(
-                block, grad, self.labels[rows], options, [r[rows] for r in results],
-                of_log_probs[rows], None, backend,
-            )  # fmt: skip
+                block,
+                grad,
+                self.labels[rows],
+                options,
+                [r[rows] for r in results],
+                of_log_probs[rows],
+                None,
+                backend,
+            )
             if logit_grad is not None:  # 0 in ignored rows, which may hold NaN
                 change = (uniform[rows] * logit_grad).masked_fill(self.ignored[rows, None], 0)
                 grad.sub_(change)

@@ -150,10 +150,18 @@ def linear_distillation_loss(
     wanted = wanted_gradients(tensors)
     detached = (None if t is None else t.detach() for t in tensors)
     losses, _, *grads = torch.ops.hybridengine.linear_distillation(
-        *detached, *frozen, mask, (grad_scale / divisor).float().repeat(mask.numel()),
-        [*transforms[0], *transforms[1], beta], check_budget(op, student_hidden, budget_bytes),
-        deterministic, active_rows, False, wanted, backend,
-    )  # fmt: skip
+        *detached,
+        *frozen,
+        mask,
+        (grad_scale / divisor).float().repeat(mask.numel()),
+        [*transforms[0], *transforms[1], beta],
+        check_budget(op, student_hidden, budget_bytes),
+        deterministic,
+        active_rows,
+        False,
+        wanted,
+        backend,
+    )
     loss = (losses.sum() / divisor).to(losses.dtype)
     if any(wanted):
         loss = attach_gradients(loss, tensors, grads, None, grad_scale)
@@ -265,11 +273,22 @@ def _weighted(log_a: Tensor, values: Tensor) -> Tensor:
     "bool[] wanted, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _distillation_op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor,
-    teacher_weight: Tensor, teacher_bias: Tensor | None, mask: Tensor, incoming: Tensor,
-    numbers: list[float], budget_bytes: int, deterministic: bool, active_rows: Tensor | None,
-    wide_weight_grad: bool, wanted: list[bool], backend: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    mask: Tensor,
+    incoming: Tensor,
+    numbers: list[float],
+    budget_bytes: int,
+    deterministic: bool,
+    active_rows: Tensor | None,
+    wide_weight_grad: bool,
+    wanted: list[bool],
+    backend: str,
+) -> tuple[Tensor, ...]:
     """Compute divergences [T], an unused result, and the student's gradients.
 
     incoming: [T], the gradients of the divergences. numbers: both transforms, then beta.
@@ -300,9 +319,15 @@ def _distillation_op(
 
 
 def _epilogue(
-    student: Tensor, teacher: Tensor, out: Tensor | None, losses: Tensor, incoming: Tensor,
-    transforms: tuple[Transform, Transform], beta: float, backend: str,
-) -> None:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    out: Tensor | None,
+    losses: Tensor,
+    incoming: Tensor,
+    transforms: tuple[Transform, Transform],
+    beta: float,
+    backend: str,
+) -> None:
     """Write the divergences of rows of logits [n, V], and the gradient of the student's to `out`.
 
     The logits are overwritten.
@@ -314,9 +339,15 @@ def _epilogue(
         distillation_triton.distillation(student, teacher, out, losses, incoming, transforms, beta)
     else:
         native().distillation(
-            student, teacher, tuple(transforms[0]), tuple(transforms[1]), beta, losses,
-            None if out is None else incoming, out,
-        )  # fmt: skip
+            student,
+            teacher,
+            tuple(transforms[0]),
+            tuple(transforms[1]),
+            beta,
+            losses,
+            None if out is None else incoming,
+            out,
+        )
 
 
 @_distillation_op.register_fake

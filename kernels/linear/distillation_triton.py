@@ -107,11 +107,30 @@ def _write(out, columns, vocab, grad, z, factor, grad_factor, softcap, HAS_CAP: 
 
 @triton.jit
 def distillation_kernel(
-    student, teacher, out, losses, incoming, student_stride, teacher_stride, out_stride, vocab,
-    factor, grad_factor, cap_scale, softcap, teacher_factor, teacher_cap_scale, teacher_softcap,
-    beta, rest, FORM: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_HAS_CAP: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student,
+    teacher,
+    out,
+    losses,
+    incoming,
+    student_stride,
+    teacher_stride,
+    out_stride,
+    vocab,
+    factor,
+    grad_factor,
+    cap_scale,
+    softcap,
+    teacher_factor,
+    teacher_cap_scale,
+    teacher_softcap,
+    beta,
+    rest,
+    FORM: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    TEACHER_HAS_CAP: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
@@ -131,9 +150,16 @@ def distillation_kernel(
             student, columns, vocab, factor, cap_scale, softcap, top_q, sum_q, HAS_CAP
         )
         _, log_p = _load_log_probs(
-            teacher, columns, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, top_p,
-            sum_p, TEACHER_HAS_CAP,
-        )  # fmt: skip
+            teacher,
+            columns,
+            vocab,
+            teacher_factor,
+            teacher_cap_scale,
+            teacher_softcap,
+            top_p,
+            sum_p,
+            TEACHER_HAS_CAP,
+        )
         loss, own, grad, _ = _entry(log_q, log_p, beta, rest, FORM)
         total += tl.sum(loss, 0)
         share += tl.sum(own, 0)
@@ -148,9 +174,16 @@ def distillation_kernel(
                 student, columns, vocab, factor, cap_scale, softcap, top_q, sum_q, HAS_CAP
             )
             _, log_p = _load_log_probs(
-                teacher, columns, vocab, teacher_factor, teacher_cap_scale, teacher_softcap, top_p,
-                sum_p, TEACHER_HAS_CAP,
-            )  # fmt: skip
+                teacher,
+                columns,
+                vocab,
+                teacher_factor,
+                teacher_cap_scale,
+                teacher_softcap,
+                top_p,
+                sum_p,
+                TEACHER_HAS_CAP,
+            )
             _, _, grad, q = _entry(log_q, log_p, beta, rest, FORM)
             grad -= of_row * q
             _write(out, columns, vocab, grad, z, factor, weight, softcap, HAS_CAP)
@@ -179,9 +212,29 @@ def distillation(
     target = student if out is None else out
     form = {0.0: 0, 1.0: 1}.get(beta, 2 if beta < 0.5 else 3)
     launch(
-        distillation_kernel, (student.shape[0],),
-        student, teacher, target, losses, incoming, student.stride(0), teacher.stride(0),
-        target.stride(0), student.shape[1], factor, grad_factor, cap_scale, softcap,
-        teacher_factor, *teacher_cap, beta, 1 - beta, form, softcap != 0,
-        transforms[1][1] != 0, out is not None, BLOCK, num_warps=8,
-    )  # fmt: skip
+        distillation_kernel,
+        (student.shape[0],),
+        student,
+        teacher,
+        target,
+        losses,
+        incoming,
+        student.stride(0),
+        teacher.stride(0),
+        target.stride(0),
+        student.shape[1],
+        factor,
+        grad_factor,
+        cap_scale,
+        softcap,
+        teacher_factor,
+        *teacher_cap,
+        beta,
+        1 - beta,
+        form,
+        softcap != 0,
+        transforms[1][1] != 0,
+        out is not None,
+        BLOCK,
+        num_warps=8,
+    )

@@ -202,9 +202,16 @@ class LogProbGradients(LinearGradients):
                 )
         out = self.buffer(logits, count)
         rows_backward(
-            logits, out, self.token_ids[rows], self.options.select(rows), list(row_results),
-            grad_log_probs, grad_entropy, self.backend, row_index,
-        )  # fmt: skip
+            logits,
+            out,
+            self.token_ids[rows],
+            self.options.select(rows),
+            list(row_results),
+            grad_log_probs,
+            grad_entropy,
+            self.backend,
+            row_index,
+        )
         self.add(out, selected)
 
 

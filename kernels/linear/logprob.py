@@ -104,9 +104,17 @@ def linear_token_log_probs(
     op = "linear_token_log_probs"
     token_ids = check_linear(op, hidden, weight, token_ids, bias, main_grad)
     options = row_options(
-        op, token_ids, weight.shape[0], temperature, logit_scale, softcap,
-        ignore_index, vocab_mask, group, compute_dtype(hidden),
-    )  # fmt: skip
+        op,
+        token_ids,
+        weight.shape[0],
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        vocab_mask,
+        group,
+        compute_dtype(hidden),
+    )
     budget_bytes = check_budget(op, hidden, budget_bytes)
     if return_stats and group is not None:
         raise ValueError(
@@ -116,9 +124,18 @@ def linear_token_log_probs(
     flat = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     keep_logits = _keeps_logits((flat, weight, bias), options, budget_bytes, deterministic)
     results = torch.ops.hybridengine.linear_token_log_probs(
-        flat, weight, bias, token_ids.flatten(), *options, budget_bytes, deterministic, main_grad,
-        backend, keep_logits, return_stats,
-    )  # fmt: skip
+        flat,
+        weight,
+        bias,
+        token_ids.flatten(),
+        *options,
+        budget_bytes,
+        deterministic,
+        main_grad,
+        backend,
+        keep_logits,
+        return_stats,
+    )
     shape = token_ids.shape
     outputs = in_shape(results[0], shape), in_shape(results[1], shape)
     if not return_stats:
@@ -221,9 +238,15 @@ def _backward_op(
     )
     inactive = ~torch.stack([grad != 0 for grad in gradients if grad is not None]).any(0)
     grads = LogProbGradients(
-        chunks, token_ids, options, backend, wanted, skip_inactive=kept, main_grad=main_grad,
+        chunks,
+        token_ids,
+        options,
+        backend,
+        wanted,
+        skip_inactive=kept,
+        main_grad=main_grad,
         inactive=inactive,
-    )  # fmt: skip
+    )
     index = active_rows(*gradients) if hidden.is_cpu and not kept else None
     for rows in chunks.parts(index):
         grads.add_chunk(

@@ -131,21 +131,29 @@ def linear_policy_loss(
     if active_rows is not None:
         active_rows = check_active_rows(op, active_rows, token_ids)
     loss_arguments |= {
-        "old_log_probs": old_log_probs, "advantages": advantages,
-        "response_mask": response_mask, "entropy_coeff": entropy_coeff,
-    }  # fmt: skip
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "response_mask": response_mask,
+        "entropy_coeff": entropy_coeff,
+    }
     loss_arguments = _packed_arguments(op, token_ids, ignore_index, loss_arguments)
     mask = loss_arguments["response_mask"]
     token_ids = token_ids.masked_fill(~mask.view(token_ids.shape), ignore_index)
     head = {
-        "bias": bias, "main_grad": main_grad, "budget_bytes": budget_bytes,
+        "bias": bias,
+        "main_grad": main_grad,
+        "budget_bytes": budget_bytes,
         "deterministic": deterministic,
-    }  # fmt: skip
+    }
     grad_scale = check.number(op, "grad_scale", grad_scale, above=0)
     row_arguments = {
-        "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap,
-        "ignore_index": ignore_index, "vocab_mask": vocab_mask, "group": group,
-    }  # fmt: skip
+        "temperature": temperature,
+        "logit_scale": logit_scale,
+        "softcap": softcap,
+        "ignore_index": ignore_index,
+        "vocab_mask": vocab_mask,
+        "group": group,
+    }
     mode = loss_arguments.get("loss_mode", "ppo_clip")
     mode = MODE_ALIASES.get(mode, mode)
     two_steps = backend == "reference"
@@ -156,15 +164,27 @@ def linear_policy_loss(
             hidden, weight, token_ids, head, row_arguments, loss_arguments, active_rows, backend
         )
     return _one_pass_loss(
-        hidden, weight, token_ids, head, row_arguments, loss_arguments, active_rows, mode,
-        grad_scale, backend,
-    )  # fmt: skip
+        hidden,
+        weight,
+        token_ids,
+        head,
+        row_arguments,
+        loss_arguments,
+        active_rows,
+        mode,
+        grad_scale,
+        backend,
+    )
 
 
 def _waits_for_all_rows(
-    hidden: Tensor, weight: Tensor, head: dict[str, Any], group: dist.ProcessGroup | None,
-    entropy_coeff: float, active_rows: Tensor | None,
-) -> bool:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    head: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    entropy_coeff: float,
+    active_rows: Tensor | None,
+) -> bool:
     """Return whether gradients up to a factor per row can wait for the log-probs of all rows."""
     if group is not None or entropy_coeff != 0 or head["deterministic"]:
         return False
@@ -194,9 +214,15 @@ def _packed_arguments(op: str, token_ids: Tensor, ignore_index: int, arguments: 
 
 
 def _two_step_loss(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor, head: dict[str, Any], row_arguments: dict,
-    loss_arguments: dict, active_rows: Tensor | None, backend: str,
-) -> Results:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    head: dict[str, Any],
+    row_arguments: dict,
+    loss_arguments: dict,
+    active_rows: Tensor | None,
+    backend: str,
+) -> Results:
     """Compute log-probs, then the loss: the specification, and a form of sequence-level modes."""
     bias = head["bias"]
     if backend == "reference" and head["main_grad"] is None and not head["deterministic"]:
@@ -220,9 +246,17 @@ def _two_step_loss(
 
 
 def _one_pass_loss(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor, head: dict[str, Any], row_arguments: dict,
-    loss_arguments: dict, active_rows: Tensor | None, mode: str, grad_scale: float, backend: str,
-) -> Results:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    head: dict[str, Any],
+    row_arguments: dict,
+    loss_arguments: dict,
+    active_rows: Tensor | None,
+    mode: str,
+    grad_scale: float,
+    backend: str,
+) -> Results:
     """Compute log-probs and gradients chunk by chunk, then loss and metrics by `policy_loss`."""
     op, main_grad = "linear_policy_loss", head["main_grad"]
     hidden = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
@@ -232,12 +266,17 @@ def _one_pass_loss(
     tensors = (hidden, weight, head["bias"])
     wanted = wanted_gradients(tensors)
     log_probs, entropy, *grads = torch.ops.hybridengine.linear_policy_gradient(
-        *(None if t is None else t.detach() for t in tensors), token_ids.flatten(),
+        *(None if t is None else t.detach() for t in tensors),
+        token_ids.flatten(),
         *row_options(op, token_ids, weight.shape[0], **row_arguments),
-        check_budget(op, hidden, head["budget_bytes"]), head["deterministic"],
-        *_op_arguments(mode, loss_arguments, grad_scale), active_rows, main_grad is not None,
-        wanted, backend,
-    )  # fmt: skip
+        check_budget(op, hidden, head["budget_bytes"]),
+        head["deterministic"],
+        *_op_arguments(mode, loss_arguments, grad_scale),
+        active_rows,
+        main_grad is not None,
+        wanted,
+        backend,
+    )
     with torch.no_grad():
         loss, metrics = policy_loss(log_probs, entropy=entropy, **loss_arguments)
     if any(wanted):
@@ -253,13 +292,21 @@ def _op_arguments(mode: str, arguments: dict, grad_scale: float) -> tuple[Any, .
     agg_mode = arguments.get("loss_agg_mode", "token-mean")
     cu_seqlens = arguments.get("cu_seqlens")
     denominators = loss_denominators(
-        op, agg_mode, mask, cu_seqlens,
-        arguments.get("global_num_tokens"), arguments.get("global_num_seqs"),
-    )  # fmt: skip
+        op,
+        agg_mode,
+        mask,
+        cu_seqlens,
+        arguments.get("global_num_tokens"),
+        arguments.get("global_num_seqs"),
+    )
     weights = token_weights(
-        agg_mode, mask, cu_seqlens, denominators, arguments.get("loss_scale_factor"),
+        agg_mode,
+        mask,
+        cu_seqlens,
+        denominators,
+        arguments.get("loss_scale_factor"),
         arguments.get("seq_num_tokens"),
-    )  # fmt: skip
+    )
 
     names = ("advantages", "old_log_probs", "response_mask", "selected", "ref_log_probs")
     per_token = kernel_tensors(arguments, *names, "rollout_is_weights", "rollout_log_probs")
@@ -326,9 +373,16 @@ def _gradient_op(
     has_bonus = numbers[-2] != 0  # of the entropy: its gradient needs a second read of the logits
     unscaled = not has_bonus and has_unscaled_gradient(hidden, options.group)
     grads = LogProbGradients(
-        chunks, token_ids, options, backend, wanted, skip_inactive=True, inactive=~mask,
-        wide_weight=wide_weight_grad, factors=factors if unscaled else None,
-    )  # fmt: skip
+        chunks,
+        token_ids,
+        options,
+        backend,
+        wanted,
+        skip_inactive=True,
+        inactive=~mask,
+        wide_weight=wide_weight_grad,
+        factors=factors if unscaled else None,
+    )
     for rows, have_gradients in _parts(chunks, active_rows):
         logits, ids, part = grads.logits(rows), token_ids[rows], options.select(rows)
         if unscaled and have_gradients and any(wanted):
@@ -376,7 +430,19 @@ def _token_gradients(
         is_weights = is_bounds.token_weights(old, rollout, mask)
     ones = torch.ones(2, dtype=torch.float64, device=weights.device)
     *_, grad_log_probs, grad_entropy = torch.ops.hybridengine.policy_loss(
-        log_probs, entropy, old, advantages, mask, selected, ref, is_weights, cu_seqlens, None,
-        ones, plan, numbers, backend,
-    )  # fmt: skip
+        log_probs,
+        entropy,
+        old,
+        advantages,
+        mask,
+        selected,
+        ref,
+        is_weights,
+        cu_seqlens,
+        None,
+        ones,
+        plan,
+        numbers,
+        backend,
+    )
     return grad_log_probs * weights, grad_entropy * weights

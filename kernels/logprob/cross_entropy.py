@@ -55,9 +55,14 @@ def cross_entropy(
     label_smoothing = check.number(op, "label_smoothing", label_smoothing, at_least=0, at_most=1)
     lse_square_scale = check.number(op, "lse_square_scale", lse_square_scale, at_least=0)
     log_probs, _ = token_log_probs(
-        logits, labels, logit_scale=logit_scale, ignore_index=ignore_index, group=group,
-        inplace_backward=inplace_backward, backend=backend,
-    )  # fmt: skip
+        logits,
+        labels,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+        group=group,
+        inplace_backward=inplace_backward,
+        backend=backend,
+    )
     losses = -log_probs
     if not label_smoothing and not lse_square_scale:
         return losses, torch.zeros_like(losses)

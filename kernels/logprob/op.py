@@ -106,16 +106,31 @@ def token_log_probs(
             logits, token_ids, temperature, logit_scale, softcap, ignore_index, vocab_mask
         )
         results = token_log_probs(
-            logits, labels, temperature, logit_scale=logit_scale, softcap=softcap,
-            ignore_index=ignore_index, vocab_mask=vocab_mask, return_stats=return_stats,
-            inplace_backward=inplace_backward, backend=backend,
-        )  # fmt: skip
+            logits,
+            labels,
+            temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            ignore_index=ignore_index,
+            vocab_mask=vocab_mask,
+            return_stats=return_stats,
+            inplace_backward=inplace_backward,
+            backend=backend,
+        )
         return selected_results(results, *entries)
     token_ids = _check_logits(op, logits, token_ids)
     options = row_options(
-        op, token_ids, logits.shape[-1], temperature, logit_scale, softcap,
-        ignore_index, vocab_mask, group, compute_dtype(logits),
-    )  # fmt: skip
+        op,
+        token_ids,
+        logits.shape[-1],
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        vocab_mask,
+        group,
+        compute_dtype(logits),
+    )
     shape = token_ids.shape
     flat = logits if logits.dim() == 2 else logits.reshape(token_ids.numel(), logits.shape[-1])
     log_probs, entropy, row_max, log_sum, squares = torch.ops.hybridengine.token_log_probs(
@@ -168,9 +183,16 @@ def token_entropy(
         check.shape(op, "row_mask", row_mask, "...", {"...": (tuple(ids.shape), "logits")})
         ids = ids.masked_fill(~check.mask(op, "row_mask", row_mask), -100)
     return token_log_probs(
-        logits, ids, temperature, logit_scale=logit_scale, softcap=softcap, vocab_mask=vocab_mask,
-        group=group, inplace_backward=inplace_backward, backend=backend,
-    )[1]  # fmt: skip
+        logits,
+        ids,
+        temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        vocab_mask=vocab_mask,
+        group=group,
+        inplace_backward=inplace_backward,
+        backend=backend,
+    )[1]
 
 
 def _check_logits(op: str, logits: Tensor, token_ids: Tensor, shape: str = "...") -> Tensor:
@@ -215,9 +237,15 @@ def _backward_op(logits: Tensor, token_ids: Tensor, *arguments: Any) -> Tensor:
     *options, row_results, grad_log_probs, grad_entropy, backend = arguments
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     rows_backward(
-        logits, grad_logits, token_ids, RowOptions(*options), row_results, grad_log_probs,
-        grad_entropy, backend,
-    )  # fmt: skip
+        logits,
+        grad_logits,
+        token_ids,
+        RowOptions(*options),
+        row_results,
+        grad_log_probs,
+        grad_entropy,
+        backend,
+    )
     return grad_logits
 
 

@@ -90,9 +90,15 @@ def rows_backward(
         )
     else:
         native().log_prob_backward(
-            logits, token_ids, options.native(), row_results, grad_log_probs, grad_entropy, out,
+            logits,
+            token_ids,
+            options.native(),
+            row_results,
+            grad_log_probs,
+            grad_entropy,
+            out,
             row_index,
-        )  # fmt: skip
+        )
 
 
 def has_unscaled_gradient(hidden: Tensor, group: str) -> bool:

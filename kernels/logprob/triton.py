@@ -40,8 +40,16 @@ def _tanh(x):
 
 
 @triton.jit
-def _load_y(logits, vocab_mask, offsets, inside, scale, softcap, HAS_MASK: tl.constexpr,
-            HAS_CAP: tl.constexpr):  # fmt: skip
+def _load_y(
+    logits,
+    vocab_mask,
+    offsets,
+    inside,
+    scale,
+    softcap,
+    HAS_MASK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
     """y of the columns; -inf outside the row and for masked entries."""
     x = tl.load(logits + offsets, mask=inside, other=-float("inf")).to(tl.float32)
     if HAS_CAP:
@@ -53,8 +61,9 @@ def _load_y(logits, vocab_mask, offsets, inside, scale, softcap, HAS_MASK: tl.co
 
 
 @triton.jit
-def _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES: tl.constexpr,
-            HAS_CAP: tl.constexpr):  # fmt: skip
+def _factor(
+    temperatures, row, temperature, scale, HAS_TEMPERATURES: tl.constexpr, HAS_CAP: tl.constexpr
+):
     if HAS_TEMPERATURES:
         temperature = tl.load(temperatures + row)
     if HAS_CAP:
@@ -107,11 +116,32 @@ def _finish_row(top, others, others_d, others_e, token_y, factor):
 
 @triton.jit
 def forward_kernel(
-    logits, vocab_mask, token_ids, temperatures, vocab_range, log_probs, entropy, row_max, log_sum,
-    squares, partial, bad_label, row_stride, mask_stride, vocab, ignore_index, temperature, scale,
-    softcap, HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
-    PARALLEL: tl.constexpr, WANT_SQUARES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    vocab_mask,
+    token_ids,
+    temperatures,
+    vocab_range,
+    log_probs,
+    entropy,
+    row_max,
+    log_sum,
+    squares,
+    partial,
+    bad_label,
+    row_stride,
+    mask_stride,
+    vocab,
+    ignore_index,
+    temperature,
+    scale,
+    softcap,
+    HAS_MASK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    WANT_SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(token_ids + row)
     ignored = label == ignore_index
@@ -154,8 +184,9 @@ def forward_kernel(
     others_d = tl.sum(e_d.to(tl.float64), 0) * _LN2
     others, others_d = _unbiased(others, others_d, factor, factor2)
     others_e = tl.sum(e_e.to(tl.float64), 0)
-    token_y = _load_y(logits, vocab_mask, tl.where(here, token, 0), here, scale, softcap, HAS_MASK,
-                      HAS_CAP)  # fmt: skip
+    token_y = _load_y(
+        logits, vocab_mask, tl.where(here, token, 0), here, scale, softcap, HAS_MASK, HAS_CAP
+    )
     token_y = tl.where(here, token_y, -float("inf"))
     if bad:
         token_y = token_y * float("nan")
@@ -183,12 +214,36 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    logits, vocab_mask, token_ids, temperatures, vocab_range, log_probs, entropy, row_max, log_sum,
-    grad_log_probs, grad_entropy, row_index, out, row_stride, mask_stride, out_stride, vocab,
-    ignore_index, temperature, scale, softcap, HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_TEMPERATURES: tl.constexpr, PARALLEL: tl.constexpr, HAS_GRAD_LOG_PROBS: tl.constexpr,
-    HAS_GRAD_ENTROPY: tl.constexpr, HAS_ROW_INDEX: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    vocab_mask,
+    token_ids,
+    temperatures,
+    vocab_range,
+    log_probs,
+    entropy,
+    row_max,
+    log_sum,
+    grad_log_probs,
+    grad_entropy,
+    row_index,
+    out,
+    row_stride,
+    mask_stride,
+    out_stride,
+    vocab,
+    ignore_index,
+    temperature,
+    scale,
+    softcap,
+    HAS_MASK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    HAS_GRAD_LOG_PROBS: tl.constexpr,
+    HAS_GRAD_ENTROPY: tl.constexpr,
+    HAS_ROW_INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     out_row = tl.load(row_index + row).to(tl.int64) if HAS_ROW_INDEX else row
     if out_row < 0:
@@ -204,8 +259,16 @@ def backward_kernel(
     log_prob = tl.load(log_probs + row)
     row_entropy = tl.load(entropy + row)
     factor = _factor(temperatures, row, temperature, scale, HAS_TEMPERATURES, HAS_CAP)
-    y = _load_y(logits + row * row_stride, vocab_mask + row * mask_stride, offsets, readable,
-                scale, softcap, HAS_MASK, HAS_CAP)  # fmt: skip
+    y = _load_y(
+        logits + row * row_stride,
+        vocab_mask + row * mask_stride,
+        offsets,
+        readable,
+        scale,
+        softcap,
+        HAS_MASK,
+        HAS_CAP,
+    )
     # log p in units of log 2, the argument of exp2.
     log2_p = (y - tl.load(row_max + row)) * (factor * _LOG2E) - tl.load(log_sum + row) * _LOG2E
     if HAS_GRAD_ENTROPY:
@@ -273,18 +336,37 @@ def forward(
     mask_stride = 0 if options.vocab_mask is None else options.vocab_mask.stride(0)
     if rows:
         launch(
-            forward_kernel, (rows,),
-            *pointers, *vectors, sums, bad_label, logits.stride(0), mask_stride, vocab,
-            options.ignore_index, options.temperature, options.logit_scale, options.softcap,
-            **flags, WANT_SQUARES=want_squares, BLOCK=FORWARD_BLOCK, num_warps=8,
-        )  # fmt: skip
+            forward_kernel,
+            (rows,),
+            *pointers,
+            *vectors,
+            sums,
+            bad_label,
+            logits.stride(0),
+            mask_stride,
+            vocab,
+            options.ignore_index,
+            options.temperature,
+            options.logit_scale,
+            options.softcap,
+            **flags,
+            WANT_SQUARES=want_squares,
+            BLOCK=FORWARD_BLOCK,
+            num_warps=8,
+        )
     return [sums] if parallel else vectors
 
 
 def backward(
-    logits: Tensor, out: Tensor, token_ids: Tensor, options: RowOptions, row_results: list[Tensor],
-    grad_log_probs: Tensor | None, grad_entropy: Tensor | None, row_index: Tensor | None,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    out: Tensor,
+    token_ids: Tensor,
+    options: RowOptions,
+    row_results: list[Tensor],
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    row_index: Tensor | None,
+) -> None:
     """Write the gradient of the logits into `out`, see `rows_backward`."""
     rows, vocab = logits.shape
     pointers, flags = _common(logits, token_ids, options)
@@ -292,11 +374,25 @@ def backward(
     grads = [row_results[0] if g is None else g for g in (grad_log_probs, grad_entropy)]
     if rows and vocab:
         launch(
-            backward_kernel, (rows, triton.cdiv(vocab, BACKWARD_BLOCK)),
-            *pointers, *row_results, *grads, token_ids if row_index is None else row_index, out,
-            logits.stride(0), mask_stride, out.stride(0), vocab, options.ignore_index,
-            options.temperature, options.logit_scale, options.softcap, **flags,
+            backward_kernel,
+            (rows, triton.cdiv(vocab, BACKWARD_BLOCK)),
+            *pointers,
+            *row_results,
+            *grads,
+            token_ids if row_index is None else row_index,
+            out,
+            logits.stride(0),
+            mask_stride,
+            out.stride(0),
+            vocab,
+            options.ignore_index,
+            options.temperature,
+            options.logit_scale,
+            options.softcap,
+            **flags,
             HAS_GRAD_LOG_PROBS=grad_log_probs is not None,
-            HAS_GRAD_ENTROPY=grad_entropy is not None, HAS_ROW_INDEX=row_index is not None,
-            BLOCK=BACKWARD_BLOCK, num_warps=8,
-        )  # fmt: skip
+            HAS_GRAD_ENTROPY=grad_entropy is not None,
+            HAS_ROW_INDEX=row_index is not None,
+            BLOCK=BACKWARD_BLOCK,
+            num_warps=8,
+        )

@@ -39,21 +39,45 @@ def _cap_slope(y, scale, softcap):
 
 
 @triton.jit
-def _max_of(top, logits, vocab_mask, end, readable, scale, softcap, HAS_MASK: tl.constexpr,
-            HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _max_of(
+    top,
+    logits,
+    vocab_mask,
+    end,
+    readable,
+    scale,
+    softcap,
+    HAS_MASK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The maximum of top and of the columns below `end`."""
     columns = tl.arange(0, BLOCK)
     for begin in range(0, end, BLOCK):
         offsets = begin + columns
-        y = _load_y(logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK,
-                    HAS_CAP)  # fmt: skip
+        y = _load_y(
+            logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK, HAS_CAP
+        )
         top = tl.maximum(top, tl.max(y, 0))
     return top
 
 
 @triton.jit
-def _write_row(logits, vocab_mask, out, token, top, factor2, vocab, readable, scale, softcap,
-               HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _write_row(
+    logits,
+    vocab_mask,
+    out,
+    token,
+    top,
+    factor2,
+    vocab,
+    readable,
+    scale,
+    softcap,
+    HAS_MASK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write u of every column but the token's; return the sums of E and of E log E without it."""
     columns = tl.arange(0, BLOCK)
     shift = tl.where(top == -float("inf"), 0.0, top)
@@ -61,8 +85,9 @@ def _write_row(logits, vocab_mask, out, token, top, factor2, vocab, readable, sc
     e_d = tl.zeros((BLOCK,), tl.float32)  # d in units of log 2
     for begin in range(0, vocab, BLOCK):
         offsets = begin + columns
-        y = _load_y(logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK,
-                    HAS_CAP)  # fmt: skip
+        y = _load_y(
+            logits, vocab_mask, offsets, offsets < readable, scale, softcap, HAS_MASK, HAS_CAP
+        )
         d = _clamped((y - shift) * factor2)
         value = tl.exp2(d)
         if (token >= begin) & (token < begin + BLOCK):
@@ -77,11 +102,28 @@ def _write_row(logits, vocab_mask, out, token, top, factor2, vocab, readable, sc
 
 @triton.jit
 def unscaled_kernel(
-    logits, vocab_mask, token_ids, temperatures, log_probs, entropy, row_scale, bad_label, out,
-    row_stride, mask_stride, out_stride, vocab, ignore_index, temperature, scale, softcap,
-    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
+    logits,
+    vocab_mask,
+    token_ids,
+    temperatures,
+    log_probs,
+    entropy,
+    row_scale,
+    bad_label,
+    out,
+    row_stride,
+    mask_stride,
+    out_stride,
+    vocab,
+    ignore_index,
+    temperature,
+    scale,
+    softcap,
+    HAS_MASK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_TEMPERATURES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(token_ids + row)
     ignored = label == ignore_index
@@ -93,8 +135,9 @@ def unscaled_kernel(
     logits += row * row_stride
     vocab_mask += row * mask_stride
     out += row * out_stride
-    token_y = _load_y(logits, vocab_mask, tl.where(here, token, 0), here, scale, softcap, HAS_MASK,
-                      HAS_CAP)  # fmt: skip
+    token_y = _load_y(
+        logits, vocab_mask, tl.where(here, token, 0), here, scale, softcap, HAS_MASK, HAS_CAP
+    )
     token_y = tl.where(here, token_y, -float("inf"))
     readable = tl.where(ignored, 0, vocab)  # an ignored row is not read: it may hold NaN
     top = token_y
@@ -103,10 +146,24 @@ def unscaled_kernel(
     search = tl.minimum(readable, BLOCK)  # columns whose maximum is taken
     again = search >= 0
     while again:
-        top = _max_of(top, logits, vocab_mask, search, readable, scale, softcap, HAS_MASK, HAS_CAP,
-                      BLOCK)  # fmt: skip
-        others, others_d = _write_row(logits, vocab_mask, out, token, top, factor2, vocab, readable,
-                                      scale, softcap, HAS_MASK, HAS_CAP, BLOCK)  # fmt: skip
+        top = _max_of(
+            top, logits, vocab_mask, search, readable, scale, softcap, HAS_MASK, HAS_CAP, BLOCK
+        )
+        others, others_d = _write_row(
+            logits,
+            vocab_mask,
+            out,
+            token,
+            top,
+            factor2,
+            vocab,
+            readable,
+            scale,
+            softcap,
+            HAS_MASK,
+            HAS_CAP,
+            BLOCK,
+        )
         again = (search < readable) & (((others < _LIMIT) == 0) | (top == -float("inf")))
         search = readable
     others, others_d = _unbiased(others, others_d, factor, factor2)
@@ -138,10 +195,23 @@ def unscaled_gradient(
     block = BLOCKS[flags["HAS_MASK"] or flags["HAS_CAP"]]
     if rows:
         launch(
-            unscaled_kernel, (rows,),
-            *pointers, *results, bad_label, out, logits.stride(0), mask_stride, out.stride(0),
-            vocab, options.ignore_index, options.temperature, options.logit_scale,
-            options.softcap, **flags, BLOCK=block, num_warps=NUM_WARPS,
-        )  # fmt: skip
+            unscaled_kernel,
+            (rows,),
+            *pointers,
+            *results,
+            bad_label,
+            out,
+            logits.stride(0),
+            mask_stride,
+            out.stride(0),
+            vocab,
+            options.ignore_index,
+            options.temperature,
+            options.logit_scale,
+            options.softcap,
+            **flags,
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+        )
     log_probs, entropy, row_scale = results
     return log_probs, entropy, row_scale

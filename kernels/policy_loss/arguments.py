@@ -32,28 +32,58 @@ class LossInputs(NamedTuple):
 
 
 def check_inputs(
-    op: str, log_probs: Tensor, old_log_probs: Tensor | None, advantages: Tensor, *,
-    response_mask: Tensor | None, loss_mode: str, clip_ratio_low: float | None,
-    clip_ratio_high: float | None, clip_ratio_c: float | None, seq_clip_ratio_c: float | None,
-    tau_pos: float, tau_neg: float, selected: Tensor | None, cov_kl_coef: float, dro_beta: float,
-    loss_agg_mode: str, loss_scale_factor: float | None, cu_seqlens: Tensor | None,
-    seq_num_tokens: Tensor | None, ref_log_probs: Tensor | None, kl_coef: float, kl_type: str,
-    kl_times_ratio: bool, kl_input_clamp: float | None, kl_output_clamp: float | None,
-    entropy: Tensor | None, entropy_coeff: float, rollout_is_weights: Tensor | None,
-    rollout_log_probs: Tensor | None, rollout_is_threshold: float | None,
-    rollout_is_lower: float | None, backend: str | None,
-) -> LossInputs:  # fmt: skip
+    op: str,
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    *,
+    response_mask: Tensor | None,
+    loss_mode: str,
+    clip_ratio_low: float | None,
+    clip_ratio_high: float | None,
+    clip_ratio_c: float | None,
+    seq_clip_ratio_c: float | None,
+    tau_pos: float,
+    tau_neg: float,
+    selected: Tensor | None,
+    cov_kl_coef: float,
+    dro_beta: float,
+    loss_agg_mode: str,
+    loss_scale_factor: float | None,
+    cu_seqlens: Tensor | None,
+    seq_num_tokens: Tensor | None,
+    ref_log_probs: Tensor | None,
+    kl_coef: float,
+    kl_type: str,
+    kl_times_ratio: bool,
+    kl_input_clamp: float | None,
+    kl_output_clamp: float | None,
+    entropy: Tensor | None,
+    entropy_coeff: float,
+    rollout_is_weights: Tensor | None,
+    rollout_log_probs: Tensor | None,
+    rollout_is_threshold: float | None,
+    rollout_is_lower: float | None,
+    backend: str | None,
+) -> LossInputs:
     """Check the arguments of `op`, which are those of policy_loss, and flatten them."""
     check.not_none(op, log_probs=log_probs, advantages=advantages)
     check.choice(op, "loss_mode", loss_mode, LOSS_MODES, tuple(MODE_ALIASES))
     loss_mode = MODE_ALIASES.get(loss_mode, loss_mode)
     loss_scale_factor = check_aggregation(op, loss_agg_mode, loss_scale_factor)
     options = LossOptions.checked(
-        op, loss_mode, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high,
+        op,
+        loss_mode,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
         clip_ratio_c=seq_clip_ratio_c if loss_mode == "gspo" else clip_ratio_c,
-        tau_pos=tau_pos, tau_neg=tau_neg, cov_kl_coef=cov_kl_coef, dro_beta=dro_beta,
-        kl_input_clamp=kl_input_clamp, kl_output_clamp=kl_output_clamp,
-    )  # fmt: skip
+        tau_pos=tau_pos,
+        tau_neg=tau_neg,
+        cov_kl_coef=cov_kl_coef,
+        dro_beta=dro_beta,
+        kl_input_clamp=kl_input_clamp,
+        kl_output_clamp=kl_output_clamp,
+    )
     settings = LossSettings(
         loss_mode,
         loss_agg_mode,
@@ -65,10 +95,14 @@ def check_inputs(
         kl_times_ratio,
     )
     floats = {
-        "log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages,
-        "ref_log_probs": ref_log_probs, "entropy": entropy,
-        "rollout_is_weights": rollout_is_weights, "rollout_log_probs": rollout_log_probs,
-    }  # fmt: skip
+        "log_probs": log_probs,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "ref_log_probs": ref_log_probs,
+        "entropy": entropy,
+        "rollout_is_weights": rollout_is_weights,
+        "rollout_log_probs": rollout_log_probs,
+    }
     is_bounds = _check_rollout(
         op, rollout_is_weights, rollout_log_probs, rollout_is_threshold, rollout_is_lower
     )
@@ -100,9 +134,12 @@ def _check_coefficient(
 
 
 def _check_rollout(
-    op: str, weights: Tensor | None, log_probs: Tensor | None, threshold: float | None,
+    op: str,
+    weights: Tensor | None,
+    log_probs: Tensor | None,
+    threshold: float | None,
     lower: float | None,
-) -> ImportanceBounds:  # fmt: skip
+) -> ImportanceBounds:
     """Check the arguments that importance weights are formed from; return their bounds."""
     if weights is not None and log_probs is not None:
         raise ValueError(

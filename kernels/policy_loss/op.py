@@ -136,18 +136,39 @@ def policy_loss(
     """
     op = "policy_loss"
     inputs = check_inputs(
-        op, log_probs, old_log_probs, advantages, response_mask=response_mask,
-        loss_mode=loss_mode, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high,
-        clip_ratio_c=clip_ratio_c, seq_clip_ratio_c=seq_clip_ratio_c, tau_pos=tau_pos,
-        tau_neg=tau_neg, selected=selected, cov_kl_coef=cov_kl_coef, dro_beta=dro_beta,
-        loss_agg_mode=loss_agg_mode, loss_scale_factor=loss_scale_factor, cu_seqlens=cu_seqlens,
-        seq_num_tokens=seq_num_tokens, ref_log_probs=ref_log_probs, kl_coef=kl_coef,
-        kl_type=kl_type, kl_times_ratio=kl_times_ratio, kl_input_clamp=kl_input_clamp,
-        kl_output_clamp=kl_output_clamp, entropy=entropy, entropy_coeff=entropy_coeff,
-        rollout_is_weights=rollout_is_weights, rollout_log_probs=rollout_log_probs,
-        rollout_is_threshold=rollout_is_threshold, rollout_is_lower=rollout_is_lower,
+        op,
+        log_probs,
+        old_log_probs,
+        advantages,
+        response_mask=response_mask,
+        loss_mode=loss_mode,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        clip_ratio_c=clip_ratio_c,
+        seq_clip_ratio_c=seq_clip_ratio_c,
+        tau_pos=tau_pos,
+        tau_neg=tau_neg,
+        selected=selected,
+        cov_kl_coef=cov_kl_coef,
+        dro_beta=dro_beta,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+        cu_seqlens=cu_seqlens,
+        seq_num_tokens=seq_num_tokens,
+        ref_log_probs=ref_log_probs,
+        kl_coef=kl_coef,
+        kl_type=kl_type,
+        kl_times_ratio=kl_times_ratio,
+        kl_input_clamp=kl_input_clamp,
+        kl_output_clamp=kl_output_clamp,
+        entropy=entropy,
+        entropy_coeff=entropy_coeff,
+        rollout_is_weights=rollout_is_weights,
+        rollout_log_probs=rollout_log_probs,
+        rollout_is_threshold=rollout_is_threshold,
+        rollout_is_lower=rollout_is_lower,
         backend=backend,
-    )  # fmt: skip
+    )
     counts = (global_num_tokens, global_num_seqs)
     if inputs.backend == "reference":
         mask = as_mask(inputs.tokens.get("response_mask"), inputs.tokens["log_probs"])
@@ -168,9 +189,15 @@ def policy_loss(
 _NUM_OPTIONS = len(LossOptions._fields)
 # The order is that of PolicyLossSum in csrc/policy_loss/params.h.
 _METRICS = (
-    "pg_loss", "kl_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_mean",
+    "pg_loss",
+    "kl_loss",
+    "entropy",
+    "pg_clipfrac",
+    "pg_clipfrac_lower",
+    "ppo_kl",
+    "ratio_mean",
     "ratio_max",
-)  # fmt: skip
+)
 
 
 def kernel_tensors(tokens: dict[str, Any], *names: str) -> list[Tensor | None]:
@@ -306,10 +333,26 @@ def _policy_loss(
     straight_through, times_ratio, *wants = (bool(flag) for flag in flags)
     options, coefficients = numbers[:_NUM_OPTIONS], [*numbers[_NUM_OPTIONS:], 1.0, 1.0][:5]
     return run(
-        log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy, is_weights,
-        cu_seqlens, seq_num_tokens, denominators, mode, agg_mode, kl_type, straight_through,
-        times_ratio, options, coefficients, *wants,
-    )  # fmt: skip
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        selected,
+        ref_log_probs,
+        entropy,
+        is_weights,
+        cu_seqlens,
+        seq_num_tokens,
+        denominators,
+        mode,
+        agg_mode,
+        kl_type,
+        straight_through,
+        times_ratio,
+        options,
+        coefficients,
+        *wants,
+    )
 
 
 @_policy_loss.register_fake

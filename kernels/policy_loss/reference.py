@@ -59,9 +59,13 @@ def policy_loss_reference(
     }
     sequences = None if cu_seqlens is None else TokenSequences.of(cu_seqlens, mask)
     weights = token_weights(
-        settings.loss_agg_mode, mask, cu_seqlens, denominators, settings.loss_scale_factor,
+        settings.loss_agg_mode,
+        mask,
+        cu_seqlens,
+        denominators,
+        settings.loss_scale_factor,
         seq_num_tokens,
-    ).to(dtype)  # fmt: skip
+    ).to(dtype)
     is_weights = tokens.get("rollout_is_weights")
     if is_weights is not None:
         is_weights = torch.where(mask, is_weights.detach().to(dtype), 1)

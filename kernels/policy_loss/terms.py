@@ -36,9 +36,19 @@ from .. import _check as check
 from .._per_token import choose_number, compute_dtype
 
 LOSS_MODES = (
-    "ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov",
-    "reinforce", "dro", "seq_sapo",
-)  # fmt: skip
+    "ppo_clip",
+    "gspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+    "reinforce",
+    "dro",
+    "seq_sapo",
+)
 KERNEL_MODES = (*LOSS_MODES, "value")  # in the order of LossMode; value is that of value_loss
 SEQUENCE_RATIO_MODES = ("gspo", "seq_sapo")  # the ratio of a token is that of its sequence
 SEQUENCE_MODES = (*SEQUENCE_RATIO_MODES, "gmpo")

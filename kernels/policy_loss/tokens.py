@@ -27,8 +27,12 @@ class TokenLosses(NamedTuple):
 
 # Those of policy_loss, without the aggregation's.
 _AGGREGATION = (
-    "loss_agg_mode", "loss_scale_factor", "seq_num_tokens", "global_num_tokens", "global_num_seqs",
-)  # fmt: skip
+    "loss_agg_mode",
+    "loss_scale_factor",
+    "seq_num_tokens",
+    "global_num_tokens",
+    "global_num_seqs",
+)
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(policy_loss).parameters.items()
@@ -68,9 +72,15 @@ def token_policy_loss(
             "but the aggregation's: use aggregate_loss on the result."
         )
     inputs = check_inputs(
-        op, log_probs, old_log_probs, advantages, loss_agg_mode="token-sum",
-        loss_scale_factor=None, seq_num_tokens=None, **_DEFAULTS | arguments,
-    )  # fmt: skip
+        op,
+        log_probs,
+        old_log_probs,
+        advantages,
+        loss_agg_mode="token-sum",
+        loss_scale_factor=None,
+        seq_num_tokens=None,
+        **_DEFAULTS | arguments,
+    )
     mode = inputs.settings.loss_mode
     if mode == "gmpo" or (inputs.settings.kl_times_ratio and mode in SEQUENCE_RATIO_MODES):
         option = "" if mode == "gmpo" else " with kl_times_ratio"

@@ -29,11 +29,26 @@ _NUM_STATS = 5
 
 @triton.jit
 def _sequence_kernel(
-    log_probs, old_log_probs, advantages, mask, ref_log_probs, is_weights, cu_seqlens,
-    sequence_stats, num_tokens, low, high, kl_input, kl_output, MODE: tl.constexpr,
-    KL: tl.constexpr, SEQUENCE_KL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    log_probs,
+    old_log_probs,
+    advantages,
+    mask,
+    ref_log_probs,
+    is_weights,
+    cu_seqlens,
+    sequence_stats,
+    num_tokens,
+    low,
+    high,
+    kl_input,
+    kl_output,
+    MODE: tl.constexpr,
+    KL: tl.constexpr,
+    SEQUENCE_KL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     n = tl.program_id(0)
     # cu_seqlens is not checked on a GPU: a wrong one must not read outside the tensors.
     begin = tl.maximum(tl.load(cu_seqlens + n), 0)
@@ -90,16 +105,53 @@ def find_sequence(cu_seqlens, offsets, num_sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def _token_kernel(
-    log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy, is_weights,
-    cu_seqlens, seq_num_tokens, sequence_stats, shared_weight, partials, gradients,
-    entropy_gradients, token_terms, token_clips, num_tokens, num_sequences, low, high, c, tau_pos,
-    tau_neg, cov_kl_coef, dro_beta, kl_input, kl_output, kl_coef, entropy_coeff,
-    MODE: tl.constexpr, BY_LENGTH: tl.constexpr, KL: tl.constexpr, STRAIGHT: tl.constexpr,
-    TIMES_RATIO: tl.constexpr, HAS_SEQ_NUM: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_SELECTED: tl.constexpr, HAS_REF: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, HAS_STATS: tl.constexpr, WANTS_GRADIENT: tl.constexpr,
-    WANTS_ENTROPY: tl.constexpr, WANTS_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    log_probs,
+    old_log_probs,
+    advantages,
+    mask,
+    selected,
+    ref_log_probs,
+    entropy,
+    is_weights,
+    cu_seqlens,
+    seq_num_tokens,
+    sequence_stats,
+    shared_weight,
+    partials,
+    gradients,
+    entropy_gradients,
+    token_terms,
+    token_clips,
+    num_tokens,
+    num_sequences,
+    low,
+    high,
+    c,
+    tau_pos,
+    tau_neg,
+    cov_kl_coef,
+    dro_beta,
+    kl_input,
+    kl_output,
+    kl_coef,
+    entropy_coeff,
+    MODE: tl.constexpr,
+    BY_LENGTH: tl.constexpr,
+    KL: tl.constexpr,
+    STRAIGHT: tl.constexpr,
+    TIMES_RATIO: tl.constexpr,
+    HAS_SEQ_NUM: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_SELECTED: tl.constexpr,
+    HAS_REF: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    WANTS_GRADIENT: tl.constexpr,
+    WANTS_ENTROPY: tl.constexpr,
+    WANTS_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0)
     offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_tokens
@@ -130,9 +182,21 @@ def _token_kernel(
     sums = partials + program * 8
     tl.store(sums + 5, tl.sum(tl.where(unmasked, -log_ratio(log_prob, old), 0.0)))
     loss, gradient, clipped, lower, ratio, grad_log_ratio = token_loss(
-        log_prob, old, tl.load(advantages + offsets, mask=unmasked, other=0.0), seq_log_ratio,
-        seq_advantage, is_selected, low, high, c, tau_pos, tau_neg, cov_kl_coef, dro_beta, MODE,
-    )  # fmt: skip
+        log_prob,
+        old,
+        tl.load(advantages + offsets, mask=unmasked, other=0.0),
+        seq_log_ratio,
+        seq_advantage,
+        is_selected,
+        low,
+        high,
+        c,
+        tau_pos,
+        tau_neg,
+        cov_kl_coef,
+        dro_beta,
+        MODE,
+    )
     if HAS_WEIGHTS:
         if MODE != "gmpo":
             is_weight = tl.load(is_weights + offsets, mask=unmasked, other=0.0)
@@ -176,13 +240,28 @@ def _token_kernel(
 
 
 def policy_loss_triton(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor | None,
-    selected: Tensor | None, ref_log_probs: Tensor | None, entropy: Tensor | None,
-    is_weights: Tensor | None, cu_seqlens: Tensor | None, seq_num_tokens: Tensor | None,
-    denominators: Tensor | None, mode: int, agg_mode: int, kl_type: int, kl_straight_through: bool,
-    kl_times_ratio: bool, options: list[float], coefficients: list[float], wants_tokens: bool,
-    wants_gradient: bool, wants_entropy_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    selected: Tensor | None,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    is_weights: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seq_num_tokens: Tensor | None,
+    denominators: Tensor | None,
+    mode: int,
+    agg_mode: int,
+    kl_type: int,
+    kl_straight_through: bool,
+    kl_times_ratio: bool,
+    options: list[float],
+    coefficients: list[float],
+    wants_tokens: bool,
+    wants_gradient: bool,
+    wants_entropy_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the kernels; arguments and results as of the C++ binding policy_loss."""
     loss_mode, agg = KERNEL_MODES[mode], LOSS_AGG_MODES[agg_mode]
     kl_coef, entropy_coeff, *_ = coefficients
@@ -206,32 +285,75 @@ def policy_loss_triton(
     sequence_kl = kl_times_ratio and ref_log_probs is not None and loss_mode in SEQUENCE_RATIO_MODES
     if needs_stats and num_sequences:
         launch(
-            _sequence_kernel, (num_sequences,),
-            log_probs, old_log_probs, advantages, mask, ref_log_probs, is_weights, cu_seqlens,
-            sequence_stats, num_tokens, *options[:2], *options[7:], KL=kl_type,
-            SEQUENCE_KL=sequence_kl, **flags,
-        )  # fmt: skip
+            _sequence_kernel,
+            (num_sequences,),
+            log_probs,
+            old_log_probs,
+            advantages,
+            mask,
+            ref_log_probs,
+            is_weights,
+            cu_seqlens,
+            sequence_stats,
+            num_tokens,
+            *options[:2],
+            *options[7:],
+            KL=kl_type,
+            SEQUENCE_KL=sequence_kl,
+            **flags,
+        )
     if programs:
         launch(
-            _token_kernel, (programs,),
-            log_probs, old_log_probs, advantages, mask, selected, ref_log_probs, entropy,
-            is_weights, cu_seqlens, seq_num_tokens, sequence_stats, shared_weight, partials,
-            gradient, entropy_gradient, token_terms, token_clips, num_tokens, num_sequences,
-            *options, kl_coef, entropy_coeff, BY_LENGTH=by_length, KL=kl_type,
-            STRAIGHT=kl_straight_through, TIMES_RATIO=kl_times_ratio,
-            HAS_SEQ_NUM=seq_num_tokens is not None, WANTS_TOKENS=wants_tokens,
-            HAS_SELECTED=selected is not None, HAS_REF=ref_log_probs is not None,
-            HAS_ENTROPY=entropy is not None, HAS_STATS=needs_stats, WANTS_GRADIENT=wants_gradient,
-            WANTS_ENTROPY=wants_entropy_gradient, **flags,
-        )  # fmt: skip
+            _token_kernel,
+            (programs,),
+            log_probs,
+            old_log_probs,
+            advantages,
+            mask,
+            selected,
+            ref_log_probs,
+            entropy,
+            is_weights,
+            cu_seqlens,
+            seq_num_tokens,
+            sequence_stats,
+            shared_weight,
+            partials,
+            gradient,
+            entropy_gradient,
+            token_terms,
+            token_clips,
+            num_tokens,
+            num_sequences,
+            *options,
+            kl_coef,
+            entropy_coeff,
+            BY_LENGTH=by_length,
+            KL=kl_type,
+            STRAIGHT=kl_straight_through,
+            TIMES_RATIO=kl_times_ratio,
+            HAS_SEQ_NUM=seq_num_tokens is not None,
+            WANTS_TOKENS=wants_tokens,
+            HAS_SELECTED=selected is not None,
+            HAS_REF=ref_log_probs is not None,
+            HAS_ENTROPY=entropy is not None,
+            HAS_STATS=needs_stats,
+            WANTS_GRADIENT=wants_gradient,
+            WANTS_ENTROPY=wants_entropy_gradient,
+            **flags,
+        )
     loss, metrics = _reduce(partials, denominators, kl_coef, entropy_coeff)
     return loss, metrics, token_terms, token_clips, gradient, entropy_gradient
 
 
 def _counted(
-    agg: str, log_probs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None,
-    denominators: Tensor | None, numbers: list[float],
-) -> Tensor:  # fmt: skip
+    agg: str,
+    log_probs: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    denominators: Tensor | None,
+    numbers: list[float],
+) -> Tensor:
     """Return the numbers of tokens and sequences, float64 [2], counted where they are NaN."""
     given = [
         None if math.isnan(number) else number if denominators is None else denominators[i]

@@ -76,9 +76,21 @@ def _dppo_allows(log_prob, old, advantage, low, high, MODE: tl.constexpr):
 
 @triton.jit
 def token_loss(
-    log_prob, old, advantage, seq_log_ratio, seq_advantage, selected, low, high, c, tau_pos,
-    tau_neg, cov_kl_coef, dro_beta, MODE: tl.constexpr,
-):  # fmt: skip
+    log_prob,
+    old,
+    advantage,
+    seq_log_ratio,
+    seq_advantage,
+    selected,
+    low,
+    high,
+    c,
+    tau_pos,
+    tau_neg,
+    cov_kl_coef,
+    dro_beta,
+    MODE: tl.constexpr,
+):
     """Return (loss, gradient, clipped, clipped_lower, ratio, gradient of the log-ratio)."""
     x = clamp(log_ratio(log_prob, old), -20.0, 20.0)
     # d x / d log_prob: 0 where clamped, and for two log-probs of -inf, whose difference is NaN.

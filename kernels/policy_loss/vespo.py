@@ -63,9 +63,11 @@ def vespo_weights(
     for name, value in (("lambda_pos", lambda_pos), ("lambda_neg", lambda_neg)):
         check.number(op, name, value, above=0)
     floats = {
-        "log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages,
+        "log_probs": log_probs,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
         "rollout_is_weights": rollout_is_weights,
-    }  # fmt: skip
+    }
     tokens, cu_seqlens = token_arguments(op, floats, {"response_mask": response_mask}, cu_seqlens)
     if cu_seqlens is None:
         raise ValueError(f"{op}: log_probs is [T]; give cu_seqlens, or [B, L].")

@@ -107,11 +107,19 @@ def rollout_correction(
     old, rollout = (tokens[k].detach() for k in ("old_log_probs", "rollout_log_probs"))
     mask = tokens.get("response_mask")
     weights, accepted, values = torch.ops.hybridengine.rollout_correction(
-        old.contiguous(), rollout.contiguous(), None if mask is None else mask.contiguous(),
-        cu_seqlens, denominators, num_tokens, rollout_is, is_bounds.upper, is_bounds.lower,
+        old.contiguous(),
+        rollout.contiguous(),
+        None if mask is None else mask.contiguous(),
+        cu_seqlens,
+        denominators,
+        num_tokens,
+        rollout_is,
+        is_bounds.upper,
+        is_bounds.lower,
         [REJECTION_CRITERIA.index(name) for name in bounds],
-        [bound for pair in bounds.values() for bound in pair], backend,
-    )  # fmt: skip
+        [bound for pair in bounds.values() for bound in pair],
+        backend,
+    )
     names = _METRICS if rollout_is is not None else _METRICS[:4]
     shape = old_log_probs.shape
     return RolloutCorrection(

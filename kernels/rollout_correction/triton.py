@@ -46,9 +46,17 @@ def _within(accepted, divergence, bounds, CRITERIA: tl.constexpr, INDEX: tl.cons
 
 @triton.jit
 def sequence_kernel(
-    old_log_probs, rollout_log_probs, mask, cu_seqlens, sequence_stats, num_tokens, bounds,
-    CRITERIA: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    old_log_probs,
+    rollout_log_probs,
+    mask,
+    cu_seqlens,
+    sequence_stats,
+    num_tokens,
+    bounds,
+    CRITERIA: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """sequence_stats [N, 2]: sum of log rho, and whether every criterion of sequences holds."""
     n = tl.program_id(0)
     # cu_seqlens is not checked on a GPU: a wrong one must not read outside the tensors.
@@ -98,11 +106,26 @@ def sequence_kernel(
 
 @triton.jit
 def token_kernel(
-    old_log_probs, rollout_log_probs, mask, cu_seqlens, sequence_stats, weights, remaining,
-    partials, num_tokens, num_sequences, upper, lower, bounds, LEVEL: tl.constexpr,
-    CRITERIA: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_STATS: tl.constexpr,
-    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    old_log_probs,
+    rollout_log_probs,
+    mask,
+    cu_seqlens,
+    sequence_stats,
+    weights,
+    remaining,
+    partials,
+    num_tokens,
+    num_sequences,
+    upper,
+    lower,
+    bounds,
+    LEVEL: tl.constexpr,
+    CRITERIA: tl.constexpr,
+    HAS_LOWER: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """weights, remaining [T]; partials [blocks, 8]: the sums of a block, the maximum in row 6.
 
     LEVEL: 0 without weights, 1 by token, 2 by sequence.
@@ -158,9 +181,14 @@ def token_kernel(
 
 @triton.jit
 def sum_kernel(
-    partials, blocks, denominators, num_tokens, metrics, HAS_DENOMINATORS: tl.constexpr,
+    partials,
+    blocks,
+    denominators,
+    num_tokens,
+    metrics,
+    HAS_DENOMINATORS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """metrics [7], float64: sums of partials over the number of tokens, and the maximum."""
     column = tl.arange(0, 8)
     sums = tl.zeros([8], tl.float64)
@@ -210,11 +238,23 @@ def correct_triton(
         level = {None: 0, "token": 1, "sequence": 2}[rollout_is]
         lower = 0.0 if limits.lower is None else limits.lower
         launch(
-            token_kernel, (blocks,),
-            *given, weights, remaining, partials, tokens, sequences, limits.upper, lower, pairs,
-            LEVEL=level, HAS_LOWER=limits.lower is not None, HAS_STATS=by_sequence, BLOCK=BLOCK,
+            token_kernel,
+            (blocks,),
+            *given,
+            weights,
+            remaining,
+            partials,
+            tokens,
+            sequences,
+            limits.upper,
+            lower,
+            pairs,
+            LEVEL=level,
+            HAS_LOWER=limits.lower is not None,
+            HAS_STATS=by_sequence,
+            BLOCK=BLOCK,
             **flags,
-        )  # fmt: skip
+        )
     on_device = isinstance(num_tokens, Tensor)
     launch(
         sum_kernel,

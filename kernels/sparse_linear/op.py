@@ -91,9 +91,17 @@ def sparse_linear_token_log_probs(
     check.shape(OP, "hidden", hidden, "T H", {})
     token_ids = check_linear(OP, hidden, weight, token_ids, bias, main_grad)
     options = row_options(
-        OP, token_ids, weight.shape[0], temperature, logit_scale, softcap,
-        ignore_index, None, group, compute_dtype(hidden),
-    )  # fmt: skip
+        OP,
+        token_ids,
+        weight.shape[0],
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        None,
+        group,
+        compute_dtype(hidden),
+    )
     check.same_device(OP, hidden=hidden, kept_ids=kept_ids, cu_kept=cu_kept)
     check.shape(OP, "kept_ids", kept_ids, "K", {})
     kept_ids = check.ids(OP, "kept_ids", kept_ids)
@@ -105,11 +113,18 @@ def sparse_linear_token_log_probs(
         cu_kept = cu_kept.clamp(0, kept_ids.shape[0]).cummax(0).values
     if group is None and kept_ids.shape[0] > DENSE_PART * hidden.shape[0] * weight.shape[0]:
         return linear_token_log_probs(
-            hidden, weight, token_ids, temperature, bias=bias, logit_scale=logit_scale,
-            softcap=softcap, ignore_index=ignore_index, main_grad=main_grad,
+            hidden,
+            weight,
+            token_ids,
+            temperature,
+            bias=bias,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            ignore_index=ignore_index,
+            main_grad=main_grad,
             vocab_mask=_as_mask(kept_ids, cu_kept, weight.shape[0]),
             backend=backend,
-        )  # fmt: skip
+        )
     log_probs, entropy, *_ = torch.ops.hybridengine.sparse_linear_token_log_probs(
         hidden, weight, bias, token_ids, *options, kept_ids.int(), cu_kept, backend, main_grad
     )

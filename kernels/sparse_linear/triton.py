@@ -19,10 +19,19 @@ BLOCK = 1024  # elements of a row at a time
 
 @triton.jit
 def logits_kernel(
-    hidden, weight, ids, row, vocab_range, logits,
-    hidden_stride, weight_stride, width, vocab,
-    SLICED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    ids,
+    row,
+    vocab_range,
+    logits,
+    hidden_stride,
+    weight_stride,
+    width,
+    vocab,
+    SLICED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     entry = tl.program_id(0).to(tl.int64)
     local = tl.load(ids + entry).to(tl.int64)
     if SLICED:
@@ -41,10 +50,18 @@ def logits_kernel(
 
 @triton.jit
 def hidden_grad_kernel(
-    weight, ids, ends, vocab_range, grad_logits, out,
-    weight_stride, width, vocab,
-    SLICED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    weight,
+    ids,
+    ends,
+    vocab_range,
+    grad_logits,
+    out,
+    weight_stride,
+    width,
+    vocab,
+    SLICED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -61,10 +78,17 @@ def hidden_grad_kernel(
 
 @triton.jit
 def weight_grad_kernel(
-    hidden, row, order, begin, grad_logits, out,
-    hidden_stride, width,
-    ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    row,
+    order,
+    begin,
+    grad_logits,
+    out,
+    hidden_stride,
+    width,
+    ACCUMULATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     local = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first, last = tl.load(begin + local), tl.load(begin + local + 1)
@@ -93,10 +117,21 @@ def logits(
     out = hidden.new_empty(ids.shape[0], dtype=torch.float32)
     if out.numel():
         launch(
-            logits_kernel, (ids.shape[0],),
-            hidden, weight, ids, row, first, out, hidden.stride(0), weight.stride(0),
-            hidden.shape[1], weight.shape[0], first is not None, _block(hidden.shape[1]),
-        )  # fmt: skip
+            logits_kernel,
+            (ids.shape[0],),
+            hidden,
+            weight,
+            ids,
+            row,
+            first,
+            out,
+            hidden.stride(0),
+            weight.stride(0),
+            hidden.shape[1],
+            weight.shape[0],
+            first is not None,
+            _block(hidden.shape[1]),
+        )
     return out
 
 
@@ -107,10 +142,20 @@ def hidden_grad(
     (rows, width), block = hidden.shape, _block(hidden.shape[1])
     if out.numel():
         launch(
-            hidden_grad_kernel, (rows, triton.cdiv(width, block)),
-            weight, ids, ends, first, grad, out, weight.stride(0), width, weight.shape[0],
-            first is not None, block,
-        )  # fmt: skip
+            hidden_grad_kernel,
+            (rows, triton.cdiv(width, block)),
+            weight,
+            ids,
+            ends,
+            first,
+            grad,
+            out,
+            weight.stride(0),
+            width,
+            weight.shape[0],
+            first is not None,
+            block,
+        )
     return out
 
 
@@ -121,6 +166,16 @@ def weight_grad(
     (vocab, width), block = out.shape, _block(out.shape[1])
     if out.numel():
         launch(
-            weight_grad_kernel, (vocab, triton.cdiv(width, block)),
-            hidden, row, order, begin, grad, out, hidden.stride(0), width, add, block,
-        )  # fmt: skip
+            weight_grad_kernel,
+            (vocab, triton.cdiv(width, block)),
+            hidden,
+            row,
+            order,
+            begin,
+            grad,
+            out,
+            hidden.stride(0),
+            width,
+            add,
+            block,
+        )

@@ -96,9 +96,11 @@ def test_vllm_s_parsers_find_the_same(name: str) -> None:
 
     class Vocabulary:  # vLLM's look up special tokens
         def get_vocab(self) -> Any:
-            words = ["<|python_tag|>",
-                     *(f"<{BAR}tool{LOW}calls{LOW}{x}{BAR}>" for x in ("begin", "end")),
-                     *(f"<{BAR}tool{LOW}call{LOW}{x}{BAR}>" for x in ("begin", "end"))]  # fmt: skip
+            words = [
+                "<|python_tag|>",
+                *(f"<{BAR}tool{LOW}calls{LOW}{x}{BAR}>" for x in ("begin", "end")),
+                *(f"<{BAR}tool{LOW}call{LOW}{x}{BAR}>" for x in ("begin", "end")),
+            ]
             return {word: i for i, word in enumerate(words)}
 
     parser = ToolParserManager.get_tool_parser(name)(Vocabulary())

@@ -36,9 +36,14 @@ def build(path: str, kind: str, tp_size: int, stop: list[int]) -> Any:
         engine: Any = HfEngine(path, checkpoint, **shared)
     else:
         engine = VllmEngine(
-            path, checkpoint, **shared, tp_size=tp_size, max_model_len=96, kv_cache_bytes=16 << 20,
+            path,
+            checkpoint,
+            **shared,
+            tp_size=tp_size,
+            max_model_len=96,
+            kv_cache_bytes=16 << 20,
             engine_options={"enforce_eager": True},
-        )  # fmt: skip
+        )
     mesh = sharding_mesh("cpu", torch.distributed.get_world_size())
     model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
     Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
@@ -106,10 +111,17 @@ def trajectories_body(rank: int, world_size: int, path: str) -> Any:
     )
     runner = AgentRunner(context, "slow", template, {}, {"slow": Slow})
     samples = {
-        i: PromptSample(i, prompt, tokenizer.decode(prompt) + " ", "toy", None, {},
-                        [{"role": "user", "content": tokenizer.decode(prompt)}])
+        i: PromptSample(
+            i,
+            prompt,
+            tokenizer.decode(prompt) + " ",
+            "toy",
+            None,
+            {},
+            [{"role": "user", "content": tokenizer.decode(prompt)}],
+        )
         for i, prompt in enumerate(PROMPTS)
-    }  # fmt: skip
+    }
     runs = []
     for _ in range(2):
         done = runner.run(engine, samples, SamplingSpec(n=3, max_tokens=40), seed=5)

@@ -211,14 +211,14 @@ def test_a_reward_that_fails_is_counted_and_reported() -> None:
 
 def test_tools_are_loaded_as_verl_s_files_declare_them(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(
-        'from hybridengine.agent import BaseTool\n\n'
-        'class Echo(BaseTool):\n    async def execute(self, instance_id, parameters, **kwargs):\n'
-        '        return str(parameters), 0.0, {}\n\n'
+        "from hybridengine.agent import BaseTool\n\n"
+        "class Echo(BaseTool):\n    async def execute(self, instance_id, parameters, **kwargs):\n"
+        "        return str(parameters), 0.0, {}\n\n"
         'def add(a: int, b: int = 2) -> int:\n    """Add.\n\n    Args:\n        a: first\n'
         '        b: second\n    """\n    return a + b\n\n'
-        'def _private() -> int:\n    return 1\n\n'
-        'def undocumented(x):\n    return x\n'
-    )  # fmt: skip
+        "def _private() -> int:\n    return 1\n\n"
+        "def undocumented(x):\n    return x\n"
+    )
     entry = {"class_name": f"{tmp_path}/tools.py:Echo", "config": {"type": "native"}}
     entry["tool_schema"] = {"type": "function", "function": {"name": "echo", "description": "E"}}
     (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [entry]}))

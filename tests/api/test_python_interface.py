@@ -125,8 +125,12 @@ def life(job):
 def test_a_loop_trains_and_reports(life):
     assert life.metrics[0] == 2.0 and life.steps == (2, 2, 16)
     assert life.events == [
-        ("val", 0, True), ("step", 1, True), ("step", 2, True), ("val", 2, True), ("save", 2, True),
-    ]  # fmt: skip
+        ("val", 0, True),
+        ("step", 1, True),
+        ("step", 2, True),
+        ("val", 2, True),
+        ("save", 2, True),
+    ]
 
 
 def test_the_folder_is_that_of_a_run(life):
@@ -259,7 +263,7 @@ def misuse(job):
         ("finished before", "had finished its 2 steps before; raise trainer.total_training_steps"),
         ("own group", "True"),
     ],
-)  # fmt: skip
+)
 def test_misuse_is_named(misuse, name, message):
     assert message in misuse[name]
 

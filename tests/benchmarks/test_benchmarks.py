@@ -9,10 +9,21 @@ from benchmarks._bench import KEYS, OURS, Bench
 from benchmarks.isa import LIMITS, is_limited
 
 OPERATORS = (
-    "advantage", "attention", "balance", "block_quantize", "decode_linear", "distillation",
-    "head_share", "linear", "linear_cross_entropy", "logprob", "packing", "policy_loss",
-    "shared_prefix", "strided_copy",
-)  # fmt: skip
+    "advantage",
+    "attention",
+    "balance",
+    "block_quantize",
+    "decode_linear",
+    "distillation",
+    "head_share",
+    "linear",
+    "linear_cross_entropy",
+    "logprob",
+    "packing",
+    "policy_loss",
+    "shared_prefix",
+    "strided_copy",
+)
 
 
 @pytest.mark.parametrize("op", OPERATORS)

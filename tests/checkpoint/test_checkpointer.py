@@ -23,8 +23,10 @@ def weights_of(run) -> dict[str, torch.Tensor]:
 
 
 def moments_of(run) -> dict[str, torch.Tensor]:
-    full = (t.full_tensor() if hasattr(t, "full_tensor") else t
-             for t in run.optimizer.moments().values())  # fmt: skip
+    full = (
+        t.full_tensor() if hasattr(t, "full_tensor") else t
+        for t in run.optimizer.moments().values()
+    )
     return dict(zip(run.optimizer.moments(), (t.clone() for t in full), strict=True))
 
 
@@ -50,8 +52,13 @@ def save_amid_training(rank: int, world_size: int, folder: Path) -> dict:
     assert not (folder / "run" / "global_step_2").exists()
     may_write.set()
     run.checkpoints.wait()
-    return {"weights": saved[0], "moments": saved[1], "draws": draws, "losses": uninterrupted,
-            "loader": run.loader.state_dict()}  # fmt: skip
+    return {
+        "weights": saved[0],
+        "moments": saved[1],
+        "draws": draws,
+        "losses": uninterrupted,
+        "loader": run.loader.state_dict(),
+    }
 
 
 def resume(rank: int, world_size: int, folder: Path, steps: int) -> dict:
@@ -60,8 +67,13 @@ def resume(rank: int, world_size: int, folder: Path, steps: int) -> dict:
     weights, moments = weights_of(run), moments_of(run)
     draws = torch.rand(3).tolist(), random.random(), np.random.rand()
     losses = [run.step(step)[0]["train/loss"] for step in range(3, 3 + steps)]
-    return {"weights": weights, "moments": moments, "draws": draws, "losses": losses,
-            "loader": run.loader.state_dict()}  # fmt: skip
+    return {
+        "weights": weights,
+        "moments": moments,
+        "draws": draws,
+        "losses": losses,
+        "loader": run.loader.state_dict(),
+    }
 
 
 def test_state_at_save_is_resumed_on_any_number_of_ranks(tmp_path: Path) -> None:

@@ -112,9 +112,9 @@ def test_verl_shards(tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
     run_ranks(write_verl_shards, world_size, model, actor, mesh_shape)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
     result = CliRunner().invoke(
-        cli.app, ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"),
-                  "--dtype", "float32"],
-    )  # fmt: skip
+        cli.app,
+        ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "float32"],
+    )
     assert result.exit_code == 0, result.output
     assert_equal(tmp_path / "out", Path(model))
 

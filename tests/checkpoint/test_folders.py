@@ -39,8 +39,11 @@ def test_incomplete_checkpoints_are_not_listed(tmp_path):
     assert "global_step_10: tensors/data is missing or truncated" in str(plan)
     assert resume_plan(tmp_path, "disable").step == 0
     assert resume_plan(tmp_path / "other", "auto").step == 0
-    for step, message in ((10, "tensors/data is missing or truncated, expected 100 bytes"),
-                          (4, "never completed"), (7, "does not exist")):  # fmt: skip
+    for step, message in (
+        (10, "tensors/data is missing or truncated, expected 100 bytes"),
+        (4, "never completed"),
+        (7, "does not exist"),
+    ):
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(tmp_path / f"global_step_{step}")
         with pytest.raises(CheckpointError, match=message):
@@ -49,9 +52,17 @@ def test_incomplete_checkpoints_are_not_listed(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", '{"step": 4, "fil', "[]", "null", '{"step": 4}', '{"files": {}}', '{"files": 3}',
-     '{"step": 4, "score": null, "files": {"../../data": [100, 1]}}'],
-)  # fmt: skip
+    [
+        "",
+        '{"step": 4, "fil',
+        "[]",
+        "null",
+        '{"step": 4}',
+        '{"files": {}}',
+        '{"files": 3}',
+        '{"step": 4, "score": null, "files": {"../../data": [100, 1]}}',
+    ],
+)
 def test_a_damaged_manifest_is_reported_in_one_sentence(tmp_path, content):
     save(tmp_path, 2)
     save(tmp_path, 4)
@@ -198,7 +209,10 @@ def test_a_killed_process_leaves_no_temporary_folder(tmp_path, monkeypatch):
     (tmp_path / "hybridengine-clone").mkdir()
     with temporary_folder() as first, temporary_folder() as second:
         assert {path.name for path in tmp_path.iterdir()} == {
-            "hybridengine-clone", first.name, second.name}  # fmt: skip
+            "hybridengine-clone",
+            first.name,
+            second.name,
+        }
     assert [path.name for path in tmp_path.iterdir()] == ["hybridengine-clone"]
 
 

@@ -59,10 +59,17 @@ def test_an_older_checkpoint_leaves_the_later_steps_aside(tmp_path: Path) -> Non
     assert [c.step for c in find_checkpoints(tmp_path)] == [2]
     assert [c.step for c in find_checkpoints(tmp_path / "previous-1")] == [4]
     assert {f for f in files(tmp_path) if f.startswith("rollouts")} == {
-        "rollouts/step_1.jsonl", "rollouts/step_2.jsonl"}  # fmt: skip
-    assert {"rollouts/step_3.jsonl", "rollouts/step_4.jsonl", "rollouts/val_4.jsonl",
-            "metrics.jsonl", "final/config.json", "summary.json"} <= files(
-        tmp_path / "previous-1")  # fmt: skip
+        "rollouts/step_1.jsonl",
+        "rollouts/step_2.jsonl",
+    }
+    assert {
+        "rollouts/step_3.jsonl",
+        "rollouts/step_4.jsonl",
+        "rollouts/val_4.jsonl",
+        "metrics.jsonl",
+        "final/config.json",
+        "summary.json",
+    } <= files(tmp_path / "previous-1")
     assert (tmp_path / "metrics.jsonl").exists()
 
 

@@ -141,13 +141,15 @@ def test_sequences_longer_than_the_model_supports(dry_run, tmp_path):
         ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 1024),
         (
             {
-                "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
                 "original_max_position_embeddings": 128,
             },
             512,
         ),
     ],
-)  # fmt: skip
+)
 def test_the_limit_with_scaled_rotary_positions(rope, limit):
     config = tiny_config("llama")
     config.rope_parameters = rope

@@ -26,9 +26,16 @@ NEEDED = [
 
 
 PATH_NAMES = {
-    "path", "model_path", "train_files", "val_files", "external_lib", "chat_template",
-    "resume_from_path", "default_local_dir", "rollout_data_dir",
-}  # fmt: skip
+    "path",
+    "model_path",
+    "train_files",
+    "val_files",
+    "external_lib",
+    "chat_template",
+    "resume_from_path",
+    "default_local_dir",
+    "rollout_data_dir",
+}
 RESUME = "trainer.resume_mode=path"
 WITH_PATHS = {RLConfig: ["reward.reward_model.enable=true", RESUME], SFTConfig: [RESUME]}
 

@@ -321,8 +321,12 @@ def test_verls_own_defaults_are_all_known(tmp_path):
         return without_references(yaml.safe_load((folder / f"{name}.yaml").read_text()))
 
     sft = read("sft_trainer_engine")
-    for group, name in (("model", "model/hf_model"), ("engine", "engine/fsdp"),
-                        ("optim", "optim/fsdp"), ("profiler", "profiler/profiler")):  # fmt: skip
+    for group, name in (
+        ("model", "model/hf_model"),
+        ("engine", "engine/fsdp"),
+        ("optim", "optim/fsdp"),
+        ("profiler", "profiler/profiler"),
+    ):
         sft[group] = read(name)
     refused = {  # null or 0 has another meaning in verl
         "data.image_key",

@@ -172,10 +172,15 @@ def test_values_of_parquet_and_json_come_back_as_they_were(cache):
     row = {
         "plain": [None, True, -1, 2**64 - 1, 0.1, math.inf, "tëxt\0", b"\xff", {"": []}],
         "integers": [2**64, -(2**63) - 1, 10**40],
-        "times": [moment, moment.replace(tzinfo=None), moment.date(), moment.time(),
-                  timedelta(days=-1, microseconds=7)],
+        "times": [
+            moment,
+            moment.replace(tzinfo=None),
+            moment.date(),
+            moment.time(),
+            timedelta(days=-1, microseconds=7),
+        ],
         "other": [Decimal("1.50"), UUID(int=5), ("a", (1, [2]))],
-    }  # fmt: skip
+    }
     sample = PromptSample(3, [1, 70000], "text", "source", row, {"row": row}, [{"content": "c"}])
     for _ in range(2):
         [read] = CachedDataset("key", lambda: [sample], PromptSample)

@@ -29,9 +29,11 @@ def chatml():
     )
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=CHATML,
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        chat_template=CHATML,
         additional_special_tokens=["<|im_start|>"],
-    )  # fmt: skip
+    )
 
 
 def read(tmp_path, tokenizer, rows, **settings):

@@ -109,7 +109,7 @@ def test_names_without_a_file(tmp_path, name, message):
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], "gz cannot be read: "),
         ("a.jsonl.gz", gzip.compress(b"", mtime=0), "the data file is empty"),
     ],
-)  # fmt: skip
+)
 def test_malformed_json_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as error:

@@ -126,8 +126,13 @@ def test_a_tokenizer_that_cannot_is_an_error():
     assert special.encode(["a </s> b"])["input_ids"] == [[0, 1, 2]]
     with pytest.raises(DataError, match=r"cannot encode '</s>' in a message as text"):
         special.encode([special.hide("row", "a </s> b")])
-    slow = SimpleNamespace(**{name: getattr(tokenizer, name) for name in (
-        "all_special_ids", "added_tokens_decoder", "unk_token_id")}, is_fast=False)  # fmt: skip
+    slow = SimpleNamespace(
+        **{
+            name: getattr(tokenizer, name)
+            for name in ("all_special_ids", "added_tokens_decoder", "unk_token_id")
+        },
+        is_fast=False,
+    )
     special = SpecialTokens(slow, "text")
     with pytest.raises(DataError, match="cannot encode"):
         special._encode_hidden(special.hide("row", "a </s> b"))

@@ -165,8 +165,11 @@ def test_qwen_style(tmp_path, tokenizer, as_text):
         for city in ("Oslo", "Rome")
     )
     assert trained(tokenizer, sample) == [
-        f"{oslo}<|im_end|>", f"And Rome.\n{rome}<|im_end|>", "Rome.<|im_end|>", "Bye<|im_end|>",
-    ]  # fmt: skip
+        f"{oslo}<|im_end|>",
+        f"And Rome.\n{rome}<|im_end|>",
+        "Rome.<|im_end|>",
+        "Bye<|im_end|>",
+    ]
     full = tokenizer.apply_chat_template(
         chat(), tools=[TOOL], chat_template=QWEN, tokenize=True, return_dict=True
     )
@@ -216,8 +219,11 @@ def test_an_empty_thought_of_the_last_turn_only(tmp_path, tokenizer, thinking):
     )
     thought = "" if thinking is False else "<think>\n\n</think>\n\n"
     assert trained(tokenizer, sample) == [
-        oslo, f"And Rome.{rome}", "Rome.<|im_end|>", f"{thought}Bye<|im_end|>",
-    ]  # fmt: skip
+        oslo,
+        f"And Rome.{rome}",
+        "Rome.<|im_end|>",
+        f"{thought}Bye<|im_end|>",
+    ]
 
 
 def test_thoughts_between_tool_calls(tmp_path, tokenizer):
@@ -241,11 +247,15 @@ def test_verls_parquet_schema(tmp_path, tokenizer):
     other = {"name": "sum", "arguments": {"terms": [1, 2]}}
     rows = [
         {"messages": chat(), "tools": [TOOL], "enable_thinking": False},
-        {"messages": [{"role": "user", "content": "1 + 2"},
-                      {"role": "assistant", "content": None, "tool_calls": [{"function": other}]}],
-         "tools": [TOOL, {"type": "function", "function": {"name": "sum"}}],
-         "enable_thinking": None},
-    ]  # fmt: skip
+        {
+            "messages": [
+                {"role": "user", "content": "1 + 2"},
+                {"role": "assistant", "content": None, "tool_calls": [{"function": other}]},
+            ],
+            "tools": [TOOL, {"type": "function", "function": {"name": "sum"}}],
+            "enable_thinking": None,
+        },
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     first, second = read(tmp_path, tokenizer, QWEN, str(tmp_path / "rows.parquet"))
     [expected] = read(tmp_path, tokenizer, QWEN, rows[:1])
@@ -268,11 +278,18 @@ def test_verls_parquet_schema(tmp_path, tokenizer):
             "{% if add_generation_prompt %}assistant {% endif %}",
             "does not write the call of 'weather' in turn 1",
         ),
-        ({"messages": [{"role": "user", "content": "x"},
-                       {"role": "assistant", "content": None, "tool_calls": [{"type": "f"}]}]},
-         QWEN, "tool_calls is .*expected a list like"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": None, "tool_calls": [{"type": "f"}]},
+                ]
+            },
+            QWEN,
+            "tool_calls is .*expected a list like",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_rendered(tmp_path, tokenizer, row, template, message):
     row = {"messages": chat(), **row}
     if "does not write the tool" in message:

@@ -23,8 +23,12 @@ from tests.rollout.vllm_server import serving_options
 
 __all__ = ["check", "runs_here"]
 
-JOBS = {"grpo": load_config, "ppo": load_config, "sft": load_sft_config,
-        "simulate": load_simulation_config}  # fmt: skip
+JOBS = {
+    "grpo": load_config,
+    "ppo": load_config,
+    "sft": load_sft_config,
+    "simulate": load_simulation_config,
+}
 PYTHONS = re.compile(r"(.*/)?python3?$|torchrun$")
 # Run by the test of the installation, or part of a shell.
 FOUND_HERE = ("pip", "cd", "export", "pre-commit")

@@ -83,9 +83,12 @@ def servers_of(page: str, port: str, folder: Path, demo: Path) -> Iterator[None]
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(
             [word.replace(PORT, port) for word in command.words],
-            cwd=folder, env=ENVIRONMENT | variables, stdout=log, stderr=log,
+            cwd=folder,
+            env=ENVIRONMENT | variables,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         server, deadline = VllmServer(f"http://127.0.0.1:{port}", 0, 60.0), time.monotonic()
         deadline += START_S

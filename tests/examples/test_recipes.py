@@ -16,8 +16,17 @@ from tests.trainer.in_process import Result, run_jobs, small_job
 pytestmark = pytest.mark.multirank
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LARGE = ("grpo", "lora_grpo", "dapo", "dr_grpo", "gspo", "ppo", "reward_model", "custom_reward",
-         "multi_turn/gsm8k")  # fmt: skip
+LARGE = (
+    "grpo",
+    "lora_grpo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "ppo",
+    "reward_model",
+    "custom_reward",
+    "multi_turn/gsm8k",
+)
 RECIPES = (*LARGE, "multi_turn", "multi_turn/guess")
 
 TINY = (
@@ -39,11 +48,17 @@ TINY_OF = {
     "grpo": ("actor.ppo_mini_batch_size=2",),
     "lora_grpo": ("actor.ppo_mini_batch_size=2",),
     "gspo": ("actor.ppo_mini_batch_size=2",),
-    "ppo": ("actor.ppo_mini_batch_size=2", "critic.model.path={dir}/model", "rollout.n=1",
-            "trainer.critic_warmup=1"),
-    "reward_model": ("actor.ppo_mini_batch_size=2",
-                     "reward.reward_model.model_path={dir}/classifier"),
-}  # fmt: skip
+    "ppo": (
+        "actor.ppo_mini_batch_size=2",
+        "critic.model.path={dir}/model",
+        "rollout.n=1",
+        "trainer.critic_warmup=1",
+    ),
+    "reward_model": (
+        "actor.ppo_mini_batch_size=2",
+        "reward.reward_model.model_path={dir}/classifier",
+    ),
+}
 KEPT = (
     "reward.",
     "rollout.n=",

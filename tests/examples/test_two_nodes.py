@@ -50,9 +50,12 @@ def test_two_agents_run_one_job(tmp_path: Path) -> None:
     job = [*small_job(tmp_path), "actor.ulysses_sequence_parallel_size=2"]
     run = subprocess.Popen(
         [str(EXAMPLE / "slurm.sbatch"), str(tmp_path / "empty.yaml"), *job],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         output, _ = run.communicate(timeout=120)
     finally:

@@ -53,9 +53,12 @@ def body(rank: int, world_size: int) -> dict[str, Any]:
         "losses": [float(x.detach()) for x in (natural, first, second, rerouted)],
         "unchanged": float(unchanged.differing_pairs),
         "changed": float(replay.pop_counts().differing_pairs),
-        "grads": [float(p.grad.full_tensor().norm()) for n, p in model.named_parameters()
-                  if n.endswith("gate.weight")],
-    }  # fmt: skip
+        "grads": [
+            float(p.grad.full_tensor().norm())
+            for n, p in model.named_parameters()
+            if n.endswith("gate.weight")
+        ],
+    }
 
 
 @pytest.mark.multirank

@@ -60,15 +60,25 @@ def test_from_hidden_states(batch, level, beta, delta):
     log_probs = _log_probs(batch, 0.7)
     leaves = [batch[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
     module = liger.LigerFusedLinearGRPOLoss(
-        beta=beta, epsilon_high=0.3, temperature=0.7, importance_sampling_level=level, delta=delta,
+        beta=beta,
+        epsilon_high=0.3,
+        temperature=0.7,
+        importance_sampling_level=level,
+        delta=delta,
         use_bias_correction_kl=True,
-    )  # fmt: skip
+    )
     hidden, weight, bias = leaves
     loss, metrics = module(
-        hidden, weight, batch["ids"], batch["mask"], batch["advantages"], bias,
+        hidden,
+        weight,
+        batch["ids"],
+        batch["mask"],
+        batch["advantages"],
+        bias,
         ref_per_token_logps=log_probs + 0.5 * batch["shift"],
-        old_per_token_logps=log_probs - batch["shift"], vllm_is_ratio=ratio,
-    )  # fmt: skip
+        old_per_token_logps=log_probs - batch["shift"],
+        vllm_is_ratio=ratio,
+    )
     assert len(metrics) == (2 if beta else 1)
     torch.testing.assert_close(loss.double(), loss_exact.detach(), rtol=1e-5, atol=1e-6)
     (2 * loss).backward()
@@ -86,9 +96,12 @@ def test_from_logits(batch, level, beta):
     log_probs = _log_probs(batch, 0.7)
     old = torch.where(batch["mask"] > 0, log_probs - batch["shift"], -1e4)  # as padding may be
     options = {
-        "temperature": 0.7, "beta": beta, "eps_high": 0.3, "importance_sampling_level": level,
+        "temperature": 0.7,
+        "beta": beta,
+        "eps_high": 0.3,
+        "importance_sampling_level": level,
         "use_bias_correction_kl": True,
-    }  # fmt: skip
+    }
     ref = log_probs + 0.5 * batch["shift"]
     given = (old, ref, batch["ids"], batch["advantages"], batch["mask"])
     loss, metrics = liger.triton_grpo_loss(logits, *given, reduce=True, **options)

@@ -239,9 +239,15 @@ def test_gradients_for_ligers_autograd_function(batch):
     hidden, weight, bias = _leaves(batch, torch.float32)
     rows, target = hidden.flatten(0, 1).detach(), batch["target"].flatten()
     loss, *nothing, grad_input, grad_weight, grad_bias = liger.fused_linear_cross_entropy_forward(
-        rows, weight.detach(), target, bias=bias.detach(), reduction="none",
-        token_grad_output=torch.arange(20.0), compute_gradients=True, weight_requires_grad=False,
-    )  # fmt: skip
+        rows,
+        weight.detach(),
+        target,
+        bias=bias.detach(),
+        reduction="none",
+        token_grad_output=torch.arange(20.0),
+        compute_gradients=True,
+        weight_requires_grad=False,
+    )
     assert nothing == [None] * 3 and grad_weight is None and loss.shape == (20,)
     losses = F.cross_entropy(rows.requires_grad_() @ weight.t() + bias, target, reduction="none")
     (losses * torch.arange(20.0)).sum().backward()

@@ -116,8 +116,9 @@ def test_linear_token_log_probs(kind):
     vocab_mask = draw(B, L, V) < 0.9
     vocab_mask.scatter_(2, ids.clamp(min=0)[..., None], True)
     hidden, weight = (
-        with_garbage(draw(B, L, H), mask).requires_grad_(), draw(V, H).requires_grad_()
-    )  # fmt: skip
+        with_garbage(draw(B, L, H), mask).requires_grad_(),
+        draw(V, H).requires_grad_(),
+    )
     given = None if kind is None else mask
     got = padded.linear_token_log_probs(
         hidden, weight, ids, temperature, response_mask=given, vocab_mask=vocab_mask
@@ -125,9 +126,11 @@ def test_linear_token_log_probs(kind):
     grads = torch.autograd.grad(sum(got).sum(), (hidden, weight))
     leaves = [t.detach().double().requires_grad_() for t in (flat(hidden, mask), weight)]
     expected = kernels.token_log_probs(
-        leaves[0] @ leaves[1].T, flat(ids, mask), flat(temperature, mask).double(),
+        leaves[0] @ leaves[1].T,
+        flat(ids, mask),
+        flat(temperature, mask).double(),
         vocab_mask=flat(vocab_mask, mask),
-    )  # fmt: skip
+    )
     expected_grads = torch.autograd.grad(sum(expected).sum(), leaves)
     for result, want in zip(got, expected, strict=True):
         assert_close(flat(result, mask), want)
@@ -139,9 +142,7 @@ def test_linear_token_log_probs(kind):
 
 def loss_inputs(mask):
     old = -draw(B, L, seed=1).abs()
-    per_token = {
-        "old_log_probs": old, "ref_log_probs": old + 0.2, "rollout_log_probs": old - 0.1
-    }  # fmt: skip
+    per_token = {"old_log_probs": old, "ref_log_probs": old + 0.2, "rollout_log_probs": old - 0.1}
     return {name: with_garbage(value, mask) for name, value in per_token.items()}
 
 
@@ -153,8 +154,9 @@ def test_policy_losses(kind, agg_mode):
     inputs, advantages = loss_inputs(mask), draw(B, seed=4)
     options = {"loss_agg_mode": agg_mode, "loss_scale_factor": 9.0, "kl_coef": 0.1}
     hidden, weight = (
-        with_garbage(draw(B, L, H), mask).requires_grad_(), draw(V, H).requires_grad_()
-    )  # fmt: skip
+        with_garbage(draw(B, L, H), mask).requires_grad_(),
+        draw(V, H).requires_grad_(),
+    )
     log_probs, _ = padded.linear_token_log_probs(hidden, weight, ids, response_mask=mask)
     arguments = inputs | options
     old = arguments.pop("old_log_probs")
@@ -169,9 +171,13 @@ def test_policy_losses(kind, agg_mode):
     exact, _ = kernels.token_log_probs(leaves[0] @ leaves[1].T, flat(ids, mask))
     rest = {name: flat(value, mask).double() for name, value in inputs.items()}
     expected, expected_metrics = kernels.policy_loss(
-        exact, rest.pop("old_log_probs"), flat(advantages[:, None].expand(B, L), mask).double(),
-        cu_seqlens=cu_seqlens(mask), **rest, **options,
-    )  # fmt: skip
+        exact,
+        rest.pop("old_log_probs"),
+        flat(advantages[:, None].expand(B, L), mask).double(),
+        cu_seqlens=cu_seqlens(mask),
+        **rest,
+        **options,
+    )
     want = torch.autograd.grad(expected, leaves)
     for one, got, of in ((loss, grads, metrics), (fused, fused_grads, fused_metrics)):
         assert_close(one, expected)

@@ -66,9 +66,13 @@ class Rollout:
             where = meta.nccl_master_address, str(meta.nccl_master_port)
             for i, client in enumerate(self.clients):
                 ((succeeded, message),) = client.call(
-                    "areal_init_update_weight_group", *where, 1 + i, 1 + ENGINES, "gloo",
+                    "areal_init_update_weight_group",
+                    *where,
+                    1 + i,
+                    1 + ENGINES,
+                    "gloo",
                     meta.nccl_group_name,
-                )  # fmt: skip
+                )
                 if not succeeded:
                     raise RuntimeError(message)
 

@@ -57,8 +57,10 @@ def test_another_ignore_index_and_no_label_at_all():
     labels, logits = some_labels(2, 7), draw(2, 7, VOCAB)
     assert_same(
         lambda f, x: f(x, labels.masked_fill(labels == -100, 5), VOCAB, ignore_index=5),
-        adapter.ForCausalLMLoss, TEXT_LOSS, logits,
-    )  # fmt: skip
+        adapter.ForCausalLMLoss,
+        TEXT_LOSS,
+        logits,
+    )
     nothing = torch.full_like(labels, -100)
     for loss in (adapter.ForCausalLMLoss, TEXT_LOSS):
         assert loss(logits, nothing, VOCAB).isnan()
@@ -130,10 +132,17 @@ def train(folder, mode, **settings):
     rows = [{name: value[i].tolist() for name, value in batch().items()} for i in range(4)]
     rows[0]["labels"] = [-100] * 8 + rows[0]["labels"][8:]
     arguments = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, max_steps=2, gradient_accumulation_steps=2,
-        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
         **settings,
-    )  # fmt: skip
+    )
     model = build("llama")
     if mode == "fused":
         adapter.fuse_loss(model)

@@ -18,12 +18,25 @@ pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0")
 HEAD = ("log_probs", "head")
 # The ratios of the second iteration are not 1: with this learning rate many are clipped.
 OPTIONS = {
-    "use_cpu": True, "bf16": False, "max_steps": 2, "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2, "num_generations": 4, "num_iterations": 2,
-    "max_completion_length": 8, "learning_rate": 2e-2, "lr_scheduler_type": "constant",
-    "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
-    "gradient_checkpointing": False, "seed": 0, "beta": 0.1, "delta": 1.5,
-}  # fmt: skip
+    "use_cpu": True,
+    "bf16": False,
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 8,
+    "learning_rate": 2e-2,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "gradient_checkpointing": False,
+    "seed": 0,
+    "beta": 0.1,
+    "delta": 1.5,
+}
 
 
 @pytest.fixture(scope="module")

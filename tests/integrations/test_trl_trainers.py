@@ -36,11 +36,21 @@ def sft_logs(model: str, folder: str) -> list[dict[str, float]]:
     from trl import SFTConfig, SFTTrainer
 
     arguments = SFTConfig(
-        output_dir=folder, use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=1, report_to=[],
-        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, max_length=None,
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        max_length=None,
         shuffle_dataset=False,
-    )  # fmt: skip
+    )
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
         arguments,
@@ -101,17 +111,21 @@ def synced(rank: int, world_size: int, path: str) -> dict[str, Any]:
     )
     adapter.patch("sync")
     accelerator = SimpleNamespace(
-        state=SimpleNamespace(
-            deepspeed_plugin=None, fsdp_plugin=SimpleNamespace(fsdp_version=2)
-        ),
-        num_processes=world_size, process_index=rank, local_process_index=rank,
-        device=torch.device("cpu"), wait_for_everyone=torch.distributed.barrier,
-    )  # fmt: skip
+        state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=SimpleNamespace(fsdp_version=2)),
+        num_processes=world_size,
+        process_index=rank,
+        local_process_index=rank,
+        device=torch.device("cpu"),
+        wait_for_everyone=torch.distributed.barrier,
+    )
     with unique_shared_memory():  # vLLM's own names are the same in every run
         generation = vllm_generation.VLLMGeneration(
-            trained(path, True), accelerator, None, tensor_parallel_size=world_size,
+            trained(path, True),
+            accelerator,
+            None,
+            tensor_parallel_size=world_size,
             max_model_length=64,
-        )  # fmt: skip
+        )
     generation._iter_named_params = lambda: pytest.fail("TRL's own sync ran")
     runner = generation.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     weights = {n: p.data for n, p in runner.get_model().named_parameters()}

@@ -28,8 +28,10 @@ def test_replacements_are_exported_once_and_losses_are_not_replaced_by_default()
     assert len(targets) == len(set(targets)) == len({id(r.function) for r in patches.replacements})
     assert {target.rpartition(".")[2] for target in targets} - {"forward"} <= set(verl.__all__)
     assert set(patches.groups) - set(patches.default_groups) == {
-        "losses", "policy_losses", "vocab_parallel"
-    }  # fmt: skip
+        "losses",
+        "policy_losses",
+        "vocab_parallel",
+    }
 
 
 def _rows(seed=0):
@@ -113,8 +115,10 @@ def test_linear_cross_entropy_and_fused_linear():
     torch.testing.assert_close(log_probs.double(), chosen, **LINEAR)
     torch.testing.assert_close(entropies.double(), entropy, **LINEAR)
     for reduction, expected in (
-        ("none", chosen.flatten()), ("sum", chosen.sum()), ("mean", chosen.mean())
-    ):  # fmt: skip
+        ("none", chosen.flatten()),
+        ("sum", chosen.sum()),
+        ("mean", chosen.mean()),
+    ):
         result, entropies = verl.linear_cross_entropy(hidden, weight, labels, 0.7, reduction)
         torch.testing.assert_close(result.double(), expected, **LINEAR)
         torch.testing.assert_close(entropies.double(), entropy.flatten(), **LINEAR)
@@ -188,13 +192,14 @@ def test_token_level_advantages():
             [3.21, 0.0, 0.95, 5.42, 0.0, 0.6775],
         ),
         "remax": (
-            [3.5, 4.794621, 3.176085, 3.398848, 0.0, 1.411759], [3.5, 0.0, 1.0, 6.0, 0.0, 0.75]
+            [3.5, 4.794621, 3.176085, 3.398848, 0.0, 1.411759],
+            [3.5, 0.0, 1.0, 6.0, 0.0, 0.75],
         ),
         "gae": (
             [1.864474, -1.836268, -1.316068, 3.580105, 0.0, -2.292242],
             [2.931303, 0.070422, 0.845315, 5.070325, 0.0, 0.730846],
         ),
-    }  # fmt: skip
+    }
     for name, pair in expected.items():
         for result, sums in zip(results[name], pair, strict=True):
             assert result[mask == 0].abs().sum() == 0
@@ -210,13 +215,23 @@ class _Config(SimpleNamespace):
 
 def _config(**info):
     policy_loss = SimpleNamespace(
-        clip_cov_ratio=0.2, clip_cov_lb=0.1, clip_cov_ub=5.0, kl_cov_ratio=0.1, ppo_kl_coef=0.7,
+        clip_cov_ratio=0.2,
+        clip_cov_lb=0.1,
+        clip_cov_ub=5.0,
+        kl_cov_ratio=0.1,
+        ppo_kl_coef=0.7,
         dro_beta=0.1,
-    )  # fmt: skip
+    )
     return _Config(
-        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.3, clip_ratio_c=1.5, tau_pos=1.0,
-        tau_neg=1.05, policy_loss=policy_loss, global_batch_info=info,
-    )  # fmt: skip
+        clip_ratio=0.2,
+        clip_ratio_low=None,
+        clip_ratio_high=0.3,
+        clip_ratio_c=1.5,
+        tau_pos=1.0,
+        tau_neg=1.05,
+        policy_loss=policy_loss,
+        global_batch_info=info,
+    )
 
 
 METRICS = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
@@ -273,9 +288,7 @@ def test_agg_loss_and_value_loss(mode):
     torch.testing.assert_close(result, (advantages * local).sum(), **VERL)
     masked = torch.where(mask.bool(), advantages, float("nan"))
     torch.testing.assert_close(verl.agg_loss(masked, mask, mode), result)
-    info = {
-        "dp_size": 4, "batch_num_tokens": 90, "global_batch_size": 20, "loss_scale_factor": 7
-    }  # fmt: skip
+    info = {"dp_size": 4, "batch_num_tokens": 90, "global_batch_size": 20, "loss_scale_factor": 7}
     full = 4 * _weights(mode, mask, 90, 20, 7)
     result = verl.agg_loss(advantages, mask, mode, **info)
     torch.testing.assert_close(result, (advantages * full).sum(), **VERL)

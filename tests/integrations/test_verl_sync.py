@@ -99,9 +99,13 @@ def refusals() -> dict[str, str]:
         return message_of(lambda: asyncio.run(adapter.update_weights(weights)))
 
     rollout: dict[str, Any] = {
-        "data_parallel_size": 1, "pipeline_model_parallel_size": 1, "quantization": None,
-        "qat": {}, "mtp": None, "disaggregation": SimpleNamespace(enabled=False),
-    }  # fmt: skip
+        "data_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "quantization": None,
+        "qat": {},
+        "mtp": None,
+        "disaggregation": SimpleNamespace(enabled=False),
+    }
     model: dict[str, Any] = {"lora_rank": 0, "lora": {}}
 
     def message(rollout_options: dict[str, Any], model_options: dict[str, Any]) -> str:
@@ -154,10 +158,13 @@ def weights() -> dict[str, Any]:
         return message_of(read)
 
     return {
-        "plain": use("two"), "offloaded": use("two", offload=True), "one": use("one"),
-        "policy": use("two", policy=True), "calls": calls,
+        "plain": use("two"),
+        "offloaded": use("two", offload=True),
+        "one": use("one"),
+        "policy": use("two", policy=True),
+        "calls": calls,
         "gathered": list(ShardedWeights(None, lambda: iter([("a", None)]))),
-    }  # fmt: skip
+    }
 
 
 def test_shards_are_on_the_device_while_they_are_read(found):

@@ -92,9 +92,13 @@ def sync_grpo(rank: int, path: str, url: str, model: Any) -> dict[str, Any]:
         device=torch.device("cpu"),
     )
     generation = VLLMGeneration(
-        trained(path, False), accelerator, None, mode="server", server_base_url=url,
+        trained(path, False),
+        accelerator,
+        None,
+        mode="server",
+        server_base_url=url,
         server_timeout=TIMEOUT_S,
-    )  # fmt: skip
+    )
     assert hasattr(generation, "vllm_client") == (rank == 0)
     generation.model = model  # sharded after TRL has made the VLLMGeneration
     sent = []

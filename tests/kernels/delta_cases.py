@@ -41,8 +41,15 @@ def changes_of(
     for i, (size, src_stride, dst_stride, offset, gap) in enumerate(drawn):
         rows.append(row(i % 2, 0, offset, place + gap, size, src_stride, dst_stride))
         if i % 3 == 2 and len(size) < 4:  # repeats its elements
-            rows[-1] = row(i % 2, 0, offset, place + gap, [2, *size], [0, *src_stride],
-                           [torch.Size(size).numel(), *dst_stride])  # fmt: skip
+            rows[-1] = row(
+                i % 2,
+                0,
+                offset,
+                place + gap,
+                [2, *size],
+                [0, *src_stride],
+                [torch.Size(size).numel(), *dst_stride],
+            )
             place += torch.Size(size).numel()
         place += gap + torch.Size(size).numel()
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 16)

@@ -24,11 +24,10 @@ CU_KEPT = torch.arange(0, 2 * ROWS + 1, 2)
 # Operator -> (shapes of the inputs with a gradient, function of these that returns tensors).
 CASES = {
     "token_log_probs": (
-        [(ROWS, VOCAB)], lambda x, backend: he.token_log_probs(x, IDS, 0.7, backend=backend)
+        [(ROWS, VOCAB)],
+        lambda x, backend: he.token_log_probs(x, IDS, 0.7, backend=backend),
     ),
-    "token_entropy": (
-        [(ROWS, VOCAB)], lambda x, backend: [he.token_entropy(x, backend=backend)]
-    ),
+    "token_entropy": ([(ROWS, VOCAB)], lambda x, backend: [he.token_entropy(x, backend=backend)]),
     "cross_entropy": (
         [(ROWS, VOCAB)],
         lambda x, backend: he.cross_entropy(
@@ -47,9 +46,9 @@ CASES = {
     ),
     "linear_cross_entropy, none": (
         [(ROWS, WIDTH), (VOCAB, WIDTH)],
-        lambda h, w, backend: he.linear_cross_entropy(
-            h, w, IDS, reduction="none", backend=backend
-        )[:1],
+        lambda h, w, backend: he.linear_cross_entropy(h, w, IDS, reduction="none", backend=backend)[
+            :1
+        ],
     ),
     "linear_policy_loss": (
         [(ROWS, WIDTH), (VOCAB, WIDTH)],
@@ -78,6 +77,7 @@ CASES = {
         lambda x, backend: he.policy_loss(x, OLD, ADVANTAGES, backend=backend)[:1],
     ),
     "value_loss": (
-        [(ROWS,)], lambda x, backend: he.value_loss(x, OLD, ADVANTAGES, backend=backend)[:1]
+        [(ROWS,)],
+        lambda x, backend: he.value_loss(x, OLD, ADVANTAGES, backend=backend)[:1],
     ),
-}  # fmt: skip
+}

@@ -74,14 +74,23 @@ def check_correction(device, level, lower, rejection, count):
             old = inputs["log_probs"]  # some are -inf
             rollout = rollout.masked_fill(~mask, math.nan)  # masked: does not matter
         expected = rollout_correction(
-            old.double(), rollout.double(), cu_seqlens=ends, response_mask=mask,
-            global_num_tokens=count, **options,
-        )  # fmt: skip
+            old.double(),
+            rollout.double(),
+            cu_seqlens=ends,
+            response_mask=mask,
+            global_num_tokens=count,
+            **options,
+        )
         on_device = count.to(device) if isinstance(count, torch.Tensor) else count
         got = rollout_correction(
-            old.to(device), rollout.to(device), cu_seqlens=ends.to(device),
-            response_mask=mask.to(device), global_num_tokens=on_device, backend="triton", **options,
-        )  # fmt: skip
+            old.to(device),
+            rollout.to(device),
+            cu_seqlens=ends.to(device),
+            response_mask=mask.to(device),
+            global_num_tokens=on_device,
+            backend="triton",
+            **options,
+        )
         assert (got.weights is None) == (level is None)
         if got.weights is not None:
             torch.testing.assert_close(got.weights.cpu().double(), expected.weights, **POLICY_LOSS)

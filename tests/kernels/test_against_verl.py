@@ -295,9 +295,13 @@ def test_further_rollout_metrics(padded, level, threshold):
     lower, upper = (0.7, 1.4) if isinstance(threshold, str) else (None, threshold)
     new, old, ends = flat(padded, "new", "old")
     got = rollout_metrics(
-        new, old, cu_seqlens=ends, rollout_is=level, rollout_is_threshold=upper,
+        new,
+        old,
+        cu_seqlens=ends,
+        rollout_is=level,
+        rollout_is_threshold=upper,
         rollout_is_lower=lower,
-    )  # fmt: skip
+    )
     known = {"kl", "k3_kl", "chi2_token", "rollout_is_oob_ratio"}  # of rollout_correction
     assert got.keys() == want.keys() - known
     for name, value in got.items():

@@ -62,9 +62,15 @@ def test_a_gradient_row_that_is_not_there(row: int) -> None:
     index = torch.tensor([0, row], dtype=I32)
     with pytest.raises(IndexError, match=rf"row_index\[1\] is {row}, but grad_logits has 3 rows"):
         C.log_prob_backward(
-            logits, torch.zeros(2, dtype=I64), C.LogProbOptions(*NO_OPTIONS), results,
-            torch.ones(2), None, torch.zeros(3, 5), index,
-        )  # fmt: skip
+            logits,
+            torch.zeros(2, dtype=I64),
+            C.LogProbOptions(*NO_OPTIONS),
+            results,
+            torch.ones(2),
+            None,
+            torch.zeros(3, 5),
+            index,
+        )
 
 
 def changed(ends: list[int], num_changed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +180,7 @@ def test_numbers_that_no_enumeration_has() -> None:
         with pytest.raises(ValueError, match=f"{name} is"):
             C.policy_loss(
                 x, x, x, *[None] * 8, *numbers, False, False, [0.2] * 9, [0.0] * 5, *[False] * 3
-            )  # fmt: skip
+            )
 
 
 def test_sizes_beyond_memory() -> None:

@@ -51,9 +51,7 @@ def test_values_are_the_nearest_of_a_float64_oracle(kind) -> None:
     """Scales within 1 ULP of float64's; every value the nearest to value / scale, ties to even."""
     x = matrix(kind, 200, 300, torch.bfloat16)
     quantized, scale = block_quantize(x)
-    largest = torch.nn.functional.max_pool2d(
-        x.double().abs()[None], 128, ceil_mode=True
-    )[0]  # fmt: skip
+    largest = torch.nn.functional.max_pool2d(x.double().abs()[None], 128, ceil_mode=True)[0]
     exact = largest.clamp(1e-4) / 448
     assert torch.allclose(scale.double(), exact, rtol=2**-23, atol=0)
     expanded = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]

@@ -50,9 +50,13 @@ def assert_gaps(library, positions, start):
         assert width != best or torch.equal(gaps, expected)
         decoded = torch.full((count + 2,), -7)
         found = library.decode_on_cpu(
-            address(gaps), ctypes.c_int64(size // width), ctypes.c_int64(start),
-            ctypes.c_int64(count), ctypes.c_int(width), address(decoded),
-        )  # fmt: skip
+            address(gaps),
+            ctypes.c_int64(size // width),
+            ctypes.c_int64(start),
+            ctypes.c_int64(count),
+            ctypes.c_int(width),
+            address(decoded),
+        )
         assert found == count and torch.equal(decoded[:count], positions)
         assert decoded[count:].tolist() == [-7, -7], "nothing is written past the end"
         again = decode_gaps(gaps, width, start, int(positions[-1]) + 1, count, backend="reference")
@@ -75,9 +79,13 @@ def test_a_wrong_count_writes_nothing_past_the_end(gaps_library):
     gaps, width = encode_gaps(torch.arange(0, 60_000, 6))
     positions = torch.full((9_002,), -7)
     found = gaps_library.decode_on_cpu(
-        address(gaps), ctypes.c_int64(len(gaps)), ctypes.c_int64(0), ctypes.c_int64(9_000),
-        ctypes.c_int(width), address(positions),
-    )  # fmt: skip
+        address(gaps),
+        ctypes.c_int64(len(gaps)),
+        ctypes.c_int64(0),
+        ctypes.c_int64(9_000),
+        ctypes.c_int(width),
+        address(positions),
+    )
     assert found == 10_000 and positions[9_000:].tolist() == [-7, -7]
 
 
@@ -90,15 +98,22 @@ def entries(rows):
 
 def assert_followed(library, table, indices, values, size):
     reference = reference_table(table)
-    lists = [[i.data_ptr(), v.data_ptr(), len(i), i.dtype == torch.int64]
-             for i, v in zip(indices, values, strict=True)]  # fmt: skip
+    lists = [
+        [i.data_ptr(), v.data_ptr(), len(i), i.dtype == torch.int64]
+        for i, v in zip(indices, values, strict=True)
+    ]
     rows, lists = entries(reference._rows), torch.tensor(lists, dtype=torch.int64)
 
     def follow(destination, positions, mapped):
         return library.follow_on_cpu(
-            address(rows), ctypes.c_int64(len(rows)), address(lists), ctypes.c_int64(len(lists)),
-            address(destination), address(positions), address(mapped),
-        )  # fmt: skip
+            address(rows),
+            ctypes.c_int64(len(rows)),
+            address(lists),
+            ctypes.c_int64(len(lists)),
+            address(destination),
+            address(positions),
+            address(mapped),
+        )
 
     got, expected = torch.zeros(2, size, dtype=torch.bfloat16).unbind()
     pairs = follow(got, None, None)

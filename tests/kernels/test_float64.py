@@ -21,9 +21,14 @@ LOG_PROBS = 0.3 * draw(ROWS) - 2
 OLD = 0.3 * draw(ROWS, seed=1) - 2
 ADVANTAGES = draw(ROWS, seed=2)
 NUMBERS = {
-    "clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 1.7, "tau_pos": 1.1,
-    "tau_neg": 1.05, "cov_kl_coef": 0.7, "dro_beta": 0.3,
-}  # fmt: skip
+    "clip_ratio_low": 0.1,
+    "clip_ratio_high": 0.3,
+    "clip_ratio_c": 1.7,
+    "tau_pos": 1.1,
+    "tau_neg": 1.05,
+    "cov_kl_coef": 0.7,
+    "dro_beta": 0.3,
+}
 
 
 def clipped(ratio, advantage, c=None):
@@ -91,9 +96,15 @@ def test_policy_loss(mode):
 def test_policy_loss_with_kl_and_entropy():
     ref, entropy = OLD + 0.1, OLD.abs()
     loss, _ = he.policy_loss(
-        LOG_PROBS, OLD, ADVANTAGES, ref_log_probs=ref, kl_coef=0.1, entropy=entropy,
-        entropy_coeff=0.7, **NUMBERS,
-    )  # fmt: skip
+        LOG_PROBS,
+        OLD,
+        ADVANTAGES,
+        ref_log_probs=ref,
+        kl_coef=0.1,
+        entropy=entropy,
+        entropy_coeff=0.7,
+        **NUMBERS,
+    )
     d = (ref - LOG_PROBS).tolist()
     kl = sum(math.expm1(value) - value for value in d)
     total = sum(expected_losses("ppo_clip")) + 0.1 * kl - 0.7 * sum(entropy.tolist())
@@ -102,9 +113,15 @@ def test_policy_loss_with_kl_and_entropy():
 
 def test_vespo_weights():
     weights = he.vespo_weights(
-        LOG_PROBS, OLD, ADVANTAGES, cu_seqlens=CU_SEQLENS, k_pos=2.1, lambda_pos=3.3, k_neg=2.7,
+        LOG_PROBS,
+        OLD,
+        ADVANTAGES,
+        cu_seqlens=CU_SEQLENS,
+        k_pos=2.1,
+        lambda_pos=3.3,
+        k_neg=2.7,
         lambda_neg=1.9,
-    )  # fmt: skip
+    )
     x = (LOG_PROBS - OLD).tolist()
     sums = [m * n for m, n in zip(sequence_means(x), [4] * 4 + [2] * 2, strict=True)]
     expected = []
@@ -139,13 +156,18 @@ def test_per_token_temperatures(dtype):
         he.token_log_probs(HIDDEN @ WEIGHT.T + BIAS, IDS, temperatures),
         he.linear_token_log_probs(HIDDEN, WEIGHT, IDS, temperatures, bias=BIAS),
         he.sparse_linear_token_log_probs(
-            HIDDEN, WEIGHT, IDS, torch.arange(VOCAB).repeat(ROWS),
-            torch.arange(0, ROWS * VOCAB + 1, VOCAB), temperatures, bias=BIAS,
+            HIDDEN,
+            WEIGHT,
+            IDS,
+            torch.arange(VOCAB).repeat(ROWS),
+            torch.arange(0, ROWS * VOCAB + 1, VOCAB),
+            temperatures,
+            bias=BIAS,
         ),
         he.linear_policy_loss(
             HIDDEN, WEIGHT, IDS, temperatures, bias=BIAS, old_log_probs=None, advantages=ADVANTAGES
         )[1:3],
-    ):  # fmt: skip
+    ):
         for got, want in zip(results, expected, strict=True):
             # Sums of terms up to 16, and differences of these.
             torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-14)
@@ -163,9 +185,18 @@ def test_linear_cross_entropy(temperature, deterministic):
     z_loss = 0.3 * lse.square()
     expected = lse - 0.9 * z[torch.arange(ROWS), IDS] - 0.1 * z.mean(1) + z_loss
     losses, z_losses = he.linear_cross_entropy(
-        HIDDEN, WEIGHT, IDS, temperature, bias=BIAS, logit_scale=1.3, softcap=2.1,
-        label_smoothing=0.1, lse_square_scale=0.3, reduction="none", deterministic=deterministic,
-    )  # fmt: skip
+        HIDDEN,
+        WEIGHT,
+        IDS,
+        temperature,
+        bias=BIAS,
+        logit_scale=1.3,
+        softcap=2.1,
+        label_smoothing=0.1,
+        lse_square_scale=0.3,
+        reduction="none",
+        deterministic=deterministic,
+    )
     torch.testing.assert_close(losses, expected, **EXACT)
     torch.testing.assert_close(z_losses, z_loss, **EXACT)
 
@@ -173,9 +204,15 @@ def test_linear_cross_entropy(temperature, deterministic):
 def test_linear_distillation_loss():
     teacher = draw(ROWS, WIDTH, seed=6)
     _, divergences = he.linear_distillation_loss(
-        HIDDEN, WEIGHT, teacher, WEIGHT, beta=0.3, temperature=0.7, student_softcap=2.1,
+        HIDDEN,
+        WEIGHT,
+        teacher,
+        WEIGHT,
+        beta=0.3,
+        temperature=0.7,
+        student_softcap=2.1,
         teacher_logit_scale=1.3,
-    )  # fmt: skip
+    )
     q = torch.softmax(2.1 * torch.tanh(HIDDEN @ WEIGHT.T / 2.1) / 0.7, 1)
     p = torch.softmax(1.3 * (teacher @ WEIGHT.T) / 0.7, 1)
     m = 0.3 * p + 0.7 * q

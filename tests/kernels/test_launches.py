@@ -26,9 +26,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # They allocate or make views: nothing runs on the device.
 NO_LAUNCH = {
-    "_reshape_alias", "_unsafe_view", "alias", "detach", "empty", "empty_like", "expand", "flatten",
-    "new_empty", "reshape", "select", "slice", "unbind", "unsqueeze", "view",
-}  # fmt: skip
+    "_reshape_alias",
+    "_unsafe_view",
+    "alias",
+    "detach",
+    "empty",
+    "empty_like",
+    "expand",
+    "flatten",
+    "new_empty",
+    "reshape",
+    "select",
+    "slice",
+    "unbind",
+    "unsqueeze",
+    "view",
+}
 
 
 class Launches(TorchDispatchMode):
@@ -104,10 +117,14 @@ def test_value_loss_is_one_operator(tokens, loss_agg_mode):
 
     def step():
         loss, _ = value_loss(
-            values, tokens["old_log_probs"], tokens["advantages"], loss_scale_factor=9.0,
-            response_mask=tokens["response_mask"], cu_seqlens=tokens["cu_seqlens"],
+            values,
+            tokens["old_log_probs"],
+            tokens["advantages"],
+            loss_scale_factor=9.0,
+            response_mask=tokens["response_mask"],
+            cu_seqlens=tokens["cu_seqlens"],
             loss_agg_mode=loss_agg_mode,
-        )  # fmt: skip
+        )
         torch.autograd.grad(loss, values)
 
     assert without_seed(launches(step)) == ["policy_loss", "aten::_foreach_mul"]

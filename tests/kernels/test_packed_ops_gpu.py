@@ -119,12 +119,16 @@ def test_losses_with_any_counts_as_on_the_cpu(loss_agg_mode, masked):
     for tokens, seqs in product((None, 31, torch.tensor(31)), (None, 7.5, torch.tensor(7.5))):
         counts = {"global_num_tokens": tokens, "global_num_seqs": seqs}
         want, got = (
-            losses({name: value.to(device) for name, value in inputs.items()}, loss_agg_mode, {
-                name: count.to(device) if isinstance(count, torch.Tensor) else count
-                for name, count in counts.items()
-            })
+            losses(
+                {name: value.to(device) for name, value in inputs.items()},
+                loss_agg_mode,
+                {
+                    name: count.to(device) if isinstance(count, torch.Tensor) else count
+                    for name, count in counts.items()
+                },
+            )
             for device in ("cpu", "cuda")
-        )  # fmt: skip
+        )
         for on_gpu, on_cpu in zip(got, want, strict=True):
             torch.testing.assert_close(on_gpu.cpu(), on_cpu, **POLICY_LOSS)
 
@@ -135,10 +139,15 @@ def losses(inputs, loss_agg_mode, counts):
     for function in (policy_loss, value_loss):
         leaf = inputs["log_probs"].clone().requires_grad_()
         loss, metrics = function(
-            leaf, inputs["old_log_probs"], inputs["advantages"], loss_agg_mode=loss_agg_mode,
-            response_mask=inputs.get("response_mask"), cu_seqlens=inputs["cu_seqlens"],
-            loss_scale_factor=9.0, **counts,
-        )  # fmt: skip
+            leaf,
+            inputs["old_log_probs"],
+            inputs["advantages"],
+            loss_agg_mode=loss_agg_mode,
+            response_mask=inputs.get("response_mask"),
+            cu_seqlens=inputs["cu_seqlens"],
+            loss_scale_factor=9.0,
+            **counts,
+        )
         results += [loss.detach(), *metrics.values(), *torch.autograd.grad(loss, leaf)]
     return results
 

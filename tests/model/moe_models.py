@@ -12,19 +12,34 @@ __all__ = ["ARCHITECTURES", "NUM_EXPERTS", "tiny_moe"]
 
 NUM_EXPERTS, TOP_K = 8, 2
 _COMMON = dict(
-    vocab_size=101, hidden_size=64, intermediate_size=48, moe_intermediate_size=32,
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    max_position_embeddings=256, pad_token_id=0, initializer_range=0.3,
-)  # fmt: skip
+    vocab_size=101,
+    hidden_size=64,
+    intermediate_size=48,
+    moe_intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    initializer_range=0.3,
+)
 _ROUTED = dict(num_experts_per_tok=TOP_K)
 _LINEAR = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-    linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"],
-)  # fmt: skip
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention"],
+)
 _DEEPSEEK = dict(
-    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
     num_key_value_heads=4,
-)  # fmt: skip
+)
 _GROUPED = dict(n_routed_experts=NUM_EXPERTS, first_k_dense_replace=1, n_shared_experts=1)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _ROUTED | dict(num_experts=NUM_EXPERTS, shared_expert_intermediate_size=32),

@@ -53,9 +53,14 @@ def packed(q, k, v, lengths, **options):
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     rows = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
     out, _ = varlen_attention(
-        LAYER, *rows, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu,
-        max_length_q=max(lengths, default=0), **options,
-    )  # fmt: skip
+        LAYER,
+        *rows,
+        None,
+        cu_seq_lens_q=cu,
+        cu_seq_lens_k=cu,
+        max_length_q=max(lengths, default=0),
+        **options,
+    )
     return out[0]
 
 
@@ -194,8 +199,21 @@ def test_each_flash_attention_gets_its_arguments(monkeypatch, package, window):
     """Number 4 names an unlimited window None and returns the log-sum-exp, the others do not."""
     lengths, is_newest = [20, 3, 9], package == "flash_attn.cute"
 
-    def attend(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size, softcap,
-               deterministic):  # fmt: skip
+    def attend(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        *,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+    ):
         assert causal and cu_q.tolist() == cu_k.tolist() == [0, 20, 23, 32] and max_q == max_k == 20
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         unlimited = (None if is_newest else -1, 0)

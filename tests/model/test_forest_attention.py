@@ -23,11 +23,17 @@ def test_a_float32_model_with_shared_prefixes(device, window):
     def call(q, k, v):
         rows = (x.transpose(0, 1)[None] for x in (q, k, v))
         out, _ = varlen_attention(
-            Layer(), *rows, None, scaling=0.2, sliding_window=window,
-            cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=102,
+            Layer(),
+            *rows,
+            None,
+            scaling=0.2,
+            sliding_window=window,
+            cu_seq_lens_q=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens,
+            max_length_q=102,
             subtree_ends=forest.subtree_ends.to(device),
             tree_position_ids=forest.position_ids.to(device),
-        )  # fmt: skip
+        )
         return out[0]
 
     def plain(q, k, v):

@@ -76,9 +76,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 GROUPS = {
     "attention_alone": ["", *(f"{layer}.self_attn" for layer in LAYERS[1:])],
     "attention_and_mlp": [
-        "", *(f"{layer}.{part}" for layer in LAYERS[1:] for part in ("self_attn", "mlp"))
+        "",
+        *(f"{layer}.{part}" for layer in LAYERS[1:] for part in ("self_attn", "mlp")),
     ],
-}  # fmt: skip
+}
 
 
 def variants_body(rank: int, world_size: int, path: str) -> None:

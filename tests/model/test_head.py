@@ -36,9 +36,17 @@ from tests.ranks import run_ranks
 from tests.tiny_models import TINY, save_tiny, tiny_config
 
 TEMPERATURE = 0.7
-_SMALL = dict(vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-              num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1,
-              eos_token_id=2)  # fmt: skip
+_SMALL = dict(
+    vocab_size=101,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
 def model_of(config, use_fused_kernels: bool):

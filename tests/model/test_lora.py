@@ -206,6 +206,9 @@ def test_an_adapter_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
     with pytest.raises(ModelError, match="safe_serialization=True"):
         apply_lora(
-            AutoModelForCausalLM.from_pretrained(path), 3, 5.0, ["q_proj", "o_proj"],
+            AutoModelForCausalLM.from_pretrained(path),
+            3,
+            5.0,
+            ["q_proj", "o_proj"],
             str(tmp_path / "adapter"),
-        )  # fmt: skip
+        )

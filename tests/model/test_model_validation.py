@@ -134,9 +134,16 @@ def test_attention_sinks_name_the_layer():
     from hybridengine.model.attention import ATTENTION
 
     config = GptOssConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     with pytest.raises(ModelError, match=r"GptOssAttention \(layer 0\) uses 's_aux'"):

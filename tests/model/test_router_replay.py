@@ -188,9 +188,12 @@ def ranks_body(rank: int, world_size: int, path: str, sp_size: int) -> dict[str,
     from hybridengine.model import load_causal_lm, pack_rollouts, packed_log_probs, sharding_mesh
 
     model = load_causal_lm(
-        path, mesh=sharding_mesh("cpu", world_size), shard_dim1=lambda name: False,
-        param_dtype=torch.float32, gradient_checkpointing=True,
-    )  # fmt: skip
+        path,
+        mesh=sharding_mesh("cpu", world_size),
+        shard_dim1=lambda name: False,
+        param_dtype=torch.float32,
+        gradient_checkpointing=True,
+    )
     replay = RouterReplay(model)
     pairs, routes = cases()
     result = {}
@@ -238,8 +241,12 @@ def test_under_fsdp2_packed_shared_and_recomputed(tmp_path: Path, sp_size: int) 
     flat = torch.cat(expected)
     flat.sum().backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
-    others = torch.cat([x.gather(1, torch.tensor(r)[:, None])[:, 0]
-                        for x, (_, r) in zip(natural, cases()[0], strict=True)])  # fmt: skip
+    others = torch.cat(
+        [
+            x.gather(1, torch.tensor(r)[:, None])[:, 0]
+            for x, (_, r) in zip(natural, cases()[0], strict=True)
+        ]
+    )
     assert (flat - others).abs().max() > 1e-3, "the routes matter"
     for result in run_ranks(ranks_body, 2, path, sp_size):
         for shared in (False, True):

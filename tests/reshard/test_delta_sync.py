@@ -316,6 +316,9 @@ def test_updates_of_an_optimizer_are_sent() -> None:
         assert (report.changed == 0) == (updates == 0)
     assert deltas == [False, True, True, True, True, True]
     assert report.metrics.keys() == {
-        "reshard/bytes_received", "reshard/bytes_sent", "reshard/ms", "reshard/delta",
+        "reshard/bytes_received",
+        "reshard/bytes_sent",
+        "reshard/ms",
+        "reshard/delta",
         "reshard/changed",
-    }  # fmt: skip
+    }

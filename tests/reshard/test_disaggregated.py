@@ -40,9 +40,12 @@ def trainer_body(rank: int, world_size: int, port: int, num_engines: int, case: 
     for version, factor in FACTORS.items():
         if version != 2:  # the trainers are replaced before version 3
             ours = WeightSender(
-                lambda: shards, store, num_engines=num_engines, bucket_bytes=4096,
+                lambda: shards,
+                store,
+                num_engines=num_engines,
+                bucket_bytes=4096,
                 timeout_s=TIMEOUT_S,
-            )  # fmt: skip
+            )
         for tensor in shards.values():
             tensor.to_local().mul_(factor)
         sent.append(ours.sync(version, verify=version != 2).bytes_sent)
@@ -129,9 +132,12 @@ def comparing_body(rank: int, world_size: int, port: int, num_engines: int) -> t
     """The error of a sync with the configuration `TRAINED`, and what became of the engines."""
     shards = {n: shard(t, mesh_of(world_size, 1), 0) for n, t in values(UNEVEN).items()}
     sender = WeightSender(
-        lambda: shards, link_store(port), num_engines=num_engines, config=TRAINED,
+        lambda: shards,
+        link_store(port),
+        num_engines=num_engines,
+        config=TRAINED,
         timeout_s=TIMEOUT_S,
-    )  # fmt: skip
+    )
     error = message_of(lambda: sender.sync(1))
     return error, [(e.state, e.version, e.reason) for e in sender.engines.values()]
 

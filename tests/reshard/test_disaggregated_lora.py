@@ -49,9 +49,14 @@ def trainer_body(rank: int, world_size: int, port: int, merge: bool) -> dict:
         adapters[name] = Adapter(shard(adapter.left, mesh, 0), shard(adapter.right, mesh, 0), 0.5)
     store = link_store(port)
     sender = WeightSender(
-        lambda: shards, store, num_engines=2, bucket_bytes=4096,
-        adapters=lambda: adapters, merge=merge, timeout_s=TIMEOUT_S,
-    )  # fmt: skip
+        lambda: shards,
+        store,
+        num_engines=2,
+        bucket_bytes=4096,
+        adapters=lambda: adapters,
+        merge=merge,
+        timeout_s=TIMEOUT_S,
+    )
     sent, states = [], []
     for version in (1, 2, 3, 4):
         for name, adapter in factors(version).items():

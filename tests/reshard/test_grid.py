@@ -292,10 +292,14 @@ def trainer_body(
     for number, case in enumerate(cases):
         trainer = trainers[case.source]
         sender = WeightSender(
-            trainer.parameters, dist.PrefixStore(f"case {number}", store), num_engines=1,
-            bucket_bytes=BUCKET_BYTES, adapters=trainer.adapters, delta=delta_mode(case),
+            trainer.parameters,
+            dist.PrefixStore(f"case {number}", store),
+            num_engines=1,
+            bucket_bytes=BUCKET_BYTES,
+            adapters=trainer.adapters,
+            delta=delta_mode(case),
             timeout_s=TIMEOUT_S,
-        )  # fmt: skip
+        )
         reports = [sender.sync(version) for version in trainer.steps(STEPS[case.payload])]
         link: Any = sender._link
         results.append(_result(reports, (type(link).__name__, link.relays)))

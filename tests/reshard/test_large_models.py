@@ -54,13 +54,20 @@ def plan_both(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
 
     dist.destroy_process_group()  # the advisor makes a world of its own
     llama = LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
-        num_attention_heads=64, num_key_value_heads=8, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        architectures=["LlamaForCausalLM"],
+    )
     deepseek = DeepseekV3Config(  # 3 dense layers, then experts: 12 of the 61 layers
-        num_hidden_layers=12, topk_method="noaux_tc", scoring_func="sigmoid",
+        num_hidden_layers=12,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
         architectures=["DeepseekV3ForCausalLM"],
-    )  # fmt: skip
+    )
     return {
         "llama": plan_one(folder, llama, 64, 2),
         "deepseek": plan_one(folder, deepseek, 1024, 2),

@@ -14,9 +14,13 @@ from tests.architectures.catalogue import CATALOGUE, Entry
 from tests.ranks import run_ranks
 
 MAMBA = dict(
-    mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_expand=2,
+    mamba_n_heads=8,
+    mamba_d_head=32,
+    mamba_d_state=16,
+    mamba_n_groups=1,
+    mamba_expand=2,
     mamba_d_conv=4,
-)  # fmt: skip
+)
 ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
 
@@ -75,14 +79,16 @@ def record_both(rank: int, world_size: int, folder: str) -> dict[str, dict]:
         loader._samples = list
         _, full = record_engine_layouts(str(path), 2)
         results[name] = {
-            "differs": [f for f in vars(full[0]) if any(
-                getattr(a, f) != getattr(b, f) for a, b in zip(few, full, strict=True)
-            )],
+            "differs": [
+                f
+                for f in vars(full[0])
+                if any(getattr(a, f) != getattr(b, f) for a, b in zip(few, full, strict=True))
+            ],
             "digests": [a.digest() == b.digest() for a, b in zip(few, full, strict=True)],
             "loaded": loaded[0],
             "copies": len(full[0].copies),
             "fallback": len(full[0].fallback),
-        }  # fmt: skip
+        }
     return results
 
 

@@ -119,8 +119,11 @@ def test_a_bucket_that_holds_no_row_is_an_error_that_names_the_parameter() -> No
 
 def test_structurally_equal_layers_share_their_slices() -> None:
     """What is worked out per layer does not grow with the number of layers."""
-    shapes = {f"layers.{i}.{n}": s for i in range(50) for n, s in (
-        ("q", ("column", (16, 8))), ("out", ("row", (8, 16))))}  # fmt: skip
+    shapes = {
+        f"layers.{i}.{n}": s
+        for i in range(50)
+        for n, s in (("q", ("column", (16, 8))), ("out", ("row", (8, 16))))
+    }
     layouts = []
     for rank in range(4):
         parts = [

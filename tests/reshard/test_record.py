@@ -78,9 +78,16 @@ def test_compose_reads_through_any_writes(data) -> None:
         sources[str(i)] = stored
         target.copy_(read)
         writes.append(
-            Copy(str(i), "", 0, target.storage_offset(), tuple(target.shape), read.stride(),
-                 target.stride())
-        )  # fmt: skip
+            Copy(
+                str(i),
+                "",
+                0,
+                target.storage_offset(),
+                tuple(target.shape),
+                read.stride(),
+                target.stride(),
+            )
+        )
     view = draw_view(data.draw, middle)
     dense = contiguous_strides(tuple(view.shape))
     copy = Copy("", "out", view.storage_offset(), 0, tuple(view.shape), view.stride(), dense)
@@ -101,8 +108,15 @@ def test_views_of_plain_writes_never_refuse() -> None:
         gate = fused[e, : rows // 2]
         cut = Copy("fused", "gate", gate.storage_offset(), 0, gate.shape, gate.stride(), (width, 1))
         for view in (torch.arange(24).view(3, 8)[1:], torch.arange(24).view(3, 8)[:, 2:5]):
-            part = Copy("gate", "out", view.storage_offset(), 0, view.shape, view.stride(),
-                        contiguous_strides(tuple(view.shape)))  # fmt: skip
+            part = Copy(
+                "gate",
+                "out",
+                view.storage_offset(),
+                0,
+                view.shape,
+                view.stride(),
+                contiguous_strides(tuple(view.shape)),
+            )
             got = run(compose(part, [cut]), {"fused": fused}, torch.empty(view.numel()).long())
             assert got.tolist() == gate.reshape(-1)[view.reshape(-1)].tolist()
 

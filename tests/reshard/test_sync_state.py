@@ -173,8 +173,11 @@ def test_frozen_weights_are_sent_again_after_another_update(other_fails: bool) -
 
 def test_the_bucket_size_is_by_free_memory_and_the_same_on_all_ranks(monkeypatch) -> None:
     assert [memory.bucket_bytes_of(gib << 30) >> 20 for gib in (0, 8, 12, 100)] == [
-        64, 512, 768, 1024,
-    ]  # fmt: skip
+        64,
+        512,
+        768,
+        1024,
+    ]
     assert memory.default_bucket_bytes(torch.device("cpu")) == 64 << 20
     engine, shards, _ = build(SHAPES, 1, full=values(SHAPES))
     sizes = []

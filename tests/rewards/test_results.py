@@ -26,10 +26,26 @@ NUMBERS = [
     (torch.tensor([True]), 1.0),
 ]
 NOT_NUMBERS = [
-    None, "1", [1], math.nan, math.inf, -math.inf, 1j, 10**400, 10**5000, -(10**400), Decimal("1"),
-    np.float64("nan"), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor(math.inf),
-    torch.empty(2, device="meta"), torch.empty((), device="meta"), object(), b"1",
-]  # fmt: skip
+    None,
+    "1",
+    [1],
+    math.nan,
+    math.inf,
+    -math.inf,
+    1j,
+    10**400,
+    10**5000,
+    -(10**400),
+    Decimal("1"),
+    np.float64("nan"),
+    np.array([1.0, 2.0]),
+    torch.tensor([1.0, 2.0]),
+    torch.tensor(math.inf),
+    torch.empty(2, device="meta"),
+    torch.empty((), device="meta"),
+    object(),
+    b"1",
+]
 
 
 @pytest.mark.parametrize(("given_value", "expected"), NUMBERS)

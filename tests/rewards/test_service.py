@@ -104,16 +104,20 @@ def test_an_overloaded_service_is_asked_again(status):
 @pytest.mark.parametrize(
     ("answer", "message", "attempts"),
     [
-        (lambda *_: (500, b"broken\n"), r"status 500 .*'broken', in 3 attempts over 0.003 s, to "
-         r"the request for responses 0 to 4; prompt 'prompt 0', response 'answer 0'", 3),
+        (
+            lambda *_: (500, b"broken\n"),
+            r"status 500 .*'broken', in 3 attempts over 0.003 s, to "
+            r"the request for responses 0 to 4; prompt 'prompt 0', response 'answer 0'",
+            3,
+        ),
         (lambda *_: (404, b"no such page"), "status 404 .*'no such page'; prompt 'prompt 0'", 1),
         (lambda *_: (200, [1, 2]), r"its answer .* is '\[1, 2\]' \(returned 2 results", 1),
-        (lambda *_: (200, {"rewards": [1] * 5}), "expected a JSON list, or .\"scores\": list", 1),
+        (lambda *_: (200, {"rewards": [1] * 5}), 'expected a JSON list, or ."scores": list', 1),
         (lambda *_: (200, b"<html>"), "its answer to 5 responses is '<html>'", 1),
         (lambda *_: (200, [1, 1, 1, "good", 1]), "its result is 'good' .*response 'answer 3'", 1),
         (lambda *_: (200, b"[1, 1, 1, NaN, 1]"), "its result is nan .*response 'answer 3'", 1),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_url_and_the_response(answer, message, attempts):
     with server(answer) as (url, requests):
         with pytest.raises(RewardError, match=f"reward service {url}: .*{message}"):

@@ -162,12 +162,16 @@ def verl_managers():
 @pytest.mark.parametrize(
     ("name", "function", "scores", "extras"),
     [
-        ("NaiveRewardManager", "compute_score", [1.0, 0.0, 1.0],
-         {"raw_score": [1.0, 0.0, 1.0], "words": [1.0, 3.0, 1.0]}),
+        (
+            "NaiveRewardManager",
+            "compute_score",
+            [1.0, 0.0, 1.0],
+            {"raw_score": [1.0, 0.0, 1.0], "words": [1.0, 3.0, 1.0]},
+        ),
         ("NaiveRewardManager", "plain", [1.0, 0.0, 1.0], {}),
         ("BatchRewardManager", "batch", [1.0, 0.0, 1.0], {}),
     ],
-)  # fmt: skip
+)
 def test_verls_own_managers(tmp_path, tokenizer, verl_managers, name, function, scores, extras):
     path = f"{verl_managers.__name__}.{name}"
     manager = build(tmp_path, tokenizer, path, function)

@@ -110,9 +110,12 @@ def serve_model(port: int, model: str, delay_s: float) -> None:
         time.sleep(delay_s)
         sampling = body["sampling_params"]
         spec = SamplingSpec(
-            sampling["n"], sampling["temperature"], sampling["top_p"], sampling["top_k"],
+            sampling["n"],
+            sampling["temperature"],
+            sampling["top_p"],
+            sampling["top_k"],
             sampling["max_tokens"],
-        )  # fmt: skip
+        )
         with lock:
             [completions] = engine.generate([body["token_ids"]], spec, sampling["seed"])
         generated.append(labels[0])

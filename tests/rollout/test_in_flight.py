@@ -95,9 +95,14 @@ def body(rank: int, world_size: int, paths: Sequence[str], kind: str) -> dict[st
         options = {"enforce_eager": True, "max_num_seqs": 3, "block_size": BLOCK}
         with asynchronous_scheduling() if kind == "vllm_async" else nullcontext():
             engine = VllmEngine(
-                paths[0], checkpoint, tp_size=world_size, max_model_len=128,
-                kv_cache_bytes=8 << 20, engine_options=options, **shared,
-            )  # fmt: skip
+                paths[0],
+                checkpoint,
+                tp_size=world_size,
+                max_model_len=128,
+                kv_cache_bytes=8 << 20,
+                engine_options=options,
+                **shared,
+            )
         core = engine._llm.llm_engine.engine_core.engine_core
         assert (core.batch_queue is not None) == (kind == "vllm_async")
     updates, found = Updates(engine, paths), dict[str, Any]()

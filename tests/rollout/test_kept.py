@@ -39,10 +39,14 @@ def build(path: str, world_size: int, kind: str) -> Any:
         engine: Any = HfEngine(path, checkpoint, max_num_seqs=3, **stops)
     else:  # prompts in chunks of 16 tokens, and a cache of few blocks
         engine = VllmEngine(
-            path, checkpoint, tp_size=world_size, max_model_len=256, kv_cache_bytes=600 << 10,
+            path,
+            checkpoint,
+            tp_size=world_size,
+            max_model_len=256,
+            kv_cache_bytes=600 << 10,
             engine_options={"enforce_eager": True, "max_num_batched_tokens": 16, "max_num_seqs": 8},
             **stops,
-        )  # fmt: skip
+        )
     mesh = sharding_mesh("cpu", world_size)
     model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
     Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)
@@ -78,9 +82,11 @@ def body(rank: int, world_size: int, path: str, kind: str) -> dict[str, Any]:
     plain = [c for spec in without for [c] in engine.generate(PROMPTS, spec, seed=3)]
     assert all(not c.columns for c in plain)
     return {
-        "sampled": sampled, "preempted": len(preempted), "tp_rank": engine.tp_rank,
+        "sampled": sampled,
+        "preempted": len(preempted),
+        "tp_rank": engine.tp_rank,
         "seeded": seeded,
-    }  # fmt: skip
+    }
 
 
 def check_seeds(engine: Any, kind: str) -> list[list[int]]:

@@ -39,11 +39,16 @@ def body(rank: int, world_size: int, path: str) -> dict[str, Any]:
     from hybridengine.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(
-        path, checkpoint_layout_from_config(check_model(path)), tp_size=world_size,
-        max_model_len=256, kv_cache_bytes=(600 << 10) // world_size, stop_token_ids=[2],
-        dtype=torch.float32, record_routes=True,
+        path,
+        checkpoint_layout_from_config(check_model(path)),
+        tp_size=world_size,
+        max_model_len=256,
+        kv_cache_bytes=(600 << 10) // world_size,
+        stop_token_ids=[2],
+        dtype=torch.float32,
+        record_routes=True,
         engine_options={"max_num_batched_tokens": 16, "max_num_seqs": 8},
-    )  # fmt: skip
+    )
     model = load_causal_lm(
         path, mesh=sharding_mesh("cpu", world_size), shard_dim1=lambda name: False
     )

@@ -129,10 +129,17 @@ def test_token_ids_in_and_token_ids_out(stand_ins: list[StandIn]) -> None:
     seeds = {params.pop("seed") for params in sampled.values()}
     assert len(seeds) == 4 and 77 in seeds
     assert first == {
-        "n": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 3, "logprobs": 0,
-        "stop_token_ids": [2], "stop": ["END"], "include_stop_str_in_output": True,
+        "n": 2,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_tokens": 3,
+        "logprobs": 0,
+        "stop_token_ids": [2],
+        "stop": ["END"],
+        "include_stop_str_in_output": True,
         "detokenize": True,
-    }  # fmt: skip
+    }
     assert sampled[9,]["max_tokens"] == 2
 
 

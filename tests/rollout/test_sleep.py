@@ -61,9 +61,15 @@ def body(rank: int, world_size: int, path: str) -> None:
 
     checkpoint = checkpoint_layout_from_config(check_model(path))
     engine = VllmEngine(
-        path, checkpoint, tp_size=2, max_model_len=64, stop_token_ids=[], dtype=torch.float32,
-        kv_cache_bytes=8 << 20, engine_options={"enforce_eager": True},
-    )  # fmt: skip
+        path,
+        checkpoint,
+        tp_size=2,
+        max_model_len=64,
+        stop_token_ids=[],
+        dtype=torch.float32,
+        kv_cache_bytes=8 << 20,
+        engine_options={"enforce_eager": True},
+    )
     sliced = engine.target.layout.sliced_dims(checkpoint.parameters)
     model = load_causal_lm(
         path,

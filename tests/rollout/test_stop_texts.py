@@ -34,14 +34,25 @@ def body(rank: int, world_size: int, path: str, kind: str):
     )
     if kind == "hf":
         engine = HfEngine(
-            path, checkpoint, stop_token_ids=[2], dtype=torch.float32, max_num_seqs=2,
+            path,
+            checkpoint,
+            stop_token_ids=[2],
+            dtype=torch.float32,
+            max_num_seqs=2,
             tokenizer=tokenizer,
-        )  # fmt: skip
+        )
     else:
         engine = VllmEngine(
-            path, checkpoint, tp_size=1, max_model_len=64, stop_token_ids=[2], dtype=torch.float32,
-            kv_cache_bytes=8 << 20, stop_texts=True, engine_options={"enforce_eager": True},
-        )  # fmt: skip
+            path,
+            checkpoint,
+            tp_size=1,
+            max_model_len=64,
+            stop_token_ids=[2],
+            dtype=torch.float32,
+            kv_cache_bytes=8 << 20,
+            stop_texts=True,
+            engine_options={"enforce_eager": True},
+        )
     mesh = sharding_mesh("cpu", world_size)
     model = load_causal_lm(path, mesh=mesh, shard_dim1=lambda name: False)
     Resharder(lambda: parameter_shards(model), engine, 1 << 20).sync(1)

@@ -40,9 +40,11 @@ def test_logits_are_float32_products(processor, dtype, rows, with_bias):
     bias = torch.randn(320, dtype=dtype) if with_bias else None
     method = UnquantizedEmbeddingMethod()
     head = SimpleNamespace(
-        weight=torch.nn.Parameter(weight, requires_grad=False), quant_method=method, tp_size=1,
+        weight=torch.nn.Parameter(weight, requires_grad=False),
+        quant_method=method,
+        tp_size=1,
         cpu_linear=torch.nn.functional.linear,
-    )  # fmt: skip
+    )
     logits = processor._get_logits(hidden, head, bias)
     assert logits.dtype == torch.float32
     expected = hidden.double() @ weight.double().t() + (0 if bias is None else bias.double())

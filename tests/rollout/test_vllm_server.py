@@ -94,9 +94,13 @@ def trainer_body(
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     trained = sharded(model)
     sender = WeightSender(
-        lambda: parameter_shards(trained), dist.PrefixStore("w", store), num_engines=1,
-        bucket_bytes=64 << 10, config=trained.config.to_dict(), timeout_s=TIMEOUT_S / 2,
-    )  # fmt: skip
+        lambda: parameter_shards(trained),
+        dist.PrefixStore("w", store),
+        num_engines=1,
+        bucket_bytes=64 << 10,
+        config=trained.config.to_dict(),
+        timeout_s=TIMEOUT_S / 2,
+    )
     messages = []
     for version in versions:
         with torch.no_grad():
@@ -394,8 +398,10 @@ def test_slices_arrive_bit_for_bit_and_a_failed_update_ends_generation(
             while True:
                 engine.generate([[5, 9]], SamplingSpec(n=8, max_tokens=400), seed=1)
         assert [m.partition(":")[0] for m in trainers.results()[0]] == [
-            "no error", "no error", "ReshardError",
-        ]  # fmt: skip
+            "no error",
+            "no error",
+            "ReshardError",
+        ]
     # The server stays paused, and its requests are gone with their connections. Resumed by somebody
     # it ends, instead of using these weights; also where it has joined again, but has
     # no weights of theirs yet.

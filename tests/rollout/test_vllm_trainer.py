@@ -249,8 +249,10 @@ def test_an_engine_that_fails_is_named_and_gets_the_next_weights(rejects: bool) 
         assert failing.results() == [["1", "3"]]
     for result in (first, second):
         assert [e.partition(":")[0] for e in result["errors"]] == [
-            "no error", "ReshardError", "no error",
-        ]  # fmt: skip
+            "no error",
+            "ReshardError",
+            "no error",
+        ]
         assert "engine 1, update_weights: " in result["errors"][1]
         assert "ZeroDivisionError" in result["errors"][1]
         reasons = [of_failing for _, of_failing in result["reasons"]]

@@ -29,7 +29,8 @@ INTERFACE: dict[str, dict[str, str | tuple[str | None, str | None]]] = {
         "TrainerInitInfo": "rank",
         "TrainerInitInfo.is_sender": "property",
         "TrainerWeightTransferEngine.__init__": (
-            "self, *, client, source=, is_sender=", "self, *, client, source=, is_sender=, rank=",
+            "self, *, client, source=, is_sender=",
+            "self, *, client, source=, is_sender=, rank=",
         ),
         "TrainerWeightTransferEngine.send_weights": "self",
         "TrainerWeightTransferEngine.shutdown": "self",
@@ -41,7 +42,8 @@ INTERFACE: dict[str, dict[str, str | tuple[str | None, str | None]]] = {
         "ModuleSource.__init__": "self, module",
         "ModuleSource._module": "attribute",
         "ParamMeta": (
-            "name, dtype, shape", "name, dtype, shape, owners=, mesh_shape=, placements=",
+            "name, dtype, shape",
+            "name, dtype, shape, owners=, mesh_shape=, placements=",
         ),
         "Replicate": (None, ""),
         "Shard": (None, "dim"),
@@ -127,7 +129,7 @@ INTERFACE: dict[str, dict[str, str | tuple[str | None, str | None]]] = {
         "Worker.start_weight_update": "self",
         "Worker.update_weights": "self, update_info",
     },
-}  # fmt: skip
+}
 
 # Run beside the Python files of a version, whose compiled parts may be missing.
 _IMPORT = """

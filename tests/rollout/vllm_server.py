@@ -21,8 +21,16 @@ from hybridengine.rollout.server import VllmServer
 from tests.ports import free_port
 from tests.ranks import message_of
 
-__all__ = ["BLOCK", "ENTRY", "START_S", "TIMEOUT_S", "expected_digests", "metric", "serving",
-           "serving_options"]  # fmt: skip
+__all__ = [
+    "BLOCK",
+    "ENTRY",
+    "START_S",
+    "TIMEOUT_S",
+    "expected_digests",
+    "metric",
+    "serving",
+    "serving_options",
+]
 
 START_S = 900  # of a server; a minute where nothing else runs
 TIMEOUT_S = 60.0
@@ -55,12 +63,19 @@ def start(model: str, port: int, tp_size: int, folder: Path, fp8: bool) -> subpr
     fp8: with FP8 weights. Their matrix product is the tests' own.
     """
     options = {
-        "model": model, "host": "127.0.0.1", "port": port, "dtype": "float32",
-        "load-format": "dummy", "tensor-parallel-size": tp_size, "max-model-len": 512,
-        "max-num-seqs": 8, "kv-cache-memory-bytes": 16 << 20, "block-size": BLOCK,
+        "model": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "load-format": "dummy",
+        "tensor-parallel-size": tp_size,
+        "max-model-len": 512,
+        "max-num-seqs": 8,
+        "kv-cache-memory-bytes": 16 << 20,
+        "block-size": BLOCK,
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": '{"backend": "hybridengine"}',
-    }  # fmt: skip
+    }
     plugins = {"slow": "tests.rollout.slow_decoding:slow_down_steps"}
     if fp8:
         options |= {"dtype": "bfloat16", "quantization": "fp8_per_block"}

@@ -42,9 +42,13 @@ class Source033:
         ranks = p.device_mesh.mesh
         placements = [Shard(x.dim) if x.is_shard() else Replicate() for x in p.placements]
         return SimpleNamespace(
-            name=name, dtype=p.dtype, shape=tuple(p.shape), owners=tuple(ranks.flatten().tolist()),
-            mesh_shape=tuple(ranks.shape), placements=tuple(placements),
-        )  # fmt: skip
+            name=name,
+            dtype=p.dtype,
+            shape=tuple(p.shape),
+            owners=tuple(ranks.flatten().tolist()),
+            mesh_shape=tuple(ranks.shape),
+            placements=tuple(placements),
+        )
 
     def implements_iter_local(self) -> bool:
         return True

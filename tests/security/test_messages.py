@@ -79,10 +79,17 @@ def stores() -> tuple[dist.TCPStore, dist.TCPStore]:
 @pytest.mark.parametrize(
     "tensor",
     [torch.arange(6.0).view(2, 3).bfloat16().T, torch.tensor(True), torch.empty(0, 3)],
-)  # fmt: skip
+)
 def test_a_message_is_what_was_sent(tensor: torch.Tensor) -> None:
-    sent = Record("é", [Pair(2**63 - 1, (0.1, float("inf")))], tensor, torch.float8_e4m3fn,
-                  range(3, 9, 2), Path("/a/b"), "none")  # fmt: skip
+    sent = Record(
+        "é",
+        [Pair(2**63 - 1, (0.1, float("inf")))],
+        tensor,
+        torch.float8_e4m3fn,
+        range(3, 9, 2),
+        Path("/a/b"),
+        "none",
+    )
     read = decode(encode(sent), Record, "it")
     assert torch.equal(read.tensor, sent.tensor) and read.tensor.dtype == sent.tensor.dtype
     fields = [f for f in vars(sent) if f != "tensor"]

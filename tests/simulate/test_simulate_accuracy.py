@@ -8,8 +8,10 @@ def test_memory_of_a_training_step_is_near_the_measured_peaks(capsys) -> None:
     bench = Bench("cpu", quick=True)
     benchmark.memory(bench)
     assert [row["shape"] for row in bench.rows] == [
-        "hybridengine", "gradient checkpointing", "logits, not fused",
-    ]  # fmt: skip
+        "hybridengine",
+        "gradient checkpointing",
+        "logits, not fused",
+    ]
     for row in bench.rows:
         assert abs(row["error"]) < 0.2, row["shape"]
 

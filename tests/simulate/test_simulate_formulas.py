@@ -17,15 +17,28 @@ from hybridengine.simulate.memory import memory_of
 from hybridengine.simulate.training import TrainingModel
 
 IDEAL = EfficiencyConfig(
-    gemm=1.0, attention=1.0, memory=1.0, network=1.0, elementwise_forward=1e-9,
-    elementwise_backward=1e-9, layer_host_us=0.0, engine_step_ms=0.0,
-)  # fmt: skip
+    gemm=1.0,
+    attention=1.0,
+    memory=1.0,
+    network=1.0,
+    elementwise_forward=1e-9,
+    elementwise_backward=1e-9,
+    layer_host_us=0.0,
+    engine_step_ms=0.0,
+)
 # 10^12 FLOP/s, 1 GiB, 10^9 byte/s of memory, 10^8 inside and 10^7 across nodes; no latency
 CLUSTER = ClusterConfig(
-    tflops=1.0, memory_gib=1.0, memory_gb_per_s=1.0, intra_gb_per_s=0.1, inter_gb_per_s=0.01,
-    host_gb_per_s=0.01, intra_latency_us=0.0, inter_latency_us=0.0, usable_memory=1.0,
+    tflops=1.0,
+    memory_gib=1.0,
+    memory_gb_per_s=1.0,
+    intra_gb_per_s=0.1,
+    inter_gb_per_s=0.01,
+    host_gb_per_s=0.01,
+    intra_latency_us=0.0,
+    inter_latency_us=0.0,
+    usable_memory=1.0,
     efficiency=IDEAL,
-)  # fmt: skip
+)
 COLOCATED = Layout("sync", 8, 8, 8, 1)
 
 
@@ -36,9 +49,15 @@ def shape_of(config) -> ModelShape:
 @pytest.fixture(scope="module")
 def llama() -> ModelShape:
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
     return shape_of(config)
 
 
@@ -58,10 +77,17 @@ def test_sizes_of_a_dense_model(llama) -> None:
 
 def test_sizes_of_experts_and_of_latent_attention() -> None:
     moe = Qwen3MoeConfig(
-        vocab_size=100, hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        num_experts=8, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
     shape = shape_of(moe)
     assert shape.expert_parameters == 2 * 8 * 3 * 32 * 16
     assert shape.ffn_width == 2 * 16
@@ -69,11 +95,24 @@ def test_sizes_of_experts_and_of_latent_attention() -> None:
     assert shape.active_parameters(1) == pytest.approx(one)
     assert shape.active_parameters(1e6) == shape.layer_parameters + 32 * 100
     mla = DeepseekV3Config(
-        vocab_size=100, hidden_size=64, intermediate_size=64, moe_intermediate_size=16,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16,
-        kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
-        n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1,
-    )  # fmt: skip
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    )
     shape = shape_of(mla)
     assert shape.kv_elements == 2 * (24 + 8), "one latent and its rotary part per layer"
     assert shape.kv_bytes(4, 2) == 2 * shape.kv_elements, "every rank holds the latents"

@@ -26,10 +26,15 @@ NODE = ClusterConfig(gpu="h100", gpus_per_node=8)
 @pytest.fixture(scope="module")
 def config() -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False,
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +69,11 @@ def test_phases_follow_each_other_and_groups_wait_for_the_slowest(model) -> None
             assert 0 < step.utilisation(group) <= 1 + 1e-9
     groups = {tuple(s.groups) for s in found(model, work=replace(WORK, critic=True)).placements()}
     assert groups == {
-        ("all ranks",), ("actor", "critic"), ("engine", "trainer"), ("engine", "trainer", "critic"),
-    }  # fmt: skip
+        ("all ranks",),
+        ("actor", "critic"),
+        ("engine", "trainer"),
+        ("engine", "trainer", "critic"),
+    }
 
 
 def test_a_critic_on_its_own_ranks_works_beside_the_policy(model) -> None:

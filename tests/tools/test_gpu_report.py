@@ -37,8 +37,10 @@ def run(tmp_path, monkeypatch):
         results = gpu_report.Results(file, {"device": "a GPU", "commit": commit})
         status = gpu_report.run_part(
             *(part, [sys.executable, "-c", PART, how], results),
-            resume=resume, environment=dict(os.environ), limit_s=10.0 if how == "stalls" else 120.0,
-        )  # fmt: skip
+            resume=resume,
+            environment=dict(os.environ),
+            limit_s=10.0 if how == "stalls" else 120.0,
+        )
         document = json.loads(file.read_text())
         assert document["device"] == "a GPU"
         return status, document["parts"]

@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-INPUTS = ("setup.py", "CMakeLists.txt", "pyproject.toml", "tools", "csrc", "hybridengine",
-          "kernels", "README.md", "LICENSE")  # fmt: skip
+INPUTS = (
+    "setup.py",
+    "CMakeLists.txt",
+    "pyproject.toml",
+    "tools",
+    "csrc",
+    "hybridengine",
+    "kernels",
+    "README.md",
+    "LICENSE",
+)
 
 
 @pytest.fixture
@@ -44,9 +53,11 @@ def build(tmp_path):
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CXX"))}
         done = subprocess.run(
             [environment / "bin" / "python", "setup.py", "-q", "egg_info", "--egg-base", tmp_path],
-            cwd=tmp_path, env=kept | {"PATH": str(folder)} | variables, text=True,
+            cwd=tmp_path,
+            env=kept | {"PATH": str(folder)} | variables,
+            text=True,
             capture_output=True,
-        )  # fmt: skip
+        )
         return f"{done.stderr}exit {done.returncode}"
 
     return run

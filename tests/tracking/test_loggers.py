@@ -71,8 +71,15 @@ def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-_SMALL = dict(vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3,
-              num_attention_heads=2, num_key_value_heads=1, head_dim=4)  # fmt: skip
+_SMALL = dict(
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+)
 _ATTENTION = 8 * 8 + 2 * 8 * 4 + 8 * 8  # q, k and v, o
 
 
@@ -94,8 +101,9 @@ def test_flops_of_a_dense_model(tied):
 
 
 def test_flops_of_a_mixture_count_the_experts_that_a_token_visits():
-    config = Qwen3MoeConfig(**_SMALL, num_experts=4, num_experts_per_tok=2,
-                            moe_intermediate_size=16, mlp_only_layers=[])  # fmt: skip
+    config = Qwen3MoeConfig(
+        **_SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[]
+    )
     model = AutoModelForCausalLM.from_config(config)
     weights = 3 * (_ATTENTION + 4 * 8 + 2 * 3 * 8 * 16) + 100 * 8
     counter = FlopCounter(model, torch.device("cpu"), 1)

@@ -54,8 +54,14 @@ def test_the_console_shows_the_critic_skipped_updates_and_data_sources(tmp_path)
         one = {"val/score": 0.5, "val-core/org/sums/reward/mean@1": 0.5}
         metrics.log(3, one)
         metrics.log(4, {**one, "val-core/b/reward/mean@1": 0.7})
-        metrics.log(5, {"val/score": 0.5, "val-core/a/reward/mean@4": 0.5,
-                        "val-core/a/reward/best@4/mean": 0.9})  # fmt: skip
+        metrics.log(
+            5,
+            {
+                "val/score": 0.5,
+                "val-core/a/reward/mean@4": 0.5,
+                "val-core/a/reward/best@4/mean": 0.9,
+            },
+        )
     assert console.file.getvalue().splitlines() == [
         "step 1/9  vf loss 0.5000  explained +0.25  skipped updates 2",
         "step 2/9  vf loss 0.5000  explained +0.25",
@@ -228,8 +234,16 @@ def test_gain_interval_pairs_the_problems():
 
 
 def test_a_resumed_run_keeps_what_can_be_read(tmp_path):
-    rows = [b'{"step": 1, "a": 0.5}', b'{"step": 2, "a": nul}', b"\0\0\0}", b"[1]", b'{"a": 1}',
-            b'{"step": 3, "a": 1.5}', b'{"step": 4, "a": 2.5}', b'{"step": 5, "\xe2']  # fmt: skip
+    rows = [
+        b'{"step": 1, "a": 0.5}',
+        b'{"step": 2, "a": nul}',
+        b"\0\0\0}",
+        b"[1]",
+        b'{"a": 1}',
+        b'{"step": 3, "a": 1.5}',
+        b'{"step": 4, "a": 2.5}',
+        b'{"step": 5, "\xe2',
+    ]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(rows))
     with MetricsLogger(tmp_path, ["jsonl"], plain_console(), 9, first_step=3) as metrics:
         metrics.log(4, {"a": 3.0})

@@ -263,14 +263,23 @@ FLIPS: dict[str, tuple[str, Sequence[str]]] = {
 }
 # The job without the flip of these is refused already.
 REFUSED_WITHOUT = {
-    "data.truncation", "data.filter_overlong_prompts", "trainer.resume_from_path",
-    "reward.http.batch_size", "reward.http.retries", "reward.http.backoff_s",
-    "trainer.staleness", "rollout.n_gpus_per_node",  # their effects: test_overlap
-}  # fmt: skip
+    "data.truncation",
+    "data.filter_overlong_prompts",
+    "trainer.resume_from_path",
+    "reward.http.batch_size",
+    "reward.http.retries",
+    "reward.http.backoff_s",
+    "trainer.staleness",
+    "rollout.n_gpus_per_node",  # their effects: test_overlap
+}
 NEED_VLLM = (
-    "rollout.kv_cache_gib", "rollout.max_num_batched_tokens", "rollout.enforce_eager",
-    "rollout.enable_prefix_caching", "rollout.enable_chunked_prefill", "rollout.free_cache_engine",
-)  # fmt: skip
+    "rollout.kv_cache_gib",
+    "rollout.max_num_batched_tokens",
+    "rollout.enforce_eager",
+    "rollout.enable_prefix_caching",
+    "rollout.enable_chunked_prefill",
+    "rollout.free_cache_engine",
+)
 
 
 CUT = ("data.max_length=5", "data.truncation=right")
@@ -281,12 +290,23 @@ RUN_KEYS = [
     and key.removeprefix("trainer.")
     not in ("critic_warmup", "rollout_data_dir", "rollout_freq", "mode", "staleness")
 ]
-SFT_FLIPS = {key: FLIPS[key] for key in (
-    "model.path", "model.lora_rank", "model.lora_alpha", "model.target_modules",
-    "model.lora_adapter_path", "model.override_config.max_position_embeddings",
-    "data.train_files", "data.val_files", "data.train_batch_size", "data.chat_template",
-    "data.apply_chat_template_kwargs", *RUN_KEYS,
-)} | {
+SFT_FLIPS = {
+    key: FLIPS[key]
+    for key in (
+        "model.path",
+        "model.lora_rank",
+        "model.lora_alpha",
+        "model.target_modules",
+        "model.lora_adapter_path",
+        "model.override_config.max_position_embeddings",
+        "data.train_files",
+        "data.val_files",
+        "data.train_batch_size",
+        "data.chat_template",
+        "data.apply_chat_template_kwargs",
+        *RUN_KEYS,
+    )
+} | {
     "trainer.test_freq": ("1", (VALIDATED[0], TWO_STEPS)),
     "trainer.val_before_train": ("false", VALIDATED[:1]),
     "model.fsdp_config.dtype": ("bfloat16", ()),
@@ -306,7 +326,7 @@ SFT_FLIPS = {key: FLIPS[key] for key in (
     "optim.lr_warmup_steps_ratio": ("0.5", (TWO_STEPS,)),
     "optim.clip_grad": ("0.01", (TWO_STEPS,)),
     "ulysses_sequence_parallel_size": ("2", ()),
-}  # fmt: skip
+}
 
 GRPO_CONTEXTS = {
     "critic.": CRITIC,

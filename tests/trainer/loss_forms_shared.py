@@ -26,9 +26,11 @@ class Setup:
 
         session = Session(PhaseStatus(Path(path) / "run", rank))
         self.model = load_causal_lm(
-            path, mesh=sharding_mesh("cpu", world_size), shard_dim1=lambda name: False,
+            path,
+            mesh=sharding_mesh("cpu", world_size),
+            shard_dim1=lambda name: False,
             param_dtype=torch.float32,
-        )  # fmt: skip
+        )
         self.optimizer = Optimizer(self.model, lr=0.0, total_steps=1)
         self.dp = DataParallel(session, 1)
         prompts, responses, advantages = make_rollouts(101)

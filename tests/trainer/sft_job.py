@@ -19,10 +19,19 @@ def write_sft_job(folder: Path, dropout: float = 0.0, rows: int = 24, width: int
     """Model and conversations in `folder`; the model knows dropout and ties no weights."""
     save_tiny("llama", folder / "model")  # for its tokenizer
     config = PhiConfig(
-        vocab_size=VOCAB, hidden_size=width, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=128, resid_pdrop=dropout,
-        embd_pdrop=dropout, attention_dropout=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attention_dropout=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")

@@ -53,11 +53,10 @@ JOBS = {
     "once_apart": (*GAE, *APART),
     "turns": TURNS,
     "turns_apart": (*TURNS, *APART),
-    "apart_to_apart": (*RESUMED, *APART,
-                       "trainer.resume_from_path={dir}/mini_apart/global_step_2"),
+    "apart_to_apart": (*RESUMED, *APART, "trainer.resume_from_path={dir}/mini_apart/global_step_2"),
     "apart_to_together": (*RESUMED, "trainer.resume_from_path={dir}/mini_apart/global_step_2"),
     "together_to_apart": (*RESUMED, *APART, "trainer.resume_from_path={dir}/mini/global_step_2"),
-}  # fmt: skip
+}
 OWN_METRICS = {"actor/idle_ratio", "critic/idle_ratio"}
 
 # On the critic's rank, a signal to itself as soon as a step is done.
@@ -172,8 +171,13 @@ def compare(apart: Result, together: Result) -> None:
 def test_a_signal_to_the_critic_stops_the_run_after_a_checkpoint(tmp_path: Path) -> None:
     base = small_job(tmp_path)
     (tmp_path / "signalling.py").write_text(SIGNALLING.format(dir=tmp_path))
-    more = (*GAE, *APART, "trainer.total_training_steps=1000", "trainer.save_freq=-1",
-            f"model.external_lib={tmp_path}/signalling.py")  # fmt: skip
+    more = (
+        *GAE,
+        *APART,
+        "trainer.total_training_steps=1000",
+        "trainer.save_freq=-1",
+        f"model.external_lib={tmp_path}/signalling.py",
+    )
     [stopped] = run_overlapped(tmp_path, [overrides_of(tmp_path, base, "run", more)], num_ranks=2)
     assert stopped.refused == f"exit code {EXIT_STOPPED}"
     steps = len(trained(stopped))
@@ -282,13 +286,25 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"critic\.n_gpus_per_node is 1, but .*'grpo'.*no critic"):
         check_grpo(load("critic.n_gpus_per_node=1"))
     for more, words in (
-        (("critic.n_gpus_per_node=3", "actor.fsdp_config.fsdp_size=2",
-          "trainer.n_gpus_per_node=2"), r"3 ranks.*fsdp_size 2 does not divide"),
-        (("critic.n_gpus_per_node=3", "actor.ulysses_sequence_parallel_size=2",
-          "trainer.n_gpus_per_node=2"), r"3 ranks.*ulysses_sequence_parallel_size 2 does not"),
+        (
+            (
+                "critic.n_gpus_per_node=3",
+                "actor.fsdp_config.fsdp_size=2",
+                "trainer.n_gpus_per_node=2",
+            ),
+            r"3 ranks.*fsdp_size 2 does not divide",
+        ),
+        (
+            (
+                "critic.n_gpus_per_node=3",
+                "actor.ulysses_sequence_parallel_size=2",
+                "trainer.n_gpus_per_node=2",
+            ),
+            r"3 ranks.*ulysses_sequence_parallel_size 2 does not",
+        ),
         (("critic.n_gpus_per_node=9", "data.train_batch_size=2"), r"one optimizer step has 8"),
         (("critic.n_gpus_per_node=-1",), r"critic\.n_gpus_per_node"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=words):
             load(*GAE, *more)
     from hybridengine.api.settings import check_ranks

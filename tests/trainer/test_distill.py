@@ -34,11 +34,13 @@ def losses(rank: int, world_size: int, student_path: str, teacher_path: str) -> 
 
     student, teacher = (
         load_causal_lm(
-            path, mesh=sharding_mesh("cpu", world_size), shard_dim1=lambda name: False,
+            path,
+            mesh=sharding_mesh("cpu", world_size),
+            shard_dim1=lambda name: False,
             param_dtype=torch.float32,
         )
         for path in (student_path, teacher_path)
-    )  # fmt: skip
+    )
     teacher.requires_grad_(False)
     group = torch.distributed.group.WORLD if world_size > 1 else None
     results = {}

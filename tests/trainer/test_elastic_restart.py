@@ -61,11 +61,14 @@ def run_to_the_end(folder: Path, agents: list[list[str]], overrides: list[str]) 
     runs = [
         subprocess.Popen(
             [*command, str(folder / "config.yaml"), *overrides],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
             env=environment,
         )
         for command in agents
-    ]  # fmt: skip
+    ]
     try:
         outputs = [run.communicate(timeout=LIMIT_S)[0] for run in runs]
     finally:

@@ -85,8 +85,10 @@ def load_grpo(overrides: Sequence[str]):
 def prepare_sft(folder: Path) -> list[str]:
     model = save_tiny("llama", folder / "model")
     save_tiny("llama", folder / "other", seed=1)
-    rows = [{"prompt": f"w{k + 3} w9", "response": " ".join(["w5", f"w{k + 20}"] * (1 + k % 3))}
-            for k in range(8)]  # fmt: skip
+    rows = [
+        {"prompt": f"w{k + 3} w9", "response": " ".join(["w5", f"w{k + 20}"] * (1 + k % 3))}
+        for k in range(8)
+    ]
     lines = [json.dumps(row) + "\n" for row in rows]
     (folder / "rows.jsonl").write_text("".join(lines))
     (folder / "others.jsonl").write_text("".join(lines[3:]))

@@ -101,8 +101,12 @@ def test_split_and_world_size_change_nothing(tmp_path: Path, loss: tuple[str, st
     path = save_tiny("llama", tmp_path)
     want_gradients, want_metrics = run_ranks(body, 1, path, 10_000, loss)[0]
     for world_size, token_budget, sp_size in (
-        (1, 20, 1), (2, 10_000, 1), (2, 14, 1), (3, 30, 1), (4, 15, 2),
-    ):  # fmt: skip
+        (1, 20, 1),
+        (2, 10_000, 1),
+        (2, 14, 1),
+        (3, 30, 1),
+        (4, 15, 2),
+    ):
         arguments = (path, token_budget, loss, 11, sp_size)
         for gradients, metrics in run_ranks(body, world_size, *arguments):
             for step, (got, want) in enumerate(zip(gradients, want_gradients, strict=True)):

@@ -67,9 +67,11 @@ def body(rank: int, world_size: int, path: str) -> tuple[list[bool], int]:
         assert metrics.keys() == expected_metrics.keys(), case
         for name, e in expected_metrics.items():
             torch.testing.assert_close(
-                metrics[name].double(), e.double(), **tolerances.LINEAR,
+                metrics[name].double(),
+                e.double(),
+                **tolerances.LINEAR,
                 msg=lambda m, c=case, n=name: f"{c}, {n}: {m}",
-            )  # fmt: skip
+            )
         count += 1
     return permitted(setup), count
 

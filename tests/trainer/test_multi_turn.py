@@ -210,10 +210,15 @@ def make_trajectories(rank: int, world_size: int) -> Any:
     def rollout(ids: list[int], mask: list[int], score: float, **more: Any) -> Response:
         rewards = array("f", [0.25, *[0.0] * (len(ids) - 1)])
         return Response(
-            array("i", ids), array("f", [-1.0 * m for m in mask]), "stop", score=score,
+            array("i", ids),
+            array("f", [-1.0 * m for m in mask]),
+            "stop",
+            score=score,
             columns={"sampled": array("b", mask), "turn_rewards": rewards},
-            turns=[{}], turn_numbers={"num_turns": 3.0}, **more,
-        )  # fmt: skip
+            turns=[{}],
+            turn_numbers={"num_turns": 3.0},
+            **more,
+        )
 
     own = [
         rollout([8, 9, 10, 11], [1, 0, 0, 1], 1.0, is_last=False),

@@ -26,15 +26,23 @@ JOBS = {
     "frozen": ("actor.optim.lr=1e-30",),
     "on_policy": (*ONE_STEP, "trainer.staleness=0"),
     "one_step": (*ONE_STEP, "trainer.save_freq=2"),
-    "resumed": (*ONE_STEP, "trainer.resume_mode=path",
-                "trainer.resume_from_path={dir}/one_step/global_step_2"),
+    "resumed": (
+        *ONE_STEP,
+        "trainer.resume_mode=path",
+        "trainer.resume_from_path={dir}/one_step/global_step_2",
+    ),
     "turns": TURNS,
     "turns_on_policy": (*TURNS, *ONE_STEP, "trainer.staleness=0"),
-    "filtered": (*ONE_STEP, "algorithm.filter_groups.enable=true", "rollout.n=2",
-                 "algorithm.filter_groups.max_num_gen_batches=2",
-                 "reward.custom_reward_function.name=picky", "trainer.save_freq=1"),
+    "filtered": (
+        *ONE_STEP,
+        "algorithm.filter_groups.enable=true",
+        "rollout.n=2",
+        "algorithm.filter_groups.max_num_gen_batches=2",
+        "reward.custom_reward_function.name=picky",
+        "trainer.save_freq=1",
+    ),
     "async": (*ONE_ENGINE, "trainer.mode=async", "rollout.max_num_seqs=4", "trainer.staleness=2"),
-}  # fmt: skip
+}
 
 
 # Rewards are scored in child processes of the engine ranks.

@@ -68,10 +68,16 @@ def train_by_the_clock(rank: int, world_size: int, folder: Path) -> tuple[Any, A
         setattr(owner, name, slow)
 
     run = start_run(
-        rank, world_size, folder,
-        **{"data.val_files": folder / "rows.jsonl", "trainer.total_training_steps": 3,
-           "trainer.test_freq": 2, "trainer.save_freq": 2},
-    )  # fmt: skip
+        rank,
+        world_size,
+        folder,
+        **{
+            "data.val_files": folder / "rows.jsonl",
+            "trainer.total_training_steps": 3,
+            "trainer.test_freq": 2,
+            "trainer.save_freq": 2,
+        },
+    )
     run.load_state_dict({"seconds": 7.0, "timing_s": {"start": 5.0, "step": 2.0}})
     takes(run.checkpoints, "resume", 1)
     takes(run, "collect", 10)
@@ -113,10 +119,17 @@ def test_resumed_finished_and_new_runs(tmp_path: Path) -> None:
     changed = {"optim.weight_decay": 0.5}
     anew = {"trainer.resume_mode": "disable"}
     first, again, resumed, new, unsaved = run_ranks(
-        train_one_after_another, 1, folder,
-        [{**saving, **short}, {**saving, **short, **changed}, {**saving, **longer, **changed},
-         {**short, **anew}, short],
-    )[0]  # fmt: skip
+        train_one_after_another,
+        1,
+        folder,
+        [
+            {**saving, **short},
+            {**saving, **short, **changed},
+            {**saving, **longer, **changed},
+            {**short, **anew},
+            short,
+        ],
+    )[0]
     assert first[2] == [1, 2] and first[1]["resumed_after_step"] is None
     assert "nothing was trained" in again[0] and "raise trainer.total_training_steps" in again[0]
     assert "without effect: optim.weight_decay: 0.01 → 0.5" in again[0]
@@ -211,8 +224,11 @@ def test_one_skipped_update_is_not_a_failure_unless_it_is_all(
 
 def train_half(rank: int, world_size: int, folder: Path, steps: int) -> tuple[str, str, float]:
     """Return the error of a float16 run that diverges, its output and its last loss scale."""
-    more = {"optim.lr": 10.0, "model.fsdp_config.dtype": "float16",
-            "trainer.logger": "[jsonl,console]"}  # fmt: skip
+    more = {
+        "optim.lr": 10.0,
+        "model.fsdp_config.dtype": "float16",
+        "trainer.logger": "[jsonl,console]",
+    }
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run = start_run(rank, world_size, folder, **more, **{"trainer.total_training_steps": steps})
         message = message_of(run.train)
@@ -232,8 +248,11 @@ def test_a_run_that_diverges_in_float16_fails(tmp_path: Path, steps: int, words:
 
 def test_the_launcher_reports_a_run_that_diverged_as_failed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
-    more = {"optim.lr": 10.0, "model.fsdp_config.dtype": "float16",
-            "trainer.total_training_steps": 5}  # fmt: skip
+    more = {
+        "optim.lr": 10.0,
+        "model.fsdp_config.dtype": "float16",
+        "trainer.total_training_steps": 5,
+    }
     settings = sft_settings(write_sft_job(tmp_path), **more)
     command = [sys.executable, "-m", "hybridengine.cli", "sft", tmp_path / "config.yaml", *settings]
     run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=240)

@@ -68,8 +68,10 @@ def test_without_replay_it_is_the_kept_part(results, name) -> None:
     fewest, most = {"top_p": (1, 100), "top_k": (20, 20), "both": (1, 20)}[name]
     assert fewest <= replayed["num_kept/min"] <= replayed["num_kept/max"] <= most
     assert "num_kept/mean" not in off
-    texts = [[row["response_ids"] for row in r.rollouts["step_1"]]
-             for r in (results[name], results[f"{name}_off"])]  # fmt: skip
+    texts = [
+        [row["response_ids"] for row in r.rollouts["step_1"]]
+        for r in (results[name], results[f"{name}_off"])
+    ]
     assert texts[0] == texts[1], "recording does not change what is sampled"
 
 

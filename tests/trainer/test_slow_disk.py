@@ -90,8 +90,10 @@ def hold_writes(folder: Path) -> None:
             held.unlink()
         return write(*args)
 
-    for owner, name in ((filesystem.FileSystemWriter, "write_data"),
-                        (pretrained, "write_pretrained")):  # fmt: skip
+    for owner, name in (
+        (filesystem.FileSystemWriter, "write_data"),
+        (pretrained, "write_pretrained"),
+    ):
         write = getattr(owner, name)
         call = partial(hold, write)
         setattr(owner, name, call if owner is pretrained else lambda *a, call=call: call(*a))
@@ -171,6 +173,8 @@ def test_a_failed_export_loses_no_training(tmp_path: Path) -> None:
     assert f"nothing is lost: `hybridengine export {saved} --out {final}` exports" in message
     assert left == [2] and not_asked_for == []
     export_checkpoint(saved, tmp_path / "exported")
-    weights = [f / "model.safetensors" for f in (final, tmp_path / "exported",
-                                                 tmp_path / "other" / "final")]  # fmt: skip
+    weights = [
+        f / "model.safetensors"
+        for f in (final, tmp_path / "exported", tmp_path / "other" / "final")
+    ]
     assert len({file.read_bytes() for file in weights}) == 1

@@ -154,9 +154,17 @@ def test_roles_of_the_ranks_of_two_machines() -> None:
     roles = Roles(2, trainers_per_node=1, engines_per_node=4, tp_size=2)
     found = [roles.role_of(rank) for rank in range(10)]
     assert [role.world for role in found] == [
-        "trainer", "engine 0", "engine 0", "engine 1", "engine 1",
-        "trainer", "engine 2", "engine 2", "engine 3", "engine 3",
-    ]  # fmt: skip
+        "trainer",
+        "engine 0",
+        "engine 0",
+        "engine 1",
+        "engine 1",
+        "trainer",
+        "engine 2",
+        "engine 2",
+        "engine 3",
+        "engine 3",
+    ]
     assert [role.rank for role in found] == [0, 0, 1, 0, 1, 1, 0, 1, 0, 1]
     assert {role.local_world_size for role in found if role.engine is None} == {1}
     wide = Roles(2, trainers_per_node=2, engines_per_node=1, tp_size=2)

@@ -92,8 +92,15 @@ def test_sft_stops_resumes_and_refuses_a_second_run(tmp_path: Path) -> None:
     assert f"resumed after step {first}" in output
     assert "changed since: optim.weight_decay: 0.01 → 0.5" in output
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                "--nproc-per-node=2", "-m", *command()]  # fmt: skip
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        *command(),
+    ]
     run = start(torchrun)
     wait_for_step(folder, run, second_step + 2)
     run.send_signal(signal.SIGTERM)

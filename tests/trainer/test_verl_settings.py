@@ -23,14 +23,20 @@ def test_settings_of_verl_in_runs(tmp_path: Path) -> None:
     positions = "model.override_config.max_position_embeddings"
     jobs = [
         (*BYPASS, "actor.ppo_epochs=2"),
-        (*BYPASS, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=sequence",
-         NORMALIZED, "actor.ppo_mini_batch_size=2", "actor.optim.lr=1e-9"),
+        (
+            *BYPASS,
+            f"{CORRECTION}.loss_type=reinforce",
+            f"{CORRECTION}.rollout_is=sequence",
+            NORMALIZED,
+            "actor.ppo_mini_batch_size=2",
+            "actor.optim.lr=1e-9",
+        ),
         ("rollout.dtype=bfloat16", NORMALIZED),
         (f"model.lora_adapter_path={tmp_path / 'adapter'}", *KL),
         ("model.lora_rank=3", *KL),
         (f"{positions}=3",),
         (f"{positions}=99",),
-    ]  # fmt: skip
+    ]
     results = run_jobs(tmp_path, [[*base, *job] for job in jobs], world_size=2)
     ppo, reinforce, decoupled, adapted, zero, short, longer = results
     for result in (ppo, reinforce, decoupled, adapted, zero, longer):

@@ -56,9 +56,7 @@ def group_advantage(d: Draw) -> list:
     mask = d.maybe(lambda: d.bools(tokens)) if with_tokens else None
     count = tokens if with_tokens else 0
     ids, estimator = d.ints(-3, 5, rows), d.random.randrange(7)
-    return [
-        d.floats(rows), ids, estimator, d.chance(0.5), 1e-6, lengths, cu_seqlens, mask, count
-    ]  # fmt: skip
+    return [d.floats(rows), ids, estimator, d.chance(0.5), 1e-6, lengths, cu_seqlens, mask, count]
 
 
 def empty_from_pool(d: Draw) -> list:
@@ -201,11 +199,22 @@ def policy_loss(d: Draw) -> list:
     denominators = d.maybe(lambda: torch.tensor([7.0, 3.0], dtype=torch.float64))
     count = d.pick((math.nan, 10.0))
     return [
-        *(d.floats(tokens) for _ in range(3)), optional(d.bools), selected, *optionals,
-        cu_seqlens, counts, denominators, mode, d.random.randrange(5), d.random.randrange(4),
-        d.chance(0.5), d.chance(0.5), [0.2, 0.3, 3.0, 1.0, 1.05, 0.1, 0.1, 20.0, 10.0],
-        [0.1, 0.01, 4.0, count, count], *(d.chance(0.5) for _ in range(3)),
-    ]  # fmt: skip
+        *(d.floats(tokens) for _ in range(3)),
+        optional(d.bools),
+        selected,
+        *optionals,
+        cu_seqlens,
+        counts,
+        denominators,
+        mode,
+        d.random.randrange(5),
+        d.random.randrange(4),
+        d.chance(0.5),
+        d.chance(0.5),
+        [0.2, 0.3, 3.0, 1.0, 1.05, 0.1, 0.1, 20.0, 10.0],
+        [0.1, 0.01, 4.0, count, count],
+        *(d.chance(0.5) for _ in range(3)),
+    ]
 
 
 def slices(d: Draw, lengths: tuple[list[int], list[int]]) -> Tensor:
@@ -347,12 +356,35 @@ def _change_table(table: Any, device: Any) -> Any:
 
 
 _MAKERS = (
-    attention_forward, attention_backward, balance, balance_by_tokens, gae, group_advantage,
-    empty_from_pool, has_mixed_gemm, log_prob_forward, log_prob_partial, log_prob_backward,
-    count_changed, take_changed, mark_changed, decode_linear, distillation, mixed_gemm, move_rows,
-    pack_forest, pack_layout, policy_loss, strided_copy, sparse_logits, sparse_hidden_grad,
-    sparse_weight_grad, bit_checksum, encode_gaps, decode_gaps,
-)  # fmt: skip
+    attention_forward,
+    attention_backward,
+    balance,
+    balance_by_tokens,
+    gae,
+    group_advantage,
+    empty_from_pool,
+    has_mixed_gemm,
+    log_prob_forward,
+    log_prob_partial,
+    log_prob_backward,
+    count_changed,
+    take_changed,
+    mark_changed,
+    decode_linear,
+    distillation,
+    mixed_gemm,
+    move_rows,
+    pack_forest,
+    pack_layout,
+    policy_loss,
+    strided_copy,
+    sparse_logits,
+    sparse_hidden_grad,
+    sparse_weight_grad,
+    bit_checksum,
+    encode_gaps,
+    decode_gaps,
+)
 _OF_CLASSES: tuple[tuple[Callable[[Draw], list], Callable[..., Any]], ...] = (
     (copy_table, _method("copy", 2, C.CopyTable)),
     (block_absmax, _method("absmax", 2, C.CopyTable)),

@@ -17,9 +17,19 @@ SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 INTS = (0, 1, -1, 2, 3, 7, 255, -(2**31), 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, -1e38, math.inf, -math.inf, math.nan)
 DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
-    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHORT_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -23,10 +23,15 @@ def main(model: str, urls: str, folder: str) -> None:
     names = {"experiment_name": "sync", "trial_name": "cpu"}
     engine: Any = FSDPEngine(
         TrainEngineConfig(
-            **names, path=model, backend="fsdp:d2", attn_impl="sdpa", optimizer=None,
-            gradient_checkpointing=False, disable_dropout=True,
+            **names,
+            path=model,
+            backend="fsdp:d2",
+            attn_impl="sdpa",
+            optimizer=None,
+            gradient_checkpointing=False,
+            disable_dropout=True,
         )
-    )  # fmt: skip
+    )
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(1, 8, 8))
     rollout = RemotevLLMEngine(InferenceEngineConfig(**names, backend=f"vllm:d{len(servers)}t1"))

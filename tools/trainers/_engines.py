@@ -50,10 +50,17 @@ def save_model(folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
     config = Qwen2Config(
-        vocab_size=1001, hidden_size=256, intermediate_size=352, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512,
-        bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=1001,
+        hidden_size=256,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -147,10 +154,14 @@ def serving(
             with log.open("wb") as output:
                 processes.append(
                     subprocess.Popen(
-                        [str(python), *words], cwd=ROOT, env=variables(path), stdout=output,
-                        stderr=output, start_new_session=True,
+                        [str(python), *words],
+                        cwd=ROOT,
+                        env=variables(path),
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
                     )
-                )  # fmt: skip
+                )
         deadline = time.monotonic() + START_S
         for url, process, log in zip(servers, processes, logs, strict=True):
             while not _answers(f"{url}/health"):

@@ -121,16 +121,20 @@ def main(model_path: str, url: str, folder: str) -> None:
     actor = ray.remote(PolicyWorker)  # wraps the methods, as NeMo RL's workers have them
     policy = actor.__ray_metadata__.modified_class()
     generation = SimpleNamespace(
-        worker_group=GenerationGroup([GenerationWorker()], tp_size=2), dp_size=1,
-        cfg={"vllm_cfg": {"async_engine": False}}, prepare_refit_info=lambda info: None,
-    )  # fmt: skip
+        worker_group=GenerationGroup([GenerationWorker()], tp_size=2),
+        dp_size=1,
+        cfg={"vllm_cfg": {"async_engine": False}},
+        prepare_refit_info=lambda info: None,
+    )
     config = checkpoint_engine_refit_config(
         {"refit_transport": TRANSPORT, "refit_cfg": {TRANSPORT: {}}}
     )
     synchronizer = CheckpointEngineWeightSynchronizer(
         SimpleNamespace(worker_group=PolicyGroup(policy), prepare_refit_info=lambda: {}),
-        generation, config, _bucket_size_bytes=1 << 20,
-    )  # fmt: skip
+        generation,
+        config,
+        _bucket_size_bytes=1 << 20,
+    )
     synchronizer.init_communicator()
     results: dict[str, Any] = {"sent": [], "received": []}
     for factor in FACTORS:

@@ -14,10 +14,21 @@ from tools.environments import overlay
 from tools.trainers._engines import check_runs, free_port, save_model
 
 REQUIREMENTS = (
-    "areal==1.0.4", "ray==2.56.0", "msgpack", "orjson", "aiofiles", "colorlog", "tenacity",
-    "flask", "blinker", "itsdangerous", "torchdata", "hydra-core==1.3.2", "omegaconf==2.3.0",
+    "areal==1.0.4",
+    "ray==2.56.0",
+    "msgpack",
+    "orjson",
+    "aiofiles",
+    "colorlog",
+    "tenacity",
+    "flask",
+    "blinker",
+    "itsdangerous",
+    "torchdata",
+    "hydra-core==1.3.2",
+    "omegaconf==2.3.0",
     "antlr4-python3-runtime==4.9.3",
-)  # fmt: skip
+)
 
 
 def run(folder: Path) -> dict[str, object]:

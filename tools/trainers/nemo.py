@@ -55,11 +55,14 @@ def _server(model: Path, tp_size: int) -> tuple[str, list[str]]:
     """Return the URL of a vLLM server, and the words of its command."""
     port = free_port()
     options = ENGINE | {
-        "model": model, "host": "127.0.0.1", "port": port, "tensor_parallel_size": tp_size,
+        "model": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "tensor_parallel_size": tp_size,
         "worker_extension_cls": "tools.trainers._loading.nemo",
         "worker_cls": "hybridengine.integrations.nemo_rl_worker.Worker",
         "weight_transfer_config": '{"backend": "hybridengine"}',
-    }  # fmt: skip
+    }
     words = ["-m", "vllm.entrypoints.launchers.api_server.entry"]
     for key, value in options.items():
         words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]

@@ -16,9 +16,14 @@ from tools.environments import overlay
 from tools.trainers._engines import ROOT, RUN_S, check_runs, free_port, save_model, variables
 
 REQUIREMENTS = (
-    "skyrl==0.4.0", "skyrl-gym==0.4.0", "ray==2.56.0", "msgpack", "cloudpathlib", "jaxtyping",
+    "skyrl==0.4.0",
+    "skyrl-gym==0.4.0",
+    "ray==2.56.0",
+    "msgpack",
+    "cloudpathlib",
+    "jaxtyping",
     "orjson",
-)  # fmt: skip
+)
 TYPED_DICT = "import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict"
 
 

@@ -139,11 +139,18 @@ class _Runner:
     def server(self, sync: str, tp_size: int) -> Iterator[str]:
         """Start `trl vllm-serve`; yield its URL."""
         options = {
-            "model": self.model, "host": "127.0.0.1", "port": (port := free_port()),
-            "tensor_parallel_size": tp_size, "dtype": "float32", "enforce_eager": "true",
-            "max_model_len": 128, "kv-cache-memory-bytes": 16 << 20, "block-size": 32,
-            "max-num-seqs": 8, "load-format": "dummy",
-        }  # fmt: skip
+            "model": self.model,
+            "host": "127.0.0.1",
+            "port": (port := free_port()),
+            "tensor_parallel_size": tp_size,
+            "dtype": "float32",
+            "enforce_eager": "true",
+            "max_model_len": 128,
+            "kv-cache-memory-bytes": 16 << 20,
+            "block-size": 32,
+            "max-num-seqs": 8,
+            "load-format": "dummy",
+        }
         if sync == OURS:
             options["weight-transfer-config"] = '{"backend": "hybridengine"}'
         arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -152,9 +159,13 @@ class _Runner:
         paths = {"PYTHONPATH": os.pathsep.join(map(str, (self._site, ROOT)))}
         with log.open("w") as output:
             process = subprocess.Popen(
-                command, env=self._environment | paths, stdout=output, stderr=output,
-                start_new_session=True, cwd=ROOT,
-            )  # fmt: skip
+                command,
+                env=self._environment | paths,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                cwd=ROOT,
+            )
         url = f"http://127.0.0.1:{port}"
 
         def answers() -> bool | None:
@@ -175,9 +186,14 @@ class _Runner:
     def train(self, case: Case, url: str) -> dict[str, Any]:
         folder = self._case_folder(case)
         settings = {
-            "folder": str(folder), "model": self.model, "url": url, "trainer": case.trainer,
-            "sync": case.sync, "fsdp": case.fsdp, "group_port": free_port(),
-        }  # fmt: skip
+            "folder": str(folder),
+            "model": self.model,
+            "url": url,
+            "trainer": case.trainer,
+            "sync": case.sync,
+            "fsdp": case.fsdp,
+            "group_port": free_port(),
+        }
         log = self._folder / f"{folder.name}.log"
         self._launch(case.ranks, "trl_ranks", [json.dumps(settings)], log)
         request = urllib.request.Request(
@@ -209,9 +225,13 @@ class _Runner:
         environment = self._environment | {"PYTHONPATH": str(ROOT)}
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*command, *arguments], env=environment, stdout=output, stderr=output, cwd=ROOT,
+                [*command, *arguments],
+                env=environment,
+                stdout=output,
+                stderr=output,
+                cwd=ROOT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         try:
             code = process.wait(TRAIN_S)
         except subprocess.TimeoutExpired:
@@ -228,8 +248,10 @@ class _Runner:
 def _compare_weights(case: Case, served: dict[str, str], expected: dict[str, str]) -> None:
     names = served.keys() | expected.keys()
     if wrong := sorted(name for name in names if served.get(name) != expected.get(name)):
-        raise RuntimeError(f"{case.name}: the server's {', '.join(wrong)} differ from what vLLM's "
-                           "loader makes of the trained weights")  # fmt: skip
+        raise RuntimeError(
+            f"{case.name}: the server's {', '.join(wrong)} differ from what vLLM's "
+            "loader makes of the trained weights"
+        )
 
 
 def _compare_training(case: Case, ours: list[dict[str, float]], theirs: list[Any]) -> None:

@@ -39,11 +39,17 @@ def main(model: str, output: str, folders: list[str]) -> None:
 
     with unique_shared_memory():  # vLLM's own names are the same in every run
         llm = LLM(
-            model, tensor_parallel_size=dist.get_world_size(), dtype="float32",
-            distributed_executor_backend="external_launcher", enforce_eager=True,
-            max_model_len=64, kv_cache_memory_bytes=16 << 20, skip_tokenizer_init=True,
-            weight_transfer_config={"backend": "hybridengine"}, load_format="dummy",
-        )  # fmt: skip
+            model,
+            tensor_parallel_size=dist.get_world_size(),
+            dtype="float32",
+            distributed_executor_backend="external_launcher",
+            enforce_eager=True,
+            max_model_len=64,
+            kv_cache_memory_bytes=16 << 20,
+            skip_tokenizer_init=True,
+            weight_transfer_config={"backend": "hybridengine"},
+            load_format="dummy",
+        )
     worker = llm.llm_engine.model_executor.driver_worker.worker
     result: dict[str, dict[str, str]] = {}
     for folder in folders:

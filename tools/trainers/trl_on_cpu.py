@@ -26,8 +26,9 @@ MOVED = {"received": 0, "sent": 0}  # bytes of TRL's own sync: gathered, and bro
 def replace(sync: str) -> None:
     """sync: whose weight sync runs, "trl" or "hybridengine"."""
     let_accelerate_shard()
-    trainer, packing = (_module(f"experimental.async_grpo.{name}")
-                        for name in ("async_grpo_trainer", "packing"))  # fmt: skip
+    trainer, packing = (
+        _module(f"experimental.async_grpo.{name}") for name in ("async_grpo_trainer", "packing")
+    )
     trainer.get_peak_flops_per_device = lambda *args: None
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
     if sync == "trl":

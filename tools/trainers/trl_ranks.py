@@ -54,12 +54,24 @@ def arguments(settings: Settings) -> dict[str, Any]:
     fsdp = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     sharded: dict[str, Any] = {"fsdp": True, "fsdp_config": fsdp} if settings.fsdp else {}
     return {
-        "output_dir": settings.folder, "use_cpu": True, "bf16": False, "report_to": [],
-        "max_steps": settings.steps, "learning_rate": 1e-2, "logging_steps": 1, "seed": 3,
-        "per_device_train_batch_size": BATCH, "num_generations": 4, "save_strategy": "no",
-        "max_completion_length": LENGTH, "disable_tqdm": True, "gradient_checkpointing": False,
-        "vllm_server_base_url": settings.url, "vllm_server_timeout": 60, **sharded,
-    }  # fmt: skip
+        "output_dir": settings.folder,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "max_steps": settings.steps,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "seed": 3,
+        "per_device_train_batch_size": BATCH,
+        "num_generations": 4,
+        "save_strategy": "no",
+        "max_completion_length": LENGTH,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "vllm_server_base_url": settings.url,
+        "vllm_server_timeout": 60,
+        **sharded,
+    }
 
 
 def grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
@@ -72,12 +84,15 @@ def grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
         AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32),
         rewards,
         GRPOConfig(
-            **arguments(settings), use_vllm=True, vllm_mode="server",
-            vllm_group_port=settings.group_port, generation_kwargs={"seed": 7},
+            **arguments(settings),
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_group_port=settings.group_port,
+            generation_kwargs={"seed": 7},
         ),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
         processing_class=AutoTokenizer.from_pretrained(settings.model),
-    )  # fmt: skip
+    )
 
     def sync() -> None:
         trl_on_cpu.MOVED.update(received=0, sent=0)
@@ -114,8 +129,13 @@ class Rollouts:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         prompt = [5 + index, 9, 33]
-        body = {"prompt": prompt, "max_tokens": LENGTH, "seed": 7 + index, "logprobs": 0,
-                "return_token_ids": True}  # fmt: skip
+        body = {
+            "prompt": prompt,
+            "max_tokens": LENGTH,
+            "seed": 7 + index,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
         request = urllib.request.Request(
             f"{self._url}/v1/completions",
             json.dumps(body).encode(),
@@ -126,10 +146,17 @@ class Rollouts:
         ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         rows = [0] * len(prompt) + [1] * len(ids), [0.0] * len(prompt) + log_probs
         return RolloutSample(
-            [], [], np.array(prompt + ids), np.array(rows[0]), np.array(rows[1], np.float32),
-            reward(ids) - 1.0, version, version * self._size + index, {"reward": reward(ids)},
+            [],
+            [],
+            np.array(prompt + ids),
+            np.array(rows[0]),
+            np.array(rows[1], np.float32),
+            reward(ids) - 1.0,
+            version,
+            version * self._size + index,
+            {"reward": reward(ids)},
             time.time(),
-        )  # fmt: skip
+        )
 
 
 def async_grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
@@ -142,13 +169,17 @@ def async_grpo(settings: Settings) -> tuple[Any, Callable[[], None]]:
     trainer = AsyncGRPOTrainer(
         settings.model,
         args=AsyncGRPOConfig(
-            **arguments(settings), token_budget=0, dtype="float32", weight_sync_steps=1,
-            weight_sync_timeout=200, max_staleness=2,
+            **arguments(settings),
+            token_budget=0,
+            dtype="float32",
+            weight_sync_steps=1,
+            weight_sync_timeout=200,
+            max_staleness=2,
         ),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
         reward_funcs=rewards,
         rollout_worker=rollouts,
-    )  # fmt: skip
+    )
     return trainer, lambda: None  # each step ends with a sync
 
 

@@ -38,22 +38,32 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 """
 # At INFO verl 0.9.1 fails as it logs that hybrid_engine=False (`logger.info(…, flush=True)`).
 _ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HYDRA_FULL_ERROR": "1",
-    "RAY_DEDUP_LOGS": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
-    "TOKENIZERS_PARALLELISM": "false", "VERL_LOGGING_LEVEL": "WARN",
-}  # fmt: skip
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HYDRA_FULL_ERROR": "1",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VERL_LOGGING_LEVEL": "WARN",
+}
 
 
 # Servers on two more accelerators, which no trainer shares.
 _APART = (
-    "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1",
-    "actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.nnodes=1",
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=hybridengine",
-    "ray_kwargs.ray_init.num_gpus=4", "ray_kwargs.ray_init.num_cpus=24",
-)  # fmt: skip
+    "ray_kwargs.ray_init.num_gpus=4",
+    "ray_kwargs.ray_init.num_cpus=24",
+)
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _OFFLOAD = (
     f"{_ACTOR}.fsdp_config.param_offload=True",
@@ -62,9 +72,10 @@ _OFFLOAD = (
 _LORA = (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora_alpha=16", f"{_MODEL}.lora.merge=True")
 # Run → options, the call of the second sync in which worker 1 of the server is killed, the error.
 _WHILE_SENDING = (
-    "ReshardError", "no engine is left to sync to version 2 (engine 0: rank 1 has ended)",
+    "ReshardError",
+    "no engine is left to sync to version 2 (engine 0: rank 1 has ended)",
     "failed in the sync to version 2 while waiting for engines",
-)  # fmt: skip
+)
 _BETWEEN_SYNCS = ("ReshardError", "engine 0, start_weight_update: ", "rank 1 has ended")
 LOST: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "lost_between_syncs": ((), "start_weight_update", _BETWEEN_SYNCS),
@@ -240,9 +251,13 @@ def train(
     log = out / "log.txt"
     with log.open("w") as output:
         status = subprocess.run(
-            [*command, *overrides], cwd=out, env=environment, timeout=TIMEOUT_S,
-            stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [*command, *overrides],
+            cwd=out,
+            env=environment,
+            timeout=TIMEOUT_S,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     if status.returncode:
         raise RuntimeError(f"main_ppo failed, {log}:\n{log.read_text()[-5000:]}")
     return out
@@ -252,33 +267,53 @@ def _overrides(inputs: Path, out: Path, tp_size: int) -> list[str]:
     model, actor, rollout = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
     return [
         "algorithm.adv_estimator=grpo",
-        f"data.train_files={inputs}/train.parquet", f"data.val_files={inputs}/val.parquet",
-        "data.train_batch_size=8", "data.max_prompt_length=32", "data.max_response_length=12",
+        f"data.train_files={inputs}/train.parquet",
+        f"data.val_files={inputs}/val.parquet",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=32",
+        "data.max_response_length=12",
         "data.shuffle=False",
-        f"{model}.path={inputs}/model", f"{model}.enable_gradient_checkpointing=False",
+        f"{model}.path={inputs}/model",
+        f"{model}.enable_gradient_checkpointing=False",
         f"+{model}.override_config.attn_implementation=sdpa",
-        f"{actor}.strategy=fsdp2", f"{actor}.optim.lr=1e-3", f"{actor}.ppo_mini_batch_size=8",
-        f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu=512",
-        f"{actor}.use_torch_compile=False", f"{actor}.fsdp_config.use_torch_compile=False",
-        f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size={tp_size}",
-        f"{rollout}.n=4", f"{rollout}.enforce_eager=True", f"{rollout}.max_model_len=64",
-        f"{rollout}.max_num_seqs=32", f"{rollout}.max_num_batched_tokens=512",
-        f"{rollout}.free_cache_engine=False", f"+{rollout}.enable_sleep_mode=False",
+        f"{actor}.strategy=fsdp2",
+        f"{actor}.optim.lr=1e-3",
+        f"{actor}.ppo_mini_batch_size=8",
+        f"{actor}.use_dynamic_bsz=True",
+        f"{actor}.ppo_max_token_len_per_gpu=512",
+        f"{actor}.use_torch_compile=False",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{rollout}.name=vllm",
+        f"{rollout}.tensor_model_parallel_size={tp_size}",
+        f"{rollout}.n=4",
+        f"{rollout}.enforce_eager=True",
+        f"{rollout}.max_model_len=64",
+        f"{rollout}.max_num_seqs=32",
+        f"{rollout}.max_num_batched_tokens=512",
+        f"{rollout}.free_cache_engine=False",
+        f"+{rollout}.enable_sleep_mode=False",
         f"{rollout}.agent.num_workers=1",
         f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={64 << 20}",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
-        f"reward.custom_reward_function.path={inputs}/reward.py", "reward.num_workers=1",
-        "trainer.n_gpus_per_node=2", "trainer.nnodes=1", "trainer.device=cpu",
+        f"reward.custom_reward_function.path={inputs}/reward.py",
+        "reward.num_workers=1",
+        "trainer.n_gpus_per_node=2",
+        "trainer.nnodes=1",
+        "trainer.device=cpu",
         f"{actor}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-        "trainer.logger=[console,file]", f"trainer.total_training_steps={STEPS}",
-        "trainer.total_epochs=1", "trainer.save_freq=1", "trainer.test_freq=1",
+        "trainer.logger=[console,file]",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.total_epochs=1",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
         f"trainer.default_local_dir={out}/checkpoints",
         f"trainer.rollout_data_dir={out}/rollouts",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-        "ray_kwargs.ray_init.num_cpus=16", "+ray_kwargs.ray_init.num_gpus=2",
+        "ray_kwargs.ray_init.num_cpus=16",
+        "+ray_kwargs.ray_init.num_gpus=2",
         "+ray_kwargs.ray_init.include_dashboard=False",
         "+ray_kwargs.ray_init.object_store_memory=300000000",
-    ]  # fmt: skip
+    ]
 
 
 def assert_equal(theirs: dict[int, Any], ours: dict[int, Any], what: str, step: int) -> None:

@@ -35,21 +35,28 @@ VARIANTS = {
 STEPS = 3
 MODEL = verl.ROOT / ".cache" / "demo" / "smollm2-135m-instruct"
 _OVERRIDES = (
-    f"trainer.total_training_steps={STEPS}", f"trainer.total_epochs={STEPS}",
-    "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=False",
+    f"trainer.total_training_steps={STEPS}",
+    f"trainer.total_epochs={STEPS}",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=False",
     "ray_kwargs.ray_init.object_store_memory=1000000000",
-)  # fmt: skip
+)
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SMOLLM2 = (
-    f"actor_rollout_ref.model.path={MODEL}", "actor_rollout_ref.actor.optim.lr=1e-6",
+    f"actor_rollout_ref.model.path={MODEL}",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.train_batch_size=4",
-    "data.max_prompt_length=256", "data.max_response_length=128",
-    f"{_ROLLOUT}.max_model_len=384", f"{_ROLLOUT}.max_num_batched_tokens=1024",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=256",
+    "data.max_response_length=128",
+    f"{_ROLLOUT}.max_model_len=384",
+    f"{_ROLLOUT}.max_num_batched_tokens=1024",
     # One bucket: vLLM 0.32 refuses a tied head without the embeddings, and verl's own sync hangs.
     f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=1024",
     f"++{_ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={256 << 20}",
-)  # fmt: skip
+)
 _REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     words = solution_str.split()

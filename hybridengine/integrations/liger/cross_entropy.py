@@ -54,11 +54,16 @@ def _losses(
     one_pass = options.ce_weight is None and not options.use_token_scaling
     if options.ce_weight is None:
         losses, z_losses = linear_cross_entropy(
-            hidden, weight, target, bias=bias, softcap=options.softcap,
-            ignore_index=options.ignore_index, label_smoothing=options.label_smoothing,
+            hidden,
+            weight,
+            target,
+            bias=bias,
+            softcap=options.softcap,
+            ignore_index=options.ignore_index,
+            label_smoothing=options.label_smoothing,
             lse_square_scale=options.lse_square_scale,
             reduction=options.reduction if one_pass else "none",
-        )  # fmt: skip
+        )
         if one_pass:
             return losses, z_losses
         divisor = _count(target, options)
@@ -68,9 +73,13 @@ def _losses(
     if options.use_token_scaling:
         with torch.no_grad():
             log_probs, _ = linear_token_log_probs(
-                hidden, weight, target, bias=bias, softcap=options.softcap,
+                hidden,
+                weight,
+                target,
+                bias=bias,
+                softcap=options.softcap,
                 ignore_index=options.ignore_index,
-            )  # fmt: skip
+            )
         losses, z_losses = losses * log_probs.exp(), z_losses * log_probs.exp()
     if options.reduction == "none":
         return losses, z_losses
@@ -99,9 +108,15 @@ def _weighted_losses(
     for rows in range(0, hidden.shape[0], _CHUNK_ROWS):
         part = slice(rows, rows + _CHUNK_ROWS)
         results = checkpoint(
-            _weighted_rows, hidden[part], weight, ids[part], bias, ce_weight.float(),
-            options.softcap, use_reentrant=False,
-        )  # fmt: skip
+            _weighted_rows,
+            hidden[part],
+            weight,
+            ids[part],
+            bias,
+            ce_weight.float(),
+            options.softcap,
+            use_reentrant=False,
+        )
         for column, result in zip((log_probs, lse, total), results, strict=True):
             column.append(result)
     lses = torch.cat(lse)
@@ -118,9 +133,13 @@ def _weighted_losses(
 
 
 def _weighted_rows(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, ce_weight: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    ce_weight: Tensor,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs of ids, lse and sum_v ce_weight[v] z_v of rows, from their logits."""
     logits = _logits(hidden, weight, bias, softcap)
     lse = logits.logsumexp(-1)
@@ -136,9 +155,14 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float 
 
 
 def _predictions(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: _Options,
-    want_accuracy: bool, want_ids: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: _Options,
+    want_accuracy: bool,
+    want_ids: bool,
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the accuracy and the most likely ids [T], -1 where ignored; None if not wanted."""
     if not (want_accuracy or want_ids):
         return None, None
@@ -193,9 +217,14 @@ def fused_linear_cross_entropy_forward(
         where not asked for; reduced, or [T] with reduction "none".
     """
     options = _Options(
-        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        ce_weight,
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
         use_token_scaling,
-    )  # fmt: skip
+    )
     wanted = [t is not None and t.requires_grad for t in (_input, weight, bias)]
     if compute_gradients is not None:
         of_weight = weight.requires_grad if weight_requires_grad is None else weight_requires_grad
@@ -250,9 +279,14 @@ def liger_fused_linear_cross_entropy(
     if more is asked for.
     """
     options = _Options(
-        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        ce_weight,
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
         use_token_scaling,
-    )  # fmt: skip
+    )
     loss, z_loss = _losses(input, weight, target, bias, options)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
         return loss
@@ -291,11 +325,22 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
     ) -> Tensor | CrossEntropyOutput:
         """Compute the loss of hidden states [T, H]."""
         return liger_fused_linear_cross_entropy(
-            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index,
-            self.lse_square_scale, self.label_smoothing, self.reduction, self.softcap,
-            self.return_z_loss, self.accum_dtype, self.use_token_scaling,
-            self.return_token_accuracy, self.return_predicted_tokens,
-        )  # fmt: skip
+            _input,
+            lin_weight,
+            target,
+            bias,
+            self.ce_weight,
+            self.ignore_index,
+            self.lse_square_scale,
+            self.label_smoothing,
+            self.reduction,
+            self.softcap,
+            self.return_z_loss,
+            self.accum_dtype,
+            self.use_token_scaling,
+            self.return_token_accuracy,
+            self.return_predicted_tokens,
+        )
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
@@ -347,9 +392,15 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
 
 
 def _scaled(
-    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, ignore_index: int,
-    return_entropy: bool, selected_token_ids: Tensor | None, group: dist.ProcessGroup | None = None,
-) -> Any:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    temperature: float,
+    ignore_index: int,
+    return_entropy: bool,
+    selected_token_ids: Tensor | None,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
     if group is None:
         log_probs, entropy = head_log_probs(
             hidden, weight, target, temperature=temperature, ignore_index=ignore_index

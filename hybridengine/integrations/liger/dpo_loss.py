@@ -87,9 +87,16 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
 
     @staticmethod
     def preference_loss_fn(  # type: ignore[no-untyped-def]
-        chosen_logps, rejected_logps, full_target, ref_chosen_logps=None, ref_rejected_logps=None,
-        beta=0.1, loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05,
-    ):  # fmt: skip
+        chosen_logps,
+        rejected_logps,
+        full_target,
+        ref_chosen_logps=None,
+        ref_rejected_logps=None,
+        beta=0.1,
+        loss_type="sigmoid",
+        label_smoothing=0.0,
+        discopop_tau=0.05,
+    ):
         """Return (loss, rewards of the chosen, of the rejected)."""
         _check(loss_type, label_smoothing)
         chosen = chosen_logps if ref_chosen_logps is None else chosen_logps - ref_chosen_logps
@@ -102,11 +109,27 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(  # type: ignore[no-untyped-def]
-        cls, ctx, _input, weight, target, bias=None, ref_input=None, ref_weight=None,
-        ref_bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=False, compiled=True,
-        use_ref_model=True, average_log_prob=False, chunk_size=1, loss_type="sigmoid",
-        label_smoothing=0.0, discopop_tau=0.05, alpha=1.0,
-    ):  # fmt: skip
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        compute_nll_loss=False,
+        compiled=True,
+        use_ref_model=True,
+        average_log_prob=False,
+        chunk_size=1,
+        loss_type="sigmoid",
+        label_smoothing=0.0,
+        discopop_tau=0.05,
+        alpha=1.0,
+    ):
         """Compute (loss, results); see `LigerFusedLinearPreferenceBase.forward`."""
         given = {k: v for k, v in locals().items() if k not in ("cls", "ctx", "__class__")}
         return super().forward(cls, ctx, **given)
@@ -152,8 +175,22 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute (loss, results); see `LigerFusedLinearPreferenceBase.forward`."""
         return LigerFusedLinearDPOFunction.apply(
-            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, self.ignore_index,
-            self.beta, self.compute_nll_loss, self.compiled, self.use_ref_model,
-            self.average_log_prob, self.chunk_size, self.loss_type, self.label_smoothing,
-            self.discopop_tau, self.alpha,
-        )  # fmt: skip
+            _input,
+            lin_weight,
+            target,
+            bias,
+            ref_input,
+            ref_weight,
+            ref_bias,
+            self.ignore_index,
+            self.beta,
+            self.compute_nll_loss,
+            self.compiled,
+            self.use_ref_model,
+            self.average_log_prob,
+            self.chunk_size,
+            self.loss_type,
+            self.label_smoothing,
+            self.discopop_tau,
+            self.alpha,
+        )

@@ -30,15 +30,40 @@ class LigerFusedLinearPPOBase(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        cls, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None,
-        ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None,
-        ref_bias=None, epsilon_low=0.2, epsilon_high=0.2, beta=0.04, loss_type="dapo",
-        max_completion_length=None, importance_sampling_level="token", temperature=1.0,
-        compiled=True, use_ref_model=False, chunk_size=1, sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False,
-        vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+        cls,
+        ctx,
+        _input,
+        weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        beta=0.04,
+        loss_type="dapo",
+        max_completion_length=None,
+        importance_sampling_level="token",
+        temperature=1.0,
+        compiled=True,
+        use_ref_model=False,
+        chunk_size=1,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vllm_is_ratio=None,
+        delta=None,
+        use_bias_correction_kl=False,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
         num_items_in_batch=None,
-    ):  # fmt: skip
+    ):
         """Compute (loss, metrics); arguments as in `LigerFusedLinearGRPOFunction`."""
         _check_reference(use_ref_model, ref_per_token_logps, ref_input)
         if loss_type == "dr_grpo" and max_completion_length is None:
@@ -134,26 +159,58 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
 
     @staticmethod
     def ppo_loss_fn(  # type: ignore[no-untyped-def]
-        per_token_logps, attention_mask, advantages, full_attention_mask, ref_per_token_logps=None,
-        old_per_token_logps=None, epsilon_low=0.2, epsilon_high=0.2, beta=0.04, loss_type="dapo",
-        max_completion_length=None, importance_sampling_level="token", sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False,
-        vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
-        num_items_in_batch=None, **kwargs,
-    ):  # fmt: skip
+        per_token_logps,
+        attention_mask,
+        advantages,
+        full_attention_mask,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        beta=0.04,
+        loss_type="dapo",
+        max_completion_length=None,
+        importance_sampling_level="token",
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vllm_is_ratio=None,
+        delta=None,
+        use_bias_correction_kl=False,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
         """Return (loss, [mean KL if beta is not 0, share of clipped tokens]).
 
         All sequences are given at once: attention_mask is full_attention_mask.
         """
         options = GRPOOptions(
-            beta, epsilon_low, epsilon_high, loss_type, importance_sampling_level,
-            sapo_temperature_pos, sapo_temperature_neg, delta, use_bias_correction_kl, vespo_k_pos,
-            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
-        )  # fmt: skip
+            beta,
+            epsilon_low,
+            epsilon_high,
+            loss_type,
+            importance_sampling_level,
+            sapo_temperature_pos,
+            sapo_temperature_neg,
+            delta,
+            use_bias_correction_kl,
+            vespo_k_pos,
+            vespo_lambda_pos,
+            vespo_k_neg,
+            vespo_lambda_neg,
+        )
         terms = grpo_terms(
-            per_token_logps, attention_mask, advantages, old_per_token_logps, ref_per_token_logps,
-            vllm_is_ratio, options,
-        )  # fmt: skip
+            per_token_logps,
+            attention_mask,
+            advantages,
+            old_per_token_logps,
+            ref_per_token_logps,
+            vllm_is_ratio,
+            options,
+        )
         loss = reduce_grpo_loss(
             terms.loss, attention_mask, loss_type, max_completion_length, num_items_in_batch
         )
@@ -162,15 +219,40 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
 
     @classmethod
     def forward(  # type: ignore[no-untyped-def]
-        cls, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None,
-        ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None,
-        ref_bias=None, beta=0.04, epsilon_low=0.2, epsilon_high=0.2, loss_type="dapo",
-        max_completion_length=None, importance_sampling_level="token", sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05, temperature=1.0, compiled=True, use_ref_model=True,
-        chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False,
-        vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+        cls,
+        ctx,
+        _input,
+        weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        beta=0.04,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        loss_type="dapo",
+        max_completion_length=None,
+        importance_sampling_level="token",
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        temperature=1.0,
+        compiled=True,
+        use_ref_model=True,
+        chunk_size=1,
+        vllm_is_ratio=None,
+        delta=None,
+        use_bias_correction_kl=False,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
         num_items_in_batch=None,
-    ):  # fmt: skip
+    ):
         """Compute (loss, metrics).
 
         Args:
@@ -244,17 +326,52 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
 
     def forward(  # type: ignore[no-untyped-def]
-        self, _input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None,
-        ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None,
-        ref_bias=None, vllm_is_ratio=None, num_items_in_batch=None,
-    ):  # fmt: skip
+        self,
+        _input,
+        lin_weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        vllm_is_ratio=None,
+        num_items_in_batch=None,
+    ):
         """Compute (loss, metrics); see `LigerFusedLinearGRPOFunction.forward`."""
         return LigerFusedLinearGRPOFunction.apply(
-            _input, lin_weight, selected_token_ids, attention_mask, advantages, bias,
-            ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias, self.beta,
-            self.epsilon_low, self.epsilon_high, self.loss_type, self.max_completion_length,
-            self.importance_sampling_level, self.sapo_temperature_pos, self.sapo_temperature_neg,
-            self.temperature, self.compiled, self.use_ref_model, self.chunk_size, vllm_is_ratio,
-            self.delta, self.use_bias_correction_kl, self.vespo_k_pos, self.vespo_lambda_pos,
-            self.vespo_k_neg, self.vespo_lambda_neg, num_items_in_batch,
-        )  # fmt: skip
+            _input,
+            lin_weight,
+            selected_token_ids,
+            attention_mask,
+            advantages,
+            bias,
+            ref_per_token_logps,
+            old_per_token_logps,
+            ref_input,
+            ref_weight,
+            ref_bias,
+            self.beta,
+            self.epsilon_low,
+            self.epsilon_high,
+            self.loss_type,
+            self.max_completion_length,
+            self.importance_sampling_level,
+            self.sapo_temperature_pos,
+            self.sapo_temperature_neg,
+            self.temperature,
+            self.compiled,
+            self.use_ref_model,
+            self.chunk_size,
+            vllm_is_ratio,
+            self.delta,
+            self.use_bias_correction_kl,
+            self.vespo_k_pos,
+            self.vespo_lambda_pos,
+            self.vespo_k_neg,
+            self.vespo_lambda_neg,
+            num_items_in_batch,
+        )

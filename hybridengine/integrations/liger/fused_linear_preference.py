@@ -17,9 +17,13 @@ from .head import detached, head_log_probs, loss_and_gradients, scaled_gradients
 
 
 def sequence_log_probs(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
     average_log_prob: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return (sums [N] or means over the targets of each row, log-probs [N, L], 0 if ignored)."""
     log_probs, _ = head_log_probs(hidden, weight, target, bias, ignore_index=ignore_index)
     totals = log_probs.sum(-1)
@@ -39,10 +43,26 @@ class LigerFusedLinearPreferenceBase(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        cls, ctx, _input, weight, target, bias=None, chunk_size=1, ignore_index=-100, alpha=1.0,
-        beta=0.1, compute_nll_loss=True, nll_target=None, compiled=True, use_ref_model=False,
-        ref_input=None, ref_weight=None, ref_bias=None, average_log_prob=True, **loss_kwargs,
-    ):  # fmt: skip
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        alpha=1.0,
+        beta=0.1,
+        compute_nll_loss=True,
+        nll_target=None,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=True,
+        **loss_kwargs,
+    ):
         """Compute alpha * NLL of the chosen + preference loss.
 
         Args:
@@ -110,10 +130,23 @@ class LigerFusedLinearUnpairedPreferenceBase(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        cls, ctx, _input, weight, target, preference_labels, bias=None, chunk_size=1,
-        ignore_index=-100, compiled=True, use_ref_model=False, ref_input=None, ref_weight=None,
-        ref_bias=None, average_log_prob=False, **loss_kwargs,
-    ):  # fmt: skip
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        preference_labels,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=False,
+        **loss_kwargs,
+    ):
         """Compute the loss.
 
         Args:

@@ -68,10 +68,20 @@ def triton_grpo_loss(
         losses have a gradient.
     """
     options = GRPOOptions(
-        beta, eps_low, eps_high, loss_type, importance_sampling_level, sapo_temperature_pos,
-        sapo_temperature_neg, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos,
-        vespo_k_neg, vespo_lambda_neg,
-    )  # fmt: skip
+        beta,
+        eps_low,
+        eps_high,
+        loss_type,
+        importance_sampling_level,
+        sapo_temperature_pos,
+        sapo_temperature_neg,
+        delta,
+        use_bias_correction_kl,
+        vespo_k_pos,
+        vespo_lambda_pos,
+        vespo_k_neg,
+        vespo_lambda_neg,
+    )
     if loss_type == "sapo":
         check_positive(
             sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg

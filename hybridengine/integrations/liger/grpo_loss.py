@@ -108,9 +108,15 @@ def grpo_terms(
         is_clipped = torch.zeros_like(is_clipped)
     elif options.loss_type == "vespo":
         weights = get_gamma_weights(
-            advantages.squeeze(1), log_ratio, mask, is_ratio, options.vespo_k_pos,
-            options.vespo_lambda_pos, options.vespo_k_neg, options.vespo_lambda_neg,
-        )  # fmt: skip
+            advantages.squeeze(1),
+            log_ratio,
+            mask,
+            is_ratio,
+            options.vespo_k_pos,
+            options.vespo_lambda_pos,
+            options.vespo_k_neg,
+            options.vespo_lambda_neg,
+        )
         loss = -weights * advantages * log_probs
         is_clipped = torch.zeros_like(is_clipped)
     else:

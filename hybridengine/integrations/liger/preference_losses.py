@@ -33,10 +33,21 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(  # type: ignore[no-untyped-def]
-        cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0,
-        label_smoothing=0.0, compute_nll_loss=True, compiled=True, average_log_prob=False,
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        alpha=1.0,
+        label_smoothing=0.0,
+        compute_nll_loss=True,
+        compiled=True,
+        average_log_prob=False,
         chunk_size=1,
-    ):  # fmt: skip
+    ):
         """Compute (loss, results); see `LigerFusedLinearPreferenceBase.forward`."""
         given = {k: v for k, v in locals().items() if k not in ("cls", "ctx", "__class__")}
         return super().forward(cls, ctx, **given)
@@ -67,10 +78,19 @@ class LigerFusedLinearCPOLoss(torch.nn.Module):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute (loss, results); see `LigerFusedLinearPreferenceBase.forward`."""
         return LigerFusedLinearCPOFunction.apply(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha,
-            self.label_smoothing, self.compute_nll_loss, self.compiled, self.average_log_prob,
+            _input,
+            lin_weight,
+            target,
+            bias,
+            self.ignore_index,
+            self.beta,
+            self.alpha,
+            self.label_smoothing,
+            self.compute_nll_loss,
+            self.compiled,
+            self.average_log_prob,
             self.chunk_size,
-        )  # fmt: skip
+        )
 
 
 class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
@@ -92,9 +112,19 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(  # type: ignore[no-untyped-def]
-        cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1,
-        compute_nll_loss=True, nll_target=None, compiled=True, chunk_size=1,
-    ):  # fmt: skip
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        compute_nll_loss=True,
+        nll_target=None,
+        compiled=True,
+        chunk_size=1,
+    ):
         """Compute (loss, results); see `LigerFusedLinearPreferenceBase.forward`."""
         given = {k: v for k, v in locals().items() if k not in ("cls", "ctx", "__class__")}
         return super().forward(cls, ctx, **given)
@@ -121,9 +151,17 @@ class LigerFusedLinearORPOLoss(torch.nn.Module):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute (loss, results); see `LigerFusedLinearPreferenceBase.forward`."""
         return LigerFusedLinearORPOFunction.apply(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.compute_nll_loss,
-            nll_target, self.compiled, self.chunk_size,
-        )  # fmt: skip
+            _input,
+            lin_weight,
+            target,
+            bias,
+            self.ignore_index,
+            self.beta,
+            self.compute_nll_loss,
+            nll_target,
+            self.compiled,
+            self.chunk_size,
+        )
 
 
 class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
@@ -140,9 +178,21 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(  # type: ignore[no-untyped-def]
-        cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0,
-        label_smoothing=0.0, compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1,
-    ):  # fmt: skip
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        alpha=1.0,
+        label_smoothing=0.0,
+        compute_nll_loss=False,
+        compiled=True,
+        gamma=0.5,
+        chunk_size=1,
+    ):
         """Compute (loss, results); see `LigerFusedLinearPreferenceBase.forward`."""
         given = {k: v for k, v in locals().items() if k not in ("cls", "ctx", "__class__")}
         return super().forward(cls, ctx, **given)
@@ -172,10 +222,19 @@ class LigerFusedLinearSimPOLoss(torch.nn.Module):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute (loss, results); see `LigerFusedLinearPreferenceBase.forward`."""
         return LigerFusedLinearSimPOFunction.apply(
-            _input, lin_weight, target, bias, self.ignore_index, self.beta, self.alpha,
-            self.label_smoothing, self.compute_nll_loss, self.compiled, self.gamma,
+            _input,
+            lin_weight,
+            target,
+            bias,
+            self.ignore_index,
+            self.beta,
+            self.alpha,
+            self.label_smoothing,
+            self.compute_nll_loss,
+            self.compiled,
+            self.gamma,
             self.chunk_size,
-        )  # fmt: skip
+        )
 
 
 class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
@@ -183,9 +242,13 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
 
     @staticmethod
     def preference_loss_fn(  # type: ignore[no-untyped-def]
-        log_prob_chunk, preference_labels_chunk, full_target, ref_log_prob_chunk=None, beta=0.1,
+        log_prob_chunk,
+        preference_labels_chunk,
+        full_target,
+        ref_log_prob_chunk=None,
+        beta=0.1,
         kl=None,
-    ):  # fmt: skip
+    ):
         """Return (loss, sum of the rewards of the chosen, of the rejected)."""
         log_ratio = log_prob_chunk
         if ref_log_prob_chunk is not None:
@@ -200,10 +263,24 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
 
     @classmethod
     def forward(  # type: ignore[no-untyped-def]
-        cls, ctx, _input, weight, target, preference_labels, bias=None, ref_input=None,
-        ref_weight=None, ref_bias=None, kl=None, ignore_index=-100, beta=0.1, compiled=True,
-        use_ref_model=True, average_log_prob=False, chunk_size=1,
-    ):  # fmt: skip
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        preference_labels,
+        bias=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        kl=None,
+        ignore_index=-100,
+        beta=0.1,
+        compiled=True,
+        use_ref_model=True,
+        average_log_prob=False,
+        chunk_size=1,
+    ):
         """Compute (loss, results); see `LigerFusedLinearUnpairedPreferenceBase.forward`."""
         given = {k: v for k, v in locals().items() if k not in ("cls", "ctx", "__class__")}
         return super().forward(cls, ctx, **given)
@@ -227,12 +304,32 @@ class LigerFusedLinearKTOLoss(torch.nn.Module):
         self.chunk_size = chunk_size
 
     def forward(  # type: ignore[no-untyped-def]
-        self, _input, lin_weight, target, bias=None, preference_labels=None, ref_input=None,
-        ref_weight=None, ref_bias=None, kl=None,
-    ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+        self,
+        _input,
+        lin_weight,
+        target,
+        bias=None,
+        preference_labels=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        kl=None,
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute (loss, results); see `LigerFusedLinearUnpairedPreferenceBase.forward`."""
         return LigerFusedLinearKTOFunction.apply(
-            _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias,
-            kl, self.ignore_index, self.beta, self.compiled, self.use_ref_model,
-            self.average_log_prob, self.chunk_size,
-        )  # fmt: skip
+            _input,
+            lin_weight,
+            target,
+            preference_labels,
+            bias,
+            ref_input,
+            ref_weight,
+            ref_bias,
+            kl,
+            self.ignore_index,
+            self.beta,
+            self.compiled,
+            self.use_ref_model,
+            self.average_log_prob,
+            self.chunk_size,
+        )

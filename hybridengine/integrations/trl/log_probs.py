@@ -117,9 +117,15 @@ class ChunkedLogProbFunction(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return hidden_scores(
-                hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype),
-                targets, temperature, logit_scale, final_logit_softcapping, outputs,
-            )  # fmt: skip
+                hidden.to(dtype),
+                weight.to(dtype),
+                None if bias is None else bias.to(dtype),
+                targets,
+                temperature,
+                logit_scale,
+                final_logit_softcapping,
+                outputs,
+            )
 
 
 def hidden_scores(
@@ -135,9 +141,15 @@ def hidden_scores(
     """Return the five results of `ChunkedLogProbFunction`, [N] each or None, from one dtype."""
     wants_stats = "is_top1" in outputs or "log_sum_sq_probs" in outputs
     log_probs, entropy, *stats = linear_token_log_probs(
-        hidden, weight, ids, temperature, bias=bias, logit_scale=logit_scale, softcap=softcap,
+        hidden,
+        weight,
+        ids,
+        temperature,
+        bias=bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
         return_stats=wants_stats,
-    )  # fmt: skip
+    )
     mean = None
     if "mean_logits" in outputs:
         mean = _mean_logits(hidden, weight, bias, logit_scale, softcap) / temperature

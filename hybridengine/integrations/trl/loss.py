@@ -54,9 +54,15 @@ class GRPOLoss:
         """Return the loss, and log-probs and entropy [N] without gradient, of labelled rows."""
         self.is_computed = True
         return linear_policy_loss(
-            rows, weight, ids, temperature, bias=bias, logit_scale=logit_scale, softcap=softcap,
+            rows,
+            weight,
+            ids,
+            temperature,
+            bias=bias,
+            logit_scale=logit_scale,
+            softcap=softcap,
             **self.arguments,
-        )[:3]  # fmt: skip
+        )[:3]
 
 
 # What the fused heads of the models that are called compute; None: their usual results.

@@ -47,9 +47,13 @@ def compute_grpo_outcome_advantage(
     A group of one has mean 0 and std 1. Without norm_adv_by_std_in_grpo: r - mean (Dr. GRPO).
     """
     return _group(
-        "grpo", token_level_rewards, response_mask, index,
-        norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon,
-    )  # fmt: skip
+        "grpo",
+        token_level_rewards,
+        response_mask,
+        index,
+        norm_by_std=norm_adv_by_std_in_grpo,
+        epsilon=epsilon,
+    )
 
 
 def compute_grpo_vectorized_outcome_advantage(
@@ -87,9 +91,13 @@ def compute_grpo_passk_outcome_advantage(
         )
     norm_by_std = config.get("norm_adv_by_std_in_grpo", True)
     return _group(
-        "grpo_passk", token_level_rewards, response_mask, index,
-        norm_by_std=norm_by_std, epsilon=epsilon,
-    )  # fmt: skip
+        "grpo_passk",
+        token_level_rewards,
+        response_mask,
+        index,
+        norm_by_std=norm_by_std,
+        epsilon=epsilon,
+    )
 
 
 def compute_rloo_outcome_advantage(
@@ -196,9 +204,12 @@ def compute_gae_advantage_return(
 ) -> Advantages:
     """Generalised advantages, whitened, and returns before whitening; masked tokens are skipped."""
     advantages, returns = gae(
-        token_level_rewards, values, gamma=float(gamma), lam=float(lam),
+        token_level_rewards,
+        values,
+        gamma=float(gamma),
+        lam=float(lam),
         response_mask=response_mask,
-    )  # fmt: skip
+    )
     return _whiten(advantages, response_mask), returns
 
 

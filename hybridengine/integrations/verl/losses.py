@@ -90,13 +90,21 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return (clipped value loss, fraction of the unmasked tokens that are clipped)."""
     aggregation = aggregation_arguments(
-        response_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size,
+        response_mask,
+        loss_agg_mode,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
         loss_scale_factor,
-    )  # fmt: skip
+    )
     loss, metrics = value_loss(
-        vpreds, values, returns, response_mask=response_mask, cliprange_value=cliprange_value,
+        vpreds,
+        values,
+        returns,
+        response_mask=response_mask,
+        cliprange_value=cliprange_value,
         **aggregation,
-    )  # fmt: skip
+    )
     clipped = local_mean(metrics["vf_clipfrac"], response_mask, batch_num_tokens)
     return loss * dp_size, clipped
 

@@ -53,9 +53,14 @@ def _policy_loss(
     """
     old_log_prob, log_prob, advantages, mask = tensors
     loss, sums = policy_loss(
-        log_prob, old_log_prob, advantages, response_mask=mask, loss_mode=mode, **aggregation,
+        log_prob,
+        old_log_prob,
+        advantages,
+        response_mask=mask,
+        loss_mode=mode,
+        **aggregation,
         **options,
-    )  # fmt: skip
+    )
     values = {
         name: local_mean(sums[name], mask, aggregation["global_num_tokens"])
         for name in ("pg_clipfrac", "pg_clipfrac_lower")
@@ -164,50 +169,74 @@ def _largest_covariance(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> Tensor:
     return select_by_covariance(
-        log_prob, advantages, loss_mode="kl_cov", response_mask=response_mask,
+        log_prob,
+        advantages,
+        loss_mode="kl_cov",
+        response_mask=response_mask,
         ratio=_given(config.policy_loss.kl_cov_ratio, 2e-4),
-    )  # fmt: skip
+    )
 
 
 compute_policy_loss_vanilla = _loss(
-    "compute_policy_loss_vanilla", "ppo_clip", "PPO with two clip ratios and dual clip.",
+    "compute_policy_loss_vanilla",
+    "ppo_clip",
+    "PPO with two clip ratios and dual clip.",
     lambda config: {**_clip_ratios(config), "clip_ratio_c": config.get("clip_ratio_c", 3.0)},
-)  # fmt: skip
+)
 compute_policy_loss_dppo_tv = _loss(
-    "compute_policy_loss_dppo_tv", "dppo_tv", "DPPO; the clip ratios bound the total variation.",
+    "compute_policy_loss_dppo_tv",
+    "dppo_tv",
+    "DPPO; the clip ratios bound the total variation.",
     lambda config: {**_clip_ratios(config), "clip_ratio_c": config.get("clip_ratio_c", 20.0)},
-)  # fmt: skip
+)
 compute_policy_loss_dppo_kl = _loss(
-    "compute_policy_loss_dppo_kl", "dppo_kl", "DPPO; the clip ratios bound the binary KL.",
+    "compute_policy_loss_dppo_kl",
+    "dppo_kl",
+    "DPPO; the clip ratios bound the binary KL.",
     lambda config: {**_clip_ratios(config), "clip_ratio_c": config.get("clip_ratio_c", 20.0)},
-)  # fmt: skip
+)
 compute_policy_loss_gspo = _loss(
-    "compute_policy_loss_gspo", "gspo", "GSPO: the ratio of a sequence at each of its tokens.",
-    _clip_ratios, default="seq-mean-token-mean", clamped_kl=False,
-)  # fmt: skip
-compute_policy_loss_cispo = _loss(
-    "compute_policy_loss_cispo", "cispo", "CISPO: -A log p times the clipped ratio, a constant.",
+    "compute_policy_loss_gspo",
+    "gspo",
+    "GSPO: the ratio of a sequence at each of its tokens.",
     _clip_ratios,
-)  # fmt: skip
+    default="seq-mean-token-mean",
+    clamped_kl=False,
+)
+compute_policy_loss_cispo = _loss(
+    "compute_policy_loss_cispo",
+    "cispo",
+    "CISPO: -A log p times the clipped ratio, a constant.",
+    _clip_ratios,
+)
 compute_policy_loss_sapo = _loss(
-    "compute_policy_loss_sapo", "sapo", "SAPO; loss_agg_mode is not used.",
+    "compute_policy_loss_sapo",
+    "sapo",
+    "SAPO; loss_agg_mode is not used.",
     lambda config: {"tau_pos": float(config.tau_pos), "tau_neg": float(config.tau_neg)},
     default="seq-mean-token-mean",
-)  # fmt: skip
+)
 compute_policy_loss_gpg = _loss(
     "compute_policy_loss_gpg", "reinforce", "GPG: -A log p.", lambda config: {}, metrics=()
 )
 compute_policy_loss_clip_cov = _loss(
-    "compute_policy_loss_clip_cov", "clip_cov",
+    "compute_policy_loss_clip_cov",
+    "clip_cov",
     "Clip-Cov: PPO without tokens drawn from those with a large covariance.",
-    _clip_ratios, _draw_by_covariance, metrics=("pg_clipfrac", "ppo_kl"), clamped_kl=False,
-)  # fmt: skip
+    _clip_ratios,
+    _draw_by_covariance,
+    metrics=("pg_clipfrac", "ppo_kl"),
+    clamped_kl=False,
+)
 compute_policy_loss_kl_cov = _loss(
-    "compute_policy_loss_kl_cov", "kl_cov",
+    "compute_policy_loss_kl_cov",
+    "kl_cov",
     "KL-Cov: -r A, with a KL penalty for the tokens of the largest covariance.",
     lambda config: {"cov_kl_coef": _given(config.policy_loss.ppo_kl_coef, 1.0)},
-    _largest_covariance, metrics=("ppo_kl",), clamped_kl=False,
-)  # fmt: skip
+    _largest_covariance,
+    metrics=("ppo_kl",),
+    clamped_kl=False,
+)
 _reinforce = _loss(
     "_reinforce", "reinforce", "", lambda config: {}, metrics=("ppo_kl",), clamped_kl=False
 )
@@ -242,9 +271,14 @@ def compute_policy_loss_geo_mean(
         response_mask, "seq-mean-token-mean", global_batch_size=log_prob.shape[0]
     )
     return _policy_loss(
-        (old_log_prob, log_prob, advantages, response_mask), "gmpo", aggregation, _CLIPPED,
-        clamped_kl=False, rollout_is_weights=rollout_is_weights, **_clip_ratios(config),
-    )  # fmt: skip
+        (old_log_prob, log_prob, advantages, response_mask),
+        "gmpo",
+        aggregation,
+        _CLIPPED,
+        clamped_kl=False,
+        rollout_is_weights=rollout_is_weights,
+        **_clip_ratios(config),
+    )
 
 
 def compute_policy_loss_dro(

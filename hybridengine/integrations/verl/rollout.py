@@ -137,9 +137,14 @@ class Replica(_Replica):
         name_suffix: str = "",
     ) -> None:
         super().__init__(
-            replica_rank, config, model_config, gpus_per_node, is_reward_model, is_teacher_model,
+            replica_rank,
+            config,
+            model_config,
+            gpus_per_node,
+            is_reward_model,
+            is_teacher_model,
             name_suffix,
-        )  # fmt: skip
+        )
         if not (is_reward_model or is_teacher_model):
             self.server_class = ray.remote(Server)
 

@@ -134,10 +134,17 @@ class EngineRank:
         ranks = self.all_gather(own, tuple[str, int, str, int, str])
         processes, tp_ranks, layouts, sizes, devices = zip(*ranks, strict=True)
         info = EngineInfo(
-            self._index, incarnation, processes, tp_ranks, layouts,
-            frozenset(engine.optional_parameters), dict(engine.model_config),
-            self.device.type, devices, min(sizes),
-        )  # fmt: skip
+            self._index,
+            incarnation,
+            processes,
+            tp_ranks,
+            layouts,
+            frozenset(engine.optional_parameters),
+            dict(engine.model_config),
+            self.device.type,
+            devices,
+            min(sizes),
+        )
         odd = {
             tp for tp, d in zip(tp_ranks, layouts, strict=True) if info.layout_of_tp_rank[tp] != d
         }

@@ -123,9 +123,13 @@ class PlanInputs:
 
     @classmethod
     def of(
-        cls, specs: Mapping[str, ShardSpec], adapters: Mapping[str, Adapter],
-        layouts: Mapping[int, str], bucket_bytes: int, nodes: Sequence[int],
-    ) -> PlanInputs:  # fmt: skip
+        cls,
+        specs: Mapping[str, ShardSpec],
+        adapters: Mapping[str, Adapter],
+        layouts: Mapping[int, str],
+        bucket_bytes: int,
+        nodes: Sequence[int],
+    ) -> PlanInputs:
         """Return the inputs for parameters with `specs`, and adapters that are not merged."""
         distinct = {id(s.holders): s.holders for s in specs.values()}  # each has all ranks
         index = {i: k for k, i in enumerate(distinct)}

@@ -72,18 +72,30 @@ def test_invalid_responses_are_left_out(estimator, backend):
     ids = torch.tensor([-(2**63), 5, 2**63 - 1])[torch.arange(20) % 3]
     for some in (ids, ids.clamp(max=9)):
         out = group_advantage(
-            torch.where(valid, rewards, math.nan), some, estimator=estimator, lengths=lengths,
-            valid=valid, backend=backend,
-        )  # fmt: skip
-        want = group_advantage(
-            rewards[valid], some[valid], estimator=estimator, lengths=lengths[valid],
+            torch.where(valid, rewards, math.nan),
+            some,
+            estimator=estimator,
+            lengths=lengths,
+            valid=valid,
             backend=backend,
-        )  # fmt: skip
+        )
+        want = group_advantage(
+            rewards[valid],
+            some[valid],
+            estimator=estimator,
+            lengths=lengths[valid],
+            backend=backend,
+        )
         assert torch.equal(out[valid], want) and not out[~valid].any()
     spread = group_advantage(
-        rewards, ids, estimator=estimator, lengths=lengths, valid=valid.float(),
-        response_mask=torch.ones(20, 2), backend=backend,
-    )  # fmt: skip
+        rewards,
+        ids,
+        estimator=estimator,
+        lengths=lengths,
+        valid=valid.float(),
+        response_mask=torch.ones(20, 2),
+        backend=backend,
+    )
     assert not spread[~valid].any() and spread[valid].any()
     with pytest.raises(ValueError, match="valid has shape"):
         group_advantage(rewards, ids, valid=valid[:3])

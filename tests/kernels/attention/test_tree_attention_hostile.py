@@ -43,7 +43,7 @@ def call(query=Q, key=K, value=V, subtree_ends=ENDS, position_ids=None, **option
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan"),
         ({"backend": "cuda"}, ValueError, "backend 'cuda' does not exist"),
     ],
-)  # fmt: skip
+)
 def test_an_error_names_the_argument(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call(**arguments)

@@ -21,8 +21,20 @@ def compile_for_cpu(cuda_source: str, check: Path, folder: Path) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     library = folder / "check.so"
     subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-DHYBRIDENGINE_ISA=check", "-shared", "-fPIC",
-         f"-I{HERE}", f"-I{folder}", f"-I{CSRC}", check, "-o", library],
+        [
+            compiler,
+            "-std=c++17",
+            "-O1",
+            "-DHYBRIDENGINE_ISA=check",
+            "-shared",
+            "-fPIC",
+            f"-I{HERE}",
+            f"-I{folder}",
+            f"-I{CSRC}",
+            check,
+            "-o",
+            library,
+        ],
         check=True,
-    )  # fmt: skip
+    )
     return ctypes.CDLL(str(library))

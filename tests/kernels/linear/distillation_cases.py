@@ -10,9 +10,12 @@ ROWS = 40
 BETAS = (0.0, 0.1, 0.5, 1.0)
 SKEWED = (1e-3, 1e-6, 1e-9, 0.5, 1 - 1e-6, 1 - 1e-9)
 CAPPED = {
-    "student_softcap": 3.0, "student_logit_scale": 1.2, "teacher_softcap": 5.0,
-    "teacher_logit_scale": 0.8, "temperature": 0.7,
-}  # fmt: skip
+    "student_softcap": 3.0,
+    "student_logit_scale": 1.2,
+    "teacher_softcap": 5.0,
+    "teacher_logit_scale": 0.8,
+    "temperature": 0.7,
+}
 _STUDENT = ("student_hidden", "student_weight", "student_bias")
 
 

@@ -50,15 +50,26 @@ def test_active_rows_that_the_caller_gives(rows, dtype, mode, device):
     arguments["active_rows"] = active
     for budget_bytes in (7 * (101 * 6 + 128), 2**20):
         got, _ = loss_and_gradients(
-            tensors, token_ids, arguments, dtype, device, loss_mode=mode, entropy_coeff=0.01,
+            tensors,
+            token_ids,
+            arguments,
+            dtype,
+            device,
+            loss_mode=mode,
+            entropy_coeff=0.01,
             budget_bytes=budget_bytes,
-        )  # fmt: skip
+        )
         assert_all_close(got[:3], exact[:3])
         assert not got[3][others].any()
         reference, _ = loss_and_gradients(
-            tensors, token_ids, arguments, torch.float64, loss_mode=mode, entropy_coeff=0.01,
+            tensors,
+            token_ids,
+            arguments,
+            torch.float64,
+            loss_mode=mode,
+            entropy_coeff=0.01,
             backend="reference",
-        )  # fmt: skip
+        )
         for g, e in zip(got[3:], reference[3:], strict=True):
             size = e.abs().max().clamp(min=1e-30)
             torch.testing.assert_close(g.double() / size, e / size, **ROUNDED)
@@ -141,9 +152,13 @@ def test_deterministic_policy_loss_rows_do_not_depend_on_other_rows(dtype, mode)
         some = {k: v[rows] for k, v in arguments.items()}
         some["cu_seqlens"] = ends[(ends >= begin) & (ends <= end)] - begin
         part, _ = loss_and_gradients(
-            [tensors[0][rows], *tensors[1:]], token_ids[rows], some, dtype, budget_bytes=10**6,
+            [tensors[0][rows], *tensors[1:]],
+            token_ids[rows],
+            some,
+            dtype,
+            budget_bytes=10**6,
             **options,
-        )  # fmt: skip
+        )
         for w, p in zip(full[1:4], part[1:4], strict=True):
             assert torch.equal(w[rows], p)
     again, _ = loss_and_gradients(

@@ -56,9 +56,13 @@ def test_batches_and_int32_ids(function, backend):
     temperature = torch.rand(2, 3) + 0.5
     vocab_mask = torch.rand(2, 3, VOCAB, generator=torch.Generator().manual_seed(0)) < 0.7
     expected = function(
-        hidden.view(6, WIDTH), weight, token_ids.view(6), temperature.view(6),
-        vocab_mask=vocab_mask.view(6, VOCAB), backend=backend,
-    )  # fmt: skip
+        hidden.view(6, WIDTH),
+        weight,
+        token_ids.view(6),
+        temperature.view(6),
+        vocab_mask=vocab_mask.view(6, VOCAB),
+        backend=backend,
+    )
     for mask in (vocab_mask, vocab_mask.int(), vocab_mask.float()):
         results = function(
             hidden, weight, token_ids.int(), temperature, vocab_mask=mask, backend=backend
@@ -270,9 +274,15 @@ def test_ignored_labels_are_outside_the_loss(loss_agg_mode, backend):
             old, advantages = old.where(inside, NAN), advantages.where(inside, NAN)
             leaves[0] = hidden.where(inside[:, None], NAN).requires_grad_()
         loss, log_probs, entropy, metrics = linear_policy_loss(
-            *leaves, **given, old_log_probs=old, advantages=advantages, backend=backend,
-            cu_seqlens=torch.tensor([0, 3, 6]), loss_agg_mode=loss_agg_mode, entropy_coeff=0.1,
-        )  # fmt: skip
+            *leaves,
+            **given,
+            old_log_probs=old,
+            advantages=advantages,
+            backend=backend,
+            cu_seqlens=torch.tensor([0, 3, 6]),
+            loss_agg_mode=loss_agg_mode,
+            entropy_coeff=0.1,
+        )
         grads = torch.autograd.grad(loss, leaves)
         results.append([loss, log_probs, entropy, *metrics.values(), *grads])
     for got, want in zip(*results, strict=True):
@@ -290,10 +300,15 @@ def test_padded_rows_have_the_loss_of_packed_sequences(backend):
         given = {name: tensor.view(view) for name, tensor in given.items()}
         leaf = hidden.clone().requires_grad_()
         loss, *others, _ = linear_policy_loss(
-            leaf if len(view) == 2 else leaf.view(6, WIDTH), weight, token_ids.view(view), **given,
+            leaf if len(view) == 2 else leaf.view(6, WIDTH),
+            weight,
+            token_ids.view(view),
+            **given,
             cu_seqlens=None if len(view) == 2 else torch.tensor([0, 3, 6], dtype=torch.int32),
-            loss_agg_mode="seq-mean-token-mean", loss_mode="gspo", backend=backend,
-        )  # fmt: skip
+            loss_agg_mode="seq-mean-token-mean",
+            loss_mode="gspo",
+            backend=backend,
+        )
         assert others[0].shape == others[1].shape == view
         results.append([loss, *(o.flatten() for o in others), torch.autograd.grad(loss, leaf)[0]])
     for got, want in zip(*results, strict=True):

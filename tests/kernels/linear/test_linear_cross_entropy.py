@@ -195,9 +195,13 @@ def test_deterministic_rows_do_not_depend_on_other_rows(dtype):
         part = results(some, labels[rows], one, budget_bytes=10**6, **options)
         assert torch.equal(full[2][rows], part[2])
         losses = results(
-            some, labels[rows], torch.ones(len(labels[rows])), **EXTRAS["both"],
-            deterministic=True, reduction="none",
-        )  # fmt: skip
+            some,
+            labels[rows],
+            torch.ones(len(labels[rows])),
+            **EXTRAS["both"],
+            deterministic=True,
+            reduction="none",
+        )
         assert all(torch.equal(a[rows], b) for a, b in zip(each[:3], losses[:3], strict=True))
 
 
@@ -262,15 +266,53 @@ def test_op_contract(active_rows):
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
     torch.library.opcheck(
         torch.ops.hybridengine.linear_cross_entropy.default,
-        (*leaves, labels, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False, torch.ones(6),
-         0.1, 0.01, active_rows, False, [False] * 3, "cpp"),
-    )  # fmt: skip
+        (
+            *leaves,
+            labels,
+            1.0,
+            None,
+            1.0,
+            0.0,
+            -100,
+            None,
+            None,
+            "",
+            2**20,
+            False,
+            torch.ones(6),
+            0.1,
+            0.01,
+            active_rows,
+            False,
+            [False] * 3,
+            "cpp",
+        ),
+    )
     detached = [t.detach() for t in leaves]
     torch.library.opcheck(
         torch.ops.hybridengine.linear_cross_entropy.default,
-        (*detached, labels, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False, torch.ones(6),
-         0.1, 0.01, active_rows, True, [True, False, True], "cpp"),
-    )  # fmt: skip
+        (
+            *detached,
+            labels,
+            1.0,
+            None,
+            1.0,
+            0.0,
+            -100,
+            None,
+            None,
+            "",
+            2**20,
+            False,
+            torch.ones(6),
+            0.1,
+            0.01,
+            active_rows,
+            True,
+            [True, False, True],
+            "cpp",
+        ),
+    )
 
 
 def test_a_second_derivative_is_an_error():
@@ -361,9 +403,14 @@ def test_smoothing_is_subtracted_before_the_gradient_is_rounded(
     tensors = [(0.1 * t).to(dtype).requires_grad_() for t in tensors]
     options = {"label_smoothing": smoothing, "lse_square_scale": 1e-3}
     loss, _ = linear_cross_entropy(
-        tensors[0], tensors[1], labels, bias=tensors[2], softcap=softcap, grad_scale=1024,
+        tensors[0],
+        tensors[1],
+        labels,
+        bias=tensors[2],
+        softcap=softcap,
+        grad_scale=1024,
         **options,
-    )  # fmt: skip
+    )
     grads = torch.autograd.grad(1024 * loss, tensors)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     z = torch.nn.functional.linear(*exact)

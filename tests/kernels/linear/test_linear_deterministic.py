@@ -30,17 +30,29 @@ def cross_entropy(hidden, weight, bias, ids, index):
 
 def policy(hidden, weight, bias, ids, index):
     loss, *others = linear_policy_loss(
-        hidden, weight, ids, bias=bias, old_log_probs=None, advantages=1.0 + index,
-        global_num_tokens=500, entropy_coeff=0.1, **OPTIONS,
-    )  # fmt: skip
+        hidden,
+        weight,
+        ids,
+        bias=bias,
+        old_log_probs=None,
+        advantages=1.0 + index,
+        global_num_tokens=500,
+        entropy_coeff=0.1,
+        **OPTIONS,
+    )
     return [loss, *others[:2]], [torch.ones(()), None, None]
 
 
 def distillation(hidden, weight, bias, ids, index):
     loss, divergences = linear_distillation_loss(
-        hidden, weight, hidden.detach().flip(1), weight, student_bias=bias, num_items_in_batch=500,
+        hidden,
+        weight,
+        hidden.detach().flip(1),
+        weight,
+        student_bias=bias,
+        num_items_in_batch=500,
         **OPTIONS,
-    )  # fmt: skip
+    )
     return [loss, divergences], [torch.ones(()), None]
 
 

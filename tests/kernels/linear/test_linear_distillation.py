@@ -173,9 +173,19 @@ def test_op_contract(active_rows):
     tensors, mask = problem(rows=6, vocab=20)
     torch.library.opcheck(
         torch.ops.hybridengine.linear_distillation.default,
-        (*tensors.values(), mask, torch.ones(6), [1.0, 0.0, 1.0, 1.0, 2.0, 1.0, 0.5], 2**20, False,
-         active_rows, True, [True, True, True], "cpp"),
-    )  # fmt: skip
+        (
+            *tensors.values(),
+            mask,
+            torch.ones(6),
+            [1.0, 0.0, 1.0, 1.0, 2.0, 1.0, 0.5],
+            2**20,
+            False,
+            active_rows,
+            True,
+            [True, True, True],
+            "cpp",
+        ),
+    )
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,15 @@ def test_stats(budget_bytes, device):
     mask = torch.rand(30, 50, device=device) < 0.5
     mask[torch.arange(30), token_ids] = True
     log_probs, entropy, stats = fused(
-        hidden.requires_grad_(), weight, bias, token_ids, temperature=0.7, vocab_mask=mask,
-        return_stats=True, budget_bytes=budget_bytes,
-    )  # fmt: skip
+        hidden.requires_grad_(),
+        weight,
+        bias,
+        token_ids,
+        temperature=0.7,
+        vocab_mask=mask,
+        return_stats=True,
+        budget_bytes=budget_bytes,
+    )
     logits = (hidden.double() @ weight.double().t() + bias.double()) / 0.7
     p = logits.masked_fill(~mask, -torch.inf).softmax(-1)
     assert torch.equal(stats.argmax, p.argmax(-1))
@@ -164,9 +170,14 @@ def test_deterministic_rows_do_not_depend_on_other_rows(device):
     for begin, end in ((0, 1), (1, 130), (130, 300), (77, 205)):
         rows = slice(begin, end)
         part = gradients(
-            fused, [tensors[0][rows], *tensors[1:]], token_ids[rows], weights[:, rows], device,
-            deterministic=True, budget_bytes=10**6,
-        )  # fmt: skip
+            fused,
+            [tensors[0][rows], *tensors[1:]],
+            token_ids[rows],
+            weights[:, rows],
+            device,
+            deterministic=True,
+            budget_bytes=10**6,
+        )
         for w, p in zip(full[:3], part[:3], strict=True):
             assert torch.equal(w[rows], p)
     again = gradients(fused, tensors, token_ids, weights, device, deterministic=True)
@@ -217,9 +228,25 @@ def test_op_contracts(keep_logits, want_stats):
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
     torch.library.opcheck(
         torch.ops.hybridengine.linear_token_log_probs.default,
-        (*leaves, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False, None, None,
-         keep_logits, want_stats),
-    )  # fmt: skip
+        (
+            *leaves,
+            token_ids,
+            1.0,
+            None,
+            1.0,
+            0.0,
+            -100,
+            None,
+            None,
+            "",
+            2**20,
+            False,
+            None,
+            None,
+            keep_logits,
+            want_stats,
+        ),
+    )
 
 
 @pytest.mark.parametrize("budget_bytes", (500, 2**20))

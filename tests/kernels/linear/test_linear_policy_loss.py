@@ -67,9 +67,12 @@ def test_weights_and_old_log_probs_formed_inside(mode, old, bounds, device):
     rollout[~arguments["response_mask"]] = torch.nan
     if bounds is not None:
         correction = rollout_correction(
-            exact["old_log_probs"], rollout, cu_seqlens=arguments["cu_seqlens"],
-            response_mask=arguments["response_mask"], **bounds,
-        )  # fmt: skip
+            exact["old_log_probs"],
+            rollout,
+            cu_seqlens=arguments["cu_seqlens"],
+            response_mask=arguments["response_mask"],
+            **bounds,
+        )
         assert correction.metrics["is_clipped_fraction"] > 0.1
         exact["rollout_is_weights"] = correction.weights
     loss, expected_metrics = policy_loss(log_probs, entropy=entropy, **exact, **options)
@@ -83,9 +86,15 @@ def test_weights_and_old_log_probs_formed_inside(mode, old, bounds, device):
         arguments["rollout_log_probs"] = rollout
     for budget_bytes, grad_scale in ((11 * 101 * 4, 1.0), (2**20, 3.0)):
         got, metrics = loss_and_gradients(
-            tensors, token_ids, arguments, torch.float32, device, budget_bytes=budget_bytes,
-            grad_scale=grad_scale, **options,
-        )  # fmt: skip
+            tensors,
+            token_ids,
+            arguments,
+            torch.float32,
+            device,
+            budget_bytes=budget_bytes,
+            grad_scale=grad_scale,
+            **options,
+        )
         assert_all_close([got[0], *got[3:]], expected)
         assert_metrics_close(metrics, expected_metrics)
 
@@ -168,11 +177,39 @@ def test_policy_gradient_op_contract(wide_weight_grad, active_rows):
     numbers = [*map(float, LossOptions()), 0.0, 0.01, 1.0]
     torch.library.opcheck(
         torch.ops.hybridengine.linear_policy_gradient.default,
-        (hidden, weight, bias, token_ids, 1.0, None, 1.0, 0.0, -100, None, None, "", 2**20, False,
-         vectors[0], None, mask, None, None, None, vectors[1], weights, None,
-         [0, LOSS_AGG_MODES.index("token-sum"), 0, False, False, False, True, True], numbers,
-         [2.0, 0.5], active_rows, wide_weight_grad, [True, True, True], "cpp"),
-    )  # fmt: skip
+        (
+            hidden,
+            weight,
+            bias,
+            token_ids,
+            1.0,
+            None,
+            1.0,
+            0.0,
+            -100,
+            None,
+            None,
+            "",
+            2**20,
+            False,
+            vectors[0],
+            None,
+            mask,
+            None,
+            None,
+            None,
+            vectors[1],
+            weights,
+            None,
+            [0, LOSS_AGG_MODES.index("token-sum"), 0, False, False, False, True, True],
+            numbers,
+            [2.0, 0.5],
+            active_rows,
+            wide_weight_grad,
+            [True, True, True],
+            "cpp",
+        ),
+    )
 
 
 # Bounds of the ranks' vocabulary slices: as torch.chunk and DTensor split; with empty slices.
@@ -191,9 +228,14 @@ def _results_of_slice(part):
     group = dist.group.WORLD
     vocab_mask = torch.rand(23, 61, generator=torch.Generator().manual_seed(1)) < 0.7
     from_logits = gradients(
-        two_steps, mine, token_ids, weights, group=group, temperature=0.7,
+        two_steps,
+        mine,
+        token_ids,
+        weights,
+        group=group,
+        temperature=0.7,
         vocab_mask=vocab_mask[:, part].contiguous(),
-    )  # fmt: skip
+    )
     linear = gradients(fused, mine, token_ids, weights, group=group)
     reference = gradients(two_steps, mine, token_ids, weights, group=group, backend="reference")
     loss, _ = loss_and_gradients(mine, token_ids, loss_inputs(23), torch.float32, group=group)

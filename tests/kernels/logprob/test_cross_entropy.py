@@ -34,9 +34,12 @@ def test_against_float64(smoothing, z_loss, dtype, device):
     spoiled[3] = math.nan
     leaf = spoiled.to(device).requires_grad_()
     got = cross_entropy_loss(
-        leaf, labels.to(device), label_smoothing=smoothing, logit_scale=SCALE,
+        leaf,
+        labels.to(device),
+        label_smoothing=smoothing,
+        logit_scale=SCALE,
         lse_square_scale=z_loss,
-    )  # fmt: skip
+    )
     grad = torch.autograd.grad((weights[0].to(device) * got[0]).sum(), leaf)[0].cpu()
     for one, expected in zip(got, want, strict=True):
         torch.testing.assert_close(one.cpu().double(), expected, **tolerances.LOG_PROB)

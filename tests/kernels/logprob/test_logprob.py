@@ -71,9 +71,22 @@ def test_op_contract(dtype):
     for temperatures, keep in ((None, None), (torch.rand(3) + 0.5, vocab_mask)):
         torch.library.opcheck(
             torch.ops.hybridengine.token_log_probs.default,
-            (logits.requires_grad_(), token_ids, 1.0, temperatures, 1.0, 0.0, -100, keep, None, "",
-             True, False, None),
-        )  # fmt: skip
+            (
+                logits.requires_grad_(),
+                token_ids,
+                1.0,
+                temperatures,
+                1.0,
+                0.0,
+                -100,
+                keep,
+                None,
+                "",
+                True,
+                False,
+                None,
+            ),
+        )
 
 
 def test_reference_gradient_equals_autograd_of_the_specification():
@@ -85,9 +98,14 @@ def test_reference_gradient_equals_autograd_of_the_specification():
         0
     ]
     ours = value_and_gradient(
-        token_log_probs, logits, token_ids, gradients,
-        temperature=options.temperatures, logit_scale=0.5, softcap=6.0,
-    )  # fmt: skip
+        token_log_probs,
+        logits,
+        token_ids,
+        gradients,
+        temperature=options.temperatures,
+        logit_scale=0.5,
+        softcap=6.0,
+    )
     torch.testing.assert_close(ours[2], expected, rtol=1e-12, atol=1e-14)
 
 

@@ -36,10 +36,20 @@ def library(tmp_path_factory):
 
 
 def run(
-    library, logits, token_ids, gradients, temperature=1.0, logit_scale=1.0, softcap=None,
-    vocab_mask=None, squares=False, grad_dtype=None, vocab_range=None,
-    partial=None, out=None,
-):  # fmt: skip
+    library,
+    logits,
+    token_ids,
+    gradients,
+    temperature=1.0,
+    logit_scale=1.0,
+    softcap=None,
+    vocab_mask=None,
+    squares=False,
+    grad_dtype=None,
+    vocab_range=None,
+    partial=None,
+    out=None,
+):
     """Return log_probs, entropy, the gradient of the logits, [5, T] of all results, bad_label."""
     rows, vocab = logits.shape
     results = torch.full((5, rows), 7.0)
@@ -273,8 +283,13 @@ def test_sums_of_a_slice_of_the_vocabulary(library, vocab, masked):
     options = options._replace(vocab_range=vocab_range)
     partial = torch.full((5, 5), 7.0)
     run(
-        library, logits, token_ids, torch.ones(2, 5), vocab_mask=vocab_mask,
-        vocab_range=vocab_range, partial=partial,
-    )  # fmt: skip
+        library,
+        logits,
+        token_ids,
+        torch.ones(2, 5),
+        vocab_mask=vocab_mask,
+        vocab_range=vocab_range,
+        partial=partial,
+    )
     expected = native().log_prob_partial(logits, token_ids, options.native(), None)
     torch.testing.assert_close(partial, expected, rtol=2e-6, atol=2e-6)

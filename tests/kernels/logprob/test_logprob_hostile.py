@@ -306,9 +306,14 @@ def test_a_soft_cap_makes_infinite_logits_finite(masked, device, backend):
         vocab_mask[:, 14::21] = False
     options = {"softcap": 3.0, "temperature": 0.7, "logit_scale": 1.5}
     results = run(
-        logits, token_ids, device, gradients=(0.5, 2.0), backend=backend, **options,
+        logits,
+        token_ids,
+        device,
+        gradients=(0.5, 2.0),
+        backend=backend,
+        **options,
         vocab_mask=vocab_mask.to(device) if masked else None,
-    )  # fmt: skip
+    )
     exact = logits.double().requires_grad_()
     y = (3 * torch.tanh(1.5 * exact / 3)).masked_fill(~vocab_mask, -INF) / 0.7
     log_p = y.log_softmax(-1)

@@ -117,7 +117,7 @@ IDS, ENDS = torch.arange(4), torch.tensor([0, 3, 4])
         (IDS, ENDS[:2], ValueError, "cu_seqlens ends at 3, but there are 4 tokens"),
         (IDS, ENDS * 2, ValueError, "cu_seqlens ends at 8, but there are 4 tokens"),
     ],
-)  # fmt: skip
+)
 def test_an_error_names_the_argument(ids, ends, error, message):
     with pytest.raises(error, match=message):
         pack_forest(ids, ends)

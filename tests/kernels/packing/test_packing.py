@@ -290,9 +290,14 @@ def test_second_derivatives_go_through_both_ways():
 )
 def test_the_native_operator_checks_its_arguments(changed, error, message):
     given = {
-        "sources": [torch.zeros(6)], "index": torch.tensor([0, 1, 2]), "position_ids": None,
-        "leading": 1, "out_shape": [3], "fills": [0.0], "shifts": [0],
-    }  # fmt: skip
+        "sources": [torch.zeros(6)],
+        "index": torch.tensor([0, 1, 2]),
+        "position_ids": None,
+        "leading": 1,
+        "out_shape": [3],
+        "fills": [0.0],
+        "shifts": [0],
+    }
     with pytest.raises(error, match=message):
         native().move_rows(**{**given, **changed})
 

@@ -105,9 +105,12 @@ def test_old_log_probs_and_importance_weights_formed_inside(loss_mode, bounds, b
     options = {"loss_mode": loss_mode, "backend": backend}
     for old in (inputs["log_probs"], inputs["old_log_probs"]):
         correction = rollout_correction(
-            old, rollout, cu_seqlens=inputs["cu_seqlens"], response_mask=inputs["response_mask"],
+            old,
+            rollout,
+            cu_seqlens=inputs["cu_seqlens"],
+            response_mask=inputs["response_mask"],
             **bounds,
-        )  # fmt: skip
+        )
         outside = {"old_log_probs": old, "rollout_is_weights": correction.weights}
         inside = {"old_log_probs": None if old is inputs["log_probs"] else old}
         want = run(inputs | outside, **options)

@@ -196,10 +196,19 @@ def test_kl_times_the_ratio_as_in_trl(loss_mode):
     log_probs = (old + 0.3 * torch.randn(6, dtype=torch.float64)).requires_grad_()
     ends = torch.tensor([0, 2, 6], dtype=torch.int32)
     loss, metrics = policy_loss(
-        log_probs, old, torch.zeros(6).double(), loss_mode=loss_mode, cu_seqlens=ends,
-        loss_agg_mode="seq-mean-token-mean", ref_log_probs=ref, kl_coef=0.5, kl_times_ratio=True,
-        kl_input_clamp=None, kl_output_clamp=None, backend="reference",
-    )  # fmt: skip
+        log_probs,
+        old,
+        torch.zeros(6).double(),
+        loss_mode=loss_mode,
+        cu_seqlens=ends,
+        loss_agg_mode="seq-mean-token-mean",
+        ref_log_probs=ref,
+        kl_coef=0.5,
+        kl_times_ratio=True,
+        kl_input_clamp=None,
+        kl_output_clamp=None,
+        backend="reference",
+    )
     log_ratio = log_probs - old
     if loss_mode == "gspo":
         log_ratio = torch.cat([log_ratio[:2].mean().expand(2), log_ratio[2:].mean().expand(4)])

@@ -19,9 +19,15 @@ def test_against_the_formula(weighted):
     weights = inputs["rollout_is_weights"] if weighted else None
     spoiled = log_probs.masked_fill(~mask, math.nan)
     phi = vespo_weights(
-        spoiled, old, advantages, cu_seqlens=inputs["cu_seqlens"], response_mask=mask,
-        rollout_is_weights=weights, k_pos=1.5, lambda_neg=2.5,
-    )  # fmt: skip
+        spoiled,
+        old,
+        advantages,
+        cu_seqlens=inputs["cu_seqlens"],
+        response_mask=mask,
+        rollout_is_weights=weights,
+        k_pos=1.5,
+        lambda_neg=2.5,
+    )
     for a, b in pairwise(inputs["cu_seqlens"].tolist()):
         rows = [t for t in range(a, b) if mask[t]]
         w = math.exp(sum((log_probs[t] - old[t]).item() for t in rows))

@@ -27,9 +27,12 @@ class Case:
     def rows(self, rows: slice):
         hidden, weight, bias = self.tensors
         return replace(
-            self, tensors=[hidden[rows], weight, bias], token_ids=self.token_ids[rows],
-            kept=kept_of(self.kept.mask[rows]), grads=self.grads[:, rows],
-        )  # fmt: skip
+            self,
+            tensors=[hidden[rows], weight, bias],
+            token_ids=self.token_ids[rows],
+            kept=kept_of(self.kept.mask[rows]),
+            grads=self.grads[:, rows],
+        )
 
     def with_tensors(self, *tensors):
         return replace(self, tensors=list(tensors))

@@ -37,9 +37,11 @@ def assert_equal_to_dense(case, device="cpu", tolerance=None, backend=None, **op
         ("log_prob", "entropy", "h", "w", "b"), found, exact, strict=True
     ):
         torch.testing.assert_close(
-            got.double(), expected, **(tolerance or tolerances.LINEAR),
+            got.double(),
+            expected,
+            **(tolerance or tolerances.LINEAR),
             msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -92,8 +94,10 @@ def test_two_forwards_then_two_backwards_into_one_main_grad():
     case = problem(20, 32, 2000, 8, seed=4)
     hidden, weight, _ = case.tensors
     weight, main_grad = weight.clone().requires_grad_(), torch.zeros(2000, 32)
-    losses = [sparse(hidden, weight, None, case.token_ids, case.kept, main_grad=main_grad)[0].sum()
-              for _ in range(2)]  # fmt: skip
+    losses = [
+        sparse(hidden, weight, None, case.token_ids, case.kept, main_grad=main_grad)[0].sum()
+        for _ in range(2)
+    ]
     for loss in losses:
         loss.backward()
     (once,) = torch.autograd.grad(

@@ -36,7 +36,7 @@ def call(hidden=HIDDEN, weight=WEIGHT, token_ids=TOKENS, kept_ids=IDS, cu_kept=C
         ({"main_grad": torch.zeros(200, 8).bfloat16()}, ValueError, "main_grad has dtype bfloat16"),
         ({"backend": "cuda"}, ValueError, "backend 'cuda' does not exist"),
     ],
-)  # fmt: skip
+)
 def test_an_error_names_the_argument(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call(**arguments)
