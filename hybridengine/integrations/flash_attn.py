@@ -7,8 +7,7 @@
     flash_attn.patch()  # flash_attn's own functions are these, until unpatch()
 
 Other packages that run `from flash_attn.bert_padding import ...` keep what they imported before the
-patch: patch first. `hybridengine.integrations.flash_attn_2_6` is that of flash-attn 2.6, with its
-4-tuple. The groups of `patch(*groups)`: padding, cross_entropy; both by default.
+patch: patch first. The groups of `patch(*groups)`: padding, cross_entropy; both by default.
 """
 
 import math
@@ -235,39 +234,6 @@ class CrossEntropyLoss(torch.nn.Module):
         return both if self.return_z_loss else both[0]
 
 
-def make_patches(
-    versions: str,
-    unpad_input: Callable[..., Any],
-    cross_entropy_loss: Callable[..., Any],
-    forward: Callable[..., Any],
-) -> Patches:
-    """Return the patches of the releases `versions`, given the functions in which they differ.
-
-    forward: of CrossEntropyLoss.
-    """
-    functions: dict[str, Callable[..., Any]] = {
-        "bert_padding.unpad_input": unpad_input,
-        "bert_padding.pad_input": pad_input,
-        "bert_padding.index_first_axis": as_apply(index_first_axis),
-        "bert_padding.index_put_first_axis": as_apply(index_put_first_axis),
-        "bert_padding.unpad_input_for_concatenated_sequences": (
-            unpad_input_for_concatenated_sequences
-        ),
-        "ops.triton.cross_entropy.cross_entropy_loss": cross_entropy_loss,
-        "losses.cross_entropy.CrossEntropyLoss.forward": forward,
-    }
-    replacements = [
-        Replacement(
-            f"flash_attn.{path}",
-            function,
-            "padding" if path.startswith("bert_padding") else "cross_entropy",
-        )
-        for path, function in functions.items()
-    ]
-    groups = ("padding", "cross_entropy")
-    return Patches("flash_attn", versions, replacements, groups, distribution="flash-attn")
-
-
 def as_apply(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` with the signature of autograd.Function.apply, which flash-attn's have."""
 
@@ -277,5 +243,25 @@ def as_apply(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-_PATCHES = make_patches(">=2.7,<3", unpad_input, cross_entropy_loss, CrossEntropyLoss.forward)
+_PADDING: dict[str, Callable[..., Any]] = {
+    "unpad_input": unpad_input,
+    "pad_input": pad_input,
+    "index_first_axis": as_apply(index_first_axis),
+    "index_put_first_axis": as_apply(index_put_first_axis),
+    "unpad_input_for_concatenated_sequences": unpad_input_for_concatenated_sequences,
+}
+_CROSS_ENTROPY: dict[str, Callable[..., Any]] = {
+    "ops.triton.cross_entropy.cross_entropy_loss": cross_entropy_loss,
+    "losses.cross_entropy.CrossEntropyLoss.forward": CrossEntropyLoss.forward,
+}
+_PATCHES = Patches(
+    "flash_attn",
+    ">=2.7,<3",
+    [
+        *(Replacement(f"flash_attn.bert_padding.{k}", f, "padding") for k, f in _PADDING.items()),
+        *(Replacement(f"flash_attn.{k}", f, "cross_entropy") for k, f in _CROSS_ENTROPY.items()),
+    ],
+    default_groups=("padding", "cross_entropy"),
+    distribution="flash-attn",
+)
 patch, unpatch, patched = _PATCHES.patch, _PATCHES.unpatch, _PATCHES.patched

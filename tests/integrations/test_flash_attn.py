@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridengine.integrations import flash_attn, flash_attn_2_6
+from hybridengine.integrations import flash_attn
 
 
 @pytest.fixture
@@ -27,13 +27,6 @@ def test_unpad_and_pad(padded):
     assert torch.equal(back, hidden * mask[..., None, None])
     back.square().sum().backward()
     assert torch.equal(hidden.grad, 2 * hidden * mask[..., None, None])
-
-
-def test_four_values_of_2_6(padded):
-    four = flash_attn_2_6.unpad_input(*padded)
-    five = flash_attn.unpad_input(*padded)
-    assert len(four) == 4 and len(five) == 5
-    assert torch.equal(four[0], five[0]) and four[3] == five[3]
 
 
 def test_unused_tokens_are_packed_but_not_counted(padded):
@@ -91,8 +84,6 @@ def test_no_row_is_lost(indices, error, message):
         flash_attn.pad_input(x, indices, 2, 4)
     with pytest.raises(error, match=f"index_put_first_axis: {message}"):
         flash_attn.index_put_first_axis(x, indices, 8)
-    with pytest.raises(error, match=f"pad_input: {message}"):
-        flash_attn_2_6.pad_input(x, indices, 2, 4)
 
 
 def test_distinct_rows():
@@ -111,7 +102,7 @@ def test_masks_and_lengths_that_do_not_fit(padded):
     with pytest.raises(ValueError, match="unpad_input: unused_mask is on meta, hidden_states on"):
         flash_attn.unpad_input(hidden, mask, mask.to("meta"))
     with pytest.raises(ValueError, match=r"unpad_input: attention_mask\[0, 0\] is 0.5"):
-        flash_attn_2_6.unpad_input(hidden, torch.full((4, 9), 0.5))
+        flash_attn.unpad_input(hidden, torch.full((4, 9), 0.5))
     for lengths in ([5, 5], [9, -1], [10]):
         in_length = torch.zeros(4, 9, dtype=torch.int64)
         in_length[1, : len(lengths)] = torch.tensor(lengths)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from hybridengine.integrations import _patching, flash_attn, flash_attn_2_6
+from hybridengine.integrations import _patching, flash_attn
 from hybridengine.integrations._patching import PatchError
 from tests.ranks import run_ranks
 
@@ -86,13 +86,6 @@ def test_module(reduction):
         torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6)
 
 
-def test_module_of_2_6_returns_the_loss_alone():
-    logits, labels = _inputs()
-    loss = flash_attn_2_6.CrossEntropyLoss(label_smoothing=0.1)(logits, labels)
-    expected = F.cross_entropy(logits, labels, label_smoothing=0.1)
-    torch.testing.assert_close(loss, expected)
-
-
 def _on_a_slice(rank, world_size):
     logits, labels = _inputs()
     part = logits.detach()[:, :36].chunk(world_size, -1)[rank].clone().requires_grad_()
@@ -117,44 +110,36 @@ def test_vocabulary_on_two_ranks():
     torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
 
-_PADDING = """
-def unpad_input(hidden_states, attention_mask{unused}): ...
+_SOURCES = {
+    "flash_attn": "",
+    "flash_attn.bert_padding": """
+def unpad_input(hidden_states, attention_mask, unused_mask=None): ...
 def pad_input(hidden_states, indices, batch, seqlen): ...
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length): ...
 def index_first_axis(*args, **kwargs): ...
 def index_put_first_axis(*args, **kwargs): ...
-"""
-_CROSS_ENTROPY = """
-def cross_entropy_loss(logits, labels, {lse}label_smoothing=0.0, logit_scale=1.0,
+""",
+    "flash_attn.ops": "",
+    "flash_attn.ops.triton": "",
+    "flash_attn.ops.triton.cross_entropy": """
+def cross_entropy_loss(logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0,
     lse_square_scale=0.0, ignore_index=-100, inplace_backward=False, process_group=None): ...
-"""
-_LOSS = """
+""",
+    "flash_attn.losses": "",
+    "flash_attn.losses.cross_entropy": """
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 class CrossEntropyLoss:
-    def forward(self, input, target{lse}): ...
-"""
+    def forward(self, input, target, precomputed_lse=None): ...
+""",
+}
 
 
 @pytest.fixture
 def package(monkeypatch):
-    """A function that makes a package with flash_attn's names and signatures of a release."""
+    """A function that makes a package with flash_attn's names and signatures of 2.7 and 2.8."""
 
     def make(version):
-        new = version != "2.6.3"
-        sources = {
-            "flash_attn": "",
-            "flash_attn.bert_padding": _PADDING.format(unused=", unused_mask=None" if new else ""),
-            "flash_attn.ops": "",
-            "flash_attn.ops.triton": "",
-            "flash_attn.ops.triton.cross_entropy": _CROSS_ENTROPY.format(
-                lse="precomputed_lse=None, " if new else ""
-            ),
-            "flash_attn.losses": "",
-            "flash_attn.losses.cross_entropy": _LOSS.format(
-                lse=", precomputed_lse=None" if new else ""
-            ),
-        }
-        for name, source in sources.items():
+        for name, source in _SOURCES.items():
             module = ModuleType(name)
             module.__path__ = []
             monkeypatch.setitem(sys.modules, name, module)
@@ -168,15 +153,14 @@ def package(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("adapter, version", [(flash_attn, "2.8.3"), (flash_attn_2_6, "2.6.3")])
-def test_patch_and_unpatch(package, adapter, version):
-    modules = package(version)
+def test_patch_and_unpatch(package):
+    modules = package("2.8.3")
     losses, padding = modules["flash_attn.losses.cross_entropy"], modules["flash_attn.bert_padding"]
     theirs = losses.cross_entropy_loss
-    with adapter.patched():
-        assert losses.cross_entropy_loss is adapter.cross_entropy_loss
-        assert losses.CrossEntropyLoss.forward is adapter.CrossEntropyLoss.forward
-        assert padding.unpad_input is adapter.unpad_input
+    with flash_attn.patched():
+        assert losses.cross_entropy_loss is flash_attn.cross_entropy_loss
+        assert losses.CrossEntropyLoss.forward is flash_attn.CrossEntropyLoss.forward
+        assert padding.unpad_input is flash_attn.unpad_input
         rows = padding.index_first_axis(torch.arange(6).view(3, 2), torch.tensor([2, 0]))
         assert rows.tolist() == [[4, 5], [0, 1]]
     assert losses.cross_entropy_loss is theirs

@@ -14,22 +14,16 @@ The groups of `patch(*groups)`:
                     fused_selective_log_softmax
     policy_loss     triton_grpo_loss, by our form of the same mathematics
     cross_entropy   fused linear cross-entropy: what Liger's autograd function of it computes
-    scaled_cross_entropy
-                    (not by default: Liger has kernels of its own for some GPUs)
-                    LigerFusedLinearScaledCrossEntropyFunction and its tensor-parallel form
 """
 
 from .._patching import Patches, Replacement
 from .cross_entropy import (
     CrossEntropyOutput,
     LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearScaledCrossEntropyFunction,
-    LigerFusedLinearScaledCrossEntropyTPFunction,
     fused_linear_cross_entropy_backward,
     fused_linear_cross_entropy_forward,
     liger_fused_linear_cross_entropy,
 )
-from .dpo_loss import LigerFusedLinearDPOFunction, LigerFusedLinearDPOLoss
 from .fused_linear_ppo import (
     LigerFusedLinearGRPOFunction,
     LigerFusedLinearGRPOLoss,
@@ -41,65 +35,31 @@ from .fused_linear_preference import (
 )
 from .grpo_from_logits import fused_selective_log_softmax, triton_grpo_loss
 from .grpo_loss import get_gamma_weights
-from .preference_losses import (
-    LigerFusedLinearCPOFunction,
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearKTOFunction,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearORPOFunction,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOFunction,
-    LigerFusedLinearSimPOLoss,
-)
 
 __all__ = [
     "CrossEntropyOutput",
-    "LigerFusedLinearCPOFunction",
-    "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCrossEntropyLoss",
-    "LigerFusedLinearDPOFunction",
-    "LigerFusedLinearDPOLoss",
     "LigerFusedLinearGRPOFunction",
     "LigerFusedLinearGRPOLoss",
-    "LigerFusedLinearKTOFunction",
-    "LigerFusedLinearKTOLoss",
-    "LigerFusedLinearORPOFunction",
-    "LigerFusedLinearORPOLoss",
     "LigerFusedLinearPPOBase",
     "LigerFusedLinearPreferenceBase",
-    "LigerFusedLinearScaledCrossEntropyFunction",
-    "LigerFusedLinearScaledCrossEntropyTPFunction",
-    "LigerFusedLinearSimPOFunction",
-    "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
     "fused_selective_log_softmax",
     "get_gamma_weights",
-    "liger_fused_linear_cpo",
     "liger_fused_linear_cross_entropy",
-    "liger_fused_linear_dpo",
     "liger_fused_linear_grpo",
-    "liger_fused_linear_kto",
-    "liger_fused_linear_orpo",
-    "liger_fused_linear_simpo",
     "patch",
     "patched",
     "triton_grpo_loss",
     "unpatch",
 ]
 
-liger_fused_linear_orpo = LigerFusedLinearORPOFunction.apply
-liger_fused_linear_dpo = LigerFusedLinearDPOFunction.apply
-liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply
-liger_fused_linear_simpo = LigerFusedLinearSimPOFunction.apply
-liger_fused_linear_kto = LigerFusedLinearKTOFunction.apply
 liger_fused_linear_grpo = LigerFusedLinearGRPOFunction.apply
 
 
 def _replacements() -> list[Replacement]:
     ppo, paired = vars(LigerFusedLinearPPOBase), vars(LigerFusedLinearPreferenceBase)
     unpaired = vars(LigerFusedLinearUnpairedPreferenceBase)
-    scaled = vars(LigerFusedLinearScaledCrossEntropyFunction)
-    scaled_tp = vars(LigerFusedLinearScaledCrossEntropyTPFunction)
     chunked, linear = "chunked_loss.fused_linear", "ops.fused_linear"
     groups = {
         "log_probs": {
@@ -118,14 +78,6 @@ def _replacements() -> list[Replacement]:
             ),
             f"{linear}_cross_entropy.fused_linear_cross_entropy_backward": (
                 fused_linear_cross_entropy_backward
-            ),
-        },
-        "scaled_cross_entropy": {
-            f"{linear}_scaled_cross_entropy.LigerFusedLinearScaledCrossEntropyFunction.apply": (
-                scaled["apply"]
-            ),
-            f"{linear}_scaled_cross_entropy.LigerFusedLinearScaledCrossEntropyTPFunction.apply": (
-                scaled_tp["apply"]
             ),
         },
     }

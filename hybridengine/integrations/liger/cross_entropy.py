@@ -1,4 +1,4 @@
-"""Liger's cross-entropies from hidden states: linear and scaled (for PPO), without logits.
+"""Liger's fused linear cross-entropy: from hidden states, without logits.
 
 `linear_cross_entropy` computes most of it in one pass. Class weights are composed from log-probs
 and from sums of logits, which are products with sums of the weight; with a soft-cap and label
@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hybridengine.kernels import linear_cross_entropy, linear_token_log_probs
 
-from .head import head_log_probs, head_operands, loss_and_gradients
+from .head import head_operands, loss_and_gradients
 
 _CHUNK_ROWS = 512
 
@@ -341,80 +340,3 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
             self.return_token_accuracy,
             self.return_predicted_tokens,
         )
-
-
-class LigerFusedLinearScaledCrossEntropyFunction:
-    """Per-token NLL, entropy and further log-probs from hidden states, with a temperature."""
-
-    @staticmethod
-    def apply(  # type: ignore[no-untyped-def]
-        _input,
-        weight,
-        target,
-        temperature=1.0,
-        ignore_index=-100,
-        m_tiles_per_cluster=1,
-        return_entropy=False,
-        selected_token_ids=None,
-    ):
-        """Return NLL [T], and if asked for entropy [T] and log-probs [T, K] of ids [K], float32.
-
-        _input: [T, H]; weight: [V, H]; target: [T]; ignored rows are 0. All are differentiable.
-        m_tiles_per_cluster: without effect.
-        """
-        return _scaled(
-            _input, weight, target, temperature, ignore_index, return_entropy, selected_token_ids
-        )
-
-
-class LigerFusedLinearScaledCrossEntropyTPFunction:
-    """Per-token NLL and entropy from hidden states and this rank's slice of the vocabulary."""
-
-    @staticmethod
-    def apply(  # type: ignore[no-untyped-def]
-        _input,
-        weight,
-        target,
-        tp_group,
-        temperature=1.0,
-        ignore_index=-100,
-        tiles_per_reduce=1,
-        return_entropy=False,
-    ):
-        """Return NLL [T], and if asked for entropy [T]; the gradient of _input is that of all.
-
-        tp_group: None for all ranks. tiles_per_reduce: without effect.
-        """
-        group = dist.group.WORLD if tp_group is None else tp_group
-        return _scaled(
-            _input, weight, target, temperature, ignore_index, return_entropy, None, group
-        )
-
-
-def _scaled(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    temperature: float,
-    ignore_index: int,
-    return_entropy: bool,
-    selected_token_ids: Tensor | None,
-    group: dist.ProcessGroup | None = None,
-) -> Any:
-    if group is None:
-        log_probs, entropy = head_log_probs(
-            hidden, weight, target, temperature=temperature, ignore_index=ignore_index
-        )
-    else:
-        log_probs, entropy = linear_token_log_probs(
-            hidden, weight, target, temperature, ignore_index=ignore_index, group=group
-        )
-    outputs = [-log_probs, entropy] if return_entropy else [-log_probs]
-    if selected_token_ids is not None:
-        valid = target != ignore_index
-        ids = torch.where(valid, target, 0)
-        at_target = (hidden.float() * weight[ids].float()).sum(-1) / temperature
-        lse = at_target - log_probs
-        logits = hidden.float() @ weight[selected_token_ids].float().t() / temperature
-        outputs.append(torch.where(valid[:, None], logits - lse[:, None], 0))
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
