@@ -115,7 +115,12 @@ class Resharder:
             pulls = isinstance(self._transport, Pull)
             self._finder = trainers.find_changes(self.plan, len(set(nodes)) > 1, pulls)
         frozen = any(spec.frozen for spec in trainers.specs.values())
-        self._writes_parts = (frozen or bool(self._finder)) and not target.discards_weights
+        self._skips_frozen = frozen and not target.discards_weights
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether the next sync may leave out what has not changed."""
+        return self._skips_frozen or (self._finder is not None and not self._finder.is_paused)
 
     def _gather_layouts(self) -> list[EngineLayout]:
         """Return the layout of every rank; equal layouts are broadcast once."""
@@ -172,12 +177,12 @@ class Resharder:
         syncing = operation(self._guard, f"the sync to version {to}", _PARTIALLY_UPDATED)
         with syncing, torch.no_grad():
             version, intact = self._trainers.start(
-                version, self._check, _PLAN_AGAIN, self._next_version, self._writes_parts
+                version, self._check, _PLAN_AGAIN, self._next_version, self._skips_frozen
             )
             before, self._engine_state = self._engine_state, None  # until this sync is complete
             found = self._finder.find(intact) if self._finder else None
             delta = (self.engine.weight_version or 0, group_size(found.share)) if found else ()
-            order = Order(intact, verify, self._writes_parts, *delta)
+            order = Order(intact, verify, self._remembers, *delta)
             transport = self._transport
             transport.begin()
             with self.engine.weight_update(version, self._finish_on_all_ranks):
@@ -190,7 +195,7 @@ class Resharder:
                     adapters = adapters_of_factors(scales, self._weights)
                     self.engine.load_adapters(adapters, version)
                 self._finish_on_device("before committing")
-        if self._writes_parts:
+        if order.remembers:
             self._engine_state = EngineState.after(before, self.engine, self._mover.checksum_growth)
         elapsed = (time.perf_counter() - started) * 1e3
         changed = self._finder.changed if self._finder else None

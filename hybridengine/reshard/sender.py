@@ -205,6 +205,12 @@ class WeightSender:
             return None
         return Delta(base, generation, found)
 
+    @property
+    def _remembers(self) -> bool:
+        """Whether the next sync may leave out what has not changed."""
+        frozen = any(spec.frozen for spec in self._trainers.specs.values())
+        return frozen or (self._finder is not None and not self._finder.is_paused)
+
     def _begin(
         self, infos: list[EngineInfo], verify: bool, delta: Delta | None
     ) -> tuple[list[EngineInfo], Transfer]:
@@ -351,8 +357,6 @@ class WeightSender:
         is_near = feeders_of(self._processes, self._devices, [info]) is not None
         with self._guard.collective("measuring rates"):
             self._finder = self._trainers.find_changes(self.plan, len(machines) > 1, pulls=is_near)
-        frozen = any(spec.frozen for spec in self._trainers.specs.values())
-        self._remembers = frozen or self._finder is not None
         publish = self._publish_plan
         self._plan_number = self._on_rank0(lambda c: publish(), "publishing the plan", int)
 

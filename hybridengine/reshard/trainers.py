@@ -111,7 +111,8 @@ class Trainers:
             limit = min(limit, max_share(*sizes, self.device, pulls))
         if not limit:
             return None
-        return ChangeFinder(plan, self.rank, self.model, self.guard, limit)
+        pauses = self._delta == "auto"
+        return ChangeFinder(plan, self.rank, self.model, self.guard, limit, pauses)
 
     def start(
         self,

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridengine.reshard import Resharder
+from hybridengine.reshard import Resharder, trainers
 from hybridengine.reshard.payload import delta as group_module
 from hybridengine.rollout import SamplingSpec
 from hybridengine.sharding import LayoutError
@@ -244,6 +244,31 @@ def test_what_breaks_the_chain() -> None:
         assert "running" in message_of(lambda: resharder.sync(7))
     step(shards)
     assert sync(7), "nothing had moved: the version before is still complete"
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_auto_pauses_where_too_much_changes() -> None:
+    """After a comparison that found too much, 4 syncs compare nothing; after the next one, 8."""
+    full = values(SHAPES)
+    with mock.patch.object(trainers, "max_share", return_value=0.05):
+        engine, shards, resharder = build(SHAPES, 1, full=full, delta="auto")
+
+    def sync(share: float) -> tuple[bool, bool]:
+        """Train, sync, and tell whether it was a delta, and whether the change is known."""
+        nonlocal full
+        full = train(full, share, next(seeds))
+        for name, tensor in shards.items():
+            local_shard(tensor).copy_(full[name])
+        report = resharder.sync()
+        assert_synced(engine, shards)
+        return report.delta, report.changed is not None
+
+    seeds = itertools.count(1)
+    delta, dense, compared = (True, True), (False, False), (False, True)
+    shares = [0.5, 0.01, 0.2] + [0.01] * 5 + [0.2] + [0.01] * 10 + [0.2] + [0.01] * 5
+    expected_syncs = [dense, delta, compared, *[dense] * 5, compared, *[dense] * 9, delta]
+    expected_syncs += [compared, *[dense] * 5]
+    assert [sync(share) for share in shares] == expected_syncs
 
 
 @pytest.mark.usefixtures("world_of_one")
