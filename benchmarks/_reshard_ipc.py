@@ -235,8 +235,10 @@ def _trainer(rank: int, world_size: int, path: str, port: int, tp_size: int) -> 
         parameter.data.normal_()
     parameters = dict(model.named_parameters())
     store = _connect(port)
-    sender = WeightSender(lambda: parameters, store, num_engines=1, timeout_s=TIMEOUT_S)
-    resharder = Resharder(lambda: parameters, engine)
+    sender = WeightSender(
+        lambda: parameters, store, num_engines=1, timeout_s=TIMEOUT_S, delta="off"
+    )
+    resharder = Resharder(lambda: parameters, engine, delta="off")
     own = sum(p.to_local().numel() for p in parameters.values())
     gathered = 4 * (world_size - 1) * own  # its shard, to every other rank
 

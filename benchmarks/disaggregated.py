@@ -102,7 +102,9 @@ def _trainer(
     members = engines * tp_size
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     group = _broadcast_group(port, 0, 1 + members)[1] if rank == 0 else None
-    sender = WeightSender(lambda: parameters, store, num_engines=engines, timeout_s=TIMEOUT_S)
+    sender = WeightSender(
+        lambda: parameters, store, num_engines=engines, timeout_s=TIMEOUT_S, delta="off"
+    )
 
     def broadcast(dtype: torch.dtype) -> int:
         sent = 0

@@ -117,7 +117,7 @@ def _rank(
         param_dtype=dtype,
         shard_dim1=lambda name: sliced.get(name) == 1,
     )
-    resharder = Resharder(lambda: parameter_shards(model), engine)
+    resharder = Resharder(lambda: parameter_shards(model), engine, delta="off")
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(256, (RESPONSES, 48), generator=generator).tolist()
     spec = SamplingSpec(n=1, max_tokens=TOKENS)

@@ -1,4 +1,4 @@
-"""A weight sync from FSDP2 ranks into running vLLM ranks, against gathering full parameters.
+"""A dense weight sync from FSDP2 ranks into vLLM ranks, against gathering full parameters.
 
 Rows, on the same ranks, model and engine:
   hybridengine    the transport that the ranks choose: a pull from shared memory
@@ -153,9 +153,9 @@ def _rank(rank: int, world_size: int, path: str, tp_size: int) -> dict:
     for parameter in model.parameters():
         parameter.data.normal_()
     parameters = dict(model.named_parameters())
-    resharder = Resharder(lambda: parameters, engine)
+    resharder = Resharder(lambda: parameters, engine, delta="off")
     with mock.patch.object(module, "share_memory", lambda *args: None):
-        all_to_all = Resharder(lambda: parameters, engine)
+        all_to_all = Resharder(lambda: parameters, engine, delta="off")
     own = sum(p.to_local().numel() for p in parameters.values())
     rest = sum(p.numel() for p in parameters.values()) - own
 

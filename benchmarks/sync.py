@@ -121,10 +121,10 @@ def _rank(
         values = torch.randn(local, device=device)
         shards[name] = DTensor.from_local(values, mesh, [Shard(dim)], run_check=False)
     engine = _Tensors(layouts[tp_rank], tp_rank, device)
-    resharder = Resharder(lambda: shards, engine)
+    resharder = Resharder(lambda: shards, engine, delta="off")
     resharder.sync(verify=True)
     with mock.patch.object(module, "share_memory", lambda *args: None):
-        all_to_all = Resharder(lambda: shards, engine)
+        all_to_all = Resharder(lambda: shards, engine, delta="off")
     numel = sum(p.numel() for p in shards.values())
 
     def gather(dtype: torch.dtype) -> None:
