@@ -30,7 +30,7 @@ from tests.ranks import run_ranks
 
 RANKS, TP_SIZE = 4, 2
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-ROUNDS = 3
+ROUNDS = 5
 
 
 class Result(NamedTuple):
