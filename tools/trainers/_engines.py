@@ -279,6 +279,27 @@ def write_results(folder: str, rank: int, results: Mapping[str, Any]) -> None:
     file.with_suffix(".part").rename(file)
 
 
+def sync_then_lose(
+    folder: str, model: Any, sync: Callable[[], object], report: Callable[[], Any]
+) -> None:
+    """Sync after a step by each of FACTORS, then lose a server; write what moved, and the errors.
+
+    report: returns the SyncReport of the last sync on this rank.
+    """
+    import torch.distributed as dist
+
+    results: dict[str, Any] = {"sent": [], "received": []}
+    for factor in FACTORS:
+        step(model, factor)
+        sync()
+        results["sent"].append(report().bytes_sent)
+        results["received"].append(report().bytes_received)
+    write_results(folder, dist.get_rank(), results)
+    results["lost"] = lose_a_server(folder, sync)
+    write_results(folder, dist.get_rank(), results)
+    dist.barrier()
+
+
 def lose_a_server(folder: str, sync: Callable[[], object]) -> dict[str, Any]:
     """Wait until `check_runs` has ended a server; return the error of a sync and its seconds."""
     while not Path(folder, "ended").exists():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tools.trainers._engines import FACTORS, lose_a_server, shard, step, write_results
+from tools.trainers._engines import shard, sync_then_lose
 from tools.trainers._nemo_ranks import GenerationGroup, PolicyGroup, results_of, rpc
 
 _GENERATION = {
@@ -80,17 +80,9 @@ def main(model_path: str, urls: str, folder: str) -> None:
     policy.weight_synchronizer = generation.weight_synchronizer = None
     synchronizer = IPCWeightSynchronizer(policy, generation, refit_buffer_size_gb=1)
     synchronizer.init_communicator()
-    results: dict[str, Any] = {"sent": [], "received": []}
-    for factor in FACTORS:
-        step(worker.model, factor)
-        synchronizer.sync_weights()
-        report = worker.reshard_engine.report
-        results["sent"].append(report.bytes_sent)
-        results["received"].append(report.bytes_received)
-    write_results(folder, dist.get_rank(), results)
-    results["lost"] = lose_a_server(folder, synchronizer.sync_weights)
-    write_results(folder, dist.get_rank(), results)
-    dist.barrier()
+    sync_then_lose(
+        folder, worker.model, synchronizer.sync_weights, lambda: worker.reshard_engine.report
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.runtime.all_ranks import all_gather_values, broadcast_value
-from tools.trainers._engines import FACTORS, lose_a_server, post, shard, step, write_results
+from tools.trainers._engines import post, shard, sync_then_lose
 
 TRANSPORT = "hybridengine.integrations.nemo_rl_refit:ReshardEngine"
 
@@ -136,17 +136,8 @@ def main(model_path: str, url: str, folder: str) -> None:
         _bucket_size_bytes=1 << 20,
     )
     synchronizer.init_communicator()
-    results: dict[str, Any] = {"sent": [], "received": []}
-    for factor in FACTORS:
-        step(policy.model, factor)
-        synchronizer.sync_weights()
-        report = policy.checkpoint_engine.report
-        results["sent"].append(report.bytes_sent)
-        results["received"].append(report.bytes_received)
-    write_results(folder, dist.get_rank(), results)
-    results["lost"] = lose_a_server(folder, synchronizer.sync_weights)
-    write_results(folder, dist.get_rank(), results)
-    dist.barrier()
+    sync = synchronizer.sync_weights
+    sync_then_lose(folder, policy.model, sync, lambda: policy.checkpoint_engine.report)
 
 
 def rpc(url: str) -> Callable[..., list[Any]]:
