@@ -109,8 +109,8 @@ _IGNORED = {
     "*.use_orig_params *.forward_only *.fsdp_config.seed *.fsdp.seed *.rollout_n": "FSDP2 needs "
     "no such setting",
     "*.balance_batch data.balance_dp_token": "ranks are always balanced by tokens",
-    "*profiler.* trainer.profile_interval *prometheus.* rollout.trace.*": "nothing is profiled or "
-    "traced; a run writes its timings to metrics.jsonl",
+    "*profiler.* trainer.profile_interval *prometheus.* rollout.trace.*": "a run writes its "
+    "timings to metrics.jsonl; trainer.trace_step records one step with torch.profiler",
     "*.checkpoint.* checkpoint.*": "a checkpoint always has everything, saved in the background; "
     "trainer.save_hf_model adds a Hugging Face folder",
     "*.enable_activation_offload": "activations stay on the GPU; "

@@ -155,6 +155,7 @@ class RunConfig:
     n_gpus_per_node: PositiveInt = 1  # ranks on this machine, CPU or GPU
     nnodes: PositiveInt = 1  # machines; above 1 under torchrun
     timeout_s: PositiveFloat = 600.0  # limit of a collective operation
+    trace_step: PositiveInt | None = None  # step that every rank records with torch.profiler
 
     def steps(self, per_epoch: int) -> int:
         """Return the number of steps of the run."""

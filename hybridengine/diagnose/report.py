@@ -9,6 +9,7 @@ from rich.console import Console
 
 from hybridengine.diagnose.findings import find_problems, phase_table, phases_of
 from hybridengine.diagnose.runs import LoggedRun
+from hybridengine.tracking.trace import TraceSummary, summarize
 
 __all__ = ["facts_of", "print_report"]
 
@@ -53,3 +54,15 @@ def facts_of(run: LoggedRun) -> Iterator[tuple[str, str]]:
             yield name, f"at most {max(values.values()):.2f} GiB"
     if values := run.series("perf/throughput"):
         yield "throughput", f"{median(values.values()):,.0f} tokens per second and rank (median)"
+    for file in sorted(run.folder.glob("trace/*.json.gz")):
+        yield f"trace/{file.name}", _text_of(summarize(file))
+
+
+def _text_of(trace: TraceSummary) -> str:
+    text = f"{trace.span:.2f} s: {trace.computing:.2f} s computing, "
+    text += f"{trace.communicating:.2f} s communicating, {trace.both:.2f} s of it while computing"
+    if trace.communicating:
+        text += f"; computation to communication {trace.computing / trace.communicating:.1f}"
+    if sync := trace.phases.get("update_weights"):
+        text += f"; weight sync {sync * 1e3:.1f} ms"
+    return text

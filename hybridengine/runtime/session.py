@@ -35,6 +35,7 @@ from hybridengine.runtime.roles import Role, RoleLink, Roles, join_world
 from hybridengine.runtime.signed_store import check_secret, share_secret
 from hybridengine.runtime.status import PhaseStatus, write_error_record
 
+PHASE = "phase: "  # before the name of a phase, in a profile
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _SAME_REQUEST_S = 1.0  # schedulers signal every process, and torchrun forwards its own signal
@@ -105,7 +106,8 @@ class Session:
         outer, self._phase = self._phase, name
         self._enter(name)
         started, before = time.perf_counter(), dict(self._timings)
-        yield
+        with torch.profiler.record_function(PHASE + name):
+            yield
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if absorbs:

@@ -39,6 +39,7 @@ from hybridengine.storage import remove_folder
 from hybridengine.tracking.clock import RunClock
 from hybridengine.tracking.files import steps_of_summary
 from hybridengine.tracking.performance import FlopCounter, performance_metrics
+from hybridengine.tracking.trace import StepTrace
 from hybridengine.trainer.callbacks import Callbacks
 from hybridengine.trainer.final import export_final
 from hybridengine.trainer.report import Reporter
@@ -71,6 +72,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         self.session, self.config = session, config
         self.dir = Path(config.trainer.default_local_dir)
         self.rollout_dir = self.dir / "rollouts"
+        self._trace = StepTrace(self.dir, config.trainer.trace_step, session.rank)
         self._first = self.steps_done = 0  # before this start of the run, and up to now
         self.updates = UpdateLog()
 
@@ -211,6 +213,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
             return None
         session.step = self.steps_done + 1
         session.take_timings()
+        self._trace.begin(session.step)
         self.clock.enter("step")
         self._step_started, self._epoch = time.perf_counter(), self.loader.epoch
         return session.step
@@ -270,6 +273,7 @@ class BaseTrainer(ABC, Generic[ConfigT]):
         check_labels(session.device)  # the metrics have waited for the device
         seconds, timings = self.step_seconds, session.take_timings()
         self.clock.enter("other")
+        self._trace.end()
         if update_seconds := timings.get("update_actor"):
             trained = [*lengths] * self.epochs_per_step
             saved = SavedWork(*(self.epochs_per_step * number for number in self.saved))
