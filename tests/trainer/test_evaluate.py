@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -53,6 +55,37 @@ def test_a_run_and_its_evaluation_agree(tmp_path: Path) -> None:
     assert typed.exit_code == 0, typed.output
     responses = [line.split() for line in typed.stdout.splitlines() if line.startswith("w")]
     assert len(responses) == 2 and all(len(words) <= 3 for words in responses)
+
+
+@pytest.mark.multirank
+@pytest.mark.exhaustive
+def test_vllm_gives_the_same_greedy_responses(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="the rollout engine; `make setup` installs it")
+    job = small_job(tmp_path)
+    reward = next(setting for setting in job if "custom_reward_function" in setting)
+    settings = [
+        f"data.val_files={tmp_path / 'rows.jsonl'}",
+        "data.max_prompt_length=6",
+        "data.max_response_length=4",
+        "rollout.dtype=float32",
+        "rollout.top_k=1",
+        reward,
+    ]
+    for command, given in (("eval", ""), ("generate", "w3 w4\nw5\n")):
+        printed = []
+        for engine in ("hf", "vllm"):
+            words = [command, str(tmp_path / "model"), *settings, f"rollout.name={engine}"]
+            done = subprocess.run(
+                [sys.executable, "-m", "hybridengine.cli", *words],
+                input=given,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            lines = [line.strip() for line in done.stdout.splitlines()]
+            printed.append([line for line in lines if line.startswith(("w", "toy"))])
+        assert printed[0] and printed[0] == printed[1]
 
 
 def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
