@@ -21,7 +21,12 @@ __all__ = ["ToolResult", "Toolbox"]
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the model is told; error: that it is a message about a call that failed."""
+    """The answer of a tool call.
+
+    text: what the model reads.
+    reward: of the call, which its turn adds up.
+    error: whether the call failed; `text` then says why.
+    """
 
     text: str
     reward: float = 0.0

@@ -49,7 +49,7 @@ class RemotePart(Protocol):
         """Start to write the tensors into a checkpoint. Collective."""
 
     def saved(self, folder: Path) -> Mapping[str, list[int]]:
-        """Wait until they are written; return the record of every file. On one rank."""
+        """Wait until `save` has written; return the record of every file. On one rank."""
         ...
 
     def load(self, folder: Path) -> None:

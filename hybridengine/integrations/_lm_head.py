@@ -40,8 +40,8 @@ class OutputHead:
         self._transform = detect_logit_transform(model, head) if _is_plain(head) else None
         if self._transform is None:
             warnings.warn(
-                f"{type(model).__name__} computes logits otherwise than by a linear layer, a scale "
-                "and a soft-cap: log-probs are computed from its logits in full",
+                f"{type(model).__name__} does more to its logits than a linear layer, a scale and "
+                "a soft-cap, so log-probs are computed from its logits, which take more memory",
                 stacklevel=3,
             )
 

@@ -259,7 +259,7 @@ class Worker:
         return self.process.poll() is not None
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end, at most so long."""
+        """Wait until the process has ended, for at most `seconds`."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
 

@@ -140,7 +140,7 @@ class Response:
 
     @property
     def version(self) -> int:
-        """Of the weights that sampled the oldest token."""
+        """The version of the weights that sampled the oldest token."""
         return min((version for version, _ in self.versions), default=0)
 
     @property

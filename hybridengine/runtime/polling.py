@@ -1,4 +1,4 @@
-"""Wait for what other processes write to a store, which tells nobody of it."""
+"""Wait for what other processes write to a store; the store gives no notice of a write."""
 
 from __future__ import annotations
 

@@ -22,8 +22,14 @@ from hybridengine.rollout.vllm.environment import CPU_BLOCK_SIZE
 
 @dataclass(frozen=True)
 class Device:
-    """Of one rank: FLOP/s in the compute type, bytes, and bytes per second per direction.
+    """The device of one rank.
 
+    flops: FLOP/s in the compute type.
+    memory_bytes: size of its memory.
+    memory_rate: bytes per second that it reads from its memory.
+    intra_rate, inter_rate, host_rate: bytes per second in one direction, to ranks of the same
+      machine, to those of others, and to host memory.
+    intra_latency_s, inter_latency_s: seconds until a message arrives.
     kv_block: tokens of a block of the engine's KV cache.
     """
 

@@ -27,8 +27,11 @@ _BUCKET_LATENCY_S = 100e-6  # of an all-to-all and its launches, as in the advis
 
 @dataclass(frozen=True)
 class Sync:
-    """Of the busiest rank: seconds, bytes received and sent, the least it has to receive.
+    """The cost of a weight sync on the busiest rank.
 
+    seconds: of the sync.
+    received, sent: bytes.
+    lower_bound: the fewest bytes that the rank has to receive.
     source: "formula" or "planner".
     """
 

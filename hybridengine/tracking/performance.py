@@ -118,7 +118,7 @@ def _share_per_token(name: str, config: PretrainedConfig) -> float:
 
 
 def _forward_flops_per_pair(config: PretrainedConfig) -> float:
-    """Of a token and a key that it attends to, in all layers: the score and the weighted sum."""
+    """Return the FLOPs of one token and one key in all layers: the score and the weighted sum."""
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # multi-head latent attention (DeepSeek-V2, Kimi-K2)
         key_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim

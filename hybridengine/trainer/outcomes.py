@@ -116,7 +116,7 @@ class Outcomes:
 
     @property
     def lengths(self) -> Tensor:
-        """Of prompt and response, int64 [N]."""
+        """The tokens of prompt and response together, int64 [N]."""
         return self.prompt_lengths + self.response_lengths
 
     @property

@@ -30,7 +30,7 @@ class _Tree:
 
     @property
     def cost(self) -> int:
-        """Its tokens, and `pair_cost` for every key that one of them attends to."""
+        """The tokens, and `pair_cost` for each pair of a token and a key that it attends to."""
         prompt = self.prompt_length
         pairs = prompt * (prompt + 1) // 2
         pairs += sum(n * prompt + n * (n + 1) // 2 for n in self.lengths)

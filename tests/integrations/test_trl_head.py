@@ -103,7 +103,7 @@ def test_other_transforms_are_computed_from_logits():
             return out
 
     model.__class__ = Shifted
-    with pytest.warns(UserWarning, match="Shifted computes logits otherwise"):
+    with pytest.warns(UserWarning, match="Shifted does more to its logits"):
         assert_fused(model, *batch())
 
 

@@ -254,7 +254,7 @@ class SourceClass:
         return min((1 if axis is None else axis.size for axis in axes), default=1)
 
     def _axis_to_cut(self, block: Block, num_parts: int) -> Axis | None:
-        """Of the axes that are not sharded, the outermost that is long enough, else the longest."""
+        """Return the outermost axis that is not sharded and is long enough, else the longest."""
         free = [axis for axis in block.axes if axis.dim not in (-1, *self.spec.split_dims)]
         long = (a for a in free if a.size >= 4 * num_parts or a.size % num_parts == 0)
         return next(long, max(free, key=lambda axis: axis.size, default=None))

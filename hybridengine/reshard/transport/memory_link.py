@@ -105,7 +105,7 @@ class MemoryLink(Link):
 
     @cached_property
     def _tp_ranks_fed(self) -> list[list[int]]:
-        """Of each trainer, the tensor-parallel ranks of the members that it feeds."""
+        """The tensor-parallel ranks of the members that each trainer feeds."""
         fed: list[list[int]] = [[] for _ in range(self.num_trainers)]
         for member, ranks in zip(self.members, self._feeders, strict=True):
             for rank in ranks:

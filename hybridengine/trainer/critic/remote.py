@@ -154,7 +154,7 @@ class RemoteCritic(StepCritic):
         self._channel.from_actor(messages.Command, messages.SaveTensors(folder))
 
     def saved(self, folder: Path) -> Mapping[str, list[int]]:
-        """Wait until they are written; return size and checksum of every file. On one rank.
+        """Wait until `save` has written; return size and checksum of every file. On one rank.
 
         Raises CheckpointError if a rank of the critic could not write.
         """
